@@ -1,0 +1,175 @@
+//! `Batch`: the rows of one decode, as a structure of arrays, checked once when built.
+
+use crate::error::Rejected;
+use crate::seq::SeqId;
+use thiserror::Error;
+
+/// What a row must give back; flags may be joined with `|`.
+pub mod output {
+    /// Nothing: the row only fills the KV cache.
+    pub const NONE: u8 = 0;
+    /// Logits, and the id sampled from them.
+    pub const LOGITS: u8 = 1;
+    /// The final hidden state (after the last norm).
+    pub const HIDDEN: u8 = 2;
+}
+
+/// A wrong row. `row` is its index in the batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+pub enum BatchError {
+    /// No rows at all.
+    #[error("the batch is empty")]
+    Empty,
+    /// A token id outside the vocabulary.
+    #[error("row {row}: token id {token} is outside the vocabulary of {vocab_size}")]
+    Token { row: usize, token: i32, vocab_size: usize },
+    /// A negative position, or one past the model's context.
+    #[error("row {row}: position {position} is outside 0 to {max}")]
+    Position { row: usize, position: i32, max: i32 },
+    /// A row without a sequence, or with more than the pool has.
+    #[error("row {row}: {n_seq_id} sequence ids, allowed are 1 to {max}")]
+    SequenceCount { row: usize, n_seq_id: i32, max: usize },
+    /// The same sequence twice in one row.
+    #[error("row {row}: sequence slot {slot} is named twice")]
+    RepeatedSequence { row: usize, slot: u32 },
+    /// An arena that the context does not have.
+    #[error("row {row}: stream {stream}, the context has {n_streams}")]
+    Stream { row: usize, stream: u32, n_streams: usize },
+    /// Unknown output flags.
+    #[error("row {row}: output flags {flags:#x} are not known")]
+    OutputFlags { row: usize, flags: u8 },
+}
+
+/// The arrays of a batch as the caller has them. One row is one token at one position of one or more
+/// sequences.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct BatchArrays<'a> {
+    /// Token ids, `[n_rows]`.
+    pub tokens: &'a [i32],
+    /// Positions, `[n_rows]`, from 0.
+    pub positions: &'a [i32],
+    /// How many sequences each row belongs to, `[n_rows]`, at least 1.
+    pub n_seq_id: &'a [i32],
+    /// The rows' sequence ids one after the other, `[sum of n_seq_id]`, as [`SeqId::to_raw`].
+    pub seq_ids: &'a [i64],
+    /// Arena of each row, `[n_rows]`, or empty for arena 0.
+    pub stream: &'a [u32],
+    /// Flags of [`output`], `[n_rows]`.
+    pub wants_output: &'a [u8],
+}
+
+/// The bounds that rows are checked against.
+#[derive(Debug, Clone, Copy)]
+pub struct BatchLimits {
+    /// Ids are below this.
+    pub vocab_size: usize,
+    /// Positions are below this.
+    pub max_positions: usize,
+    /// Sequences that may exist.
+    pub n_seq_max: usize,
+    /// Arenas.
+    pub n_streams: usize,
+}
+
+/// A checked batch. Rows keep the caller's order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Batch {
+    /// Token ids, each below the vocabulary size.
+    pub tokens: Vec<i32>,
+    /// Positions, each in `0..max_positions`.
+    pub positions: Vec<i32>,
+    /// Row `r` belongs to `seqs[seq_start[r]..seq_start[r + 1]]`; `[n_rows + 1]`.
+    pub seq_start: Vec<u32>,
+    /// Sequence ids; whether they are still lent is the pool's to say.
+    pub seqs: Vec<SeqId>,
+    /// Arena of each row.
+    pub stream: Vec<u32>,
+    /// Flags of [`output`].
+    pub wants_output: Vec<u8>,
+}
+
+impl Batch {
+    /// Checks every row. Errors: [`Rejected::Length`] if the arrays disagree, [`BatchError`] for a wrong row.
+    pub fn new(arrays: BatchArrays<'_>, limits: BatchLimits) -> Result<Self, Rejected> {
+        let n_rows = arrays.tokens.len();
+        if n_rows == 0 {
+            return Err(BatchError::Empty.into());
+        }
+        check_len("positions", arrays.positions.len(), n_rows)?;
+        check_len("n_seq_id", arrays.n_seq_id.len(), n_rows)?;
+        check_len("wants_output", arrays.wants_output.len(), n_rows)?;
+        if !arrays.stream.is_empty() {
+            check_len("stream", arrays.stream.len(), n_rows)?;
+        }
+        let mut batch = Batch {
+            tokens: arrays.tokens.to_vec(),
+            positions: arrays.positions.to_vec(),
+            seq_start: Vec::with_capacity(n_rows + 1),
+            seqs: arrays.seq_ids.iter().map(|&raw| SeqId::from_raw(raw)).collect(),
+            stream: if arrays.stream.is_empty() { vec![0; n_rows] } else { arrays.stream.to_vec() },
+            wants_output: arrays.wants_output.to_vec(),
+        };
+        batch.seq_start.push(0);
+        let mut end = 0_usize;
+        for row in 0..n_rows {
+            check_row(&arrays, limits, row)?;
+            end += usize::try_from(arrays.n_seq_id[row]).expect("check_row saw a positive count");
+            if end > batch.seqs.len() {
+                break;
+            }
+            batch.seq_start.push(u32::try_from(end).expect("fewer than 2^32 sequence ids"));
+            check_distinct(row, batch.row_seqs(row))?;
+        }
+        check_len("seq_ids", batch.seqs.len(), end)?;
+        Ok(batch)
+    }
+
+    /// Rows in the batch, at least 1.
+    pub fn n_rows(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// The sequences of row `row`, at least one, all distinct.
+    pub fn row_seqs(&self, row: usize) -> &[SeqId] {
+        &self.seqs[self.seq_start[row] as usize..self.seq_start[row + 1] as usize]
+    }
+}
+
+fn check_len(what: &'static str, got: usize, want: usize) -> Result<(), Rejected> {
+    if got == want { Ok(()) } else { Err(Rejected::Length { what, got, want }) }
+}
+
+fn check_row(arrays: &BatchArrays<'_>, limits: BatchLimits, row: usize) -> Result<(), BatchError> {
+    let token = arrays.tokens[row];
+    if usize::try_from(token).map_or(true, |id| id >= limits.vocab_size) {
+        return Err(BatchError::Token { row, token, vocab_size: limits.vocab_size });
+    }
+    let position = arrays.positions[row];
+    if usize::try_from(position).map_or(true, |p| p >= limits.max_positions) {
+        let max = i32::try_from(limits.max_positions).unwrap_or(i32::MAX) - 1;
+        return Err(BatchError::Position { row, position, max });
+    }
+    let n_seq_id = arrays.n_seq_id[row];
+    if usize::try_from(n_seq_id).map_or(true, |n| n == 0 || n > limits.n_seq_max) {
+        return Err(BatchError::SequenceCount { row, n_seq_id, max: limits.n_seq_max });
+    }
+    if let Some(&stream) = arrays.stream.get(row)
+        && stream as usize >= limits.n_streams
+    {
+        return Err(BatchError::Stream { row, stream, n_streams: limits.n_streams });
+    }
+    let flags = arrays.wants_output[row];
+    if flags & !(output::LOGITS | output::HIDDEN) != 0 {
+        return Err(BatchError::OutputFlags { row, flags });
+    }
+    Ok(())
+}
+
+fn check_distinct(row: usize, seqs: &[SeqId]) -> Result<(), BatchError> {
+    for (i, seq) in seqs.iter().enumerate() {
+        if seqs[..i].contains(seq) {
+            return Err(BatchError::RepeatedSequence { row, slot: seq.slot() });
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,112 @@
+//! The error tree: four kinds, sorted by what the caller can do.
+//!
+//! ```text
+//! Error
+//! ├── Rejected     the input is wrong: fix it              ValueError      400
+//! ├── Exhausted    not now: wait, preempt or shed          retryable       429 / 503
+//! ├── Unsupported  this build, model or device cannot      choose another  400
+//! └── Device       the machine failed: context is lost     rebuild         503
+//! ```
+//!
+//! A broken invariant is not an error: it is a bug, and panics. Numbers are fields, never text; each module
+//! owns the precise enum of its own refusals and this file only gathers them.
+
+use crate::batch::BatchError;
+use crate::formats::FormatError;
+use crate::kv::KvError;
+use crate::sample::SamplingError;
+use thiserror::Error;
+
+/// Result of every fallible operation of the core.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Any refusal or failure of the core.
+#[derive(Debug, Error)]
+pub enum Error {
+    /// The input is wrong; the caller must change it.
+    #[error(transparent)]
+    Rejected(#[from] Rejected),
+    /// A bounded resource is used up; the same call may succeed later.
+    #[error(transparent)]
+    Exhausted(#[from] Exhausted),
+    /// Understood, but not implemented by this build, model or device.
+    #[error(transparent)]
+    Unsupported(#[from] Unsupported),
+    /// The machine failed (memory, device); the context must be rebuilt.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+}
+
+/// Wrong input.
+#[derive(Debug, Error)]
+pub enum Rejected {
+    /// A row of a batch is wrong.
+    #[error(transparent)]
+    Batch(#[from] BatchError),
+    /// A cache operation names positions or sequences that are not there.
+    #[error(transparent)]
+    Kv(#[from] KvError),
+    /// A sampling parameter is out of its bounds.
+    #[error(transparent)]
+    Sampling(#[from] SamplingError),
+    /// A model file is damaged or inconsistent.
+    #[error(transparent)]
+    Format(#[from] FormatError),
+    /// A sequence id that was released, or never lent.
+    #[error("sequence id {raw} is not lent (slot {slot} is at generation {current}, the id says {given})")]
+    StaleSequence { raw: i64, slot: u32, given: u32, current: u32 },
+    /// An array has the wrong number of elements.
+    #[error("{what} has {got} elements, expected {want}")]
+    Length { what: &'static str, got: usize, want: usize },
+    /// A setting is out of its bounds.
+    #[error("{what} is {got}, allowed are {min} to {max}")]
+    OutOfRange { what: &'static str, got: i64, min: i64, max: i64 },
+    /// `replace_weight` names a tensor that the model does not have.
+    #[error("the model has no weight named {name:?}")]
+    NoSuchWeight { name: String },
+    /// The context was closed.
+    #[error("the context is closed")]
+    Closed,
+}
+
+/// A bounded resource is used up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+pub enum Exhausted {
+    /// Fewer free KV cells than the batch has rows.
+    #[error("the batch needs {needed} KV cells, {free} of {capacity} are free")]
+    Cells { needed: usize, free: usize, capacity: usize },
+    /// All sequence ids are lent.
+    #[error("all {capacity} sequence ids are lent")]
+    SequenceIds { capacity: usize },
+}
+
+/// Understood, not implemented. Each variant names what was asked and what there is.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum Unsupported {
+    /// The model's architecture has no row in the family table.
+    #[error("architecture {name:?} is not supported; supported are {supported}")]
+    Architecture { name: String, supported: String },
+    /// A property of the checkpoint that would make the output wrong if ignored.
+    #[error("{what} {value:?} is not supported; supported: {supported}")]
+    Feature { what: &'static str, value: String, supported: &'static str },
+    /// A tensor's element type.
+    #[error("tensor {tensor:?} has type {dtype}; supported are {supported}")]
+    TensorType { tensor: String, dtype: String, supported: &'static str },
+    /// An instruction set that this machine lacks or that is not known.
+    #[error("instruction set {name:?} is not available on this machine; available are {available}")]
+    Isa { name: String, available: String },
+    /// A weight slot that cannot be replaced as asked.
+    #[error("weight {name:?} is stored as {stored}; it cannot be replaced from {given}")]
+    ReplaceWeight { name: String, stored: &'static str, given: &'static str },
+}
+
+/// The machine failed.
+#[derive(Debug, Error)]
+pub enum DeviceError {
+    /// An allocation was refused by the system.
+    #[error("cannot allocate {bytes} bytes for {what}")]
+    Allocation { what: &'static str, bytes: usize },
+    /// A worker thread could not be started.
+    #[error("cannot start {n_threads} worker threads: {source}")]
+    Threads { n_threads: usize, source: std::io::Error },
+}

@@ -1,0 +1,24 @@
+//! The inference core: model files in, sampled ids out.
+//!
+//! No Python, no network, no clock, no environment variables. `unsafe` is denied but in the modules that say
+//! so below: aligned memory, file mapping, kernels and the thread pool.
+
+pub mod batch;
+pub mod context;
+pub mod dtype;
+pub mod error;
+#[allow(unsafe_code, reason = "maps model files into memory")]
+pub mod formats;
+pub mod kv;
+pub mod model;
+#[allow(unsafe_code, reason = "SIMD kernels and disjoint writes of panel-split outputs")]
+pub mod ops;
+pub mod quant;
+pub mod sample;
+pub mod seq;
+#[allow(unsafe_code, reason = "owns aligned allocations")]
+pub mod tensor;
+#[allow(unsafe_code, reason = "hands borrowed jobs to worker threads")]
+pub mod threads;
+
+pub use error::{Error, Result};

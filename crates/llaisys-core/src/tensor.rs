@@ -1,0 +1,164 @@
+//! Views of tensors in mapped files, and aligned owned buffers.
+
+use crate::dtype::{DType, KvDType};
+use crate::error::DeviceError;
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::ptr::NonNull;
+
+/// A borrowed row-major tensor of a model file. `bytes.len()` equals the product of `shape` in `dtype`; the
+/// parser that makes it has checked that.
+#[derive(Debug, Clone, Copy)]
+pub struct TensorView<'a> {
+    /// Element type.
+    pub dtype: DType,
+    /// Sizes, slowest first: `[n_rows, n_columns]` for a matrix, `[n]` for a vector.
+    pub shape: &'a [usize],
+    /// The elements, little endian, not necessarily aligned.
+    pub bytes: &'a [u8],
+}
+
+impl<'a> TensorView<'a> {
+    /// Rows of a matrix; 1 for a vector.
+    pub fn n_rows(&self) -> usize {
+        if self.shape.len() < 2 { 1 } else { self.shape[0] }
+    }
+
+    /// Length of a row (the last size).
+    pub fn n_columns(&self) -> usize {
+        self.shape.last().copied().unwrap_or(1)
+    }
+
+    /// Row `i` of a matrix.
+    ///
+    /// Panics if `i` is not a row: callers index by checked configuration.
+    pub fn row(&self, i: usize) -> RowView<'a> {
+        let n_bytes = self.bytes.len() / self.n_rows();
+        RowView { dtype: self.dtype, bytes: &self.bytes[i * n_bytes..(i + 1) * n_bytes] }
+    }
+}
+
+/// One row of a stored tensor.
+#[derive(Debug, Clone, Copy)]
+pub struct RowView<'a> {
+    /// Element type.
+    pub dtype: DType,
+    /// The row's elements.
+    pub bytes: &'a [u8],
+}
+
+/// Bytes on a 64-byte boundary, zeroed, owned. Pages are touched only when written, so a large pool costs
+/// memory as it fills.
+#[derive(Debug)]
+pub struct AlignedBuf {
+    ptr: NonNull<u8>,
+    len: usize,
+}
+
+/// One cache line, one zmm register.
+pub const ALIGN: usize = 64;
+
+// SAFETY: the buffer is plain owned memory; the pointer is never shared outside borrows of `self`.
+unsafe impl Send for AlignedBuf {}
+// SAFETY: as above; `&AlignedBuf` gives only shared slices.
+unsafe impl Sync for AlignedBuf {}
+
+impl AlignedBuf {
+    /// `len` zero bytes for `what` (a name for the error message).
+    pub fn zeroed(what: &'static str, len: usize) -> Result<Self, DeviceError> {
+        let refused = DeviceError::Allocation { what, bytes: len };
+        if len == 0 {
+            return Ok(Self { ptr: NonNull::dangling(), len });
+        }
+        let Ok(layout) = Layout::from_size_align(len, ALIGN) else { return Err(refused) };
+        // SAFETY: the layout has a non-zero size (checked above).
+        let ptr = unsafe { alloc_zeroed(layout) };
+        NonNull::new(ptr).map(|ptr| Self { ptr, len }).ok_or(refused)
+    }
+
+    /// Length in bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True if it holds nothing.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The elements as plain numbers. A tail shorter than one element is left out.
+    pub fn as_slice<T: Plain>(&self) -> &[T] {
+        if self.len == 0 {
+            return &[];
+        }
+        // SAFETY: `ptr` covers `len` initialised bytes aligned to 64 >= align_of::<T>(); `Plain` types take any bits.
+        unsafe { std::slice::from_raw_parts(self.ptr.as_ptr().cast(), self.len / size_of::<T>()) }
+    }
+
+    /// The elements as plain numbers, to write.
+    pub fn as_mut_slice<T: Plain>(&mut self) -> &mut [T] {
+        if self.len == 0 {
+            return &mut [];
+        }
+        // SAFETY: as in `as_slice`, and `&mut self` makes the borrow exclusive.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr().cast(), self.len / size_of::<T>()) }
+    }
+}
+
+impl Drop for AlignedBuf {
+    fn drop(&mut self) {
+        if self.len == 0 {
+            return;
+        }
+        let layout = Layout::from_size_align(self.len, ALIGN).expect("the layout was valid when allocated");
+        // SAFETY: `ptr` came from `alloc_zeroed` with this very layout and is freed once.
+        unsafe { dealloc(self.ptr.as_ptr(), layout) }
+    }
+}
+
+/// Number types for which every bit pattern is a value and alignment is at most 64.
+///
+/// # Safety
+/// Implementors have no padding, no invalid bit patterns and an alignment of at most [`ALIGN`].
+pub unsafe trait Plain: Copy {}
+// SAFETY: primitive integers and floats satisfy all three.
+unsafe impl Plain for u8 {}
+// SAFETY: as above.
+unsafe impl Plain for i8 {}
+// SAFETY: as above.
+unsafe impl Plain for u16 {}
+// SAFETY: as above.
+unsafe impl Plain for u32 {}
+// SAFETY: as above.
+unsafe impl Plain for i32 {}
+// SAFETY: as above.
+unsafe impl Plain for f32 {}
+
+/// K and V of one layer in one arena, `[cell][kv_head][d_head]` each, to read.
+#[derive(Debug, Clone, Copy)]
+pub struct KvLayer<'a> {
+    /// Element type of both.
+    pub dtype: KvDType,
+    /// Heads of K and V.
+    pub n_kv_heads: usize,
+    /// Elements of a head.
+    pub d_head: usize,
+    /// Keys (already rotated).
+    pub k: &'a AlignedBuf,
+    /// Values.
+    pub v: &'a AlignedBuf,
+}
+
+/// K and V of one layer in one arena, `[cell][kv_head][d_head]` each, to write.
+#[derive(Debug)]
+pub struct KvLayerMut<'a> {
+    /// Element type of both.
+    pub dtype: KvDType,
+    /// Heads of K and V.
+    pub n_kv_heads: usize,
+    /// Elements of a head.
+    pub d_head: usize,
+    /// Keys (already rotated).
+    pub k: &'a mut AlignedBuf,
+    /// Values.
+    pub v: &'a mut AlignedBuf,
+}

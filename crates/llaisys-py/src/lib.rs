@@ -1,0 +1,1 @@
+//! The Python door: convert, release the GIL, call once, convert.

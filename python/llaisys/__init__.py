@@ -1,0 +1,1 @@
+"""LLAISYS: LLM inference and serving."""

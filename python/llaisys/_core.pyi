@@ -1,0 +1,147 @@
+"""The compiled door (crates/llaisys-py). Errors are the classes of `llaisys.errors`."""
+
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+__version__: str
+
+def inspect(path: str) -> str:
+    """Facts of a checkpoint from its headers: a JSON object with the fields of `types.ModelInfo`.
+
+    `path` is a Hugging Face folder or a `.gguf` file. Raises RejectedError (damaged) or UnsupportedError.
+    """
+
+def available_isas() -> list[str]:
+    """Instruction sets that this machine can run, best first: `avx512`, `avx2`, `scalar`."""
+
+def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """One Philox4x32-10 block (Salmon et al. 2011), for known-answer tests."""
+
+@final
+class SamplerSpec:
+    """Sampling of one sequence, checked once. See `types.SamplingParams` for the meanings.
+
+    `stop_ids` only matter for `min_tokens`: they are masked until so many tokens are out. `top_logprobs` -1:
+    no logprobs; 0: the sampled token's only.
+    """
+
+    def __new__(
+        cls,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        typical_p: float = 1.0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: list[tuple[int, float]] = ...,
+        min_tokens: int = 0,
+        stop_ids: list[int] = ...,
+        seed: int = 0,
+        choice: int = 0,
+        top_logprobs: int = -1,
+    ) -> SamplerSpec: ...
+
+@final
+class DecodeOutput:
+    """What a decode gives. Output rows are the batch rows with flags, in batch order."""
+
+    @property
+    def rows(self) -> NDArray[np.int32]:
+        """`[n_out]`: the batch row of each output row."""
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """`[n_out]`: the sampled id; -1 where the row asked for no logits or is faulty."""
+    @property
+    def faults(self) -> list[tuple[int, str]]:
+        """Faulty output rows: (batch row, `"non_finite"` or `"all_masked"`). Their sequence must be ended."""
+    @property
+    def logits(self) -> NDArray[np.float32] | None:
+        """`[n_out, vocab_size]` if asked for by `return_logits` (zeros where a row asked for no logits)."""
+    @property
+    def hidden(self) -> NDArray[np.float32] | None:
+        """`[n_out, d_model]` final hidden states if any row asked (zeros where a row did not)."""
+    @property
+    def logprobs(self) -> list[tuple[int, float, int, list[tuple[int, float]]]]:
+        """For rows whose sampler wants them: (index of the output row, logprob of the sampled id, its rank
+        from 1, the best ids with their logprobs in falling order)."""
+
+@final
+class Context:
+    """One model on one device with its KV cells. Built, used and closed on one thread; another thread gets
+    a RejectedError. Every method but `close` raises RejectedError once closed."""
+
+    def __new__(
+        cls,
+        path: str,
+        *,
+        dtype: str = "auto",
+        kv_dtype: str = "auto",
+        isa: str = "auto",
+        n_cells: int,
+        n_seq_max: int,
+        n_batch: int,
+        max_model_len: int,
+        n_threads: int,
+    ) -> Context:
+        """Loads the weights (GIL released). `n_batch` is the rows of one ubatch; larger batches are split."""
+    def close(self) -> None:
+        """Frees everything; idempotent."""
+    @property
+    def isa(self) -> str: ...
+    @property
+    def n_cells(self) -> int: ...
+    @property
+    def n_cells_free(self) -> int: ...
+    @property
+    def n_seq_free(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the packed weights."""
+    def seq_acquire(self) -> int:
+        """Lends a sequence id (slot and generation in one number). Raises ExhaustedError."""
+    def seq_release(self, seq_id: int) -> None:
+        """Returns the id, its cells and its sampler. Raises RejectedError if it is stale."""
+    def set_sampler(self, seq_id: int, spec: SamplerSpec, prompt_ids: NDArray[np.int32], output_ids: NDArray[np.int32]) -> None:
+        """Attaches sampling to a sequence. `output_ids` are tokens already generated (after a preemption).
+        Without one a row is sampled greedily."""
+    def decode(
+        self,
+        tokens: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        n_seq_id: NDArray[np.int32],
+        seq_ids: NDArray[np.int64],
+        wants_output: NDArray[np.uint8],
+        *,
+        stream: NDArray[np.uint32] | None = None,
+        logits_mask: tuple[NDArray[np.int32], NDArray[np.uint32]] | None = None,
+        return_logits: bool = False,
+    ) -> DecodeOutput:
+        """One forward pass for all rows; the GIL is released. All arrays are `[n_rows]` but `seq_ids`
+        `[sum(n_seq_id)]`. `wants_output`: 1 logits and a sampled id, 2 final hidden state, 3 both.
+        `logits_mask`: batch rows `[n]` and bits `[n, ceil(vocab / 32)]`, bit set = allowed.
+
+        Raises ExhaustedError (cells) or RejectedError (a wrong row); on any error nothing has changed."""
+    def kv_seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
+        """Forgets positions `p0 <= p < p1` of a sequence; negative p0: from the start, negative p1: to the end."""
+    def kv_seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
+        """Shares the cells of `src` in the range with `dst`; nothing is copied."""
+    def kv_seq_keep(self, seq_id: int) -> None:
+        """Forgets every sequence but this one (their ids stay lent)."""
+    def kv_seq_add(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
+        """Shifts positions in the range by `delta`; the stored keys are rotated anew."""
+    def kv_seq_pos_min(self, seq_id: int) -> int:
+        """Smallest position held, -1 if none."""
+    def kv_seq_pos_max(self, seq_id: int) -> int:
+        """Largest position held, -1 if none."""
+    def replace_weight(self, name: str, values: NDArray[np.float32]) -> None:
+        """Replaces one tensor, by its name in the checkpoint, with values of the same shape. A wrong name,
+        shape or a block-quantised slot is refused and nothing changes."""
+    def check_integrity(self) -> None:
+        """Checks every invariant of the cells and the id pool; panics are raised as EngineDeadError."""

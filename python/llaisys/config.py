@@ -1,0 +1,116 @@
+"""The only settings. Order: constructor arguments and flags, then `LLAISYS_*`, then YAML, then the default.
+
+Each field is a flag (`--max-num-seqs`), an environment variable (`LLAISYS_MAX_NUM_SEQS`) and a YAML key
+(`max_num_seqs`) of the same name. An unknown YAML key or a bad value stops the start and names the key.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+from llaisys.errors import RejectedError
+
+DEFAULT_MODEL = "smollm2"
+
+
+class Config(BaseSettings):
+    """One model behind one engine and one server. Frozen once made."""
+
+    model_config = SettingsConfigDict(env_prefix="LLAISYS_", extra="forbid", frozen=True, protected_namespaces=())
+
+    # model
+    model: str = Field(DEFAULT_MODEL, description="a model folder, a .gguf file, or the name of an embedded model")
+    served_model_name: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="names that requests may use; the first is reported (default: the model)"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="weights and products; auto keeps the checkpoint's own precision"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="K and V; auto is float32 with dtype float32, else bfloat16"
+    )
+    generation_config: Literal["auto", "vllm"] = Field(
+        "auto", description="auto takes sampling defaults from the model, vllm ignores them"
+    )
+    chat_template: Path | None = Field(None, description="a Jinja file that replaces the model's chat template")
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="seed of requests that bring none")
+
+    # capacity
+    max_model_len: int | None = Field(None, ge=1, description="context of one request, in tokens (default: the model's)")
+    max_num_seqs: int = Field(64, ge=1, le=256, description="requests that run at the same time")
+    max_num_batched_tokens: int = Field(512, ge=1, description="tokens of one step over all requests")
+    max_num_queued_reqs: int = Field(256, ge=0, description="requests that may wait; one more gets 429")
+    kv_cache_memory_bytes: int | None = Field(
+        None, ge=1, description="bytes for K and V (default: at most a fifth of the available memory)"
+    )
+    num_kv_cells: int | None = Field(None, ge=1, description="KV cells, one token each; overrides the bytes")
+    request_timeout_s: float = Field(600.0, gt=0, description="age, in seconds, at which a request ends with 408")
+
+    # cpu
+    num_threads: int | None = Field(None, ge=1, le=1024, description="compute threads (default: the usable cores)")
+    isa: Literal["auto", "avx512", "avx2", "scalar"] = Field("auto", description="instruction set; auto is the best")
+
+    # server
+    host: str = Field("127.0.0.1", description="address to bind")
+    port: int = Field(8000, ge=0, le=65535, description="port to bind; 0 picks a free one")
+    api_key: Annotated[tuple[str, ...], NoDecode] = Field((), description="accepted keys; none: no key is asked for")
+    allowed_origins: Annotated[tuple[str, ...], NoDecode] = Field((), description="origins for CORS; none: same origin only")
+    strict_fields: bool = Field(False, description="refuse unknown request fields with 400")
+    shutdown_timeout_s: float = Field(0.0, ge=0, description="seconds that open requests may go on after SIGTERM")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is logged")
+
+    @field_validator("served_model_name", "api_key", "allowed_origins", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        """A comma-separated string (environment) or a list (YAML, repeated flags)."""
+        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """No .env files and no secret folders: three sources are enough to explain a value."""
+        return (init_settings, env_settings)
+
+
+def load_config(overrides: dict[str, Any] | None = None, yaml_path: Path | None = None) -> Config:
+    """Builds the configuration from flags (`overrides`), the environment and a YAML file.
+
+    Raises RejectedError naming the key and what is wrong with it.
+    """
+    values = dict(overrides or {})
+    for key, value in _read_yaml(yaml_path).items():
+        if f"LLAISYS_{key.upper()}" not in os.environ:
+            values.setdefault(key, value)
+    try:
+        return Config(**values)
+    except ValidationError as e:
+        first = e.errors()[0]
+        key = ".".join(str(part) for part in first["loc"]) or "configuration"
+        raise RejectedError(f"{key}: {first['msg']} (got {first['input']!r})", param=key) from e
+
+
+def _read_yaml(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as e:
+        raise RejectedError(f"cannot read the configuration file {path}: {e}", param="config") from e
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise RejectedError(f"{path} holds a {type(loaded).__name__}, expected key: value lines", param="config")
+    return {str(key).replace("-", "_"): value for key, value in loaded.items()}

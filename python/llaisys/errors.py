@@ -1,0 +1,61 @@
+"""The exception tree, sorted by what the caller can do. The compiled core raises the same classes.
+
+LlaisysError
+├── RejectedError     (ValueError)    the input is wrong: fix it                    HTTP 400
+│   └── ContextLengthError            prompt and answer do not fit                  400 context_length_exceeded
+├── UnsupportedError  (ValueError)    this build, model or device cannot            400
+├── ExhaustedError    (RuntimeError)  not now: retry                                429
+│   └── QueueFullError                the waiting queue is full                     429 + Retry-After
+├── RequestTimeoutError (TimeoutError) older than its deadline                      408
+├── RequestFailedError (RuntimeError) this request failed, others go on             500
+└── EngineDeadError   (RuntimeError)  the engine or device failed: rebuild          503
+"""
+
+from __future__ import annotations
+
+
+class LlaisysError(Exception):
+    """Base of every error that LLAISYS raises on purpose.
+
+    `param` names the offending field or setting where there is one.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class RejectedError(LlaisysError, ValueError):
+    """The input is wrong; the message says which value, the bound and what to do."""
+
+
+class ContextLengthError(RejectedError):
+    """Prompt plus answer can never fit the context or the KV cache."""
+
+
+class UnsupportedError(LlaisysError, ValueError):
+    """Understood but not implemented by this build, model or device."""
+
+
+class ExhaustedError(LlaisysError, RuntimeError):
+    """A bounded resource (KV cells, sequence ids) is used up; the call may succeed later."""
+
+
+class QueueFullError(ExhaustedError):
+    """The waiting queue is at its bound. `retry_after_s` is the advice sent as `Retry-After`, in seconds."""
+
+    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RequestTimeoutError(LlaisysError, TimeoutError):
+    """The request got older than its deadline, waiting or running."""
+
+
+class RequestFailedError(LlaisysError, RuntimeError):
+    """This one request failed (a non-finite row, say); others are untouched."""
+
+
+class EngineDeadError(LlaisysError, RuntimeError):
+    """The engine, the core or the device failed; every open request ends with this."""

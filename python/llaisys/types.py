@@ -1,0 +1,185 @@
+"""Plain values that every room may know: parameters, requests' outputs, facts of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, TypeAlias
+
+from llaisys.errors import RejectedError
+
+RequestId: TypeAlias = str
+
+SEED_MAX = 2**63 - 1
+LOGPROBS_MAX = 20
+STOP_STRINGS_MAX = 16
+
+
+class FinishReason(str, Enum):
+    """Why a request ended. `STOP` and `LENGTH` are OpenAI's; `ABORT` exists in the Python API only."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    TIMEOUT = "timeout"
+    ERROR = "error"
+
+
+def _bounded(name: str, value: float, low: float, high: float) -> None:
+    if not (low <= value <= high):
+        raise RejectedError(f"{name} is {value}, allowed are {low} to {high}", param=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled. Names, meanings and defaults are vLLM's.
+
+    Raises RejectedError naming the field and its bound.
+
+    - `temperature` 0 is greedy (argmax, lowest id on a tie).
+    - `top_k` 0 or -1: all; `top_p`, `min_p`, `typical_p`: probabilities in 0..1.
+    - `repetition_penalty` looks at prompt and answer, `presence_penalty` and `frequency_penalty` at the answer.
+    - `seed` None: drawn from the engine's seed and the request's ordinal. A draw depends on seed, choice and position only.
+    - `logprobs` n: the sampled token's logprob and the n best, of the model's own distribution (before any
+      of the above); `prompt_logprobs` is not implemented yet.
+    - `max_tokens` None: until the context ends.
+    - `logit_bias`: token id -> added to the logit, -100 to 100.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        _bounded("n", self.n, 1, 1)
+        if self.max_tokens is not None:
+            _bounded("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _bounded("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RejectedError(
+                f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}", param="min_tokens"
+            )
+        _bounded("temperature", self.temperature, 0.0, 2.0)
+        _bounded("top_p", self.top_p, 1e-9, 1.0)
+        _bounded("top_k", self.top_k, 0, 2**31 - 1)
+        _bounded("min_p", self.min_p, 0.0, 1.0)
+        _bounded("typical_p", self.typical_p, 1e-9, 1.0)
+        _bounded("repetition_penalty", self.repetition_penalty, 1e-3, 10.0)
+        _bounded("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _bounded("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _bounded("seed", self.seed, -SEED_MAX - 1, SEED_MAX)
+        if self.logprobs is not None:
+            _bounded("logprobs", self.logprobs, 0, LOGPROBS_MAX)
+        if len(self.stop) > STOP_STRINGS_MAX:
+            raise RejectedError(f"stop has {len(self.stop)} strings, at most {STOP_STRINGS_MAX}", param="stop")
+        if any(not s for s in self.stop):
+            raise RejectedError("stop holds an empty string, which would end every answer at once", param="stop")
+        for token, bias in self.logit_bias.items():
+            _bounded(f"logit_bias[{token}]", bias, -100.0, 100.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One candidate of one position: natural log of its probability, its rank (1 is the best), its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One answer of a request, so far or whole."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        """True once `finish_reason` is set."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What a request has given, shaped as vLLM's."""
+
+    request_id: RequestId
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTokenizer:
+    """The tokenizer inside a GGUF file, as its metadata states it (`tokenizer.ggml.*`)."""
+
+    model: str
+    pre: str
+    tokens: list[str]
+    token_types: list[int]
+    merges: list[str]
+    add_bos: bool
+    bos: int | None
+    eos: int | None
+    unk: int | None
+    chat_template: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Facts of a checkpoint, read from its headers without loading the weights.
+
+    `kv_bytes_per_cell` maps a KV dtype ("float32", "bfloat16") to the bytes of one cell over all layers, K
+    and V. `generation` holds what `generation_config.json` sets (`temperature`, `top_p`, `top_k`, `min_p`,
+    `repetition_penalty`), nothing where it is silent. `tokenizer` is set for a GGUF; a folder has its
+    `tokenizer.json` beside the weights.
+    """
+
+    path: str
+    file_format: str
+    architecture: str
+    dtype: str
+    n_layers: int
+    d_model: int
+    n_heads: int
+    n_kv_heads: int
+    d_head: int
+    d_ff: int
+    vocab_size: int
+    max_position_embeddings: int
+    n_parameters: int
+    weight_bytes: int
+    kv_bytes_per_cell: dict[str, int]
+    bos_token_id: int | None
+    eos_token_ids: list[int]
+    generation: dict[str, Any]
+    tokenizer: GgufTokenizer | None
