@@ -1,0 +1,104 @@
+# One door. `make help` lists the targets; CI runs the same commands as you do.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+VENV   := .venv
+PY     := $(VENV)/bin/python
+STAMPS := $(VENV)/stamps
+SUITE  ?=
+ARGS   ?=
+
+RUST_SOURCES := $(shell find crates -name '*.rs' -o -name 'Cargo.toml') Cargo.toml Cargo.lock
+PAGE_SOURCES := $(shell find webui -type f -not -path '*/node_modules/*' -not -path '*/dist/*')
+
+.PHONY: help setup build serve check test lint fmt bench bench-serve bench-peers wheel lock clean model
+
+help: ## this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# --- set-up and build: each step leaves a stamp, so a second run does nothing ---
+
+setup: $(STAMPS)/python ## virtual environment in .venv with everything a build and the tests need
+
+$(STAMPS)/tools: scripts/check-tools.sh
+	@scripts/check-tools.sh
+	@test -x $(PY) || python3 -m venv $(VENV)
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/python: pyproject.toml requirements.lock | $(STAMPS)/tools
+	@scripts/install-python.sh $(PY)
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/core: $(RUST_SOURCES) pyproject.toml $(STAMPS)/python
+	@echo "building the core (a few minutes the first time)"
+	@VIRTUAL_ENV=$(CURDIR)/$(VENV) $(VENV)/bin/maturin develop --release --skip-install --quiet 2>/dev/null \
+		|| VIRTUAL_ENV=$(CURDIR)/$(VENV) $(VENV)/bin/maturin develop --release
+	@touch $@
+
+$(STAMPS)/page: $(PAGE_SOURCES) | $(STAMPS)/tools
+	@npm --prefix webui ci --silent --no-audit --no-fund && npm --prefix webui run --silent build
+	@touch $@
+
+build: $(STAMPS)/core $(STAMPS)/page ## the core, the package and the page, installed in .venv
+
+model: build ## the embedded default model, into the cache folder
+	@$(VENV)/bin/llaisys pull smollm2
+
+# --- use ---
+
+serve: build ## the default model with the page and the OpenAI API (ARGS="--port 8001 ...")
+	@exec $(VENV)/bin/llaisys serve $(ARGS)
+
+# --- proof ---
+
+lint: build ## rustfmt, clippy, ruff, mypy, stubtest, import rules, house rules
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --quiet -- -D warnings
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(PY) -m mypy.stubtest llaisys._core --ignore-missing-stub
+	$(VENV)/bin/lint-imports --no-cache
+	$(VENV)/bin/pytest -q tests/house
+
+check: lint ## lint and the fast tests (under 5 minutes)
+	cargo test --workspace --quiet --lib
+	$(VENV)/bin/pytest -q tests/unit
+
+ifeq ($(SUITE),)
+test: lint model ## every test (SUITE=stage0|stage1|stage2: those acceptance tests only)
+	cargo test --workspace --quiet
+	$(VENV)/bin/pytest -q tests --ignore=tests/house
+else
+test: model
+	$(VENV)/bin/pytest -q tests/acceptance -m "$(SUITE)"
+endif
+
+bench: build ## kernels and the decode step (criterion); results in target/criterion
+	cargo bench --workspace
+
+bench-serve: model ## load on a running server: first token, per token, throughput
+	$(PY) benches/serve.py $(ARGS)
+
+bench-peers: model ## one stream against llama.cpp on the same file, alternated in one run
+	$(PY) benches/peers.py $(ARGS)
+
+# --- release and upkeep ---
+
+wheel: build ## one abi3 wheel in dist/
+	$(VENV)/bin/maturin build --release --out dist
+
+fmt: $(STAMPS)/python ## rustfmt and ruff, in place
+	cargo fmt --all
+	$(VENV)/bin/ruff check --fix-only --quiet .
+	$(VENV)/bin/ruff format --quiet .
+
+lock: ## requirements.lock from the versions in .venv
+	@scripts/lock-python.sh $(PY) > requirements.lock.new && mv requirements.lock.new requirements.lock
+
+clean: ## everything that a build made; the model cache stays
+	rm -rf $(VENV) target dist webui/node_modules webui/dist python/llaisys/webui
+	find python tests benches -name __pycache__ -type d -prune -exec rm -rf {} +
+	find python -name '_core*.so' -delete

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Says, for each tool that a build needs and this machine lacks, what to do about it. Exit 1 if any is missing.
+set -u
+missing=0
+
+need() { # command, what it is for, how to get it
+  command -v "$1" >/dev/null 2>&1 && return
+  printf 'llaisys: %s is not installed (%s).\n         %s\n' "$1" "$2" "$3" >&2
+  missing=1
+}
+
+need cargo "builds the core" "Install Rust 1.95 or newer: https://rustup.rs, then open a new shell."
+need cc "links the core" "Debian and Ubuntu: apt-get install build-essential"
+need python3 "runs the engine" "Install Python 3.10 or newer. Debian and Ubuntu: apt-get install python3 python3-venv"
+need node "builds the page" "Install Node.js 20 or newer. Debian and Ubuntu: apt-get install nodejs npm"
+need npm "builds the page" "It comes with Node.js; Debian and Ubuntu: apt-get install npm"
+
+if command -v cargo >/dev/null 2>&1; then
+  have=$(rustc --version 2>/dev/null | awk '{print $2}')
+  if [ "$(printf '%s\n1.95.0\n' "$have" | sort -V | head -n 1)" != 1.95.0 ]; then
+    printf 'llaisys: rustc is %s, 1.95 or newer is needed.\n         Run: rustup update stable\n' "${have:-not usable}" >&2
+    missing=1
+  fi
+fi
+if command -v python3 >/dev/null 2>&1; then
+  if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+    printf 'llaisys: %s is too old, Python 3.10 or newer is needed.\n' "$(python3 --version)" >&2
+    missing=1
+  elif ! python3 -c 'import venv, ensurepip' 2>/dev/null; then
+    printf 'llaisys: this Python cannot make virtual environments.\n         Debian and Ubuntu: apt-get install python3-venv\n' >&2
+    missing=1
+  fi
+fi
+exit "$missing"

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Prints the exact versions in the virtual environment of $1, as requirements.lock wants them.
+set -eu
+echo "# Exact versions that 'make setup' installs and CI tests. Made by 'make lock'."
+"$1" -m pip list --format=freeze | grep -vE '^(pip|setuptools|llaisys)==' \
+  | sed -E 's/^(numpy==.*)/\1; python_version >= "3.11"/' | sort -f
