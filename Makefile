@@ -33,8 +33,7 @@ $(STAMPS)/python: pyproject.toml requirements.lock | $(STAMPS)/tools
 
 $(STAMPS)/core: $(RUST_SOURCES) pyproject.toml $(STAMPS)/python
 	@echo "building the core (a few minutes the first time)"
-	@VIRTUAL_ENV=$(CURDIR)/$(VENV) $(VENV)/bin/maturin develop --release --skip-install --quiet 2>/dev/null \
-		|| VIRTUAL_ENV=$(CURDIR)/$(VENV) $(VENV)/bin/maturin develop --release
+	@VIRTUAL_ENV=$(CURDIR)/$(VENV) $(VENV)/bin/maturin develop --release --quiet
 	@touch $@
 
 $(STAMPS)/page: $(PAGE_SOURCES) | $(STAMPS)/tools
