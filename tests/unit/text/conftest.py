@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from tokenizers import pre_tokenizers
 
 from llaisys.text.tokenizer import Tokenizer, load_tokenizer
 from llaisys.types import GgufTokenizer, ModelInfo
+
+# A loaded machine is slow, not wrong.
+settings.register_profile("no-clock", deadline=None)
+settings.load_profile("no-clock")
 
 DATA = Path(__file__).parents[2] / "data"
 

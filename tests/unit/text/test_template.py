@@ -126,14 +126,12 @@ def test_text_parts_are_joined() -> None:
 
 
 def test_arguments_of_tool_calls_become_objects() -> None:
-    calls: list[dict[str, Any]] = [
-        {"type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}},
-        {"name": "g"},
-    ]
+    function = {"name": "f", "arguments": '{"x": [1]}'}
+    calls: list[dict[str, Any]] = [{"type": "function", "function": function}, {"name": "g"}]
     made = template(
         "{{ messages[1].tool_calls[0].function.arguments.x[0] }}{{ messages[1].content is none }}"
     )
-    messages = [*USER, {"role": "assistant", "tool_calls": calls}]
+    messages: list[dict[str, Any]] = [*USER, {"role": "assistant", "tool_calls": calls}]
     assert made.render(messages) == "1True"
     assert calls[0]["function"] == {"name": "f", "arguments": '{"x": [1]}'}, (
         "the caller's messages stay as they are"

@@ -72,7 +72,7 @@ def test_an_id_without_a_token_has_no_text(qwen: Tokenizer, id: int) -> None:
 
 
 def test_special_tokens_in_user_text_become_their_ids_as_in_transformers(qwen: Tokenizer) -> None:
-    """Documents an open decision (docs: a user can forge a role); see reliability, open decision."""
+    """So a user can forge a role. Whether to encode such text as plain text is not decided yet."""
     assert qwen.encode("<|im_start|>", add_special_tokens=False) == [151644]
 
 
