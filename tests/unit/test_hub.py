@@ -90,7 +90,7 @@ def test_pull_brings_the_file_and_nothing_else(pretend: CatalogueEntry, home: Pa
 def test_pull_again_keeps_a_whole_file_and_needs_no_pip(monkeypatch: pytest.MonkeyPatch) -> None:
     path = pull("pretend", progress=False)
     before = path.stat()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert pull("Pretend-1B", progress=False) == path
     assert (path.stat().st_mtime_ns, path.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
 
@@ -164,14 +164,14 @@ def test_no_network(home: Path) -> None:
 
 @pytest.mark.usefixtures("pretend")
 def test_no_pip(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     refused("no pip.*ensurepip")
 
 
 @pytest.mark.usefixtures("pretend")
 def test_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 40, 0, 2 * len(CONTENT) - 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 40, 0, 2 * len(CONTENT) - 1))
     refused("LLAISYS_HOME chooses another folder")
 
 
@@ -224,7 +224,7 @@ def test_a_name_is_pulled_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> N
     found = resolve_model("PRETEND")
     assert (found.path, found.name) == (home / "models" / "pretend" / "pretend.gguf", "pretend")
     assert found.sampling_defaults == {"temperature": 0.5}
-    monkeypatch.setattr(hub, "pull", lambda name: pytest.fail("it is there already"))
+    monkeypatch.setattr(hub, "pull", lambda _: pytest.fail("it is there already"))
     assert resolve_model("pretend-1b") == found
 
 

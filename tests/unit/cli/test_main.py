@@ -67,7 +67,7 @@ def test_an_error_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]
 
 
 def test_an_interrupt_is_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(arguments: argparse.Namespace) -> int:
+    def interrupted(_: argparse.Namespace) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(models, "run", interrupted)
