@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from llaisys import hub
+from llaisys.config import home_folder
 from llaisys.errors import RejectedError, UnsupportedError
 from llaisys.hub import CATALOGUE, CatalogueEntry, PullError, list_models, pull, resolve_model
 
@@ -276,11 +277,11 @@ def test_home_folder_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/h")
     monkeypatch.setenv("LLAISYS_HOME", "~/models")
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert hub.home_folder() == Path("/h/models")
+    assert home_folder() == Path("/h/models")
     monkeypatch.delenv("LLAISYS_HOME")
-    assert hub.home_folder() == Path("/x/llaisys")
+    assert home_folder() == Path("/x/llaisys")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert hub.home_folder() == Path("/h/.cache/llaisys")
+    assert home_folder() == Path("/h/.cache/llaisys")
 
 
 def test_the_catalogue_is_well_formed() -> None:

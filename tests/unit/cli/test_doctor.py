@@ -52,6 +52,6 @@ def test_a_missing_core_is_reported_and_fails(
 def test_a_cache_that_cannot_be_written_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor.os, "access", lambda *_: False)
+    monkeypatch.setattr("os.access", lambda *_: False)
     assert main(["doctor"]) == 1
     assert "LLAISYS_HOME chooses another" in capsys.readouterr().out
