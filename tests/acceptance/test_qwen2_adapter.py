@@ -1,0 +1,69 @@
+"""Qwen2 checkpoints: f32, f16, bf16; tied and not; sharded; old and new spellings; odd sizes; refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from golden import FOLDER, load_golden
+from llaisys._core import inspect
+from llaisys.errors import RejectedError, UnsupportedError
+from runner import Runner
+
+pytestmark = pytest.mark.stage0
+GOLDENS = FOLDER.parent
+
+
+@pytest.mark.parametrize("name", ["qwen2-f16", "qwen2-odd-f32-sharded", "qwen2-tied-bf16"])
+def test_layouts(name: str) -> None:
+    golden = load_golden(GOLDENS / name)
+    with Runner(GOLDENS / name) as runner:
+        for prompt, logits, greedy in zip(golden.prompts, golden.logits, golden.greedy, strict=True):
+            got, _ = runner.forward(prompt)
+            assert np.abs(got - logits).max() <= 1e-4 * np.abs(logits).max()
+            assert runner.greedy(prompt, 24) == greedy
+
+
+def test_inspect_reads_the_facts() -> None:
+    info = json.loads(inspect(str(GOLDENS / "qwen2-odd-f32-sharded")))
+    assert (info["architecture"], info["dtype"], info["file_format"]) == ("qwen2", "f32", "safetensors")
+    assert (info["n_layers"], info["d_model"], info["n_heads"], info["n_kv_heads"]) == (3, 112, 7, 1)
+    assert (info["d_head"], info["d_ff"], info["vocab_size"]) == (16, 200, 600)
+    assert info["kv_bytes_per_cell"] == {"float32": 3 * 2 * 16 * 4, "bfloat16": 3 * 2 * 16 * 2}
+    assert info["eos_token_ids"] == [599]
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "sliding"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "yarn"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        ({"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "num_experts": 8}, "(?i)moe"),
+        ({"hidden_act": "gelu"}, "gelu"),
+    ],
+    ids=["sliding window", "rope type", "gptq", "moe", "activation"],
+)
+def test_what_would_run_wrong_is_refused_by_name(tmp_path: Path, edit: dict[str, Any], says: str) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(FOLDER, folder)
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | edit), encoding="utf-8")
+    with pytest.raises(UnsupportedError, match=says):
+        Runner(folder)
+
+
+def test_a_missing_tensor_and_a_truncated_file_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(GOLDENS / "qwen2-odd-f32-sharded", folder)
+    shard = folder / "model-00003-of-00006.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-8])
+    with pytest.raises(RejectedError, match="model-00003"):
+        Runner(folder)
+    shard.unlink()
+    with pytest.raises(RejectedError):
+        Runner(folder)

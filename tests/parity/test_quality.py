@@ -1,0 +1,51 @@
+"""What the default (quantised) and bfloat16 modes cost against our own float32, teacher-forced on a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from llaisys.hub import resolve_model
+from llaisys.text.tokenizer import load_tokenizer
+from llaisys.engine.worker import inspect_model
+from numpy.typing import NDArray
+from runner import Runner
+
+TEXT = Path(__file__).parents[1] / "data" / "text" / "mixed.txt"
+WINDOW = 512
+
+
+def logprobs(dtype: str, windows: list[list[int]]) -> NDArray[np.float64]:
+    """Log-probabilities `[tokens, vocab]` of every position of every window."""
+    rows = []
+    with Runner(resolve_model("smollm2").path, dtype=dtype) as runner:
+        for window in windows:
+            logits = runner.forward(window)[0].astype(np.float64)
+            rows.append(logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True))
+    return np.concatenate(rows)
+
+
+@pytest.fixture(scope="module")
+def windows() -> list[list[int]]:
+    tokenizer = load_tokenizer(inspect_model(str(resolve_model("smollm2").path)))
+    ids = tokenizer.encode(TEXT.read_text("utf-8"), add_special_tokens=False)
+    assert len(ids) >= 2000
+    return [ids[i : i + WINDOW] for i in range(0, len(ids), WINDOW)]
+
+
+@pytest.fixture(scope="module")
+def reference(windows: list[list[int]]) -> NDArray[np.float64]:
+    return logprobs("float32", windows)
+
+
+@pytest.mark.parametrize(("dtype", "max_kl", "min_top1"), [("auto", 0.005, 0.94), ("bfloat16", 0.0005, 0.98)])
+def test_mode_stays_close_to_float32(
+    windows: list[list[int]], reference: NDArray[np.float64], dtype: str, max_kl: float, min_top1: float
+) -> None:
+    mode = logprobs(dtype, windows)
+    kl = (np.exp(reference) * (reference - mode)).sum(-1).mean()
+    top1 = (reference.argmax(-1) == mode.argmax(-1)).mean()
+    print(f"{dtype}: {len(mode)} tokens, mean KL {kl:.6f}, top-1 agreement {top1:.4f}")
+    assert kl <= max_kl
+    assert top1 >= min_top1
