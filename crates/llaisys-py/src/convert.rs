@@ -6,7 +6,7 @@ use llaisys_core::dtype::{ComputeMode, KvDType};
 use llaisys_core::Error;
 use llaisys_core::batch::BatchArrays;
 use llaisys_core::context::RowMasks;
-use llaisys_core::error::{Rejected, Unsupported};
+use llaisys_core::error::Rejected;
 use llaisys_core::ops::dispatch::IsaName;
 use numpy::{Element, PyReadonlyArray1, PyReadonlyArray2};
 
@@ -104,15 +104,8 @@ pub(crate) fn kv_dtype(word: &str) -> Result<Option<KvDType>, Fault> {
 }
 
 /// `auto` (None) or the name of an instruction set.
-pub(crate) fn isa(word: &str) -> Result<Option<IsaName>, Fault> {
-    if word == "auto" {
-        return Ok(None);
-    }
-    let unknown = || {
-        let names: Vec<&str> = IsaName::available().into_iter().map(IsaName::name).collect();
-        Error::from(Unsupported::Isa { name: word.to_owned(), available: names.join(", ") })
-    };
-    Ok(Some(IsaName::parse(word).ok_or_else(unknown)?))
+pub(crate) fn isa(word: &str) -> Result<Option<IsaName>, Error> {
+    if word == "auto" { Ok(None) } else { Ok(Some(IsaName::parse(word)?)) }
 }
 
 fn unknown_word(what: &str, word: &str) -> Fault {

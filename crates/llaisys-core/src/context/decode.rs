@@ -7,10 +7,21 @@ use crate::batch::{Batch, BatchArrays, output};
 use crate::error::Result;
 use crate::kv::cells::{Cells, RowPlace};
 use crate::kv::storage::Storage;
-use crate::model::decoder::{Decoder, ForwardRows, Workspace};
+use crate::model::decoder::{Decoder, ForwardRows, KvLayers, Workspace};
 use crate::ops::OpContext;
 use crate::sample::{Logprobs, Outcome, RowFault};
+use crate::tensor::{KvLayer, KvLayerMut};
 use std::ops::Range;
+
+impl KvLayers for Storage {
+    fn layer(&self, index: usize) -> KvLayer<'_> {
+        Storage::layer(self, index)
+    }
+
+    fn layer_mut(&mut self, index: usize) -> KvLayerMut<'_> {
+        Storage::layer_mut(self, index)
+    }
+}
 
 /// What to decode.
 #[derive(Debug, Clone, Copy)]

@@ -3,11 +3,10 @@
 //! arXiv:2302.13971, arXiv:2305.13245).
 
 use crate::error::{DeviceError, Result};
-use crate::kv::storage::Storage;
 use crate::model::config::ModelConfig;
 use crate::model::weights::Weights;
 use crate::ops::{self, AttentionRows, OpContext, RopeTable};
-use crate::tensor::AlignedBuf;
+use crate::tensor::{AlignedBuf, KvLayer, KvLayerMut};
 
 /// The rows of one forward pass, at most the workspace's.
 #[derive(Debug, Clone, Copy)]
@@ -20,6 +19,14 @@ pub struct ForwardRows<'a> {
     pub cells: &'a [u32],
     /// What each row sees; its own cell is the last.
     pub attention: AttentionRows<'a>,
+}
+
+/// The keys and values of each layer; the forward pass knows no more of the cache.
+pub trait KvLayers {
+    /// Layer `index`, to read.
+    fn layer(&self, index: usize) -> KvLayer<'_>;
+    /// Layer `index`, to write.
+    fn layer_mut(&mut self, index: usize) -> KvLayerMut<'_>;
 }
 
 /// A model's weights and the facts that the forward pass branches on.
@@ -50,7 +57,7 @@ impl Decoder {
 
     /// Runs all layers for `rows`: writes their keys and values into `kv` and leaves the last layer's output
     /// in `work` (see [`Decoder::final_hidden`]). A row's bits depend on nothing but what it sees.
-    pub fn forward(&self, cx: &mut OpContext, rows: &ForwardRows<'_>, kv: &mut Storage, work: &mut Workspace) {
+    pub fn forward(&self, cx: &mut OpContext, rows: &ForwardRows<'_>, kv: &mut dyn KvLayers, work: &mut Workspace) {
         let config = &self.config;
         let (n_heads, n_kv_heads) = (config.n_heads, config.n_kv_heads);
         let w = work.rows(rows.tokens.len());
