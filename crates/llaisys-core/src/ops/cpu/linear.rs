@@ -4,6 +4,12 @@
 //! output runs over k in ascending order, whatever the number of rows. So a row's result is bitwise the same
 //! alone, in any batch, and on any number of threads (on one instruction set).
 
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod formats;
 mod scalar;
 
 use super::activations::{Activations, Form, Inputs, RowBlocks, Rows};
@@ -18,6 +24,8 @@ const MAX_PARTS: usize = 4;
 /// Rows from which panels are handed out in chunks; below, the weights' stream is all that counts, and each
 /// thread gets one.
 const DYNAMIC_ROWS: usize = 32;
+/// Rows from which kernels prefetch the next panel; below, the hardware's own prefetch keeps up.
+const PREFETCH_ROWS: usize = 3;
 /// Chunks a thread gets on average.
 const CHUNKS_PER_THREAD: usize = 8;
 /// Rows of the highest tile of any instruction set.
@@ -33,9 +41,59 @@ struct Panel<'a> {
     format: PackedFormat,
     /// The panel itself, on a 64-byte boundary.
     bytes: &'a [u8],
-    /// Weights to prefetch: a place in the next panel; advances with each row block.
-    ahead: *const u8,
+    /// The part of the next panel to prefetch while this one is multiplied.
+    ahead: Ahead,
 }
+
+/// Cache lines to prefetch, some with each step of a kernel.
+#[derive(Clone, Copy)]
+struct Ahead {
+    next: *const u8,
+    lines_per_step: usize,
+}
+
+impl Ahead {
+    /// Nothing to prefetch.
+    const NONE: Ahead = Ahead { next: std::ptr::null(), lines_per_step: 0 };
+
+    /// The share of row block `i` of `n` in prefetching the panel at the start of `rest`, which has the size of
+    /// `format`'s panels of `n_columns`; nothing if `rest` is empty.
+    fn share(rest: &[u8], panel: (PackedFormat, usize), (i, n): (usize, usize)) -> Self {
+        let (format, n_bytes) = panel;
+        let step = if format.is_grouped() { format.group_bytes() } else { 4 * PANEL };
+        let lines_per_step = (step / 64).div_ceil(n);
+        let start = i * lines_per_step * 64 * (n_bytes / step);
+        match rest.get(start..n_bytes) {
+            Some(part) if !part.is_empty() => Self { next: part.as_ptr(), lines_per_step },
+            _ => Self::NONE,
+        }
+    }
+
+    /// Asks for the lines of one step.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    fn prefetch(&mut self) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        for _ in 0..self.lines_per_step {
+            // SAFETY: a prefetch reads nothing and faults on no address.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(self.next.cast()) };
+            self.next = self.next.wrapping_add(64);
+        }
+    }
+}
+
+/// Calls the instance of a kernel for the number of rows.
+#[cfg(target_arch = "x86_64")]
+macro_rules! by_rows {
+    ($n_rows:expr, [$($rows:literal)*], $kernel:ident $args:tt) => {
+        match $n_rows {
+            $($rows => $kernel::<$rows> $args,)*
+            n => unreachable!("no tile of {n} rows"),
+        }
+    };
+}
+#[cfg(target_arch = "x86_64")]
+use by_rows;
 
 /// One matrix of a product.
 #[derive(Debug, Clone, Copy)]
@@ -131,9 +189,13 @@ fn rows_max(isa: Isa, form: Form) -> usize {
     match (isa, form) {
         (Isa::Scalar, _) => scalar::TILE_ROWS,
         #[cfg(target_arch = "x86_64")]
-        (Isa::Avx2(_), _) => scalar::TILE_ROWS,
+        (Isa::Avx2(_), Form::Groups) => avx2::GROUP_ROWS,
         #[cfg(target_arch = "x86_64")]
-        (Isa::Avx512(_), _) => scalar::TILE_ROWS,
+        (Isa::Avx2(_), _) => avx2::PLAIN_ROWS,
+        #[cfg(target_arch = "x86_64")]
+        (Isa::Avx512(_), Form::Groups) => avx512::GROUP_ROWS,
+        #[cfg(target_arch = "x86_64")]
+        (Isa::Avx512(_), _) => avx512::PLAIN_ROWS,
     }
 }
 
@@ -182,12 +244,16 @@ impl Region<'_> {
         let form = form(self.isa, weight.format());
         let blocks = RowBlocks::new(self.n_rows, rows_max(self.isa, form));
         let (bytes, rest) = weight.panels_from(p).split_at(weight.panel_bytes());
-        let panel = Panel { format: weight.format(), bytes, ahead: rest.as_ptr() };
         let columns = p * PANEL..((p + 1) * PANEL).min(weight.n_rows());
         let mut tile = Tile([[0.0; PANEL]; MAX_TILE_ROWS]);
         for i in 0..blocks.len() {
             let rows = blocks.rows(i);
             let inputs = self.activations.block(form, weight.n_columns(), &rows);
+            let ahead = match self.n_rows {
+                0..PREFETCH_ROWS => Ahead::NONE,
+                _ => Ahead::share(rest, (weight.format(), bytes.len()), (i, blocks.len())),
+            };
+            let panel = Panel { format: weight.format(), bytes, ahead };
             run_tile(self.isa, &panel, (rows.len(), inputs), &mut tile);
             for (row, sums) in rows.zip(&tile.0) {
                 let start = row * weight.n_rows() + columns.start;
@@ -223,8 +289,8 @@ fn run_tile(isa: Isa, panel: &Panel<'_>, block: (usize, Inputs<'_>), out: &mut T
     match isa {
         Isa::Scalar => scalar::tile(panel, block, out),
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2(_) => scalar::tile(panel, block, out),
+        Isa::Avx2(token) => avx2::tile(token, panel, block, out),
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512(_) => scalar::tile(panel, block, out),
+        Isa::Avx512(token) => avx512::tile(token, panel, block, out),
     }
 }
