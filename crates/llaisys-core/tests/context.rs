@@ -342,7 +342,7 @@ fn masks_bind_their_row_and_wrong_ones_are_refused() {
         let masks = Some(RowMasks { rows: mask_rows, bits });
         context.decode(&DecodeRequest { arrays: rows.arrays(), masks, return_logits: false })
     };
-    let only = |id: usize| (0..3).map(|word| if word == id / 32 { 1_u32 << (id % 32) } else { 0 });
+    let only = |id: usize| (0..3).map(move |word| if word == id / 32 { 1_u32 << (id % 32) } else { 0 });
     for mask_rows in [[1], [3], [-1]] {
         let refused = decode(&mask_rows, &only(40).collect::<Vec<_>>());
         assert!(matches!(refused, Err(Error::Rejected(Rejected::Batch(BatchError::Mask { .. })))), "{mask_rows:?}");

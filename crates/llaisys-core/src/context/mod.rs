@@ -152,7 +152,7 @@ impl Context {
     pub fn seq_release(&mut self, id: SeqId) -> Result<()> {
         self.seqs.check_lent(id)?;
         self.change(|context| {
-            context.cells.seq_rm(id.slot(), 0, i32::MAX)?;
+            context.cells.seq_rm(id.slot(), -1, -1)?;
             context.samplers.detach(id);
             Ok(context.seqs.release(id)?)
         })
@@ -170,7 +170,6 @@ impl Context {
     /// Forgets positions `p0 <= p < p1`; negative `p0`: from the start, negative `p1`: to the end.
     pub fn kv_seq_rm(&mut self, id: SeqId, p0: i32, p1: i32) -> Result<()> {
         self.seqs.check_lent(id)?;
-        let (p0, p1) = bounds(p0, p1);
         self.change(|context| context.cells.seq_rm(id.slot(), p0, p1))
     }
 
@@ -179,17 +178,13 @@ impl Context {
     pub fn kv_seq_cp(&mut self, src: SeqId, dst: SeqId, p0: i32, p1: i32) -> Result<()> {
         self.seqs.check_lent(src)?;
         self.seqs.check_lent(dst)?;
-        let (p0, p1) = bounds(p0, p1);
         self.change(|context| context.cells.seq_cp(src.slot(), dst.slot(), p0, p1))
     }
 
     /// Forgets the cells of every sequence but this one; their ids stay lent.
     pub fn kv_seq_keep(&mut self, id: SeqId) -> Result<()> {
         self.seqs.check_lent(id)?;
-        self.change(|context| {
-            context.cells.seq_keep(id.slot());
-            Ok(())
-        })
+        self.change(|context| context.cells.seq_keep(id.slot()))
     }
 
     /// Adds `delta` to the positions in a range (as in [`Context::kv_seq_rm`]) and rotates their stored keys
@@ -197,7 +192,6 @@ impl Context {
     /// `max_model_len`.
     pub fn kv_seq_add(&mut self, id: SeqId, p0: i32, p1: i32, delta: i32) -> Result<()> {
         self.seqs.check_lent(id)?;
-        let (p0, p1) = bounds(p0, p1);
         self.check_shift(id, (p0, p1), delta)?;
         self.change(|context| {
             let moved = context.cells.seq_add(id.slot(), p0, p1, delta)?;
@@ -276,21 +270,16 @@ impl Context {
 
     /// Refuses a shift that would leave the context's range; the cells know no such bound.
     fn check_shift(&self, id: SeqId, (p0, p1): (i32, i32), delta: i32) -> Result<()> {
-        let runs = self.cells.runs(id.slot()).iter().rev();
-        let last = runs.filter(|run| run.position < p1).map(|run| (run.position + run.len as i32).min(p1) - 1).next();
+        let (p0, p1) = (p0.max(0), if p1 < 0 { i32::MAX } else { p1 });
+        let mut runs = self.cells.runs(id.slot()).iter().rev();
+        let last = runs.find(|run| run.position < p1).map(|run| run.end().min(p1) - 1);
         let Some(last) = last.filter(|&last| last >= p0) else { return Ok(()) };
-        let moved = i64::from(last) + i64::from(delta);
-        let max = self.config.max_model_len as i64 - 1;
-        if moved > max {
-            return Err(Rejected::OutOfRange { what: "the shifted position", got: moved, min: 0, max }.into());
+        let (got, max) = (i64::from(last) + i64::from(delta), self.config.max_model_len as i64 - 1);
+        if got > max {
+            return Err(Rejected::OutOfRange { what: "the shifted position", got, min: 0, max }.into());
         }
         Ok(())
     }
-}
-
-/// A half-open range of positions from a caller's, where a negative start or end means the whole side.
-fn bounds(p0: i32, p1: i32) -> (i32, i32) {
-    (p0.max(0), if p1 < 0 { i32::MAX } else { p1 })
 }
 
 fn check(config: &ContextConfig, model: &ModelConfig) -> Result<(), Rejected> {

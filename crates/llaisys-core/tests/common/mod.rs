@@ -12,34 +12,34 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 /// A model to be made: sizes, family and the tensors by name.
-pub struct Tiny {
-    pub architecture: &'static str,
-    pub n_layers: usize,
-    pub d_model: usize,
-    pub n_heads: usize,
-    pub n_kv_heads: usize,
-    pub d_head: usize,
-    pub d_ff: usize,
-    pub vocab_size: usize,
-    pub tied_head: bool,
-    pub max_positions: usize,
-    pub tensors: BTreeMap<String, (Vec<usize>, Vec<f32>)>,
+pub(crate) struct Tiny {
+    pub(crate) architecture: &'static str,
+    pub(crate) n_layers: usize,
+    pub(crate) d_model: usize,
+    pub(crate) n_heads: usize,
+    pub(crate) n_kv_heads: usize,
+    pub(crate) d_head: usize,
+    pub(crate) d_ff: usize,
+    pub(crate) vocab_size: usize,
+    pub(crate) tied_head: bool,
+    pub(crate) max_positions: usize,
+    pub(crate) tensors: BTreeMap<String, (Vec<usize>, Vec<f32>)>,
 }
 
-pub const ROPE_THETA: f64 = 1e4;
-pub const RMS_EPS: f64 = 1e-5;
+pub(crate) const ROPE_THETA: f64 = 1e4;
+pub(crate) const RMS_EPS: f64 = 1e-5;
 
 impl Tiny {
-    pub fn qkv_bias(&self) -> bool {
+    pub(crate) fn qkv_bias(&self) -> bool {
         self.architecture == "Qwen2ForCausalLM"
     }
 
-    pub fn qk_norm(&self) -> bool {
+    pub(crate) fn qk_norm(&self) -> bool {
         self.architecture == "Qwen3ForCausalLM"
     }
 
     /// Odd sizes on purpose: the last panels are partly filled, the inner width is no multiple of 16.
-    pub fn odd(architecture: &'static str, tied_head: bool) -> Self {
+    pub(crate) fn odd(architecture: &'static str, tied_head: bool) -> Self {
         let mut model = Self {
             architecture,
             n_layers: 2,
@@ -95,7 +95,7 @@ impl Tiny {
     }
 
     /// Writes `config.json` and `model.safetensors` (f32) into a folder of its own.
-    pub fn write(&self) -> PathBuf {
+    pub(crate) fn write(&self) -> PathBuf {
         static COUNTER: AtomicU32 = AtomicU32::new(0);
         let number = COUNTER.fetch_add(1, Ordering::Relaxed);
         let name = format!("tiny-{}-{number}", std::process::id());
@@ -137,14 +137,14 @@ impl Tiny {
     }
 
     /// Deterministic token ids.
-    pub fn tokens(&self, seed: u64, n: usize) -> Vec<i32> {
+    pub(crate) fn tokens(&self, seed: u64, n: usize) -> Vec<i32> {
         let mut random = Random(seed.wrapping_add(99));
-        (0..n).map(|_| (random.next() % self.vocab_size as u64) as i32).collect()
+        (0..n).map(|_| (random.next_u64() % self.vocab_size as u64) as i32).collect()
     }
 }
 
 /// Settings for small tests.
-pub fn settings() -> ContextConfig {
+pub(crate) fn settings() -> ContextConfig {
     ContextConfig {
         mode: ComputeMode::Float32,
         kv_dtype: None,
@@ -158,8 +158,8 @@ pub fn settings() -> ContextConfig {
 }
 
 /// A model and its folder, which goes away with it.
-pub struct Loaded {
-    pub context: Context,
+pub(crate) struct Loaded {
+    pub(crate) context: Context,
     folder: PathBuf,
 }
 
@@ -169,24 +169,24 @@ impl Drop for Loaded {
     }
 }
 
-pub fn load(model: &Tiny, config: ContextConfig) -> Loaded {
+pub(crate) fn load(model: &Tiny, config: ContextConfig) -> Loaded {
     let folder = model.write();
     let context = Context::load(&folder, config).unwrap();
     Loaded { context, folder }
 }
 
 /// Rows of one decode, built up row by row.
-#[derive(Default, Clone)]
-pub struct Rows {
-    pub tokens: Vec<i32>,
-    pub positions: Vec<i32>,
-    pub n_seq_id: Vec<i32>,
-    pub seq_ids: Vec<i64>,
-    pub wants_output: Vec<u8>,
+#[derive(Debug, Default, Clone)]
+pub(crate) struct Rows {
+    pub(crate) tokens: Vec<i32>,
+    pub(crate) positions: Vec<i32>,
+    pub(crate) n_seq_id: Vec<i32>,
+    pub(crate) seq_ids: Vec<i64>,
+    pub(crate) wants_output: Vec<u8>,
 }
 
 impl Rows {
-    pub fn row(mut self, token: i32, position: i32, seqs: &[SeqId], wants: u8) -> Self {
+    pub(crate) fn row(mut self, token: i32, position: i32, seqs: &[SeqId], wants: u8) -> Self {
         self.tokens.push(token);
         self.positions.push(position);
         self.n_seq_id.push(seqs.len() as i32);
@@ -196,14 +196,14 @@ impl Rows {
     }
 
     /// `tokens` of one sequence from position `start`, all wanting logits and hidden states.
-    pub fn run(mut self, seq: SeqId, start: usize, tokens: &[i32]) -> Self {
+    pub(crate) fn run(mut self, seq: SeqId, start: usize, tokens: &[i32]) -> Self {
         for (i, &token) in tokens.iter().enumerate() {
             self = self.row(token, (start + i) as i32, &[seq], output::LOGITS | output::HIDDEN);
         }
         self
     }
 
-    pub fn arrays(&self) -> BatchArrays<'_> {
+    pub(crate) fn arrays(&self) -> BatchArrays<'_> {
         BatchArrays {
             tokens: &self.tokens,
             positions: &self.positions,
@@ -214,7 +214,7 @@ impl Rows {
         }
     }
 
-    pub fn decode(&self, context: &mut Context) -> Result<DecodeResult> {
+    pub(crate) fn decode(&self, context: &mut Context) -> Result<DecodeResult> {
         let result = context.decode(&DecodeRequest { arrays: self.arrays(), masks: None, return_logits: true });
         context.check_integrity();
         result
@@ -222,7 +222,7 @@ impl Rows {
 }
 
 /// Logits and hidden states of every token of one sequence, fed in chunks of the given sizes.
-pub fn feed(context: &mut Context, seq: SeqId, tokens: &[i32], chunk: usize) -> Outputs {
+pub(crate) fn feed(context: &mut Context, seq: SeqId, tokens: &[i32], chunk: usize) -> Outputs {
     let mut outputs = Outputs::default();
     for (i, part) in tokens.chunks(chunk).enumerate() {
         outputs.push(&Rows::default().run(seq, i * chunk, part).decode(context).unwrap());
@@ -232,23 +232,23 @@ pub fn feed(context: &mut Context, seq: SeqId, tokens: &[i32], chunk: usize) -> 
 
 /// Bits of what rows gave, so that comparisons are exact.
 #[derive(Debug, Default, PartialEq, Eq, Clone)]
-pub struct Outputs {
-    pub logits: Vec<u32>,
-    pub hidden: Vec<u32>,
+pub(crate) struct Outputs {
+    pub(crate) logits: Vec<u32>,
+    pub(crate) hidden: Vec<u32>,
 }
 
 impl Outputs {
-    pub fn push(&mut self, result: &DecodeResult) {
+    pub(crate) fn push(&mut self, result: &DecodeResult) {
         self.logits.extend(result.logits.iter().flatten().map(|v| v.to_bits()));
         self.hidden.extend(result.hidden.iter().flatten().map(|v| v.to_bits()));
     }
 }
 
 /// SplitMix64.
-pub struct Random(pub u64);
+pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
-    pub fn next(&mut self) -> u64 {
+    pub(crate) fn next_u64(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -257,7 +257,7 @@ impl Random {
     }
 
     /// In -1..1.
-    pub fn unit(&mut self) -> f32 {
-        (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0
+    pub(crate) fn unit(&mut self) -> f32 {
+        (self.next_u64() >> 40) as f32 / (1 << 23) as f32 - 1.0
     }
 }
