@@ -88,6 +88,20 @@ impl Context {
     }
 }
 
+/// Dropped without `close`: at interpreter exit, or by the garbage collector on any thread. Freeing touches no
+/// Python and no panic gets out. In a forked process the worker threads to be joined do not exist: leak.
+impl Drop for Context {
+    fn drop(&mut self) {
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let state = std::mem::replace(state, State::Closed);
+        if std::process::id() != self.process {
+            std::mem::forget(state);
+        } else if let Err(payload) = catch_unwind(AssertUnwindSafe(|| drop(state))) {
+            std::mem::forget(payload);
+        }
+    }
+}
+
 #[pymethods]
 impl Context {
     #[new]

@@ -3,7 +3,6 @@
 use crate::convert::natural;
 use crate::errors::Fault;
 use llaisys_core::Error;
-use llaisys_core::error::Rejected;
 use llaisys_core::sample::SamplerSpec as CoreSpec;
 use pyo3::prelude::*;
 
@@ -51,7 +50,7 @@ impl SamplerSpec {
         choice: i64,
         top_logprobs: i64,
     ) -> PyResult<Self> {
-        let build = || -> Result<CoreSpec, Error> {
+        let build = || -> Result<CoreSpec, Fault> {
             Ok(CoreSpec {
                 temperature,
                 top_k: natural("top_k", top_k)?,
@@ -75,15 +74,14 @@ impl SamplerSpec {
                 top_logprobs: if top_logprobs == -1 { None } else { Some(natural("top_logprobs", top_logprobs)?) },
             })
         };
-        build().map(|spec| Self { spec }).map_err(|error| Fault::Core(error).into_py(py))
+        build().map(|spec| Self { spec }).map_err(|fault| fault.into_py(py))
     }
 }
 
 /// The 64 bits of a signed or unsigned seed.
-fn seed_bits(seed: i128) -> Result<u64, Error> {
+fn seed_bits(seed: i128) -> Result<u64, Fault> {
     let signed = i64::try_from(seed).map(i64::cast_unsigned);
     signed.or_else(|_| u64::try_from(seed)).map_err(|_| {
-        let got = if seed < 0 { i64::MIN } else { i64::MAX };
-        Rejected::OutOfRange { what: "seed", got, min: i64::MIN, max: i64::MAX }.into()
+        Fault::Argument(format!("seed is {seed}, allowed are {} to {}", i64::MIN, u64::MAX))
     })
 }

@@ -7,6 +7,8 @@
 mod decode;
 mod layout;
 mod sampling;
+#[cfg(test)]
+mod tests;
 
 pub use decode::{DecodeRequest, DecodeResult};
 pub use sampling::RowMasks;
@@ -24,14 +26,11 @@ use crate::ops::OpContext;
 use crate::ops::dispatch::{IsaName, Kernels};
 use crate::ops::rope_shift;
 use crate::sample::{Sampler, SamplerSpec};
-use crate::seq::{SeqId, SeqPool};
+use crate::seq::{SEQ_LIMIT, SeqId, SeqPool};
 use crate::threads::Pool;
 use layout::Layout;
 use sampling::SamplerBank;
 use std::path::Path;
-
-/// Sequence ids that a pool may have.
-pub const N_SEQ_MAX: usize = 256;
 
 /// Settings of a context. Every number is at least 1.
 #[derive(Debug, Clone, Copy)]
@@ -44,7 +43,7 @@ pub struct ContextConfig {
     pub isa: Option<IsaName>,
     /// KV cells, one token of one or more sequences each.
     pub n_cells: usize,
-    /// Sequences that may exist at a time, at most [`N_SEQ_MAX`].
+    /// Sequences that may exist at a time, at most [`SEQ_LIMIT`].
     pub n_seq_max: usize,
     /// Rows of one forward pass; a larger batch is split.
     pub n_batch: usize,
@@ -92,7 +91,10 @@ impl Context {
             ComputeMode::Float32 => KvDType::Float32,
             ComputeMode::Auto | ComputeMode::Bfloat16 => KvDType::Bfloat16,
         });
-        let storage = Storage::new(model.n_layers, config.n_cells, model.n_kv_heads, model.d_head, kv_dtype)?;
+        let mut storage = Storage::new(model.n_layers, config.n_cells, model.n_kv_heads, model.d_head, kv_dtype)?;
+        if cfg!(debug_assertions) {
+            poison(&mut storage);
+        }
         Ok(Self {
             work: Workspace::new(&model, config.n_batch)?,
             layout: Layout::new(config.n_seq_max),
@@ -282,10 +284,20 @@ impl Context {
     }
 }
 
+/// Fills every cell with NaN, so that one that is read before it is written shows in the logits.
+fn poison(storage: &mut Storage) {
+    for layer in 0..storage.n_layers() {
+        let layer = storage.layer_mut(layer);
+        // All bits set is a NaN in f32 and in bf16.
+        layer.k.as_mut_slice::<u8>().fill(0xff);
+        layer.v.as_mut_slice::<u8>().fill(0xff);
+    }
+}
+
 fn check(config: &ContextConfig, model: &ModelConfig) -> Result<(), Rejected> {
     let counts = [
         ("n_cells", config.n_cells, i32::MAX as usize),
-        ("n_seq_max", config.n_seq_max, N_SEQ_MAX),
+        ("n_seq_max", config.n_seq_max, SEQ_LIMIT),
         ("n_batch", config.n_batch, i32::MAX as usize),
         ("max_model_len", config.max_model_len, model.max_positions),
         ("n_threads", config.n_threads, i32::MAX as usize),

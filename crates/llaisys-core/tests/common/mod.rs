@@ -1,5 +1,6 @@
 //! Small random models written as Hugging Face folders, and short ways to decode with them.
 #![allow(dead_code, reason = "each test binary uses its own part of this file")]
+#![allow(clippy::unwrap_used, reason = "test code outside test functions")]
 
 use llaisys_core::batch::{BatchArrays, output};
 use llaisys_core::context::{Context, ContextConfig, DecodeRequest, DecodeResult};
@@ -40,6 +41,11 @@ impl Tiny {
 
     /// Odd sizes on purpose: the last panels are partly filled, the inner width is no multiple of 16.
     pub(crate) fn odd(architecture: &'static str, tied_head: bool) -> Self {
+        Self::sized(architecture, tied_head, |_| ())
+    }
+
+    /// As [`Tiny::odd`] with the sizes that `change` sets.
+    pub(crate) fn sized(architecture: &'static str, tied_head: bool, change: impl FnOnce(&mut Self)) -> Self {
         let mut model = Self {
             architecture,
             n_layers: 2,
@@ -53,11 +59,13 @@ impl Tiny {
             max_positions: 512,
             tensors: BTreeMap::new(),
         };
+        change(&mut model);
         model.fill();
         model
     }
 
-    /// Random tensors: scales keep activations near one, so that tokens differ and sums do not explode.
+    /// Random tensors: scales keep small models' activations near one, so that tokens differ and sums do not
+    /// explode.
     fn fill(&mut self) {
         let mut random = Random(0x5eed ^ self.d_model as u64);
         let (d, q, kv) = (self.d_model, self.n_heads * self.d_head, self.n_kv_heads * self.d_head);
