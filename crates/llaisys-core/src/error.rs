@@ -17,7 +17,7 @@ use crate::kv::KvError;
 use crate::sample::SamplingError;
 use thiserror::Error;
 
-/// Result of every fallible operation of the core; a narrower error is named where only it can happen.
+/// Result of a fallible operation of the core; `E` where only one kind can occur.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Any refusal or failure of the core.
