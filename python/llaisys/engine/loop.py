@@ -76,7 +76,11 @@ class EngineLoop:
     def start(self) -> None:
         """Starts the thread and waits until the engine stands. Raises what its building raised."""
         self._thread.start()
-        self._built.result()
+        try:
+            self._built.result()
+        except BaseException:
+            self._thread.join()
+            raise
 
     def send(self, message: Submit | Cancel) -> None:
         """Leaves a message for the next step. Raises queue.Full beyond `inbox_max`."""
