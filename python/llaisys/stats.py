@@ -1,0 +1,91 @@
+"""Counters and histograms as plain numbers, for `/metrics` and for people. No clock, no exporter."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+# Upper bounds in seconds; vLLM's, so that its dashboards draw ours.
+FIRST_TOKEN_BOUNDS_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+    80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+INTER_TOKEN_BOUNDS_S = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+END_TO_END_BOUNDS_S = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
+    960.0, 1920.0, 7680.0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramData:
+    """A histogram at one moment.
+
+    - `bounds`: upper bounds, ascending, without +Inf.
+    - `counts`: `[len(bounds) + 1]` observations of each bucket, not cumulative; the last is above all bounds.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    sum: float
+
+    @property
+    def count(self) -> int:
+        """Observations in all."""
+        return sum(self.counts)
+
+
+class Histogram:
+    """Counts observations in fixed buckets. One owner."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Adds one observation, in the unit of the bounds; a value on a bound belongs to that bucket."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def data(self) -> HistogramData:
+        """The state now, as a value."""
+        return HistogramData(self._bounds, tuple(self._counts), self._sum)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine after its newest step; totals count since its start.
+
+    - `num_submitted`: requests it has taken from its inbox, refused ones included.
+    - `kv_cells_used`: cells that hold a token, of `kv_cells`.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_submitted: int = 0
+    num_steps: int = 0
+    kv_cells: int = 0
+    kv_cells_used: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceStats:
+    """What a server reports. Totals count since the start; `finished` is by `FinishReason` value.
+
+    A request counts its prompt tokens when its first token arrives, and its generated tokens as they are
+    shown; tokens computed after a stop string was met count nowhere.
+    """
+
+    num_running: int
+    num_waiting: int
+    kv_cells: int
+    kv_cells_used: int
+    prompt_tokens: int
+    generation_tokens: int
+    finished: dict[str, int] = field(default_factory=dict)
+    time_to_first_token_s: HistogramData = HistogramData((), (0,), 0.0)
+    inter_token_latency_s: HistogramData = HistogramData((), (0,), 0.0)
+    e2e_request_latency_s: HistogramData = HistogramData((), (0,), 0.0)
