@@ -13,7 +13,7 @@ ARGS   ?=
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name 'Cargo.toml') Cargo.toml Cargo.lock
 PAGE_SOURCES := $(shell find webui -type f -not -path '*/node_modules/*' -not -path '*/dist/*')
 
-.PHONY: help setup build serve check test lint fmt bench bench-serve bench-peers wheel lock clean model
+.PHONY: help setup build serve check test lint fmt bench bench-serve bench-peers wheel lock clean model browser
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ serve: build ## the default model with the page and the OpenAI API (ARGS="--port
 
 # --- proof ---
 
+browser:
+	@scripts/ensure-browser.sh
+
 lint: build ## rustfmt, clippy, ruff, mypy, stubtest, import rules, house rules
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
@@ -67,11 +70,11 @@ check: lint ## lint and the fast tests (under 5 minutes)
 	$(VENV)/bin/pytest -q tests/unit
 
 ifeq ($(SUITE),)
-test: lint model ## every test (SUITE=stage0|stage1|stage2: those acceptance tests only)
+test: lint model browser ## every test (SUITE=stage0|stage1|stage2: those acceptance tests only)
 	cargo test --workspace --quiet
 	$(VENV)/bin/pytest -q tests --ignore=tests/house
 else
-test: model
+test: model browser
 	$(VENV)/bin/pytest -q tests/acceptance -m "$(SUITE)"
 endif
 
@@ -81,7 +84,12 @@ bench: build ## kernels and the decode step (criterion); results in target/crite
 bench-serve: model ## load on a running server: first token, per token, throughput
 	$(PY) benches/serve.py $(ARGS)
 
-bench-peers: model ## one stream against llama.cpp on the same file, alternated in one run
+.venv-peers/stamp:
+	python3 -m venv .venv-peers
+	.venv-peers/bin/pip install --quiet llama-cpp-python
+	@touch $@
+
+bench-peers: model .venv-peers/stamp ## one stream against llama.cpp on the same file, alternated in one run
 	$(PY) benches/peers.py $(ARGS)
 
 # --- release and upkeep ---
@@ -98,6 +106,6 @@ lock: ## requirements.lock from the versions in .venv
 	@scripts/lock-python.sh $(PY) > requirements.lock.new && mv requirements.lock.new requirements.lock
 
 clean: ## everything that a build made; the model cache stays
-	rm -rf $(VENV) target dist webui/node_modules webui/dist python/llaisys/webui
+	rm -rf $(VENV) .venv-peers target dist webui/node_modules webui/dist python/llaisys/webui
 	find python tests benches -name __pycache__ -type d -prune -exec rm -rf {} +
 	find python -name '_core*.so' -delete

@@ -114,3 +114,12 @@ def _read_yaml(path: Path | None) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise RejectedError(f"{path} holds a {type(loaded).__name__}, expected key: value lines", param="config")
     return {str(key).replace("-", "_"): value for key, value in loaded.items()}
+
+
+def home_folder() -> Path:
+    """Where pulled models are kept: `LLAISYS_HOME`, else `$XDG_CACHE_HOME/llaisys`, else `~/.cache/llaisys`."""
+    home = os.environ.get("LLAISYS_HOME")
+    if home:
+        return Path(home).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "llaisys"

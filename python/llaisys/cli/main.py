@@ -1,0 +1,46 @@
+"""Arguments -> command -> exit code: 0 done, 1 failed with a message, 2 wrong arguments, 130 interrupted."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Protocol
+
+from llaisys.cli import doctor, models, pull
+from llaisys.cli.parsing import Commands, Parser
+from llaisys.doctor import installed_version
+from llaisys.errors import LlaisysError
+
+
+class Command(Protocol):
+    """What a module of this package offers. What is heavy it imports when it runs: `pull` loads no server."""
+
+    def add_parser(self, commands: Commands) -> None:
+        """Adds the command's own parser."""
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Carries the command out; the exit code."""
+
+
+# In the order of `llaisys --help`.
+COMMANDS: dict[str, Command] = {"pull": pull, "models": models, "doctor": doctor}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; `argv` without the program's name (default: the process's). Returns the exit code."""
+    parser = Parser(prog="llaisys", description="LLM inference and serving")
+    parser.add_argument("--version", action="version", version=f"llaisys {installed_version()}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for module in COMMANDS.values():
+        module.add_parser(commands)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        commands.choices[arguments.command].refuse_unknown(unknown)
+    try:
+        return COMMANDS[arguments.command].run(arguments)
+    except LlaisysError as e:
+        print(f"llaisys {arguments.command}: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130

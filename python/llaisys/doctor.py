@@ -1,0 +1,114 @@
+"""Looks at the machine the way the engine will see it. Reads only; starts nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from llaisys.config import home_folder
+from llaisys.hub import list_models
+
+# Flags of /proc/cpuinfo that decide which kernels can run.
+_FEATURES = (
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512bw",
+    "avx512vl",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx_bf16",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report; not `fine` means that LLAISYS cannot run until it is mended."""
+
+    subject: str
+    detail: str
+    fine: bool = True
+
+
+def installed_version() -> str:
+    """The version of the installed package."""
+    try:
+        return metadata.version("llaisys")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def examine() -> list[Finding]:
+    """The findings, in the order in which a person would ask."""
+    return [
+        Finding("llaisys", installed_version()),
+        Finding("python", f"{platform.python_version()} ({sys.executable})"),
+        Finding("platform", f"{platform.system()} {platform.release()} {platform.machine()}"),
+        _processor(),
+        Finding("cores", f"{os.cpu_count()} in the machine, {_usable_cores()} usable by this process"),
+        _instruction_sets(),
+        _memory(),
+        _cache(),
+        *_models(),
+        Finding("cuda", "not supported by this build yet"),
+    ]
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _processor() -> Finding:
+    facts = _proc("cpuinfo")
+    have = set(facts.get("flags", "").split())
+    features = " ".join(feature for feature in _FEATURES if feature in have)
+    return Finding("processor", f"{facts.get('model name', platform.processor() or 'unknown')} [{features}]")
+
+
+def _instruction_sets() -> Finding:
+    try:
+        from llaisys.engine.worker import available_isas
+    except ImportError as e:
+        return Finding("kernels", f"the compiled core cannot be loaded ({e}); run `make build`", fine=False)
+    best, *others = available_isas()
+    return Finding("kernels", f"{best} will be used" + (f"; also: {', '.join(others)}" if others else ""))
+
+
+def _memory() -> Finding:
+    facts = _proc("meminfo")
+    if "MemTotal" not in facts:
+        return Finding("memory", "unknown (no /proc/meminfo)")
+    total, available = (int(facts[key].split()[0]) / 2**20 for key in ("MemTotal", "MemAvailable"))
+    return Finding("memory", f"{total:.1f} GiB, {available:.1f} GiB available")
+
+
+def _cache() -> Finding:
+    home = home_folder()
+    existing = next(folder for folder in (home, *home.absolute().parents) if folder.exists())
+    if not os.access(existing, os.W_OK):
+        return Finding("model cache", f"{home} cannot be written; LLAISYS_HOME chooses another", fine=False)
+    return Finding("model cache", f"{home}, {shutil.disk_usage(existing).free / 2**30:.1f} GiB free")
+
+
+def _models() -> list[Finding]:
+    return [
+        Finding(f"model {row.entry.name}", str(row.path) if row.downloaded else "not pulled yet")
+        for row in list_models()
+    ]
+
+
+def _proc(name: str) -> dict[str, str]:
+    """The first `key: value` lines of a file of /proc; empty where there is none."""
+    facts: dict[str, str] = {}
+    path = Path("/proc") / name
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            facts.setdefault(key.strip(), value.strip())
+    return facts

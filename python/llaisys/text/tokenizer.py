@@ -1,0 +1,181 @@
+"""Text <-> token ids, over the `tokenizers` package.
+
+Invariant: a `Tokenizer` is never changed once made, so that any thread may use it without a lock.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import processors
+
+from llaisys.errors import RejectedError, UnsupportedError
+from llaisys.text.files import read_object, special_strings
+from llaisys.text.gguf import build_gguf
+from llaisys.types import ModelInfo
+
+# Bounds on an untrusted tokenizer.json. Its nesting is bounded (128) by the JSON reader of `tokenizers`, its
+# regular expressions by Oniguruma's retry limit (ten million), which `encode` turns into a refusal.
+FILE_BYTES_MAX = 64 << 20
+VOCAB_MAX = 1 << 20
+
+
+def _byte_alphabet() -> dict[int, int]:
+    """GPT-2's byte alphabet, from character to byte.
+
+    Bytes that print (`!`..`~`, `¡`..`¬`, `®`..`ÿ`) stand for themselves, the other 68 are U+0100 onwards in
+    ascending order. Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
+    """
+    printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printing)]
+    return {byte: byte for byte in printing} | {0x100 + rank: byte for rank, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_alphabet()
+
+
+class Tokenizer:
+    """A byte-level BPE tokenizer: every token is a fixed string of bytes."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        """Takes the backend over; nobody else may hold it. Raises UnsupportedError for another kind."""
+        _check_byte_level(backend)
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self._added = frozenset(added)
+        self._special = frozenset(id for id, token in added.items() if token.special)
+        self._tokens = _tokens_by_id(backend)
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id. A model may be wider (padded rows); such ids have no text."""
+        return len(self._tokens)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text; `add_special_tokens` puts in front what the model wants there (bos, if any).
+
+        Special tokens written out in the text become their ids, as in transformers. The GIL is released.
+        Raises RejectedError if the text cannot be encoded.
+        """
+        try:
+            return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        except UnicodeEncodeError as e:
+            raise RejectedError(
+                f"the text is not valid Unicode at character {e.start}", param="prompt"
+            ) from e
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as e:
+            # A panic inside `tokenizers` (its regular expressions' retry limit) is not an Exception.
+            raise RejectedError(f"the tokenizer cannot encode this text: {e}", param="prompt") from e
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        """The text of ids; bytes that are not UTF-8 become U+FFFD, ids without a token are empty."""
+        skipped = self._special if skip_special_tokens else frozenset[int]()
+        return b"".join(self.id_to_bytes(id) for id in ids if id not in skipped).decode("utf-8", "replace")
+
+    def is_special(self, id: int) -> bool:
+        """True for control tokens such as `<|im_end|>`, which `skip_special_tokens` leaves out."""
+        return id in self._special
+
+    def id_to_bytes(self, id: int) -> bytes:
+        """The bytes of one token; empty if there is no such token."""
+        token = self._tokens[id] if 0 <= id < len(self._tokens) else ""
+        if id in self._added:
+            return token.encode("utf-8")
+        try:
+            return bytes(_BYTE_OF_CHARACTER[ord(character)] for character in token)
+        except KeyError:
+            return token.encode("utf-8")
+
+    def token_text(self, id: int) -> str:
+        """One token as text, for logprobs: part of a character shows as U+FFFD."""
+        return self.id_to_bytes(id).decode("utf-8", "replace")
+
+
+def load_tokenizer(info: ModelInfo) -> Tokenizer:
+    """The tokenizer of a checkpoint: a GGUF's own, or `tokenizer.json` beside the weights.
+
+    Raises RejectedError (missing, damaged, too large) or UnsupportedError (another kind, by name).
+    """
+    if info.tokenizer is not None:
+        return Tokenizer(build_gguf(info.tokenizer))
+    return Tokenizer(_read_folder(Path(info.path)))
+
+
+def _read_folder(folder: Path) -> tokenizers.Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise RejectedError(
+            f"{folder} has no tokenizer.json, the only tokenizer file that is read", param="model"
+        )
+    n_bytes = path.stat().st_size
+    if n_bytes > FILE_BYTES_MAX:
+        raise RejectedError(
+            f"tokenizer.json has {n_bytes} bytes, at most {FILE_BYTES_MAX} are read", param="model"
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as e:  # `tokenizers` raises plain Exception for every fault of the file
+        raise RejectedError(f"tokenizer.json cannot be read: {e}", param="model") from e
+    _add_config_tokens(backend, read_object(folder / "tokenizer_config.json"))
+    _add_bos(backend, folder)
+    return backend
+
+
+def _add_config_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+    """Adds the tokens that only `tokenizer_config.json` lists; each must get the id that is stated there."""
+    listed = config.get("added_tokens_decoder")
+    entries = sorted((int(id), entry) for id, entry in listed.items()) if isinstance(listed, dict) else []
+    for id, entry in entries:
+        content, special = entry.get("content"), bool(entry.get("special"))
+        if backend.token_to_id(content) is None:
+            backend.add_tokens([tokenizers.AddedToken(content, special=special, normalized=False)])
+        own_id = backend.token_to_id(content)
+        if own_id != id:
+            raise RejectedError(
+                f"tokenizer_config.json gives {content!r} the id {id}, tokenizer.json {own_id}",
+                param="model",
+            )
+
+
+def _add_bos(backend: tokenizers.Tokenizer, folder: Path) -> None:
+    """`add_bos_token: true` in `tokenizer_config.json` holds even where tokenizer.json forgot it."""
+    bos = special_strings(folder).get("bos_token")
+    if read_object(folder / "tokenizer_config.json").get("add_bos_token") is not True or bos is None:
+        return
+    bos_id = backend.token_to_id(bos)
+    if bos_id is None:
+        raise RejectedError(f"add_bos_token is set, but {bos!r} is not in the vocabulary", param="model")
+    if backend.encode("", add_special_tokens=True).ids[:1] != [bos_id]:
+        backend.post_processor = processors.TemplateProcessing(
+            single="BOS $A", special_tokens=[("BOS", bos_id)]
+        )
+
+
+def _check_byte_level(backend: tokenizers.Tokenizer) -> None:
+    state = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": "none"}
+    if state["type"] != "ByteLevel":
+        raise UnsupportedError(
+            f"the tokenizer's decoder is {state['type']}; ByteLevel is the one that is supported",
+            param="model",
+        )
+
+
+def _tokens_by_id(backend: tokenizers.Tokenizer) -> list[str]:
+    """Token strings by id (in the byte alphabet but for added ones), holes empty."""
+    vocab = backend.get_vocab(with_added_tokens=True)
+    size = max(vocab.values(), default=-1) + 1
+    if not 0 < size <= VOCAB_MAX:
+        raise RejectedError(
+            f"the tokenizer's ids end at {size - 1}, allowed are 0 to {VOCAB_MAX - 1}", param="model"
+        )
+    tokens = [""] * size
+    for token, id in vocab.items():
+        tokens[id] = token
+    return tokens

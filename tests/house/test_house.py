@@ -1,0 +1,131 @@
+"""The rules of the house that no linter sees, as tests with messages."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MAX_LINES = 500
+MAX_TREE_MIB = 30
+CODE = {".rs", ".py", ".pyi", ".js", ".ts", ".svelte", ".css", ".sh"}
+
+# Inside the core: a module of the key may use only the modules of the value (ARCHITECTURE.md, rooms).
+CORE_MAY_USE = {
+    "dtype": set(),
+    "tensor": {"dtype", "error"},
+    "seq": {"error"},
+    "batch": {"error", "seq"},
+    "kv": {"dtype", "error", "seq", "tensor"},
+    "threads": {"error"},
+    "quant": {"dtype", "tensor"},
+    "formats": {"dtype", "error", "tensor"},
+    "sample": {"error"},
+    "ops": {"dtype", "error", "quant", "tensor", "threads"},
+    "model": {"dtype", "error", "formats", "ops", "quant", "tensor", "threads"},
+}
+
+
+def tracked() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True)
+    return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+def test_no_file_is_longer_than_a_person_reads() -> None:
+    long = {}
+    for path in tracked():
+        if path.suffix in CODE:
+            n_lines = len(path.read_text("utf-8").splitlines())
+            if n_lines > MAX_LINES:
+                long[str(path.relative_to(ROOT))] = n_lines
+    assert not long, f"split these, {MAX_LINES} lines is the limit: {long}"
+
+
+def test_the_tree_stays_small() -> None:
+    size = sum(path.stat().st_size for path in tracked())
+    assert size <= MAX_TREE_MIB * 2**20, f"the tree holds {size / 2**20:.1f} MiB, the limit is {MAX_TREE_MIB}"
+
+
+def test_rooms_of_the_core_keep_their_walls() -> None:
+    src = ROOT / "crates" / "llaisys-core" / "src"
+    broken = []
+    for path in sorted(src.rglob("*.rs")):
+        room = path.relative_to(src).parts[0].removesuffix(".rs")
+        if room not in CORE_MAY_USE:
+            continue
+        code = re.sub(r"//.*", "", path.read_text("utf-8"))
+        used = set(re.findall(r"\bcrate::(\w+)", code)) - {room}
+        if room == "model":
+            used |= {f"ops::{m}" for m in re.findall(r"\bcrate::ops::(cpu|reference)\b", code)}
+        if extra := used - CORE_MAY_USE[room]:
+            broken.append(f"{path.relative_to(ROOT)} uses {sorted(extra)}")
+    assert not broken, broken
+
+
+def test_unsafe_stays_in_its_rooms() -> None:
+    src = ROOT / "crates"
+    allowed = ("llaisys-core/src/ops", "llaisys-core/src/tensor.rs", "llaisys-core/src/threads", "llaisys-core/src/formats")
+    outside = [
+        str(path.relative_to(src))
+        for path in src.rglob("*.rs")
+        if re.search(r"\bunsafe\s*(\{|fn|impl)", re.sub(r"//.*", "", path.read_text("utf-8")))
+        and not str(path.relative_to(src)).startswith(allowed)
+    ]
+    assert not outside, f"unsafe outside the rooms that may: {outside}"
+
+
+def test_only_config_reads_the_environment() -> None:
+    readers = []
+    for path in (ROOT / "python" / "llaisys").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+            if name in ("os.environ", "os.getenv") and path.name != "config.py":
+                readers.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not readers, f"environment variables are read in config.py only: {readers}"
+
+
+def test_every_silenced_rule_gives_its_reason() -> None:
+    bare = []
+    for path in tracked():
+        if path.suffix not in (".py", ".pyi", ".rs") or path == Path(__file__):
+            continue
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+            silenced = re.search(r"#\s*noqa(:\s*[\w, ]+)?\s*$|#\s*pragma: no cover\s*$", line)
+            rust = re.search(r"#!?\[allow\((?!.*reason)[^)]*\)\]", line)
+            if silenced or rust:
+                bare.append(f"{path.relative_to(ROOT)}:{number}")
+    assert not bare, f"say why on the line: {bare}"
+
+
+def test_nothing_is_left_undone() -> None:
+    marks = re.compile(r"\b(TODO|FIXME|XXX)\b|unimplemented!|todo!\(|NotImplementedError|mark\.(skip|xfail)|#\[ignore")
+    left = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in tracked()
+        if path.suffix in CODE and path != Path(__file__)
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+        if marks.search(line)
+    ]
+    assert not left, left
+
+
+def test_one_command_a_file() -> None:
+    commands = {p.stem for p in (ROOT / "python" / "llaisys" / "cli").glob("*.py")}
+    assert {"serve", "chat", "generate", "pull", "models", "doctor"} <= commands
+
+
+def test_the_readme_names_the_two_commands() -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert "make serve" in readme
+    assert "make test" in readme
+
+
+def test_every_path_that_the_maps_name_exists() -> None:
+    missing = []
+    for page in ("ARCHITECTURE.md", "CONTRIBUTING.md", "README.md"):
+        for name in re.findall(r"`((?:crates|python|tests|benches|docs|configs|webui|scripts)/[\w./*-]+)`", (ROOT / page).read_text("utf-8")):
+            if not list(ROOT.glob(name.rstrip("/"))):
+                missing.append(f"{page}: {name}")
+    assert not missing, missing
