@@ -16,6 +16,7 @@ pub mod output {
 
 /// A wrong row. `row` is its index in the batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[allow(missing_docs, reason = "the error text names each field")]
 pub enum BatchError {
     /// No rows at all.
     #[error("the batch is empty")]

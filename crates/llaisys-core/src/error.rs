@@ -39,6 +39,7 @@ pub enum Error {
 
 /// Wrong input.
 #[derive(Debug, Error)]
+#[allow(missing_docs, reason = "the error text names each field")]
 pub enum Rejected {
     /// A row of a batch is wrong.
     #[error(transparent)]
@@ -71,6 +72,7 @@ pub enum Rejected {
 
 /// A bounded resource is used up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[allow(missing_docs, reason = "the error text names each field")]
 pub enum Exhausted {
     /// Fewer free KV cells than the batch has rows.
     #[error("the batch needs {needed} KV cells, {free} of {capacity} are free")]
@@ -82,6 +84,7 @@ pub enum Exhausted {
 
 /// Understood, not implemented. Each variant names what was asked and what there is.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[allow(missing_docs, reason = "the error text names each field")]
 pub enum Unsupported {
     /// The model's architecture has no row in the family table.
     #[error("architecture {name:?} is not supported; supported are {supported}")]
@@ -102,6 +105,7 @@ pub enum Unsupported {
 
 /// The machine failed.
 #[derive(Debug, Error)]
+#[allow(missing_docs, reason = "the error text names each field")]
 pub enum DeviceError {
     /// An allocation was refused by the system.
     #[error("cannot allocate {bytes} bytes for {what}")]

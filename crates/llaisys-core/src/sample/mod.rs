@@ -1,7 +1,10 @@
-//! Logits -> token.
+//! Logits -> token: `spec` (what a request asks for), `sampler` (one sequence's state), `filters` (what narrows
+//! the candidates), `philox` (the draw). Per request, deterministic, no allocation per call after warm-up.
 
-use thiserror::Error;
+mod filters;
+pub mod philox;
+mod sampler;
+mod spec;
 
-/// A sampling parameter out of bounds.
-#[derive(Debug, Clone, PartialEq, Error)]
-pub enum SamplingError {}
+pub use sampler::{Logprobs, Outcome, RowFault, Sampler, Scratch, sample};
+pub use spec::{SamplerSpec, SamplingError};

@@ -1,0 +1,247 @@
+//! One sequence's sampler, and the draw of one token.
+//!
+//! Order of the rules (vLLM's): mask, bias, min_tokens, penalties, temperature, min_p, top_k, top_p, typical_p.
+//! Logprobs are of the model's own distribution, before any of them.
+
+use super::filters::{self, Candidate};
+use super::philox;
+use super::spec::{SamplerSpec, SamplingError};
+
+/// The sampling state of one sequence: its parameters and the tokens that penalties look at.
+#[derive(Debug, Clone)]
+pub struct Sampler {
+    spec: SamplerSpec,
+    /// Bit per token id: seen in the prompt. Empty without a repetition penalty.
+    in_prompt: Vec<u64>,
+    /// Answer tokens with their counts, ordered by id. Kept only while a penalty asks for it.
+    counts: Vec<(u32, u32)>,
+    n_output: u32,
+}
+
+impl Sampler {
+    /// A sampler that has seen `prompt` and the `output` generated so far.
+    ///
+    /// Errors: any [`SamplingError`] of the spec; `Token` for an id outside the vocabulary.
+    pub fn new(
+        spec: SamplerSpec,
+        vocab_size: usize,
+        prompt: &[i32],
+        output: &[i32],
+    ) -> Result<Self, SamplingError> {
+        spec.check(vocab_size)?;
+        let mut sampler = Self { spec, in_prompt: Vec::new(), counts: Vec::new(), n_output: 0 };
+        let outside = |name, id: i32| SamplingError::Token { name, id: id.into(), vocab_size };
+        let checked = |name, id: i32| {
+            u32::try_from(id).ok().filter(|&t| (t as usize) < vocab_size).ok_or_else(|| outside(name, id))
+        };
+        if sampler.spec.repetition_penalty != 1.0 {
+            sampler.in_prompt = vec![0; vocab_size.div_ceil(64)];
+        }
+        for &id in prompt {
+            let id = checked("prompt", id)?;
+            if let Some(word) = sampler.in_prompt.get_mut(id as usize / 64) {
+                *word |= 1 << (id % 64);
+            }
+        }
+        for &id in output {
+            sampler.accept(checked("output", id)?);
+        }
+        Ok(sampler)
+    }
+
+    /// Takes note of a token that now belongs to the answer.
+    pub fn accept(&mut self, token: u32) {
+        self.n_output += 1;
+        if self.spec.has_penalties() {
+            match self.counts.binary_search_by_key(&token, |&(id, _)| id) {
+                Ok(i) => self.counts[i].1 += 1,
+                Err(i) => self.counts.insert(i, (token, 1)),
+            }
+        }
+    }
+
+    /// The parameters.
+    pub fn spec(&self) -> &SamplerSpec {
+        &self.spec
+    }
+
+    /// Bias, min_tokens and penalties, in place.
+    fn adjust(&self, logits: &mut [f32]) {
+        for &(id, bias) in &self.spec.logit_bias {
+            logits[id as usize] += bias;
+        }
+        if self.n_output < self.spec.min_tokens {
+            for &id in &self.spec.stop_ids {
+                logits[id as usize] = f32::NEG_INFINITY;
+            }
+        }
+        if self.spec.has_penalties() {
+            self.penalise(logits);
+        }
+    }
+
+    fn penalise(&self, logits: &mut [f32]) {
+        let repeated = |logit: f32| {
+            if logit > 0.0 {
+                logit / self.spec.repetition_penalty
+            } else {
+                logit * self.spec.repetition_penalty
+            }
+        };
+        for (word_index, &word) in self.in_prompt.iter().enumerate() {
+            let mut rest = word;
+            while rest != 0 {
+                let id = word_index * 64 + rest.trailing_zeros() as usize;
+                logits[id] = repeated(logits[id]);
+                rest &= rest - 1;
+            }
+        }
+        for &(id, count) in &self.counts {
+            let i = id as usize;
+            let seen = self.in_prompt.get(i / 64).is_some_and(|word| word >> (i % 64) & 1 == 1);
+            let base = if seen { logits[i] } else { repeated(logits[i]) };
+            logits[i] = base - self.spec.presence_penalty - self.spec.frequency_penalty * count as f32;
+        }
+    }
+}
+
+/// Buffers that are reused from call to call.
+#[derive(Debug, Default)]
+pub struct Scratch {
+    candidates: Vec<Candidate>,
+    keyed: Vec<(f64, Candidate)>,
+    best: Vec<(u32, f32)>,
+    raw: Vec<f32>,
+}
+
+/// What a row gave.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Outcome {
+    /// The sampled token.
+    Token {
+        /// Its id.
+        id: u32,
+        /// What its sampler asked for.
+        logprobs: Option<Logprobs>,
+    },
+    /// The row cannot be sampled; its sequence must end.
+    Fault(RowFault),
+}
+
+/// Why a row cannot be sampled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RowFault {
+    /// A logit is NaN or infinite: the row's computation went wrong.
+    NonFinite,
+    /// The mask (or bias) allows no token.
+    AllMasked,
+}
+
+/// Natural logarithms of probabilities under the model's own distribution.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Logprobs {
+    /// Of the sampled token.
+    pub logprob: f32,
+    /// Its rank, from 1; tokens of equal logit share the better rank.
+    pub rank: u32,
+    /// The best tokens, falling, ties by id.
+    pub top: Vec<(u32, f32)>,
+}
+
+/// Samples one row. `logits` `[vocab]` are used up. `position` is the number of tokens before the sampled one:
+/// with seed and choice it fixes the draw. `mask` has a bit for each id, set if allowed.
+pub fn sample(
+    scratch: &mut Scratch,
+    logits: &mut [f32],
+    sampler: Option<&Sampler>,
+    position: u32,
+    mask: Option<&[u32]>,
+) -> Outcome {
+    if !logits.iter().all(|l| l.is_finite()) {
+        return Outcome::Fault(RowFault::NonFinite);
+    }
+    // The drawn token is known only later, and the logits change on the way: keep the model's own.
+    let normaliser = sampler.and_then(|s| s.spec.top_logprobs).map(|n| {
+        scratch.raw.clear();
+        scratch.raw.extend_from_slice(logits);
+        begin_logprobs(&mut scratch.best, logits, n)
+    });
+    if let Some(mask) = mask {
+        apply_mask(logits, mask);
+    }
+    if let Some(sampler) = sampler {
+        sampler.adjust(logits);
+    }
+    let best = argmax(logits);
+    if logits[best] == f32::NEG_INFINITY {
+        return Outcome::Fault(RowFault::AllMasked);
+    }
+    let id = match sampler {
+        Some(s) if !s.spec.is_greedy() => draw(scratch, logits, logits[best], &s.spec, position),
+        _ => best as u32,
+    };
+    let logprobs = normaliser.map(|normaliser| {
+        let own = scratch.raw[id as usize];
+        Logprobs {
+            logprob: own - normaliser,
+            rank: 1 + scratch.raw.iter().filter(|&&l| l > own).count() as u32,
+            top: scratch.best.iter().map(|&(id, logit)| (id, logit - normaliser)).collect(),
+        }
+    });
+    Outcome::Token { id, logprobs }
+}
+
+/// Candidates this far below the best one (in scaled logits) weigh less than e^-40 = 4e-18: a vocabulary of them
+/// is under the rounding of the f64 sum, and leaving them out saves most exponentials.
+const NEGLIGIBLE: f64 = -40.0;
+
+fn draw(scratch: &mut Scratch, logits: &[f32], best: f32, spec: &SamplerSpec, position: u32) -> u32 {
+    let candidates = &mut scratch.candidates;
+    candidates.clear();
+    let scale = 1.0 / f64::from(spec.temperature);
+    candidates.extend(logits.iter().enumerate().filter_map(|(id, &logit)| {
+        let scaled = (f64::from(logit) - f64::from(best)) * scale;
+        (scaled > NEGLIGIBLE).then(|| Candidate { id: id as u32, weight: scaled.exp() })
+    }));
+    filters::min_p(candidates, spec.min_p);
+    filters::top_k(candidates, spec.top_k);
+    filters::top_p(candidates, spec.top_p);
+    filters::typical_p(candidates, spec.typical_p, &mut scratch.keyed);
+    filters::draw(candidates, philox::uniform(spec.seed, spec.choice, position))
+}
+
+/// Index of the largest logit, the lowest on a tie.
+fn argmax(logits: &[f32]) -> usize {
+    let mut best = 0;
+    for (i, &logit) in logits.iter().enumerate() {
+        if logit > logits[best] {
+            best = i;
+        }
+    }
+    best
+}
+
+fn apply_mask(logits: &mut [f32], mask: &[u32]) {
+    for (id, logit) in logits.iter_mut().enumerate() {
+        if mask[id / 32] >> (id % 32) & 1 == 0 {
+            *logit = f32::NEG_INFINITY;
+        }
+    }
+}
+
+/// Fills `best` with the `n` largest logits, falling, and returns the log of the summed exponentials.
+fn begin_logprobs(best: &mut Vec<(u32, f32)>, logits: &[f32], n: u32) -> f32 {
+    best.clear();
+    let n = (n as usize).min(logits.len());
+    for (id, &logit) in logits.iter().enumerate() {
+        if best.len() == n && best.last().is_none_or(|&(_, least)| logit <= least) {
+            continue;
+        }
+        let at = best.partition_point(|&(_, other)| other >= logit);
+        best.insert(at, (id as u32, logit));
+        best.truncate(n);
+    }
+    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = logits.iter().map(|&l| f64::from(l - max).exp()).sum();
+    (f64::from(max) + sum.ln()) as f32
+}
