@@ -53,7 +53,9 @@ class Answer(Response):
     after it, an error frame and `[DONE]`.
     """
 
-    def __init__(self, request: Request, streams: Sequence[Deltas], shape: Shape, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, request: Request, streams: Sequence[Deltas], shape: Shape, headers: Mapping[str, str]
+    ) -> None:
         super().__init__()
         self._request = request
         self._streams = streams
@@ -107,7 +109,11 @@ class Answer(Response):
             await send_error(send, self._wire_error(e))
             return
         body = to_json(self._shape.whole(chunks))
-        headers = {"content-type": "application/json", "content-length": str(len(body)), **self._extra_headers}
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            **self._extra_headers,
+        }
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         await send({"type": "http.response.body", "body": body})

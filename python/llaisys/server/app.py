@@ -71,7 +71,10 @@ async def _on_error(request: Request, error: Exception) -> Response:
     note(request, error=answer.code)
     state.metrics.refused(answer.code)
     return Response(
-        to_json(answer.body()), answer.status_code, headers=dict(answer.headers or {}), media_type="application/json"
+        to_json(answer.body()),
+        answer.status_code,
+        headers=dict(answer.headers or {}),
+        media_type="application/json",
     )
 
 
@@ -92,7 +95,9 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first: dict[str, Any] = error.errors()[0]
     if first["type"] == "json_invalid":
-        answer = ApiError(400, f"The body is not valid JSON, at byte {first['loc'][-1]}.", code="invalid_json")
+        answer = ApiError(
+            400, f"The body is not valid JSON, at byte {first['loc'][-1]}.", code="invalid_json"
+        )
     else:
         answer = _field_error(first)
     return await _on_error(request, answer)

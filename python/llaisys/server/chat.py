@@ -105,7 +105,14 @@ class ChatShape:
 
     def _chunk(self, delta: Json, **fields: Any) -> Json:
         """One chunk; `usage` is there, as null, if it comes at the end, and filled in if asked for everywhere."""
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, "stop_reason": None, **fields}
+        choice = {
+            "index": 0,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": None,
+            "stop_reason": None,
+            **fields,
+        }
         chunk = {**self.head.of("chat.completion.chunk"), "choices": [choice]}
         if self._options.in_every_chunk:
             chunk["usage"] = self.usage.body()

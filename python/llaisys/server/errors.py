@@ -65,8 +65,12 @@ TABLE: Mapping[type[errors.LlaisysError], Row] = {
     errors.ExhaustedError: Row(429, "rate_limit_error", "server_overloaded"),
     errors.QueueFullError: Row(429, "rate_limit_error", "server_overloaded"),
     errors.RequestTimeoutError: Row(408, "timeout_error", "request_timeout", retry=False),
-    errors.RequestFailedError: Row(500, SERVER_ERROR, "request_failed", "this request failed in the engine", retry=False),
-    errors.EngineDeadError: Row(503, SERVER_ERROR, "engine_dead", "the engine has stopped; see the server's log"),
+    errors.RequestFailedError: Row(
+        500, SERVER_ERROR, "request_failed", "this request failed in the engine", retry=False
+    ),
+    errors.EngineDeadError: Row(
+        503, SERVER_ERROR, "engine_dead", "the engine has stopped; see the server's log"
+    ),
 }
 
 

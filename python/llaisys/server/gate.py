@@ -41,7 +41,9 @@ def check_exposure(config: Config) -> None:
             param="host",
         )
     if "*" in config.allowed_origins:
-        raise RejectedError("allowed_origins: '*' would let every web page in; list the origins", param="allowed_origins")
+        raise RejectedError(
+            "allowed_origins: '*' would let every web page in; list the origins", param="allowed_origins"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,12 @@ class HostRule:
         host = config.host.lower()
         bound = f"[{host}]" if ":" in host and not host.startswith("[") else host
         wide = bound in ("0.0.0.0", "[::]", "")
-        names = {*LOOPBACK, bound} | ({socket.gethostname().lower(), socket.getfqdn().lower()} if wide else set())
-        return HostRule(frozenset(names), port, wide, frozenset(name.lower() for name in config.allowed_hosts))
+        names = {*LOOPBACK, bound} | (
+            {socket.gethostname().lower(), socket.getfqdn().lower()} if wide else set()
+        )
+        return HostRule(
+            frozenset(names), port, wide, frozenset(name.lower() for name in config.allowed_hosts)
+        )
 
     def allows(self, value: str) -> bool:
         """`value`: a Host header, or an Origin without its scheme. A listed name stands for itself with any port."""

@@ -11,7 +11,9 @@ from llaisys.types import Logprob
 LOGPROB_MIN = -9999.0
 
 
-def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[Mapping[int, Logprob]], n_top: int) -> dict[str, Any]:
+def chat_logprobs(
+    token_ids: Sequence[int], logprobs: Sequence[Mapping[int, Logprob]], n_top: int
+) -> dict[str, Any]:
     """`{"content": [...]}`: one entry a token, each with its `n_top` best."""
     content = []
     for token_id, candidates in zip(token_ids, logprobs, strict=True):

@@ -11,7 +11,12 @@ from llaisys.server.checks import text_of
 MESSAGES_MAX = 2048
 
 # Role on the wire -> role that templates know. OpenAI's `developer` took the place of `system`.
-ROLES: Mapping[str, str] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES: Mapping[str, str] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+}
 UNSUPPORTED_ROLES = frozenset({"tool", "function"})
 RESERVED_KWARGS = frozenset(
     {"chat_template", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
@@ -85,6 +90,7 @@ def generation_prompt(add: bool | None, continue_final: bool | None) -> tuple[bo
     """(add_generation_prompt, continue_final_message): the first is on unless the second is. Not both."""
     if add and continue_final:
         raise RejectedError(
-            "add_generation_prompt and continue_final_message exclude each other", param="add_generation_prompt"
+            "add_generation_prompt and continue_final_message exclude each other",
+            param="add_generation_prompt",
         )
     return (not continue_final) if add is None else add, bool(continue_final)

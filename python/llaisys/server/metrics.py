@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from fastapi import APIRouter
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, ProcessCollector, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from starlette.requests import Request
 from starlette.responses import Response
@@ -62,7 +68,9 @@ class EngineCollector:
 
     def _success(self) -> Metric:
         """Every reason from the start, so that a rate over it exists before the first of its kind."""
-        family = CounterMetricFamily("vllm:request_success", "Requests ended.", labels=(*LABELS, "finished_reason"))
+        family = CounterMetricFamily(
+            "vllm:request_success", "Requests ended.", labels=(*LABELS, "finished_reason")
+        )
         for reason in FinishReason:
             family.add_metric((*self._values, reason.value), self._stats.finished.get(reason.value, 0))
         return family
@@ -97,7 +105,10 @@ class Metrics:
             "llaisys:http_responses", "HTTP answers.", ("path", "method", "status"), registry=self._registry
         )
         self._refused = Counter(
-            "llaisys:rejected", "Requests refused or failed, by error code.", ("reason",), registry=self._registry
+            "llaisys:rejected",
+            "Requests refused or failed, by error code.",
+            ("reason",),
+            registry=self._registry,
         )
 
     def answered(self, path: str, method: str, status: int) -> None:

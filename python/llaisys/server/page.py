@@ -50,7 +50,9 @@ def load_page(places: tuple[Path, ...] = PLACES) -> dict[str, Asset]:
     for place in places:
         if (place / "index.html").is_file():
             cache = ASSET_CACHE if place == PLACES[0] else "no-cache"
-            assets = {f"/assets/{path.name}": _asset(path, cache) for path in sorted(place.glob("assets/*.*"))}
+            assets = {
+                f"/assets/{path.name}": _asset(path, cache) for path in sorted(place.glob("assets/*.*"))
+            }
             return {"/": _asset(place / "index.html", "no-cache"), **assets}
     return {}
 

@@ -175,7 +175,9 @@ def usage_options(request: GenerationRequest) -> UsageOptions:
     return UsageOptions(bool(options.include_usage), bool(options.continuous_usage_stats))
 
 
-def ignored_fields(request: GenerationRequest, neutral: Mapping[str, tuple[Any, ...]], strict: bool) -> list[str]:
+def ignored_fields(
+    request: GenerationRequest, neutral: Mapping[str, tuple[Any, ...]], strict: bool
+) -> list[str]:
     """Names of the unknown fields, at most 64. Raises for a known field that asks for something, and for an
     unknown one if `strict`."""
     extra = dict(request.model_extra or {})
@@ -224,7 +226,9 @@ _SAME = (
 )
 
 
-def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any], max_tokens: int | None) -> SamplingParams:
+def sampling_params(
+    request: GenerationRequest, defaults: Mapping[str, Any], max_tokens: int | None
+) -> SamplingParams:
     """The request's values over the model's own defaults over vLLM's. `max_tokens` is the endpoint's default."""
     values: dict[str, Any] = dict(defaults)
     values["max_tokens"] = max_tokens if request.max_tokens is None else request.max_tokens
@@ -260,7 +264,9 @@ def _chat_logprobs(request: ChatCompletionRequest) -> int | None:
 
 def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
     if len(bias) > LOGIT_BIAS_MAX:
-        raise RejectedError(f"logit_bias has {len(bias)} entries, at most {LOGIT_BIAS_MAX}", param="logit_bias")
+        raise RejectedError(
+            f"logit_bias has {len(bias)} entries, at most {LOGIT_BIAS_MAX}", param="logit_bias"
+        )
     try:
         return {int(token): value for token, value in bias.items()}
     except ValueError:

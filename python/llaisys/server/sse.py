@@ -87,7 +87,9 @@ class SseWriter:
     async def _ensure_open(self) -> None:
         if not self._is_open and not self._is_closed:
             self._is_open = True
-            headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._headers.items()]
+            headers = [
+                (name.encode("latin-1"), value.encode("latin-1")) for name, value in self._headers.items()
+            ]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             await self._write(_frames(self._opening))
 
