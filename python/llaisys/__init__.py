@@ -1,1 +1,41 @@
-"""LLAISYS: LLM inference and serving."""
+"""LLAISYS: LLM inference and serving.
+
+The names below are loaded when first used, so that `import llaisys` and `llaisys --help` stay quick.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llaisys.config import Config as Config
+    from llaisys.llm import LLM as LLM
+    from llaisys.service import AsyncLLM as AsyncLLM
+    from llaisys.types import CompletionOutput as CompletionOutput
+    from llaisys.types import Logprob as Logprob
+    from llaisys.types import RequestOutput as RequestOutput
+    from llaisys.types import SamplingParams as SamplingParams
+
+_HOMES = {
+    "LLM": "llaisys.llm",
+    "AsyncLLM": "llaisys.service",
+    "Config": "llaisys.config",
+    "CompletionOutput": "llaisys.types",
+    "Logprob": "llaisys.types",
+    "RequestOutput": "llaisys.types",
+    "SamplingParams": "llaisys.types",
+}
+__all__ = [*_HOMES]  # noqa: PLE0604 the keys are the names
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

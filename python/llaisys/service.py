@@ -81,7 +81,7 @@ class AsyncLLM:
     @property
     def max_model_len(self) -> int:
         """Tokens of the longest request, prompt and answer together."""
-        return self._engine.facts.max_model_len
+        return self._engine.limits.max_model_len
 
     @property
     def default_sampling_params(self) -> dict[str, Any]:

@@ -1,0 +1,106 @@
+"""How large the KV cache and the context are: sized from the machine, made smaller rather than failing. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from llaisys.config import Config
+from llaisys.engine.limits import Limits
+from llaisys.engine.worker import WorkerSettings
+from llaisys.errors import RejectedError, UnsupportedError
+from llaisys.types import ModelInfo
+
+# The part of the available memory that K and V take if nothing is configured.
+_KV_SHARE = 5
+# Cells are handed out in runs of so many; a cache of whole runs wastes none.
+_RUN = 32
+_WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What the engine and its core are made with, and the sum that led there, in one line."""
+
+    settings: WorkerSettings
+    limits: Limits
+    summary: str
+
+
+def size(config: Config, info: ModelInfo, memory_bytes: int, n_cores: int) -> Capacity:
+    """Sizes an engine for a machine with `memory_bytes` available and `n_cores` to compute on.
+
+    Raises UnsupportedError (device) or RejectedError (a bound that cannot be kept), naming the setting.
+    """
+    if config.device == "cuda":
+        raise UnsupportedError("device 'cuda' is not in this build; supported: cpu", param="device")
+    wanted_len = _wanted_len(config, info)
+    kv_dtype = _kv_dtype(config)
+    cell_bytes = info.kv_bytes_per_cell[kv_dtype]
+    n_cells, why = _n_cells(config, info, memory_bytes, cell_bytes, wanted_len)
+    if n_cells < 1:
+        raise RejectedError(
+            f"the KV cache has no room for a single token: one takes {cell_bytes} bytes ({why})",
+            param="kv_cache_memory_bytes",
+        )
+    limits = Limits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_queued_reqs=config.max_num_queued_reqs,
+        max_model_len=min(wanted_len, n_cells),
+        n_cells=n_cells,
+        vocab_size=info.vocab_size,
+    )
+    settings = WorkerSettings(
+        path=Path(info.path),
+        dtype=config.dtype,
+        kv_dtype=kv_dtype,
+        isa=config.isa,
+        n_cells=n_cells,
+        n_seq_max=config.max_num_seqs,
+        n_batch=config.max_num_batched_tokens,
+        max_model_len=limits.max_model_len,
+        n_threads=config.num_threads or n_cores,
+    )
+    summary = (
+        f"KV cache: {n_cells} cells x {cell_bytes} B ({kv_dtype}) = {n_cells * cell_bytes / 2**20:.1f} MiB ({why}); "
+        f"context {limits.max_model_len} tokens"
+        + (f", cut from {wanted_len} to fit the cache" if limits.max_model_len < wanted_len else "")
+    )
+    return Capacity(settings, limits, summary)
+
+
+def _wanted_len(config: Config, info: ModelInfo) -> int:
+    if config.max_model_len is None:
+        return info.max_position_embeddings
+    if config.max_model_len > info.max_position_embeddings:
+        raise RejectedError(
+            f"max_model_len is {config.max_model_len}, the model was made for {info.max_position_embeddings}",
+            param="max_model_len",
+        )
+    return config.max_model_len
+
+
+def _kv_dtype(config: Config) -> str:
+    if config.kv_cache_dtype != "auto":
+        return config.kv_cache_dtype
+    return "float32" if config.dtype == "float32" else "bfloat16"
+
+
+def _n_cells(
+    config: Config, info: ModelInfo, memory_bytes: int, cell_bytes: int, wanted_len: int
+) -> tuple[int, str]:
+    """Cells and the reason for the number."""
+    if config.num_kv_cells is not None:
+        return config.num_kv_cells, "num_kv_cells"
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes // cell_bytes, f"of {config.kv_cache_memory_bytes} B"
+    weights = info.n_parameters * _WEIGHT_BYTES[config.dtype] if config.dtype != "auto" else info.weight_bytes
+    budget = max(0, memory_bytes - weights) // _KV_SHARE
+    n_cells = budget // cell_bytes
+    n_cells -= n_cells % _RUN if n_cells > _RUN else 0
+    most = config.max_num_seqs * wanted_len
+    if most <= n_cells:
+        return most, f"all that {config.max_num_seqs} requests of {wanted_len} tokens can use"
+    left = f"{memory_bytes / 2**30:.1f} GiB available, {weights / 2**30:.1f} GiB of them for weights"
+    return n_cells, f"a fifth of the memory: {left}"

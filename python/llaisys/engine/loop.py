@@ -1,0 +1,154 @@
+"""The engine thread: inbox -> plan -> run -> settle -> outputs. Builds, uses and closes the core on itself.
+
+Idle is blocked on the inbox; there is no polling. Whatever ends the loop, every open request gets exactly one
+last output, and the engine is closed.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from llaisys.engine.engine import LLMEngine
+from llaisys.engine.outputs import EngineOutput
+from llaisys.engine.request import EngineRequest
+from llaisys.errors import EngineDeadError, LlaisysError
+from llaisys.stats import EngineStats
+from llaisys.types import FinishReason, RequestId
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A request to take."""
+
+    request: EngineRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """A request whose client has gone."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """The last message: end, whatever is open."""
+
+
+Message: TypeAlias = Submit | Cancel | Shutdown
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """How the loop speaks; all three are called on the engine thread and must not raise.
+
+    - `step`: the outputs and the books after each step.
+    - `ended`: the loop is over, for this reason; no output follows. Called once.
+    - `clock`: monotonic seconds, the one that requests' times are of.
+    """
+
+    step: Callable[[list[EngineOutput], EngineStats], None]
+    ended: Callable[[EngineDeadError], None]
+    clock: Callable[[], float]
+
+
+class EngineLoop:
+    """One thread, one engine, one inbox. `inbox_max` bounds the messages that wait for the next step."""
+
+    def __init__(self, build: Callable[[], LLMEngine], listener: Listener, inbox_max: int) -> None:
+        self._build = build
+        self._listener = listener
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._inbox_max = inbox_max
+        self._built: Future[LLMEngine] = Future()
+        # A daemon, so that a forgotten engine does not hold up the interpreter's exit: `EngineClient` closes it
+        # from an exit hook, which runs while threads still can, and waits for its end.
+        self._thread = threading.Thread(target=self._run, name="llaisys-engine", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread and waits until the engine stands. Raises what its building raised."""
+        self._thread.start()
+        self._built.result()
+
+    def send(self, message: Submit | Cancel) -> None:
+        """Leaves a message for the next step. Raises queue.Full beyond `inbox_max`."""
+        if self._inbox.qsize() >= self._inbox_max:
+            raise queue.Full
+        self._inbox.put(message)
+
+    def stop(self) -> None:
+        """Ends the loop after the step in progress, and waits for it (not on the engine thread itself).
+
+        Always has room in the inbox: a full one must not keep an engine alive.
+        """
+        self._inbox.put(Shutdown())
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            engine = self._build()
+        except BaseException as error:  # noqa: BLE001 the starter gets it, whatever it is
+            self._built.set_exception(error)
+            return
+        self._built.set_result(engine)
+        cause = EngineDeadError("shutting down")
+        try:
+            self._serve(engine)
+        except BaseException as error:  # noqa: BLE001 a panic is a BaseException; nothing may pass silently
+            log.exception("the engine is dead")
+            cause = error if isinstance(error, EngineDeadError) else _dead(error)
+        self._listener.ended(cause)
+        try:
+            engine.close()
+        except BaseException:  # noqa: BLE001 the end is told already; the log has the rest
+            log.exception("closing the engine failed")
+
+    def _serve(self, engine: LLMEngine) -> None:
+        """Until Shutdown, or until something that one request cannot be blamed for raises."""
+        while True:
+            refused: list[EngineOutput] = []
+            for message in self._take(block=not engine.has_work()):
+                match message:
+                    case Submit(request):
+                        refused += _submit(engine, request)
+                    case Cancel(request_id):
+                        engine.cancel(request_id)
+                    case Shutdown():
+                        return
+            outputs = engine.step(self._listener.clock()) if engine.has_work() else []
+            self._listener.step(refused + outputs, engine.stats())
+
+    def _take(self, *, block: bool) -> Iterator[Message]:
+        """All messages that are there; blocks for the first if there is nothing else to do."""
+        try:
+            yield self._inbox.get(block)
+            while True:
+                yield self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+
+def _submit(engine: LLMEngine, request: EngineRequest) -> list[EngineOutput]:
+    """Nothing, or the refusal as the request's only output."""
+    try:
+        engine.submit(request)
+    except EngineDeadError:
+        raise
+    except LlaisysError as error:
+        return [EngineOutput(request.request_id, [], None, FinishReason.ERROR, error=error)]
+    return []
+
+
+def _dead(error: BaseException) -> EngineDeadError:
+    dead = EngineDeadError(f"the engine is dead: {type(error).__name__}: {error}")
+    dead.__cause__ = error
+    return dead

@@ -1,0 +1,62 @@
+"""One stream's undelivered news: bounded in bytes, coalescing, one reader. Event loop only."""
+
+from __future__ import annotations
+
+import asyncio
+
+from llaisys.errors import LlaisysError
+from llaisys.output import append
+from llaisys.types import RequestOutput
+
+MAILBOX_BYTES_MAX = 256 * 1024
+# What one entry of a logprobs dictionary is counted as: two numbers and a short text.
+_LOGPROB_BYTES = 64
+_ID_BYTES = 8
+
+
+class Mailbox:
+    """Holds at most one delta; a late one is joined to it. The joined deltas do not depend on the reader's speed."""
+
+    def __init__(self) -> None:
+        self._held: RequestOutput | None = None
+        self._n_bytes = 0
+        self._error: LlaisysError | None = None
+        self._news = asyncio.Event()
+
+    def put(self, delta: RequestOutput) -> bool:
+        """Adds a delta, in place; never waits. False, and nothing is added, where the bound would break."""
+        n_bytes = self._n_bytes + _size(delta)
+        if self._held is None:
+            self._held = delta
+        elif n_bytes > MAILBOX_BYTES_MAX:
+            return False
+        else:
+            append(self._held, delta)
+        self._n_bytes = n_bytes
+        self._news.set()
+        return True
+
+    def fail(self, error: LlaisysError) -> None:
+        """Ends the stream: the reader gets what is held, then the error."""
+        self._error = error
+        self._news.set()
+
+    async def take(self) -> RequestOutput:
+        """All that is held, as one delta; waits for some. Raises the error of `fail`."""
+        await self._news.wait()
+        self._news.clear()
+        held, self._held, self._n_bytes = self._held, None, 0
+        if held is not None:
+            if self._error is not None:
+                self._news.set()
+            return held
+        if self._error is None:
+            raise AssertionError("woken without news")
+        raise self._error
+
+
+def _size(delta: RequestOutput) -> int:
+    """Bytes that a delta is counted as."""
+    answer = delta.outputs[0]
+    n_logprobs = sum(map(len, answer.logprobs or ()))
+    return len(answer.text) + _ID_BYTES * len(answer.token_ids) + _LOGPROB_BYTES * n_logprobs

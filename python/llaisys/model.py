@@ -1,0 +1,65 @@
+"""The text side of a loaded model: its facts, tokenizer, chat template and sampling defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llaisys.config import Config
+from llaisys.engine.worker import inspect_model
+from llaisys.errors import UnsupportedError
+from llaisys.hub import resolve_model
+from llaisys.text.template import ChatTemplate, load_chat_template
+from llaisys.text.tokenizer import Tokenizer, load_tokenizer
+from llaisys.types import ModelInfo, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Immutable, usable from any thread.
+
+    - `name`: what the model is called where nobody named it otherwise.
+    - `sampling_defaults`: SamplingParams fields that the model's makers (or our registry) set.
+    """
+
+    name: str
+    info: ModelInfo
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    sampling_defaults: Mapping[str, Any]
+
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    ) -> tuple[str, list[int]]:
+        """Text and token ids of a conversation. `options` are those of `ChatTemplate.render`.
+
+        Raises UnsupportedError (no template) or RejectedError (the messages).
+        """
+        if self.template is None:
+            raise UnsupportedError(
+                f"{self.name} has no chat template; give one with --chat-template, or use plain completions",
+                param="messages",
+            )
+        text = self.template.render(messages, **options)
+        return text, self.tokenizer.encode(text, add_special_tokens=False)
+
+
+def open_model(config: Config) -> Model:
+    """Finds `config.model` and reads all of it but the weights.
+
+    Raises RejectedError or UnsupportedError, naming the model or the setting.
+    """
+    resolved = resolve_model(config.model)
+    info = inspect_model(resolved.path)
+    defaults: dict[str, Any] = {}
+    if config.generation_config == "auto":
+        defaults = {**resolved.sampling_defaults, **info.generation}
+        SamplingParams(**defaults)  # a bad generation_config.json stops the start, not each request
+    return Model(
+        name=resolved.name,
+        info=info,
+        tokenizer=load_tokenizer(info),
+        template=load_chat_template(info, config.chat_template),
+        sampling_defaults=defaults,
+    )
