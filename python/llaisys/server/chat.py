@@ -66,7 +66,7 @@ class ChatShape:
 
     def opening(self) -> list[Json]:
         """The chunk that names the role."""
-        return [self._chunk({"role": "assistant", "content": ""})]
+        return [self._chunk(0, {"role": "assistant", "content": ""})]
 
     def chunks(self, index: int, delta: RequestOutput) -> list[Json]:
         """A content chunk if there is any, then one with the finish reason at the end."""
@@ -76,9 +76,11 @@ class ChatShape:
             logprobs = chat_logprobs(answer.token_ids, answer.logprobs, self._n_top)
         out = []
         if answer.text or logprobs:
-            out.append(self._chunk({"content": answer.text}, logprobs=logprobs))
+            out.append(self._chunk(index, {"content": answer.text}, logprobs=logprobs))
         if answer.finish_reason is not None:
-            out.append(self._chunk({}, finish_reason=answer.finish_reason, stop_reason=answer.stop_reason))
+            out.append(
+                self._chunk(index, {}, finish_reason=answer.finish_reason, stop_reason=answer.stop_reason)
+            )
         return out
 
     def closing(self) -> list[Json]:
@@ -103,10 +105,10 @@ class ChatShape:
         }
         return {**self.head.of("chat.completion"), "choices": [choice], "usage": self.usage.body()}
 
-    def _chunk(self, delta: Json, **fields: Any) -> Json:
-        """One chunk; `usage` is there, as null, if it comes at the end, and filled in if asked for everywhere."""
+    def _chunk(self, index: int, delta: Json, **fields: Any) -> Json:
+        """One chunk. `usage` is null in it if it comes at the end, and filled in if asked for everywhere."""
         choice = {
-            "index": 0,
+            "index": index,
             "delta": delta,
             "logprobs": None,
             "finish_reason": None,

@@ -121,7 +121,7 @@ def shutting_down() -> ApiError:
 
 
 def ended(reason: str) -> ApiError:
-    """A generation that ended without an answer: cancelled by us, not by its client. 499 as proxies use it."""
+    """A generation that ended without an answer: cancelled by us (499, as proxies use it), or failed."""
     code = {"abort": "cancelled", "timeout": "request_timeout"}.get(reason, "request_failed")
     status = {"abort": 499, "timeout": 408}.get(reason, 500)
     answer = ApiError(status, f"The request ended without an answer: {code}.", code=code, kind=SERVER_ERROR)

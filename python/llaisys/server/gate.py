@@ -70,7 +70,7 @@ class HostRule:
         )
 
     def allows(self, value: str) -> bool:
-        """`value`: a Host header, or an Origin without its scheme. A listed name stands for itself with any port."""
+        """`value`: a Host header, or an Origin without its scheme. A listed name goes with any port."""
         value = value.lower()
         name, port = _split(value)
         if value in self.listed or name in self.listed:
@@ -98,7 +98,7 @@ def _is_address(name: str) -> bool:
 
 
 class HostGate:
-    """Answers what it refuses itself; the application never sees it. WebSockets are refused: there are none."""
+    """Answers what it refuses itself; the application never sees it. There are no WebSockets: refused."""
 
     def __init__(self, app: ASGIApp, hosts: HostRule, allowed_origins: Iterable[str]) -> None:
         self._app = app

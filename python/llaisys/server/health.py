@@ -1,4 +1,4 @@
-"""Probes: is the process there, is the engine well, are requests welcome. They read flags and call nothing."""
+"""Probes: is the process there, is the engine well, are requests welcome. They only read flags."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class CompletionLogprobs:
 
 
 def _best(candidates: Mapping[int, Logprob], n_top: int) -> list[Logprob]:
-    """The `n_top` best, best first. The sampled token is among the candidates even if it is not among the best."""
+    """The `n_top` best, best first. The sampled token is a candidate too, and may not be among them."""
     return sorted(candidates.values(), key=lambda c: -c.logprob)[:n_top]
 
 

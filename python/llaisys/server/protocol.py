@@ -229,7 +229,7 @@ _SAME = (
 def sampling_params(
     request: GenerationRequest, defaults: Mapping[str, Any], max_tokens: int | None
 ) -> SamplingParams:
-    """The request's values over the model's own defaults over vLLM's. `max_tokens` is the endpoint's default."""
+    """The request's values over the model's defaults over vLLM's. `max_tokens`: the endpoint's default."""
     values: dict[str, Any] = dict(defaults)
     values["max_tokens"] = max_tokens if request.max_tokens is None else request.max_tokens
     values |= {name: value for name in _SAME if (value := getattr(request, name)) is not None}

@@ -61,7 +61,7 @@ class SseWriter:
             await self._write(_frames(values) + DONE, more=False)
 
     async def fail(self, error: ApiError) -> None:
-        """The error: as the whole HTTP answer if no header has gone out, else as a frame and the terminator."""
+        """The error: the whole HTTP answer if no header has gone out, else a frame and the terminator."""
         async with self._lock:
             if self._is_open:
                 await self._write(_frames([error.body()]) + DONE, more=False)
@@ -72,7 +72,7 @@ class SseWriter:
     async def keep_awake(
         self, headers_wait_s: float = HEADERS_WAIT_S, ping_interval_s: float = PING_INTERVAL_S
     ) -> None:
-        """Sends the headers if nothing did in time, then a ping after each interval of silence. Never returns."""
+        """Sends the headers if nothing did in time, then pings after each interval of silence. Endless."""
         await asyncio.sleep(headers_wait_s)
         async with self._lock:
             await self._ensure_open()

@@ -76,7 +76,7 @@ def _log_end(scope: Scope, status: int, seconds: float) -> None:
 
 
 def _route(scope: Scope) -> tuple[str, str]:
-    """(path, method) as metric labels: a route's own path or `other`, so that clients cannot make new series."""
+    """(path, method) as metric labels: a route's own path or `other`: clients cannot make new series."""
     method = scope["method"] if scope["method"] in ("GET", "HEAD", "POST", "OPTIONS") else "other"
     return getattr(scope.get("route"), "path", "other"), method
 
@@ -98,7 +98,7 @@ def note(request: Request, **values: Any) -> None:
 
 
 def client_id_of(request: Request) -> str:
-    """Whom fairness is counted for: the key that the request came with, as KeyGate names it; empty without keys."""
+    """Whom fairness is counted for: the request's key, as KeyGate names it; empty without keys."""
     value: str = getattr(request.state, "client_id", "")
     return value
 
