@@ -92,7 +92,7 @@ def to_api_error(error: Exception, request_id: str) -> ApiError:
 
 def model_not_found(name: str) -> ApiError:
     """404 for a name that is not served."""
-    return ApiError(404, f"The model `{name}` does not exist.", code="model_not_found", param="model")
+    return ApiError(404, f"The model `{name[:100]}` does not exist.", code="model_not_found", param="model")
 
 
 def invalid_key() -> ApiError:

@@ -7,6 +7,7 @@ nothing. Origin must be one of ours or listed, so that no other site's page can 
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from llaisys.errors import RejectedError
 from llaisys.server.errors import ApiError, send_error
 
 PROBES = frozenset({"/livez", "/health", "/ready"})
+# An IPv6 address in brackets, or a name; then perhaps a port.
+HOST_PORT = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]/@\s]+)(?::([0-9]{1,5}))?")
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -72,21 +75,15 @@ class HostRule:
     def allows(self, value: str) -> bool:
         """`value`: a Host header, or an Origin without its scheme. A listed name goes with any port."""
         value = value.lower()
-        name, port = _split(value)
+        parts = HOST_PORT.fullmatch(value)
+        if parts is None:
+            return False
+        name, port = parts.groups()
         if value in self.listed or name in self.listed:
-            return port is None or port.isdigit()
+            return True
         if port not in (None, str(self.port)):
             return False
         return name in self.names or (self.wide and _is_address(name))
-
-
-def _split(value: str) -> tuple[str, str | None]:
-    """`host:port` -> parts; an IPv6 address keeps its brackets."""
-    if value.startswith("["):
-        name, bracket, rest = value.partition("]")
-        return name + bracket, rest[1:] if rest.startswith(":") else (rest or None)
-    name, colon, port = value.partition(":")
-    return name, port if colon else None
 
 
 def _is_address(name: str) -> bool:

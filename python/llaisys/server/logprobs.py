@@ -24,8 +24,10 @@ def chat_logprobs(
 
 
 def _chat_entry(candidate: Logprob) -> dict[str, Any]:
+    """`bytes` is null where the token is a part of a character: its text is then U+FFFD, not its bytes."""
     token = candidate.decoded_token or ""
-    return {"token": token, "logprob": _finite(candidate.logprob), "bytes": list(token.encode())}
+    raw = None if "\ufffd" in token else list(token.encode())
+    return {"token": token, "logprob": _finite(candidate.logprob), "bytes": raw}
 
 
 class CompletionLogprobs:

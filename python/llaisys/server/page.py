@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mimetypes
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,15 @@ PACKAGE = Path(__file__).resolve().parent.parent
 # Where the page may be: the built one inside the package, else its sources beside a source tree.
 PLACES = (PACKAGE / "webui", PACKAGE.parents[1] / "webui" / "src")
 
+# Not `mimetypes`, which asks the machine; with `nosniff` a wrong type is a page without its script.
+MEDIA_TYPES = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".woff2": "font/woff2",
+}
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
@@ -58,8 +66,7 @@ def load_page(places: tuple[Path, ...] = PLACES) -> dict[str, Asset]:
 
 
 def _asset(path: Path, cache: str) -> Asset:
-    media_type = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
-    return Asset(path.read_bytes(), media_type, cache)
+    return Asset(path.read_bytes(), MEDIA_TYPES.get(path.suffix, "application/octet-stream"), cache)
 
 
 @router.api_route("/", methods=["GET", "HEAD"])
