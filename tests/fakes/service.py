@@ -98,7 +98,9 @@ class FakeService:
         ids = list(range(first_id, first_id + len(piece.tokens)))
         logprobs = None
         if call.params.logprobs is not None:
-            logprobs = [candidates(i, text, call.params.logprobs) for i, text in zip(ids, piece.tokens, strict=True)]
+            logprobs = [
+                candidates(i, text, call.params.logprobs) for i, text in zip(ids, piece.tokens, strict=True)
+            ]
         prompt_ids = call.prompt if isinstance(call.prompt, list) else list(call.prompt.encode())
         completion = CompletionOutput(
             index=0,
@@ -116,6 +118,10 @@ class FakeService:
 def candidates(token_id: int, text: str, n_top: int) -> dict[int, Logprob]:
     """The sampled token at rank 2 and `n_top` best, as the service gives them."""
     named = {token_id: Logprob(-1.0, 2, text)}
-    best = [(9000, Logprob(-0.5, 1, "best")), (token_id, named[token_id]), (9001, Logprob(float("-inf"), 3, "never"))]
+    best = [
+        (9000, Logprob(-0.5, 1, "best")),
+        (token_id, named[token_id]),
+        (9001, Logprob(float("-inf"), 3, "never")),
+    ]
     named |= dict(best[:n_top])
     return named

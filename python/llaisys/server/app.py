@@ -61,6 +61,7 @@ def _routes(state: ServerState) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(LlaisysError, _on_error)
+    app.add_exception_handler(Exception, _on_error)
     return app
 
 

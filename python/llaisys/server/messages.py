@@ -9,7 +9,15 @@ from llaisys.errors import RejectedError
 
 MESSAGES_MAX = 2048
 RESERVED_KWARGS = frozenset(
-    {"self", "chat_template", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+    {
+        "self",
+        "chat_template",
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+    }
 )
 
 
@@ -41,6 +49,7 @@ def generation_prompt(add: bool | None, continue_final: bool | None) -> tuple[bo
     """(add_generation_prompt, continue_final_message): the first is on unless the second is. Not both."""
     if add and continue_final:
         raise RejectedError(
-            "add_generation_prompt and continue_final_message exclude each other", param="add_generation_prompt"
+            "add_generation_prompt and continue_final_message exclude each other",
+            param="add_generation_prompt",
         )
     return (not continue_final) if add is None else add, bool(continue_final)

@@ -77,10 +77,8 @@ class SseWriter:
         async with self._lock:
             await self._ensure_open()
         while True:
-            silent_s = self._loop.time() - self._last_sent_s
-            if silent_s < ping_interval_s:
-                await asyncio.sleep(ping_interval_s - silent_s)
-            else:
+            await asyncio.sleep(self._last_sent_s + ping_interval_s - self._loop.time())
+            if self._last_sent_s + ping_interval_s <= self._loop.time():
                 async with self._lock:
                     await self._write(PING)
 

@@ -38,22 +38,24 @@ class RequestTrace:
         request_id = clean_request_id(Headers(scope=scope).get("x-request-id")) or uuid.uuid4().hex
         notes: dict[str, Any] = {}
         scope.setdefault("state", {}).update(request_id=request_id, notes=notes)
-        started_s, status = time.monotonic(), 0
+        started_s, status, is_whole = time.monotonic(), 0, False
 
         async def marked(message: Message) -> None:
-            nonlocal status
+            nonlocal status, is_whole
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = request_id
+            is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
             await send(message)
 
         try:
             await self._app(scope, receive, marked)
         except Exception as e:
             log.exception("request %s failed", request_id)
-            if status:
-                raise
-            await send_error(marked, to_api_error(e, request_id))
+            if not status:
+                await send_error(marked, to_api_error(e, request_id))
+            elif not is_whole:
+                raise  # the server closes the connection, so that the client sees that the answer is cut
         finally:
             _log_end(scope, status, time.monotonic() - started_s)
             self._metrics.answered(*_route(scope), status)

@@ -7,11 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import ASGIApp
+
 from fakes.service import FakeService
 from llaisys.config import Config
 from llaisys.server.app import create_app
 from llaisys.server.state import ServerState
-from starlette.types import ASGIApp
 
 PORT = 8000
 
@@ -41,7 +42,9 @@ def make_client() -> Callable[..., httpx.AsyncClient]:
 
 
 @pytest.fixture
-async def client(state: ServerState, make_client: Callable[..., httpx.AsyncClient]) -> AsyncIterator[httpx.AsyncClient]:
+async def client(
+    state: ServerState, make_client: Callable[..., httpx.AsyncClient]
+) -> AsyncIterator[httpx.AsyncClient]:
     async with make_client(state) as made:
         yield made
 

@@ -7,8 +7,15 @@ from typing import Any
 
 import httpx
 import pytest
+
 from fakes.service import FakeService, Piece
-from llaisys.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestFailedError, RequestTimeoutError
+from llaisys.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    QueueFullError,
+    RequestFailedError,
+    RequestTimeoutError,
+)
 from sse import chunks, events
 
 URL = "/v1/chat/completions"
@@ -105,13 +112,21 @@ async def test_logprobs(client: httpx.AsyncClient, chat_body: dict[str, Any]) ->
         ],
     }
     streamed = chunks((await stream_of(client, body)).content)
-    joined = [entry for chunk in streamed for entry in (chunk["choices"][0]["logprobs"] or {}).get("content", [])]
+    joined = [
+        entry for chunk in streamed for entry in (chunk["choices"][0]["logprobs"] or {}).get("content", [])
+    ]
     assert joined == content
 
 
-async def test_logprobs_of_the_sampled_token_alone(client: httpx.AsyncClient, chat_body: dict[str, Any]) -> None:
+async def test_logprobs_of_the_sampled_token_alone(
+    client: httpx.AsyncClient, chat_body: dict[str, Any]
+) -> None:
     answer = await client.post(URL, json={**chat_body, "logprobs": True})
-    assert [entry["top_logprobs"] for entry in answer.json()["choices"][0]["logprobs"]["content"]] == [[], [], []]
+    assert [entry["top_logprobs"] for entry in answer.json()["choices"][0]["logprobs"]["content"]] == [
+        [],
+        [],
+        [],
+    ]
 
 
 async def test_a_part_of_a_character_has_no_bytes(
@@ -128,7 +143,11 @@ async def test_stream_and_whole_agree(
     engine.script = [Piece(["天", "\n"]), Piece(), Piece(["🙂"]), Piece([], "length", 7)]
     whole = (await client.post(URL, json=chat_body)).json()["choices"][0]
     streamed = [chunk["choices"][0] for chunk in chunks((await stream_of(client, chat_body)).content)]
-    assert "".join(choice["delta"].get("content", "") for choice in streamed) == whole["message"]["content"] == "天\n🙂"
+    assert (
+        "".join(choice["delta"].get("content", "") for choice in streamed)
+        == whole["message"]["content"]
+        == "天\n🙂"
+    )
     assert streamed[-1]["finish_reason"] == whole["finish_reason"] == "length"
     assert streamed[-1]["stop_reason"] == whole["stop_reason"] == 7
 
@@ -169,7 +188,12 @@ async def test_an_error_in_a_stream_is_a_frame_and_done(
 ) -> None:
     engine.script = [Piece(["Hel"]), RequestTimeoutError("600 s")]
     found = events((await stream_of(client, chat_body)).content)
-    assert [event if event == "[DONE]" else next(iter(event)) for event in found] == ["id", "id", "error", "[DONE]"]
+    assert [event if event == "[DONE]" else next(iter(event)) for event in found] == [
+        "id",
+        "id",
+        "error",
+        "[DONE]",
+    ]
     assert found[2]["error"]["code"] == "request_timeout"
     assert (await client.post(URL, json=chat_body)).status_code == 408
 

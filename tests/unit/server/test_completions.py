@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from fakes.service import FakeService, Piece
 from llaisys.errors import QueueFullError
 from sse import chunks, events
@@ -57,7 +58,11 @@ async def test_wrong_prompts_are_named(
 
 
 async def test_half_a_surrogate_pair_is_no_text(client: httpx.AsyncClient) -> None:
-    for body in (rb'{"prompt": "\ud800"}', rb'{"prompt": ["\ud800"]}', rb'{"prompt": "a", "stop": ["\ud800"]}'):
+    for body in (
+        rb'{"prompt": "\ud800"}',
+        rb'{"prompt": ["\ud800"]}',
+        rb'{"prompt": "a", "stop": ["\ud800"]}',
+    ):
         answer = await client.post(URL, content=body, headers={"content-type": "application/json"})
         assert answer.status_code == 400
         assert "surrogate" in answer.json()["error"]["message"]

@@ -7,12 +7,15 @@ import json
 
 import httpx
 import pytest
+
 from llaisys import errors
 from llaisys.server.errors import TABLE, ApiError, to_api_error, to_json
 
 
 def tree() -> set[type[errors.LlaisysError]]:
-    return {cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, errors.LlaisysError)}
+    return {
+        cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, errors.LlaisysError)
+    }
 
 
 def test_every_class_has_its_row() -> None:
@@ -70,7 +73,9 @@ def test_json_can_always_be_sent() -> None:
         ("GET", "/openapi.json", 404, "not_found"),
     ],
 )
-async def test_errors_of_the_framework(client: httpx.AsyncClient, method: str, path: str, status: int, code: str) -> None:
+async def test_errors_of_the_framework(
+    client: httpx.AsyncClient, method: str, path: str, status: int, code: str
+) -> None:
     answer = await client.request(method, path)
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
     assert ("allow" in answer.headers) == (status == 405)

@@ -7,6 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message, Receive, Scope, Send
+
 from fakes.service import FakeService
 from llaisys.config import Config
 from llaisys.errors import RejectedError
@@ -14,7 +16,6 @@ from llaisys.server.app import create_app
 from llaisys.server.gate import HostRule, check_exposure, is_loopback
 from llaisys.server.limits import BODY_BYTES_MAX, BodyLimit
 from llaisys.server.state import ServerState
-from starlette.types import Message, Receive, Scope, Send
 
 KEYS = ("secret-1", "schlüssel")
 GOOD = "Bearer secret-1"
@@ -200,13 +201,19 @@ async def test_listed_origins_get_cors(engine: FakeService, make_client: Any) ->
         assert preflight.headers["access-control-allow-origin"] == "http://app.example"
         assert "x-stainless-lang" in preflight.headers["access-control-allow-headers"]
         answer = await client.get(
-            "/v1/models", headers={"origin": "http://app.example", "sec-fetch-site": "cross-site", "authorization": GOOD}
+            "/v1/models",
+            headers={"origin": "http://app.example", "sec-fetch-site": "cross-site", "authorization": GOOD},
         )
         assert answer.status_code == 200
         assert answer.headers["access-control-allow-origin"] == "http://app.example"
         refused = await client.get("/v1/models", headers={"origin": "http://app.example"})
-        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "http://app.example")
-        assert (await client.get("/v1/models", headers={"origin": "http://b.example", "authorization": GOOD})).status_code == 403
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (
+            401,
+            "http://app.example",
+        )
+        assert (
+            await client.get("/v1/models", headers={"origin": "http://b.example", "authorization": GOOD})
+        ).status_code == 403
 
 
 async def test_websockets_are_refused(state: ServerState) -> None:
@@ -238,7 +245,9 @@ async def test_a_body_without_a_length_is_counted(engine: FakeService, client: h
         for _ in range(5):
             yield b"x" * (BODY_BYTES_MAX // 4)
 
-    answer = await client.post("/v1/completions", content=parts(), headers={"content-type": "application/json"})
+    answer = await client.post(
+        "/v1/completions", content=parts(), headers={"content-type": "application/json"}
+    )
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
     assert not engine.calls
 
@@ -246,6 +255,7 @@ async def test_a_body_without_a_length_is_counted(engine: FakeService, client: h
 @pytest.mark.parametrize(("n_bytes", "status"), [(10, 200), (11, 413)])
 async def test_the_limit_itself(n_bytes: int, status: int) -> None:
     async def read(scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
         await receive()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})

@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from fakes.service import FakeService
 from llaisys.config import Config
 from llaisys.server.state import ServerState
@@ -34,7 +35,12 @@ async def test_probes(state: ServerState, engine: FakeService, client: httpx.Asy
     ("life", "code"), [("loading", "model_loading"), ("draining", "shutting_down"), ("dead", "engine_dead")]
 )
 async def test_requests_are_told_why_not(
-    state: ServerState, engine: FakeService, client: httpx.AsyncClient, chat_body: dict[str, Any], life: str, code: str
+    state: ServerState,
+    engine: FakeService,
+    client: httpx.AsyncClient,
+    chat_body: dict[str, Any],
+    life: str,
+    code: str,
 ) -> None:
     state.draining = life == "draining"
     engine.dead = life == "dead"

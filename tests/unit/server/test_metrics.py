@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
 from llaisys.server.metrics import cumulative
 from llaisys.stats import HistogramData
-from prometheus_client.parser import text_string_to_metric_families
 
 LABELS = {"model_name": "tiny", "engine": "0"}
 
@@ -42,7 +43,9 @@ async def samples(client: httpx.AsyncClient) -> dict[tuple[str, frozenset[tuple[
         ("llaisys:kv_cells", {"state": "free"}, 75),
     ],
 )
-async def test_engine_figures(client: httpx.AsyncClient, name: str, labels: dict[str, str], value: float) -> None:
+async def test_engine_figures(
+    client: httpx.AsyncClient, name: str, labels: dict[str, str], value: float
+) -> None:
     found = await samples(client)
     assert found[name, frozenset({**LABELS, **labels}.items())] == value
 
@@ -54,11 +57,17 @@ async def test_refusals_and_answers_are_counted_by_route(client: httpx.AsyncClie
     await client.request("BREW", "/v1/models")
     found = await samples(client)
     assert found["llaisys:rejected_total", frozenset({("reason", "invalid_value")})] == 1
-    answers = {labels: value for (name, labels), value in found.items() if name == "llaisys:http_responses_total"}
+    answers = {
+        labels: value for (name, labels), value in found.items() if name == "llaisys:http_responses_total"
+    }
     assert answers[frozenset({("path", "/v1/completions"), ("method", "POST"), ("status", "400")})] == 1
     assert answers[frozenset({("path", "other"), ("method", "GET"), ("status", "404")})] == 2
     assert not any("nothing" in str(labels) or "BREW" in str(labels) for labels in answers)
 
 
 def test_buckets_add_up() -> None:
-    assert list(cumulative(HistogramData((1.0, 2.0), (1, 0, 2), 7.0))) == [("1.0", 1), ("2.0", 1), ("+Inf", 3)]
+    assert list(cumulative(HistogramData((1.0, 2.0), (1, 0, 2), 7.0))) == [
+        ("1.0", 1),
+        ("2.0", 1),
+        ("+Inf", 3),
+    ]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+
 from llaisys.server.page import CONTENT_SECURITY_POLICY, load_page
 
 SOURCES = Path(__file__).parents[3] / "webui" / "src"
@@ -30,11 +31,15 @@ async def test_everything_that_the_page_names_is_served(client: httpx.AsyncClien
         name = names.pop()
         answer = await client.get(name)
         assert answer.status_code == 200, name
-        assert answer.headers["content-type"].startswith("text/javascript" if name.endswith("js") else "text/css")
+        assert answer.headers["content-type"].startswith(
+            "text/javascript" if name.endswith("js") else "text/css"
+        )
         names |= {f"/assets/{other}" for other in re.findall(r'from "\./([^"]+)"', answer.text)}
 
 
-@pytest.mark.parametrize("path", ["/assets/..%2findex.html", "/assets/%2e%2e/index.html", "/index.html", "/assets/"])
+@pytest.mark.parametrize(
+    "path", ["/assets/..%2findex.html", "/assets/%2e%2e/index.html", "/index.html", "/assets/"]
+)
 async def test_nothing_else_is_served(client: httpx.AsyncClient, path: str) -> None:
     assert (await client.get(path)).status_code == 404
 
@@ -58,4 +63,6 @@ def test_the_sources_put_in_text_and_nothing_else() -> None:
     assert not re.search(r"<script(?![^>]*\bsrc=)|\sstyle=|\son\w+=|https?://", html)
     for path in (SOURCES / "assets").glob("*.js"):
         code = path.read_text("utf-8")
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|localStorage", code), path
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|localStorage", code
+        ), path

@@ -6,9 +6,16 @@ from typing import Any
 
 import httpx
 import pytest
+
 from fakes.service import FakeService
 from llaisys.config import Config
-from llaisys.server.protocol import CHAT_NEUTRAL, COMPLETION_NEUTRAL, NO_EFFECT, ChatCompletionRequest, CompletionRequest
+from llaisys.server.protocol import (
+    CHAT_NEUTRAL,
+    COMPLETION_NEUTRAL,
+    NO_EFFECT,
+    ChatCompletionRequest,
+    CompletionRequest,
+)
 from llaisys.server.state import ServerState
 
 CHAT = "/v1/chat/completions"
@@ -34,7 +41,15 @@ async def test_every_sampling_field_arrives(
         "include_stop_str_in_output": True,
     }
     await client.post(
-        CHAT, json={**chat_body, **fields, "stop": "END", "logit_bias": {"5": 1.5}, "logprobs": True, "top_logprobs": 2}
+        CHAT,
+        json={
+            **chat_body,
+            **fields,
+            "stop": "END",
+            "logit_bias": {"5": 1.5},
+            "logprobs": True,
+            "top_logprobs": 2,
+        },
     )
     params = engine.calls[0].params
     assert {name: getattr(params, name) for name in fields} == fields
@@ -76,7 +91,11 @@ async def test_request_over_model_over_defaults(
     ],
 )
 async def test_bad_values_are_named(
-    engine: FakeService, client: httpx.AsyncClient, chat_body: dict[str, Any], fields: dict[str, Any], param: str
+    engine: FakeService,
+    client: httpx.AsyncClient,
+    chat_body: dict[str, Any],
+    fields: dict[str, Any],
+    param: str,
 ) -> None:
     answer = await client.post(CHAT, json={**chat_body, **fields})
     assert answer.status_code == 400
@@ -138,7 +157,9 @@ def test_the_tables_do_not_overlap() -> None:
         assert not (served | set(neutral)) & NO_EFFECT
 
 
-async def test_unknown_fields_are_named_and_bounded(client: httpx.AsyncClient, chat_body: dict[str, Any]) -> None:
+async def test_unknown_fields_are_named_and_bounded(
+    client: httpx.AsyncClient, chat_body: dict[str, Any]
+) -> None:
     options = {"include_usage": True, "include_obfuscation": True, "shiny": 1}
     answer = await client.post(
         CHAT, json={**chat_body, "frobnicate": 1, "a\r\nx: 1": 2, "stream": True, "stream_options": options}
@@ -167,13 +188,19 @@ async def test_strict_fields(engine: FakeService, make_client: Any, chat_body: d
 
 
 @pytest.mark.parametrize("name", [None, "", "default", "tiny"])
-async def test_names_of_the_first_model(client: httpx.AsyncClient, chat_body: dict[str, Any], name: str | None) -> None:
+async def test_names_of_the_first_model(
+    client: httpx.AsyncClient, chat_body: dict[str, Any], name: str | None
+) -> None:
     answer = await client.post(CHAT, json={**chat_body, "model": name})
     assert answer.json()["model"] == "tiny"
 
 
-async def test_another_name_is_answered_as_it_was_asked(client: httpx.AsyncClient, chat_body: dict[str, Any]) -> None:
-    assert (await client.post(CHAT, json={**chat_body, "model": "alias/of-tiny"})).json()["model"] == "alias/of-tiny"
+async def test_another_name_is_answered_as_it_was_asked(
+    client: httpx.AsyncClient, chat_body: dict[str, Any]
+) -> None:
+    assert (await client.post(CHAT, json={**chat_body, "model": "alias/of-tiny"})).json()[
+        "model"
+    ] == "alias/of-tiny"
 
 
 async def test_unknown_model(client: httpx.AsyncClient, chat_body: dict[str, Any]) -> None:
