@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from llaisys.config import Config, load_config
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "example.yaml"

@@ -17,8 +17,8 @@ use crate::kv::KvError;
 use crate::sample::SamplingError;
 use thiserror::Error;
 
-/// Result of every fallible operation of the core.
-pub type Result<T> = std::result::Result<T, Error>;
+/// Result of a fallible operation of the core; `E` where only one kind can occur.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Any refusal or failure of the core.
 #[derive(Debug, Error)]

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from llaisys.cli import doctor, models, pull
-from llaisys.cli.parsing import Commands, Parser
-from llaisys.doctor import installed_version
+from llaisys.cli.parsing import Commands, Parser, installed_version
 from llaisys.errors import LlaisysError
 
 
