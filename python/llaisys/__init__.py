@@ -26,7 +26,7 @@ _HOMES = {
     "RequestOutput": "llaisys.types",
     "SamplingParams": "llaisys.types",
 }
-__all__ = [*_HOMES]  # noqa: PLE0604 the keys are the names
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

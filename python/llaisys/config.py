@@ -22,10 +22,14 @@ DEFAULT_MODEL = "smollm2"
 class Config(BaseSettings):
     """One model behind one engine and one server. Frozen once made."""
 
-    model_config = SettingsConfigDict(env_prefix="LLAISYS_", extra="forbid", frozen=True, protected_namespaces=())
+    model_config = SettingsConfigDict(
+        env_prefix="LLAISYS_", extra="forbid", frozen=True, protected_namespaces=()
+    )
 
     # model
-    model: str = Field(DEFAULT_MODEL, description="a model folder, a .gguf file, or the name of an embedded model")
+    model: str = Field(
+        DEFAULT_MODEL, description="a model folder, a .gguf file, or the name of an embedded model"
+    )
     served_model_name: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="names that requests may use; the first is reported (default: the model)"
     )
@@ -39,11 +43,15 @@ class Config(BaseSettings):
     generation_config: Literal["auto", "vllm"] = Field(
         "auto", description="auto takes sampling defaults from the model, vllm ignores them"
     )
-    chat_template: Path | None = Field(None, description="a Jinja file that replaces the model's chat template")
+    chat_template: Path | None = Field(
+        None, description="a Jinja file that replaces the model's chat template"
+    )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="seed of requests that bring none")
 
     # capacity
-    max_model_len: int | None = Field(None, ge=1, description="context of one request, in tokens (default: the model's)")
+    max_model_len: int | None = Field(
+        None, ge=1, description="context of one request, in tokens (default: the model's)"
+    )
     max_num_seqs: int = Field(64, ge=1, le=256, description="requests that run at the same time")
     max_num_batched_tokens: int = Field(512, ge=1, description="tokens of one step over all requests")
     max_num_queued_reqs: int = Field(256, ge=0, description="requests that may wait; one more gets 429")
@@ -51,38 +59,54 @@ class Config(BaseSettings):
         None, ge=1, description="bytes for K and V (default: at most a fifth of the available memory)"
     )
     num_kv_cells: int | None = Field(None, ge=1, description="KV cells, one token each; overrides the bytes")
-    request_timeout_s: float = Field(600.0, gt=0, description="age, in seconds, at which a request ends with 408")
+    request_timeout_s: float = Field(
+        600.0, gt=0, description="age, in seconds, at which a request ends with 408"
+    )
 
     # cpu
-    num_threads: int | None = Field(None, ge=1, le=1024, description="compute threads (default: the usable cores)")
-    isa: Literal["auto", "avx512", "avx2", "scalar"] = Field("auto", description="instruction set; auto is the best")
+    num_threads: int | None = Field(
+        None, ge=1, le=1024, description="compute threads (default: the usable cores)"
+    )
+    isa: Literal["auto", "avx512", "avx2", "scalar"] = Field(
+        "auto", description="instruction set; auto is the best"
+    )
 
     # server
     host: str = Field("127.0.0.1", description="address to bind")
     port: int = Field(8000, ge=0, le=65535, description="port to bind; 0 picks a free one")
-    api_key: Annotated[tuple[str, ...], NoDecode] = Field((), description="accepted keys; none: no key is asked for")
-    allowed_origins: Annotated[tuple[str, ...], NoDecode] = Field((), description="origins for CORS; none: same origin only")
+    api_key: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="accepted keys; none: no key is asked for"
+    )
+    allowed_origins: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="origins for CORS; none: same origin only"
+    )
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="more names under which clients reach the server (Host header), with or without a port"
     )
     strict_fields: bool = Field(False, description="refuse unknown request fields with 400")
-    shutdown_timeout_s: float = Field(0.0, ge=0, description="seconds that open requests may go on after SIGTERM")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is logged")
+    shutdown_timeout_s: float = Field(
+        0.0, ge=0, description="seconds that open requests may go on after SIGTERM"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="lowest level that is logged"
+    )
 
     @field_validator("served_model_name", "api_key", "allowed_origins", "allowed_hosts", mode="before")
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
         """A comma-separated string (environment) or a list (YAML, repeated flags)."""
-        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+        if not isinstance(value, str):
+            return value
+        return tuple(part.strip() for part in value.split(",") if part.strip())
 
     @classmethod
     def settings_customise_sources(
         cls,
-        settings_cls: type[BaseSettings],
+        settings_cls: type[BaseSettings],  # noqa: ARG003 the framework's signature
         init_settings: PydanticBaseSettingsSource,
         env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 as above
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 as above
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """No .env files and no secret folders: three sources are enough to explain a value."""
         return (init_settings, env_settings)
@@ -115,12 +139,14 @@ def _read_yaml(path: Path | None) -> dict[str, Any]:
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
-        raise RejectedError(f"{path} holds a {type(loaded).__name__}, expected key: value lines", param="config")
+        raise RejectedError(
+            f"{path} holds a {type(loaded).__name__}, expected key: value lines", param="config"
+        )
     return {str(key).replace("-", "_"): value for key, value in loaded.items()}
 
 
 def home_folder() -> Path:
-    """Where pulled models are kept: `LLAISYS_HOME`, else `$XDG_CACHE_HOME/llaisys`, else `~/.cache/llaisys`."""
+    """Where pulled models are kept: `LLAISYS_HOME`, `$XDG_CACHE_HOME/llaisys` or `~/.cache/llaisys`."""
     home = os.environ.get("LLAISYS_HOME")
     if home:
         return Path(home).expanduser()

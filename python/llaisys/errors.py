@@ -1,14 +1,14 @@
 """The exception tree, sorted by what the caller can do. The compiled core raises the same classes.
 
 LlaisysError
-├── RejectedError     (ValueError)    the input is wrong: fix it                    HTTP 400
-│   └── ContextLengthError            prompt and answer do not fit                  400 context_length_exceeded
-├── UnsupportedError  (ValueError)    this build, model or device cannot            400
-├── ExhaustedError    (RuntimeError)  not now: retry                                429
-│   └── QueueFullError                the waiting queue is full                     429 + Retry-After
-├── RequestTimeoutError (TimeoutError) older than its deadline                      408
-├── RequestFailedError (RuntimeError) this request failed, others go on             500
-└── EngineDeadError   (RuntimeError)  the engine or device failed: rebuild          503
+├── RejectedError       (ValueError)    the input is wrong: fix it                400
+│   └── ContextLengthError              prompt and answer do not fit              400
+├── UnsupportedError    (ValueError)    this build, model or device cannot        400
+├── ExhaustedError      (RuntimeError)  not now: retry                            429
+│   └── QueueFullError                  the waiting queue is full                 429 + Retry-After
+├── RequestTimeoutError (TimeoutError)  older than its deadline                   408
+├── RequestFailedError  (RuntimeError)  this request failed, others go on         500
+└── EngineDeadError     (RuntimeError)  the engine or device failed: rebuild      503
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The blocking door, for scripts: prompts in, whole answers out, in the same order. The same engine as serving."""
+"""The blocking door, for scripts: prompts in, whole answers out, in the same order.
+
+The engine is the one that serves.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +114,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers, in the order of the prompts.
 
-        - `prompts`: one or a list of: a text, `{"prompt": text}`, `{"prompt_token_ids": ids}`; or a list of ids.
+        - `prompts`: one or a list of: text, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or a list of ids.
         - `sampling_params`: one for all, or one each; None: the model's defaults.
 
         Everything is checked before anything runs: RejectedError names the field, ContextLengthError both
@@ -132,7 +135,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers to one conversation or a list of them, by the model's chat template. As `generate` otherwise.
+        """Answers to one conversation or a list of them, by the model's chat template; else as `generate`.
 
         Raises UnsupportedError if the model has no template.
         """
@@ -172,9 +175,9 @@ class LLM:
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:
                 return prompt.get("prompt"), _ids(prompt["prompt_token_ids"])
-            if "prompt" not in prompt:
-                raise RejectedError("a prompt dictionary needs 'prompt' or 'prompt_token_ids'", param="prompts")
-            prompt = prompt["prompt"]
+            if not isinstance(prompt.get("prompt"), str):
+                raise RejectedError("a prompt needs 'prompt' or 'prompt_token_ids'", param="prompts")
+            prompt = str(prompt["prompt"])
         if isinstance(prompt, str):
             return prompt, self._model.tokenizer.encode(prompt, add_special_tokens=True)
         return None, _ids(prompt)
@@ -198,7 +201,8 @@ class LLM:
 
     def _timeout_s(self) -> float:
         """A batch takes as long as it takes; only a limit that somebody set is kept."""
-        return self._config.request_timeout_s if "request_timeout_s" in self._config.model_fields_set else math.inf
+        is_set = "request_timeout_s" in self._config.model_fields_set
+        return self._config.request_timeout_s if is_set else math.inf
 
     def _params(
         self, given: SamplingParams | Sequence[SamplingParams] | None, n_prompts: int
@@ -216,8 +220,8 @@ class LLM:
 
 
 class _Router:
-    """Between the engine thread and the calls of `generate`: which call reads which request, and how many may be
-    open at once. A permit is taken before a submit, and given back with the request's last output."""
+    """Between the engine thread and the calls of `generate`: which call reads which request, and how many may
+    be open at once. A permit is taken before a submit, and given back with the request's last output."""
 
     def __init__(self, n_open_max: int) -> None:
         self._permits = threading.Semaphore(n_open_max)
@@ -324,5 +328,5 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:
 def _ids(ids: Sequence[Any]) -> list[int]:
     for each in ids:
         if not isinstance(each, Integral):
-            raise RejectedError(f"prompt_token_ids holds {each!r}, which is no token id", param="prompt_token_ids")
+            raise RejectedError(f"the prompt holds {each!r}, which is no token id", param="prompt_token_ids")
     return [int(each) for each in ids]

@@ -15,7 +15,7 @@ _ID_BYTES = 8
 
 
 class Mailbox:
-    """Holds at most one delta; a late one is joined to it. The joined deltas do not depend on the reader's speed."""
+    """Holds at most one delta; a late one is joined to it, so the sum does not depend on the reader."""
 
     def __init__(self) -> None:
         self._held: RequestOutput | None = None

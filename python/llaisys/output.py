@@ -99,7 +99,7 @@ class OutputProcessor:
 
 
 def _show(answer: _Answer, event: EngineOutput) -> tuple[str, str | None, int]:
-    """Text, the stop string met, ids that count. An id that ended the answer counts, and is shown on request."""
+    """Text, the stop string met, ids that count; an id that ended the answer counts, shown only if asked."""
     ids = event.new_token_ids
     ends_by_id = event.finish_reason is FinishReason.STOP and not answer.params.include_stop_str_in_output
     delta = answer.stream.push(ids[:-1] if ends_by_id else ids)

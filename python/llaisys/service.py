@@ -7,6 +7,7 @@ Data path: `generate` -> EngineClient -> engine thread -> one wake of the event 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -28,10 +29,10 @@ __all__ = ["AsyncLLM", "ServiceStats"]
 
 
 class AsyncLLM:
-    """One model, many concurrent streams. Made by `start`; every method belongs to the event loop that did so.
+    """One model, many streams. Made by `start`; every method belongs to the event loop that called it.
 
-    Owns the open streams (mailboxes), the text state of each (OutputProcessor) and the counters. Errors that a
-    caller may meet: RejectedError (its input), ContextLengthError, QueueFullError (with `retry_after_s`),
+    Owns the open streams (mailboxes), the text state of each (OutputProcessor) and the counters. Errors that
+    a caller may meet: RejectedError (its input), ContextLengthError, QueueFullError (with `retry_after_s`),
     RequestTimeoutError, RequestFailedError, EngineDeadError (also: shutting down).
     """
 
@@ -85,7 +86,7 @@ class AsyncLLM:
 
     @property
     def default_sampling_params(self) -> dict[str, Any]:
-        """What the model says of SamplingParams fields (`temperature`, `top_p` ...), for fields a request omits."""
+        """SamplingParams fields that the model sets (`temperature`, `top_p` ...) and a request may omit."""
         return dict(self._model.sampling_defaults)
 
     # --- requests ---
@@ -188,10 +189,8 @@ class AsyncLLM:
         self._admitting = False
         if self._mailboxes and drain_s > 0 and self.is_alive():
             self._all_ended.clear()
-            try:
+            with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._all_ended.wait(), drain_s)
-            except asyncio.TimeoutError:
-                pass
         if self._client is not None:
             await asyncio.to_thread(self._client.close)
 
@@ -229,7 +228,7 @@ class AsyncLLM:
             self._all_ended.set()
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
-        """Called on the engine thread, once a step. What waits here is bounded by the open requests' tokens."""
+        """Called on the engine thread, once a step. What waits is bounded by the open requests' tokens."""
         self._arrivals.append(outputs)
         try:
             self._loop.call_soon_threadsafe(self._drain)

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 
 # Upper bounds in seconds; vLLM's, so that its dashboards draw ours.
 FIRST_TOKEN_BOUNDS_S = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-    160.0, 640.0, 2560.0,
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+    80.0, 160.0, 640.0, 2560.0,
 )  # fmt: skip
 INTER_TOKEN_BOUNDS_S = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
 )  # fmt: skip
 END_TO_END_BOUNDS_S = (
-    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
-    1920.0, 7680.0,
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
+    960.0, 1920.0, 7680.0,
 )  # fmt: skip
 
 
@@ -24,7 +24,7 @@ class HistogramData:
     """A histogram at one moment.
 
     - `bounds`: upper bounds, ascending, without +Inf.
-    - `counts`: `[len(bounds) + 1]` observations in each bucket (not cumulative); the last is above all bounds.
+    - `counts`: `[len(bounds) + 1]` observations of each bucket, not cumulative; the last is above all bounds.
     """
 
     bounds: tuple[float, ...]
@@ -75,8 +75,8 @@ class EngineStats:
 class ServiceStats:
     """What a server reports. Totals count since the start; `finished` is by `FinishReason` value.
 
-    A request counts its prompt tokens when its first token arrives, and its generated tokens as they are shown;
-    tokens computed after a stop string was met count nowhere.
+    A request counts its prompt tokens when its first token arrives, and its generated tokens as they are
+    shown; tokens computed after a stop string was met count nowhere.
     """
 
     num_running: int

@@ -14,6 +14,10 @@ RequestId: TypeAlias = str
 SEED_MAX = 2**63 - 1
 LOGPROBS_MAX = 20
 STOP_STRINGS_MAX = 16
+STOP_CHARS_MAX = 1024
+STOP_IDS_MAX = 256
+BIASES_MAX = 1024
+TOKENS_MAX = 2**31 - 1
 
 
 class FinishReason(str, Enum):
@@ -27,8 +31,16 @@ class FinishReason(str, Enum):
 
 
 def _bounded(name: str, value: float, low: float, high: float) -> None:
-    if not (low <= value <= high):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise RejectedError(f"{name} is {value!r}, expected a number from {low} to {high}", param=name)
+    if not low <= value <= high:
         raise RejectedError(f"{name} is {value}, allowed are {low} to {high}", param=name)
+
+
+def _whole(name: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RejectedError(f"{name} is {value!r}, expected a whole number from {low} to {high}", param=name)
+    _bounded(name, value, low, high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +51,10 @@ class SamplingParams:
 
     - `temperature` 0 is greedy (argmax, lowest id on a tie).
     - `top_k` 0 or -1: all; `top_p`, `min_p`, `typical_p`: probabilities in 0..1.
-    - `repetition_penalty` looks at prompt and answer, `presence_penalty` and `frequency_penalty` at the answer.
-    - `seed` None: drawn from the engine's seed and the request's ordinal. A draw depends on seed, choice and position only.
+    - `repetition_penalty` looks at prompt and answer, `presence_penalty` and `frequency_penalty` at the
+      answer.
+    - `seed` None: drawn from the engine's seed and the request's ordinal. A draw depends on seed, choice and
+      position only.
     - `logprobs` n: the sampled token's logprob and the n best, of the model's own distribution (before any
       of the above); `prompt_logprobs` is not implemented yet.
     - `max_tokens` None: until the context ends.
@@ -72,31 +86,56 @@ class SamplingParams:
             object.__setattr__(self, "stop", (self.stop,))
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
-        _bounded("n", self.n, 1, 1)
-        if self.max_tokens is not None:
-            _bounded("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _bounded("min_tokens", self.min_tokens, 0, 2**31 - 1)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+        self._check_lengths()
+        self._check_numbers()
+        self._check_lists()
+
+    def _check_lengths(self) -> None:
+        _whole("n", self.n, 1, 1)
+        _whole("min_tokens", self.min_tokens, 0, TOKENS_MAX)
+        if self.max_tokens is None:
+            return
+        _whole("max_tokens", self.max_tokens, 1, TOKENS_MAX)
+        if self.min_tokens > self.max_tokens:
             raise RejectedError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}", param="min_tokens"
             )
+
+    def _check_numbers(self) -> None:
         _bounded("temperature", self.temperature, 0.0, 2.0)
         _bounded("top_p", self.top_p, 1e-9, 1.0)
-        _bounded("top_k", self.top_k, 0, 2**31 - 1)
+        _whole("top_k", self.top_k, 0, TOKENS_MAX)
         _bounded("min_p", self.min_p, 0.0, 1.0)
         _bounded("typical_p", self.typical_p, 1e-9, 1.0)
         _bounded("repetition_penalty", self.repetition_penalty, 1e-3, 10.0)
         _bounded("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _bounded("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
-            _bounded("seed", self.seed, -SEED_MAX - 1, SEED_MAX)
+            _whole("seed", self.seed, -SEED_MAX - 1, SEED_MAX)
         if self.logprobs is not None:
-            _bounded("logprobs", self.logprobs, 0, LOGPROBS_MAX)
-        if len(self.stop) > STOP_STRINGS_MAX:
-            raise RejectedError(f"stop has {len(self.stop)} strings, at most {STOP_STRINGS_MAX}", param="stop")
-        if any(not s for s in self.stop):
-            raise RejectedError("stop holds an empty string, which would end every answer at once", param="stop")
+            _whole("logprobs", self.logprobs, 0, LOGPROBS_MAX)
+
+    def _check_lists(self) -> None:
+        """Counts first: a list that is too long costs no work for each of its items."""
+        for name, items, most in (
+            ("stop", self.stop, STOP_STRINGS_MAX),
+            ("stop_token_ids", self.stop_token_ids, STOP_IDS_MAX),
+            ("logit_bias", self.logit_bias, BIASES_MAX),
+        ):
+            if len(items) > most:
+                raise RejectedError(f"{name} has {len(items)} entries, at most {most}", param=name)
+        for stop in self.stop:
+            if not isinstance(stop, str):
+                raise RejectedError(f"stop holds {stop!r}, expected strings", param="stop")
+            if not 1 <= len(stop) <= STOP_CHARS_MAX:
+                raise RejectedError(
+                    f"stop holds a string of {len(stop)} characters, allowed are 1 to {STOP_CHARS_MAX}",
+                    param="stop",
+                )
+        for token in self.stop_token_ids:
+            _whole("stop_token_ids", token, 0, TOKENS_MAX)
         for token, bias in self.logit_bias.items():
+            _whole("logit_bias", token, 0, TOKENS_MAX)
             _bounded(f"logit_bias[{token}]", bias, -100.0, 100.0)
 
 

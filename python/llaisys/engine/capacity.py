@@ -1,4 +1,7 @@
-"""How large the KV cache and the context are: sized from the machine, made smaller rather than failing. Pure."""
+"""How large the KV cache and the context are. Pure.
+
+Sized from the machine, and made smaller rather than failing.
+"""
 
 from __future__ import annotations
 
@@ -62,10 +65,11 @@ def size(config: Config, info: ModelInfo, memory_bytes: int, n_cores: int) -> Ca
         max_model_len=limits.max_model_len,
         n_threads=config.num_threads or n_cores,
     )
+    n_mib = n_cells * cell_bytes / 2**20
+    cut = f", cut from {wanted_len} to fit the cache" if limits.max_model_len < wanted_len else ""
     summary = (
-        f"KV cache: {n_cells} cells x {cell_bytes} B ({kv_dtype}) = {n_cells * cell_bytes / 2**20:.1f} MiB ({why}); "
-        f"context {limits.max_model_len} tokens"
-        + (f", cut from {wanted_len} to fit the cache" if limits.max_model_len < wanted_len else "")
+        f"KV cache: {n_cells} cells x {cell_bytes} B ({kv_dtype}) = {n_mib:.1f} MiB ({why}); "
+        f"context {limits.max_model_len} tokens{cut}"
     )
     return Capacity(settings, limits, summary)
 

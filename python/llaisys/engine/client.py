@@ -112,7 +112,10 @@ class EngineClient:
         return self._stats
 
     def close(self) -> None:
-        """Ends the engine and every open request (EngineDeadError: shutting down); waits for it. Idempotent."""
+        """Ends the engine and every open request (EngineDeadError: shutting down); waits for it.
+
+        Idempotent.
+        """
         atexit.unregister(self.close)
         self._loop.stop()
 

@@ -11,7 +11,6 @@ from llaisys.engine.request import (
     Admitted,
     BrokenInvariant,
     Cancelled,
-    Completed,
     EngineRequest,
     Event,
     Expired,
@@ -122,13 +121,14 @@ class LLMEngine:
         """Checks the books, the core's included: every held sequence is a running request's."""
         ids = sorted(r.request_id for r in (*self._waiting, *self._running))
         held = [isinstance(r.state, Running) for r in (*self._waiting, *self._running)]
-        if ids != sorted(self._requests) or held != [False] * len(self._waiting) + [True] * len(self._running):
+        owed = [False] * len(self._waiting) + [True] * len(self._running)
+        if ids != sorted(self._requests) or held != owed:
             raise BrokenInvariant("a request is in no list, in two, or in the wrong one")
         if sum(r.token_limit for r in self._running) > self._limits.n_cells:
             raise BrokenInvariant("the running requests may need more cells than there are")
-        used = sum(r.num_computed for r in self._running)
-        if used != self._executor.worker.n_cells_used:
-            raise BrokenInvariant(f"{self._executor.worker.n_cells_used} cells are held, the requests own {used}")
+        owned, used = sum(r.num_computed for r in self._running), self._executor.worker.n_cells_used
+        if owned != used:
+            raise BrokenInvariant(f"{used} cells are held, the requests own {owned}")
         self._executor.check()
 
     def close(self) -> None:

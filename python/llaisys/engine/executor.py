@@ -52,7 +52,8 @@ class Executor:
             raise
         except LlaisysError as error:
             if len(chunks) == 1:
-                return [ChunkResult(error=RequestFailedError(f"the core refused this request's rows: {error}"))]
+                alone = RequestFailedError(f"the core refused this request's rows: {error}")
+                return [ChunkResult(error=alone)]
         half = len(chunks) // 2
         return self._isolate(chunks[:half]) + self._isolate(chunks[half:])
 

@@ -29,7 +29,8 @@ class Limits:
     def __post_init__(self) -> None:
         if self.max_model_len > self.n_cells:
             raise RejectedError(
-                f"max_model_len {self.max_model_len} is more than the {self.n_cells} KV cells", param="max_model_len"
+                f"max_model_len {self.max_model_len} is more than the {self.n_cells} KV cells",
+                param="max_model_len",
             )
 
 

@@ -69,14 +69,18 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._inbox_max = inbox_max
         self._built: Future[LLMEngine] = Future()
-        # A daemon, so that a forgotten engine does not hold up the interpreter's exit: `EngineClient` closes it
-        # from an exit hook, which runs while threads still can, and waits for its end.
+        # A daemon, so that a forgotten engine does not hold up the interpreter's exit: `EngineClient` closes
+        # it from an exit hook, which runs while threads still can, and waits for its end.
         self._thread = threading.Thread(target=self._run, name="llaisys-engine", daemon=True)
 
     def start(self) -> None:
         """Starts the thread and waits until the engine stands. Raises what its building raised."""
         self._thread.start()
-        self._built.result()
+        try:
+            self._built.result()
+        except BaseException:
+            self._thread.join()
+            raise
 
     def send(self, message: Submit | Cancel) -> None:
         """Leaves a message for the next step. Raises queue.Full beyond `inbox_max`."""
@@ -103,13 +107,13 @@ class EngineLoop:
         cause = EngineDeadError("shutting down")
         try:
             self._serve(engine)
-        except BaseException as error:  # noqa: BLE001 a panic is a BaseException; nothing may pass silently
+        except BaseException as error:  # a panic is one too; nothing may pass silently
             log.exception("the engine is dead")
             cause = error if isinstance(error, EngineDeadError) else _dead(error)
         self._listener.ended(cause)
         try:
             engine.close()
-        except BaseException:  # noqa: BLE001 the end is told already; the log has the rest
+        except BaseException:  # the end is told already; the log has the rest
             log.exception("closing the engine failed")
 
     def _serve(self, engine: LLMEngine) -> None:

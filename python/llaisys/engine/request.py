@@ -101,18 +101,21 @@ Event: TypeAlias = Admitted | Completed | Cancelled | Expired | Failed
 
 
 def advance(state: State, event: Event) -> State:
-    """The state after an event; every pair is answered. Raises BrokenInvariant for a pair that cannot happen."""
+    """The state after an event; every pair is answered.
+
+    Raises BrokenInvariant for a pair that cannot happen.
+    """
     match state, event:
         case Waiting(), Admitted(seq_id):
             return Running(seq_id)
         case Running(), Completed(reason, stop_reason):
             return Finished(reason, stop_reason)
-        case (Waiting() | Running()), Cancelled():
+        case ((Waiting() | Running()), Cancelled()):
             return Finished(FinishReason.ABORT)
-        case (Waiting() | Running()), Expired(waited_s):
+        case ((Waiting() | Running()), Expired(waited_s)):
             error = RequestTimeoutError(f"no answer within the time limit: ended after {waited_s:.1f} s")
             return Finished(FinishReason.TIMEOUT, error=error)
-        case (Waiting() | Running()), Failed(error):
+        case ((Waiting() | Running()), Failed(error)):
             return Finished(FinishReason.ERROR, error=error)
         case Finished(), Cancelled():  # a hang-up after the end: expected
             return state
@@ -120,7 +123,7 @@ def advance(state: State, event: Event) -> State:
 
 
 def derive_seed(engine_seed: int, ordinal: int) -> int:
-    """Seed, 64 bits, of the `ordinal`th request, for those that bring none: SplitMix64 (Steele et al. 2014)."""
+    """64 bits for the `ordinal`th request, if it brings no seed. Source: SplitMix64 (Steele et al. 2014)."""
     z = (engine_seed + (ordinal + 1) * 0x9E3779B97F4A7C15) & _MASK64
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64

@@ -22,7 +22,7 @@ from llaisys.types import RequestId
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a plan is made from. Both sequences are in `queue_key` order; the requests are only read."""
+    """What a plan is made from. Both lists are in `queue_key` order; the requests are only read."""
 
     waiting: Sequence[Request]
     running: Sequence[Request]
@@ -31,7 +31,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class PlannedChunk:
-    """Tokens `start <= i < start + n_tokens` of a request. `samples`: the last of them gives the next token."""
+    """Tokens `start <= i < start + n_tokens` of a request. `samples`: the last one gives the next token."""
 
     request_id: RequestId
     start: int
@@ -43,8 +43,8 @@ class PlannedChunk:
 class Plan:
     """One step: first end `expire`, then give `admit` a sequence each, then compute `chunks` in one batch.
 
-    Invariants: the chunks' `n_tokens` sum to at most `max_num_batched_tokens`; one chunk for each request; every
-    chunk is of a running or an admitted request.
+    Invariants: the chunks' `n_tokens` sum to at most `max_num_batched_tokens`; a request has one chunk at
+    most; every chunk is of a running or an admitted request.
     """
 
     expire: tuple[RequestId, ...]
@@ -61,7 +61,7 @@ def admissible(view: View) -> list[Request]:
     """Waiting requests, in order, for which a sequence and the cells of the worst case are free."""
     slots = view.limits.max_num_seqs - len(view.running)
     cells = view.limits.n_cells - sum(r.token_limit for r in view.running)
-    chosen = []
+    chosen: list[Request] = []
     for request in view.waiting:
         cells -= request.token_limit
         if len(chosen) == slots or cells < 0:

@@ -45,7 +45,7 @@ class WorkerSettings:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive tokens of one sequence, at positions `start`, `start + 1` ... `samples`: the last gives an id."""
+    """Consecutive tokens of one sequence, from position `start`. `samples`: the last one gives an id."""
 
     seq_id: int
     start: int
@@ -151,6 +151,13 @@ def open_worker(settings: WorkerSettings) -> Worker:
     return Worker(context, _core.SamplerSpec)
 
 
+def available_isas() -> list[str]:
+    """Instruction sets that this machine can run, best first."""
+    from llaisys import _core  # as in `open_worker`
+
+    return _core.available_isas()
+
+
 def inspect_model(path: Path) -> ModelInfo:
     """Facts of a checkpoint from its headers. Raises RejectedError (damaged) or UnsupportedError."""
     from llaisys import _core  # as in `open_worker`
@@ -182,8 +189,9 @@ def _spec_arguments(request: Request) -> dict[str, Any]:
 def _results(chunks: Sequence[Chunk], output: DecodeOutput) -> list[ChunkResult]:
     """Output rows come in batch order, one for each chunk that samples."""
     ids: list[int] = output.token_ids.tolist()
-    if len(ids) != sum(chunk.samples for chunk in chunks):
-        raise BrokenInvariant(f"the core gave {len(ids)} ids for {sum(chunk.samples for chunk in chunks)} rows")
+    n_rows = sum(chunk.samples for chunk in chunks)
+    if len(ids) != n_rows:
+        raise BrokenInvariant(f"the core gave {len(ids)} ids for {n_rows} rows")
     logprobs = {
         row: TokenLogprobs(ids[row], logprob, rank, top) for row, logprob, rank, top in output.logprobs
     }

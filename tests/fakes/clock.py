@@ -1,0 +1,17 @@
+"""A clock that moves when it is told to."""
+
+from __future__ import annotations
+
+
+class FakeClock:
+    """Monotonic seconds; call it for the time."""
+
+    def __init__(self, now_s: float = 1000.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance(self, by_s: float) -> None:
+        """Lets `by_s` seconds pass."""
+        self.now_s += by_s

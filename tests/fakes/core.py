@@ -1,0 +1,278 @@
+"""A stand-in for `llaisys._core`: its calls, real counting of cells and ids, and a model that is a hash.
+
+The next token is a function of the sequence's own tokens (and of its seed, if it is sampled), so any mix-up
+of sequences, positions or chunks changes an answer. Some tokens make trouble; they are never sampled.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import zlib
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llaisys.errors import EngineDeadError, ExhaustedError, RejectedError
+
+__version__ = "fake"
+VOCAB_SIZE = 300
+# Tokens of trouble, by what happens to the step, or the row, that computes them.
+NON_FINITE, REFUSED, DEADLY, PANICS = 296, 297, 298, 299
+N_PLAIN = 256  # sampled ids are below
+
+
+class Panic(BaseException):
+    """What a Rust panic looks like from Python: no Exception."""
+
+
+@dataclass(frozen=True)
+class SamplerSpec:
+    """Sampling of one sequence; only what changes the fake's choice is used."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: list[tuple[int, float]] = field(default_factory=list)
+    min_tokens: int = 0
+    stop_ids: list[int] = field(default_factory=list)
+    seed: int = 0
+    choice: int = 0
+    top_logprobs: int = -1
+
+    def __post_init__(self) -> None:
+        for token, _ in self.logit_bias:
+            if token == REFUSED:
+                raise RejectedError(f"logit_bias holds token {token}", param="logit_bias")
+
+
+def next_token(tokens: Iterable[int], spec: SamplerSpec | None, n_output: int) -> int:
+    """The model: a hash of the tokens so far, and of the seed where there is a temperature."""
+    spec = spec or SamplerSpec(temperature=0.0)
+    for token, bias in spec.logit_bias:
+        if bias == 100.0:
+            return token
+    state = np.array([*tokens, spec.seed % 2**31 if spec.temperature > 0 else 0], np.int32).tobytes()
+    while True:
+        token = zlib.crc32(state) % N_PLAIN
+        if n_output >= spec.min_tokens or token not in spec.stop_ids:
+            return token
+        state += b"again"
+
+
+def answer(prompt: list[int], n_tokens: int, spec: SamplerSpec | None = None) -> list[int]:
+    """What the model says when it is alone and never stops."""
+    tokens = list(prompt)
+    for i in range(n_tokens):
+        tokens.append(next_token(tokens, spec, i))
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class _Sequence:
+    """The cell of each position, and what was computed there."""
+
+    cells: dict[int, int] = field(default_factory=dict)
+    tokens: dict[int, int] = field(default_factory=dict)
+    spec: SamplerSpec | None = None
+    n_prompt: int = 0
+
+
+class Context:
+    """The compiled context's calls. A sequence id is `generation << 16 | slot`, as in the core."""
+
+    def __init__(
+        self, path: str, *, n_cells: int, n_seq_max: int, max_model_len: int, **settings: Any
+    ) -> None:
+        if path == "nowhere":
+            raise RejectedError(f"{path}: no such model", param="model")
+        self.path, self.settings = path, settings
+        self.isa, self.vocab_size, self.weight_bytes = "fake", VOCAB_SIZE, 0
+        self.n_cells, self._max_len = n_cells, max_model_len
+        self._refs = [0] * n_cells
+        self._free_slots = deque(range(n_seq_max))
+        self._generations = [0] * n_seq_max
+        self._lent: dict[int, _Sequence] = {}
+        self._thread = threading.get_ident()
+        self.closed = False
+        self.n_decodes = 0
+        self.n_rows_max = 0
+
+    # --- facts ---
+
+    @property
+    def n_cells_free(self) -> int:
+        return self._refs.count(0)
+
+    @property
+    def n_seq_free(self) -> int:
+        return len(self._free_slots)
+
+    def _check(self) -> None:
+        if threading.get_ident() != self._thread:
+            raise RejectedError("this context belongs to another thread")
+        if self.closed:
+            raise RejectedError("this context is closed")
+
+    def _sequence(self, seq_id: int) -> _Sequence:
+        self._check()
+        if seq_id not in self._lent:
+            raise RejectedError(f"sequence id {seq_id} is not lent")
+        return self._lent[seq_id]
+
+    # --- sequences ---
+
+    def seq_acquire(self) -> int:
+        self._check()
+        if not self._free_slots:
+            raise ExhaustedError("no sequence id is free")
+        slot = self._free_slots.popleft()
+        seq_id = self._generations[slot] << 16 | slot
+        self._lent[seq_id] = _Sequence()
+        return seq_id
+
+    def seq_release(self, seq_id: int) -> None:
+        self.kv_seq_rm(seq_id, -1, -1)
+        del self._lent[seq_id]
+        slot = seq_id & 0xFFFF
+        self._generations[slot] += 1
+        self._free_slots.append(slot)
+
+    def set_sampler(
+        self, seq_id: int, spec: SamplerSpec, prompt_ids: NDArray[np.int32], output_ids: NDArray[np.int32]
+    ) -> None:
+        sequence = self._sequence(seq_id)
+        assert len(output_ids) == 0
+        sequence.spec, sequence.n_prompt = spec, len(prompt_ids)
+
+    # --- decode ---
+
+    def decode(
+        self,
+        tokens: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        n_seq_id: NDArray[np.int32],
+        seq_ids: NDArray[np.int64],
+        wants_output: NDArray[np.uint8],
+    ) -> SimpleNamespace:
+        self._check()
+        n_rows = len(tokens)
+        dtypes = [a.dtype for a in (tokens, positions, n_seq_id, seq_ids, wants_output)]
+        assert dtypes == [np.int32, np.int32, np.int32, np.int64, np.uint8]
+        assert len(positions) == len(n_seq_id) == len(wants_output) == n_rows > 0
+        assert len(seq_ids) == n_seq_id.sum() == n_rows, "the engine gives each row one sequence"
+        self._refuse(tokens.tolist(), positions.tolist(), seq_ids.tolist())
+        self.n_decodes += 1
+        self.n_rows_max = max(self.n_rows_max, n_rows)
+        free = (cell for cell, refs in enumerate(self._refs) if refs == 0)
+        cells = [next(free) for _ in range(n_rows)]
+        rows, ids, faults, logprobs = [], [], [], []
+        for row in range(n_rows):
+            sequence = self._lent[int(seq_ids[row])]
+            self._refs[cells[row]] = 1
+            sequence.cells[int(positions[row])] = cells[row]
+            sequence.tokens[int(positions[row])] = int(tokens[row])
+            if not wants_output[row]:
+                continue
+            seen = [sequence.tokens[p] for p in range(int(positions[row]) + 1)]
+            faulty = NON_FINITE in seen
+            rows.append(row)
+            ids.append(-1 if faulty else next_token(seen, sequence.spec, len(seen) - sequence.n_prompt))
+            if faulty:
+                faults.append((row, "non_finite"))
+            elif sequence.spec is not None and sequence.spec.top_logprobs >= 0:
+                top = [((ids[-1] + i) % N_PLAIN, -0.5 - i) for i in range(sequence.spec.top_logprobs)]
+                logprobs.append((len(ids) - 1, -0.5, 1, top))
+        return SimpleNamespace(
+            rows=np.array(rows, np.int32),
+            token_ids=np.array(ids, np.int32),
+            faults=faults,
+            logits=None,
+            hidden=None,
+            logprobs=logprobs,
+        )
+
+    def _refuse(self, tokens: list[int], positions: list[int], seq_ids: list[int]) -> None:
+        """Everything that a decode is refused for, before anything changes."""
+        ends = {seq_id: self.kv_seq_pos_max(seq_id) for seq_id in seq_ids}
+        for token, position, seq_id in zip(tokens, positions, seq_ids, strict=True):
+            if token == REFUSED:
+                raise RejectedError(f"token {token} is refused")
+            if token == DEADLY:
+                raise EngineDeadError("the device is lost")
+            if token == PANICS:
+                raise Panic("index out of bounds")
+            if not 0 <= token < VOCAB_SIZE:
+                raise RejectedError(f"token {token} is not in the vocabulary")
+            if position != ends[seq_id] + 1 or position >= self._max_len:
+                raise RejectedError(f"position {position} after {ends[seq_id]}, of {self._max_len}")
+            ends[seq_id] = position
+        if len(tokens) > self.n_cells_free:
+            raise ExhaustedError(f"{len(tokens)} cells are needed, {self.n_cells_free} are free")
+
+    # --- cells ---
+
+    def kv_seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
+        sequence = self._sequence(seq_id)
+        for position in [p for p in sequence.cells if p >= p0 and (p1 < 0 or p < p1)]:
+            self._refs[sequence.cells.pop(position)] -= 1
+            del sequence.tokens[position]
+
+    def kv_seq_pos_min(self, seq_id: int) -> int:
+        return min(self._sequence(seq_id).cells, default=-1)
+
+    def kv_seq_pos_max(self, seq_id: int) -> int:
+        return max(self._sequence(seq_id).cells, default=-1)
+
+    def check_integrity(self) -> None:
+        self._check()
+        held = [cell for sequence in self._lent.values() for cell in sequence.cells.values()]
+        if any(self._refs[cell] != held.count(cell) for cell in range(self.n_cells)):
+            raise EngineDeadError("cells are held by nobody, or by two")
+        if len(self._lent) + len(self._free_slots) != len(self._generations):
+            raise EngineDeadError("a sequence id is lost")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def available_isas() -> list[str]:
+    """As the compiled core's."""
+    return ["fake"]
+
+
+def inspect(path: str) -> str:
+    """Facts of the made-up model."""
+    return json.dumps(
+        {
+            "path": path,
+            "file_format": "fake",
+            "architecture": "fake",
+            "dtype": "float32",
+            "n_layers": 1,
+            "d_model": 1,
+            "n_heads": 1,
+            "n_kv_heads": 1,
+            "d_head": 1,
+            "d_ff": 1,
+            "vocab_size": VOCAB_SIZE,
+            "max_position_embeddings": 128,
+            "n_parameters": 1000,
+            "weight_bytes": 4000,
+            "kv_bytes_per_cell": {"float32": 8, "bfloat16": 4},
+            "bos_token_id": None,
+            "eos_token_ids": [256, 257],
+            "generation": {"temperature": 0.0},
+            "tokenizer": None,
+        }
+    )

@@ -1,0 +1,84 @@
+"""KV cells and context from a machine's memory: the sum, the caps, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llaisys.config import Config
+from llaisys.engine.capacity import Capacity, size
+from llaisys.engine.worker import inspect_model
+from llaisys.errors import RejectedError, UnsupportedError
+
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def _fake(fake_core: None) -> None:
+    """`inspect_model` gives the fake model: 1,000 parameters, 4 or 8 bytes a cell, 128 positions."""
+
+
+def sized(memory_bytes: int = 100 * MIB, **settings: Any) -> Capacity:
+    return size(Config(**settings), inspect_model(Path("fake")), memory_bytes, 2)
+
+
+def test_no_more_cells_than_the_requests_can_use() -> None:
+    made = sized()
+    assert (made.limits.n_cells, made.limits.max_model_len) == (64 * 128, 128)
+    assert "64 requests of 128 tokens" in made.summary
+    assert made.settings.n_threads == 2
+    assert made.settings.kv_dtype == "bfloat16"
+
+
+def test_a_fifth_of_what_the_weights_leave_in_whole_runs() -> None:
+    made = sized(memory_bytes=4000 + 5 * 1000 * 4)
+    assert made.limits.n_cells == 992
+    assert "a fifth" in made.summary
+    assert sized(memory_bytes=4000 + 5 * 1000 * 8, dtype="float32").limits.n_cells == 992
+    assert sized(memory_bytes=2000 + 5 * 1000 * 4, dtype="bfloat16").limits.n_cells == 992
+
+
+def test_little_memory_cuts_the_context_and_says_so() -> None:
+    made = sized(memory_bytes=4000 + 5 * 100 * 4)
+    assert (made.limits.n_cells, made.limits.max_model_len) == (96, 96)
+    assert made.settings.max_model_len == 96
+    assert "cut from 128" in made.summary
+    assert sized(memory_bytes=4000 + 5 * 20 * 4).limits.n_cells == 20
+
+
+def test_settings_override_the_sum() -> None:
+    assert sized(num_kv_cells=100_000).limits.n_cells == 100_000
+    assert sized(num_kv_cells=50).limits.max_model_len == 50
+    assert sized(kv_cache_memory_bytes=4 * 333).limits.n_cells == 333
+    assert sized(kv_cache_memory_bytes=4 * 333, kv_cache_dtype="float32").limits.n_cells == 166
+    assert sized(max_model_len=40).limits.max_model_len == 40
+    assert sized(num_threads=7).settings.n_threads == 7
+
+
+@pytest.mark.parametrize(
+    ("settings", "memory_bytes", "param"),
+    [
+        ({"kv_cache_memory_bytes": 3}, 100 * MIB, "kv_cache_memory_bytes"),
+        ({}, 4000, "kv_cache_memory_bytes"),
+        ({"max_model_len": 129}, 100 * MIB, "max_model_len"),
+    ],
+)
+def test_what_cannot_be_kept_names_its_setting(
+    settings: dict[str, Any], memory_bytes: int, param: str
+) -> None:
+    with pytest.raises(RejectedError) as caught:
+        sized(memory_bytes, **settings)
+    assert caught.value.param == param
+
+
+def test_cuda_is_not_in_this_build() -> None:
+    with pytest.raises(UnsupportedError, match="cuda"):
+        sized(device="cuda")
+
+
+def test_a_larger_model_leaves_less() -> None:
+    info = replace(inspect_model(Path("fake")), weight_bytes=50 * MIB, kv_bytes_per_cell={"bfloat16": MIB})
+    assert size(Config(), info, 100 * MIB, 1).limits.n_cells == 10

@@ -1,0 +1,256 @@
+"""LLMEngine on the fake core: one end for each request, cells and ids back, tokens as if alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fakes import core
+from fakes.asks import ask, limits
+from llaisys.engine.engine import LLMEngine
+from llaisys.engine.executor import Executor
+from llaisys.engine.outputs import EngineOutput
+from llaisys.engine.request import BrokenInvariant
+from llaisys.engine.worker import Worker
+from llaisys.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    QueueFullError,
+    RejectedError,
+    RequestFailedError,
+    RequestTimeoutError,
+)
+from llaisys.types import FinishReason
+
+NOW = 1000.0
+
+
+class Engine:
+    """An engine on a fake context that is checked after every step; collects what each request gets."""
+
+    def __init__(self, seed: int = 0, **changes: Any) -> None:
+        bounds = limits(**changes)
+        self.context = core.Context(
+            "fake",
+            n_cells=bounds.n_cells,
+            n_seq_max=bounds.max_num_seqs,
+            max_model_len=bounds.max_model_len,
+        )
+        worker = Worker(self.context, core.SamplerSpec)  # type: ignore[arg-type]
+        self.engine = LLMEngine(Executor(worker), bounds, seed)
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, EngineOutput] = {}
+
+    def submit(self, *names: str, **changes: Any) -> None:
+        for name in names:
+            self.engine.submit(ask(name, **changes))
+
+    def step(self, n: int = 1, now_s: float = NOW) -> None:
+        for _ in range(n):
+            for output in self.engine.step(now_s):
+                assert output.request_id not in self.ends, "an output after the end"
+                self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+                if output.finish_reason is not None:
+                    self.ends[output.request_id] = output
+            self.engine.check()
+
+    def reasons(self) -> dict[str, FinishReason | None]:
+        return {name: end.finish_reason for name, end in self.ends.items()}
+
+    def finish(self) -> None:
+        while self.engine.has_work():
+            self.step()
+        assert self.context.n_cells_free == self.context.n_cells
+        assert self.context.n_seq_free == self.engine.limits.max_num_seqs
+
+
+def test_one_request_from_prompt_to_length() -> None:
+    made = Engine()
+    made.submit("a")
+    made.finish()
+    assert made.tokens["a"] == core.answer([1, 2, 3], 10)
+    assert made.ends["a"].finish_reason is FinishReason.LENGTH
+    assert made.ends["a"].stop_reason is None
+    assert made.engine.stats().num_steps == 10
+    assert not made.engine.has_work()
+
+
+def test_requests_of_one_batch_do_not_mix_and_prompts_are_cut() -> None:
+    made = Engine()
+    prompts = {"a": [1, 2, 3], "b": [9] * 40, "c": [4], "d": list(range(20)), "e": [5, 5]}
+    for name, prompt in prompts.items():
+        made.submit(name, prompt=prompt)
+    made.finish()
+    assert made.tokens == {name: core.answer(prompt, 10) for name, prompt in prompts.items()}
+    assert made.context.n_rows_max <= 16
+
+
+def test_eos_stop_ids_and_ignore_eos() -> None:
+    greedy = core.answer([1, 2, 3], 10)
+    made = Engine()
+    made.submit("eos", eos_token_ids=(greedy[4],))
+    made.submit("ignored", eos_token_ids=(greedy[4],), ignore_eos=True)
+    made.submit("id", stop_token_ids=[greedy[2]])
+    made.finish()
+    ends = {name: (end.finish_reason, end.stop_reason) for name, end in made.ends.items()}
+    assert ends == {
+        "eos": (FinishReason.STOP, None),
+        "ignored": (FinishReason.LENGTH, None),
+        "id": (FinishReason.STOP, greedy[2]),
+    }
+    assert made.tokens == {"eos": greedy[:5], "ignored": greedy, "id": greedy[:3]}
+
+
+def test_no_max_tokens_goes_on_to_the_end_of_the_context() -> None:
+    made = Engine(max_model_len=20)
+    made.submit("a", max_tokens=None)
+    made.finish()
+    assert len(made.tokens["a"]) == 17
+    assert made.ends["a"].finish_reason is FinishReason.LENGTH
+
+
+def test_seeds_come_from_the_engine_and_the_ordinal_if_not_given() -> None:
+    def answers(seed: int) -> dict[str, list[int]]:
+        made = Engine(seed)
+        made.submit("a", "b", temperature=1.0)
+        made.submit("own", temperature=1.0, seed=-1)
+        made.finish()
+        return made.tokens
+
+    first, again, other = answers(0), answers(0), answers(1)
+    assert first == again
+    assert first["a"] != first["b"]
+    assert first["a"] != other["a"]
+    assert first["own"] == other["own"]
+
+
+def test_logprobs_are_aligned_with_ids() -> None:
+    made = Engine()
+    made.submit("a", logprobs=2, max_tokens=1)
+    (output,) = made.engine.step(NOW)
+    assert output.new_logprobs is not None
+    assert [entry.token_id for entry in output.new_logprobs] == output.new_token_ids
+
+
+def test_what_can_never_run_is_refused_and_leaves_nothing() -> None:
+    made = Engine()
+    for changes, error in (
+        ({"prompt": [1] * 60}, ContextLengthError),
+        ({"prompt": []}, RejectedError),
+        ({"prompt": [300]}, RejectedError),
+    ):
+        with pytest.raises(error):
+            made.submit("a", **changes)
+    assert not made.engine.has_work()
+    made.submit("a")
+    with pytest.raises(RejectedError, match="in use"):
+        made.submit("a")
+    made.finish()
+
+
+def test_a_full_queue_refuses_and_a_free_place_does_not_count() -> None:
+    made = Engine(max_num_seqs=1, max_num_queued_reqs=2)
+    made.submit("a", "b", "c")
+    with pytest.raises(QueueFullError, match="at most 2"):
+        made.submit("d")
+    made.step()
+    assert (made.engine.stats().num_running, made.engine.stats().num_waiting) == (1, 2)
+    with pytest.raises(QueueFullError):
+        made.submit("d")
+    made.engine.cancel("a")
+    made.submit("d")
+    made.finish()
+    assert set(made.ends) == {"a", "b", "c", "d"}
+
+
+def test_a_queue_of_none_still_takes_who_can_run() -> None:
+    made = Engine(max_num_seqs=2, max_num_queued_reqs=0)
+    made.submit("a", "b")
+    with pytest.raises(QueueFullError):
+        made.submit("c")
+    made.finish()
+
+
+@pytest.mark.parametrize("n_steps", [0, 1, 3])
+def test_cancel_ends_once_and_gives_everything_back(n_steps: int) -> None:
+    made = Engine(max_num_seqs=1)
+    made.submit("a", "b", prompt=[1] * 20)
+    made.step(n_steps)
+    for name in ("a", "b", "a", "unknown"):
+        made.engine.cancel(name)
+    made.step()
+    assert made.reasons() == dict.fromkeys("ab", FinishReason.ABORT)
+    assert made.context.n_cells_free == made.context.n_cells
+    made.engine.cancel("a")
+    assert not made.engine.has_work()
+
+
+def test_the_deadline_counts_waiting_and_running() -> None:
+    made = Engine(max_num_seqs=1)
+    made.submit("runs", deadline_s=NOW + 5)
+    made.submit("waits", deadline_s=NOW + 5)
+    made.submit("later", deadline_s=NOW + 50)
+    made.step(2, NOW + 4.9)
+    made.step(1, NOW + 5)
+    assert made.reasons() == dict.fromkeys(("waits", "runs"), FinishReason.TIMEOUT)
+    assert isinstance(made.ends["runs"].error, RequestTimeoutError)
+    assert "5.0 s" in str(made.ends["runs"].error)
+    made.finish()
+    assert made.ends["later"].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("trouble", [core.NON_FINITE, core.REFUSED])
+def test_a_bad_row_fails_its_request_only(trouble: int) -> None:
+    made = Engine()
+    made.submit("a", "b")
+    made.submit("bad", prompt=[1, trouble, 2])
+    made.finish()
+    assert made.ends["bad"].finish_reason is FinishReason.ERROR
+    assert isinstance(made.ends["bad"].error, RequestFailedError)
+    assert made.tokens["a"] == made.tokens["b"] == core.answer([1, 2, 3], 10)
+
+
+def test_a_sampler_that_the_core_refuses_fails_at_admission() -> None:
+    made = Engine()
+    made.submit("bad", logit_bias={core.REFUSED: 1.0})
+    made.submit("good")
+    made.finish()
+    assert isinstance(made.ends["bad"].error, RejectedError)
+    assert made.tokens["good"] == core.answer([1, 2, 3], 10)
+
+
+def test_an_admitted_request_never_lacks_cells() -> None:
+    made = Engine(n_cells=64, max_num_queued_reqs=20)
+    made.submit(*"abcdefghij", prompt=[1] * 20, max_tokens=10)
+    made.step()
+    assert made.engine.stats().num_running == 1  # one prompt fills the step; two answers fill the cells
+    made.finish()
+    assert {end.finish_reason for end in made.ends.values()} == {FinishReason.LENGTH}
+
+
+def test_a_dead_core_ends_the_engine() -> None:
+    made = Engine()
+    made.submit("a", prompt=[core.DEADLY])
+    with pytest.raises(EngineDeadError, match="device"):
+        made.step()
+
+
+def test_broken_books_are_noticed() -> None:
+    made = Engine()
+    made.submit("a")
+    made.step()
+    made.context.seq_acquire()
+    seq = made.context.seq_acquire()
+    made.context.kv_seq_rm(seq, -1, -1)
+    made.context._refs[-1] = 1
+    with pytest.raises((BrokenInvariant, EngineDeadError)):
+        made.engine.check()
+
+
+def test_close_is_the_contexts() -> None:
+    made = Engine()
+    made.engine.close()
+    made.engine.close()
+    with pytest.raises(RejectedError, match="closed"):
+        made.context.seq_acquire()

@@ -1,0 +1,228 @@
+"""The engine thread and its client: starts, ends, deaths; every request gets exactly one end."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes import core
+from fakes.asks import ask, limits
+from llaisys.config import Config
+from llaisys.engine.client import EngineClient
+from llaisys.engine.engine import LLMEngine
+from llaisys.engine.executor import Executor
+from llaisys.engine.outputs import EngineOutput
+from llaisys.engine.worker import Worker, inspect_model
+from llaisys.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    QueueFullError,
+    RejectedError,
+    RequestTimeoutError,
+    UnsupportedError,
+)
+from llaisys.types import FinishReason
+
+
+class Client:
+    """A client whose outputs are collected; `gate` holds the engine before each decode while it is closed."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.bounds = limits(**changes)
+        self.outputs: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.stepping = threading.Event()
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, EngineOutput] = {}
+        self.now_s = 1000.0
+        self.thread = ""
+        self.context: core.Context | None = None
+        self.client = EngineClient(self.build, self.bounds, self.deliver, clock=lambda: self.now_s)
+
+    def build(self) -> LLMEngine:
+        self.thread = threading.current_thread().name
+        context = self.context = core.Context(
+            "fake",
+            n_cells=self.bounds.n_cells,
+            n_seq_max=self.bounds.max_num_seqs,
+            max_model_len=self.bounds.max_model_len,
+        )
+        decode = context.decode
+
+        def held(*arrays: Any) -> Any:
+            self.stepping.set()
+            self.gate.wait(30)
+            return decode(*arrays)
+
+        context.decode = held  # type: ignore[method-assign]
+        return LLMEngine(Executor(Worker(context, core.SamplerSpec)), self.bounds, 0)  # type: ignore[arg-type]
+
+    def deliver(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            self.outputs.put(output)
+
+    def hold(self) -> None:
+        """Returns with the engine inside a step, which `gate.set()` lets go on."""
+        self.gate.clear()
+        self.stepping.clear()
+        self.client.submit(ask("held", prompt=[1]))
+        assert self.stepping.wait(30)
+
+    def end_of(self, *names: str) -> list[EngineOutput]:
+        """The last outputs of these requests, once they are there; each request has one."""
+        while not self.ends.keys() >= set(names):
+            output = self.outputs.get(timeout=30)
+            assert output.request_id not in self.ends, "an output after the end"
+            self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+            if output.finish_reason is not None:
+                self.ends[output.request_id] = output
+        return [self.ends[name] for name in names]
+
+
+@pytest.fixture
+def made() -> Iterator[Client]:
+    client = Client()
+    yield client
+    client.gate.set()
+    client.client.close()
+
+
+def test_requests_run_on_the_engines_own_thread(made: Client) -> None:
+    for name in "abc":
+        made.client.submit(ask(name))
+    made.end_of(*"abc")
+    assert made.tokens == dict.fromkeys("abc", core.answer([1, 2, 3], 10))
+    assert made.thread == "llaisys-engine"
+
+
+def test_what_can_never_run_is_refused_to_the_caller(made: Client) -> None:
+    with pytest.raises(ContextLengthError):
+        made.client.submit(ask("a", prompt=[1] * 64))
+    with pytest.raises(RejectedError, match="300"):
+        made.client.submit(ask("a", prompt=[300]))
+
+
+def test_an_id_in_use_is_refused_until_its_end(made: Client) -> None:
+    made.hold()
+    made.client.cancel("held")
+    with pytest.raises(RejectedError, match="in use"):
+        made.client.submit(ask("held"))
+    made.gate.set()
+    assert made.end_of("held")[0].finish_reason is FinishReason.ABORT
+    made.ends.clear()
+    made.tokens.clear()
+    made.client.submit(ask("held"))
+    made.end_of("held")
+    assert made.tokens == {"held": core.answer([1, 2, 3], 10)}
+
+
+def test_a_full_queue_is_told_to_the_caller_or_by_the_only_output() -> None:
+    made = Client(max_num_seqs=2, max_num_queued_reqs=1, n_cells=64)
+    made.hold()
+    made.client.submit(ask("a", prompt=[1] * 60, max_tokens=4))
+    made.client.submit(ask("b"))
+    with pytest.raises(QueueFullError, match="3 requests are open"):
+        made.client.submit(ask("c"))
+    made.gate.set()
+    a, b = made.end_of("a", "b")  # `a` needs all cells and waits: one waits already
+    assert isinstance(b.error, QueueFullError)
+    assert a.finish_reason is FinishReason.LENGTH
+    made.client.close()
+
+
+def test_cancel_is_heard_after_the_step_in_progress_and_once(made: Client) -> None:
+    made.hold()
+    for _ in range(100):
+        made.client.cancel("held")
+        made.client.cancel("unknown")
+    made.gate.set()
+    assert made.end_of("held")[0].finish_reason is FinishReason.ABORT
+    assert made.tokens["held"] == core.answer([1], 1)
+
+
+def test_a_storm_of_submits_and_cancels_stays_within_the_inbox(made: Client) -> None:
+    made.hold()
+    accepted = []
+    for i in range(1000):
+        with contextlib.suppress(QueueFullError):
+            made.client.submit(ask(f"{i}"))
+            accepted.append(f"{i}")
+        made.client.cancel(f"{i}")
+    assert len(accepted) == 11
+    made.gate.set()
+    made.end_of("held", *accepted)
+    assert made.tokens["held"] == core.answer([1], 10)
+    assert {made.ends[name].finish_reason for name in accepted} == {FinishReason.ABORT}
+
+
+def test_the_deadline_is_of_the_clients_clock(made: Client) -> None:
+    made.hold()
+    made.now_s += 600.0
+    made.gate.set()
+    (end,) = made.end_of("held")
+    assert end.finish_reason is FinishReason.TIMEOUT
+    assert isinstance(end.error, RequestTimeoutError)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "says"), [(core.DEADLY, "device is lost"), (core.PANICS, "index out of bounds")]
+)
+def test_death_ends_every_open_request_once_and_refuses_the_rest(trouble: int, says: str) -> None:
+    made = Client(max_num_seqs=2)
+    made.hold()
+    for name in "abc":
+        made.client.submit(ask(name, prompt=[trouble]))
+    made.gate.set()
+    ends = made.end_of("held", *"abc")
+    made.client.close()
+    assert made.outputs.empty()
+    assert all(isinstance(end.error, EngineDeadError) and says in str(end.error) for end in ends)
+    assert len({id(end.error) for end in ends}) == 4, "a raised error belongs to one request"
+    with pytest.raises(EngineDeadError, match=says):
+        made.client.submit(ask("late"))
+    made.client.cancel("a")
+    assert made.context is not None
+    assert made.context.closed
+
+
+def test_close_ends_what_is_open_and_is_idempotent(made: Client) -> None:
+    made.hold()
+    made.client.submit(ask("waits", prompt=[1] * 40))
+    closer = threading.Thread(target=made.client.close)
+    closer.start()
+    made.gate.set()
+    closer.join(30)
+    made.end_of("held", "waits")
+    assert all(end.error is None or "shutting down" in str(end.error) for end in made.ends.values())
+    made.client.close()
+    with pytest.raises(EngineDeadError, match="shutting down"):
+        made.client.submit(ask("late"))
+
+
+def test_a_model_that_does_not_load_is_told_to_the_starter() -> None:
+    def build() -> LLMEngine:
+        raise UnsupportedError("rope type 'odd' is not implemented")
+
+    before = threading.active_count()
+    with pytest.raises(UnsupportedError, match="odd"):
+        EngineClient(build, limits(), lambda _: None)
+    assert threading.active_count() == before
+
+
+@pytest.mark.usefixtures("fake_core")
+def test_start_sizes_and_loads(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        client = EngineClient.start(Config(num_kv_cells=96), inspect_model(Path("fake")), lambda _: None)
+    assert (client.limits.n_cells, client.limits.max_model_len) == (96, 96)
+    lines = [record.message for record in caplog.records]
+    assert any("KV cache: 96 cells" in line for line in lines)
+    assert any("loaded fake" in line for line in lines)
+    assert client.error is None
+    client.close()

@@ -1,0 +1,84 @@
+"""Memory and cores, read from made-up /proc and cgroup trees."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from llaisys.engine.machine import available_bytes, usable_cores
+
+GIB = 2**30
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    defaults = {
+        "proc/meminfo": "MemTotal: 16777216 kB\nMemAvailable:    8388608 kB\n",
+        "proc/self/cgroup": "",
+    }
+    for name, text in {**defaults, **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_without_groups_the_kernels_estimate(tmp_path: Path) -> None:
+    assert available_bytes(tree(tmp_path, {})) == 8 * GIB
+
+
+def test_version_2_the_tightest_ancestor_counts(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/a/b\n",
+        "sys/fs/cgroup/a/memory.max": f"{4 * GIB}\n",
+        "sys/fs/cgroup/a/memory.current": f"{3 * GIB}\n",
+        "sys/fs/cgroup/a/memory.stat": f"anon 5\ninactive_file {GIB}\n",
+        "sys/fs/cgroup/a/b/memory.max": "max\n",
+        "sys/fs/cgroup/a/b/memory.current": f"{3 * GIB}\n",
+    }
+    assert available_bytes(tree(tmp_path, files)) == 2 * GIB
+
+
+def test_version_1_and_a_container_that_sees_its_own_root(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "5:cpu,cpuacct:/docker/x\n4:memory:/docker/x\n0::/docker/x\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{GIB}\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB // 4}\n",
+    }
+    assert available_bytes(tree(tmp_path, files)) == GIB - GIB // 4
+
+
+def test_a_group_above_its_limit_leaves_nothing(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/\n",
+        "sys/fs/cgroup/memory.max": "100\n",
+        "sys/fs/cgroup/memory.current": "200\n",
+    }
+    assert available_bytes(tree(tmp_path, files)) == 0
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 8),
+        ({"sys/fs/cgroup/cpu.max": "150000 100000\n"}, 2),
+        ({"sys/fs/cgroup/cpu.max": "max 100000\n"}, 8),
+        (
+            {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "300000", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"},
+            3,
+        ),
+        ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, 8),
+    ],
+)
+def test_cores_are_the_mask_and_the_quota(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cores: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    files = {"proc/self/cgroup": "2:cpu,cpuacct:/\n0::/\n", **files}
+    assert usable_cores(tree(tmp_path, files)) == cores
+
+
+def test_this_machine_has_both() -> None:
+    assert available_bytes() > 0
+    assert usable_cores() >= 1

@@ -1,0 +1,110 @@
+"""Every pair of state and event has its answer; what ends an answer; seeds."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fakes.asks import ask
+from llaisys.engine.request import (
+    Admitted,
+    BrokenInvariant,
+    Cancelled,
+    Completed,
+    Event,
+    Expired,
+    Failed,
+    Finished,
+    Request,
+    Running,
+    State,
+    Waiting,
+    advance,
+    derive_seed,
+)
+from llaisys.errors import RequestFailedError, RequestTimeoutError
+from llaisys.types import FinishReason
+
+ERROR = RequestFailedError("row")
+STATES: list[State] = [Waiting(), Running(7), Finished(FinishReason.STOP)]
+EVENTS: list[Event] = [
+    Admitted(7),
+    Completed(FinishReason.STOP, 5),
+    Completed(FinishReason.LENGTH),
+    Cancelled(),
+    Expired(3.0),
+    Failed(ERROR),
+]
+MOVES: dict[tuple[State, Event], State] = {
+    (Waiting(), Admitted(7)): Running(7),
+    (Waiting(), Cancelled()): Finished(FinishReason.ABORT),
+    (Waiting(), Failed(ERROR)): Finished(FinishReason.ERROR, error=ERROR),
+    (Running(7), Completed(FinishReason.STOP, 5)): Finished(FinishReason.STOP, 5),
+    (Running(7), Completed(FinishReason.LENGTH)): Finished(FinishReason.LENGTH),
+    (Running(7), Cancelled()): Finished(FinishReason.ABORT),
+    (Running(7), Failed(ERROR)): Finished(FinishReason.ERROR, error=ERROR),
+    (Finished(FinishReason.STOP), Cancelled()): Finished(FinishReason.STOP),
+}
+
+
+@pytest.mark.parametrize("state", STATES, ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("event", EVENTS, ids=str)
+def test_every_pair_is_answered(state: State, event: Event) -> None:
+    if isinstance(event, Expired) and not isinstance(state, Finished):
+        end = advance(state, event)
+        assert isinstance(end, Finished)
+        assert end.reason is FinishReason.TIMEOUT
+        assert isinstance(end.error, RequestTimeoutError)
+    elif (state, event) in MOVES:
+        assert advance(state, event) == MOVES[state, event]
+    else:
+        with pytest.raises(BrokenInvariant, match="cannot happen"):
+            advance(state, event)
+
+
+def made(limit: int = 100, **changes: object) -> Request:
+    return Request(ask(**changes), ordinal=0, seed=0, token_limit=limit)
+
+
+@pytest.mark.parametrize(
+    ("changes", "token", "end"),
+    [
+        ({}, 9, None),
+        ({}, 256, Completed(FinishReason.STOP)),
+        ({}, 257, Completed(FinishReason.STOP)),
+        ({"ignore_eos": True}, 256, None),
+        ({"stop_token_ids": [9]}, 9, Completed(FinishReason.STOP, 9)),
+        ({"stop_token_ids": [256], "ignore_eos": True}, 256, Completed(FinishReason.STOP, 256)),
+        ({"stop_token_ids": [256]}, 256, Completed(FinishReason.STOP)),
+        ({"limit": 4}, 9, Completed(FinishReason.LENGTH)),
+        ({"limit": 4}, 256, Completed(FinishReason.STOP)),
+        ({"limit": 5}, 9, None),
+    ],
+)
+def test_what_ends_an_answer(changes: dict[str, object], token: int, end: Completed | None) -> None:
+    request = made(**changes)
+    assert request.append(token) == end
+    assert (request.token_ids, request.num_output) == ([1, 2, 3, token], 1)
+
+
+def test_counts_and_stop_ids() -> None:
+    request = made(stop_token_ids=[4])
+    assert (request.num_missing, request.num_output, request.stop_ids) == (3, 0, (256, 257, 4))
+    assert made(stop_token_ids=[4], ignore_eos=True).stop_ids == (4,)
+    request.num_computed = 3
+    request.append(5)
+    assert (request.num_missing, request.num_output) == (1, 1)
+    assert request.source.prompt_token_ids == [1, 2, 3]
+
+
+def test_seeds_are_those_of_splitmix64() -> None:
+    """The generator's published first outputs for seed 1234567."""
+    want = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert [derive_seed(1234567, i) for i in range(3)] == want
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 2**40))
+def test_seeds_are_64_bits_and_differ_by_ordinal(seed: int, ordinal: int) -> None:
+    assert 0 <= derive_seed(seed, ordinal) < 2**64
+    assert derive_seed(seed, ordinal) != derive_seed(seed, ordinal + 1)

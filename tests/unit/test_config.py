@@ -1,0 +1,84 @@
+"""Where a setting comes from, and what stops the start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from llaisys.config import Config, home_folder, load_config
+from llaisys.errors import RejectedError
+
+
+@pytest.fixture
+def yaml_file(tmp_path: Path) -> Path:
+    path = tmp_path / "llaisys.yaml"
+    path.write_text("max-num-seqs: 3\nport: 9000\napi_key: [a, b]\n")
+    return path
+
+
+def test_flags_beat_the_environment_beats_yaml_beats_the_default(
+    yaml_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert load_config().port == 8000
+    assert load_config(yaml_path=yaml_file).port == 9000
+    monkeypatch.setenv("LLAISYS_PORT", "9001")
+    assert load_config(yaml_path=yaml_file).port == 9001
+    assert load_config({"port": 9002}, yaml_file).port == 9002
+    assert load_config(yaml_path=yaml_file).max_num_seqs == 3
+
+
+def test_lists_come_as_lists_or_with_commas(yaml_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_config(yaml_path=yaml_file).api_key == ("a", "b")
+    monkeypatch.setenv("LLAISYS_API_KEY", " c, d,")
+    assert load_config().api_key == ("c", "d")
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ({"max_num_sequences": 3}, "max_num_sequences"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"isa": "sse"}, "isa"),
+    ],
+)
+def test_an_unknown_key_or_a_bad_value_is_named(given: dict[str, object], key: str) -> None:
+    with pytest.raises(RejectedError, match=key) as caught:
+        load_config(given)
+    assert caught.value.param == key
+
+
+def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAISYS_MAX_NUM_SEQS", "many")
+    with pytest.raises(RejectedError, match=r"max_num_seqs.*many"):
+        load_config()
+
+
+@pytest.mark.parametrize(("text", "says"), [("- a\n", "list"), ("a: [", "cannot read"), ("", "")])
+def test_yaml_that_is_no_mapping(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    if not says:
+        assert load_config(yaml_path=path) == Config()
+        return
+    with pytest.raises(RejectedError, match=says):
+        load_config(yaml_path=path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RejectedError, match=r"nothing\.yaml"):
+        load_config(yaml_path=tmp_path / "nothing.yaml")
+
+
+def test_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        Config().port = 1  # type: ignore[misc]
+
+
+def test_the_home_of_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("LLAISYS_HOME", raising=False)
+    assert home_folder() == tmp_path / "llaisys"
+    monkeypatch.setenv("LLAISYS_HOME", str(tmp_path / "here"))
+    assert home_folder() == tmp_path / "here"

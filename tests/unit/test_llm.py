@@ -1,0 +1,236 @@
+"""LLM over the fake core: prompt forms, order, many prompts, threads, ends."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import llaisys
+from fakes import core, text
+from llaisys import LLM, SamplingParams
+from llaisys.errors import ContextLengthError, EngineDeadError, RejectedError
+from llaisys.output import OutputProcessor
+from llaisys.types import RequestOutput
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10)
+pytestmark = pytest.mark.usefixtures("fake_model")
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    with LLM("fake", num_kv_cells=1024) as made:
+        yield made
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def prompt(*ids: int) -> dict[str, list[int]]:
+    return {"prompt_token_ids": list(ids)}
+
+
+def test_every_form_of_a_prompt(llm: LLM) -> None:
+    ids = text.tokenizer().encode("hi", True)
+    for form in ("hi", {"prompt": "hi"}, {"prompt_token_ids": ids}, ids, tuple(ids)):
+        (output,) = llm.generate(form, GREEDY)
+        assert output.prompt_token_ids == ids
+        assert tokens([output]) == [core.answer(ids, 10)]
+        assert output.prompt == (None if form != "hi" and form != {"prompt": "hi"} else "hi")
+    outputs = llm.generate(["hi", {"prompt": "hi"}, {"prompt_token_ids": ids}, ids], GREEDY)
+    assert tokens(outputs) == [core.answer(ids, 10)] * 4
+    assert llm.generate([], GREEDY) == []
+
+
+def test_a_whole_answer(llm: LLM) -> None:
+    (output,) = llm.generate(prompt(1, 2), SamplingParams(temperature=0, max_tokens=3, logprobs=1))
+    (answer,) = output.outputs
+    assert output.finished
+    assert answer.text == text.tokenizer().decode(answer.token_ids, True)
+    assert (answer.index, answer.finish_reason, answer.stop_reason) == (0, "length", None)
+    assert answer.logprobs is not None
+    assert [next(iter(step)) for step in answer.logprobs] == answer.token_ids
+    assert answer.cumulative_logprob == -1.5
+
+
+def test_a_thousand_prompts_through_a_queue_of_256(llm: LLM) -> None:
+    prompts = [prompt(i % 200, i // 200) for i in range(1000)]
+    outputs = llm.generate(
+        prompts, [SamplingParams(temperature=0, max_tokens=1 + i % 7) for i in range(1000)]
+    )
+    assert [o.prompt_token_ids for o in outputs] == [p["prompt_token_ids"] for p in prompts]
+    assert tokens(outputs) == [core.answer(p["prompt_token_ids"], 1 + i % 7) for i, p in enumerate(prompts)]
+    assert len({o.request_id for o in outputs}) == 1000
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"max_num_seqs": 1, "max_num_queued_reqs": 0}, {"num_kv_cells": 130}, {"max_num_batched_tokens": 3}],
+)
+def test_tokens_do_not_depend_on_the_room(settings: dict[str, int]) -> None:
+    prompts = [prompt(*range(i, i + 5)) for i in range(30)]
+    with LLM("fake", **settings) as small:
+        assert tokens(small.generate(prompts, GREEDY)) == [
+            core.answer(p["prompt_token_ids"], 10) for p in prompts
+        ]
+
+
+def test_stop_strings_and_stop_ids(llm: LLM) -> None:
+    ids = core.answer([1, 2], 10)
+    shown = text.tokenizer().decode(ids, True)
+    by_text, by_id = llm.generate(
+        [prompt(1, 2)] * 2,
+        [
+            SamplingParams(temperature=0, max_tokens=100, stop=shown[4]),
+            SamplingParams(temperature=0, max_tokens=100, stop_token_ids=[ids[4]]),
+        ],
+    )
+    assert by_text.outputs[0].text == shown[: shown.index(shown[4])]
+    assert (by_text.outputs[0].finish_reason, by_text.outputs[0].stop_reason) == ("stop", shown[4])
+    assert by_id.outputs[0].token_ids == ids[:5]
+    assert (by_id.outputs[0].finish_reason, by_id.outputs[0].stop_reason) == ("stop", ids[4])
+
+
+def test_eos_ends_and_is_not_text(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=9, logit_bias={256: 100.0})
+    (output,) = llm.generate(prompt(1), params)
+    assert (output.outputs[0].token_ids, output.outputs[0].text) == ([256], "")
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", None)
+
+
+def test_the_models_defaults_are_used_where_nothing_is_said(llm: LLM) -> None:
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0)
+    assert tokens(llm.generate(prompt(1))) == [core.answer([1], 16)]
+
+
+def test_chat_takes_one_conversation_or_many(llm: LLM) -> None:
+    one = [{"role": "user", "content": "hi"}]
+    (single,) = llm.chat(one, GREEDY)
+    assert single.prompt == "user:hi;>"
+    assert tokens(llm.chat([one, one], GREEDY)) == tokens([single]) * 2
+    assert llm.chat(one, GREEDY, add_generation_prompt=False)[0].prompt == "user:hi;"
+    assert llm.chat([], GREEDY) == []
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "says"),
+    [
+        (prompt(), RejectedError, "empty"),
+        (prompt(300), RejectedError, "300"),
+        (prompt(*[1] * 120), ContextLengthError, "128 tokens"),
+        ({"text": "hi"}, RejectedError, "prompt_token_ids"),
+        ({"prompt_token_ids": ["hi"]}, RejectedError, "'hi'"),
+        ([1, "hi"], RejectedError, "'hi'"),
+    ],
+)
+def test_wrong_asks_are_refused_before_anything_runs(
+    llm: LLM, bad: Any, error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        llm.generate([prompt(1), bad] if isinstance(bad, dict) else bad, GREEDY)
+    assert tokens(llm.generate(prompt(1), GREEDY)) == [core.answer([1], 10)]
+
+
+def test_parameters_are_one_for_all_or_one_each(llm: LLM) -> None:
+    with pytest.raises(RejectedError, match="3 prompts and 2 sampling_params"):
+        llm.generate([prompt(1)] * 3, [GREEDY] * 2)
+
+
+def test_a_bad_row_does_not_stop_the_others(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    outputs = llm.generate([prompt(1), prompt(core.NON_FINITE), prompt(2)], GREEDY)
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
+    assert tokens(outputs) == [core.answer([1], 10), [], core.answer([2], 10)]
+    assert "not finite" in caplog.text
+
+
+def test_a_time_limit_is_kept_only_if_set() -> None:
+    with LLM("fake", request_timeout_s=1e-9) as hurried:
+        assert hurried.generate(prompt(1), GREEDY)[0].outputs[0].finish_reason == "timeout"
+
+
+def test_a_dead_engine_is_raised(llm: LLM) -> None:
+    with pytest.raises(EngineDeadError, match="device is lost"):
+        llm.generate([prompt(1), prompt(core.DEADLY)], GREEDY)
+    with pytest.raises(EngineDeadError):
+        llm.generate(prompt(1), GREEDY)
+
+
+def test_several_threads_share_one_model() -> None:
+    with (
+        LLM("fake", num_kv_cells=1024, max_num_seqs=3, max_num_queued_reqs=4) as shared,
+        ThreadPoolExecutor(6) as pool,
+    ):
+        calls = [pool.submit(shared.generate, [prompt(i, j) for j in range(20)], GREEDY) for i in range(6)]
+        for i, call in enumerate(calls):
+            assert tokens(call.result(60)) == [core.answer([i, j], 10) for j in range(20)]
+
+
+def test_an_interrupted_call_cancels_what_is_open(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = OutputProcessor.process
+
+    def interrupted(processor: OutputProcessor, event: Any) -> RequestOutput:
+        process(processor, event)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(OutputProcessor, "process", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([prompt(i) for i in range(100)], SamplingParams(temperature=0, max_tokens=100))
+    monkeypatch.setattr(OutputProcessor, "process", process)
+    assert tokens(llm.generate([prompt(i) for i in range(100)], GREEDY)) == [
+        core.answer([i], 10) for i in range(100)
+    ]
+
+
+def test_settings_are_checked_by_name() -> None:
+    for wrong in ({"max_num_sequences": 3}, {"kv_cache_memory": 0}, {"dtype": "int3"}):
+        with pytest.raises(RejectedError, match=next(iter(wrong))):
+            LLM("fake", **wrong)
+    with LLM("fake", kv_cache_memory=4 * 64, max_model_len=60) as small:
+        assert small.max_model_len == 60
+        assert small.model_info.vocab_size == core.VOCAB_SIZE
+
+
+def test_the_progress_bar_is_asked_for(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(prompt(1), GREEDY)
+    assert capsys.readouterr().err == ""
+    llm.generate([prompt(1)] * 3, GREEDY, use_tqdm=True)
+    assert "3/3" in capsys.readouterr().err
+
+
+def test_close_is_idempotent_and_final() -> None:
+    with LLM("fake") as made:
+        pass
+    made.close()
+    for call in (
+        lambda: made.generate(prompt(1), GREEDY),
+        lambda: made.chat([{"role": "user", "content": "x"}]),
+    ):
+        with pytest.raises(RejectedError, match="closed"):
+            call()
+
+
+def test_a_dropped_llm_frees_its_engine() -> None:
+    made = LLM("fake")
+    engine = next(t for t in threading.enumerate() if t.name == "llaisys-engine")
+    del made
+    gc.collect()
+    engine.join(30)
+    assert not engine.is_alive()
+
+
+def test_the_package_is_lazy_and_lists_its_names() -> None:
+    script = (
+        "import sys, llaisys; assert 'numpy' not in sys.modules; print(llaisys.SamplingParams.__module__)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "llaisys.types"]
+    assert {"LLM", "AsyncLLM", "SamplingParams"} <= set(dir(llaisys))
+    with pytest.raises(AttributeError, match="Llm"):
+        llaisys.Llm  # noqa: B018 the access is the test

@@ -1,0 +1,137 @@
+"""Ids become deltas: text, stop strings, ids that end an answer, logprobs; deltas join to the whole."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fakes import text
+from llaisys.engine.outputs import EngineOutput, TokenLogprobs
+from llaisys.output import OutputProcessor, append, empty
+from llaisys.types import FinishReason, RequestOutput, SamplingParams
+
+TOKENIZER = text.tokenizer()
+
+
+def ids(shown: str) -> list[int]:
+    return TOKENIZER.encode(shown, add_special_tokens=False)
+
+
+def opened(**params: Any) -> OutputProcessor:
+    processor = OutputProcessor(TOKENIZER)
+    processor.add("r", "prompt", [1, 2], SamplingParams(**params))
+    return processor
+
+
+def news(new: list[int], reason: FinishReason | None = None, stop: int | None = None) -> EngineOutput:
+    return EngineOutput("r", new, None, reason, stop)
+
+
+def test_a_delta_holds_what_is_new() -> None:
+    processor = opened()
+    first = processor.process(news(ids("ab")))
+    second = processor.process(news(ids("c"), FinishReason.LENGTH))
+    assert (first.outputs[0].text, first.finished, first.outputs[0].finish_reason) == ("ab", False, None)
+    assert (second.outputs[0].text, second.outputs[0].token_ids) == ("c", ids("c"))
+    assert (second.finished, second.outputs[0].finish_reason) == (True, "length")
+    assert (first.prompt, first.prompt_token_ids) == ("prompt", [1, 2])
+    assert "r" not in processor
+
+
+def test_half_a_character_waits_for_its_rest() -> None:
+    processor = opened()
+    a, b = ids("é")
+    assert processor.process(news([a])).outputs[0].text == ""
+    assert processor.process(news([b])).outputs[0].text == "é"
+    assert processor.process(news([a], FinishReason.LENGTH)).outputs[0].text == "\ufffd"
+
+
+@pytest.mark.parametrize(("include", "shown"), [(False, "a"), (True, "ab")])
+def test_an_id_that_ends_the_answer_counts_and_is_shown_if_asked(include: bool, shown: str) -> None:
+    processor = opened(include_stop_str_in_output=include, stop_token_ids=ids("b"))
+    delta = processor.process(news(ids("ab"), FinishReason.STOP, ids("b")[0]))
+    assert (delta.outputs[0].text, delta.outputs[0].token_ids) == (shown, ids("ab"))
+    assert (delta.outputs[0].finish_reason, delta.outputs[0].stop_reason) == ("stop", ids("b")[0])
+
+
+def test_eos_is_never_shown() -> None:
+    delta = opened().process(news([*ids("a"), text.EOS], FinishReason.STOP))
+    assert (delta.outputs[0].text, delta.outputs[0].stop_reason) == ("a", None)
+    assert delta.outputs[0].token_ids == [*ids("a"), text.EOS]
+
+
+def test_a_stop_string_ends_the_answer_before_the_engine_knows() -> None:
+    processor = opened(stop=["cd"])
+    assert processor.process(news(ids("abc"))).outputs[0].text == "ab"
+    event = news(ids("dxyz"))
+    delta = processor.process(event)
+    assert (delta.finished, event.finish_reason) == (True, None)
+    assert (delta.outputs[0].text, delta.outputs[0].token_ids) == ("", ids("d"))
+    assert (delta.outputs[0].finish_reason, delta.outputs[0].stop_reason) == ("stop", "cd")
+    assert "r" not in processor
+    with pytest.raises(KeyError):
+        processor.process(news(ids("z")))
+
+
+def test_a_stop_string_wins_over_the_length_it_falls_on() -> None:
+    delta = opened(stop=["b"]).process(news(ids("ab"), FinishReason.LENGTH))
+    assert (delta.outputs[0].finish_reason, delta.outputs[0].stop_reason) == ("stop", "b")
+
+
+def test_text_held_back_for_a_stop_string_is_shown_at_the_end() -> None:
+    processor = opened(stop=["cd"])
+    assert processor.process(news(ids("abc"), FinishReason.LENGTH)).outputs[0].text == "abc"
+
+
+def test_logprobs_name_their_tokens_and_follow_the_kept_ids() -> None:
+    processor = opened(stop=["b"], logprobs=1)
+    a, b, c = ids("abc")
+    entries = [TokenLogprobs(a, -0.5, 1, [(a, -0.5)]), TokenLogprobs(b, -2.0, 7, [(c, -0.1)])]
+    first = processor.process(EngineOutput("r", [a], entries[:1]))
+    over_run = TokenLogprobs(c, -9.0, 1, [])
+    second = processor.process(EngineOutput("r", [b, c], [entries[1], over_run]))
+    assert first.outputs[0].logprobs is not None
+    assert [(k, v.logprob, v.rank, v.decoded_token) for k, v in first.outputs[0].logprobs[0].items()] == [
+        (a, -0.5, 1, "a")
+    ]
+    assert second.outputs[0].logprobs is not None
+    assert [(k, v.rank, v.decoded_token) for k, v in second.outputs[0].logprobs[0].items()] == [
+        (b, 7, "b"),
+        (c, 1, "c"),
+    ]
+    assert len(second.outputs[0].logprobs) == 1
+    assert second.outputs[0].cumulative_logprob == -2.5
+
+
+def test_no_logprobs_unless_asked() -> None:
+    answer = opened().process(news(ids("a"))).outputs[0]
+    assert (answer.logprobs, answer.cumulative_logprob) == (None, None)
+
+
+def test_discard_forgets_once() -> None:
+    processor = opened()
+    assert processor.discard("r")
+    assert not processor.discard("r")
+
+
+def whole(processor: OutputProcessor, pushes: list[list[int]]) -> RequestOutput:
+    result = empty("r", "prompt", [1, 2])
+    for i, push in enumerate(pushes):
+        append(result, processor.process(news(push, FinishReason.LENGTH if i == len(pushes) - 1 else None)))
+        if result.finished:
+            break
+    return result
+
+
+@given(st.text(max_size=40), st.lists(st.integers(0, 40)), st.sampled_from([(), ("a",), ("ab", "0")]))
+def test_the_joined_deltas_do_not_depend_on_the_cuts(
+    shown: str, cuts: list[int], stop: tuple[str, ...]
+) -> None:
+    new = ids(shown)
+    edges = [0, *sorted(min(cut, len(new)) for cut in cuts), len(new)]
+    pushes = [new[a:b] for a, b in itertools.pairwise(edges)]
+    assert whole(opened(stop=stop), pushes) == whole(opened(stop=stop), [new])

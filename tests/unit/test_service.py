@@ -1,0 +1,343 @@
+"""AsyncLLM over the fake core: streams, cancels, slow readers, deaths, drains, counts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from fakes import core, text
+from llaisys.config import Config
+from llaisys.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    QueueFullError,
+    RejectedError,
+    RequestFailedError,
+    RequestTimeoutError,
+    UnsupportedError,
+)
+from llaisys.model import Model
+from llaisys.service import AsyncLLM
+from llaisys.types import RequestOutput, SamplingParams
+
+PROMPT = [1, 2, 3]
+
+
+def greedy(**changes: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 10, **changes})
+
+
+class Gate:
+    """Holds the engine before each decode while it is closed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened = threading.Event()
+        self.opened.set()
+        self.stepping = threading.Event()
+        decode = core.Context.decode
+
+        def held(context: core.Context, *arrays: Any) -> Any:
+            self.stepping.set()
+            self.opened.wait(30)
+            return decode(context, *arrays)
+
+        monkeypatch.setattr(core.Context, "decode", held)
+
+    async def reached(self) -> None:
+        """Returns with the engine inside a step."""
+        assert await asyncio.to_thread(self.stepping.wait, 30)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch, fake_core: None) -> Gate:  # noqa: ARG001 its effect is needed
+    return Gate(monkeypatch)
+
+
+@contextlib.asynccontextmanager
+async def started(**settings: Any) -> AsyncIterator[AsyncLLM]:
+    service = await AsyncLLM.start(Config(num_kv_cells=512, **settings))
+    try:
+        yield service
+    finally:
+        await service.close()
+        assert not service.is_alive()
+
+
+async def collect(service: AsyncLLM, request_id: str, prompt: Any = None, **params: Any) -> RequestOutput:
+    """The joined deltas; checks that the last one alone is finished."""
+    deltas = [d async for d in service.generate(prompt or PROMPT, greedy(**params), request_id)]
+    assert [d.finished for d in deltas] == [False] * (len(deltas) - 1) + [True]
+    whole = deltas[-1]
+    whole.outputs[0].text = "".join(d.outputs[0].text for d in deltas)
+    whole.outputs[0].token_ids = [i for d in deltas for i in d.outputs[0].token_ids]
+    return whole
+
+
+pytestmark = pytest.mark.usefixtures("fake_model")
+
+
+async def test_a_stream_is_the_answer_in_pieces() -> None:
+    async with started() as service:
+        output = await collect(service, "a")
+    assert output.outputs[0].token_ids == core.answer(PROMPT, 10)
+    assert output.outputs[0].text == text.tokenizer().decode(core.answer(PROMPT, 10), True)
+    assert (output.outputs[0].finish_reason, output.prompt_token_ids) == ("length", PROMPT)
+
+
+async def test_many_streams_do_not_mix() -> None:
+    async with started(max_num_seqs=5) as service:
+        prompts = [[i, i + 1, i + 2] for i in range(40)]
+        outputs = await asyncio.gather(*(collect(service, f"{p}", p) for p in prompts))
+    assert [o.outputs[0].token_ids for o in outputs] == [core.answer(p, 10) for p in prompts]
+
+
+async def test_facts_for_a_server(fake_model: Model) -> None:
+    async with started(served_model_name=("x", "y"), max_model_len=100) as service:
+        assert service.model_names == ("x", "y")
+        assert service.max_model_len == 100
+        assert service.default_sampling_params == {"temperature": 0.0}
+        assert service.model_info is fake_model.info
+        assert service.config.max_model_len == 100
+        assert service.is_ready()
+        assert service.is_alive()
+    async with started() as service:
+        assert service.model_names == ("fake",)
+
+
+async def test_text_is_tokenised_and_chats_are_rendered() -> None:
+    async with started() as service:
+        output = await collect(service, "a", "hi")
+        assert output.prompt == "hi"
+        assert output.prompt_token_ids == await service.encode("hi")
+        ids = await service.chat_prompt([{"role": "user", "content": "hi"}])
+        assert await service.decode(ids) == "user:hi;>"
+        ids = await service.chat_prompt([{"role": "user", "content": "hi"}], add_generation_prompt=False)
+        assert await service.decode(ids) == "user:hi;"
+        with pytest.raises(RejectedError):
+            await service.chat_prompt([{"role": "user"}])
+
+
+async def test_no_template_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llaisys.service.open_model", lambda _: text.model(template=None))
+    async with started() as service:
+        with pytest.raises(UnsupportedError, match="no chat template"):
+            await service.chat_prompt([{"role": "user", "content": "hi"}])
+
+
+async def test_a_stop_string_ends_the_stream_and_the_request() -> None:
+    shown = text.tokenizer().decode(core.answer(PROMPT, 10), True)
+    async with started() as service:
+        output = await collect(service, "a", stop=[shown[3]], max_tokens=100)
+        assert output.outputs[0].text == shown[: shown.index(shown[3])]
+        assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", shown[3])
+        await collect(service, "b")  # the cancel was heard before this one's end
+        assert service.stats().num_running == 0
+        assert service.stats().finished == {"stop": 1, "length": 1}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error"), [([1] * 200, ContextLengthError), ([], RejectedError), ([300], RejectedError)]
+)
+async def test_a_refusal_comes_with_the_first_anext(prompt: list[int], error: type[Exception]) -> None:
+    async with started() as service:
+        stream = service.generate(prompt, greedy(), "a")
+        with pytest.raises(error):
+            await anext(stream)
+        assert service.stats().finished == {}
+        await collect(service, "a")
+
+
+async def test_a_full_queue_is_refused(gate: Gate) -> None:
+    async with started(max_num_seqs=1, max_num_queued_reqs=1) as service:
+        gate.opened.clear()
+        first = asyncio.create_task(collect(service, "a"))
+        await gate.reached()
+        second = asyncio.create_task(collect(service, "b"))
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError) as caught:
+            await collect(service, "c")
+        assert caught.value.retry_after_s >= 1
+        gate.opened.set()
+        outputs = await asyncio.gather(first, second)
+        assert all(o.outputs[0].token_ids == core.answer(PROMPT, 10) for o in outputs)
+
+
+async def test_an_id_in_use_is_refused(gate: Gate) -> None:
+    async with started() as service:
+        gate.opened.clear()
+        first = asyncio.create_task(collect(service, "a"))
+        await gate.reached()
+        with pytest.raises(RejectedError, match="in use"):
+            await collect(service, "a")
+        gate.opened.set()
+        assert (await first).finished
+
+
+@pytest.mark.parametrize("how", ["aclose", "task"])
+async def test_leaving_cancels_within_a_step(gate: Gate, how: str) -> None:
+    async with started() as service:
+        if how == "aclose":
+            stream = service.generate(PROMPT, greedy(max_tokens=100), "a")
+            await anext(stream)
+            await stream.aclose()
+        else:
+            gate.opened.clear()
+            task = asyncio.create_task(collect(service, "a", max_tokens=100))
+            await gate.reached()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            gate.opened.set()
+        await collect(service, "b", max_tokens=2)
+        stats = service.stats()
+        assert (stats.num_running, stats.kv_cells_used) == (0, 0)
+        assert stats.finished == {"abort": 1, "length": 1}
+
+
+async def test_a_stream_that_was_never_read_submits_nothing() -> None:
+    async with started() as service:
+        stream = service.generate(PROMPT, greedy(), "a")
+        await stream.aclose()
+        assert service.stats().finished == {}
+
+
+async def test_abort_ends_the_stream_with_its_reason(gate: Gate) -> None:
+    async with started() as service:
+        gate.opened.clear()
+        task = asyncio.create_task(collect(service, "a", max_tokens=100))
+        await gate.reached()
+        service.abort("a")
+        service.abort("unknown")
+        gate.opened.set()
+        output = await task
+        assert (output.outputs[0].finish_reason, output.finished) == ("abort", True)
+        assert service.stats().finished == {"abort": 1}
+
+
+async def test_a_late_reader_gets_several_steps_at_once() -> None:
+    async with started() as service:
+        stream = service.generate(PROMPT, greedy(max_tokens=50), "a")
+        deltas = [await anext(stream)]
+        for i in range(50):  # each takes a step of its own, and one of `a` with it
+            await collect(service, f"{i}", max_tokens=1)
+        deltas += [delta async for delta in stream]
+        assert [i for d in deltas for i in d.outputs[0].token_ids] == core.answer(PROMPT, 50)
+        assert len(deltas) <= 2
+        assert deltas[-1].finished
+
+
+async def test_a_reader_that_never_reads_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llaisys.mailbox.MAILBOX_BYTES_MAX", 100)
+    async with started() as service:
+        stream = service.generate(PROMPT, greedy(max_tokens=100), "a")
+        await anext(stream)
+        for i in range(100):  # each takes a step of its own, and one of `a` with it
+            await collect(service, f"{i}", max_tokens=1)
+        with pytest.raises(RequestFailedError, match="behind"):
+            async for _ in stream:
+                pass
+        assert service.stats().finished == {"length": 100, "error": 1}
+
+
+async def test_a_bad_row_and_a_timeout_end_their_stream_only(gate: Gate) -> None:
+    async with started() as service:
+        good = asyncio.create_task(collect(service, "good"))
+        with pytest.raises(RequestFailedError, match="not finite"):
+            await collect(service, "bad", [core.NON_FINITE])
+        assert (await good).finished
+    async with started(request_timeout_s=1e-3) as service:
+        gate.opened.clear()
+        gate.stepping.clear()
+        late = asyncio.create_task(collect(service, "late"))
+        await gate.reached()
+        await asyncio.sleep(2e-3)
+        gate.opened.set()
+        with pytest.raises(RequestTimeoutError):
+            await late
+        assert service.stats().finished == {"timeout": 1}
+
+
+@pytest.mark.parametrize("trouble", [core.DEADLY, core.PANICS])
+async def test_death_ends_every_stream_and_readiness(trouble: int) -> None:
+    async with started() as service:
+        streams = [asyncio.create_task(collect(service, f"{i}", max_tokens=100)) for i in range(5)]
+        with pytest.raises(EngineDeadError):
+            await collect(service, "bad", [trouble])
+        results = await asyncio.gather(*streams, return_exceptions=True)
+        assert all(isinstance(r, (EngineDeadError, RequestOutput)) for r in results)
+        assert not service.is_alive()
+        assert not service.is_ready()
+        with pytest.raises(EngineDeadError):
+            await collect(service, "late")
+
+
+async def test_drain_lets_open_streams_finish(gate: Gate) -> None:
+    async with started() as service:
+        gate.opened.clear()
+        task = asyncio.create_task(collect(service, "a"))
+        await gate.reached()
+        closing = asyncio.create_task(service.close(drain_s=30))
+        await asyncio.sleep(0)
+        assert not service.is_ready()
+        assert service.is_alive()
+        with pytest.raises(EngineDeadError, match="shutting down"):
+            await collect(service, "b")
+        gate.opened.set()
+        assert (await task).outputs[0].finish_reason == "length"
+        await closing
+
+
+async def test_close_without_drain_ends_open_streams(gate: Gate) -> None:
+    async with started() as service:
+        gate.opened.clear()
+        task = asyncio.create_task(collect(service, "a", max_tokens=100))
+        await gate.reached()
+        closing = asyncio.create_task(service.close())
+        gate.opened.set()
+        with pytest.raises(EngineDeadError, match="shutting down"):
+            await task
+        await closing
+        await service.close()
+
+
+async def test_stats_count_tokens_and_latencies() -> None:
+    async with started() as service:
+        await collect(service, "a")
+        await collect(service, "b", max_tokens=1)
+        stats = service.stats()
+        assert (stats.prompt_tokens, stats.generation_tokens) == (6, 11)
+        assert stats.finished == {"length": 2}
+        assert stats.time_to_first_token_s.count == 2
+        assert stats.e2e_request_latency_s.count == 2
+        assert 1 <= stats.inter_token_latency_s.count <= 9
+        assert stats.kv_cells == 512
+
+
+async def test_a_start_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedError, match="cuda"):
+        await AsyncLLM.start(Config(device="cuda"))
+    with pytest.raises(RejectedError, match="max_model_len"):
+        await AsyncLLM.start(Config(max_model_len=4096))
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise UnsupportedError("rope type 'odd'")
+
+    monkeypatch.setattr(core.Context, "__init__", broken)
+    with pytest.raises(UnsupportedError, match="odd"):
+        await AsyncLLM.start(Config())
+
+
+async def test_nothing_is_left_behind() -> None:
+    async with started() as service:
+        for i in range(20):
+            await collect(service, f"{i}")
+        assert not service._mailboxes
+    del service
+    gc.collect()
+    assert not [t for t in threading.enumerate() if t.name == "llaisys-engine"]
