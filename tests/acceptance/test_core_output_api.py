@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from golden import FOLDER, Golden
 from llaisys._core import SamplerSpec
 from llaisys.errors import RejectedError
@@ -95,7 +96,11 @@ def test_a_non_finite_row_faults_alone() -> None:
 def test_a_mask_of_the_wrong_shape_is_refused(runner: Runner) -> None:
     seq = runner.context.seq_acquire()
     with pytest.raises(RejectedError):
-        runner.decode([(1, 0, [seq], LOGITS)], logits_mask=(np.array([0], np.int32), np.zeros((1, 2), np.uint32)))
+        runner.decode(
+            [(1, 0, [seq], LOGITS)], logits_mask=(np.array([0], np.int32), np.zeros((1, 2), np.uint32))
+        )
     with pytest.raises(RejectedError):
-        runner.decode([(1, 0, [seq], LOGITS)], logits_mask=(np.array([4], np.int32), np.zeros((1, 19), np.uint32)))
+        runner.decode(
+            [(1, 0, [seq], LOGITS)], logits_mask=(np.array([4], np.int32), np.zeros((1, 19), np.uint32))
+        )
     assert runner.context.kv_seq_pos_max(seq) == -1
