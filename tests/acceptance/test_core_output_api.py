@@ -77,7 +77,7 @@ def test_a_mask_that_allows_nothing_faults_its_row_only(runner: Runner, golden: 
 
 
 def test_a_non_finite_row_faults_alone() -> None:
-    """The embedding of token 5 is made NaN: the sequence that uses it faults, its neighbour does not notice."""
+    """Token 5 gets a NaN embedding: the sequence that uses it faults, its neighbour does not notice."""
     with Runner(FOLDER.parent / "qwen2-odd-f32-sharded") as runner:
         want = int(runner.forward([1, 2, 3])[0][-1].argmax())
         table = np.random.default_rng(0).standard_normal((600, 112)).astype(np.float32)
