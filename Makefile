@@ -66,12 +66,12 @@ lint: build ## rustfmt, clippy, ruff, mypy, stubtest, import rules, house rules
 	$(VENV)/bin/pytest -q tests/house
 
 check: lint ## lint and the fast tests (under 5 minutes)
-	cargo test --workspace --quiet --lib
+	cargo test -p llaisys-core --quiet --lib
 	$(VENV)/bin/pytest -q tests/unit
 
 ifeq ($(SUITE),)
 test: lint model browser ## every test (SUITE=stage0|stage1|stage2: those acceptance tests only)
-	cargo test --workspace --quiet
+	cargo test -p llaisys-core --quiet
 	$(VENV)/bin/pytest -q tests --ignore=tests/house
 else
 test: model browser
@@ -79,7 +79,7 @@ test: model browser
 endif
 
 bench: build ## kernels and the decode step (criterion); results in target/criterion
-	cargo bench --workspace
+	cargo bench -p llaisys-core
 
 bench-serve: model ## load on a running server: first token, per token, throughput
 	$(PY) benches/serve.py $(ARGS)

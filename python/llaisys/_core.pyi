@@ -23,7 +23,7 @@ def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tupl
 class SamplerSpec:
     """Sampling of one sequence, checked once. See `types.SamplingParams` for the meanings.
 
-    `stop_ids` only matter for `min_tokens`: they are masked until so many tokens are out. `top_logprobs` -1:
+    `stop_ids` only matter for `min_tokens`: they are masked until so many tokens are out. `top_logprobs` -1 (the default):
     no logprobs; 0: the sampled token's only.
     """
 
@@ -43,7 +43,7 @@ class SamplerSpec:
         stop_ids: list[int] = ...,
         seed: int = 0,
         choice: int = 0,
-        top_logprobs: int = -1,
+        top_logprobs: int = ...,
     ) -> SamplerSpec: ...
 
 @final

@@ -80,6 +80,9 @@ class Config(BaseSettings):
     allowed_origins: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="origins for CORS; none: same origin only"
     )
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="more names under which clients reach the server (Host header), with or without a port"
+    )
     strict_fields: bool = Field(False, description="refuse unknown request fields with 400")
     shutdown_timeout_s: float = Field(
         0.0, ge=0, description="seconds that open requests may go on after SIGTERM"
@@ -88,7 +91,7 @@ class Config(BaseSettings):
         "info", description="lowest level that is logged"
     )
 
-    @field_validator("served_model_name", "api_key", "allowed_origins", mode="before")
+    @field_validator("served_model_name", "api_key", "allowed_origins", "allowed_hosts", mode="before")
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
         """A comma-separated string (environment) or a list (YAML, repeated flags)."""

@@ -7,10 +7,11 @@ import platform
 import shutil
 import sys
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 from llaisys.config import home_folder
+from llaisys.engine.machine import available_bytes, usable_cores
+from llaisys.engine.worker import available_isas
 from llaisys.hub import list_models
 
 # Flags of /proc/cpuinfo that decide which kernels can run.
@@ -36,32 +37,19 @@ class Finding:
     fine: bool = True
 
 
-def installed_version() -> str:
-    """The version of the installed package."""
-    try:
-        return metadata.version("llaisys")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
-
-
 def examine() -> list[Finding]:
     """The findings, in the order in which a person would ask."""
     return [
-        Finding("llaisys", installed_version()),
         Finding("python", f"{platform.python_version()} ({sys.executable})"),
         Finding("platform", f"{platform.system()} {platform.release()} {platform.machine()}"),
         _processor(),
-        Finding("cores", f"{os.cpu_count()} in the machine, {_usable_cores()} usable by this process"),
+        Finding("cores", f"{os.cpu_count()} in the machine, {usable_cores()} usable by this process"),
         _instruction_sets(),
         _memory(),
         _cache(),
         *_models(),
         Finding("cuda", "not supported by this build yet"),
     ]
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _processor() -> Finding:
@@ -73,19 +61,17 @@ def _processor() -> Finding:
 
 def _instruction_sets() -> Finding:
     try:
-        from llaisys.engine.worker import available_isas
+        best, *others = available_isas()
     except ImportError as e:
         return Finding("kernels", f"the compiled core cannot be loaded ({e}); run `make build`", fine=False)
-    best, *others = available_isas()
     return Finding("kernels", f"{best} will be used" + (f"; also: {', '.join(others)}" if others else ""))
 
 
 def _memory() -> Finding:
-    facts = _proc("meminfo")
-    if "MemTotal" not in facts:
-        return Finding("memory", "unknown (no /proc/meminfo)")
-    total, available = (int(facts[key].split()[0]) / 2**20 for key in ("MemTotal", "MemAvailable"))
-    return Finding("memory", f"{total:.1f} GiB, {available:.1f} GiB available")
+    total = int(_proc("meminfo")["MemTotal"].split()[0]) / 2**20
+    return Finding(
+        "memory", f"{total:.1f} GiB, {available_bytes() / 2**30:.1f} GiB available to this process"
+    )
 
 
 def _cache() -> Finding:
@@ -104,11 +90,9 @@ def _models() -> list[Finding]:
 
 
 def _proc(name: str) -> dict[str, str]:
-    """The first `key: value` lines of a file of /proc; empty where there is none."""
+    """The `key: value` lines of a file of /proc; of equal keys the first (one processor of many)."""
     facts: dict[str, str] = {}
-    path = Path("/proc") / name
-    if path.exists():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            facts.setdefault(key.strip(), value.strip())
+    for line in (Path("/proc") / name).read_text(encoding="utf-8", errors="replace").splitlines():
+        key, _, value = line.partition(":")
+        facts.setdefault(key.strip(), value.strip())
     return facts

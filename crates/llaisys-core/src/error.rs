@@ -17,8 +17,8 @@ use crate::kv::KvError;
 use crate::sample::SamplingError;
 use thiserror::Error;
 
-/// Result of every fallible operation of the core.
-pub type Result<T> = std::result::Result<T, Error>;
+/// Result of a fallible operation of the core; `E` where only one kind can occur.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Any refusal or failure of the core.
 #[derive(Debug, Error)]
@@ -65,6 +65,9 @@ pub enum Rejected {
     /// `replace_weight` names a tensor that the model does not have.
     #[error("the model has no weight named {name:?}")]
     NoSuchWeight { name: String },
+    /// `replace_weight` gives another shape than the checkpoint's.
+    #[error("weight {name:?} has shape {want:?}, the given values have {got:?}")]
+    WeightShape { name: String, want: Vec<usize>, got: Vec<usize> },
     /// The context was closed.
     #[error("the context is closed")]
     Closed,

@@ -50,12 +50,18 @@ pub struct RowView<'a> {
 /// memory as it fills.
 #[derive(Debug)]
 pub struct AlignedBuf {
+    /// The first byte on the boundary; dangling if `len` is 0.
     ptr: NonNull<u8>,
+    /// What the allocator gave, at most [`ALIGN`] bytes before `ptr`.
+    base: NonNull<u8>,
     len: usize,
 }
 
 /// One cache line, one zmm register.
 pub const ALIGN: usize = 64;
+
+/// What `calloc` aligns to by itself on 64-bit systems.
+const NATURAL_ALIGN: usize = 16;
 
 // SAFETY: the buffer is plain owned memory; the pointer is never shared outside borrows of `self`.
 unsafe impl Send for AlignedBuf {}
@@ -65,14 +71,22 @@ unsafe impl Sync for AlignedBuf {}
 impl AlignedBuf {
     /// `len` zero bytes for `what` (a name for the error message).
     pub fn zeroed(what: &'static str, len: usize) -> Result<Self, DeviceError> {
-        let refused = DeviceError::Allocation { what, bytes: len };
         if len == 0 {
-            return Ok(Self { ptr: NonNull::dangling(), len });
+            return Ok(Self { ptr: NonNull::dangling(), base: NonNull::dangling(), len });
         }
-        let Ok(layout) = Layout::from_size_align(len, ALIGN) else { return Err(refused) };
+        let refused = DeviceError::Allocation { what, bytes: len };
+        let Some(layout) = Self::layout(len) else { return Err(refused) };
         // SAFETY: the layout has a non-zero size (checked above).
-        let ptr = unsafe { alloc_zeroed(layout) };
-        NonNull::new(ptr).map(|ptr| Self { ptr, len }).ok_or(refused)
+        let Some(base) = NonNull::new(unsafe { alloc_zeroed(layout) }) else { return Err(refused) };
+        // SAFETY: the offset is below ALIGN, and the layout holds `len + ALIGN` bytes.
+        let ptr = unsafe { base.add(base.as_ptr().align_offset(ALIGN)) };
+        Ok(Self { ptr, base, len })
+    }
+
+    /// `len` bytes and room to move up to the boundary. A larger alignment asked of the allocator would make it
+    /// write the zeros itself, touching every page; at the natural one it takes fresh zero pages from the system.
+    fn layout(len: usize) -> Option<Layout> {
+        Layout::from_size_align(len.checked_add(ALIGN)?, NATURAL_ALIGN).ok()
     }
 
     /// Length in bytes.
@@ -109,9 +123,9 @@ impl Drop for AlignedBuf {
         if self.len == 0 {
             return;
         }
-        let layout = Layout::from_size_align(self.len, ALIGN).expect("the layout was valid when allocated");
-        // SAFETY: `ptr` came from `alloc_zeroed` with this very layout and is freed once.
-        unsafe { dealloc(self.ptr.as_ptr(), layout) }
+        let layout = Self::layout(self.len).expect("the layout was valid when allocated");
+        // SAFETY: `base` came from `alloc_zeroed` with this very layout and is freed once.
+        unsafe { dealloc(self.base.as_ptr(), layout) }
     }
 }
 

@@ -1,1 +1,325 @@
-//! Placeholder until its part lands.
+//! The worker pool: one job at a time on all threads, the caller being worker 0.
+//!
+//! A decode step is some hundreds of regions of a few microseconds each, so handing out a job must cost less
+//! than one microsecond: workers wait by spinning, then by yielding, and park only when no job came for about
+//! 300 us (waking one costs 25 us). The core reads no clock, so waits are counted in spins.
+//!
+//! Who may touch what in [`Shared`], by number:
+//! 1. `job` is written by the caller alone, and only while no worker reads it: before `seq` is bumped, and
+//!    after every worker has counted itself in `done` for the job before.
+//! 2. A worker reads `job` once for each new value of `seq`, after it has seen that value (acquire).
+//! 3. The caller of [`Pool::run`] does not return, nor unwind, before `done` has reached the number of
+//!    workers, so the borrow behind `job` outlives every use.
+//! 4. `busy` admits one caller at a time; a second one, or a job that runs a job, is a bug and panics.
+
+use crate::error::DeviceError;
+use std::any::Any;
+use std::cell::UnsafeCell;
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle, Thread};
+
+/// Pause instructions before a waiting thread starts to yield: about 20 us at 23 ns each.
+const N_SPINS: u32 = 900;
+/// Yields before a waiting worker parks: about 300 us when nobody else wants the CPU.
+const N_YIELDS: u32 = 700;
+
+/// A job as the workers see it: its lifetime is erased, rule 3 stands for it.
+type Job = *const (dyn Fn(usize) + Sync);
+
+/// Its own pair of cache lines, so that a spinning reader does not slow down the writer of a neighbour.
+#[repr(align(128))]
+struct Line<T>(T);
+
+struct Shared {
+    /// Number of jobs published so far, wrapping.
+    seq: Line<AtomicU32>,
+    /// Workers that are through with the current job.
+    done: Line<AtomicUsize>,
+    /// Workers that are parked, or about to park.
+    parked: Line<AtomicUsize>,
+    /// The current job; `None` tells the workers to end.
+    job: Line<UnsafeCell<Option<Job>>>,
+    /// What a worker's part of the current job panicked with.
+    panic: Mutex<Option<Box<dyn Any + Send>>>,
+}
+
+// SAFETY: `job` is the only field that is not Send and Sync by itself. The pointee is Sync, so any thread may
+// call it; who reads and writes the cell when is rules 1 and 2 above.
+unsafe impl Send for Shared {}
+// SAFETY: as above.
+unsafe impl Sync for Shared {}
+
+/// Threads that run one job at a time. Dropping it ends and joins them.
+pub struct Pool {
+    shared: Arc<Shared>,
+    workers: Vec<JoinHandle<()>>,
+    busy: AtomicBool,
+}
+
+impl std::fmt::Debug for Pool {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Pool").field("n_threads", &self.n_threads()).finish_non_exhaustive()
+    }
+}
+
+impl Pool {
+    /// A pool of `n_threads >= 1`, of which the caller of [`Pool::run`] is the first: `n_threads - 1` are
+    /// started. If there are as many as CPUs that this thread may use, each worker is pinned to one of them
+    /// (two on one CPU cost 1 ms a region); otherwise the system places them.
+    ///
+    /// Errors: [`DeviceError::Threads`] if the system refuses one; those already started are ended.
+    pub fn new(n_threads: usize) -> Result<Self, DeviceError> {
+        assert!(n_threads >= 1, "a pool has at least its caller's thread");
+        let shared = Arc::new(Shared {
+            seq: Line(AtomicU32::new(0)),
+            done: Line(AtomicUsize::new(0)),
+            parked: Line(AtomicUsize::new(0)),
+            job: Line(UnsafeCell::new(None)),
+            panic: Mutex::new(None),
+        });
+        let mut pool = Self { shared, workers: Vec::new(), busy: AtomicBool::new(false) };
+        let cpus = affinity::usable_cpus();
+        let pin = n_threads > 1 && cpus.len() == n_threads;
+        for worker in 1..n_threads {
+            let shared = Arc::clone(&pool.shared);
+            let cpu = cpus.get(worker).copied().filter(|_| pin);
+            let handle = thread::Builder::new()
+                .name(format!("llaisys-{worker}"))
+                .spawn(move || {
+                    if let Some(cpu) = cpu {
+                        affinity::pin_to(cpu);
+                    }
+                    work(&shared, worker);
+                })
+                .map_err(|source| DeviceError::Threads { n_threads, source })?;
+            pool.workers.push(handle);
+        }
+        Ok(pool)
+    }
+
+    /// Threads that a job runs on, the caller's included.
+    pub fn n_threads(&self) -> usize {
+        self.workers.len() + 1
+    }
+
+    /// Calls `job(worker)` once for each worker in `0..n_threads`, 0 on the calling thread, all at once, and
+    /// returns when all have returned.
+    ///
+    /// If any part panics, the others are waited for, then the panic is raised here; the pool stays usable.
+    /// Panics if the pool is running a job already.
+    pub fn run(&self, job: &(dyn Fn(usize) + Sync)) {
+        assert!(!self.busy.swap(true, Ordering::Acquire), "the pool is running a job already");
+        // SAFETY: only the lifetime changes; `finish` below does not return before the last use (rule 3).
+        let erased: Job = unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), Job>(job) };
+        self.publish(Some(erased));
+        let own = catch_unwind(AssertUnwindSafe(|| job(0)));
+        self.finish();
+        let theirs = self.shared.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
+        self.busy.store(false, Ordering::Release);
+        if let Some(payload) = own.err().or(theirs) {
+            resume_unwind(payload);
+        }
+    }
+
+    /// Calls `job(i, chunk)` once for each chunk of `chunk_len` elements of `data` (the last may be shorter);
+    /// `i` counts chunks. Each worker gets a run of neighbouring chunks.
+    pub fn run_chunks<T: Send>(
+        &self,
+        data: &mut [T],
+        chunk_len: usize,
+        job: &(dyn Fn(usize, &mut [T]) + Sync),
+    ) {
+        let n_chunks = data.len().div_ceil(chunk_len);
+        let n_threads = self.n_threads();
+        let out = Disjoint::new(data);
+        self.run(&|worker| {
+            for i in share(n_chunks, n_threads, worker) {
+                let range = i * chunk_len..((i + 1) * chunk_len).min(out.len());
+                // SAFETY: `share` gives each chunk to exactly one worker, and chunks do not overlap.
+                job(i, unsafe { out.range(range) });
+            }
+        });
+    }
+
+    /// Makes `job` the current one and wakes whoever is parked.
+    fn publish(&self, job: Option<Job>) {
+        let shared = &*self.shared;
+        // SAFETY: rule 1: `new` or the last `finish` left every worker waiting for the next `seq`.
+        unsafe { *shared.job.0.get() = job };
+        shared.done.0.store(0, Ordering::Relaxed);
+        // SeqCst here and in `next_job`: either the worker sees the new `seq`, or we see it as parked.
+        shared.seq.0.fetch_add(1, Ordering::SeqCst);
+        if shared.parked.0.load(Ordering::SeqCst) > 0 {
+            self.workers.iter().map(JoinHandle::thread).for_each(Thread::unpark);
+        }
+    }
+
+    /// Waits until every worker is through with the current job.
+    fn finish(&self) {
+        let all = self.workers.len();
+        let mut waited = 0;
+        while self.shared.done.0.load(Ordering::Acquire) != all {
+            pause(&mut waited);
+        }
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.publish(None);
+        for worker in self.workers.drain(..) {
+            // A worker's loop catches every panic of a job, so there is nothing to report here.
+            let _ = worker.join();
+        }
+    }
+}
+
+/// One turn of waiting: spins first, then lets others run.
+fn pause(waited: &mut u32) {
+    *waited = waited.saturating_add(1);
+    if *waited < N_SPINS { std::hint::spin_loop() } else { thread::yield_now() }
+}
+
+fn work(shared: &Shared, worker: usize) {
+    let mut seen = 0;
+    loop {
+        seen = next_seq(shared, seen);
+        // SAFETY: rule 2: a new `seq` was seen, and the caller does not write before we count ourselves done.
+        let Some(job) = (unsafe { *shared.job.0.get() }) else { return };
+        // SAFETY: rule 3: the caller keeps the job alive until `done` is complete.
+        let result = catch_unwind(AssertUnwindSafe(|| unsafe { (*job)(worker) }));
+        if let Err(payload) = result {
+            *shared.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(payload);
+        }
+        shared.done.0.fetch_add(1, Ordering::Release);
+    }
+}
+
+/// Waits for a job after number `seen`; spins, yields, then parks.
+fn next_seq(shared: &Shared, seen: u32) -> u32 {
+    let mut waited = 0;
+    while waited < N_SPINS + N_YIELDS {
+        let seq = shared.seq.0.load(Ordering::Acquire);
+        if seq != seen {
+            return seq;
+        }
+        pause(&mut waited);
+    }
+    shared.parked.0.fetch_add(1, Ordering::SeqCst);
+    let seq = loop {
+        let seq = shared.seq.0.load(Ordering::SeqCst);
+        if seq != seen {
+            break seq;
+        }
+        thread::park();
+    };
+    shared.parked.0.fetch_sub(1, Ordering::SeqCst);
+    seq
+}
+
+/// The items of part `part` when `n` items are cut into `n_parts` runs whose lengths differ by at most one.
+pub fn share(n: usize, n_parts: usize, part: usize) -> Range<usize> {
+    n * part / n_parts..n * (part + 1) / n_parts
+}
+
+/// Items handed out in chunks to whoever asks first: for work whose parts take unequal time, or when another
+/// process takes part of a CPU.
+#[derive(Debug)]
+pub struct Chunks {
+    next: AtomicUsize,
+    n: usize,
+    chunk: usize,
+}
+
+impl Chunks {
+    /// `n` items in chunks of `chunk >= 1`.
+    pub fn new(n: usize, chunk: usize) -> Self {
+        assert!(chunk >= 1, "a chunk has at least one item");
+        Self { next: AtomicUsize::new(0), n, chunk }
+    }
+
+    /// The next chunk that nobody has; `None` when all are taken.
+    pub fn take(&self) -> Option<Range<usize>> {
+        let start = self.next.fetch_add(self.chunk, Ordering::Relaxed);
+        (start < self.n).then(|| start..(start + self.chunk).min(self.n))
+    }
+}
+
+/// A slice that several workers write at once, each its own ranges.
+pub(crate) struct Disjoint<'a, T> {
+    ptr: *mut T,
+    len: usize,
+    borrow: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: it only gives out `&mut` to elements that may move between threads (T: Send); that no two overlap
+// is what `range` asks of its callers.
+unsafe impl<T: Send> Sync for Disjoint<'_, T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Send for Disjoint<'_, T> {}
+
+impl<'a, T> Disjoint<'a, T> {
+    /// Borrows `data` for the life of the value.
+    pub(crate) fn new(data: &'a mut [T]) -> Self {
+        Self { ptr: data.as_mut_ptr(), len: data.len(), borrow: PhantomData }
+    }
+
+    /// Number of elements.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The elements of `range`, to write. Panics if it does not lie inside.
+    ///
+    /// # Safety
+    /// While the returned slice lives, no other one from this value may overlap it.
+    #[allow(
+        clippy::mut_from_ref,
+        reason = "disjointness is the caller's promise, that is what the type is for"
+    )]
+    pub(crate) unsafe fn range(&self, range: Range<usize>) -> &mut [T] {
+        assert!(range.start <= range.end && range.end <= self.len, "range outside the slice");
+        // SAFETY: inside the borrowed slice (asserted); exclusive by the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr.add(range.start), range.len()) }
+    }
+}
+
+/// Which CPUs threads may use and do use.
+#[cfg(target_os = "linux")]
+mod affinity {
+    /// The CPUs in the calling thread's affinity mask, ascending; empty if the system does not say.
+    pub(super) fn usable_cpus() -> Vec<usize> {
+        // SAFETY: `cpu_set_t` is a bit array; all zero is the empty set.
+        let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+        // SAFETY: the pointer is valid for the size given; pid 0 is the calling thread.
+        let rc = unsafe { libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &mut set) };
+        if rc != 0 {
+            return Vec::new();
+        }
+        // SAFETY: the index is below the number of bits of the set.
+        (0..libc::CPU_SETSIZE as usize).filter(|&cpu| unsafe { libc::CPU_ISSET(cpu, &set) }).collect()
+    }
+
+    /// Binds the calling thread to `cpu`. A refusal only costs speed, so it is not reported.
+    pub(super) fn pin_to(cpu: usize) {
+        // SAFETY: as in `usable_cpus`; `cpu` came from there, so it is a bit of the set.
+        unsafe {
+            let mut set: libc::cpu_set_t = std::mem::zeroed();
+            libc::CPU_SET(cpu, &mut set);
+            libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &set);
+        }
+    }
+}
+
+/// Systems without affinity masks: threads are never pinned.
+#[cfg(not(target_os = "linux"))]
+mod affinity {
+    pub(super) fn usable_cpus() -> Vec<usize> {
+        Vec::new()
+    }
+    pub(super) fn pin_to(_cpu: usize) {}
+}

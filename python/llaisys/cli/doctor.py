@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from llaisys.cli.parsing import Commands, add_command
+from llaisys.cli.parsing import Commands, add_command, installed_version
 
 
 def add_parser(commands: Commands) -> None:
@@ -19,9 +19,9 @@ def add_parser(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:  # noqa: ARG001 -- every command has this signature
     """Prints the report on stdout."""
-    from llaisys.doctor import examine
+    from llaisys.doctor import Finding, examine
 
-    findings = examine()
+    findings = [Finding("llaisys", installed_version()), *examine()]
     width = max(len(finding.subject) for finding in findings)
     for finding in findings:
         print(f"{'ok' if finding.fine else '!!'}  {finding.subject.ljust(width)}  {finding.detail}")

@@ -7,9 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from llaisys.cli import doctor, models, pull
-from llaisys.cli.parsing import Commands, Parser
-from llaisys.doctor import installed_version
+from llaisys.cli import chat, doctor, generate, models, pull, serve
+from llaisys.cli.parsing import Commands, Parser, installed_version
 from llaisys.errors import LlaisysError
 
 
@@ -24,7 +23,14 @@ class Command(Protocol):
 
 
 # In the order of `llaisys --help`.
-COMMANDS: dict[str, Command] = {"pull": pull, "models": models, "doctor": doctor}
+COMMANDS: dict[str, Command] = {
+    "serve": serve,
+    "chat": chat,
+    "generate": generate,
+    "pull": pull,
+    "models": models,
+    "doctor": doctor,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,6 +27,8 @@ TEMPLATE_BYTES_MAX = 1 << 20
 OUTPUT_CHARS_FREE = 64 << 10
 OUTPUT_CHARS_PER_INPUT = 4
 
+# Variables that a request may not set: one is the conversation, the other would be a template of its own.
+_NOT_VARIABLES = frozenset({"messages", "chat_template"})
 # Follows the last message where the answer is to go on from it. The space tells whether the template strips.
 _CONTINUE_HERE = "\ue000continue here\ue000 "
 
@@ -58,6 +60,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -68,19 +71,21 @@ class ChatTemplate:
 
         - `continue_final_message`: the prompt ends inside the last message, so that the answer goes on from
           it; there is no generation prompt then.
-        - `kwargs`: variables for the template (`enable_thinking`); they may not replace the ones above.
+        - `kwargs`: further variables for the template (`enable_thinking`, `documents`).
 
         Raises RejectedError: bad messages, or whatever the template raises (its own words are kept).
         """
+        if taken := _NOT_VARIABLES.intersection(kwargs):
+            raise RejectedError(f"{min(taken)} cannot be a template variable", param="chat_template_kwargs")
         chat = check_messages(messages, keep_developer=self._knows_developer)
         if continue_final_message:
             chat = [*chat[:-1], {**chat[-1], "content": _text_to_continue(chat[-1]) + _CONTINUE_HERE}]
         variables = {
+            "documents": None,
             **self._special_tokens,
             **kwargs,
             "messages": chat,
             "tools": list(tools) if tools else None,
-            "documents": None,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
         name = "tool_use" if tools and "tool_use" in self._templates else "default"

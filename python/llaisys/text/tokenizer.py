@@ -63,6 +63,7 @@ class Tokenizer:
         Raises RejectedError if the text cannot be encoded.
         """
         try:
+            text.encode("utf-8")  # `tokenizers` would call a lone surrogate a wrong type
             return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         except UnicodeEncodeError as e:
             raise RejectedError(

@@ -1,7 +1,21 @@
 //! Untrusted model files -> checked tensor views.
+//!
+//! Two containers: Hugging Face folders (`safetensors`, with their JSON files) and GGUF files. A file is never
+//! trusted: counts are checked against the bytes that are left before anything is allocated, sizes are
+//! multiplied with overflow checks, every range lies in its file and overlaps no other, names are unique, and
+//! a folder's files stay in the folder. What is well formed but not implemented is [`Unsupported`] by name.
+//!
+//! Files are mapped, not read: replace a model file by renaming a new one over it, never by writing into it.
+//!
+//! [`Unsupported`]: crate::error::Unsupported
+#![warn(clippy::arithmetic_side_effects, reason = "release builds wrap silently: sizes from a file are untrusted")]
 
-use thiserror::Error;
+pub mod error;
+pub mod folder;
+pub mod gguf;
+pub mod json;
+pub mod mapped;
+pub mod safetensors;
+pub mod tensors;
 
-/// A damaged or inconsistent file.
-#[derive(Debug, Error)]
-pub enum FormatError {}
+pub use error::{FormatError, GgufError};

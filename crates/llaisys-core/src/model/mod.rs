@@ -1,1 +1,15 @@
-//! Placeholder until its part lands.
+//! Models: facts (`family`, `slot`, `config` and its readers), files (`checkpoint`), what others may know of
+//! them (`info`), packed tensors (`weights`) and the forward pass (`decoder`).
+
+pub mod checkpoint;
+pub mod config;
+pub mod decoder;
+pub mod family;
+pub mod fields;
+mod folder_config;
+pub mod generation;
+mod gguf_config;
+pub mod info;
+pub mod slot;
+pub mod tokenizer;
+pub mod weights;

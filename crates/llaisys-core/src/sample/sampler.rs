@@ -131,7 +131,7 @@ pub enum Outcome {
 /// Why a row cannot be sampled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RowFault {
-    /// A logit is NaN or infinite: the row's computation went wrong.
+    /// A logit is NaN or infinite, or a penalty made the best one so: the row's computation went wrong.
     NonFinite,
     /// The mask (or bias) allows no token.
     AllMasked,
@@ -175,6 +175,10 @@ pub fn sample(
     let best = argmax(logits);
     if logits[best] == f32::NEG_INFINITY {
         return Outcome::Fault(RowFault::AllMasked);
+    }
+    // A huge finite logit can leave the range by a penalty; without a finite best there are no weights to draw by.
+    if !logits[best].is_finite() {
+        return Outcome::Fault(RowFault::NonFinite);
     }
     let id = match sampler {
         Some(s) if !s.spec.is_greedy() => draw(scratch, logits, logits[best], &s.spec, position),

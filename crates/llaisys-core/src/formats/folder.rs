@@ -1,0 +1,84 @@
+//! A Hugging Face model folder: finds its files and keeps them inside it.
+
+use super::{FormatError, json};
+use std::fs::{self, File};
+use std::io::{ErrorKind, Read};
+use std::path::{Path, PathBuf};
+
+/// Bytes of `config.json` and `generation_config.json` that are read.
+pub const CONFIG_BYTES_MAX: u64 = 1 << 20;
+
+/// A folder, and the root that its files must resolve into.
+#[derive(Debug)]
+pub struct ModelFolder {
+    folder: PathBuf,
+    root: PathBuf,
+}
+
+impl ModelFolder {
+    /// The folder at `path`. Errors: it does not exist, or cannot be read.
+    pub fn open(path: &Path) -> Result<Self, FormatError> {
+        let io = |source| FormatError::Io { path: path.to_owned(), source };
+        let folder = fs::canonicalize(path).map_err(io)?;
+        let root = hub_cache_root(&folder).unwrap_or(&folder).to_owned();
+        Ok(Self { folder, root })
+    }
+
+    /// Where the folder lies, symbolic links resolved.
+    pub fn path(&self) -> &Path {
+        &self.folder
+    }
+
+    /// The file `name`, links resolved; None if there is none. `name` is a plain file name.
+    ///
+    /// Errors: [`FormatError::OutsideFolder`] if it is a link to a place outside.
+    pub fn file(&self, name: &str) -> Result<Option<PathBuf>, FormatError> {
+        let named = self.folder.join(name);
+        let path = match fs::canonicalize(&named) {
+            Ok(path) => path,
+            Err(source) if source.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(source) => return Err(FormatError::Io { path: named, source }),
+        };
+        if path.starts_with(&self.root) {
+            Ok(Some(path))
+        } else {
+            Err(FormatError::OutsideFolder { path: named, root: self.root.clone() })
+        }
+    }
+
+    /// The bytes of file `name`; None if there is none. Errors: more than `max` bytes, as [`Self::file`].
+    pub fn read(&self, name: &str, max: u64) -> Result<Option<Vec<u8>>, FormatError> {
+        let Some(path) = self.file(name)? else { return Ok(None) };
+        let io = |source| FormatError::Io { path: path.clone(), source };
+        let facts = fs::metadata(&path).map_err(io)?;
+        if !facts.is_file() {
+            return Err(FormatError::NotAFile { path });
+        }
+        if facts.len() > max {
+            return Err(FormatError::TooLarge { file: name.to_owned(), bytes: facts.len(), max });
+        }
+        let mut bytes = Vec::new();
+        File::open(&path).map_err(io)?.take(max).read_to_end(&mut bytes).map_err(io)?;
+        Ok(Some(bytes))
+    }
+
+    /// The JSON object in file `name`; None if there is no such file. Errors: as [`Self::read`] and
+    /// [`json::parse`], or a value that is no object.
+    pub fn object(&self, name: &'static str) -> Result<Option<serde_json::Map<String, serde_json::Value>>, FormatError> {
+        let Some(bytes) = self.read(name, CONFIG_BYTES_MAX)? else { return Ok(None) };
+        let refused = |source| FormatError::Json { file: name.to_owned(), source };
+        match json::parse(&bytes).map_err(refused)? {
+            serde_json::Value::Object(map) => Ok(Some(map)),
+            _ => Err(FormatError::KeyType { file: name, key: "the whole file", expected: "an object" }),
+        }
+    }
+}
+
+/// The Hub's cache keeps `models--owner--name/snapshots/<revision>/*` as links into `models--owner--name/blobs`:
+/// there the repository's folder is the root.
+fn hub_cache_root(folder: &Path) -> Option<&Path> {
+    let snapshots = folder.parent()?;
+    let repository = snapshots.parent()?;
+    let is_cache = snapshots.file_name()? == "snapshots" && repository.file_name()?.to_str()?.starts_with("models--");
+    is_cache.then_some(repository)
+}

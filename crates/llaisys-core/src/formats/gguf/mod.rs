@@ -1,0 +1,141 @@
+//! GGUF, versions 2 and 3, little endian.
+//!
+//! ```text
+//! "GGUF" | version u32 | n_tensors u64 | n_keys u64
+//! n_keys    x ( key: string, type: u32, value )
+//! n_tensors x ( name: string, n_dims: u32, sizes: n_dims x u64 (fastest first), type: u32, offset: u64 )
+//! padding to the alignment | data, each tensor at its offset
+//! ```
+//! A string is its length (u64) and so many bytes of UTF-8; an array is an element type (u32), a count (u64)
+//! and the elements. Source: the GGUF specification, docs/gguf.md of ggml-org/ggml.
+
+mod cursor;
+pub mod metadata;
+mod table;
+
+use super::mapped::MappedFile;
+use super::tensors::{StoredTensor, TensorFiles};
+use super::{FormatError, GgufError};
+use crate::error::{Result, Unsupported};
+use cursor::Cursor;
+use metadata::{Metadata, Value};
+use std::ops::Range;
+use std::path::Path;
+use table::TensorEntry;
+
+/// Keys that a file may have.
+pub const KEYS_MAX: u64 = 1 << 16;
+/// Tensors that a file may have.
+pub const TENSORS_MAX: u64 = 1 << 18;
+/// Largest alignment of tensor data.
+pub const ALIGNMENT_MAX: u64 = 1 << 20;
+const ALIGNMENT_DEFAULT: usize = 32;
+
+/// A mapped GGUF file.
+#[derive(Debug)]
+pub struct GgufFile {
+    map: MappedFile,
+}
+
+/// The parsed front of a GGUF file: what it says of itself, and its table of tensors, not yet placed.
+#[derive(Debug)]
+pub struct Header<'a> {
+    /// Keys and values.
+    pub metadata: Metadata<'a>,
+    table: Vec<TensorEntry<'a>>,
+    alignment: usize,
+    data: Range<usize>,
+}
+
+impl GgufFile {
+    /// Maps the file at `path`.
+    pub fn open(path: &Path) -> Result<Self, FormatError> {
+        Ok(Self { map: MappedFile::open(path)? })
+    }
+
+    /// Parses metadata and table. Errors: damage; another version, byte order or one file of several, by name.
+    pub fn header(&self) -> Result<Header<'_>> {
+        Header::parse(self.map.bytes())
+    }
+
+    /// The file with the tensors that its own header placed.
+    pub(crate) fn into_files(self, tensors: Vec<StoredTensor>) -> TensorFiles {
+        TensorFiles::new(vec![self.map], tensors)
+    }
+}
+
+impl<'a> Header<'a> {
+    /// As [`GgufFile::header`], of the whole file's bytes.
+    pub fn parse(bytes: &'a [u8]) -> Result<Self> {
+        let mut cursor = Cursor::new(bytes);
+        read_magic_and_version(&mut cursor)?;
+        let n_tensors = cursor.count("tensors", table::ENTRY_BYTES_MIN, TENSORS_MAX)?;
+        let n_keys = cursor.count("metadata keys", metadata::ENTRY_BYTES_MIN, KEYS_MAX)?;
+        let metadata = Metadata::read(&mut cursor, bytes, n_keys)?;
+        refuse_split(&metadata)?;
+        let alignment = alignment_of(&metadata)?;
+        let table = table::read(&mut cursor, n_tensors)?;
+        let data_start = cursor.at().checked_next_multiple_of(alignment).unwrap_or(usize::MAX);
+        let data = data_start.min(bytes.len())..bytes.len();
+        Ok(Self { metadata, table, alignment, data })
+    }
+
+    /// The names in the table, in file order.
+    pub fn tensor_names(&self) -> impl Iterator<Item = &'a str> + '_ {
+        self.table.iter().map(|entry| entry.name)
+    }
+
+    /// Checks types, sizes and places of all tensors.
+    ///
+    /// Errors: [`GgufError`]; [`Unsupported::TensorType`] naming the first type that is not implemented.
+    pub fn place(&self) -> Result<Vec<StoredTensor>> {
+        table::place(&self.table, self.alignment, &self.data)
+    }
+}
+
+fn read_magic_and_version(cursor: &mut Cursor<'_>) -> Result<()> {
+    let big_endian =
+        || Unsupported::Feature { what: "GGUF byte order", value: "big-endian".into(), supported: "little-endian" };
+    let magic = cursor.take(4, "the magic number")?;
+    if magic == b"FUGG" {
+        return Err(big_endian().into());
+    }
+    if magic != b"GGUF" {
+        return Err(GgufError::Magic { found: magic.to_vec() }.into());
+    }
+    match cursor.u32("the version")? {
+        2 | 3 => Ok(()),
+        swapped if swapped != 0 && swapped & 0xffff == 0 => Err(big_endian().into()),
+        other => {
+            Err(Unsupported::Feature { what: "GGUF version", value: other.to_string(), supported: "2 and 3" }.into())
+        }
+    }
+}
+
+fn refuse_split(metadata: &Metadata<'_>) -> Result<()> {
+    match metadata.uint("split.count")? {
+        Some(n @ 2..) => Err(Unsupported::Feature {
+            what: "a GGUF split over several files",
+            value: format!("split.count = {n}"),
+            supported: "one file (llama-gguf-split --merge makes one)",
+        }
+        .into()),
+        _ => Ok(()),
+    }
+}
+
+fn alignment_of(metadata: &Metadata<'_>) -> Result<usize, GgufError> {
+    let alignment = match metadata.get("general.alignment") {
+        None => return Ok(ALIGNMENT_DEFAULT),
+        Some(Value::Uint(alignment)) => *alignment,
+        Some(other) => {
+            let key = "general.alignment".to_owned();
+            return Err(GgufError::KeyType { key, expected: "an unsigned number", found: other.type_name() });
+        }
+    };
+    let refused = GgufError::Alignment { alignment, max: ALIGNMENT_MAX };
+    if !alignment.is_power_of_two() || alignment > ALIGNMENT_MAX {
+        return Err(refused);
+    }
+    usize::try_from(alignment).map_err(|_| refused)
+}

@@ -1,0 +1,35 @@
+//! A file mapped into memory, read-only.
+
+use super::FormatError;
+use memmap2::Mmap;
+use std::fs::{self, File};
+use std::path::Path;
+
+/// A regular file's bytes. They stay in the page cache, so a checkpoint costs no memory of its own.
+#[derive(Debug)]
+pub struct MappedFile {
+    map: Mmap,
+}
+
+impl MappedFile {
+    /// Maps `path`. Errors: the system's refusals, [`FormatError::NotAFile`] for a pipe, device or folder.
+    pub fn open(path: &Path) -> Result<Self, FormatError> {
+        let io = |source| FormatError::Io { path: path.to_owned(), source };
+        // Before opening: to open a pipe would wait for a writer.
+        if !fs::metadata(path).map_err(io)?.is_file() {
+            return Err(FormatError::NotAFile { path: path.to_owned() });
+        }
+        let file = File::open(path).map_err(io)?;
+        // SAFETY: `metadata` above said that this is a regular file; the map is private and read-only. Bytes
+        // that another process writes into the file meanwhile can only be seen as other numbers: what is made
+        // of them holds for any bit pattern, and text is copied before it outlives `open`. A file that is
+        // truncated while mapped ends the process with SIGBUS (module documentation: replace by renaming).
+        let map = unsafe { Mmap::map(&file) }.map_err(io)?;
+        Ok(Self { map })
+    }
+
+    /// The whole file.
+    pub fn bytes(&self) -> &[u8] {
+        &self.map
+    }
+}

@@ -1,0 +1,151 @@
+//! Safetensors: `model.safetensors`, or shards named by `model.safetensors.index.json`.
+//!
+//! The `safetensors` crate parses and checks the header (offsets contiguous, sizes equal to shape times type,
+//! the whole file covered); added here are unique names, the shard rules and the element types that we run.
+
+use super::folder::ModelFolder;
+use super::json::UniqueMap;
+use super::mapped::MappedFile;
+use super::tensors::{StoredTensor, TensorFiles};
+use super::FormatError;
+use crate::dtype::DType;
+use crate::error::{Result, Unsupported};
+use safetensors::{Dtype as FileType, SafeTensorError, SafeTensors};
+use serde::Deserialize;
+use serde::de::IgnoredAny;
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::path::Path;
+
+/// Bytes of one file's header that are parsed (the format allows 100 MB).
+pub const HEADER_BYTES_MAX: u64 = 8 << 20;
+/// Bytes of `model.safetensors.index.json` that are read.
+pub const INDEX_BYTES_MAX: u64 = 8 << 20;
+
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+/// Bytes of the header's length, in front of it.
+const LENGTH_BYTES: usize = 8;
+
+/// Maps the tensors of a folder. `model.safetensors` is taken if both it and an index are there, as
+/// transformers does.
+///
+/// Errors: [`FormatError`] for damage; [`Unsupported::TensorType`] for a type other than F32, F16, BF16.
+pub fn open(folder: &ModelFolder) -> Result<TensorFiles> {
+    if let Some(path) = folder.file(SINGLE)? {
+        let file = MappedFile::open(&path)?;
+        let tensors = tensors_of(&file, SINGLE, 0)?;
+        return Ok(TensorFiles::new(vec![file], tensors));
+    }
+    match folder.read(INDEX, INDEX_BYTES_MAX)? {
+        Some(index) => open_shards(folder, &index),
+        None => Err(FormatError::FileMissing { folder: folder.path().to_owned(), name: SINGLE }.into()),
+    }
+}
+
+#[derive(Deserialize)]
+struct Index {
+    weight_map: UniqueMap<String>,
+}
+
+fn open_shards(folder: &ModelFolder, index: &[u8]) -> Result<TensorFiles> {
+    let refused = |source| FormatError::Json { file: INDEX.to_owned(), source };
+    let Index { weight_map: UniqueMap(weight_map) } = serde_json::from_slice(index).map_err(refused)?;
+    let mut by_shard: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for (tensor, shard) in &weight_map {
+        by_shard.entry(shard).or_default().push(tensor);
+    }
+    let mut files = Vec::new();
+    let mut tensors = Vec::new();
+    for (shard, placed) in by_shard {
+        check_shard_name(shard)?;
+        let not_there = || FormatError::NotInShard { tensor: placed[0].to_owned(), shard: shard.to_owned() };
+        let path = folder.file(shard)?.ok_or_else(not_there)?;
+        let file = MappedFile::open(&path)?;
+        let found = tensors_of(&file, shard, files.len())?;
+        check_placed(shard, &placed, &found, &weight_map)?;
+        files.push(file);
+        tensors.extend(found);
+    }
+    Ok(TensorFiles::new(files, tensors))
+}
+
+/// A shard is a file beside the index: no folders, no `..`, nothing but `*.safetensors`.
+fn check_shard_name(shard: &str) -> Result<(), FormatError> {
+    let path = Path::new(shard);
+    let is_plain = path.file_name() == Some(OsStr::new(shard)) && !shard.contains(['/', '\\', '\0']);
+    if is_plain && path.extension() == Some(OsStr::new("safetensors")) {
+        return Ok(());
+    }
+    Err(FormatError::ShardName { shard: shard.to_owned() })
+}
+
+/// The index and the shard must name the same tensors; as a name has one place in the index, no name can
+/// come from two shards.
+fn check_placed(
+    shard: &str,
+    placed: &[&str],
+    found: &[StoredTensor],
+    weight_map: &BTreeMap<String, String>,
+) -> Result<(), FormatError> {
+    let mut names: Vec<&str> = found.iter().map(|tensor| tensor.name.as_str()).collect();
+    names.sort_unstable();
+    if let Some(name) = names.iter().find(|&&name| weight_map.get(name).is_none_or(|place| place != shard)) {
+        return Err(FormatError::NotInIndex { tensor: (*name).to_owned(), shard: shard.to_owned() });
+    }
+    match placed.iter().find(|name| names.binary_search(name).is_err()) {
+        Some(name) => Err(FormatError::NotInShard { tensor: (*name).to_owned(), shard: shard.to_owned() }),
+        None => Ok(()),
+    }
+}
+
+fn tensors_of(file: &MappedFile, name: &str, index: usize) -> Result<Vec<StoredTensor>> {
+    let bytes = file.bytes();
+    check_header(bytes, name)?;
+    let refused = |source| FormatError::Safetensors { file: name.to_owned(), source };
+    let (header_bytes, metadata) = SafeTensors::read_metadata(bytes).map_err(refused)?;
+    let invalid = || refused(SafeTensorError::InvalidHeaderLength);
+    let data_start = header_bytes.checked_add(LENGTH_BYTES).ok_or_else(invalid)?;
+    let mut tensors = Vec::new();
+    let by_name: BTreeMap<String, _> = metadata.tensors().into_iter().collect();
+    for (tensor, info) in by_name {
+        let (start, end) = info.data_offsets;
+        let place = |offset: usize| data_start.checked_add(offset).filter(|&at| at <= bytes.len());
+        let (Some(start), Some(end)) = (place(start), place(end)) else { return Err(invalid().into()) };
+        let dtype = dtype_of(&tensor, info.dtype)?;
+        tensors.push(StoredTensor { name: tensor, dtype, shape: info.shape.clone(), file: index, range: start..end });
+    }
+    Ok(tensors)
+}
+
+/// What the crate does not check: a header of a sane size, each name once.
+fn check_header(bytes: &[u8], name: &str) -> Result<(), FormatError> {
+    let refused = |source| FormatError::Safetensors { file: name.to_owned(), source };
+    let Some((length, rest)) = bytes.split_first_chunk::<LENGTH_BYTES>() else {
+        return Err(refused(SafeTensorError::HeaderTooSmall));
+    };
+    let header_bytes = u64::from_le_bytes(*length);
+    if header_bytes > HEADER_BYTES_MAX {
+        let file = format!("the header of {name}");
+        return Err(FormatError::TooLarge { file, bytes: header_bytes, max: HEADER_BYTES_MAX });
+    }
+    let header = usize::try_from(header_bytes).ok().and_then(|n| rest.get(..n));
+    let header = header.ok_or_else(|| refused(SafeTensorError::InvalidHeaderLength))?;
+    match serde_json::from_slice::<UniqueMap<IgnoredAny>>(header) {
+        Ok(_) => Ok(()),
+        Err(source) => Err(FormatError::Json { file: format!("the header of {name}"), source }),
+    }
+}
+
+fn dtype_of(tensor: &str, dtype: FileType) -> Result<DType, Unsupported> {
+    match dtype {
+        FileType::F32 => Ok(DType::F32),
+        FileType::F16 => Ok(DType::F16),
+        FileType::BF16 => Ok(DType::BF16),
+        other => Err(Unsupported::TensorType {
+            tensor: tensor.to_owned(),
+            dtype: other.to_string(),
+            supported: "F32, F16, BF16",
+        }),
+    }
+}

@@ -1,0 +1,182 @@
+//! Which cells are free, and which one is taken next.
+
+/// Cells of one block. A sequence is given a whole free block while there is one, so its cells are runs of
+/// this length at least: attention then reads long stretches of consecutive memory.
+pub const BLOCK_CELLS: usize = 32;
+
+/// A set of bits that answers "lowest clear bit" in the depth of its tree (4 levels for 16 Mi bits).
+///
+/// A bit of level `k + 1` is set exactly if the word of level `k` is full. Bits past the end are set for ever.
+/// New memory is all zero bits, so an unused part of a large pool is never touched.
+#[derive(Debug)]
+struct BitTree {
+    levels: Vec<Vec<u64>>,
+}
+
+impl BitTree {
+    /// `n_bits` clear bits.
+    fn new(n_bits: usize) -> Self {
+        let mut levels = Vec::new();
+        let mut n = n_bits;
+        loop {
+            let n_words = n.div_ceil(64).max(1);
+            let mut words = vec![0_u64; n_words];
+            let n_in_last = n - (n_words - 1) * 64;
+            words[n_words - 1] = if n_in_last == 64 { 0 } else { u64::MAX << n_in_last };
+            levels.push(words);
+            if n_words == 1 {
+                return Self { levels };
+            }
+            n = n_words;
+        }
+    }
+
+    fn get(&self, bit: usize) -> bool {
+        self.levels[0][bit / 64] >> (bit % 64) & 1 == 1
+    }
+
+    fn set(&mut self, mut bit: usize) {
+        for words in &mut self.levels {
+            let word = &mut words[bit / 64];
+            *word |= 1 << (bit % 64);
+            if *word != u64::MAX {
+                return;
+            }
+            bit /= 64;
+        }
+    }
+
+    fn clear(&mut self, mut bit: usize) {
+        for words in &mut self.levels {
+            let word = &mut words[bit / 64];
+            let was_full = *word == u64::MAX;
+            *word &= !(1 << (bit % 64));
+            if !was_full {
+                return;
+            }
+            bit /= 64;
+        }
+    }
+
+    fn first_clear(&self) -> Option<usize> {
+        let mut index = 0;
+        for words in self.levels.iter().rev() {
+            let word = words[index];
+            if word == u64::MAX {
+                return None;
+            }
+            index = index * 64 + word.trailing_ones() as usize;
+        }
+        Some(index)
+    }
+
+    /// Panics unless every summary bit says what its word says.
+    fn check(&self) {
+        for pair in self.levels.windows(2) {
+            for (i, &word) in pair[0].iter().enumerate() {
+                let summary = pair[1][i / 64] >> (i % 64) & 1 == 1;
+                assert!(summary == (word == u64::MAX), "invariant 2: summary bit {i} is {summary}");
+            }
+        }
+    }
+}
+
+/// The free cells. The order in which they are handed out depends on which cells are used and on nothing else:
+/// there is no list whose order a rollback would have to restore, and low cells are used first, so the memory
+/// behind a large pool is touched as it fills.
+#[derive(Debug)]
+pub(super) struct FreeCells {
+    /// Bit per cell: in use.
+    used: BitTree,
+    /// Bit per whole block: some cell of it is in use. The short block at the end of a pool has none.
+    touched: BitTree,
+    n_cells: usize,
+    n_free: usize,
+}
+
+impl FreeCells {
+    pub(super) fn new(n_cells: usize) -> Self {
+        Self {
+            used: BitTree::new(n_cells),
+            touched: BitTree::new(n_cells / BLOCK_CELLS),
+            n_cells,
+            n_free: n_cells,
+        }
+    }
+
+    pub(super) fn n_cells(&self) -> usize {
+        self.n_cells
+    }
+
+    pub(super) fn n_free(&self) -> usize {
+        self.n_free
+    }
+
+    pub(super) fn is_used(&self, cell: u32) -> bool {
+        self.used.get(cell as usize)
+    }
+
+    /// Takes one cell for a sequence whose last cell is `last`. The first of these that is free:
+    /// the next cell, in the same block or opening a wholly free one; the first cell of the lowest wholly free
+    /// block; the lowest free cell, which may be in another sequence's block.
+    pub(super) fn take(&mut self, last: Option<u32>) -> Option<u32> {
+        let cell = self
+            .next_cell(last)
+            .or_else(|| self.touched.first_clear().map(|block| block * BLOCK_CELLS))
+            .or_else(|| self.used.first_clear())?;
+        self.used.set(cell);
+        if cell / BLOCK_CELLS < self.n_cells / BLOCK_CELLS {
+            self.touched.set(cell / BLOCK_CELLS);
+        }
+        self.n_free -= 1;
+        Some(u32::try_from(cell).expect("a pool has fewer than 2^32 cells"))
+    }
+
+    fn next_cell(&self, last: Option<u32>) -> Option<usize> {
+        let next = last? as usize + 1;
+        if next >= self.n_cells || self.used.get(next) {
+            return None;
+        }
+        (!next.is_multiple_of(BLOCK_CELLS) || self.is_free_block(next / BLOCK_CELLS)).then_some(next)
+    }
+
+    fn is_free_block(&self, block: usize) -> bool {
+        block < self.n_cells / BLOCK_CELLS && !self.touched.get(block)
+    }
+
+    /// Gives a used cell back.
+    pub(super) fn give_back(&mut self, cell: u32) {
+        let cell = cell as usize;
+        debug_assert!(self.used.get(cell), "cell {cell} was free");
+        self.used.clear(cell);
+        self.n_free += 1;
+        let block = cell / BLOCK_CELLS;
+        if block < self.n_cells / BLOCK_CELLS && self.block_bits(block) == 0 {
+            self.touched.clear(block);
+        }
+    }
+
+    /// The use bits of one block, lowest cell first.
+    fn block_bits(&self, block: usize) -> u64 {
+        const BLOCKS_A_WORD: usize = 64 / BLOCK_CELLS;
+        let word = self.used.levels[0][block / BLOCKS_A_WORD];
+        word >> (block % BLOCKS_A_WORD * BLOCK_CELLS) & ((1 << BLOCK_CELLS) - 1)
+    }
+
+    /// The use bits, one a cell: all that decides which cell is taken next.
+    pub(super) fn words(&self) -> &[u64] {
+        &self.used.levels[0]
+    }
+
+    /// Panics if invariant 2 of [`super::Cells`] is broken.
+    pub(super) fn check(&self) {
+        self.used.check();
+        self.touched.check();
+        let n_used = (0..self.n_cells).filter(|&cell| self.used.get(cell)).count();
+        assert_eq!(n_used + self.n_free, self.n_cells, "invariant 2: used and free cells are not all cells");
+        for block in 0..self.n_cells / BLOCK_CELLS {
+            let touched = self.block_bits(block) != 0;
+            assert_eq!(self.touched.get(block), touched, "invariant 2: block {block} is in use: {touched}");
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! The tokenizer inside a GGUF file, as plain facts: Python builds the tokenizer from them.
+
+use crate::error::{Result, Unsupported};
+use crate::formats::gguf::metadata::Metadata;
+use crate::formats::{FormatError, GgufError};
+use crate::model::config::check_id;
+use serde::Serialize;
+
+/// `tokenizer.ggml.model` that runs: byte-level BPE.
+const MODEL: &str = "gpt2";
+/// Values of `tokenizer.ggml.pre`, the way text is cut into words before the merges, that run.
+const PRES: [&str; 4] = ["smollm", "qwen2", "llama-bpe", "default"];
+/// llama.cpp puts the begin token first for this one where the file does not say.
+const PRE_THAT_ADDS_BOS: &str = "llama-bpe";
+/// Type of an ordinary token, where the file states no types.
+const NORMAL: i32 = 1;
+
+/// The same fields as `llaisys.types.GgufTokenizer`.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct GgufTokenizer {
+    /// `tokenizer.ggml.model`: always `gpt2`.
+    pub model: String,
+    /// `tokenizer.ggml.pre`: one of the four that run.
+    pub pre: String,
+    /// Tokens by id, bytes written as GPT-2's letters for them.
+    pub tokens: Vec<String>,
+    /// Kind of each token (1 normal, 2 unknown, 3 control, 4 user defined, 5 unused, 6 byte).
+    pub token_types: Vec<i32>,
+    /// Merges, best first: two tokens with a space between.
+    pub merges: Vec<String>,
+    /// A prompt begins with `bos`.
+    pub add_bos: bool,
+    /// Begin token.
+    pub bos: Option<u32>,
+    /// End token.
+    pub eos: Option<u32>,
+    /// Unknown token.
+    pub unk: Option<u32>,
+    /// Jinja2 source.
+    pub chat_template: Option<String>,
+}
+
+impl GgufTokenizer {
+    /// Reads `tokenizer.*`. Errors: another model or pre by name; a missing list, lists of unequal length, an
+    /// id outside of the vocabulary.
+    pub(super) fn read(metadata: &Metadata<'_>) -> Result<Self> {
+        let model = known(metadata, "tokenizer.ggml.model", &[MODEL], MODEL)?;
+        let pre = known(metadata, "tokenizer.ggml.pre", &PRES, "smollm, qwen2, llama-bpe, default")?;
+        let tokens = strings(metadata, "tokenizer.ggml.tokens")?;
+        let merges = strings(metadata, "tokenizer.ggml.merges")?;
+        let token_types =
+            metadata.ints("tokenizer.ggml.token_type")?.unwrap_or_else(|| vec![NORMAL; tokens.len()]);
+        if token_types.len() != tokens.len() {
+            let (got, want) = (token_types.len() as u64, tokens.len() as u64);
+            let what = "the number of tokenizer.ggml.token_type";
+            return Err(FormatError::Disagree { what, got, other: "tokenizer.ggml.tokens", want }.into());
+        }
+        let id = |key: &str, what| id(metadata, key, what, tokens.len());
+        let (bos, eos) = (id("bos_token_id", "the begin token")?, id("eos_token_id", "the end token")?);
+        let unk = id("unknown_token_id", "the unknown token")?;
+        let stated = metadata.bool("tokenizer.ggml.add_bos_token")?;
+        let add_bos = stated.unwrap_or(pre == PRE_THAT_ADDS_BOS);
+        if add_bos && bos.is_none() {
+            return Err(GgufError::KeyMissing { key: "tokenizer.ggml.bos_token_id".to_owned() }.into());
+        }
+        let chat_template = metadata.str("tokenizer.chat_template")?.map(str::to_owned);
+        let (model, pre) = (model.to_owned(), pre.to_owned());
+        Ok(Self { model, pre, tokens, token_types, merges, add_bos, bos, eos, unk, chat_template })
+    }
+}
+
+/// The text of `key` if it is one of `known`; refused by name if not, or if absent.
+fn known<'a>(
+    metadata: &Metadata<'a>,
+    key: &'static str,
+    known: &[&str],
+    supported: &'static str,
+) -> Result<&'a str> {
+    let value = metadata.str(key)?.unwrap_or("(absent)");
+    if known.contains(&value) {
+        return Ok(value);
+    }
+    Err(Unsupported::Feature { what: key, value: value.to_owned(), supported }.into())
+}
+
+fn strings(metadata: &Metadata<'_>, key: &str) -> Result<Vec<String>, GgufError> {
+    metadata.strings(key)?.ok_or_else(|| GgufError::KeyMissing { key: key.to_owned() })
+}
+
+fn id(metadata: &Metadata<'_>, key: &str, what: &'static str, vocab_size: usize) -> Result<Option<u32>> {
+    let Some(stated) = metadata.uint(&format!("tokenizer.ggml.{key}"))? else { return Ok(None) };
+    let id = u32::try_from(stated).unwrap_or(u32::MAX);
+    check_id(what, id, vocab_size)?;
+    Ok(Some(id))
+}

@@ -1,0 +1,296 @@
+//! `linear`: products with packed weights. Meaning: `ops/reference/linear.rs`.
+//!
+//! Work is cut by panels of 32 outputs; a panel is never split between threads, and within it one sum per
+//! output runs over k in ascending order, whatever the number of rows. So a row's result is bitwise the same
+//! alone, in any batch, and on any number of threads (on one instruction set).
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod formats;
+mod scalar;
+
+use super::activations::{Activations, Form, Inputs, RowBlocks, Rows};
+use super::isa::Isa;
+use crate::ops::OpContext;
+use crate::ops::packed::{PANEL, PackedFormat, PackedMatrix};
+use crate::threads::{Chunks, Disjoint, Pool, share};
+use std::ops::Range;
+
+/// Matrices of one call at most: query, key, value, and one to spare.
+const MAX_PARTS: usize = 4;
+/// Rows from which panels are handed out in chunks; below, the weights' stream is all that counts, and each
+/// thread gets one.
+const DYNAMIC_ROWS: usize = 32;
+/// Rows from which kernels prefetch the next panel; below, the hardware's own prefetch keeps up.
+const PREFETCH_ROWS: usize = 3;
+/// Chunks a thread gets on average.
+const CHUNKS_PER_THREAD: usize = 8;
+/// Rows of the highest tile of any instruction set.
+const MAX_TILE_ROWS: usize = 12;
+
+/// A kernel's result: one row of 32 outputs for each row of its block.
+#[repr(C, align(64))]
+struct Tile([[f32; PANEL]; MAX_TILE_ROWS]);
+
+/// One panel's bytes for a kernel.
+#[derive(Clone, Copy)]
+struct Panel<'a> {
+    format: PackedFormat,
+    /// The panel itself, on a 64-byte boundary.
+    bytes: &'a [u8],
+    /// The part of the next panel to prefetch while this one is multiplied.
+    ahead: Ahead,
+}
+
+/// Cache lines to prefetch, some with each step of a kernel.
+#[derive(Clone, Copy)]
+struct Ahead {
+    next: *const u8,
+    lines_per_step: usize,
+}
+
+impl Ahead {
+    /// Nothing to prefetch.
+    const NONE: Ahead = Ahead { next: std::ptr::null(), lines_per_step: 0 };
+
+    /// The share of row block `i` of `n` in prefetching the panel at the start of `rest`, which has the size of
+    /// `format`'s panels of `n_columns`; nothing if `rest` is empty.
+    fn share(rest: &[u8], panel: (PackedFormat, usize), (i, n): (usize, usize)) -> Self {
+        let (format, n_bytes) = panel;
+        let step = if format.is_grouped() { format.group_bytes() } else { 4 * PANEL };
+        let lines_per_step = (step / 64).div_ceil(n);
+        let start = i * lines_per_step * 64 * (n_bytes / step);
+        match rest.get(start..n_bytes) {
+            Some(part) if !part.is_empty() => Self { next: part.as_ptr(), lines_per_step },
+            _ => Self::NONE,
+        }
+    }
+
+    /// Asks for the lines of one step.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    fn prefetch(&mut self) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        for _ in 0..self.lines_per_step {
+            // SAFETY: a prefetch reads nothing and faults on no address.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(self.next.cast()) };
+            self.next = self.next.wrapping_add(64);
+        }
+    }
+}
+
+/// Calls the instance of a kernel for the number of rows.
+#[cfg(target_arch = "x86_64")]
+macro_rules! by_rows {
+    ($n_rows:expr, [$($rows:literal)*], $kernel:ident $args:tt) => {
+        match $n_rows {
+            $($rows => $kernel::<$rows> $args,)*
+            n => unreachable!("no tile of {n} rows"),
+        }
+    };
+}
+#[cfg(target_arch = "x86_64")]
+use by_rows;
+
+/// One matrix of a product.
+#[derive(Debug, Clone, Copy)]
+pub struct LinearPart<'a> {
+    /// Weights `[N, K]`.
+    pub weight: &'a PackedMatrix,
+    /// Added to every row, `[N]`.
+    pub bias: Option<&'a [f32]>,
+}
+
+/// What happens to a sum.
+#[derive(Clone, Copy)]
+enum Epilogue<'a> {
+    Store,
+    Bias(&'a [f32]),
+    Add,
+}
+
+/// One matrix of a call and where its results go.
+struct Target<'a> {
+    weight: &'a PackedMatrix,
+    epilogue: Epilogue<'a>,
+    out: Disjoint<'a, f32>,
+}
+
+/// `outs[i] = x W_i^T + b_i` for every part, in one region of the pool.
+///
+/// - `x`: `[n, K]`, the same K for all parts; rounded to what each part's format multiplies (see `PackedFormat`)
+/// - `outs[i]`: `[n, N_i]`
+///
+/// Panics if shapes disagree, if there are more than 4 parts, or `x` exceeds the context's scratch.
+pub fn linear(cx: &mut OpContext, x: &[f32], parts: &[LinearPart<'_>], outs: &mut [&mut [f32]]) {
+    assert!(parts.len() == outs.len() && parts.len() <= MAX_PARTS, "{} parts", parts.len());
+    let mut pairs = parts.iter().zip(outs);
+    let targets: [Option<Target<'_>>; MAX_PARTS] = std::array::from_fn(|_| {
+        pairs.next().map(|(part, out)| Target {
+            weight: part.weight,
+            epilogue: part.bias.map_or(Epilogue::Store, Epilogue::Bias),
+            out: Disjoint::new(out),
+        })
+    });
+    product(cx, x, &targets);
+}
+
+/// `y += x W^T`: a product on top of the residual.
+///
+/// - `x`: `[n, K]`, `y`: `[n, N]`
+///
+/// Panics as [`linear`] does.
+pub fn linear_add(cx: &mut OpContext, x: &[f32], weight: &PackedMatrix, y: &mut [f32]) {
+    product(cx, x, &[Some(Target { weight, epilogue: Epilogue::Add, out: Disjoint::new(y) })]);
+}
+
+fn product(cx: &mut OpContext, x: &[f32], targets: &[Option<Target<'_>>]) {
+    let isa = cx.kernels.proof();
+    let Some(first) = targets.iter().flatten().next() else { return };
+    let x = Rows::new(x, first.weight.n_columns());
+    let mut packed: [Option<Form>; MAX_PARTS] = [None; MAX_PARTS];
+    for (i, target) in targets.iter().flatten().enumerate() {
+        check(target, x);
+        let form = form(isa, target.weight.format());
+        if !packed.contains(&Some(form)) {
+            cx.activations.pack((isa, &cx.pool), form, x, rows_max(isa, form));
+            packed[i] = Some(form);
+        }
+    }
+    let region = Region { isa, activations: &cx.activations, n_rows: x.n_rows, targets };
+    region.run(&cx.pool);
+}
+
+fn check(target: &Target<'_>, x: Rows<'_>) {
+    let (n, k) = (target.weight.n_rows(), target.weight.n_columns());
+    assert_eq!(x.n_columns, k, "inputs of another width than the weights");
+    assert_eq!(target.out.len(), x.n_rows * n, "outputs of another shape");
+    if let Epilogue::Bias(bias) = target.epilogue {
+        assert_eq!(bias.len(), n, "bias of another length");
+    }
+}
+
+/// The form in which `isa`'s kernel for `format` reads its inputs.
+fn form(isa: Isa, format: PackedFormat) -> Form {
+    match (format, isa) {
+        (PackedFormat::F32, _) => Form::Plain,
+        #[cfg(target_arch = "x86_64")]
+        (PackedFormat::BF16, Isa::Avx512(_)) => Form::Pairs,
+        (PackedFormat::BF16, _) => Form::Rounded,
+        (PackedFormat::Q8_0 | PackedFormat::Q4_0 | PackedFormat::Q4_1, _) => Form::Groups,
+    }
+}
+
+/// Rows of the highest tile of `isa`'s kernels that read `form`.
+fn rows_max(isa: Isa, form: Form) -> usize {
+    match (isa, form) {
+        (Isa::Scalar, _) => scalar::TILE_ROWS,
+        #[cfg(target_arch = "x86_64")]
+        (Isa::Avx2(_), Form::Groups) => avx2::GROUP_ROWS,
+        #[cfg(target_arch = "x86_64")]
+        (Isa::Avx2(_), _) => avx2::PLAIN_ROWS,
+        #[cfg(target_arch = "x86_64")]
+        (Isa::Avx512(_), Form::Groups) => avx512::GROUP_ROWS,
+        #[cfg(target_arch = "x86_64")]
+        (Isa::Avx512(_), _) => avx512::PLAIN_ROWS,
+    }
+}
+
+/// All panels of one call, to be computed by the threads of a pool.
+struct Region<'a> {
+    isa: Isa,
+    activations: &'a Activations,
+    n_rows: usize,
+    targets: &'a [Option<Target<'a>>],
+}
+
+impl Region<'_> {
+    fn run(&self, pool: &Pool) {
+        let (n_threads, n_panels) = (pool.n_threads(), self.targets().map(|t| t.weight.n_panels()).sum());
+        if self.n_rows < DYNAMIC_ROWS {
+            pool.run(&|worker| self.panels(share(n_panels, n_threads, worker)));
+        } else {
+            let chunks = Chunks::new(n_panels, n_panels.div_ceil(n_threads * CHUNKS_PER_THREAD).max(1));
+            pool.run(&|_| {
+                while let Some(panels) = chunks.take() {
+                    self.panels(panels);
+                }
+            });
+        }
+    }
+
+    fn targets(&self) -> impl Iterator<Item = &Target<'_>> {
+        self.targets.iter().flatten()
+    }
+
+    /// Computes `panels`, numbered through all targets.
+    fn panels(&self, panels: Range<usize>) {
+        let mut first = 0;
+        for target in self.targets() {
+            let n = target.weight.n_panels();
+            for p in panels.start.max(first)..panels.end.min(first + n) {
+                self.panel(target, p - first);
+            }
+            first += n;
+        }
+    }
+
+    /// Computes one panel for all rows. Only the one worker that was given it does.
+    fn panel(&self, target: &Target<'_>, p: usize) {
+        let weight = target.weight;
+        let form = form(self.isa, weight.format());
+        let blocks = RowBlocks::new(self.n_rows, rows_max(self.isa, form));
+        let (bytes, rest) = weight.panels_from(p).split_at(weight.panel_bytes());
+        let columns = p * PANEL..((p + 1) * PANEL).min(weight.n_rows());
+        let mut tile = Tile([[0.0; PANEL]; MAX_TILE_ROWS]);
+        for i in 0..blocks.len() {
+            let rows = blocks.rows(i);
+            let inputs = self.activations.block(form, weight.n_columns(), &rows);
+            let ahead = match self.n_rows {
+                0..PREFETCH_ROWS => Ahead::NONE,
+                _ => Ahead::share(rest, (weight.format(), bytes.len()), (i, blocks.len())),
+            };
+            let panel = Panel { format: weight.format(), bytes, ahead };
+            run_tile(self.isa, &panel, (rows.len(), inputs), &mut tile);
+            for (row, sums) in rows.zip(&tile.0) {
+                let start = row * weight.n_rows() + columns.start;
+                // SAFETY: this worker alone has this panel, and rows of a panel do not overlap.
+                let out = unsafe { target.out.range(start..start + columns.len()) };
+                target.epilogue.apply(sums, columns.start, out);
+            }
+        }
+    }
+}
+
+impl Epilogue<'_> {
+    /// Puts the sums of one row of a panel, whose first output is `n`, where they go.
+    fn apply(self, sums: &[f32; PANEL], n: usize, out: &mut [f32]) {
+        match self {
+            Epilogue::Store => out.copy_from_slice(&sums[..out.len()]),
+            Epilogue::Bias(bias) => {
+                for ((y, sum), bias) in out.iter_mut().zip(sums).zip(&bias[n..]) {
+                    *y = sum + bias;
+                }
+            }
+            Epilogue::Add => {
+                for (y, sum) in out.iter_mut().zip(sums) {
+                    *y += sum;
+                }
+            }
+        }
+    }
+}
+
+/// The sums of one panel for one block of rows.
+fn run_tile(isa: Isa, panel: &Panel<'_>, block: (usize, Inputs<'_>), out: &mut Tile) {
+    match isa {
+        Isa::Scalar => scalar::tile(panel, block, out),
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2(token) => avx2::tile(token, panel, block, out),
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512(token) => avx512::tile(token, panel, block, out),
+    }
+}

@@ -1,0 +1,241 @@
+//! The products with 256-bit vectors, for CPUs without AVX-512 BF16 and VNNI.
+//!
+//! A panel is four vectors wide; 16 registers do not hold a tile of all four, so a tile takes `T` vectors of
+//! columns at a time and passes over the panel `4 / T` times.
+
+use super::formats::{Group, GroupInputs, Q4_0, Q4_1, Q8_0, QUADS};
+use super::{Ahead, Panel, Tile, by_rows};
+use crate::ops::cpu::activations::{GroupInput, Inputs};
+use crate::ops::cpu::isa::Avx2;
+use crate::ops::packed::{PANEL, PackedFormat};
+use std::arch::x86_64::*;
+
+/// Rows of a tile of a plain format: 6 x 16 columns.
+pub(super) const PLAIN_ROWS: usize = 6;
+/// Rows of a tile of a grouped format: 4 x 8 columns, 2 x 16 or 1 x 32.
+pub(super) const GROUP_ROWS: usize = 4;
+
+/// Vectors of a panel.
+const VECTORS: usize = 4;
+/// Bytes of one vector of weights.
+const LANE: usize = 32;
+/// Bytes of a panel's four vectors.
+const STEP: usize = VECTORS * LANE;
+
+/// The sums of `panel` for a block of `n_rows` rows.
+pub(super) fn tile(_: Avx2, panel: &Panel<'_>, block: (usize, Inputs<'_>), out: &mut Tile) {
+    // SAFETY: the token proves that the CPU has every feature that `dispatch` is compiled for.
+    unsafe { dispatch(panel, block, out) }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+fn dispatch(panel: &Panel<'_>, (n_rows, inputs): (usize, Inputs<'_>), out: &mut Tile) {
+    match (panel.format, inputs) {
+        (PackedFormat::F32, Inputs::Plain(x)) => {
+            by_rows!(n_rows, [1 2 3 4 5 6], f32_tile(panel, x, out));
+        }
+        (PackedFormat::BF16, Inputs::Plain(x)) => {
+            by_rows!(n_rows, [1 2 3 4 5 6], bf16_tile(panel, x, out));
+        }
+        (PackedFormat::Q8_0, Inputs::Groups(x, groups)) => {
+            group_rows::<Q8_0>(panel, n_rows, (x, groups), out)
+        }
+        (PackedFormat::Q4_0, Inputs::Groups(x, groups)) => {
+            group_rows::<Q4_0>(panel, n_rows, (x, groups), out)
+        }
+        (PackedFormat::Q4_1, Inputs::Groups(x, groups)) => {
+            group_rows::<Q4_1>(panel, n_rows, (x, groups), out)
+        }
+        (format, _) => unreachable!("`form` gives {format:?} another form of inputs"),
+    }
+}
+
+/// Vectors `first..first + T` of one step.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn load<const T: usize>(step: &[u8; STEP], first: usize) -> [__m256i; T] {
+    let vectors = &step.as_chunks::<LANE>().0[first..first + T];
+    // SAFETY: each chunk has 32 bytes; the load asks for no alignment.
+    std::array::from_fn(|t| unsafe { _mm256_loadu_si256(vectors[t].as_ptr().cast()) })
+}
+
+/// Eight columns of a header of f16 numbers, starting at vector `first`, as f32.
+#[inline]
+#[target_feature(enable = "avx2,f16c")]
+fn load_f16<const T: usize>(header: &[u8; 2 * PANEL], first: usize) -> [__m256; T] {
+    let vectors = &header.as_chunks::<{ LANE / 2 }>().0[first..first + T];
+    // SAFETY: each chunk has 16 bytes; the load asks for no alignment.
+    std::array::from_fn(|t| _mm256_cvtph_ps(unsafe { _mm_loadu_si128(vectors[t].as_ptr().cast()) }))
+}
+
+/// Writes the sums of `T` vectors of columns for each row.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn store<const R: usize, const T: usize>(sums: [[__m256; T]; R], first: usize, out: &mut Tile) {
+    for (sums, out) in sums.into_iter().zip(&mut out.0) {
+        for (sum, out) in sums.into_iter().zip(&mut out.as_chunks_mut::<8>().0[first..]) {
+            // SAFETY: each chunk has 8 numbers; the store asks for no alignment.
+            unsafe { _mm256_storeu_ps(out.as_mut_ptr(), sum) };
+        }
+    }
+}
+
+/// F32: one fused multiply-add for each k.
+#[target_feature(enable = "avx2,fma")]
+fn f32_tile<const R: usize>(panel: &Panel<'_>, x: &[f32], out: &mut Tile) {
+    let mut ahead = panel.ahead;
+    for first in [0, 2] {
+        let mut sums = [[_mm256_setzero_ps(); 2]; R];
+        for (w, x) in panel.bytes.as_chunks().0.iter().zip(x.as_chunks::<R>().0) {
+            ahead.prefetch();
+            let w = load::<2>(w, first).map(|w| _mm256_castsi256_ps(w));
+            multiply(&mut sums, x, w);
+        }
+        ahead = Ahead::NONE;
+        store(sums, first, out);
+    }
+}
+
+/// BF16: weights widened by shift and mask, one fused multiply-add for each k.
+#[target_feature(enable = "avx2,fma")]
+fn bf16_tile<const R: usize>(panel: &Panel<'_>, x: &[f32], out: &mut Tile) {
+    let high = _mm256_set1_epi32(0xffff_0000_u32.cast_signed());
+    let mut ahead = panel.ahead;
+    for first in [0, 2] {
+        let mut sums = [[_mm256_setzero_ps(); 2]; R];
+        let mut x = x.as_chunks::<R>().0.iter();
+        for w in panel.bytes.as_chunks().0 {
+            let (Some(even), Some(odd)) = (x.next(), x.next()) else { break };
+            ahead.prefetch();
+            let w = load::<2>(w, first);
+            multiply(&mut sums, even, w.map(|w| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(w))));
+            multiply(&mut sums, odd, w.map(|w| _mm256_castsi256_ps(_mm256_and_si256(w, high))));
+        }
+        ahead = Ahead::NONE;
+        store(sums, first, out);
+    }
+}
+
+/// `sums[r] += x[r] * w`.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+fn multiply<const R: usize>(sums: &mut [[__m256; 2]; R], x: &[f32; R], w: [__m256; 2]) {
+    for (sums, &x) in sums.iter_mut().zip(x) {
+        for (sum, w) in sums.iter_mut().zip(w) {
+            *sum = _mm256_fmadd_ps(_mm256_set1_ps(x), w, *sum);
+        }
+    }
+}
+
+/// Fewer rows, more columns at a time: one row reads the panel once.
+#[target_feature(enable = "avx2,fma,f16c")]
+fn group_rows<G: Group>(panel: &Panel<'_>, n_rows: usize, x: GroupInputs<'_>, out: &mut Tile) {
+    match n_rows {
+        1 => group_tile::<1, 4, G>(panel, x, out),
+        2 => group_tile::<2, 2, G>(panel, x, out),
+        3 => group_tile::<3, 1, G>(panel, x, out),
+        GROUP_ROWS => group_tile::<4, 1, G>(panel, x, out),
+        n => unreachable!("no tile of {n} rows"),
+    }
+}
+
+/// Groups: an exact integer sum of each group, scaled by the weights' and the inputs' units into the f32 sum.
+#[target_feature(enable = "avx2,fma,f16c")]
+fn group_tile<const R: usize, const T: usize, G: Group>(
+    panel: &Panel<'_>,
+    (x, inputs): GroupInputs<'_>,
+    out: &mut Tile,
+) {
+    let x = x.as_chunks::<R>().0.as_chunks::<QUADS>().0;
+    let mut ahead = panel.ahead;
+    for first in (0..VECTORS).step_by(T) {
+        let mut sums = [[_mm256_setzero_ps(); T]; R];
+        for ((group, x), inputs) in panel.bytes.chunks_exact(G::BYTES).zip(x).zip(inputs.as_chunks::<R>().0) {
+            ahead.prefetch();
+            let (header, weights) = group.split_at(G::HEADER);
+            let weights = weights.as_chunks().0;
+            let acc = if G::NIBBLES {
+                sum_nibbles::<R, T, G>(weights, first, x, inputs)
+            } else {
+                sum_bytes::<R, T>(weights, first, x)
+            };
+            let header = header.as_chunks().0;
+            let scale = load_f16::<T>(&header[0], first);
+            for r in 0..R {
+                let unit = _mm256_set1_ps(inputs[r].scale);
+                for t in 0..T {
+                    let value = _mm256_mul_ps(_mm256_cvtepi32_ps(acc[r][t]), unit);
+                    sums[r][t] = _mm256_fmadd_ps(value, scale[t], sums[r][t]);
+                }
+            }
+            if G::HAS_MIN {
+                let min = load_f16::<T>(&header[1], first);
+                for r in 0..R {
+                    let input_sum = _mm256_set1_ps(inputs[r].scaled_sum);
+                    for t in 0..T {
+                        sums[r][t] = _mm256_fmadd_ps(min[t], input_sum, sums[r][t]);
+                    }
+                }
+            }
+        }
+        ahead = Ahead::NONE;
+        store(sums, first, out);
+    }
+}
+
+/// The integer sums of an 8-bit group. `maddubs` wants one side unsigned and adds pairs in 16 bits: |w| <= 128
+/// times |x| <= 127, twice, is 32512 and fits, where the stored unsigned bytes (to 255) would not.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn sum_bytes<const R: usize, const T: usize>(
+    weights: &[[u8; STEP]],
+    first: usize,
+    x: &[[u32; R]; QUADS],
+) -> [[__m256i; T]; R] {
+    let (offset, ones) = (_mm256_set1_epi8(-128), _mm256_set1_epi16(1));
+    let mut acc = [[_mm256_setzero_si256(); T]; R];
+    for (w, x) in weights.iter().zip(x) {
+        let w = load::<T>(w, first).map(|w| _mm256_xor_si256(w, offset));
+        let size = w.map(|w| _mm256_abs_epi8(w));
+        for r in 0..R {
+            let x = _mm256_set1_epi32(x[r].cast_signed());
+            for t in 0..T {
+                let pairs = _mm256_maddubs_epi16(size[t], _mm256_sign_epi8(x, w[t]));
+                acc[r][t] = _mm256_add_epi32(acc[r][t], _mm256_madd_epi16(pairs, ones));
+            }
+        }
+    }
+    acc
+}
+
+/// The integer sums of a 4-bit group: 16-bit sums hold a whole one, 8 quads of at most 2 * 15 * 127.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn sum_nibbles<const R: usize, const T: usize, G: Group>(
+    weights: &[[u8; STEP]],
+    first: usize,
+    x: &[[u32; R]; QUADS],
+    inputs: &[GroupInput; R],
+) -> [[__m256i; T]; R] {
+    let (low, ones) = (_mm256_set1_epi8(15), _mm256_set1_epi16(1));
+    let mut acc = [[_mm256_setzero_si256(); T]; R];
+    for (w, x) in weights.iter().zip(x.as_chunks::<2>().0) {
+        let w = load::<T>(w, first);
+        for r in 0..R {
+            let x = x.map(|x| _mm256_set1_epi32(x[r].cast_signed()));
+            for t in 0..T {
+                let high = _mm256_and_si256(_mm256_srli_epi16::<4>(w[t]), low);
+                let pairs = _mm256_maddubs_epi16(_mm256_and_si256(w[t], low), x[0]);
+                acc[r][t] = _mm256_add_epi16(acc[r][t], pairs);
+                acc[r][t] = _mm256_add_epi16(acc[r][t], _mm256_maddubs_epi16(high, x[1]));
+            }
+        }
+    }
+    for r in 0..R {
+        let init = _mm256_set1_epi32(G::init(inputs[r]));
+        for t in 0..T {
+            acc[r][t] = _mm256_add_epi32(_mm256_madd_epi16(acc[r][t], ones), init);
+        }
+    }
+    acc
+}

@@ -1,0 +1,201 @@
+//! The products with 512-bit vectors: `vdpbf16ps` for BF16, `vpdpbusd` for groups.
+//!
+//! A panel is two vectors wide. A tile keeps two accumulators a row (groups: two of integers and two of f32),
+//! so 12 rows of plain formats and 6 of grouped ones fill the 32 registers.
+
+use super::formats::{Group, GroupInputs, Q4_0, Q4_1, Q8_0, QUADS};
+use super::{Panel, Tile, by_rows};
+use crate::ops::cpu::activations::Inputs;
+use crate::ops::cpu::isa::Avx512;
+use crate::ops::packed::{PANEL, PackedFormat};
+use std::arch::x86_64::*;
+
+/// Rows of a tile of a plain format.
+pub(super) const PLAIN_ROWS: usize = 12;
+/// Rows of a tile of a grouped format.
+pub(super) const GROUP_ROWS: usize = 6;
+
+/// Bytes of two vectors: what a panel holds for one k (F32), two (BF16), four (8 bit) or eight (4 bit).
+const STEP: usize = 128;
+
+/// The sums of `panel` for a block of `n_rows` rows.
+pub(super) fn tile(_: Avx512, panel: &Panel<'_>, block: (usize, Inputs<'_>), out: &mut Tile) {
+    // SAFETY: the token proves that the CPU has every feature that `dispatch` is compiled for.
+    unsafe { dispatch(panel, block, out) }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx2,fma,f16c")]
+fn dispatch(panel: &Panel<'_>, (n_rows, inputs): (usize, Inputs<'_>), out: &mut Tile) {
+    match (panel.format, inputs) {
+        (PackedFormat::F32, Inputs::Plain(x)) => {
+            by_rows!(n_rows, [1 2 3 4 5 6 7 8 9 10 11 12], f32_tile(panel, x, out));
+        }
+        (PackedFormat::BF16, Inputs::Pairs(x)) => {
+            by_rows!(n_rows, [1 2 3 4 5 6 7 8 9 10 11 12], bf16_tile(panel, x, out));
+        }
+        (PackedFormat::Q8_0, Inputs::Groups(x, groups)) => {
+            group_rows::<Q8_0>(panel, n_rows, (x, groups), out)
+        }
+        (PackedFormat::Q4_0, Inputs::Groups(x, groups)) => {
+            group_rows::<Q4_0>(panel, n_rows, (x, groups), out)
+        }
+        (PackedFormat::Q4_1, Inputs::Groups(x, groups)) => {
+            group_rows::<Q4_1>(panel, n_rows, (x, groups), out)
+        }
+        (format, _) => unreachable!("`form` gives {format:?} another form of inputs"),
+    }
+}
+
+/// Two neighbouring vectors of weights.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn load(bytes: &[u8; STEP]) -> [__m512i; 2] {
+    // SAFETY: the array has 128 bytes; the loads ask for no alignment.
+    unsafe { [_mm512_loadu_si512(bytes.as_ptr().cast()), _mm512_loadu_si512(bytes.as_ptr().add(64).cast())] }
+}
+
+/// 32 f16 numbers as f32.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn load_f16(bytes: &[u8; 2 * PANEL]) -> [__m512; 2] {
+    // SAFETY: the array has 64 bytes; the loads ask for no alignment.
+    let halves = unsafe {
+        [_mm256_loadu_si256(bytes.as_ptr().cast()), _mm256_loadu_si256(bytes.as_ptr().add(32).cast())]
+    };
+    halves.map(|half| _mm512_cvtph_ps(half))
+}
+
+/// Writes each row's sums.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn store<const R: usize>(sums: [[__m512; 2]; R], out: &mut Tile) {
+    for (sums, out) in sums.into_iter().zip(&mut out.0) {
+        // SAFETY: the array `out` has 32 numbers; the stores ask for no alignment.
+        unsafe {
+            _mm512_storeu_ps(out.as_mut_ptr(), sums[0]);
+            _mm512_storeu_ps(out.as_mut_ptr().add(16), sums[1]);
+        }
+    }
+}
+
+/// F32: one fused multiply-add for each k.
+#[target_feature(enable = "avx512f")]
+fn f32_tile<const R: usize>(panel: &Panel<'_>, x: &[f32], out: &mut Tile) {
+    let mut sums = [[_mm512_setzero_ps(); 2]; R];
+    let mut ahead = panel.ahead;
+    for (w, x) in panel.bytes.as_chunks().0.iter().zip(x.as_chunks::<R>().0) {
+        ahead.prefetch();
+        let w = load(w).map(|w| _mm512_castsi512_ps(w));
+        for r in 0..R {
+            let x = _mm512_set1_ps(x[r]);
+            for t in 0..2 {
+                sums[r][t] = _mm512_fmadd_ps(x, w[t], sums[r][t]);
+            }
+        }
+    }
+    store(sums, out);
+}
+
+/// BF16: one `vdpbf16ps` for each pair of k.
+#[target_feature(enable = "avx512f,avx512bf16")]
+fn bf16_tile<const R: usize>(panel: &Panel<'_>, x: &[u32], out: &mut Tile) {
+    let mut sums = [[_mm512_setzero_ps(); 2]; R];
+    let mut ahead = panel.ahead;
+    for (w, x) in panel.bytes.as_chunks().0.iter().zip(x.as_chunks::<R>().0) {
+        ahead.prefetch();
+        let w = load(w).map(|w| as_bf16(w));
+        for r in 0..R {
+            let x = as_bf16(_mm512_set1_epi32(x[r].cast_signed()));
+            for t in 0..2 {
+                sums[r][t] = _mm512_dpbf16_ps(sums[r][t], x, w[t]);
+            }
+        }
+    }
+    store(sums, out);
+}
+
+/// The same bits as pairs of bf16.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn as_bf16(bits: __m512i) -> __m512bh {
+    // SAFETY: both are 64 bytes and any bits are values.
+    unsafe { std::mem::transmute(bits) }
+}
+
+/// The instance of [`group_tile`] for the number of rows.
+#[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+fn group_rows<G: Group>(panel: &Panel<'_>, n_rows: usize, x: GroupInputs<'_>, out: &mut Tile) {
+    match n_rows {
+        1 => group_tile::<1, G>(panel, x, out),
+        2 => group_tile::<2, G>(panel, x, out),
+        3 => group_tile::<3, G>(panel, x, out),
+        4 => group_tile::<4, G>(panel, x, out),
+        5 => group_tile::<5, G>(panel, x, out),
+        GROUP_ROWS => group_tile::<6, G>(panel, x, out),
+        n => unreachable!("no tile of {n} rows"),
+    }
+}
+
+/// Groups: an exact integer sum of each group, scaled by the weights' and the inputs' units into the f32 sum.
+#[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+fn group_tile<const R: usize, G: Group>(panel: &Panel<'_>, (x, inputs): GroupInputs<'_>, out: &mut Tile) {
+    let mut sums = [[_mm512_setzero_ps(); 2]; R];
+    let mut ahead = panel.ahead;
+    let x = x.as_chunks::<R>().0.as_chunks::<QUADS>().0;
+    for ((group, x), inputs) in panel.bytes.chunks_exact(G::BYTES).zip(x).zip(inputs.as_chunks::<R>().0) {
+        ahead.prefetch();
+        let (header, weights) = group.split_at(G::HEADER);
+        let weights = weights.as_chunks().0.iter();
+        let mut acc = inputs.map(|input| [_mm512_set1_epi32(G::init(input)); 2]);
+        if G::NIBBLES {
+            for (w, x) in weights.zip(x.as_chunks::<2>().0) {
+                let [low, high] = nibbles(load(w));
+                dot(&mut acc, low, &x[0]);
+                dot(&mut acc, high, &x[1]);
+            }
+        } else {
+            for (w, x) in weights.zip(x) {
+                dot(&mut acc, load(w), x);
+            }
+        }
+        let header = header.as_chunks().0;
+        let scale = load_f16(&header[0]);
+        for r in 0..R {
+            let unit = _mm512_set1_ps(inputs[r].scale);
+            for t in 0..2 {
+                let value = _mm512_mul_ps(_mm512_cvtepi32_ps(acc[r][t]), unit);
+                sums[r][t] = _mm512_fmadd_ps(value, scale[t], sums[r][t]);
+            }
+        }
+        if G::HAS_MIN {
+            let min = load_f16(&header[1]);
+            for r in 0..R {
+                let input_sum = _mm512_set1_ps(inputs[r].scaled_sum);
+                for t in 0..2 {
+                    sums[r][t] = _mm512_fmadd_ps(min[t], input_sum, sums[r][t]);
+                }
+            }
+        }
+    }
+    store(sums, out);
+}
+
+/// Adds four products a column: unsigned weights `w` times the signed bytes of `x[r]`.
+#[inline]
+#[target_feature(enable = "avx512f,avx512vnni")]
+fn dot<const R: usize>(acc: &mut [[__m512i; 2]; R], w: [__m512i; 2], x: &[u32; R]) {
+    for r in 0..R {
+        let x = _mm512_set1_epi32(x[r].cast_signed());
+        for t in 0..2 {
+            acc[r][t] = _mm512_dpbusd_epi32(acc[r][t], w[t], x);
+        }
+    }
+}
+
+/// The low and the high nibbles of each byte, as bytes.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn nibbles(w: [__m512i; 2]) -> [[__m512i; 2]; 2] {
+    let low = _mm512_set1_epi8(15);
+    [w.map(|w| _mm512_and_si512(w, low)), w.map(|w| _mm512_and_si512(_mm512_srli_epi16::<4>(w), low))]
+}

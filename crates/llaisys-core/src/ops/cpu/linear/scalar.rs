@@ -1,0 +1,68 @@
+//! The products in plain loops: for machines without vector kernels, and as the readable form of the others.
+
+use super::{Panel, Tile};
+use crate::ops::cpu::activations::{GroupInput, Inputs};
+use crate::ops::packed::{PANEL, PackedFormat, read_block};
+use crate::quant::BLOCK_LEN;
+
+/// Rows of a tile.
+pub(super) const TILE_ROWS: usize = 4;
+
+/// The sums of `panel` for a block of `n_rows` rows.
+pub(super) fn tile(panel: &Panel<'_>, (n_rows, inputs): (usize, Inputs<'_>), out: &mut Tile) {
+    for sums in &mut out.0[..n_rows] {
+        sums.fill(0.0);
+    }
+    match inputs {
+        Inputs::Plain(x) => plain(panel, n_rows, x, out),
+        Inputs::Groups(words, groups) => grouped(panel, n_rows, (words, groups), out),
+        Inputs::Pairs(_) => unreachable!("`form` gives pairs to AVX-512 only"),
+    }
+}
+
+/// F32 and BF16: `sum += x[k] * w[k]`, each step rounded.
+fn plain(panel: &Panel<'_>, n_rows: usize, x: &[f32], out: &mut Tile) {
+    for (k, x) in x.chunks_exact(n_rows).enumerate() {
+        for c in 0..PANEL {
+            let weight = match panel.format {
+                PackedFormat::F32 => {
+                    let at = (k * PANEL + c) * 4;
+                    f32::from_le_bytes(std::array::from_fn(|i| panel.bytes[at + i]))
+                }
+                _ => {
+                    let at = ((k / 2 * PANEL + c) * 2 + k % 2) * 2;
+                    f32::from_bits(u32::from(panel.bytes[at]) << 16 | u32::from(panel.bytes[at + 1]) << 24)
+                }
+            };
+            for (sums, x) in out.0.iter_mut().zip(x) {
+                sums[c] += x * weight;
+            }
+        }
+    }
+}
+
+/// Groups of integers: an exact integer sum of a group, scaled, added to the f32 sum.
+fn grouped(panel: &Panel<'_>, n_rows: usize, (words, groups): (&[u32], &[GroupInput]), out: &mut Tile) {
+    let group_words = words.chunks_exact(BLOCK_LEN / 4 * n_rows);
+    let group_bytes = panel.bytes.chunks_exact(panel.format.group_bytes());
+    for ((bytes, words), inputs) in group_bytes.zip(group_words).zip(groups.chunks_exact(n_rows)) {
+        for c in 0..PANEL {
+            let block = read_block(panel.format, bytes, c);
+            for (r, (sums, input)) in out.0.iter_mut().zip(inputs).enumerate() {
+                let mut sum = match panel.format {
+                    PackedFormat::Q8_0 => input.init_8,
+                    PackedFormat::Q4_0 => input.init_4,
+                    _ => 0,
+                };
+                for (i, &q) in block.q.iter().enumerate() {
+                    let x = words[i / 4 * n_rows + r].to_le_bytes()[i % 4] as i8;
+                    sum += i32::from(q) * i32::from(x);
+                }
+                sums[c] += sum as f32 * input.scale * block.scale.to_f32();
+                if panel.format == PackedFormat::Q4_1 {
+                    sums[c] += block.min.to_f32() * input.scaled_sum;
+                }
+            }
+        }
+    }
+}

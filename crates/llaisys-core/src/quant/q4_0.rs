@@ -1,0 +1,11 @@
+//! Q4_0: `scale` f16, then 16 bytes of nibbles; `value = scale * (nibble - 8)`. 18 bytes a block, 4.5 bits an
+//! element.
+
+use super::{BLOCK_LEN, Block, f16_at, nibbles};
+use half::f16;
+
+/// The block in `bytes`. Panics unless there are 18.
+pub fn parse(bytes: &[u8]) -> Block {
+    assert_eq!(bytes.len(), 2 + BLOCK_LEN / 2, "a Q4_0 block has 18 bytes");
+    Block { scale: f16_at(bytes), min: f16::ZERO, offset: 8, q: nibbles(&bytes[2..]) }
+}

@@ -1,0 +1,214 @@
+//! Reservations: taken whole or not at all, without a trace when dropped, handed out by blocks.
+
+mod kv_model;
+mod seeded;
+
+use kv_model::{Model, Refusal, Row, places, refusal};
+use llaisys_core::error::Exhausted;
+use llaisys_core::kv::{BLOCK_CELLS, Cells, KvError, RowPlace, Run};
+use proptest::prelude::*;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// `n` rows that start a sequence at 0 or go on in it.
+fn rows_from(slot: u32, start: i32, n: usize) -> Vec<Row> {
+    (start..).take(n).map(|position| Row { position, seqs: vec![slot] }).collect()
+}
+
+fn commit(cells: &mut Cells, rows: &[Row]) -> Vec<u32> {
+    let reservation = cells.prepare(&places(rows)).expect("right rows and room for them");
+    let placed = reservation.placed().to_vec();
+    reservation.commit();
+    cells.check();
+    placed
+}
+
+/// Goes on in a sequence by `n` rows.
+fn extend(cells: &mut Cells, slot: u32, n: usize) -> Vec<u32> {
+    let start = cells.pos_max(slot).map_or(0, |max| max + 1);
+    commit(cells, &rows_from(slot, start, n))
+}
+
+/// Any history: sequences that grew by some rows and lost five positions.
+type History = Vec<(u32, usize, i32)>;
+
+/// A pool with that history.
+fn pool_with(history: History) -> Cells {
+    let mut cells = Cells::new(150, 4, 0);
+    for (slot, n, trimmed) in history {
+        if cells.n_free() >= n {
+            extend(&mut cells, slot, n);
+        }
+        cells.seq_rm(slot, trimmed, trimmed + 5).expect("a range of a slot that is there");
+    }
+    cells
+}
+
+/// Rows that go on in the sequences, some each, one after the other.
+fn rows_for(cells: &Cells, asked: &[(u32, usize)]) -> Vec<Row> {
+    let mut next = [0, 1, 2, 3].map(|slot| cells.pos_max(slot).map_or(0, |max| max + 1));
+    let mut rows = Vec::new();
+    for &(slot, n) in asked {
+        rows.extend(rows_from(slot, next[slot as usize], n));
+        next[slot as usize] = rows.last().map_or(0, |row| row.position + 1);
+    }
+    rows
+}
+
+/// Dropped, a reservation leaves the digest as it was; prepared again, it takes the same cells, as it would not
+/// if the order of the free cells had changed.
+#[test]
+fn a_dropped_reservation_leaves_no_trace() {
+    let history = prop::collection::vec((0_u32..4, 1_usize..30, 0..20_i32), 0..12);
+    let asked = prop::collection::vec((0_u32..4, 1_usize..20), 1..5);
+    seeded::check(2_000, (history, asked), |(history, asked)| {
+        let mut cells = pool_with(history);
+        let rows = rows_for(&cells, &asked);
+        let (before, contents) = (cells.digest(), cells.dump());
+        let first = cells.prepare(&places(&rows)).map(|reservation| reservation.placed().to_vec());
+        prop_assert_eq!(before, cells.digest());
+        prop_assert_eq!(contents, cells.dump());
+        let second = cells.prepare(&places(&rows)).map(|reservation| reservation.placed().to_vec());
+        prop_assert_eq!(first.map_err(refusal), second.map_err(refusal));
+        Ok(())
+    });
+}
+
+#[test]
+fn a_panic_while_reserved_rolls_back() {
+    let mut cells = Cells::new(64, 2, 0);
+    extend(&mut cells, 0, 10);
+    let before = cells.digest();
+    let panicked = catch_unwind(AssertUnwindSafe(|| {
+        let rows = rows_from(0, 10, 30);
+        let _reservation = cells.prepare(&places(&rows)).unwrap();
+        panic!("a kernel failed");
+    }));
+    assert!(panicked.is_err());
+    cells.check();
+    assert_eq!(before, cells.digest());
+}
+
+#[test]
+fn a_live_reservation_shows_its_rows() {
+    let mut cells = Cells::new(64, 2, 0);
+    extend(&mut cells, 0, 3);
+    let rows = rows_from(0, 3, 2);
+    let reservation = cells.prepare(&places(&rows)).unwrap();
+    let mut visible = Vec::new();
+    reservation.cells().visible_cells(0, 3, &mut visible);
+    assert_eq!(visible, [0, 1, 2, 3], "a row sees itself and what is before it, not the row after it");
+    assert_eq!(reservation.placed(), [3, 4]);
+    assert_eq!(reservation.cells().n_free(), 59);
+}
+
+#[test]
+fn commit_changes_the_digest_and_an_empty_batch_does_not() {
+    let mut cells = Cells::new(64, 2, 0);
+    let empty = cells.digest();
+    commit(&mut cells, &[]);
+    assert_eq!(empty, cells.digest());
+    extend(&mut cells, 0, 1);
+    let one = cells.digest();
+    assert_ne!(empty, one);
+    cells.seq_cp(0, 1, -1, -1).unwrap();
+    assert_ne!(one, cells.digest(), "a second reader is part of the state");
+}
+
+#[test]
+fn the_last_free_cell_can_be_had_and_one_more_cannot() {
+    for n_cells in [1, 31, 32, 33, 63, 64, 65, 100, 4097] {
+        let mut cells = Cells::new(n_cells, 2, 0);
+        extend(&mut cells, 0, n_cells - 1);
+        let before = cells.digest();
+        let rows = rows_from(1, 0, 2);
+        let error = refusal(cells.prepare(&places(&rows)).map(drop).unwrap_err());
+        assert_eq!(error, Refusal::Cells(Exhausted::Cells { needed: 2, free: 1, capacity: n_cells }));
+        assert_eq!(before, cells.digest());
+        extend(&mut cells, 1, 1);
+        assert_eq!(cells.n_free(), 0);
+    }
+}
+
+#[test]
+fn a_wrong_row_is_named_even_when_cells_are_short() {
+    let mut cells = Cells::new(2, 2, 0);
+    let rows =
+        [(0, 0), (1, 0), (2, 0), (9, 1), (11, 1)].map(|(position, slot)| Row { position, seqs: vec![slot] });
+    let error = refusal(cells.prepare(&places(&rows)).map(drop).unwrap_err());
+    assert_eq!(error, Refusal::Kv(KvError::NotNext { row: 4, slot: 1, position: 11, expected: 10 }));
+}
+
+#[test]
+fn growing_side_by_side_gives_runs_of_a_block() {
+    let n_seqs = 8;
+    let mut cells = Cells::new(n_seqs * BLOCK_CELLS * 2, n_seqs, 0);
+    for position in 0..2 * i32::try_from(BLOCK_CELLS).unwrap() {
+        let slots = 0..u32::try_from(n_seqs).unwrap();
+        let rows: Vec<Row> = slots.map(|slot| Row { position, seqs: vec![slot] }).collect();
+        commit(&mut cells, &rows);
+    }
+    assert_eq!(cells.n_free(), 0);
+    for slot in 0..8 {
+        let long =
+            |run: &Run| run.len as usize >= BLOCK_CELLS && (run.cell as usize).is_multiple_of(BLOCK_CELLS);
+        assert!(cells.runs(slot).iter().all(long), "slot {slot}: {:?}", cells.runs(slot));
+    }
+}
+
+#[test]
+fn fragments_are_used_when_no_block_is_free() {
+    let mut cells = Cells::new(3 * BLOCK_CELLS, 4, 0);
+    for slot in 0..3 {
+        extend(&mut cells, slot, 1);
+    }
+    let placed = extend(&mut cells, 3, 3 * BLOCK_CELLS - 3);
+    assert_eq!(placed[..3], [1, 2, 3], "the lowest free cells, in another sequence's block");
+    assert_eq!(cells.n_free(), 0);
+}
+
+#[test]
+fn coupled_sequences_share_rows_while_they_see_the_same() {
+    let mut cells = Cells::new(64, 3, 0);
+    extend(&mut cells, 0, 4);
+    let both = |position| Row { position, seqs: vec![0, 2] };
+    cells.seq_cp(0, 2, -1, -1).unwrap();
+    commit(&mut cells, &[both(4), both(5)]);
+    assert_eq!(cells.runs(0), cells.runs(2));
+    // The batch itself can part them: after a row of one alone, no row of both can follow.
+    let rows = [Row { position: 6, seqs: vec![0] }, Row { position: 6, seqs: vec![2] }, both(7)];
+    let error = refusal(cells.prepare(&places(&rows)).map(drop).unwrap_err());
+    assert_eq!(error, Refusal::Kv(KvError::CoupledDiffer { row: 2, first: 0, second: 2 }));
+}
+
+#[test]
+fn four_mi_cells_are_cheap_until_used() {
+    let mut cells = Cells::new(4 << 20, 8, 0);
+    assert_eq!(cells.n_free(), 4 << 20);
+    let placed = extend(&mut cells, 7, 100);
+    assert_eq!(placed, (0..100).collect::<Vec<u32>>(), "low cells first: the pool is touched as it fills");
+    cells.seq_rm(7, -1, -1).unwrap();
+    assert_eq!(cells.n_free(), 4 << 20);
+}
+
+#[test]
+#[should_panic(expected = "neither committed nor dropped")]
+fn a_forgotten_reservation_is_a_bug() {
+    let mut cells = Cells::new(8, 1, 0);
+    std::mem::forget(cells.prepare(&[RowPlace { position: 0, seqs: &[0] }]).unwrap());
+    drop(cells.prepare(&[RowPlace { position: 1, seqs: &[0] }]));
+}
+
+#[test]
+fn the_model_itself_refuses_and_places() {
+    let mut model = Model::new(4, 1);
+    assert_eq!(model.prepare(&rows_from(0, 0, 4)), Ok(vec![0, 1, 2, 3]));
+    let full = Exhausted::Cells { needed: 1, free: 0, capacity: 4 };
+    assert_eq!(model.prepare(&rows_from(0, 4, 1)), Err(Refusal::Cells(full)));
+    assert_eq!((model.seq_rm(0, 1, 3), model.n_free()), (Ok(()), 2));
+    assert_eq!(model.seq_add(0, 3, -1, -2), Ok(vec![3]));
+    assert_eq!(model.all(0), [(0, 0), (1, 3)]);
+    assert_eq!(
+        (model.seq_cp(0, 0, -1, -1), model.seq_keep(0), model.dump().free),
+        (Ok(()), Ok(()), vec![1, 2])
+    );
+}

@@ -1,0 +1,122 @@
+"""`llaisys chat`: a conversation in the terminal, with a model in this process or behind a running server."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from llaisys.cli.flags import SERVER_ONLY, add_config_flags, config_of, overrides_of
+from llaisys.cli.parsing import Commands, add_command
+from llaisys.cli.sampling import add_sampling_flags, sampling_of
+from llaisys.errors import EngineDeadError, LlaisysError
+
+HELP = "/clear starts anew, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
+
+
+class ChatModel(Protocol):
+    """Where answers come from."""
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], show: Callable[[str], None]
+    ) -> str:
+        """Streams the next message to `show` and returns it, cut where Ctrl-C stopped it."""
+
+
+def add_parser(commands: Commands) -> None:
+    """`llaisys chat [MODEL]`."""
+    parser = add_command(
+        commands,
+        "chat",
+        "talk to a model in the terminal",
+        """
+        llaisys chat
+        llaisys chat path/to/model --temperature 0.7 --system "You are brief."
+        llaisys chat --url http://127.0.0.1:8000
+        """,
+    )
+    parser.add_argument(
+        "--url", help="talk to this running server (MODEL and --api-key are then the server's)"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    add_sampling_flags(parser)
+    add_config_flags(parser, without=SERVER_ONLY)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Reads messages from stdin, a line each, until its end."""
+    with _model(arguments) as model:
+        if sys.stdin.isatty():
+            with contextlib.suppress(ImportError):
+                importlib.import_module("readline")  # line editing and history for input()
+            print(HELP)
+        Conversation(model, sampling_of(arguments), arguments.system).run()
+    return 0
+
+
+@contextmanager
+def _model(arguments: argparse.Namespace) -> Iterator[ChatModel]:
+    config = config_of(arguments)
+    if arguments.url is not None:
+        from llaisys.cli.remote import RemoteModel
+
+        name = overrides_of(arguments).get("model", "default")
+        yield RemoteModel(arguments.url, config.api_key[0] if config.api_key else "", name)
+    else:
+        from llaisys.cli.local import LocalModel
+
+        with LocalModel(config) as model:
+            yield model
+
+
+class Conversation:
+    """The messages so far, and the loop that adds to them."""
+
+    def __init__(self, model: ChatModel, fields: Mapping[str, Any], system: str | None) -> None:
+        self._model = model
+        self._fields = fields
+        self._start = [] if system is None else [{"role": "system", "content": system}]
+        self._messages: list[dict[str, str]] = list(self._start)
+
+    def run(self) -> None:
+        """Until the end of stdin, `/exit`, or Ctrl-C at the prompt."""
+        prompt = "> " if sys.stdin.isatty() else ""
+        while True:
+            try:
+                line = input(prompt).strip()
+            except (EOFError, KeyboardInterrupt):
+                return
+            match line:
+                case "":
+                    continue
+                case "/exit":
+                    return
+                case "/clear":
+                    self._messages = list(self._start)
+                case "/help":
+                    print(HELP)
+                case _:
+                    self._turn(line)
+
+    def _turn(self, line: str) -> None:
+        """One message and its answer. A message that is refused is forgotten; a dead engine ends it all."""
+        self._messages.append({"role": "user", "content": line})
+        try:
+            answer = self._model.chat(self._messages, self._fields, _show)
+        except EngineDeadError:
+            raise
+        except LlaisysError as e:
+            self._messages.pop()
+            print(f"llaisys chat: {e}", file=sys.stderr)
+        else:
+            self._messages.append({"role": "assistant", "content": answer})
+            print()
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,109 @@
+"""Flags from the configuration: each field of Config is one, so that a setting is described once.
+
+`max_num_seqs` becomes `--max-num-seqs`, a bool `--name` and `--no-name`, a tuple a flag that may be repeated.
+Only flags that were given are passed on; the rest comes from the environment, the file, or the default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from llaisys.config import Config, load_config
+
+SUFFIXES = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
+
+# Settings that only a server has; the other commands leave them out.
+SERVER_ONLY = frozenset(
+    {
+        "served_model_name",
+        "host",
+        "port",
+        "allowed_origins",
+        "allowed_hosts",
+        "strict_fields",
+        "shutdown_timeout_s",
+        "log_level",
+    }
+)
+
+
+def add_config_flags(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
+    """Adds MODEL, `--config FILE` and a flag for every field of Config that is not in `without`."""
+    parser.add_argument("model_argument", metavar="MODEL", nargs="?", help="same as --model")
+    group = parser.add_argument_group(
+        "settings",
+        "each is also a variable (LLAISYS_MAX_NUM_SEQS) and a key of the --config file (max_num_seqs)",
+    )
+    group.add_argument(
+        "--config", metavar="FILE", type=Path, help="a YAML file of settings; flags go before it"
+    )
+    for name, field in Config.model_fields.items():
+        if name not in without:
+            group.add_argument(
+                flag_of(name), dest=name, default=argparse.SUPPRESS, help=_help(field), **_form(field)
+            )
+
+
+def overrides_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The settings that were given as flags."""
+    values = {name: value for name, value in vars(arguments).items() if name in Config.model_fields}
+    if arguments.model_argument is not None:
+        values.setdefault("model", arguments.model_argument)
+    return values
+
+
+def config_of(arguments: argparse.Namespace) -> Config:
+    """The configuration: flags, then environment, then `--config`, then defaults. Raises RejectedError."""
+    return load_config(overrides_of(arguments), arguments.config)
+
+
+def flag_of(name: str) -> str:
+    """`max_num_seqs` -> `--max-num-seqs`."""
+    return "--" + name.replace("_", "-")
+
+
+def integer(text: str) -> int:
+    """A whole number, perhaps with a suffix: `1k` is 1000, `1K` is 1024; m/M and g/G likewise."""
+    match = re.fullmatch(r"([+-]?\d+)([kKmMgG]?)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(match[1]) * SUFFIXES[match[2]]
+
+
+def _help(field: FieldInfo) -> str:
+    text = (field.description or "").replace("%", "%%")
+    if field.default in (None, ()) or isinstance(field.default, bool):
+        return text
+    return f"{text} (default: {field.default})"
+
+
+def _form(field: FieldInfo) -> dict[str, Any]:
+    """How argparse reads a field of this type; ranges are checked by Config."""
+    kind = _without_none(field.annotation)
+    if get_origin(kind) is Literal:
+        return {"choices": get_args(kind)}
+    if get_origin(kind) is tuple:
+        return {"action": "append", "metavar": "TEXT"}
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    readers: dict[Any, tuple[Callable[[str], Any], str]] = {
+        int: (integer, "N"),
+        float: (float, "X"),
+        Path: (Path, "FILE"),
+    }
+    read, metavar = readers.get(kind, (str, "TEXT"))
+    return {"type": read, "metavar": metavar}
+
+
+def _without_none(annotation: Any) -> Any:
+    """`int | None` -> `int`."""
+    if get_origin(annotation) is UnionType:
+        (annotation,) = [part for part in get_args(annotation) if part is not NoneType]
+    return annotation

@@ -1,0 +1,60 @@
+"""`llaisys generate`: continues one text, without a server."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from llaisys.cli.flags import SERVER_ONLY, add_config_flags, config_of
+from llaisys.cli.parsing import Commands, add_command
+from llaisys.cli.sampling import add_sampling_flags, sampling_of
+from llaisys.errors import RejectedError
+
+MAX_TOKENS_DEFAULT = 256
+
+
+def add_parser(commands: Commands) -> None:
+    """`llaisys generate [MODEL] --prompt TEXT`."""
+    parser = add_command(
+        commands,
+        "generate",
+        "continue a text and stream the result to stdout",
+        """
+        llaisys generate --prompt "The capital of France is" --max-tokens 8 --temperature 0
+        llaisys generate path/to/model < prompt.txt > answer.txt
+        """,
+    )
+    parser.add_argument("--prompt", help="the text to continue (default: all of stdin)")
+    add_sampling_flags(parser)
+    add_config_flags(parser, without=SERVER_ONLY | {"api_key"})
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Streams the continuation to stdout, then a newline."""
+    prompt = arguments.prompt if arguments.prompt is not None else _stdin()
+    config = config_of(arguments)
+    fields = {"max_tokens": MAX_TOKENS_DEFAULT, **sampling_of(arguments)}
+    from llaisys.cli.local import LocalModel
+
+    with LocalModel(config) as model:
+        try:
+            model.complete(prompt, fields, _show)
+            _show("\n")
+        except BrokenPipeError:  # the reader has seen enough; Python would complain again when it exits
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _stdin() -> str:
+    if sys.stdin.isatty():
+        raise RejectedError("there is no prompt: give --prompt TEXT, or pipe a text in", param="prompt")
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise RejectedError(f"stdin is not UTF-8 at byte {e.start}", param="prompt") from e

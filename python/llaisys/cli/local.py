@@ -1,0 +1,92 @@
+"""A model in this process, for commands that stream one answer at a time to a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, TypeVar, cast
+
+from llaisys.config import Config
+from llaisys.service import AsyncLLM
+from llaisys.types import RequestOutput, SamplingParams
+
+Show = Callable[[str], None]
+T = TypeVar("T")
+
+
+class LocalModel:
+    """AsyncLLM driven from plain code. Owns an event loop that turns only while an answer is made.
+
+    A context manager: the model is loaded on entering, and gone on leaving.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._loop = asyncio.new_event_loop()
+        self._engine: AsyncLLM | None = None
+        self._n_requests = 0
+
+    def __enter__(self) -> LocalModel:
+        if sys.stderr.isatty():
+            print(f"loading {self._config.model} ...", file=sys.stderr)
+        try:
+            self._engine = self._run(AsyncLLM.start(self._config))
+        except BaseException:
+            self._loop.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._run(self._llm.close())
+        self._run(self._loop.shutdown_asyncgens())
+        self._run(self._loop.shutdown_default_executor())
+        self._loop.close()
+
+    def complete(self, prompt: str, fields: Mapping[str, Any], show: Show) -> str:
+        """Continues a text. Each piece goes to `show`, the whole is returned; Ctrl-C ends it early.
+
+        `fields`: of SamplingParams, over the model's defaults.
+        """
+        return self._answer(prompt, fields, show)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], show: Show) -> str:
+        """The next message of a conversation, likewise."""
+        return self._answer(self._run(self._llm.chat_prompt(messages)), fields, show)
+
+    @property
+    def _llm(self) -> AsyncLLM:
+        if self._engine is None:
+            raise AssertionError("used outside of its `with`")
+        return self._engine
+
+    def _answer(self, prompt: str | list[int], fields: Mapping[str, Any], show: Show) -> str:
+        params = SamplingParams(**{**self._llm.default_sampling_params, **fields})
+        self._n_requests += 1
+        stream = self._llm.generate(prompt, params, f"local-{self._n_requests}")
+        pieces: list[str] = []
+        task = self._loop.create_task(_play(stream, pieces, show))
+        self._loop.add_signal_handler(signal.SIGINT, task.cancel)
+        try:
+            self._loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
+        finally:
+            self._loop.remove_signal_handler(signal.SIGINT)
+        if not task.cancelled():
+            task.result()
+        return "".join(pieces)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._loop.run_until_complete(work)
+
+
+async def _play(stream: AsyncIterator[RequestOutput], pieces: list[str], show: Show) -> None:
+    """Reads a stream to its end; closing it, also by cancellation, cancels the request."""
+    async with aclosing(cast("Any", stream)) as deltas:
+        async for delta in deltas:
+            pieces.append(delta.outputs[0].text)
+            show(pieces[-1])

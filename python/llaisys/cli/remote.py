@@ -1,0 +1,79 @@
+"""A model behind a running server, for `llaisys chat --url`."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from llaisys.errors import RejectedError, RequestFailedError
+
+TIMEOUT_S = 600
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteModel:
+    """`url`: the server, with or without `/v1`. `key`: empty for none. `model`: a name that it serves."""
+
+    url: str
+    key: str
+    model: str
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], show: Callable[[str], None]
+    ) -> str:
+        """The next message of a conversation: each piece goes to `show`, the whole is returned.
+
+        Ctrl-C ends the answer early, here and in the server. Raises RejectedError (the address) or
+        RequestFailedError (the server's own words).
+        """
+        body = json.dumps({"model": self.model, "messages": list(messages), "stream": True, **fields})
+        headers = {"content-type": "application/json"}
+        if self.key:
+            headers["authorization"] = f"Bearer {self.key}"
+        pieces: list[str] = []
+        connection, path = self._connection()
+        try:
+            connection.request("POST", path, body.encode(), headers)
+            for text in _texts(connection.getresponse()):
+                pieces.append(text)
+                show(text)
+        except KeyboardInterrupt:
+            pass  # what came so far is the answer; closing the connection cancels the rest
+        except (OSError, http.client.HTTPException) as e:
+            raise RejectedError(f"cannot reach {self.url}: {e}", param="url") from e
+        finally:
+            connection.close()
+        return "".join(pieces)
+
+    def _connection(self) -> tuple[http.client.HTTPConnection, str]:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise RejectedError(f"{self.url!r} is not an address like http://127.0.0.1:8000", param="url")
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        root = parts.path.rstrip("/").removesuffix("/v1")
+        return kind(parts.hostname, parts.port, timeout=TIMEOUT_S), f"{root}/v1/chat/completions"
+
+
+def _texts(response: http.client.HTTPResponse) -> Iterator[str]:
+    """The pieces of a stream. Raises RequestFailedError for an error, before the stream or inside it."""
+    if response.status != 200:
+        raise RequestFailedError(f"the server answered {response.status}: {_error_text(response.read())}")
+    for line in response:
+        if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+            continue
+        chunk = json.loads(line.removeprefix(b"data: "))
+        if "error" in chunk:
+            raise RequestFailedError(str(chunk["error"]["message"]))
+        for choice in chunk["choices"]:
+            yield choice["delta"].get("content") or ""
+
+
+def _error_text(raw: bytes) -> str:
+    try:
+        return str(json.loads(raw)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return raw[:200].decode("utf-8", "replace")

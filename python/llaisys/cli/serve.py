@@ -1,0 +1,31 @@
+"""`llaisys serve`: the model behind the OpenAI API and the page."""
+
+from __future__ import annotations
+
+import argparse
+
+from llaisys.cli.flags import add_config_flags, config_of
+from llaisys.cli.parsing import Commands, add_command
+
+
+def add_parser(commands: Commands) -> None:
+    """`llaisys serve [MODEL]`."""
+    parser = add_command(
+        commands,
+        "serve",
+        "serve a model with the OpenAI API (/v1) and a chat page (/)",
+        """
+        llaisys serve
+        llaisys serve path/to/model --port 8001 --max-num-seqs 16
+        LLAISYS_API_KEY=secret llaisys serve model.gguf --host 0.0.0.0
+        llaisys serve --config configs/example.yaml
+        """,
+    )
+    add_config_flags(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serves until Ctrl-C or SIGTERM."""
+    from llaisys.server.run import serve
+
+    return serve(config_of(arguments))

@@ -1,0 +1,1 @@
+"""HTTP and nothing else: the OpenAI-compatible API, the probes, the metrics and the page."""

@@ -1,0 +1,142 @@
+"""One HTTP answer from one generation, streamed or whole: the same chunks, sent one by one or collected."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol, TypeAlias
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from llaisys.errors import LlaisysError
+from llaisys.server.errors import ApiError, ended, send_error, to_json
+from llaisys.server.fan_in import Deltas, fan_in
+from llaisys.server.sse import SseWriter
+from llaisys.server.state import state_of
+from llaisys.server.trace import note, request_id_of
+from llaisys.server.usage import Usage
+from llaisys.types import FinishReason, RequestOutput
+
+Json: TypeAlias = dict[str, Any]
+
+WIRE_REASONS = (None, FinishReason.STOP.value, FinishReason.LENGTH.value)
+
+log = logging.getLogger("llaisys.server")
+
+
+class Shape(Protocol):
+    """How an endpoint writes a generation. `usage` is counted by the answer; a shape only reads it."""
+
+    usage: Usage
+
+    def opening(self) -> list[Json]:
+        """Chunks before the first token."""
+
+    def chunks(self, index: int, delta: RequestOutput) -> list[Json]:
+        """Chunks of one delta of choice `index`, the one with the finish reason included; may be none."""
+
+    def closing(self) -> list[Json]:
+        """Chunks after the last token of all choices."""
+
+    def whole(self, chunks: Iterable[Json]) -> Json:
+        """The body of a non-stream answer: the stream's chunks, collected."""
+
+
+class Answer(Response):
+    """An ASGI answer that reads `streams` to their end, or until the client goes away, which cancels them.
+
+    Owns the streams: however it ends, all are closed. Errors before the first byte are plain HTTP errors;
+    after it, an error frame and `[DONE]`.
+    """
+
+    def __init__(
+        self, request: Request, streams: Sequence[Deltas], shape: Shape, headers: Mapping[str, str]
+    ) -> None:
+        super().__init__()
+        self._request = request
+        self._streams = streams
+        self._shape = shape
+        self._extra_headers = dict(headers)
+        self.is_stream = False
+
+    def as_stream(self) -> Answer:
+        """The same answer as server-sent events."""
+        self.is_stream = True
+        return self
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002  ASGI's signature
+        """ASGI. `receive` has only the client's going away left to say."""
+        work = asyncio.ensure_future(self._stream(send) if self.is_stream else self._collect(send))
+        gone = asyncio.ensure_future(_client_gone(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            note(self._request, outcome="done" if work.done() else "client_gone")
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+            usage = self._shape.usage
+            note(self._request, prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens)
+        if not work.cancelled():
+            work.result()
+
+    async def _stream(self, send: Send) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        writer = SseWriter(send, self._extra_headers, self._shape.opening(), task.cancel)
+        keeper = asyncio.ensure_future(writer.keep_awake())
+        try:
+            async with aclosing(fan_in(self._streams)) as deltas:
+                async for index, delta in deltas:
+                    await writer.frames(self._take(index, delta))
+            await writer.finish(self._shape.closing())
+        except Exception as e:  # noqa: BLE001  every end of a stream has a terminator
+            await writer.fail(self._wire_error(e))
+        finally:
+            keeper.cancel()
+
+    async def _collect(self, send: Send) -> None:
+        chunks = self._shape.opening()
+        try:
+            async with aclosing(fan_in(self._streams)) as deltas:
+                async for index, delta in deltas:
+                    chunks += self._take(index, delta)
+        except Exception as e:  # noqa: BLE001  every answer has a status
+            await send_error(send, self._wire_error(e))
+            return
+        body = to_json(self._shape.whole(chunks))
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            **self._extra_headers,
+        }
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        await send({"type": "http.response.body", "body": body})
+
+    def _take(self, index: int, delta: RequestOutput) -> list[Json]:
+        reason = delta.outputs[0].finish_reason
+        if reason not in WIRE_REASONS:
+            raise ended(str(reason))
+        self._shape.usage.add(index, delta)
+        return self._shape.chunks(index, delta)
+
+    def _wire_error(self, error: Exception) -> ApiError:
+        """The error as the client hears it; noted, counted, and logged if it is a bug."""
+        state = state_of(self._request)
+        answer = state.wire_error(error, request_id_of(self._request))
+        if not isinstance(error, (LlaisysError, ApiError)):
+            log.exception("request %s failed", request_id_of(self._request), exc_info=error)
+        note(self._request, error=answer.code)
+        state.metrics.refused(answer.code)
+        return answer
+
+
+async def _client_gone(receive: Receive) -> None:
+    """Returns when the client has closed its connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

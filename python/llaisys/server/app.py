@@ -1,0 +1,124 @@
+"""The application: layers, routes and error answers. HTTP only; the engine is behind `ServerState`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from llaisys.errors import LlaisysError
+from llaisys.server import chat, completions, health, metrics, models, page
+from llaisys.server.auth import KeyGate
+from llaisys.server.errors import ApiError, to_json
+from llaisys.server.gate import PROBES, HostGate, HostRule
+from llaisys.server.limits import BodyLimit
+from llaisys.server.state import ServerState, state_of
+from llaisys.server.trace import RequestTrace, note, request_id_of
+
+EXPOSED_HEADERS = ("x-request-id", "x-llaisys-ignored-fields", "retry-after")
+
+
+def create_app(state: ServerState, port: int) -> ASGIApp:
+    """The whole server as one ASGI application, bound to `port`.
+
+    From the outside in: one id and log line, Host and Origin, CORS (if origins are listed), the key, the
+    body's size, then the routes. None is a BaseHTTPMiddleware, which would hide a client's going away.
+    """
+    routes = _routes(state)
+    app: ASGIApp = BodyLimit(routes)
+    app = KeyGate(app, state.config.api_key, PROBES | {"/"} | set(routes.state.page))
+    if state.config.allowed_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=state.config.allowed_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=EXPOSED_HEADERS,
+        )
+    app = HostGate(app, HostRule.of(state.config, port), state.config.allowed_origins)
+    return RequestTrace(app, state.metrics)
+
+
+def _routes(state: ServerState) -> FastAPI:
+    app = FastAPI(
+        title="LLAISYS",
+        version=health.package_version(),
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
+    app.state.server = state
+    app.state.page = page.load_page()
+    for module in (chat, completions, models, health, metrics, page):
+        app.include_router(module.router)
+    app.add_exception_handler(RequestValidationError, _on_invalid_body)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(LlaisysError, _on_error)
+    app.add_exception_handler(Exception, _on_error)
+    return app
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    """Any error of ours as OpenAI's object; noted and counted."""
+    state = state_of(request)
+    answer = state.wire_error(error, request_id_of(request))
+    note(request, error=answer.code)
+    state.metrics.refused(answer.code)
+    return Response(
+        to_json(answer.body()),
+        answer.status_code,
+        headers=dict(answer.headers or {}),
+        media_type="application/json",
+    )
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """The framework's own refusals (404, 405, an unreadable body) in our words."""
+    if isinstance(error, ApiError) or not isinstance(error, HTTPException):
+        return await _on_error(request, error)
+    message, code = {
+        404: ("There is nothing at this path.", "not_found"),
+        405: ("This path does not take this method.", "method_not_allowed"),
+    }.get(error.status_code, ("The request cannot be read.", "invalid_request"))
+    answer = ApiError(error.status_code, message, code=code).with_headers(error.headers or {})
+    return await _on_error(request, answer)
+
+
+async def _on_invalid_body(request: Request, error: Exception) -> Response:
+    """400 naming the first field that is wrong. The input is never echoed."""
+    assert isinstance(error, RequestValidationError)
+    first: dict[str, Any] = error.errors()[0]
+    if first["type"] == "json_invalid":
+        answer = ApiError(
+            400, f"The body is not valid JSON, at byte {first['loc'][-1]}.", code="invalid_json"
+        )
+    else:
+        answer = _field_error(first)
+    return await _on_error(request, answer)
+
+
+# Fields of several types: what they may be, in place of pydantic's complaint of the first type tried.
+UNIONS = {
+    "stop": "must be a string or a list of strings",
+    "prompt": "must be a string, a list of strings, a list of token ids or a list of such lists",
+}
+
+
+def _field_error(first: dict[str, Any]) -> ApiError:
+    """One pydantic error, its place written as `messages[0].role`."""
+    path = first["loc"][1:]
+    if not path:
+        return ApiError(400, "The body must be a JSON object, sent as application/json.", code="invalid_body")
+    field = str(path[0])
+    if field in UNIONS and first["type"] != "missing":
+        return ApiError(400, f"{field} {UNIONS[field]}", code="invalid_type", param=field)
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:]
+    code = "missing_required_parameter" if first["type"] == "missing" else "invalid_type"
+    return ApiError(400, f"{param}: {first['msg']}", code=code, param=param)

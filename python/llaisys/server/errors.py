@@ -1,0 +1,148 @@
+"""What goes over the wire when something is wrong: OpenAI's error object, its status and its headers.
+
+One table places every class of `llaisys.errors`; a test walks the tree and fails on a class that has no row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.types import Send
+
+from llaisys import errors
+
+INVALID_REQUEST = "invalid_request_error"
+SERVER_ERROR = "server_error"
+NO_RETRY = {"x-should-retry": "false"}
+
+
+class ApiError(HTTPException):
+    """An answer that is not a 200, or the error frame of a stream that has begun.
+
+    `kind` is OpenAI's error `type`, `code` a stable word for programs, `param` the offending field.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, code: str, kind: str = INVALID_REQUEST, param: str | None = None
+    ) -> None:
+        super().__init__(status, message)
+        self.message = message
+        self.code = code
+        self.kind = kind
+        self.param = param
+
+    def with_headers(self, headers: Mapping[str, str]) -> ApiError:
+        """The same error, answered with these headers too."""
+        self.headers = {**(self.headers or {}), **headers}
+        return self
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """How one exception class is answered. `message` None: the exception's own words, else these."""
+
+    status: int
+    kind: str
+    code: str
+    message: str | None = None
+    retry: bool = True
+
+
+# 5xx texts are fixed: what a device or a bug says belongs in the log, not on the wire.
+TABLE: Mapping[type[errors.LlaisysError], Row] = {
+    errors.LlaisysError: Row(500, SERVER_ERROR, "internal_error", "internal error", retry=False),
+    errors.RejectedError: Row(400, INVALID_REQUEST, "invalid_value"),
+    errors.ContextLengthError: Row(400, INVALID_REQUEST, "context_length_exceeded"),
+    errors.UnsupportedError: Row(400, INVALID_REQUEST, "unsupported_value"),
+    errors.ExhaustedError: Row(429, "rate_limit_error", "server_overloaded"),
+    errors.QueueFullError: Row(429, "rate_limit_error", "server_overloaded"),
+    errors.RequestTimeoutError: Row(408, "timeout_error", "request_timeout", retry=False),
+    errors.RequestFailedError: Row(
+        500, SERVER_ERROR, "request_failed", "this request failed in the engine", retry=False
+    ),
+    errors.EngineDeadError: Row(
+        503, SERVER_ERROR, "engine_dead", "the engine has stopped; see the server's log"
+    ),
+}
+
+
+def to_api_error(error: Exception, request_id: str) -> ApiError:
+    """The wire form of any exception. A 500 names the request, so that the log can be searched for it."""
+    if isinstance(error, ApiError):
+        return error
+    row = next((TABLE[c] for c in type(error).__mro__ if c in TABLE), TABLE[errors.LlaisysError])
+    message = str(error) if row.message is None else row.message
+    if row.status == 500:
+        message = f"{message} (request id {request_id})"
+    answer = ApiError(row.status, message, code=row.code, kind=row.kind, param=getattr(error, "param", None))
+    if not row.retry:
+        answer.with_headers(NO_RETRY)
+    elif row.status in (429, 503):
+        answer.with_headers({"retry-after": str(getattr(error, "retry_after_s", 1))})
+    return answer
+
+
+def model_not_found(name: str) -> ApiError:
+    """404 for a name that is not served."""
+    return ApiError(404, f"The model `{name[:100]}` does not exist.", code="model_not_found", param="model")
+
+
+def invalid_key() -> ApiError:
+    """401: no key, or a key that is not ours."""
+    message = "Incorrect or missing API key: send it as `Authorization: Bearer KEY`."
+    return ApiError(401, message, code="invalid_api_key").with_headers({"www-authenticate": "Bearer"})
+
+
+def engine_dead() -> ApiError:
+    """503: the engine has ended by itself and takes nothing any more."""
+    return to_api_error(errors.EngineDeadError("the engine is not alive"), "")
+
+
+def loading() -> ApiError:
+    """503 until the model is in memory."""
+    message = "The model is still loading; try again in a moment."
+    return ApiError(503, message, code="model_loading", kind=SERVER_ERROR).with_headers({"retry-after": "1"})
+
+
+def shutting_down() -> ApiError:
+    """503 for new requests after SIGTERM, and the error frame of streams that it cuts."""
+    message = "The server is shutting down."
+    return ApiError(503, message, code="shutting_down", kind=SERVER_ERROR).with_headers(
+        {"retry-after": "5", "connection": "close"}
+    )
+
+
+def ended(reason: str) -> ApiError:
+    """A generation that ended without an answer: cancelled by us (499, as proxies use it), or failed."""
+    code = {"abort": "cancelled", "timeout": "request_timeout"}.get(reason, "request_failed")
+    status = {"abort": 499, "timeout": 408}.get(reason, 500)
+    answer = ApiError(status, f"The request ended without an answer: {code}.", code=code, kind=SERVER_ERROR)
+    return answer.with_headers(NO_RETRY)
+
+
+def body_too_large(limit_bytes: int) -> ApiError:
+    """413: a body over the limit, declared or counted."""
+    return ApiError(413, f"The request body is larger than {limit_bytes} bytes.", code="request_too_large")
+
+
+def to_json(value: Any) -> bytes:
+    """Compact JSON in UTF-8. A lone surrogate, which a JSON escape may carry in, goes out as that escape."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return text.encode("utf-8", "backslashreplace")
+
+
+async def send_error(send: Send, error: ApiError) -> None:
+    """An error as a whole HTTP response, for the layers outside of the application."""
+    raw = to_json(error.body())
+    headers = {"content-type": "application/json", "content-length": str(len(raw)), **(error.headers or {})}
+    start = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status_code, "headers": start})
+    await send({"type": "http.response.body", "body": raw})

@@ -1,0 +1,49 @@
+"""Probes: is the process there, is the engine well, are requests welcome. They only read flags."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from llaisys.server.state import state_of
+
+router = APIRouter()
+
+
+@router.api_route("/livez", methods=["GET", "HEAD"])
+async def livez() -> JSONResponse:
+    """200 as long as the event loop turns."""
+    return _probe(True)
+
+
+@router.api_route("/health", methods=["GET", "HEAD"])
+async def health(request: Request) -> JSONResponse:
+    """503 once the engine is dead; 200 while loading and draining."""
+    return _probe(state_of(request).is_healthy())
+
+
+@router.api_route("/ready", methods=["GET", "HEAD"])
+async def ready(request: Request) -> JSONResponse:
+    """503 while loading, draining or dead."""
+    return _probe(state_of(request).is_ready())
+
+
+@router.get("/version")
+async def show_version() -> JSONResponse:
+    """The version of the installed package."""
+    return JSONResponse({"version": package_version()})
+
+
+def package_version() -> str:
+    """`unknown` if LLAISYS runs from a source tree that is not installed."""
+    try:
+        return version("llaisys")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _probe(ok: bool) -> JSONResponse:
+    return JSONResponse({"status": "ok" if ok else "unavailable"}, status_code=200 if ok else 503)

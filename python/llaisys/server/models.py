@@ -1,0 +1,44 @@
+"""GET /v1/models and /v1/models/{id}: the names that requests may use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+
+from llaisys.server.errors import model_not_found
+from llaisys.server.state import ServerState, state_of
+
+router = APIRouter()
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> dict[str, Any]:
+    """Every served name; the first is the one that answers report by default."""
+    state = state_of(request)
+    return {"object": "list", "data": [_card(state, name) for name in state.serving().model_names]}
+
+
+@router.get("/v1/models/{name:path}")
+async def show_model(request: Request, name: str) -> dict[str, Any]:
+    """One served name, which may hold slashes; 404 for another."""
+    state = state_of(request)
+    if name not in state.serving().model_names:
+        raise model_not_found(name)
+    return _card(state, name)
+
+
+def _card(state: ServerState, name: str) -> dict[str, Any]:
+    """`root` is the first served name and never a path."""
+    engine = state.serving()
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.created_s,
+        "owned_by": "llaisys",
+        "root": engine.model_names[0],
+        "parent": None,
+        "max_model_len": engine.max_model_len,
+        "permission": [],
+    }

@@ -1,0 +1,186 @@
+"""The server process: bind, answer probes at once, load, serve, and end in order.
+
+uvicorn waits for open streams before it runs any shutdown hook, so the signals are ours: the first ends the
+engine, which ends every stream with its terminator; then uvicorn has nothing left to wait for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import uvicorn
+
+from llaisys.config import Config
+from llaisys.errors import RejectedError
+from llaisys.server.app import create_app
+from llaisys.server.gate import check_exposure
+from llaisys.server.state import ServerState
+from llaisys.service import AsyncLLM
+
+EXIT_OK, EXIT_ENGINE_DEAD, EXIT_KILLED = 0, 70, 130
+CLOSE_CONNECTIONS_S = 1
+HEADER_BYTES_MAX = 32 * 1024
+CONNECTIONS_MAX = 1024
+
+
+def serve(config: Config) -> int:
+    """Serves until a signal. Returns the exit code: 0, or 70 if the engine died on the way.
+
+    Raises RejectedError for settings that cannot be served (an exposed host without a key, a taken port) and
+    what loading the model raises.
+    """
+    check_exposure(config)
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    with contextlib.closing(bind(config)) as listener:
+        return asyncio.run(Lifecycle(config, listener).run())
+
+
+def bind(config: Config) -> socket.socket:
+    """A listening socket, taken before the model is loaded, so that a taken port is known at once.
+
+    Raises RejectedError saying what to do.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            config.host.strip("[]"), config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind)
+    except OSError as e:
+        raise RejectedError(_bind_text(config, e), param="host") from e
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(CONNECTIONS_MAX)
+    except OSError as e:
+        listener.close()
+        raise RejectedError(_bind_text(config, e), param="port") from e
+    return listener
+
+
+def _bind_text(config: Config, error: OSError) -> str:
+    match error.errno:
+        case errno.EADDRINUSE:
+            return (
+                f"port {config.port} of {config.host} is taken by another program; stop that one, or choose "
+                "another with --port (0 picks a free one)"
+            )
+        case errno.EACCES:
+            return f"port {config.port} needs more rights; choose one from 1024 with --port"
+    return f"cannot listen on {config.host} port {config.port}: {error.strerror}"
+
+
+def address_of(host: str, port: int) -> str:
+    """The address to open in a browser. A server on every address is opened by the loopback one."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host.strip("[]"), host.strip("[]"))
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Lifecycle:
+    """Loading -> serving -> draining -> gone. Owns the signals, uvicorn and the server's state.
+
+    The first SIGINT or SIGTERM stops; a second one cuts the drain short; a third ends the process at once.
+    """
+
+    def __init__(self, config: Config, listener: socket.socket) -> None:
+        self._config = config
+        self._listener = listener
+        self._port = int(listener.getsockname()[1])
+        self._state = ServerState(config)
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+
+    async def run(self) -> int:
+        """Serves until a signal; the exit code."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+        web = self._web_server()
+        serving = asyncio.ensure_future(web.serve(sockets=[self._listener]))
+        serving.add_done_callback(lambda _: self._stop.set())
+        loading = asyncio.ensure_future(AsyncLLM.start(self._config))
+        exit_code = EXIT_OK
+        try:
+            await _first_of(loading, self._stop)
+            if loading.done():
+                exit_code = await self._serve_until_stopped(loading.result())
+        finally:
+            self._state.draining = True
+            web.should_exit = True
+            await serving
+        if not loading.done():
+            _leave(EXIT_OK)
+        return exit_code
+
+    def _on_signal(self) -> None:
+        if self._hurry.is_set():
+            _leave(EXIT_KILLED)
+        (self._hurry if self._stop.is_set() else self._stop).set()
+
+    def _web_server(self) -> _Uvicorn:
+        return _Uvicorn(
+            uvicorn.Config(
+                create_app(self._state, self._port),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                proxy_headers=False,
+                server_header=False,
+                limit_concurrency=CONNECTIONS_MAX,
+                timeout_graceful_shutdown=CLOSE_CONNECTIONS_S,
+                h11_max_incomplete_event_size=HEADER_BYTES_MAX,
+            )
+        )
+
+    async def _serve_until_stopped(self, engine: AsyncLLM) -> int:
+        """Ready goes off before anything else; then the engine ends its streams, each with a terminator."""
+        self._state.engine = engine
+        print(
+            f"LLAISYS serving {engine.model_names[0]} at {address_of(self._config.host, self._port)}",
+            flush=True,
+        )
+        await self._stop.wait()
+        exit_code = EXIT_OK if engine.is_alive() else EXIT_ENGINE_DEAD
+        self._state.draining = True
+        closing = asyncio.ensure_future(engine.close(self._config.shutdown_timeout_s))
+        await _first_of(closing, self._hurry)
+        if not closing.done():
+            closing.cancel()
+            await asyncio.gather(closing, return_exceptions=True)
+            await engine.close()
+        return exit_code
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its signal handlers."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves the signals to Lifecycle."""
+        yield
+
+
+async def _first_of(work: asyncio.Future[Any], event: asyncio.Event) -> None:
+    """Returns when `work` is done or `event` is set; `work` goes on."""
+    waiter = asyncio.ensure_future(event.wait())
+    await asyncio.wait({work, waiter}, return_when=asyncio.FIRST_COMPLETED)
+    waiter.cancel()
+
+
+def _leave(exit_code: int) -> NoReturn:
+    """Ends the process without waiting for threads: a model that is being read cannot be told to stop, and
+    nothing that it holds outlives the process."""
+    sys.stdout.flush()
+    logging.shutdown()
+    os._exit(exit_code)

@@ -1,0 +1,127 @@
+"""AsyncLLM without an engine: answers are scripted, and what the server asks of it is recorded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llaisys.errors import EngineDeadError
+from llaisys.stats import HistogramData, ServiceStats
+from llaisys.types import CompletionOutput, Logprob, RequestOutput, SamplingParams
+
+STATS = ServiceStats(
+    num_running=2,
+    num_waiting=1,
+    kv_cells=100,
+    kv_cells_used=25,
+    prompt_tokens=11,
+    generation_tokens=7,
+    finished={"stop": 3, "length": 1},
+    time_to_first_token_s=HistogramData((0.5, 1.0), (1, 2, 3), 9.5),
+)
+
+
+@dataclass
+class Piece:
+    """One delta: its text is its tokens' texts joined. `gate`: waits for it first."""
+
+    tokens: Sequence[str] = ()
+    finish: str | None = None
+    stop_reason: int | str | None = None
+    gate: asyncio.Event | None = None
+
+
+@dataclass
+class Call:
+    """What `generate` was called with, and how its stream ended."""
+
+    prompt: str | list[int]
+    params: SamplingParams
+    request_id: str
+    client_id: str
+    ended: bool = False
+
+
+PieceOrError = Piece | Exception
+
+
+@dataclass
+class FakeService:
+    """Every `generate` plays `script`; token ids count up from 100."""
+
+    script: Sequence[PieceOrError] = (Piece(["Hel", "lo"]), Piece(["!"], "stop"))
+    model_names: tuple[str, ...] = ("tiny", "alias/of-tiny")
+    max_model_len: int = 64
+    default_sampling_params: Mapping[str, Any] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+    chats: list[tuple[list[dict[str, Any]], dict[str, Any]]] = field(default_factory=list)
+    chat_error: Exception | None = None
+    dead: bool = False
+
+    def is_alive(self) -> bool:
+        return not self.dead
+
+    def is_ready(self) -> bool:
+        return not self.dead
+
+    def stats(self) -> ServiceStats:
+        return STATS
+
+    async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        if self.chat_error is not None:
+            raise self.chat_error
+        self.chats.append(([dict(message) for message in messages], options))
+        return [1, 2, 3]
+
+    async def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams, request_id: str, *, client_id: str = ""
+    ) -> AsyncIterator[RequestOutput]:
+        if self.dead:
+            raise EngineDeadError("shutting down")
+        call = Call(prompt if isinstance(prompt, str) else list(prompt), params, request_id, client_id)
+        self.calls.append(call)
+        token_id = 100
+        try:
+            for piece in self.script:
+                if isinstance(piece, Exception):
+                    raise piece
+                if piece.gate is not None:
+                    await piece.gate.wait()
+                yield self._delta(call, piece, token_id)
+                token_id += len(piece.tokens)
+        finally:
+            call.ended = True
+
+    def _delta(self, call: Call, piece: Piece, first_id: int) -> RequestOutput:
+        ids = list(range(first_id, first_id + len(piece.tokens)))
+        logprobs = None
+        if call.params.logprobs is not None:
+            logprobs = [
+                candidates(i, text, call.params.logprobs) for i, text in zip(ids, piece.tokens, strict=True)
+            ]
+        prompt_ids = call.prompt if isinstance(call.prompt, list) else list(call.prompt.encode())
+        completion = CompletionOutput(
+            index=0,
+            text="".join(piece.tokens),
+            token_ids=ids,
+            logprobs=logprobs,
+            finish_reason=piece.finish,
+            stop_reason=piece.stop_reason,
+        )
+        return RequestOutput(
+            call.request_id, None, prompt_ids, [completion], piece.finish is not None, num_cached_tokens=1
+        )
+
+
+def candidates(token_id: int, text: str, n_top: int) -> dict[int, Logprob]:
+    """The sampled token at rank 2 and `n_top` best, as the service gives them."""
+    named = {token_id: Logprob(-1.0, 2, text)}
+    best = [
+        (9000, Logprob(-0.5, 1, "best")),
+        (token_id, named[token_id]),
+        (9001, Logprob(float("-inf"), 3, "never")),
+    ]
+    named |= dict(best[:n_top])
+    return named

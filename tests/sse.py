@@ -1,0 +1,30 @@
+"""Reading server-sent events strictly: every byte of a stream must belong to a frame that we know."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def events(raw: bytes) -> list[Any]:
+    """The frames of a whole stream: parsed JSON, `"[DONE]"`, or `"ping"`."""
+    text = raw.decode("utf-8")
+    assert text.endswith("\n\n"), text[-80:]
+    return [_event(frame) for frame in text.removesuffix("\n\n").split("\n\n")]
+
+
+def _event(frame: str) -> Any:
+    if frame == ": ping":
+        return "ping"
+    assert frame.startswith("data: "), frame
+    assert "\n" not in frame, frame
+    data = frame.removeprefix("data: ")
+    return "[DONE]" if data == "[DONE]" else json.loads(data)
+
+
+def chunks(raw: bytes) -> list[dict[str, Any]]:
+    """The JSON frames of a stream that ended well: exactly one `[DONE]`, as its last frame."""
+    found = events(raw)
+    assert found.count("[DONE]") == 1
+    assert found[-1] == "[DONE]"
+    return [event for event in found[:-1] if event != "ping"]

@@ -1,0 +1,54 @@
+"""The application on a scripted engine, reached through ASGI without a socket."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+from starlette.types import ASGIApp
+
+from fakes.service import FakeService
+from llaisys.config import Config
+from llaisys.server.app import create_app
+from llaisys.server.state import ServerState
+
+PORT = 8000
+
+
+@pytest.fixture
+def engine() -> FakeService:
+    return FakeService()
+
+
+@pytest.fixture
+def state(engine: FakeService) -> ServerState:
+    return ServerState(Config(), engine=engine)  # type: ignore[arg-type]  # the fake has AsyncLLM's surface
+
+
+@pytest.fixture
+def app(state: ServerState) -> ASGIApp:
+    return create_app(state, PORT)
+
+
+@pytest.fixture
+def make_client() -> Callable[..., httpx.AsyncClient]:
+    def make(state: ServerState, **headers: str) -> httpx.AsyncClient:
+        transport = httpx.ASGITransport(create_app(state, PORT))
+        return httpx.AsyncClient(transport=transport, base_url=f"http://127.0.0.1:{PORT}", headers=headers)
+
+    return make
+
+
+@pytest.fixture
+async def client(
+    state: ServerState, make_client: Callable[..., httpx.AsyncClient]
+) -> AsyncIterator[httpx.AsyncClient]:
+    async with make_client(state) as made:
+        yield made
+
+
+@pytest.fixture
+def chat_body() -> dict[str, Any]:
+    return {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}

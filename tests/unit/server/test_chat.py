@@ -1,0 +1,270 @@
+"""POST /v1/chat/completions on a scripted engine: shapes, byte for byte where clients depend on it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from fakes.service import FakeService, Piece
+from llaisys.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    QueueFullError,
+    RequestFailedError,
+    RequestTimeoutError,
+)
+from sse import chunks, events
+
+URL = "/v1/chat/completions"
+HEAD = ("id", "object", "created", "model", "system_fingerprint")
+
+
+async def stream_of(client: httpx.AsyncClient, body: dict[str, Any]) -> httpx.Response:
+    return await client.post(URL, json={**body, "stream": True})
+
+
+async def test_whole_answer(client: httpx.AsyncClient, chat_body: dict[str, Any]) -> None:
+    answer = await client.post(URL, json=chat_body)
+    assert answer.status_code == 200
+    body = answer.json()
+    assert body["id"].startswith("chatcmpl-")
+    assert body["object"] == "chat.completion"
+    assert body["model"] == "tiny"
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "Hello!", "refusal": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+            "stop_reason": None,
+        }
+    ]
+    assert body["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 3,
+        "total_tokens": 6,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
+
+
+async def test_stream_is_right_to_the_byte(client: httpx.AsyncClient, chat_body: dict[str, Any]) -> None:
+    answer = await stream_of(client, chat_body)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert answer.headers["cache-control"] == "no-store"
+    assert answer.headers["x-accel-buffering"] == "no"
+    found = chunks(answer.content)
+    head = {name: found[0][name] for name in HEAD}
+    assert all({name: chunk[name] for name in HEAD} == head for chunk in found)
+    raw_head = json.dumps(head, separators=(",", ":"))[1:-1]
+
+    def frame(delta: str, finish: str) -> str:
+        return (
+            f'data: {{{raw_head},"choices":[{{"index":0,"delta":{delta},"logprobs":null,'
+            f'"finish_reason":{finish},"stop_reason":null}}]}}\n\n'
+        )
+
+    expected = [
+        frame('{"role":"assistant","content":""}', "null"),
+        frame('{"content":"Hello"}', "null"),
+        frame('{"content":"!"}', "null"),
+        frame("{}", '"stop"'),
+        "data: [DONE]\n\n",
+    ]
+    assert answer.content.decode() == "".join(expected)
+
+
+async def test_usage_chunk_has_no_choices(client: httpx.AsyncClient, chat_body: dict[str, Any]) -> None:
+    answer = await stream_of(client, {**chat_body, "stream_options": {"include_usage": True}})
+    *others, last = chunks(answer.content)
+    assert last["choices"] == []
+    assert last["usage"]["total_tokens"] == 6
+    assert all(chunk["usage"] is None for chunk in others)
+
+
+async def test_usage_in_every_chunk(client: httpx.AsyncClient, chat_body: dict[str, Any]) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    answer = await stream_of(client, {**chat_body, "stream_options": options})
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks(answer.content)] == [0, 2, 3, 3, 3]
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks(answer.content)} == {3}
+
+
+async def test_stream_options_need_a_stream(client: httpx.AsyncClient, chat_body: dict[str, Any]) -> None:
+    answer = await client.post(URL, json={**chat_body, "stream_options": {"include_usage": True}})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream_options")
+
+
+async def test_logprobs(client: httpx.AsyncClient, chat_body: dict[str, Any]) -> None:
+    body = {**chat_body, "logprobs": True, "top_logprobs": 3}
+    content = (await client.post(URL, json=body)).json()["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == ["Hel", "lo", "!"]
+    assert content[0] == {
+        "token": "Hel",
+        "logprob": -1.0,
+        "bytes": [72, 101, 108],
+        "top_logprobs": [
+            {"token": "best", "logprob": -0.5, "bytes": [98, 101, 115, 116]},
+            {"token": "Hel", "logprob": -1.0, "bytes": [72, 101, 108]},
+            {"token": "never", "logprob": -9999.0, "bytes": [110, 101, 118, 101, 114]},
+        ],
+    }
+    streamed = chunks((await stream_of(client, body)).content)
+    joined = [
+        entry for chunk in streamed for entry in (chunk["choices"][0]["logprobs"] or {}).get("content", [])
+    ]
+    assert joined == content
+
+
+async def test_logprobs_of_the_sampled_token_alone(
+    client: httpx.AsyncClient, chat_body: dict[str, Any]
+) -> None:
+    answer = await client.post(URL, json={**chat_body, "logprobs": True})
+    assert [entry["top_logprobs"] for entry in answer.json()["choices"][0]["logprobs"]["content"]] == [
+        [],
+        [],
+        [],
+    ]
+
+
+async def test_a_part_of_a_character_has_no_bytes(
+    engine: FakeService, client: httpx.AsyncClient, chat_body: dict[str, Any]
+) -> None:
+    engine.script = [Piece(["\ufffd"], "length")]
+    answer = await client.post(URL, json={**chat_body, "logprobs": True})
+    assert answer.json()["choices"][0]["logprobs"]["content"][0]["bytes"] is None
+
+
+async def test_stream_and_whole_agree(
+    engine: FakeService, client: httpx.AsyncClient, chat_body: dict[str, Any]
+) -> None:
+    engine.script = [Piece(["天", "\n"]), Piece(), Piece(["🙂"]), Piece([], "length", 7)]
+    whole = (await client.post(URL, json=chat_body)).json()["choices"][0]
+    streamed = [chunk["choices"][0] for chunk in chunks((await stream_of(client, chat_body)).content)]
+    assert (
+        "".join(choice["delta"].get("content", "") for choice in streamed)
+        == whole["message"]["content"]
+        == "天\n🙂"
+    )
+    assert streamed[-1]["finish_reason"] == whole["finish_reason"] == "length"
+    assert streamed[-1]["stop_reason"] == whole["stop_reason"] == 7
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "headers"),
+    [
+        (ContextLengthError("too long: 90 > 64", param="messages"), 400, "context_length_exceeded", {}),
+        (QueueFullError("full", retry_after_s=7), 429, "server_overloaded", {"retry-after": "7"}),
+        (RequestTimeoutError("600 s"), 408, "request_timeout", {"x-should-retry": "false"}),
+        (RequestFailedError("row"), 500, "request_failed", {"x-should-retry": "false"}),
+        (EngineDeadError("gone"), 503, "engine_dead", {"retry-after": "1"}),
+        (KeyError("a bug"), 500, "internal_error", {"x-should-retry": "false"}),
+    ],
+)
+async def test_an_error_before_the_first_token_is_a_plain_answer(
+    engine: FakeService,
+    client: httpx.AsyncClient,
+    chat_body: dict[str, Any],
+    error: Exception,
+    status: int,
+    code: str,
+    headers: dict[str, str],
+) -> None:
+    engine.script = [error]
+    for answer in (await client.post(URL, json=chat_body), await stream_of(client, chat_body)):
+        assert answer.status_code == status
+        assert answer.headers["content-type"] == "application/json"
+        body = answer.json()["error"]
+        assert set(body) == {"message", "type", "param", "code"}
+        assert body["code"] == code
+        assert {name: answer.headers[name] for name in headers} == headers
+        assert "a bug" not in answer.text
+
+
+async def test_an_error_in_a_stream_is_a_frame_and_done(
+    engine: FakeService, client: httpx.AsyncClient, chat_body: dict[str, Any]
+) -> None:
+    engine.script = [Piece(["Hel"]), RequestTimeoutError("600 s")]
+    found = events((await stream_of(client, chat_body)).content)
+    assert [event if event == "[DONE]" else next(iter(event)) for event in found] == [
+        "id",
+        "id",
+        "error",
+        "[DONE]",
+    ]
+    assert found[2]["error"]["code"] == "request_timeout"
+    assert (await client.post(URL, json=chat_body)).status_code == 408
+
+
+async def test_an_abort_is_no_answer(
+    engine: FakeService, client: httpx.AsyncClient, chat_body: dict[str, Any]
+) -> None:
+    engine.script = [Piece(["Hel"]), Piece([], "abort")]
+    assert (await client.post(URL, json=chat_body)).json()["error"]["code"] == "cancelled"
+    assert events((await stream_of(client, chat_body)).content)[-2]["error"]["code"] == "cancelled"
+
+
+async def test_the_conversation_reaches_the_template(engine: FakeService, client: httpx.AsyncClient) -> None:
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "assistant", "content": None, "reasoning": "hm"},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+    ]
+    await client.post(URL, json={"messages": messages, "chat_template_kwargs": {"enable_thinking": False}})
+    (sent, options) = engine.chats[0]
+    assert sent[0] == messages[0]
+    assert sent[1] == {"role": "assistant", "content": None, "reasoning_content": "hm"}
+    assert options == {
+        "add_generation_prompt": True,
+        "continue_final_message": False,
+        "template_kwargs": {"enable_thinking": False},
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (True, False)),
+        ({"continue_final_message": True}, (False, True)),
+        ({"add_generation_prompt": False}, (False, False)),
+        ({"add_generation_prompt": False, "continue_final_message": True}, (False, True)),
+    ],
+)
+async def test_how_the_prompt_ends(
+    engine: FakeService,
+    client: httpx.AsyncClient,
+    chat_body: dict[str, Any],
+    fields: dict[str, bool],
+    expected: tuple[bool, bool],
+) -> None:
+    await client.post(URL, json={**chat_body, **fields})
+    options = engine.chats[0][1]
+    assert (options["add_generation_prompt"], options["continue_final_message"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs.chat_template"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"messages": [{"role": "user", "content": "x"}] * 2049}, "messages"),
+    ],
+)
+async def test_what_a_template_may_not_be_told(
+    client: httpx.AsyncClient, chat_body: dict[str, Any], fields: dict[str, Any], param: str
+) -> None:
+    answer = await client.post(URL, json={**chat_body, **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_chat_runs_to_the_end_of_the_context(
+    engine: FakeService, client: httpx.AsyncClient, chat_body: dict[str, Any]
+) -> None:
+    await client.post(URL, json=chat_body)
+    await client.post(URL, json={**chat_body, "max_tokens": 5})
+    await client.post(URL, json={**chat_body, "max_tokens": 5, "max_completion_tokens": 6})
+    assert [call.params.max_tokens for call in engine.calls] == [None, 5, 6]

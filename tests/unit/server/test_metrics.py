@@ -1,0 +1,73 @@
+"""GET /metrics: names, labels and buckets that vLLM's dashboards ask for."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from llaisys.server.metrics import cumulative
+from llaisys.stats import HistogramData
+
+LABELS = {"model_name": "tiny", "engine": "0"}
+
+
+async def samples(client: httpx.AsyncClient) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    text = (await client.get("/metrics")).text
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "value"),
+    [
+        ("vllm:num_requests_running", {}, 2),
+        ("vllm:num_requests_waiting", {}, 1),
+        ("vllm:kv_cache_usage_perc", {}, 0.25),
+        ("vllm:prompt_tokens_total", {}, 11),
+        ("vllm:generation_tokens_total", {}, 7),
+        ("vllm:request_success_total", {"finished_reason": "stop"}, 3),
+        ("vllm:request_success_total", {"finished_reason": "length"}, 1),
+        ("vllm:request_success_total", {"finished_reason": "abort"}, 0),
+        ("vllm:time_to_first_token_seconds_bucket", {"le": "0.5"}, 1),
+        ("vllm:time_to_first_token_seconds_bucket", {"le": "1.0"}, 3),
+        ("vllm:time_to_first_token_seconds_bucket", {"le": "+Inf"}, 6),
+        ("vllm:time_to_first_token_seconds_count", {}, 6),
+        ("vllm:time_to_first_token_seconds_sum", {}, 9.5),
+        ("vllm:inter_token_latency_seconds_count", {}, 0),
+        ("vllm:e2e_request_latency_seconds_count", {}, 0),
+        ("llaisys:kv_cells", {"state": "used"}, 25),
+        ("llaisys:kv_cells", {"state": "free"}, 75),
+    ],
+)
+async def test_engine_figures(
+    client: httpx.AsyncClient, name: str, labels: dict[str, str], value: float
+) -> None:
+    found = await samples(client)
+    assert found[name, frozenset({**LABELS, **labels}.items())] == value
+
+
+async def test_refusals_and_answers_are_counted_by_route(client: httpx.AsyncClient) -> None:
+    await client.post("/v1/completions", json={"prompt": []})
+    for path in ("/nothing/1", "/nothing/2"):
+        await client.get(path)
+    await client.request("BREW", "/v1/models")
+    found = await samples(client)
+    assert found["llaisys:rejected_total", frozenset({("reason", "invalid_value")})] == 1
+    answers = {
+        labels: value for (name, labels), value in found.items() if name == "llaisys:http_responses_total"
+    }
+    assert answers[frozenset({("path", "/v1/completions"), ("method", "POST"), ("status", "400")})] == 1
+    assert answers[frozenset({("path", "other"), ("method", "GET"), ("status", "404")})] == 2
+    assert not any("nothing" in str(labels) or "BREW" in str(labels) for labels in answers)
+
+
+def test_buckets_add_up() -> None:
+    assert list(cumulative(HistogramData((1.0, 2.0), (1, 0, 2), 7.0))) == [
+        ("1.0", 1),
+        ("2.0", 1),
+        ("+Inf", 3),
+    ]

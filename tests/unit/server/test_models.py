@@ -1,0 +1,19 @@
+"""GET /v1/models."""
+
+from __future__ import annotations
+
+import httpx
+
+
+async def test_every_name_is_listed(client: httpx.AsyncClient) -> None:
+    body = (await client.get("/v1/models")).json()
+    assert body["object"] == "list"
+    assert [card["id"] for card in body["data"]] == ["tiny", "alias/of-tiny"]
+    card = body["data"][0]
+    assert (card["object"], card["root"], card["max_model_len"]) == ("model", "tiny", 64)
+    assert isinstance(card["created"], int)
+
+
+async def test_a_name_may_hold_a_slash(client: httpx.AsyncClient) -> None:
+    answer = await client.get("/v1/models/alias/of-tiny")
+    assert answer.json()["id"] == "alias/of-tiny"

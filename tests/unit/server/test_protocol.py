@@ -1,0 +1,214 @@
+"""What becomes of each field of a request: served, without effect, refused by name, or ignored and named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from fakes.service import FakeService
+from llaisys.config import Config
+from llaisys.server.protocol import (
+    CHAT_NEUTRAL,
+    COMPLETION_NEUTRAL,
+    NO_EFFECT,
+    ChatCompletionRequest,
+    CompletionRequest,
+)
+from llaisys.server.state import ServerState
+
+CHAT = "/v1/chat/completions"
+
+
+async def test_every_sampling_field_arrives(
+    engine: FakeService, client: httpx.AsyncClient, chat_body: dict[str, Any]
+) -> None:
+    fields = {
+        "temperature": 0.5,
+        "top_p": 0.6,
+        "top_k": 7,
+        "min_p": 0.1,
+        "typical_p": 0.9,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": -0.3,
+        "seed": 42,
+        "stop_token_ids": [9],
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
+    }
+    await client.post(
+        CHAT,
+        json={
+            **chat_body,
+            **fields,
+            "stop": "END",
+            "logit_bias": {"5": 1.5},
+            "logprobs": True,
+            "top_logprobs": 2,
+        },
+    )
+    params = engine.calls[0].params
+    assert {name: getattr(params, name) for name in fields} == fields
+    assert tuple(params.stop) == ("END",)
+    assert params.logit_bias == {5: 1.5}
+    assert params.logprobs == 2
+
+
+async def test_request_over_model_over_defaults(
+    engine: FakeService, client: httpx.AsyncClient, chat_body: dict[str, Any]
+) -> None:
+    engine.default_sampling_params = {"temperature": 0.2, "top_p": 0.9}
+    await client.post(CHAT, json={**chat_body, "top_p": 0.5, "temperature": None})
+    params = engine.calls[0].params
+    assert (params.temperature, params.top_p, params.top_k) == (0.2, 0.5, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 9}, "temperature"),
+        ({"temperature": "warm"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_tokens": 2, "min_tokens": 3}, "min_tokens"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias[5]"),
+        ({"stop": 5}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": [str(i) for i in range(17)]}, "stop"),
+        ({"messages": None}, "messages"),
+        ({"messages": [5]}, "messages[0]"),
+        ({"stream_options": {"include_usage": "maybe"}, "stream": True}, "stream_options.include_usage"),
+        ({"seed": 2**63}, "seed"),
+    ],
+)
+async def test_bad_values_are_named(
+    engine: FakeService,
+    client: httpx.AsyncClient,
+    chat_body: dict[str, Any],
+    fields: dict[str, Any],
+    param: str,
+) -> None:
+    answer = await client.post(CHAT, json={**chat_body, **fields})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert answer.json()["error"]["param"] == param
+    assert param.split("[")[0] in answer.json()["error"]["message"]
+    assert not engine.calls
+
+
+@pytest.mark.parametrize(
+    ("raw", "code"),
+    [
+        (b"", "invalid_body"),
+        (b"[]", "invalid_body"),
+        (b'{"messages": [', "invalid_json"),
+        (b'{"model": "\xff"}', "invalid_request"),
+        (b"[" * 100_000, "invalid_request"),
+    ],
+)
+async def test_bodies_that_are_no_request(client: httpx.AsyncClient, raw: bytes, code: str) -> None:
+    answer = await client.post(CHAT, content=raw, headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
+
+
+async def test_a_form_is_no_request(client: httpx.AsyncClient) -> None:
+    answer = await client.post(CHAT, content=b'{"messages": []}', headers={"content-type": "text/plain"})
+    assert answer.status_code == 400
+
+
+async def test_input_is_never_echoed(client: httpx.AsyncClient, chat_body: dict[str, Any]) -> None:
+    answer = await client.post(CHAT, json={**chat_body, "temperature": "canary-7f3"})
+    assert "canary-7f3" not in answer.text
+
+
+@pytest.mark.parametrize("name", sorted(NO_EFFECT - {"stream_options.include_obfuscation"}))
+async def test_fields_without_effect(client: httpx.AsyncClient, chat_body: dict[str, Any], name: str) -> None:
+    answer = await client.post(CHAT, json={**chat_body, name: "x"})
+    assert answer.status_code == 200
+    assert "x-llaisys-ignored-fields" not in answer.headers
+
+
+@pytest.mark.parametrize("name", sorted(CHAT_NEUTRAL))
+async def test_known_fields_that_are_not_served(
+    client: httpx.AsyncClient, chat_body: dict[str, Any], name: str
+) -> None:
+    for neutral in (None, *CHAT_NEUTRAL[name]):
+        answer = await client.post(CHAT, json={**chat_body, name: neutral})
+        assert answer.status_code == 200, answer.text
+        assert "x-llaisys-ignored-fields" not in answer.headers
+    answer = await client.post(CHAT, json={**chat_body, name: {"asks": "for something"}})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+    assert name in answer.json()["error"]["message"]
+
+
+def test_the_tables_do_not_overlap() -> None:
+    for model, neutral in ((ChatCompletionRequest, CHAT_NEUTRAL), (CompletionRequest, COMPLETION_NEUTRAL)):
+        served = set(model.model_fields)
+        assert not served & set(neutral)
+        assert not (served | set(neutral)) & NO_EFFECT
+
+
+async def test_unknown_fields_are_named_and_bounded(
+    client: httpx.AsyncClient, chat_body: dict[str, Any]
+) -> None:
+    options = {"include_usage": True, "include_obfuscation": True, "shiny": 1}
+    answer = await client.post(
+        CHAT, json={**chat_body, "frobnicate": 1, "a\r\nx: 1": 2, "stream": True, "stream_options": options}
+    )
+    assert answer.status_code == 200
+    assert answer.headers["x-llaisys-ignored-fields"] == "frobnicate,a??x??1,stream_options.shiny"
+    answer = await client.post(CHAT, json={**chat_body, **{f"field{i}": 1 for i in range(1000)}})
+    assert answer.headers["x-llaisys-ignored-fields"].count(",") == 63
+
+
+async def test_unknown_fields_are_logged(
+    client: httpx.AsyncClient, chat_body: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "llaisys.server"):
+        await client.post(CHAT, json={**chat_body, "frobnicate": "canary-7f3"})
+    (record,) = caplog.records
+    assert "ignored=frobnicate" in record.getMessage()
+    assert "canary-7f3" not in caplog.text
+
+
+async def test_strict_fields(engine: FakeService, make_client: Any, chat_body: dict[str, Any]) -> None:
+    async with make_client(ServerState(Config(strict_fields=True), engine=engine)) as client:
+        answer = await client.post(CHAT, json={**chat_body, "frobnicate": 1})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "frobnicate")
+        assert (await client.post(CHAT, json={**chat_body, "user": "me", "tools": None})).status_code == 200
+
+
+@pytest.mark.parametrize("name", [None, "", "default", "tiny"])
+async def test_names_of_the_first_model(
+    client: httpx.AsyncClient, chat_body: dict[str, Any], name: str | None
+) -> None:
+    answer = await client.post(CHAT, json={**chat_body, "model": name})
+    assert answer.json()["model"] == "tiny"
+
+
+async def test_another_name_is_answered_as_it_was_asked(
+    client: httpx.AsyncClient, chat_body: dict[str, Any]
+) -> None:
+    assert (await client.post(CHAT, json={**chat_body, "model": "alias/of-tiny"})).json()[
+        "model"
+    ] == "alias/of-tiny"
+
+
+async def test_unknown_model(client: httpx.AsyncClient, chat_body: dict[str, Any]) -> None:
+    answer = await client.post(CHAT, json={**chat_body, "model": "gpt-7"})
+    assert answer.status_code == 404
+    assert answer.json()["error"] == {
+        "message": "The model `gpt-7` does not exist.",
+        "type": "invalid_request_error",
+        "param": "model",
+        "code": "model_not_found",
+    }

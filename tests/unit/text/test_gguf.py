@@ -1,0 +1,137 @@
+"""The tokenizer inside a GGUF: same ids as the tokenizer.json that it was made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
+
+from llaisys.errors import RejectedError, UnsupportedError
+from llaisys.text import gguf
+from llaisys.text.gguf import build_gguf
+from llaisys.text.tokenizer import Tokenizer, load_tokenizer
+from llaisys.types import GgufTokenizer, ModelInfo
+
+Facts = Callable[..., GgufTokenizer]
+
+
+@pytest.fixture(scope="module")
+def from_gguf(qwen_facts: GgufTokenizer, info: Callable[..., ModelInfo]) -> Tokenizer:
+    return load_tokenizer(info(Path("qwen.gguf"), qwen_facts))
+
+
+@given(text=st.text())
+def test_qwen2_gives_the_ids_of_its_tokenizer_json(qwen: Tokenizer, from_gguf: Tokenizer, text: str) -> None:
+    assert from_gguf.encode(text, add_special_tokens=True) == qwen.encode(text, add_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "It's 2024!\n\n  x = 10_000\t#\u4f60\u597d\u4e16\u754c \U0001f980",
+        "<|im_start|>user\ncafe\u0301<|im_end|>\n",
+        " \u00a0 \u3000x",
+        "",
+    ],
+)
+def test_qwen2_on_chosen_texts(qwen: Tokenizer, from_gguf: Tokenizer, text: str) -> None:
+    ids = qwen.encode(text, add_special_tokens=False)
+    assert from_gguf.encode(text, add_special_tokens=False) == ids
+    assert from_gguf.decode(ids, skip_special_tokens=False) == qwen.decode(ids, skip_special_tokens=False)
+
+
+def words(pre: str, text: str, small: Facts) -> list[str]:
+    pieces = build_gguf(small(pre=pre)).pre_tokenizer.pre_tokenize_str(text)
+    return [text[begin:end] for _, (begin, end) in pieces]
+
+
+@given(text=st.text())
+def test_smollm_cuts_like_its_tokenizer_json(small: Facts, text: str) -> None:
+    """SmolLM2's own: single digits, then GPT-2's words."""
+    original = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    assert build_gguf(small(pre="smollm")).pre_tokenizer.pre_tokenize_str(text) == original.pre_tokenize_str(
+        text
+    )
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "want"),
+    [
+        ("smollm", "We've 123  x", ["We", "'ve", " ", "1", "2", "3", " ", " x"]),
+        ("qwen2", "WE'VE 123  x\n", ["WE", "'VE", " ", "1", "2", "3", " ", " x", "\n"]),
+        ("llama-bpe", "WE'VE 12345  x.\n", ["WE", "'VE", " ", "123", "45", " ", " x", ".\n"]),
+        ("default", "We've $12345", ["We", "'", "ve", " ", "$", "123", "45"]),
+    ],
+)
+def test_each_name_cuts_in_its_own_way(pre: str, text: str, want: list[str], small: Facts) -> None:
+    assert words(pre, text, small) == want
+
+
+def test_llama_bpe_keeps_words_that_are_tokens_whole(small: Facts) -> None:
+    """`abc` has no path of merges here; only a tokenizer that looks words up finds it."""
+    facts = small(pre="llama-bpe", merges=[])
+    assert build_gguf(facts).encode("abc").ids == [257]
+    assert len(build_gguf(small(pre="default", merges=[])).encode("abc").ids) == 3
+
+
+def test_control_tokens_are_special_and_user_defined_ones_are_not(tiny: Tokenizer) -> None:
+    assert tiny.encode("<|end|><tool>", add_special_tokens=False) == [258, 259]
+    assert tiny.is_special(258)
+    assert not tiny.is_special(259)
+    assert tiny.decode([258, 259], skip_special_tokens=True) == "<tool>"
+
+
+def test_bos_goes_in_front_when_the_file_says_so(small: Facts, info: Callable[..., ModelInfo]) -> None:
+    tokenizer = load_tokenizer(info(Path("x.gguf"), small(add_bos=True)))
+    assert tokenizer.encode("abc", add_special_tokens=True) == [258, 257]
+    assert tokenizer.encode("", add_special_tokens=True) == [258]
+    assert tokenizer.encode("abc", add_special_tokens=False) == [257]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("model", "llama"), ("model", "bert"), ("pre", "tekken"), ("pre", "")]
+)
+def test_another_kind_is_refused_by_name(small: Facts, field: str, value: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"tokenizer.ggml.{field} is {value!r}"):
+        build_gguf(small(**{field: value}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tokens": []}, "0 tokens"),
+        ({"token_types": [1]}, "1 token types"),
+        ({"merges": ["a"]}, "'a' is not two tokens"),
+        ({"merges": ["a b c"]}, "'a b c' is not two tokens"),
+        ({"merges": ["zz b"]}, "merges do not fit"),
+        ({"bos": 260}, "bos token id 260"),
+        ({"eos": -1}, "eos token id -1"),
+    ],
+)
+def test_facts_that_contradict_each_other_are_rejected(
+    small: Facts, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(RejectedError, match=words):
+        build_gguf(small(**changes))
+
+
+def test_a_token_twice_is_rejected(small: Facts) -> None:
+    tokens = small().tokens
+    with pytest.raises(RejectedError, match="twice"):
+        build_gguf(small(tokens=[*tokens[:-1], tokens[0]]))
+
+
+def test_counts_above_the_limits_are_rejected(small: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf, "MERGES_MAX", 1)
+    with pytest.raises(RejectedError, match="2 merges"):
+        build_gguf(small())
+    monkeypatch.setattr(gguf, "VOCAB_MAX", 259)
+    with pytest.raises(RejectedError, match="260 tokens"):
+        build_gguf(small(merges=[]))

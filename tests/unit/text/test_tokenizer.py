@@ -1,0 +1,167 @@
+"""The tokenizer of a model folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llaisys.errors import RejectedError, UnsupportedError
+from llaisys.text import tokenizer as module
+from llaisys.text.tokenizer import Tokenizer, load_tokenizer
+from llaisys.types import ModelInfo
+
+Info = Callable[..., ModelInfo]
+GOLDEN = Path(__file__).parents[2] / "data" / "goldens" / "qwen2-tied-bf16"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A small tokenizer that a test may damage."""
+    (tmp_path / "tokenizer.json").write_bytes((GOLDEN / "tokenizer.json").read_bytes())
+    return tmp_path
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    path = folder / "tokenizer.json"
+    stated = json.loads(path.read_text("utf-8"))
+    change(stated)
+    path.write_text(json.dumps(stated), "utf-8")
+
+
+@pytest.fixture(scope="module")
+def reference(qwen_folder: Path) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_file(str(qwen_folder / "tokenizer.json"))
+
+
+@given(ids=st.lists(st.integers(0, 151_645), max_size=50), skip=st.booleans())
+def test_decode_is_that_of_tokenizers(
+    qwen: Tokenizer, reference: tokenizers.Tokenizer, ids: list[int], skip: bool
+) -> None:
+    assert qwen.decode(ids, skip_special_tokens=skip) == reference.decode(ids, skip_special_tokens=skip)
+
+
+@given(text=st.text())
+def test_encode_is_that_of_tokenizers(qwen: Tokenizer, reference: tokenizers.Tokenizer, text: str) -> None:
+    assert qwen.encode(text, add_special_tokens=True) == reference.encode(text).ids
+
+
+def test_ids_are_text_and_bytes(qwen: Tokenizer) -> None:
+    crab = qwen.encode(" \U0001f980", add_special_tokens=False)
+    assert len(crab) > 1
+    assert b"".join(qwen.id_to_bytes(id) for id in crab) == " \U0001f980".encode()
+    assert "\ufffd" in qwen.token_text(crab[-1])
+    (end,) = qwen.encode("<|im_end|>", add_special_tokens=False)
+    assert end == 151645
+    assert qwen.token_text(end) == "<|im_end|>"
+    assert qwen.is_special(end)
+    assert not qwen.is_special(crab[0])
+    assert qwen.vocab_size == 151646
+
+
+@pytest.mark.parametrize("id", [151646, 10**9, -1])
+def test_an_id_without_a_token_has_no_text(qwen: Tokenizer, id: int) -> None:
+    assert qwen.id_to_bytes(id) == b""
+    assert qwen.decode([id], skip_special_tokens=False) == ""
+
+
+def test_special_tokens_in_user_text_become_their_ids_as_in_transformers(qwen: Tokenizer) -> None:
+    """So a user can forge a role. Whether to encode such text as plain text is not decided yet."""
+    assert qwen.encode("<|im_start|>", add_special_tokens=False) == [151644]
+
+
+def test_truncation_of_the_file_is_not_obeyed(folder: Path, info: Info) -> None:
+    whole = load_tokenizer(info(folder)).encode("a long enough text", add_special_tokens=False)
+    rule = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    edit(folder, lambda stated: stated.update(truncation=rule))
+    assert load_tokenizer(info(folder)).encode("a long enough text", add_special_tokens=False) == whole
+
+
+def test_text_that_is_not_unicode_is_rejected(qwen: Tokenizer) -> None:
+    with pytest.raises(RejectedError, match="character 2"):
+        qwen.encode("ab\ud800", add_special_tokens=False)
+
+
+def test_a_regular_expression_that_explodes_is_a_refusal(folder: Path, info: Info) -> None:
+    def explode(stated: dict[str, Any]) -> None:
+        stated["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "(a+)+$"
+
+    edit(folder, explode)
+    with pytest.raises(RejectedError, match="retry-limit"):
+        load_tokenizer(info(folder)).encode("a" * 40 + "b", add_special_tokens=False)
+
+
+def test_no_tokenizer_file(tmp_path: Path, info: Info) -> None:
+    with pytest.raises(RejectedError, match=r"no tokenizer\.json"):
+        load_tokenizer(info(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": "1.0"}', "[" * 100_000])
+def test_a_damaged_file_is_rejected(tmp_path: Path, info: Info, text: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(text, "utf-8")
+    with pytest.raises(RejectedError, match=r"tokenizer\.json cannot be read"):
+        load_tokenizer(info(tmp_path))
+
+
+def test_a_file_above_the_limit_is_not_read(
+    folder: Path, info: Info, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_bytes = (folder / "tokenizer.json").stat().st_size
+    monkeypatch.setattr(module, "FILE_BYTES_MAX", n_bytes)
+    load_tokenizer(info(folder))
+    monkeypatch.setattr(module, "FILE_BYTES_MAX", n_bytes - 1)
+    with pytest.raises(RejectedError, match=str(n_bytes)):
+        load_tokenizer(info(folder))
+
+
+def test_an_id_above_the_limit_is_rejected(folder: Path, info: Info, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "VOCAB_MAX", 599)
+    with pytest.raises(RejectedError, match="ids end at 599"):
+        load_tokenizer(info(folder))
+
+
+def test_another_kind_of_tokenizer_is_refused_by_name(folder: Path, info: Info) -> None:
+    edit(folder, lambda stated: stated.update(decoder={"type": "ByteFallback"}))
+    with pytest.raises(UnsupportedError, match="ByteFallback"):
+        load_tokenizer(info(folder))
+    edit(folder, lambda stated: stated.update(decoder=None))
+    with pytest.raises(UnsupportedError, match="none"):
+        load_tokenizer(info(folder))
+
+
+def test_add_bos_token_of_the_configuration(folder: Path, info: Info) -> None:
+    config = {"add_bos_token": True, "bos_token": {"content": "<|endoftext|>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
+    tokenizer = load_tokenizer(info(folder))
+    assert tokenizer.encode("x", add_special_tokens=True)[0] == 597
+    assert tokenizer.encode("x", add_special_tokens=False)[0] != 597
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": "<s>"}), "utf-8")
+    with pytest.raises(RejectedError, match="<s>"):
+        load_tokenizer(info(folder))
+
+
+def test_tokens_that_only_the_configuration_lists(folder: Path, info: Info) -> None:
+    def state(id: int) -> None:
+        listed = {str(id): {"content": "<|eot|>", "special": True}}
+        (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": listed}), "utf-8")
+
+    state(600)
+    tokenizer = load_tokenizer(info(folder))
+    assert tokenizer.encode("<|eot|>", add_special_tokens=False) == [600]
+    assert tokenizer.is_special(600)
+    state(700)
+    with pytest.raises(RejectedError, match="600"):
+        load_tokenizer(info(folder))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, '"\ud800"'.encode("utf-8", "surrogatepass")])
+def test_a_damaged_configuration_is_rejected(folder: Path, info: Info, text: str | bytes) -> None:
+    (folder / "tokenizer_config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(RejectedError, match=r"tokenizer_config\.json"):
+        load_tokenizer(info(folder))
