@@ -226,9 +226,7 @@ def test_a_dropped_llm_frees_its_engine() -> None:
 
 
 def test_the_package_is_lazy_and_lists_its_names() -> None:
-    script = (
-        "import sys, llaisys; assert 'numpy' not in sys.modules; print(llaisys.SamplingParams.__module__)"
-    )
+    script = "import sys, llaisys; print('numpy' in sys.modules, llaisys.SamplingParams.__module__)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "llaisys.types"]
     assert {"LLM", "AsyncLLM", "SamplingParams"} <= set(dir(llaisys))

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,11 +41,15 @@ class Gate:
         self.opened = threading.Event()
         self.opened.set()
         self.stepping = threading.Event()
+        self.n_left = 0  # decodes after which it closes by itself, if above 0
         decode = core.Context.decode
 
         def held(context: core.Context, *arrays: Any) -> Any:
             self.stepping.set()
             self.opened.wait(30)
+            self.n_left -= 1
+            if self.n_left == 0:
+                self.opened.clear()
             return decode(context, *arrays)
 
         monkeypatch.setattr(core.Context, "decode", held)
@@ -61,7 +66,7 @@ def gate(monkeypatch: pytest.MonkeyPatch, fake_core: None) -> Gate:  # noqa: ARG
 
 @contextlib.asynccontextmanager
 async def started(**settings: Any) -> AsyncIterator[AsyncLLM]:
-    service = await AsyncLLM.start(Config(num_kv_cells=512, **settings))
+    service = await AsyncLLM.start(Config(**{"num_kv_cells": 512, **settings}))
     try:
         yield service
     finally:
@@ -183,6 +188,7 @@ async def test_an_id_in_use_is_refused(gate: Gate) -> None:
 async def test_leaving_cancels_within_a_step(gate: Gate, how: str) -> None:
     async with started() as service:
         if how == "aclose":
+            gate.n_left = 1
             stream = service.generate(PROMPT, greedy(max_tokens=100), "a")
             await anext(stream)
             await stream.aclose()
@@ -193,7 +199,7 @@ async def test_leaving_cancels_within_a_step(gate: Gate, how: str) -> None:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            gate.opened.set()
+        gate.opened.set()
         await collect(service, "b", max_tokens=2)
         stats = service.stats()
         assert (stats.num_running, stats.kv_cells_used) == (0, 0)
@@ -293,15 +299,19 @@ async def test_drain_lets_open_streams_finish(gate: Gate) -> None:
         await closing
 
 
-async def test_close_without_drain_ends_open_streams(gate: Gate) -> None:
-    async with started() as service:
-        gate.opened.clear()
-        task = asyncio.create_task(collect(service, "a", max_tokens=100))
-        await gate.reached()
+async def test_close_without_drain_ends_open_streams(
+    monkeypatch: pytest.MonkeyPatch, fake_model: Model
+) -> None:
+    """The answer would be 20,000 tokens: it does not end by itself before it is heard that it must."""
+    endless = replace(fake_model.info, max_position_embeddings=20_000)
+    monkeypatch.setattr("llaisys.service.open_model", lambda _: text.model(info=endless))
+    async with started(num_kv_cells=20_000) as service:
+        stream = service.generate(PROMPT, greedy(max_tokens=None), "a")
+        await anext(stream)
         closing = asyncio.create_task(service.close())
-        gate.opened.set()
         with pytest.raises(EngineDeadError, match="shutting down"):
-            await task
+            async for _ in stream:
+                pass
         await closing
         await service.close()
 
