@@ -3,11 +3,11 @@
 //! The `safetensors` crate parses and checks the header (offsets contiguous, sizes equal to shape times type,
 //! the whole file covered); added here are unique names, the shard rules and the element types that we run.
 
+use super::FormatError;
 use super::folder::ModelFolder;
 use super::json::UniqueMap;
 use super::mapped::MappedFile;
 use super::tensors::{StoredTensor, TensorFiles};
-use super::FormatError;
 use crate::dtype::DType;
 use crate::error::{Result, Unsupported};
 use safetensors::{Dtype as FileType, SafeTensorError, SafeTensors};
@@ -113,7 +113,13 @@ fn tensors_of(file: &MappedFile, name: &str, index: usize) -> Result<Vec<StoredT
         let place = |offset: usize| data_start.checked_add(offset).filter(|&at| at <= bytes.len());
         let (Some(start), Some(end)) = (place(start), place(end)) else { return Err(invalid().into()) };
         let dtype = dtype_of(&tensor, info.dtype)?;
-        tensors.push(StoredTensor { name: tensor, dtype, shape: info.shape.clone(), file: index, range: start..end });
+        tensors.push(StoredTensor {
+            name: tensor,
+            dtype,
+            shape: info.shape.clone(),
+            file: index,
+            range: start..end,
+        });
     }
     Ok(tensors)
 }
