@@ -19,7 +19,13 @@ fn start() -> Loaded {
         (model.n_layers, model.d_model, model.d_ff, model.vocab_size) = (6, 576, 1536, 8192);
         (model.n_heads, model.n_kv_heads, model.d_head) = (9, 3, 64);
     });
-    let config = ContextConfig { mode: ComputeMode::Bfloat16, n_cells: 4096, n_seq_max: 16, n_batch: 512, ..settings() };
+    let config = ContextConfig {
+        mode: ComputeMode::Bfloat16,
+        n_cells: 4096,
+        n_seq_max: 16,
+        n_batch: 512,
+        ..settings()
+    };
     load(&model, ContextConfig { max_model_len: 512, ..config })
 }
 
@@ -31,9 +37,11 @@ fn step(loaded: &mut Loaded, rows: &Rows) {
 }
 
 fn one_token_each(c: &mut Criterion, loaded: &mut Loaded, n_seqs: usize) {
-    let seqs: Vec<SeqId> = (0..n_seqs).map(|_| loaded.context.seq_acquire().expect("an id is free")).collect();
+    let seqs: Vec<SeqId> =
+        (0..n_seqs).map(|_| loaded.context.seq_acquire().expect("an id is free")).collect();
     for &seq in &seqs {
-        let prompt = (0..N_CONTEXT).fold(Rows::default(), |rows, i| rows.row(i as i32 * 7, i as i32, &[seq], 0));
+        let prompt =
+            (0..N_CONTEXT).fold(Rows::default(), |rows, i| rows.row(i as i32 * 7, i as i32, &[seq], 0));
         step(loaded, &prompt);
     }
     let rows = seqs

@@ -44,7 +44,9 @@ fn chunks_passes_threads_and_cells_do_not_change_a_bit() {
     let tokens = model().tokens(1, 70);
     for mode in MODES {
         let want = alone(ContextConfig { mode, n_batch: 70, n_threads: 1, ..settings() }, &tokens);
-        for (n_batch, n_threads, chunk) in [(70, 2, 70), (1, 1, 70), (7, 2, 70), (64, 3, 1), (64, 2, 9), (16, 2, 33)] {
+        for (n_batch, n_threads, chunk) in
+            [(70, 2, 70), (1, 1, 70), (7, 2, 70), (64, 3, 1), (64, 2, 9), (16, 2, 33)]
+        {
             let mut loaded = load(&model(), ContextConfig { mode, n_batch, n_threads, ..settings() });
             fragment(&mut loaded.context);
             let seq = loaded.context.seq_acquire().unwrap();
@@ -178,7 +180,10 @@ fn a_fork_shares_its_prefix_and_both_go_their_own_way() {
     let logits = both.logits.unwrap();
     for (index, tail) in [&left, &right].into_iter().enumerate() {
         let whole = alone(settings(), &[prompt.clone(), tail.clone()].concat());
-        let got: Vec<u32> = logits[index * logits.len() / 2..(index + 1) * logits.len() / 2].iter().map(|v| v.to_bits()).collect();
+        let got: Vec<u32> = logits[index * logits.len() / 2..(index + 1) * logits.len() / 2]
+            .iter()
+            .map(|v| v.to_bits())
+            .collect();
         assert_eq!(got, whole.logits[whole.logits.len() - got.len()..]);
     }
     context.seq_release(parent).unwrap();
@@ -193,7 +198,10 @@ fn a_trimmed_end_can_be_written_again() {
     let (mut loaded, seq) = started(settings(), &prompt);
     let context = &mut loaded.context;
     context.kv_seq_rm(seq, 20, -1).unwrap();
-    assert_eq!((context.kv_seq_pos_min(seq).unwrap(), context.kv_seq_pos_max(seq).unwrap()), (Some(0), Some(19)));
+    assert_eq!(
+        (context.kv_seq_pos_min(seq).unwrap(), context.kv_seq_pos_max(seq).unwrap()),
+        (Some(0), Some(19))
+    );
     let mut got = Outputs::default();
     got.push(&Rows::default().run(seq, 20, &other).decode(context).unwrap());
     let want = alone(settings(), &[&prompt[..20], &other].concat());
@@ -207,7 +215,10 @@ fn keep_forgets_the_others_and_leaves_their_ids_lent() {
     let other = context.seq_acquire().unwrap();
     Rows::default().run(other, 0, &[4, 5]).decode(context).unwrap();
     context.kv_seq_keep(seq).unwrap();
-    assert_eq!((context.kv_seq_pos_max(seq).unwrap(), context.kv_seq_pos_max(other).unwrap()), (Some(2), None));
+    assert_eq!(
+        (context.kv_seq_pos_max(seq).unwrap(), context.kv_seq_pos_max(other).unwrap()),
+        (Some(2), None)
+    );
     assert_eq!(context.n_cells_free(), context.n_cells() - 3);
     context.seq_release(other).unwrap();
 }
@@ -240,8 +251,12 @@ fn a_row_of_several_sequences_is_stored_once_and_seen_by_all() {
     let (prompt, tail) = (model().tokens(11, 12), model().tokens(12, 5));
     let mut loaded = load(&model(), settings());
     let context = &mut loaded.context;
-    let seqs = [context.seq_acquire().unwrap(), context.seq_acquire().unwrap(), context.seq_acquire().unwrap()];
-    let rows = prompt.iter().enumerate().fold(Rows::default(), |rows, (i, &t)| rows.row(t, i as i32, &seqs, output::LOGITS));
+    let seqs =
+        [context.seq_acquire().unwrap(), context.seq_acquire().unwrap(), context.seq_acquire().unwrap()];
+    let rows = prompt
+        .iter()
+        .enumerate()
+        .fold(Rows::default(), |rows, (i, &t)| rows.row(t, i as i32, &seqs, output::LOGITS));
     let mut shared = Outputs::default();
     shared.push(&rows.decode(context).unwrap());
     assert_eq!(context.n_cells_free(), context.n_cells() - 12);
@@ -294,7 +309,8 @@ fn greedy() -> SamplerSpec {
 fn samplers_count_only_what_was_committed() {
     let prompt = model().tokens(13, 10);
     // A frequency penalty that no logit outweighs: no token comes twice.
-    let spec = SamplerSpec { frequency_penalty: 2.0, logit_bias: vec![(3, 50.0), (4, 49.5), (5, 49.0)], ..greedy() };
+    let spec =
+        SamplerSpec { frequency_penalty: 2.0, logit_bias: vec![(3, 50.0), (4, 49.5), (5, 49.0)], ..greedy() };
     let mut loaded = load(&model(), ContextConfig { n_cells: 14, ..settings() });
     let context = &mut loaded.context;
     let seq = context.seq_acquire().unwrap();
@@ -318,7 +334,8 @@ fn samplers_count_only_what_was_committed() {
 /// The same ids from samplers that are told of the earlier output instead of having seen it.
 fn replay(tokens: &[i32]) -> Vec<i32> {
     let prompt = model().tokens(13, 10);
-    let spec = SamplerSpec { frequency_penalty: 2.0, logit_bias: vec![(3, 50.0), (4, 49.5), (5, 49.0)], ..greedy() };
+    let spec =
+        SamplerSpec { frequency_penalty: 2.0, logit_bias: vec![(3, 50.0), (4, 49.5), (5, 49.0)], ..greedy() };
     let mut got = Vec::new();
     for n in 0..tokens.len() {
         let mut loaded = load(&model(), settings());
@@ -337,7 +354,12 @@ fn replay(tokens: &[i32]) -> Vec<i32> {
 fn masks_bind_their_row_and_wrong_ones_are_refused() {
     let (mut loaded, seq) = started(settings(), &[1, 2, 3]);
     let context = &mut loaded.context;
-    let rows = Rows::default().row(4, 3, &[seq], output::LOGITS).row(5, 4, &[seq], 0).row(6, 5, &[seq], output::LOGITS);
+    let rows = Rows::default().row(4, 3, &[seq], output::LOGITS).row(5, 4, &[seq], 0).row(
+        6,
+        5,
+        &[seq],
+        output::LOGITS,
+    );
     let mut decode = |mask_rows: &[i32], bits: &[u32]| {
         let masks = Some(RowMasks { rows: mask_rows, bits });
         context.decode(&DecodeRequest { arrays: rows.arrays(), masks, return_logits: false })
@@ -345,7 +367,10 @@ fn masks_bind_their_row_and_wrong_ones_are_refused() {
     let only = |id: usize| (0..3).map(move |word| if word == id / 32 { 1_u32 << (id % 32) } else { 0 });
     for mask_rows in [[1], [3], [-1]] {
         let refused = decode(&mask_rows, &only(40).collect::<Vec<_>>());
-        assert!(matches!(refused, Err(Error::Rejected(Rejected::Batch(BatchError::Mask { .. })))), "{mask_rows:?}");
+        assert!(
+            matches!(refused, Err(Error::Rejected(Rejected::Batch(BatchError::Mask { .. })))),
+            "{mask_rows:?}"
+        );
     }
     assert!(decode(&[0], &[1, 1]).is_err(), "71 ids need three words");
     assert!(decode(&[0, 0], &only(1).chain(only(2)).collect::<Vec<_>>()).is_err(), "one row, two masks");
@@ -361,7 +386,10 @@ fn outputs_are_what_each_row_asked_for() {
     let mut loaded = load(&model(), ContextConfig { n_batch: 3, ..settings() });
     let seq = loaded.context.seq_acquire().unwrap();
     let flags = [0, 1, 2, 3, 0, 2, 1, 0];
-    let rows = tokens.iter().enumerate().fold(Rows::default(), |rows, (i, &t)| rows.row(t, i as i32, &[seq], flags[i]));
+    let rows = tokens
+        .iter()
+        .enumerate()
+        .fold(Rows::default(), |rows, (i, &t)| rows.row(t, i as i32, &[seq], flags[i]));
     let result = rows.decode(&mut loaded.context).unwrap();
     assert_eq!(result.rows, [1, 2, 3, 5, 6]);
     let (logits, hidden) = (result.logits.unwrap(), result.hidden.unwrap());
@@ -370,7 +398,10 @@ fn outputs_are_what_each_row_asked_for() {
         for (got, all, width, flag) in [(&logits, &want.logits, 71, 1), (&hidden, &want.hidden, 40, 2)] {
             let got: Vec<u32> = got[out * width..(out + 1) * width].iter().map(|v| v.to_bits()).collect();
             let asked = flags[row] & flag != 0;
-            assert_eq!(got, if asked { all[row * width..(row + 1) * width].to_vec() } else { vec![0; width] });
+            assert_eq!(
+                got,
+                if asked { all[row * width..(row + 1) * width].to_vec() } else { vec![0; width] }
+            );
         }
         assert_eq!(result.token_ids[out] >= 0, flags[row] & 1 != 0);
     }
@@ -431,11 +462,25 @@ fn settings_out_of_their_bounds_are_refused_by_name() {
     ];
     for (config, name) in wrong {
         let refused = Context::load(&folder, config).map(|_| ()).unwrap_err();
-        assert!(matches!(refused, Error::Rejected(Rejected::OutOfRange { what, .. }) if what == name), "{refused}");
+        assert!(
+            matches!(refused, Error::Rejected(Rejected::OutOfRange { what, .. }) if what == name),
+            "{refused}"
+        );
     }
     if !IsaName::available().contains(&IsaName::Avx512) {
         let config = ContextConfig { isa: Some(IsaName::Avx512), ..settings() };
         assert!(matches!(Context::load(&folder, config), Err(Error::Unsupported(Unsupported::Isa { .. }))));
     }
+    std::fs::remove_dir_all(folder).unwrap();
+}
+
+#[test]
+fn heads_wider_than_the_kernels_take_are_refused_by_name() {
+    let folder = Tiny::sized("LlamaForCausalLM", true, |model| model.d_head = 258).write();
+    let refused = Context::load(&folder, settings()).map(|_| ()).unwrap_err();
+    assert!(
+        matches!(&refused, Error::Unsupported(Unsupported::Feature { value, .. }) if value == "258"),
+        "{refused}"
+    );
     std::fs::remove_dir_all(folder).unwrap();
 }

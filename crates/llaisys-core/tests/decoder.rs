@@ -27,14 +27,18 @@ impl Plain<'_> {
             let [q, k, v] = ["q", "k", "v"].map(|name| self.heads(layer, name, &normed));
             let o = at("self_attn.o_proj");
             for t in 0..tokens.len() {
-                let mixed: Vec<f64> = (0..m.n_heads).flat_map(|h| self.attend(h, &q[t], &k[..=t], &v[..=t])).collect();
+                let mixed: Vec<f64> =
+                    (0..m.n_heads).flat_map(|h| self.attend(h, &q[t], &k[..=t], &v[..=t])).collect();
                 add(&mut x[t], &matvec(&o, &mixed));
             }
             let (gate, up, down) = (at("mlp.gate_proj"), at("mlp.up_proj"), at("mlp.down_proj"));
             for r in &mut x {
                 let h = rms_norm(r, &at("post_attention_layernorm"));
-                let inner: Vec<f64> =
-                    matvec(&gate, &h).iter().zip(matvec(&up, &h)).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
+                let inner: Vec<f64> = matvec(&gate, &h)
+                    .iter()
+                    .zip(matvec(&up, &h))
+                    .map(|(g, u)| g / (1.0 + (-g).exp()) * u)
+                    .collect();
                 add(r, &matvec(&down, &inner));
             }
         }
@@ -113,7 +117,8 @@ fn relative_error(got: &[u32], want: &Rows) -> f64 {
     let want: Vec<f64> = want.iter().flatten().copied().collect();
     assert_eq!(got.len(), want.len());
     let largest = want.iter().fold(0.0, |m: f64, v| m.max(v.abs()));
-    let worst = got.iter().zip(&want).fold(0.0, |m: f64, (&g, w)| m.max((f64::from(f32::from_bits(g)) - w).abs()));
+    let worst =
+        got.iter().zip(&want).fold(0.0, |m: f64, (&g, w)| m.max((f64::from(f32::from_bits(g)) - w).abs()));
     worst / largest
 }
 

@@ -283,10 +283,16 @@ impl Context {
     }
 
     /// Replaces one tensor, by its name in the checkpoint.
-    fn replace_weight(&self, py: Python<'_>, name: &str, values: PyReadonlyArrayDyn<'_, f32>) -> PyResult<()> {
+    fn replace_weight(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        values: PyReadonlyArrayDyn<'_, f32>,
+    ) -> PyResult<()> {
         let shape = values.shape().to_vec();
         let elements = values.as_slice().map(<[f32]>::to_vec).map_err(|_| {
-            Fault::Argument("values is not contiguous; pass numpy.ascontiguousarray of it".to_owned()).into_py(py)
+            Fault::Argument("values is not contiguous; pass numpy.ascontiguousarray of it".to_owned())
+                .into_py(py)
         })?;
         self.detached(py, |core| core.replace_weight(name, &shape, &elements))
     }

@@ -2,19 +2,24 @@
 //! write to them as soon as it is released.
 
 use crate::errors::Fault;
-use llaisys_core::dtype::{ComputeMode, KvDType};
 use llaisys_core::Error;
 use llaisys_core::batch::BatchArrays;
 use llaisys_core::context::RowMasks;
+use llaisys_core::dtype::{ComputeMode, KvDType};
 use llaisys_core::error::Rejected;
 use llaisys_core::ops::dispatch::IsaName;
 use numpy::{Element, PyReadonlyArray1, PyReadonlyArray2};
 
 /// `values` as a vector of its own. Errors: the array is not contiguous.
-pub(crate) fn owned<T: Element + Copy>(what: &str, values: &PyReadonlyArray1<'_, T>) -> Result<Vec<T>, Fault> {
+pub(crate) fn owned<T: Element + Copy>(
+    what: &str,
+    values: &PyReadonlyArray1<'_, T>,
+) -> Result<Vec<T>, Fault> {
     match values.as_slice() {
         Ok(values) => Ok(values.to_vec()),
-        Err(_) => Err(Fault::Argument(format!("{what} is not contiguous; pass numpy.ascontiguousarray of it"))),
+        Err(_) => {
+            Err(Fault::Argument(format!("{what} is not contiguous; pass numpy.ascontiguousarray of it")))
+        }
     }
 }
 
@@ -51,12 +56,20 @@ pub(crate) struct OwnedMasks {
 
 impl OwnedMasks {
     /// Copies rows `[n]` and bits `[n, n_words]`. Errors: not contiguous, or a different number of rows.
-    pub(crate) fn new(rows: &PyReadonlyArray1<'_, i32>, bits: &PyReadonlyArray2<'_, u32>) -> Result<Self, Fault> {
+    pub(crate) fn new(
+        rows: &PyReadonlyArray1<'_, i32>,
+        bits: &PyReadonlyArray2<'_, u32>,
+    ) -> Result<Self, Fault> {
         let rows = owned("the rows of logits_mask", rows)?;
         let (n_bit_rows, _) = bits.as_array().dim();
         if n_bit_rows != rows.len() {
             return Err(Fault::Core(
-                Rejected::Length { what: "the bits of logits_mask (rows)", got: n_bit_rows, want: rows.len() }.into(),
+                Rejected::Length {
+                    what: "the bits of logits_mask (rows)",
+                    got: n_bit_rows,
+                    want: rows.len(),
+                }
+                .into(),
             ));
         }
         let bits = bits.as_array().iter().copied().collect();

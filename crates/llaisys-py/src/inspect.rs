@@ -20,7 +20,8 @@ pub(crate) fn inspect(py: Python<'_>, path: PathBuf) -> PyResult<String> {
 /// Instruction sets that this machine can run, best first: `avx512`, `avx2`, `scalar`.
 #[pyfunction]
 pub(crate) fn available_isas(py: Python<'_>) -> PyResult<Vec<&'static str>> {
-    guarded(|| Ok(IsaName::available().into_iter().map(IsaName::name).collect())).map_err(|fault| fault.into_py(py))
+    guarded(|| Ok(IsaName::available().into_iter().map(IsaName::name).collect()))
+        .map_err(|fault| fault.into_py(py))
 }
 
 /// One Philox4x32-10 block, for known-answer tests.
@@ -31,6 +32,7 @@ pub(crate) fn philox4x32(
     key: (u32, u32),
 ) -> PyResult<(u32, u32, u32, u32)> {
     let counter = [counter.0, counter.1, counter.2, counter.3];
-    let [a, b, c, d] = guarded(|| Ok(philox::philox4x32(counter, [key.0, key.1]))).map_err(|fault| fault.into_py(py))?;
+    let [a, b, c, d] =
+        guarded(|| Ok(philox::philox4x32(counter, [key.0, key.1]))).map_err(|fault| fault.into_py(py))?;
     Ok((a, b, c, d))
 }

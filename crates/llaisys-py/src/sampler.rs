@@ -71,7 +71,11 @@ impl SamplerSpec {
                     .collect::<Result<_, Error>>()?,
                 seed: seed_bits(seed)?,
                 choice: natural("choice", choice)?,
-                top_logprobs: if top_logprobs == -1 { None } else { Some(natural("top_logprobs", top_logprobs)?) },
+                top_logprobs: if top_logprobs == -1 {
+                    None
+                } else {
+                    Some(natural("top_logprobs", top_logprobs)?)
+                },
             })
         };
         build().map(|spec| Self { spec }).map_err(|fault| fault.into_py(py))
@@ -81,7 +85,7 @@ impl SamplerSpec {
 /// The 64 bits of a signed or unsigned seed.
 fn seed_bits(seed: i128) -> Result<u64, Fault> {
     let signed = i64::try_from(seed).map(i64::cast_unsigned);
-    signed.or_else(|_| u64::try_from(seed)).map_err(|_| {
-        Fault::Argument(format!("seed is {seed}, allowed are {} to {}", i64::MIN, u64::MAX))
-    })
+    signed
+        .or_else(|_| u64::try_from(seed))
+        .map_err(|_| Fault::Argument(format!("seed is {seed}, allowed are {} to {}", i64::MIN, u64::MAX)))
 }

@@ -84,7 +84,11 @@ impl Context {
             samplers: &mut self.samplers,
             batch: &batch,
             masks: masks.as_deref(),
-            result: DecodeResult::for_batch(&batch, self.decoder.config().d_model, request.return_logits.then_some(vocab_size)),
+            result: DecodeResult::for_batch(
+                &batch,
+                self.decoder.config().d_model,
+                request.return_logits.then_some(vocab_size),
+            ),
         };
         for start in (0..batch.n_rows()).step_by(self.config.n_batch) {
             let rows = start..batch.n_rows().min(start + self.config.n_batch);
@@ -161,12 +165,14 @@ impl Step<'_> {
 
     /// Hidden states, logits and ids of the output rows `outs`; row 0 of the workspace is batch row `first_row`.
     fn outputs(&mut self, first_row: usize, outs: Range<usize>) {
-        let wants = |out: &usize, flag: u8| self.batch.wants_output[self.result.rows[*out] as usize] & flag != 0;
+        let wants =
+            |out: &usize, flag: u8| self.batch.wants_output[self.result.rows[*out] as usize] & flag != 0;
         let sampled: Vec<usize> = outs.clone().filter(|out| wants(out, output::LOGITS)).collect();
         let hidden_only: Vec<usize> = outs.clone().filter(|out| !wants(out, output::LOGITS)).collect();
         // Rows with logits come first, so that the head's input is one block.
         let order: Vec<usize> = sampled.iter().chain(&hidden_only).copied().collect();
-        let work_rows: Vec<usize> = order.iter().map(|&out| self.result.rows[out] as usize - first_row).collect();
+        let work_rows: Vec<usize> =
+            order.iter().map(|&out| self.result.rows[out] as usize - first_row).collect();
         let hidden = self.decoder.final_hidden(self.ops, &work_rows, self.work);
         let d_model = self.decoder.config().d_model;
         if let Some(kept) = &mut self.result.hidden {

@@ -15,16 +15,15 @@ pub use sampling::RowMasks;
 
 use crate::batch::BatchLimits;
 use crate::dtype::{ComputeMode, KvDType};
-use crate::error::{Rejected, Result};
+use crate::error::{Rejected, Result, Unsupported};
 use crate::kv::cells::Cells;
 use crate::kv::storage::Storage;
 use crate::model::checkpoint::{Checkpoint, WeightNames};
 use crate::model::config::ModelConfig;
 use crate::model::decoder::{Decoder, Workspace};
 use crate::model::weights::{Replacement, Weights};
-use crate::ops::OpContext;
 use crate::ops::dispatch::{IsaName, Kernels};
-use crate::ops::rope_shift;
+use crate::ops::{MAX_D_HEAD, OpContext, rope_shift};
 use crate::sample::{Sampler, SamplerSpec};
 use crate::seq::{SEQ_LIMIT, SeqId, SeqPool};
 use crate::threads::Pool;
@@ -91,7 +90,8 @@ impl Context {
             ComputeMode::Float32 => KvDType::Float32,
             ComputeMode::Auto | ComputeMode::Bfloat16 => KvDType::Bfloat16,
         });
-        let mut storage = Storage::new(model.n_layers, config.n_cells, model.n_kv_heads, model.d_head, kv_dtype)?;
+        let mut storage =
+            Storage::new(model.n_layers, config.n_cells, model.n_kv_heads, model.d_head, kv_dtype)?;
         if cfg!(debug_assertions) {
             poison(&mut storage);
         }
@@ -162,7 +162,13 @@ impl Context {
 
     /// Attaches sampling to a sequence; without it rows are sampled greedily. `prompt` and `output` are the
     /// tokens that penalties look at. Errors: a stale id, a parameter out of its bounds.
-    pub fn set_sampler(&mut self, id: SeqId, spec: SamplerSpec, prompt: &[i32], output: &[i32]) -> Result<()> {
+    pub fn set_sampler(
+        &mut self,
+        id: SeqId,
+        spec: SamplerSpec,
+        prompt: &[i32],
+        output: &[i32],
+    ) -> Result<()> {
         self.seqs.check_lent(id)?;
         let sampler = Sampler::new(spec, self.config().vocab_size, prompt, output).map_err(Rejected::from)?;
         self.samplers.attach(id, sampler);
@@ -198,7 +204,13 @@ impl Context {
         self.change(|context| {
             let moved = context.cells.seq_add(id.slot(), p0, p1, delta)?;
             for layer in 0..context.decoder.config().n_layers {
-                rope_shift(&mut context.ops, context.storage.layer_mut(layer), &moved, delta, context.decoder.rope());
+                rope_shift(
+                    &context.ops,
+                    context.storage.layer_mut(layer),
+                    &moved,
+                    delta,
+                    context.decoder.rope(),
+                );
             }
             Ok(())
         })
@@ -294,7 +306,12 @@ fn poison(storage: &mut Storage) {
     }
 }
 
-fn check(config: &ContextConfig, model: &ModelConfig) -> Result<(), Rejected> {
+/// Refuses settings out of their bounds, and a model that the kernels cannot run.
+fn check(config: &ContextConfig, model: &ModelConfig) -> Result<()> {
+    if model.d_head > MAX_D_HEAD {
+        let (what, value) = ("the head width", model.d_head.to_string());
+        return Err(Unsupported::Feature { what, value, supported: "up to 256" }.into());
+    }
     let counts = [
         ("n_cells", config.n_cells, i32::MAX as usize),
         ("n_seq_max", config.n_seq_max, SEQ_LIMIT),
@@ -304,7 +321,7 @@ fn check(config: &ContextConfig, model: &ModelConfig) -> Result<(), Rejected> {
     ];
     for (what, got, max) in counts {
         if got < 1 || got > max {
-            return Err(Rejected::OutOfRange { what, got: got as i64, min: 1, max: max as i64 });
+            return Err(Rejected::OutOfRange { what, got: got as i64, min: 1, max: max as i64 }.into());
         }
     }
     Ok(())

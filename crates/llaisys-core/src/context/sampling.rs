@@ -105,8 +105,11 @@ impl SamplerBank {
         let mut jobs: Vec<Job<'_>> = rows
             .iter()
             .zip(logits)
-            .map(|(row, logits)| {
-                Job { row, logits, sampler: by_slot[row.seq.slot() as usize].as_ref(), outcome: None }
+            .map(|(row, logits)| Job {
+                row,
+                logits,
+                sampler: by_slot[row.seq.slot() as usize].as_ref(),
+                outcome: None,
             })
             .collect();
         let per_thread = jobs.len().div_ceil(self.scratch.len()).max(1);

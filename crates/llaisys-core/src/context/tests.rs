@@ -16,7 +16,8 @@ fn context() -> Context {
     let bytes = 0.25_f32.to_le_bytes().repeat(32 * 32);
     let view = |shape: &[usize]| {
         let n_bytes = shape.iter().product::<usize>() * 4;
-        safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape.to_vec(), &bytes[..n_bytes]).unwrap()
+        safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape.to_vec(), &bytes[..n_bytes])
+            .unwrap()
     };
     let layer = |name: &str| format!("model.layers.0.{name}.weight");
     let mut tensors = vec![("model.embed_tokens.weight".to_owned(), view(&[16, 32]))];

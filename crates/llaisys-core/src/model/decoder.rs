@@ -57,7 +57,13 @@ impl Decoder {
 
     /// Runs all layers for `rows`: writes their keys and values into `kv` and leaves the last layer's output
     /// in `work` (see [`Decoder::final_hidden`]). A row's bits depend on nothing but what it sees.
-    pub fn forward(&self, cx: &mut OpContext, rows: &ForwardRows<'_>, kv: &mut dyn KvLayers, work: &mut Workspace) {
+    pub fn forward(
+        &self,
+        cx: &mut OpContext,
+        rows: &ForwardRows<'_>,
+        kv: &mut dyn KvLayers,
+        work: &mut Workspace,
+    ) {
         let config = &self.config;
         let w = work.rows(rows.tokens.len());
         ops::embed(cx, &self.weights.embed, rows.tokens, w.x);
@@ -84,7 +90,12 @@ impl Decoder {
     }
 
     /// The final hidden states `[rows.len(), d_model]` of `rows` of the last [`Decoder::forward`].
-    pub fn final_hidden<'w>(&self, cx: &mut OpContext, rows: &[usize], work: &'w mut Workspace) -> &'w mut [f32] {
+    pub fn final_hidden<'w>(
+        &self,
+        cx: &mut OpContext,
+        rows: &[usize],
+        work: &'w mut Workspace,
+    ) -> &'w mut [f32] {
         let d_model = self.config.d_model;
         let (x, hidden) = work.output(rows.len());
         for (to, &row) in hidden.chunks_exact_mut(d_model).zip(rows) {

@@ -109,10 +109,14 @@ impl Weights {
             Place::GateOrUp { matrix, is_up } => {
                 values.check_format(matrix)?;
                 let n_inner = values.n_rows();
-                let ours = |&n: &usize| gate_up_row(n_inner, n).filter(|&(up, _)| up == is_up).map(|(_, row)| (n, row));
-                let pairs: Vec<(usize, usize)> = (0..matrix.n_rows()).collect::<Vec<_>>().iter().filter_map(ours).collect();
+                let ours = |&n: &usize| {
+                    gate_up_row(n_inner, n).filter(|&(up, _)| up == is_up).map(|(_, row)| (n, row))
+                };
+                let pairs: Vec<(usize, usize)> =
+                    (0..matrix.n_rows()).collect::<Vec<_>>().iter().filter_map(ours).collect();
                 let rows: Vec<usize> = pairs.iter().map(|&(n, _)| n).collect();
-                let gathered: Vec<f32> = pairs.iter().flat_map(|&(_, row)| values.row(row)).copied().collect();
+                let gathered: Vec<f32> =
+                    pairs.iter().flat_map(|&(_, row)| values.row(row)).copied().collect();
                 matrix.repack_rows(&rows, &gathered);
             }
         }
@@ -191,7 +195,9 @@ impl LayerWeights {
     fn n_bytes(&self) -> usize {
         let matrices = [&self.q.matrix, &self.k.matrix, &self.v.matrix, &self.o, &self.gate_up, &self.down];
         let vectors = [&self.q.bias, &self.k.bias, &self.v.bias, &self.q_norm, &self.k_norm];
-        let n_values = self.attn_norm.len() + self.ffn_norm.len() + vectors.into_iter().flatten().map(Vec::len).sum::<usize>();
+        let n_values = self.attn_norm.len()
+            + self.ffn_norm.len()
+            + vectors.into_iter().flatten().map(Vec::len).sum::<usize>();
         matrices.into_iter().map(PackedMatrix::n_bytes).sum::<usize>() + n_values * size_of::<f32>()
     }
 }
@@ -249,8 +255,11 @@ impl<'a> Packer<'a> {
         let gate = self.tensor(Slot::Layer(index, LayerSlot::Gate));
         let up = self.tensor(Slot::Layer(index, LayerSlot::Up));
         let (n_inner, n_columns) = (gate.n_rows(), gate.n_columns());
-        let format =
-            if gate.dtype == up.dtype { packed_format(self.mode, gate.dtype, n_columns) } else { PackedFormat::F32 };
+        let format = if gate.dtype == up.dtype {
+            packed_format(self.mode, gate.dtype, n_columns)
+        } else {
+            PackedFormat::F32
+        };
         // Zero bytes are zeros in every type (a block's scale is zero too): the rows that fill the last panel.
         let zeros = vec![0_u8; gate.bytes.len() / n_inner];
         let padding = RowView { dtype: gate.dtype, bytes: &zeros };

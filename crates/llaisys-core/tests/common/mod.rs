@@ -117,9 +117,9 @@ impl Tiny {
                 (name.clone(), shape.clone(), values.iter().flat_map(|v| v.to_le_bytes()).collect())
             })
             .collect();
-        let views = bytes
-            .iter()
-            .map(|(name, shape, data)| (name.as_str(), TensorView::new(Dtype::F32, shape.clone(), data).unwrap()));
+        let views = bytes.iter().map(|(name, shape, data)| {
+            (name.as_str(), TensorView::new(Dtype::F32, shape.clone(), data).unwrap())
+        });
         safetensors::serialize_to_file(views, None, &folder.join("model.safetensors")).unwrap();
         folder
     }
@@ -223,7 +223,8 @@ impl Rows {
     }
 
     pub(crate) fn decode(&self, context: &mut Context) -> Result<DecodeResult> {
-        let result = context.decode(&DecodeRequest { arrays: self.arrays(), masks: None, return_logits: true });
+        let result =
+            context.decode(&DecodeRequest { arrays: self.arrays(), masks: None, return_logits: true });
         context.check_integrity();
         result
     }
