@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+
 from golden import FOLDER, Golden
 from llaisys import AsyncLLM, SamplingParams
 from llaisys.config import Config
@@ -26,7 +27,9 @@ def greedy(n: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
 
 
-async def collect(service: AsyncLLM, prompt: list[int], params: SamplingParams, name: str) -> tuple[list[int], str]:
+async def collect(
+    service: AsyncLLM, prompt: list[int], params: SamplingParams, name: str
+) -> tuple[list[int], str]:
     """All ids of a request and why it ended. Asserts that its last delta, and no other, is the end."""
     ids: list[int] = []
     ends = []
@@ -48,7 +51,9 @@ async def test_streams_side_by_side_give_the_reference(service: AsyncLLM, golden
     assert (stats.engine.num_running, stats.engine.num_waiting, stats.engine.kv_cells_used) == (0, 0, 0)
 
 
-async def test_a_stream_that_is_left_is_cancelled_and_the_others_go_on(service: AsyncLLM, golden: Golden) -> None:
+async def test_a_stream_that_is_left_is_cancelled_and_the_others_go_on(
+    service: AsyncLLM, golden: Golden
+) -> None:
     stream = service.generate(golden.prompts[1], LONG, "left")
     await anext(stream)
     other = asyncio.ensure_future(collect(service, golden.prompts[1], greedy(24), "stays"))

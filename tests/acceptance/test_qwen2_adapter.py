@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from golden import FOLDER, load_golden
 from llaisys._core import inspect
 from llaisys.errors import RejectedError, UnsupportedError

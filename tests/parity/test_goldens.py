@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from runner import Runner
 
 GOLDENS = Path(__file__).parents[1] / "data" / "goldens"

@@ -59,7 +59,6 @@ impl Decoder {
     /// in `work` (see [`Decoder::final_hidden`]). A row's bits depend on nothing but what it sees.
     pub fn forward(&self, cx: &mut OpContext, rows: &ForwardRows<'_>, kv: &mut dyn KvLayers, work: &mut Workspace) {
         let config = &self.config;
-        let (n_heads, n_kv_heads) = (config.n_heads, config.n_kv_heads);
         let w = work.rows(rows.tokens.len());
         ops::embed(cx, &self.weights.embed, rows.tokens, w.x);
         self.rope.angles(rows.positions, w.cos, w.sin);
@@ -71,15 +70,15 @@ impl Decoder {
                 ops::rms_norm_in_place(cx, w.q, q_norm, config.rms_eps);
                 ops::rms_norm_in_place(cx, w.k, k_norm, config.rms_eps);
             }
-            ops::rope(cx, w.q, n_heads, w.cos, w.sin);
-            ops::rope(cx, w.k, n_kv_heads, w.cos, w.sin);
+            ops::rope(cx, w.q, config.d_head, w.cos, w.sin);
+            ops::rope(cx, w.k, config.d_head, w.cos, w.sin);
             ops::kv_store(cx, kv.layer_mut(index), rows.cells, w.k, w.v);
-            ops::attention(cx, w.q, n_heads, kv.layer(index), rows.attention, w.attended);
+            ops::attention(cx, w.q, kv.layer(index), rows.attention, w.attended);
             ops::linear_add(cx, w.attended, &layer.o, w.x);
             ops::rms_norm(cx, w.x, &layer.ffn_norm, config.rms_eps, w.normed);
             let gate_up = ops::LinearPart { weight: &layer.gate_up, bias: None };
             ops::linear(cx, w.normed, &[gate_up], &mut [&mut *w.gate_up]);
-            ops::swiglu(cx, w.gate_up, w.inner);
+            ops::swiglu(cx, w.gate_up, config.d_ff, w.inner);
             ops::linear_add(cx, w.inner, &layer.down, w.x);
         }
     }
@@ -150,7 +149,7 @@ impl Workspace {
             model: config.d_model,
             q: config.n_heads * config.d_head,
             kv: config.n_kv_heads * config.d_head,
-            gate_up: 2 * config.d_ff.next_multiple_of(16),
+            gate_up: ops::gate_up_rows(config.d_ff),
             inner: config.d_ff,
             angles: config.d_head / 2,
         };

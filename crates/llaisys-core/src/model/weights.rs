@@ -4,9 +4,8 @@ use crate::dtype::{ComputeMode, DType};
 use crate::error::{DeviceError, Result, Unsupported};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::family::{LayerSlot, Slot};
-use crate::ops::linear::LinearPart;
 use crate::ops::packed::{PackedFormat, PackedMatrix};
-use crate::ops::swiglu::gate_up_row;
+use crate::ops::{LinearPart, gate_up_row, gate_up_rows};
 use crate::quant::dequantize_row;
 use crate::tensor::{RowView, TensorView};
 use crate::threads::Pool;
@@ -21,7 +20,7 @@ pub struct Projection {
 }
 
 impl Projection {
-    /// As a part of a [`linear`](crate::ops::linear::linear) call.
+    /// As a part of a [`linear`](crate::ops::linear) call.
     pub fn part(&self) -> LinearPart<'_> {
         LinearPart { weight: &self.matrix, bias: self.bias.as_deref() }
     }
@@ -46,7 +45,7 @@ pub struct LayerWeights {
     pub o: PackedMatrix,
     /// Norm before the feed-forward part, `[d_model]`.
     pub ffn_norm: Vec<f32>,
-    /// Gate and up, interleaved 16 by 16 as [`gate_up_row`] says, `[2 * round_up(d_ff, 16), d_model]`.
+    /// Gate and up, interleaved 16 by 16 as [`gate_up_row`] says, `[gate_up_rows(d_ff), d_model]`.
     pub gate_up: PackedMatrix,
     /// `[d_model, d_ff]`.
     pub down: PackedMatrix,
@@ -260,7 +259,7 @@ impl<'a> Packer<'a> {
             Some((true, row)) => up.row(row),
             None => padding,
         };
-        PackedMatrix::pack(self.pool, format, 2 * n_inner.next_multiple_of(16), n_columns, &source)
+        PackedMatrix::pack(self.pool, format, gate_up_rows(n_inner), n_columns, &source)
     }
 
     /// A norm's or a bias's values in logical order.

@@ -13,6 +13,7 @@
 //! ```
 
 mod fill;
+mod pages;
 mod read;
 
 pub(crate) use read::read_block;
@@ -124,6 +125,7 @@ impl PackedMatrix {
         let mut panels = AlignedBuf::zeroed("packed weights", n_rows.div_ceil(PANEL) * panel_bytes)?;
         if !panels.is_empty() {
             fill::fill(pool, format, n_columns, &mut panels, &|n| (n < n_rows).then(|| source(n)));
+            pages::use_huge_pages(&panels);
         }
         Ok(Self { format, n_rows, n_columns, panels })
     }

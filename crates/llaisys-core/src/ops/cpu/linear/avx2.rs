@@ -233,8 +233,8 @@ fn sum_nibbles<const R: usize, const T: usize, G: Group>(
     }
     for r in 0..R {
         let init = _mm256_set1_epi32(G::init(inputs[r]));
-        for t in 0..T {
-            acc[r][t] = _mm256_add_epi32(_mm256_madd_epi16(acc[r][t], ones), init);
+        for acc in &mut acc[r] {
+            *acc = _mm256_add_epi32(_mm256_madd_epi16(*acc, ones), init);
         }
     }
     acc

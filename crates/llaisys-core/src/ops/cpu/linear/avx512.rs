@@ -62,7 +62,7 @@ fn load_f16(bytes: &[u8; 2 * PANEL]) -> [__m512; 2] {
     let halves = unsafe {
         [_mm256_loadu_si256(bytes.as_ptr().cast()), _mm256_loadu_si256(bytes.as_ptr().add(32).cast())]
     };
-    halves.map(|half| _mm512_cvtph_ps(half))
+    [_mm512_cvtph_ps(halves[0]), _mm512_cvtph_ps(halves[1])]
 }
 
 /// Writes each row's sums.
@@ -85,7 +85,8 @@ fn f32_tile<const R: usize>(panel: &Panel<'_>, x: &[f32], out: &mut Tile) {
     let mut ahead = panel.ahead;
     for (w, x) in panel.bytes.as_chunks().0.iter().zip(x.as_chunks::<R>().0) {
         ahead.prefetch();
-        let w = load(w).map(|w| _mm512_castsi512_ps(w));
+        let w = load(w);
+        let w = [_mm512_castsi512_ps(w[0]), _mm512_castsi512_ps(w[1])];
         for r in 0..R {
             let x = _mm512_set1_ps(x[r]);
             for t in 0..2 {
@@ -103,7 +104,8 @@ fn bf16_tile<const R: usize>(panel: &Panel<'_>, x: &[u32], out: &mut Tile) {
     let mut ahead = panel.ahead;
     for (w, x) in panel.bytes.as_chunks().0.iter().zip(x.as_chunks::<R>().0) {
         ahead.prefetch();
-        let w = load(w).map(|w| as_bf16(w));
+        let w = load(w);
+        let w = [as_bf16(w[0]), as_bf16(w[1])];
         for r in 0..R {
             let x = as_bf16(_mm512_set1_epi32(x[r].cast_signed()));
             for t in 0..2 {
@@ -146,7 +148,10 @@ fn group_tile<const R: usize, G: Group>(panel: &Panel<'_>, (x, inputs): GroupInp
         ahead.prefetch();
         let (header, weights) = group.split_at(G::HEADER);
         let weights = weights.as_chunks().0.iter();
-        let mut acc = inputs.map(|input| [_mm512_set1_epi32(G::init(input)); 2]);
+        let mut acc = [[_mm512_setzero_si512(); 2]; R];
+        for (acc, &input) in acc.iter_mut().zip(inputs) {
+            *acc = [_mm512_set1_epi32(G::init(input)); 2];
+        }
         if G::NIBBLES {
             for (w, x) in weights.zip(x.as_chunks::<2>().0) {
                 let [low, high] = nibbles(load(w));
@@ -196,6 +201,7 @@ fn dot<const R: usize>(acc: &mut [[__m512i; 2]; R], w: [__m512i; 2], x: &[u32; R
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn nibbles(w: [__m512i; 2]) -> [[__m512i; 2]; 2] {
-    let low = _mm512_set1_epi8(15);
-    [w.map(|w| _mm512_and_si512(w, low)), w.map(|w| _mm512_and_si512(_mm512_srli_epi16::<4>(w), low))]
+    let mask = _mm512_set1_epi8(15);
+    let low = |w| _mm512_and_si512(w, mask);
+    [[low(w[0]), low(w[1])], [low(_mm512_srli_epi16::<4>(w[0])), low(_mm512_srli_epi16::<4>(w[1]))]]
 }
