@@ -9,7 +9,13 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 pytestmark = pytest.mark.model
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync", "--no-first-run"]
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-sync",
+    "--no-first-run",
+]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +33,9 @@ def page(browser: Browser, smollm2_server: str) -> Iterator[Page]:
     page = browser.new_page()
     troubles: list[str] = []
     page.on("pageerror", lambda error: troubles.append(str(error)))
-    page.on("request", lambda r: None if r.url.startswith((smollm2_server, "data:")) else troubles.append(r.url))
+    page.on(
+        "request", lambda r: None if r.url.startswith((smollm2_server, "data:")) else troubles.append(r.url)
+    )
     page.on("console", lambda m: troubles.append(m.text) if "Content Security Policy" in m.text else None)
     page.goto(smollm2_server)
     expect(page.locator("#model")).to_have_text("smollm2")
