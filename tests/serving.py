@@ -65,7 +65,7 @@ def environment(**extra: str) -> Mapping[str, str]:
 
 @contextmanager
 def serving(folder: Path, model: str, *flags: str, key: str = "") -> Iterator[Server]:
-    """A server that is ready, killed at the end if it still runs. `folder` takes its log; `key` as in `a,b`."""
+    """A server that is ready, killed at the end if it still runs. `folder` takes its log; `key`: `a,b`."""
     log = folder / "server.log"
     command = [*COMMAND, "serve", model, "--port", "0", *flags]
     env = environment(LLAISYS_API_KEY=key) if key else environment()
