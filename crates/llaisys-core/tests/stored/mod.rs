@@ -1,6 +1,6 @@
 //! Random matrices as a model file stores them, with the exact values they stand for.
 
-#![allow(dead_code, reason = "each test file uses its part")]
+#![allow(dead_code, unreachable_pub, reason = "each test file uses its part")]
 
 use half::{bf16, f16};
 use llaisys_core::dtype::DType;

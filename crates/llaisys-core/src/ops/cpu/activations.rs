@@ -310,9 +310,9 @@ fn put_words<T: Copy, const N: usize>(out: &mut [T], place: Place, words: &[T; N
         *out = *words;
         return;
     }
-    for i in 0..N {
+    for (i, word) in words.iter().enumerate() {
         if let Some(slot) = out.get_mut(i * place.n_rows) {
-            *slot = words[i];
+            *slot = *word;
         }
     }
 }

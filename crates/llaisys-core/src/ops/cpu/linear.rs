@@ -82,19 +82,6 @@ impl Ahead {
     }
 }
 
-/// Calls the instance of a kernel for the number of rows.
-#[cfg(target_arch = "x86_64")]
-macro_rules! by_rows {
-    ($n_rows:expr, [$($rows:literal)*], $kernel:ident $args:tt) => {
-        match $n_rows {
-            $($rows => $kernel::<$rows> $args,)*
-            n => unreachable!("no tile of {n} rows"),
-        }
-    };
-}
-#[cfg(target_arch = "x86_64")]
-use by_rows;
-
 /// One matrix of a product.
 #[derive(Debug, Clone, Copy)]
 pub struct LinearPart<'a> {

@@ -4,7 +4,7 @@
 //! so 12 rows of plain formats and 6 of grouped ones fill the 32 registers.
 
 use super::formats::{Group, GroupInputs, Q4_0, Q4_1, Q8_0, QUADS};
-use super::{Panel, Tile, by_rows};
+use super::{Panel, Tile};
 use crate::ops::cpu::activations::Inputs;
 use crate::ops::cpu::isa::Avx512;
 use crate::ops::packed::{PANEL, PackedFormat};
@@ -18,6 +18,16 @@ pub(super) const GROUP_ROWS: usize = 6;
 /// Bytes of two vectors: what a panel holds for one k (F32), two (BF16), four (8 bit) or eight (4 bit).
 const STEP: usize = 128;
 
+/// Calls the instance of a plain kernel for the number of rows.
+macro_rules! plain_rows {
+    ($n_rows:expr, [$($rows:literal)*], $kernel:ident $args:tt) => {
+        match $n_rows {
+            $($rows => $kernel::<$rows> $args,)*
+            n => unreachable!("no tile of {n} rows"),
+        }
+    };
+}
+
 /// The sums of `panel` for a block of `n_rows` rows.
 pub(super) fn tile(_: Avx512, panel: &Panel<'_>, block: (usize, Inputs<'_>), out: &mut Tile) {
     // SAFETY: the token proves that the CPU has every feature that `dispatch` is compiled for.
@@ -28,10 +38,10 @@ pub(super) fn tile(_: Avx512, panel: &Panel<'_>, block: (usize, Inputs<'_>), out
 fn dispatch(panel: &Panel<'_>, (n_rows, inputs): (usize, Inputs<'_>), out: &mut Tile) {
     match (panel.format, inputs) {
         (PackedFormat::F32, Inputs::Plain(x)) => {
-            by_rows!(n_rows, [1 2 3 4 5 6 7 8 9 10 11 12], f32_tile(panel, x, out));
+            plain_rows!(n_rows, [1 2 3 4 5 6 7 8 9 10 11 12], f32_tile(panel, x, out));
         }
         (PackedFormat::BF16, Inputs::Pairs(x)) => {
-            by_rows!(n_rows, [1 2 3 4 5 6 7 8 9 10 11 12], bf16_tile(panel, x, out));
+            plain_rows!(n_rows, [1 2 3 4 5 6 7 8 9 10 11 12], bf16_tile(panel, x, out));
         }
         (PackedFormat::Q8_0, Inputs::Groups(x, groups)) => {
             group_rows::<Q8_0>(panel, n_rows, (x, groups), out)
