@@ -14,8 +14,10 @@ pub(super) trait KvElement: Plain + Send + Sync {
     fn load_first<L: Lanes>(lanes: L, x: &[Self]) -> L::F;
     /// Writes the first `min(N, len)` elements, rounded to nearest even.
     fn store_first<L: Lanes>(lanes: L, v: L::F, out: &mut [Self]);
-    /// The first `min(N, len / PER_WORD)` 32-bit words, then zeros; not numbers yet.
+    /// The first `N` 32-bit words, not numbers yet; panics if there are fewer.
     fn load_words<L: Lanes>(lanes: L, x: &[Self]) -> L::F;
+    /// The first `min(N, len / PER_WORD)` 32-bit words, then zeros.
+    fn load_words_first<L: Lanes>(lanes: L, x: &[Self]) -> L::F;
     /// The numbers in words: one vector per element of a word, at `lines[0]` and `lines[line_len]`.
     fn store_words<L: Lanes>(lanes: L, words: L::F, lines: &mut [f32], line_len: usize);
 }
@@ -40,6 +42,11 @@ impl KvElement for f32 {
 
     #[inline(always)]
     fn load_words<L: Lanes>(lanes: L, x: &[Self]) -> L::F {
+        lanes.load(x)
+    }
+
+    #[inline(always)]
+    fn load_words_first<L: Lanes>(lanes: L, x: &[Self]) -> L::F {
         lanes.load_first(x)
     }
 
@@ -69,6 +76,11 @@ impl KvElement for u16 {
 
     #[inline(always)]
     fn load_words<L: Lanes>(lanes: L, x: &[Self]) -> L::F {
+        lanes.load_pairs(x)
+    }
+
+    #[inline(always)]
+    fn load_words_first<L: Lanes>(lanes: L, x: &[Self]) -> L::F {
         lanes.load_pairs_first(x)
     }
 

@@ -80,7 +80,7 @@ impl<T: KvElement> Kernel for Compute<'_, T> {
         let head = |data| HeadRows { data, cell_len: job.heads.cell_len(), offset: item.kv_head * d, d };
         let cells = item.cells(job);
         let mut pass = Pass { lanes, item, cells, keys: head(job.k), values: head(job.v), area };
-        pass.pack_queries(job.q, job.heads.row_len());
+        pass.scale_queries(job.q, job.heads.row_len());
         let span_len = item.rows[0].span_len();
         let n_spans = cells.len().div_ceil(span_len);
         let spans = item.span.map_or(0..n_spans, |span| span..n_spans.min(span + 1));
@@ -136,20 +136,16 @@ struct Pass<'a, L, T> {
 }
 
 impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
-    /// Queries times 1/sqrt(d_head), in tiles.
+    /// Queries times 1/sqrt(d_head).
     #[inline(always)]
-    fn pack_queries(&mut self, q: &[f32], row_len: usize) {
+    fn scale_queries(&mut self, q: &[f32], row_len: usize) {
         let (item, d) = (self.item, self.keys.d);
-        let scale = 1.0 / (d as f32).sqrt();
-        for (t, tile) in self.area.queries.chunks_mut(L::TILE_ROWS * d).enumerate() {
-            let n_rows = tile.len() / d;
-            for r in 0..n_rows {
-                let i = t * L::TILE_ROWS + r;
-                let row = (item.first_row + i / item.heads.len()) * row_len;
-                let head = &q[row + (item.heads.start + i % item.heads.len()) * d..][..d];
-                for (out, q) in tile[r..].iter_mut().step_by(n_rows).zip(head) {
-                    *out = q * scale;
-                }
+        let scale = self.lanes.splat(1.0 / (d as f32).sqrt());
+        for (i, out) in self.area.queries.chunks_exact_mut(d).enumerate() {
+            let row = (item.first_row + i / item.heads.len()) * row_len;
+            let head = &q[row + (item.heads.start + i % item.heads.len()) * d..][..d];
+            for (q, out) in head.chunks(L::N).zip(out.chunks_mut(L::N)) {
+                self.lanes.store_first(self.lanes.mul(self.lanes.load_first(q), scale), out);
             }
         }
     }
@@ -198,14 +194,12 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
     fn score(&mut self, start: usize, offset: usize) {
         let (item, d) = (self.item, self.keys.d);
         let tiles = self.area.queries.chunks(L::TILE_ROWS * d);
-        for (t, (queries, out)) in tiles.zip(self.area.scores.chunks_mut(L::TILE_ROWS * BLOCK)).enumerate() {
-            let n_rows = queries.len() / d;
-            let rows = t * L::TILE_ROWS..t * L::TILE_ROWS + n_rows;
+        for (t, (queries, out)) in tiles.zip(self.area.scores.chunks_mut(L::TILE_ROWS)).enumerate() {
+            let rows = t * L::TILE_ROWS..t * L::TILE_ROWS + out.len();
             let n_cells = rows.map(|i| item.n_cells(i, start)).max().unwrap_or(0).saturating_sub(offset);
             let n_vectors = n_cells.div_ceil(L::N).min(TILE_VECTORS);
-            let (lanes, keys, out) = (self.lanes, &*self.area.keys, &mut out[offset..]);
-            let keys = &keys[..d * TILE_VECTORS * L::N];
-            tile::run(n_rows, Scores { lanes, queries, keys, n_vectors, out });
+            let (lanes, keys) = (self.lanes, &self.area.keys[..d * TILE_VECTORS * L::N]);
+            tile::run::<L, _>(out.len(), Scores { lanes, queries, keys, n_vectors, out, offset });
         }
     }
 
@@ -213,7 +207,7 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
     #[inline(always)]
     fn weigh(&mut self, start: usize) {
         let (lanes, state) = (self.lanes, &mut self.area.total);
-        for (i, scores) in self.area.scores.chunks_exact_mut(BLOCK).enumerate() {
+        for (i, scores) in self.area.scores.iter_mut().enumerate() {
             let n = self.item.n_cells(i, start);
             if n == 0 {
                 continue;
@@ -242,10 +236,10 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
             let highest = item.n_rows().min(first + L::TILE_ROWS);
             let end = first + (first..highest).take_while(same).count();
             if n_cells > 0 {
-                let weights = &self.area.scores[first * BLOCK..end * BLOCK];
+                let weights = &self.area.scores[first..end];
                 let rescale = &self.area.rescale[first..end];
                 let out = &mut self.area.total.v[first * padded..end * padded];
-                tile::run(end - first, Weighted { lanes, values, weights, n_cells, rescale, out });
+                tile::run::<L, _>(end - first, Weighted { lanes, values, weights, n_cells, rescale, out });
             }
             first = end;
         }

@@ -70,12 +70,12 @@ pub(super) fn cut_rows(rows: &[AttentionRow], highest: usize, chunks: &mut Vec<C
 
 /// The memory of one item: "rows" are its rows x query heads, in this order.
 pub(super) struct Area<'a> {
-    /// Queries, scaled, in tiles of rows: `[tile][d][row of the tile]`.
+    /// Queries, scaled: `[row][d]`.
     pub(super) queries: &'a mut [f32],
     /// Keys of a part of a block: `[d][cell]`.
     pub(super) keys: &'a mut [f32],
-    /// Scores, then weights: `[row][BLOCK]`.
-    pub(super) scores: &'a mut [f32],
+    /// Scores, then weights, by row.
+    pub(super) scores: &'a mut [[f32; BLOCK]],
     /// Values of a block: `[cell][d padded]`.
     pub(super) values: &'a mut [f32],
     /// By what a block rescales: `[row]`.
@@ -107,7 +107,7 @@ impl<'a> Area<'a> {
         Self {
             queries: take(n_rows * d),
             keys: take(d * TILE_VECTORS * MAX_LANES),
-            scores: take(n_rows * BLOCK),
+            scores: take(n_rows * BLOCK).as_chunks_mut().0,
             values: take(BLOCK * padded),
             rescale: take(n_rows),
             total: State { m: take(n_rows), l: take(n_rows), v: take(n_rows * padded) },

@@ -2,6 +2,8 @@
 //!
 //! An output's sum runs in one order whatever the tile's shape, so tiles can be cut as the rows at hand allow.
 
+#![allow(clippy::needless_range_loop, reason = "loops over constants, by index, unroll into registers")]
+
 use super::BLOCK;
 use super::scratch::TILE_VECTORS;
 use crate::ops::cpu::isa::lanes::{Lanes, MAX_LANES, prefetch_all};
@@ -13,31 +15,34 @@ pub(super) trait Tile {
     fn run<const R: usize>(self);
 }
 
-/// Computes a tile of `n_rows <= L::TILE_ROWS` rows.
+/// Computes a tile of `n_rows <= L::TILE_ROWS` rows. The guards are constants: they keep code for tiles that
+/// do not occur from being made.
 #[inline(always)]
-pub(super) fn run<T: Tile>(n_rows: usize, tile: T) {
+pub(super) fn run<L: Lanes, T: Tile>(n_rows: usize, tile: T) {
     match n_rows {
         1 => tile.run::<1>(),
-        2 => tile.run::<2>(),
-        3 => tile.run::<3>(),
-        4 => tile.run::<4>(),
-        5 => tile.run::<5>(),
-        6 => tile.run::<6>(),
-        _ => unreachable!("tiles have up to 6 rows"),
+        2 if L::TILE_ROWS >= 2 => tile.run::<2>(),
+        3 if L::TILE_ROWS >= 3 => tile.run::<3>(),
+        4 if L::TILE_ROWS >= 4 => tile.run::<4>(),
+        5 if L::TILE_ROWS >= 5 => tile.run::<5>(),
+        6 if L::TILE_ROWS >= 6 => tile.run::<6>(),
+        _ => unreachable!("tiles have up to {} rows", L::TILE_ROWS),
     }
 }
 
 /// Scores of some rows against up to `4 N` keys.
 pub(super) struct Scores<'a, L> {
     pub(super) lanes: L,
-    /// `[d][R]`
+    /// `[R][d]`
     pub(super) queries: &'a [f32],
     /// `[d][4 N]`
     pub(super) keys: &'a [f32],
     /// Vectors of keys to score.
     pub(super) n_vectors: usize,
-    /// R rows, [`BLOCK`] apart, from the first of the keys.
-    pub(super) out: &'a mut [f32],
+    /// R rows.
+    pub(super) out: &'a mut [[f32; BLOCK]],
+    /// Where the first of the keys is in a row.
+    pub(super) offset: usize,
 }
 
 impl<L: Lanes> Tile for Scores<'_, L> {
@@ -57,21 +62,29 @@ impl<L: Lanes> Scores<'_, L> {
     fn vectors<const R: usize, const C: usize>(&mut self, first: usize) {
         let lanes = self.lanes;
         let mut sums = [[lanes.splat(0.0); C]; R];
-        for (q, k) in self.queries.chunks_exact(R).zip(self.keys.chunks_exact(TILE_VECTORS * L::N)) {
+        let d = self.queries.len() / R;
+        let mut queries = [self.queries; R];
+        for r in 0..R {
+            queries[r] = &self.queries[r * d..][..d];
+        }
+        let keys = self.keys.chunks_exact(TILE_VECTORS * L::N);
+        for (i, line) in (0..d).zip(keys) {
+            let line = &line[first * L::N..];
             let mut keys = [lanes.splat(0.0); C];
-            for (c, key) in keys.iter_mut().enumerate() {
-                *key = lanes.load(&k[(first + c) * L::N..]);
+            for c in 0..C {
+                keys[c] = lanes.load(&line[c * L::N..]);
             }
-            for (sums, &q) in sums.iter_mut().zip(q) {
-                let q = lanes.splat(q);
-                for (sum, key) in sums.iter_mut().zip(keys) {
-                    *sum = lanes.mul_add(q, key, *sum);
+            for r in 0..R {
+                let q = lanes.splat(queries[r][i]);
+                for c in 0..C {
+                    sums[r][c] = lanes.mul_add(q, keys[c], sums[r][c]);
                 }
             }
         }
-        for (r, sums) in sums.iter().enumerate() {
-            for (c, sum) in sums.iter().enumerate() {
-                lanes.store(*sum, &mut self.out[r * BLOCK + (first + c) * L::N..]);
+        for (out, sums) in self.out.iter_mut().zip(sums) {
+            let out = &mut out[self.offset + first * L::N..][..C * L::N];
+            for c in 0..C {
+                lanes.store(sums[c], &mut out[c * L::N..]);
             }
         }
     }
@@ -155,8 +168,8 @@ impl<L: Lanes, T: KvElement> Values<L> for Stored<'_, T> {
 pub(super) struct Weighted<'a, L, V> {
     pub(super) lanes: L,
     pub(super) values: &'a V,
-    /// R rows, [`BLOCK`] apart.
-    pub(super) weights: &'a [f32],
+    /// R rows.
+    pub(super) weights: &'a [[f32; BLOCK]],
     /// Cells of the block that the rows see.
     pub(super) n_cells: usize,
     /// By what the sums so far are multiplied: `[R]`.
@@ -185,12 +198,9 @@ impl<L: Lanes, V: Values<L>> Weighted<'_, L, V> {
     #[inline(always)]
     fn vectors<const R: usize, const C: usize>(&mut self, at: usize) {
         let lanes = self.lanes;
-        let mut weights = [self.weights; R];
-        for (r, row) in weights.iter_mut().enumerate() {
-            *row = &self.weights[r * BLOCK..][..self.n_cells];
-        }
+        let weights: &[[f32; BLOCK]; R] = self.weights.as_chunks().0.first().expect("R rows of weights");
         let mut sums = [[lanes.splat(0.0); C]; R];
-        for j in 0..self.n_cells {
+        for j in 0..self.n_cells.min(BLOCK) {
             if at == 0 {
                 self.values.look_ahead(lanes, j);
             }
@@ -200,14 +210,14 @@ impl<L: Lanes, V: Values<L>> Weighted<'_, L, V> {
                 values[0] = V::Element::load_first(lanes, row);
             } else {
                 let row = &row[..C * L::N];
-                for (c, value) in values.iter_mut().enumerate() {
-                    *value = V::Element::load(lanes, &row[c * L::N..]);
+                for c in 0..C {
+                    values[c] = V::Element::load(lanes, &row[c * L::N..]);
                 }
             }
-            for (sums, weights) in sums.iter_mut().zip(weights) {
-                let weight = lanes.splat(weights[j]);
-                for (sum, value) in sums.iter_mut().zip(values) {
-                    *sum = lanes.mul_add(weight, value, *sum);
+            for r in 0..R {
+                let weight = lanes.splat(weights[r][j]);
+                for c in 0..C {
+                    sums[r][c] = lanes.mul_add(weight, values[c], sums[r][c]);
                 }
             }
         }
@@ -220,16 +230,17 @@ impl<L: Lanes, V: Values<L>> Weighted<'_, L, V> {
         let lanes = self.lanes;
         let row_len = self.out.len() / R;
         for ((out, sums), &rescale) in self.out.chunks_exact_mut(row_len).zip(sums).zip(self.rescale) {
-            for (c, sum) in sums.iter().enumerate() {
-                let out = &mut out[at + c * L::N..];
-                lanes.store(lanes.mul_add(lanes.load(out), lanes.splat(rescale), *sum), out);
+            let out = &mut out[at..][..C * L::N];
+            for c in 0..C {
+                let out = &mut out[c * L::N..];
+                lanes.store(lanes.mul_add(lanes.load(out), lanes.splat(rescale), sums[c]), out);
             }
         }
     }
 }
 
 /// Keys of `cells` (at most `4 N`) turned to `[d][4 N]`, so that a vector is one dimension of N cells. Missing
-/// cells of the last vector repeat the last one. Fetches the same cells' values meanwhile.
+/// cells of the last vector repeat its first one. Fetches the same cells' values meanwhile.
 #[inline(always)]
 pub(super) fn pack_keys<L: Lanes, T: KvElement>(
     lanes: L,
@@ -237,22 +248,36 @@ pub(super) fn pack_keys<L: Lanes, T: KvElement>(
     cells: &[u32],
     out: &mut [f32],
 ) {
-    let line_len = TILE_VECTORS * L::N;
-    let n_words = keys.d / T::PER_WORD;
+    // Elements of N words, and where they go.
+    let (step, line_len) = (L::N * T::PER_WORD, TILE_VECTORS * L::N);
     for (c, cells) in cells.chunks(L::N).enumerate() {
+        let mut rows = [&[][..]; MAX_LANES];
+        for i in 0..L::N {
+            rows[i] = keys.row(*cells.get(i).unwrap_or(&cells[0]));
+        }
         for cell in cells {
             prefetch_all(lanes, values.row(*cell));
         }
-        for first in (0..n_words).step_by(L::N) {
-            let mut tile = [lanes.splat(0.0); MAX_LANES];
-            for (i, words) in tile.iter_mut().enumerate().take(L::N) {
-                let row = keys.row(cells[i.min(cells.len() - 1)]);
-                *words = T::load_words(lanes, &row[first * T::PER_WORD..]);
+        let (mut at, mut tile) = (0, [lanes.splat(0.0); MAX_LANES]);
+        while at + step <= keys.d {
+            for i in 0..L::N {
+                tile[i] = T::load_words(lanes, &rows[i][at..at + step]);
             }
             lanes.transpose(&mut tile);
-            for (i, words) in tile.iter().enumerate().take(L::N.min(n_words - first)) {
-                let at = (first + i) * T::PER_WORD * line_len + c * L::N;
-                T::store_words(lanes, *words, &mut out[at..], line_len);
+            let lines = &mut out[at * line_len + c * L::N..][..(step - 1) * line_len + L::N];
+            for i in 0..L::N {
+                T::store_words(lanes, tile[i], &mut lines[i * T::PER_WORD * line_len..], line_len);
+            }
+            at += step;
+        }
+        if at < keys.d {
+            for i in 0..L::N {
+                tile[i] = T::load_words_first(lanes, &rows[i][at..]);
+            }
+            lanes.transpose(&mut tile);
+            let lines = out[at * line_len..].chunks_mut(T::PER_WORD * line_len);
+            for (words, lines) in tile.iter().zip(lines).take((keys.d - at) / T::PER_WORD) {
+                T::store_words(lanes, *words, &mut lines[c * L::N..], line_len);
             }
         }
     }

@@ -140,16 +140,15 @@ impl Lanes for Avx2 {
     }
 
     #[inline(always)]
-    fn load_pairs_first(self, x: &[u16]) -> __m256 {
-        let tail;
-        let x = if x.len() >= 2 * N {
-            &x[..2 * N]
-        } else {
-            tail = halves(x);
-            &tail[..]
-        };
+    fn load_pairs(self, x: &[u16]) -> __m256 {
+        let x = &x[..2 * N];
         // SAFETY: 16 elements of 16 bits (sliced above); `self` proves the features.
         unsafe { _mm256_castsi256_ps(_mm256_loadu_si256(x.as_ptr().cast())) }
+    }
+
+    #[inline(always)]
+    fn load_pairs_first(self, x: &[u16]) -> __m256 {
+        if x.len() >= 2 * N { self.load_pairs(x) } else { self.load_pairs(&halves(x)) }
     }
 
     #[inline(always)]

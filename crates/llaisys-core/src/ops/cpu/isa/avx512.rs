@@ -122,6 +122,13 @@ impl Lanes for Avx512 {
     }
 
     #[inline(always)]
+    fn load_pairs(self, x: &[u16]) -> __m512 {
+        let x = &x[..2 * N];
+        // SAFETY: 32 elements of 16 bits (sliced above); `self` proves the features.
+        unsafe { _mm512_castsi512_ps(_mm512_loadu_si512(x.as_ptr().cast())) }
+    }
+
+    #[inline(always)]
     fn load_pairs_first(self, x: &[u16]) -> __m512 {
         let n = x.len().min(2 * N) as u32;
         // SAFETY: only elements below `len` are read (the mask, of 32 bits); `self` proves the features.

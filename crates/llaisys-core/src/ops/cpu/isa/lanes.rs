@@ -38,9 +38,11 @@ pub(crate) trait Lanes: Copy {
     fn load_bf16_first(self, x: &[u16]) -> Self::F;
     /// As `store_first`, rounded to bf16: nearest, ties to even; NaN stays NaN.
     fn store_bf16_first(self, v: Self::F, out: &mut [u16]);
-    /// As `load_first`, of pairs of bf16 kept as bits: a lane holds elements `2i` (low half) and `2i + 1`.
+    /// As `load`, of pairs of bf16 kept as bits: a lane holds elements `2i` (low half) and `2i + 1`.
+    fn load_pairs(self, x: &[u16]) -> Self::F;
+    /// As `load_first`, of pairs of bf16 kept as bits.
     fn load_pairs_first(self, x: &[u16]) -> Self::F;
-    /// The pairs of `load_pairs_first` as numbers: the even elements, the odd ones.
+    /// The pairs of `load_pairs` as numbers: the even elements, the odd ones.
     fn split_pairs(self, v: Self::F) -> (Self::F, Self::F);
 
     /// `a + b`
@@ -93,9 +95,11 @@ impl Isa {
 /// Asks the cache for every line of `x`.
 #[inline(always)]
 pub(crate) fn prefetch_all<L: Lanes, T>(lanes: L, x: &[T]) {
-    let start: *const u8 = x.as_ptr().cast();
-    for at in (0..size_of_val(x)).step_by(64) {
+    let (start, n_bytes) = (x.as_ptr().cast::<u8>(), size_of_val(x));
+    let mut at = 0;
+    while at < n_bytes {
         lanes.prefetch(start.wrapping_add(at));
+        at += 64;
     }
 }
 

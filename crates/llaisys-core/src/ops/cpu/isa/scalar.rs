@@ -70,6 +70,11 @@ impl Lanes for Scalar {
     }
 
     #[inline(always)]
+    fn load_pairs(self, x: &[u16]) -> Self::F {
+        std::array::from_fn(|i| f32::from_bits(u32::from(x[2 * i]) | u32::from(x[2 * i + 1]) << 16))
+    }
+
+    #[inline(always)]
     fn load_pairs_first(self, x: &[u16]) -> Self::F {
         let half = |i: usize| x.get(i).copied().map_or(0, u32::from);
         std::array::from_fn(|i| f32::from_bits(half(2 * i) | half(2 * i + 1) << 16))
