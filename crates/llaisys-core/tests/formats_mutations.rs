@@ -103,7 +103,11 @@ fn damaged_gguf_files_are_sound_or_refused() {
     for architecture in ["llama", "qwen2", "qwen3"] {
         let file = Gguf::small(architecture);
         let (bytes, front) = (file.bytes(), file.header().0.len());
-        for_each(2000, vec(damage(), 1..5), |changes| {
+        for_each(4000, vec(damage(), 1..5), |changes| {
+            // A refusal is as good as a sound table: only a panic would fail.
+            parse(&damaged(bytes.clone(), front, &changes)).ok();
+        });
+        for_each(600, vec(damage(), 1..5), |changes| {
             check_if_it_opens(&scratch.write("x.gguf", damaged(bytes.clone(), front, &changes)));
         });
     }
@@ -116,7 +120,7 @@ fn damaged_safetensors_headers_are_sound_or_refused() {
     folder.write_configs(&scratch);
     let bytes = safetensors(&folder.tensors);
     let front = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
-    for_each(4000, vec(damage(), 1..5), |changes| {
+    for_each(1500, vec(damage(), 1..5), |changes| {
         scratch.write("model.safetensors", damaged(bytes.clone(), front, &changes));
         check_if_it_opens(scratch.path());
     });
@@ -130,7 +134,7 @@ fn damaged_configurations_are_sound_or_refused() {
     folder.write_sharded(&scratch, 2);
     for name in ["config.json", "generation_config.json", "model.safetensors.index.json"] {
         let bytes = std::fs::read(scratch.file(name)).unwrap();
-        for_each(1500, vec(damage(), 1..5), |changes| {
+        for_each(600, vec(damage(), 1..5), |changes| {
             scratch.write(name, damaged(bytes.clone(), bytes.len(), &changes));
             check_if_it_opens(scratch.path());
         });

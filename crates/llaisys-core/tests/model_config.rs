@@ -15,7 +15,7 @@ fn small() -> Folder {
 }
 
 fn config_of(folder: &Folder) -> ModelConfig {
-    folder.open().unwrap().config().clone()
+    folder.open().expect("the small folder opens").config().clone()
 }
 
 /// Opens `small` with `text` as its `config.json`.

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from llaisys.config import Config, load_config
+from llaisys.errors import RejectedError
 
 SUFFIXES = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
 
@@ -36,6 +37,7 @@ SERVER_ONLY = frozenset(
 
 def add_config_flags(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
     """Adds MODEL, `--config FILE` and a flag for every field of Config that is not in `without`."""
+    parser.usage = "%(prog)s [MODEL] [flags]"
     parser.add_argument("model_argument", metavar="MODEL", nargs="?", help="same as --model")
     group = parser.add_argument_group(
         "settings",
@@ -52,10 +54,11 @@ def add_config_flags(parser: argparse.ArgumentParser, *, without: Collection[str
 
 
 def overrides_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The settings that were given as flags."""
+    """The settings that were given as flags. Raises RejectedError for two models."""
     values = {name: value for name, value in vars(arguments).items() if name in Config.model_fields}
-    if arguments.model_argument is not None:
-        values.setdefault("model", arguments.model_argument)
+    named = arguments.model_argument
+    if named is not None and values.setdefault("model", named) != named:
+        raise RejectedError(f"MODEL is {named} and --model {values['model']}; give one of them", param="model")
     return values
 
 
@@ -79,6 +82,8 @@ def integer(text: str) -> int:
 
 def _help(field: FieldInfo) -> str:
     text = (field.description or "").replace("%", "%%")
+    if get_origin(field.annotation) is tuple:
+        return f"{text}; may be repeated"
     if field.default in (None, ()) or isinstance(field.default, bool):
         return text
     return f"{text} (default: {field.default})"

@@ -74,7 +74,8 @@ class Answer(Response):
         gone = asyncio.ensure_future(_client_gone(receive))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            note(self._request, outcome="done" if work.done() else "client_gone")
+            if not work.done():
+                note(self._request, outcome="client_gone")
         finally:
             for task in (work, gone):
                 task.cancel()
@@ -94,6 +95,7 @@ class Answer(Response):
                 async for index, delta in deltas:
                     await writer.frames(self._take(index, delta))
             await writer.finish(self._shape.closing())
+            note(self._request, outcome="done")
         except Exception as e:  # noqa: BLE001  every end of a stream has a terminator
             await writer.fail(self._wire_error(e))
         finally:
@@ -108,6 +110,7 @@ class Answer(Response):
         except Exception as e:  # noqa: BLE001  every answer has a status
             await send_error(send, self._wire_error(e))
             return
+        note(self._request, outcome="done")
         body = to_json(self._shape.whole(chunks))
         headers = {
             "content-type": "application/json",
@@ -131,7 +134,7 @@ class Answer(Response):
         answer = state.wire_error(error, request_id_of(self._request))
         if not isinstance(error, (LlaisysError, ApiError)):
             log.exception("request %s failed", request_id_of(self._request), exc_info=error)
-        note(self._request, error=answer.code)
+        note(self._request, outcome=answer.code)
         state.metrics.refused(answer.code)
         return answer
 

@@ -69,7 +69,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
     """Any error of ours as OpenAI's object; noted and counted."""
     state = state_of(request)
     answer = state.wire_error(error, request_id_of(request))
-    note(request, error=answer.code)
+    note(request, outcome=answer.code)
     state.metrics.refused(answer.code)
     return Response(
         to_json(answer.body()),

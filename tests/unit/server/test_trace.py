@@ -49,7 +49,7 @@ async def test_one_line_a_request_and_no_secrets(
     assert "canary" not in caplog.text
     assert "POST '/v1/completions' status=200" in first
     assert "request_id=mine-1" in first
-    assert "prompt_tokens=8 completion_tokens=3" in first
+    assert "outcome=done prompt_tokens=8 completion_tokens=3" in first
     assert "\n" not in second
 
 

@@ -4,6 +4,7 @@
 //! All take the [`OpContext`] first. Arrays are row-major, one row per token; an op panics on arrays whose
 //! lengths disagree, since shapes follow from checked configuration and a mismatch is a bug.
 
+pub mod contract;
 mod cpu;
 pub mod dispatch;
 pub mod packed;

@@ -240,55 +240,80 @@ fn pack_avx512(x: Rows<'_>, out: Outputs<'_>) {
     pack_lanes(x, out);
 }
 
-/// The packing itself: plain loops that compilers turn into vector code, with the same result on every set.
+/// The packing itself: plain loops that compilers turn into vector code, with the same result on every set. No
+/// closures here: they would be compiled without the set's features.
+///
+/// Runs of 32 columns are taken for all rows in turn, so that the places they go to, which are neighbours, stay
+/// in the cache; zeros follow the last column.
 #[inline(always)]
-fn pack_lanes(x: Rows<'_>, out: Outputs<'_>) {
-    let rows = x.values.chunks_exact(x.n_columns);
-    match out {
-        Outputs::Plain(out) => {
-            for (r, row) in rows.enumerate() {
-                put(out, x.n_rows, r, row.iter().copied());
-            }
+fn pack_lanes(x: Rows<'_>, mut out: Outputs<'_>) {
+    let n_runs = x.n_columns / BLOCK_LEN;
+    for run in 0..n_runs {
+        for (row, values) in x.values.chunks_exact(x.n_columns).enumerate() {
+            out.put(Place { run, row, n_rows: x.n_rows }, &values.as_chunks().0[run]);
         }
-        Outputs::Rounded(out) => {
-            for (r, row) in rows.enumerate() {
-                put(out, x.n_rows, r, row.iter().map(|&value| f32::from_bits(round_bf16(value) << 16)));
-            }
-            if !x.n_columns.is_multiple_of(2) {
-                out[x.n_columns * x.n_rows..].fill(0.0);
-            }
+    }
+    if n_runs * BLOCK_LEN < x.n_columns {
+        for (row, values) in x.values.chunks_exact(x.n_columns).enumerate() {
+            let tail = &values[n_runs * BLOCK_LEN..];
+            let mut padded = [0.0; BLOCK_LEN];
+            padded[..tail.len()].copy_from_slice(tail);
+            out.put(Place { run: n_runs, row, n_rows: x.n_rows }, &padded);
         }
-        Outputs::Pairs(out) => {
-            for (r, row) in rows.enumerate() {
-                let (pairs, odd) = row.as_chunks::<2>();
-                put(
-                    out,
-                    x.n_rows,
-                    r,
-                    pairs.iter().map(|&[even, odd]| round_bf16(even) | round_bf16(odd) << 16),
-                );
-                if let [last] = odd {
-                    out[pairs.len() * x.n_rows + r] = round_bf16(*last);
+    }
+}
+
+/// Which run of 32 columns of which row.
+#[derive(Clone, Copy)]
+struct Place {
+    run: usize,
+    row: usize,
+    n_rows: usize,
+}
+
+impl Outputs<'_> {
+    /// Rounds one run and puts it in its place.
+    #[inline(always)]
+    fn put(&mut self, place: Place, values: &[f32; BLOCK_LEN]) {
+        match self {
+            Outputs::Plain(out) => put_words(out, place, values),
+            Outputs::Rounded(out) => {
+                let mut rounded = *values;
+                for value in &mut rounded {
+                    *value = f32::from_bits(round_bf16(*value) << 16);
                 }
+                put_words(out, place, &rounded);
             }
-        }
-        Outputs::Groups(words, groups) => {
-            for (r, row) in rows.enumerate() {
-                for (g, values) in row.as_chunks::<BLOCK_LEN>().0.iter().enumerate() {
-                    let (group, integers) = round_group(values);
-                    groups[g * x.n_rows + r] = group;
-                    put(&mut words[g * (BLOCK_LEN / 4) * x.n_rows..], x.n_rows, r, integers.into_iter());
+            Outputs::Pairs(out) => {
+                let mut pairs = [0; BLOCK_LEN / 2];
+                for (pair, values) in pairs.iter_mut().zip(values.as_chunks::<2>().0) {
+                    *pair = round_bf16(values[0]) | round_bf16(values[1]) << 16;
                 }
+                put_words(out, place, &pairs);
+            }
+            Outputs::Groups(words, groups) => {
+                let (group, integers) = round_group(values);
+                groups[place.run * place.n_rows + place.row] = group;
+                put_words(words, place, &integers);
             }
         }
     }
 }
 
-/// Writes `values` as column `r` of `[k][n_rows]`.
+/// Writes the `N` words of a run into its row's column of `[word][row]`; padding past the end is left out.
 #[inline(always)]
-fn put<T>(out: &mut [T], n_rows: usize, r: usize, values: impl Iterator<Item = T>) {
-    for (slot, value) in out[r..].iter_mut().step_by(n_rows).zip(values) {
-        *slot = value;
+fn put_words<T: Copy, const N: usize>(out: &mut [T], place: Place, words: &[T; N]) {
+    let out = &mut out[place.run * N * place.n_rows + place.row..];
+    if place.n_rows == 1
+        && let Some(out) = out.first_chunk_mut()
+    {
+        *out = *words;
+        return;
+    }
+    for i in 0..N {
+        if let Some(slot) = out.get_mut(i * place.n_rows) {
+            *slot = words[i];
+        }
     }
 }
 
@@ -319,13 +344,20 @@ fn round_group(values: &[f32; BLOCK_LEN]) -> (GroupInput, [u32; BLOCK_LEN / 4]) 
     }
     // Adding 1.5 * 2^23 leaves the integer, rounded to nearest even, in the low bits of the sum.
     const ROUND: f32 = 12_582_912.0;
-    let integers =
-        values.map(|value| (value * inverse + ROUND).to_bits().wrapping_sub(ROUND.to_bits()) as i32);
+    let mut integers = [0_i32; BLOCK_LEN];
+    for (integer, value) in integers.iter_mut().zip(values) {
+        *integer = (value * inverse + ROUND).to_bits().wrapping_sub(ROUND.to_bits()).cast_signed();
+    }
+    let mut bytes = [0_u8; BLOCK_LEN];
+    for (byte, integer) in bytes.iter_mut().zip(&integers) {
+        *byte = (integer & 0xff) as u8;
+    }
     let sum: i32 = integers.iter().sum();
     let scale = max / 127.0;
     let group = GroupInput { scale, scaled_sum: scale * sum as f32, init_8: -128 * sum, init_4: -8 * sum };
-    let words = std::array::from_fn(|i| {
-        u32::from_le_bytes(std::array::from_fn(|j| (integers[4 * i + j] & 0xff) as u8))
-    });
+    let mut words = [0; BLOCK_LEN / 4];
+    for (word, bytes) in words.iter_mut().zip(bytes.as_chunks().0) {
+        *word = u32::from_le_bytes(*bytes);
+    }
     (group, words)
 }

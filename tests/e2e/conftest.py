@@ -1,0 +1,54 @@
+"""Real servers, one of each kind for all end-to-end tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import psutil
+import pytest
+
+from serving import Server, long_model, serving
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The tiny model: one request runs, four more may wait, and answers may be very long."""
+    folder = tmp_path_factory.mktemp("tiny")
+    flags = (
+        "--num-kv-cells",
+        "65536",
+        "--max-num-seqs",
+        "1",
+        "--max-num-queued-reqs",
+        "4",
+        "--dtype",
+        "float32",
+    )
+    with serving(folder, str(long_model(folder)), *flags) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def client(tiny: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="EMPTY", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """SmolLM2 as `make serve` serves it, with 2,048 cells."""
+    with serving(tmp_path_factory.mktemp("smollm2"), "smollm2", "--num-kv-cells", "2048") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def smollm2_server(smollm2: Server) -> str:
+    """The address of the SmolLM2 server."""
+    return smollm2.url
+
+
+@pytest.fixture(scope="session")
+def smollm2_process(smollm2: Server) -> psutil.Process:
+    """The process of the SmolLM2 server."""
+    return psutil.Process(smollm2.process.pid)

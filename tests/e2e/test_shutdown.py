@@ -1,0 +1,121 @@
+"""Starting and ending: refusals that say what to do, and signals that leave no stream without its end."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import httpx
+import pytest
+
+from serving import COMMAND, GOLDENS, Server, environment, long_model, serving
+from sse import events
+
+MODEL = str(GOLDENS / "qwen2-tied-bf16")
+# Two of these fit into the cells at the same time.
+LONG = {"prompt": "Hello", "max_tokens": 30_000, "ignore_eos": True}
+FLAGS = ("--num-kv-cells", "65536", "--max-num-seqs", "2", "--dtype", "float32")
+
+
+def refused(*arguments: str, **env: str) -> str:
+    """What a start that cannot succeed says; it must exit with 1 and without a traceback."""
+    done = subprocess.run(
+        [*COMMAND, "serve", *arguments], capture_output=True, text=True, env=environment(**env), timeout=120
+    )
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def test_a_taken_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        message = refused(MODEL, "--port", port)
+    assert f"port {port} of 127.0.0.1 is taken" in message
+    assert "--port" in message
+
+
+def test_an_exposed_server_without_a_key() -> None:
+    message = refused(MODEL, "--host", "0.0.0.0", "--port", "0")
+    assert "0.0.0.0" in message
+    assert "LLAISYS_API_KEY" in message
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    assert "nothing-here" in refused(str(tmp_path / "nothing-here"), "--port", "0")
+
+
+def test_a_bad_setting_is_named(tmp_path: Path) -> None:
+    assert "max_num_seqs" in refused(MODEL, LLAISYS_MAX_NUM_SEQS="none")
+    (tmp_path / "config.yaml").write_text("max_num_sqs: 3\n")
+    assert "max_num_sqs" in refused(MODEL, "--config", str(tmp_path / "config.yaml"))
+
+
+class Reader(Thread):
+    """Reads one answer to its end, on a thread of its own."""
+
+    def __init__(self, server: Server, body: dict[str, Any]) -> None:
+        super().__init__()
+        self.answer = httpx.Response(599)
+        self.raw = b""
+        self._server = server
+        self._body = body
+
+    def run(self) -> None:
+        with self._server.http.stream("POST", "/v1/completions", json=self._body) as self.answer:
+            self.raw = b"".join(self.answer.iter_raw())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_every_answer_properly(tmp_path: Path, number: int) -> None:
+    """Running, waiting, streamed or not: a stream gets an error frame and `[DONE]`, the others a 503."""
+    with serving(tmp_path, str(long_model(tmp_path)), *FLAGS) as server:
+        readers = [Reader(server, {**LONG, "stream": stream}) for stream in (True, False, True, False)]
+        for n_open, reader in enumerate(readers, start=1):
+            reader.start()
+            server.until("vllm:num_requests_running", min(n_open, 2))
+            server.until("vllm:num_requests_waiting", max(n_open - 2, 0))
+        assert server.stop(number) == 0
+        for reader in readers:
+            reader.join()
+    running_stream, running, waiting_stream, waiting = readers
+    found = events(running_stream.raw)
+    assert found.count("[DONE]") == 1
+    assert found[-1] == "[DONE]"
+    assert found[-2]["error"]["code"] == "shutting_down"
+    for reader in (running, waiting, waiting_stream):
+        assert reader.answer.status_code == 503
+        assert b"shutting_down" in reader.raw
+
+
+def test_a_drain_lets_answers_end(tmp_path: Path) -> None:
+    with serving(tmp_path, str(long_model(tmp_path)), *FLAGS, "--shutdown-timeout-s", "100") as server:
+        reader = Reader(server, {**LONG, "max_tokens": 500, "stream": True})
+        reader.start()
+        server.until("vllm:num_requests_running", 1)
+        server.process.send_signal(signal.SIGTERM)
+        reader.join()
+        assert server.process.wait(timeout=60) == 0
+    *_, last, done = events(reader.raw)
+    assert done == "[DONE]"
+    assert last["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_second_signal_cuts_the_drain(tmp_path: Path) -> None:
+    with serving(tmp_path, str(long_model(tmp_path)), *FLAGS, "--shutdown-timeout-s", "100") as server:
+        reader = Reader(server, {**LONG, "stream": True})
+        reader.start()
+        server.until("vllm:num_requests_running", 1)
+        server.process.send_signal(signal.SIGTERM)
+        while server.http.get("/ready").status_code != 503:
+            pass
+        assert server.http.get("/health").status_code == 200
+        refused_now = server.http.post("/v1/completions", json={"prompt": "Hello"})
+        assert refused_now.json()["error"]["code"] == "shutting_down"
+        assert server.stop(signal.SIGINT) == 0
+        reader.join()
+    assert events(reader.raw)[-2]["error"]["code"] == "shutting_down"

@@ -1,0 +1,94 @@
+"""A real server: `python -m llaisys serve` in a process of its own, on a free port."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+GOLDENS = Path(__file__).parent / "data" / "goldens"
+READY = re.compile(r"LLAISYS serving (\S+) at (http://\S+)")
+COMMAND = (sys.executable, "-m", "llaisys")
+
+
+@dataclass
+class Server:
+    """A running server. `http`: a client of its address, with the key. `log`: its stderr so far."""
+
+    process: subprocess.Popen[str]
+    model: str
+    url: str
+    log: Path
+    http: httpx.Client
+
+    def metric(self, name: str, **labels: str) -> float:
+        """One sample of /metrics, summed over the labels that are not given."""
+        answer = self.http.get("/metrics")
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(answer.text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def until(self, name: str, value: float, **labels: str) -> None:
+        """Asks until the metric has the value; the test's own time limit is the bound."""
+        while self.metric(name, **labels) != value:
+            assert self.process.poll() is None, self.log.read_text("utf-8")
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Sends the signal and waits; the exit code."""
+        self.process.send_signal(number)
+        return self.process.wait(timeout=30)
+
+
+def environment(**extra: str) -> Mapping[str, str]:
+    """This process's, without settings that a developer may have."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("LLAISYS_") or name == "LLAISYS_HOME"
+    }
+    return {**kept, **extra}
+
+
+@contextmanager
+def serving(folder: Path, model: str, *flags: str, key: str = "") -> Iterator[Server]:
+    """A server that is ready, killed at the end if it still runs. `folder` takes its log; `key`: `a,b`."""
+    log = folder / "server.log"
+    command = [*COMMAND, "serve", model, "--port", "0", *flags]
+    env = environment(LLAISYS_API_KEY=key) if key else environment()
+    with (
+        log.open("w", encoding="utf-8") as stderr,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=env) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            ready = READY.match(line)
+            assert ready is not None, f"{line}{log.read_text('utf-8')}"
+            headers = {"authorization": f"Bearer {key.split(',')[0]}"} if key else {}
+            with httpx.Client(base_url=ready[2], headers=headers, timeout=120, verify=False) as http:
+                yield Server(process, ready[1], ready[2], log, http)
+        finally:
+            process.kill()
+
+
+def long_model(folder: Path) -> Path:
+    """The tiny golden model with room for very long answers, so that a test can act while one is made."""
+    target = folder / "tiny"
+    shutil.copytree(GOLDENS / "qwen2-tied-bf16", target)
+    config = json.loads((target / "config.json").read_text("utf-8"))
+    (target / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2**17}), "utf-8")
+    return target

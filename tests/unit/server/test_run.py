@@ -1,0 +1,170 @@
+"""The server's life in this process, on a real socket: loading, serving, signals, exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+
+import httpx
+import pytest
+
+from fakes.service import FakeService
+from llaisys.config import Config
+from llaisys.errors import RejectedError
+from llaisys.server import run
+from llaisys.server.run import Lifecycle, address_of, bind
+
+
+class Loader:
+    """Stands for `AsyncLLM.start`: waits to be let through, then gives the engine or raises."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.engine = FakeService()
+        self.error: Exception | None = None
+        self.closed_with: list[float] = []
+
+    async def start(self, _: Config) -> FakeService:
+        await self.go.wait()
+        if self.error is not None:
+            raise self.error
+        return self.engine
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        self.closed_with.append(drain_s)
+
+
+class Left(BaseException):
+    """What `os._exit` does here."""
+
+
+@pytest.fixture
+async def loader(monkeypatch: pytest.MonkeyPatch) -> Loader:
+    made = Loader()
+    monkeypatch.setattr(run.AsyncLLM, "start", made.start)
+    monkeypatch.setattr(made.engine, "close", made.close, raising=False)
+    return made
+
+
+@pytest.fixture
+async def listener() -> AsyncIterator[socket.socket]:
+    with bind(Config(port=0)) as made:
+        yield made
+
+
+def client_of(listener: socket.socket) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=address_of("127.0.0.1", listener.getsockname()[1]))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110  it yields, it does not wait for time
+        await asyncio.sleep(0)
+
+
+async def test_probes_answer_while_the_model_loads(
+    loader: Loader, listener: socket.socket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    life = asyncio.create_task(Lifecycle(Config(port=0), listener).run())
+    async with client_of(listener) as client:
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/ready")).status_code == 503
+        refused = await client.post("/v1/completions", json={"prompt": "Hi"})
+        assert refused.json()["error"]["code"] == "model_loading"
+        assert capsys.readouterr().out == ""
+        loader.go.set()
+        while (await client.get("/ready")).status_code != 200:
+            pass
+        assert capsys.readouterr().out == f"LLAISYS serving tiny at {client.base_url}\n".replace("/\n", "\n")
+        assert (await client.post("/v1/completions", json={"prompt": "Hi"})).status_code == 200
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await life == 0
+    assert loader.closed_with == [0.0]
+
+
+async def test_a_model_that_cannot_be_loaded(loader: Loader, listener: socket.socket) -> None:
+    loader.error = RejectedError("no such model", param="model")
+    loader.go.set()
+    with pytest.raises(RejectedError, match="no such model"):
+        await Lifecycle(Config(port=0), listener).run()
+
+
+async def test_a_signal_while_loading_does_not_wait_for_the_model(
+    loader: Loader, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(run, "_leave", left.append)
+    life = asyncio.create_task(Lifecycle(Config(port=0), listener).run())
+    async with client_of(listener) as client:
+        assert (await client.get("/health")).status_code == 200
+    os.kill(os.getpid(), signal.SIGINT)
+    await life
+    assert left == [0]
+    assert not loader.go.is_set()
+
+
+async def test_a_dead_engine_is_told_by_the_exit_code(loader: Loader, listener: socket.socket) -> None:
+    loader.go.set()
+    life = asyncio.create_task(Lifecycle(Config(port=0), listener).run())
+    async with client_of(listener) as client:
+        while (await client.get("/ready")).status_code != 200:
+            pass
+        loader.engine.dead = True
+        assert (await client.get("/health")).status_code == 503
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await life == 70
+
+
+async def test_a_third_signal_ends_at_once(
+    loader: Loader, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(run, "_leave", left.append)
+    stuck = asyncio.Event()
+
+    async def close(drain_s: float = 0.0) -> None:
+        loader.closed_with.append(drain_s)
+        await stuck.wait()
+
+    monkeypatch.setattr(loader.engine, "close", close)
+    loader.go.set()
+    life = asyncio.create_task(Lifecycle(Config(port=0, shutdown_timeout_s=9), listener).run())
+    async with client_of(listener) as client:
+        while (await client.get("/ready")).status_code != 200:
+            pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    await until(lambda: loader.closed_with == [9.0])
+    os.kill(os.getpid(), signal.SIGTERM)
+    await until(lambda: loader.closed_with == [9.0, 0.0])
+    os.kill(os.getpid(), signal.SIGTERM)
+    await until(lambda: left == [130])
+    stuck.set()
+    assert await life == 0
+
+
+def test_a_taken_port_says_what_to_do() -> None:
+    with bind(Config(port=0)) as taken, pytest.raises(RejectedError, match=r"is taken.*--port"):
+        bind(Config(port=taken.getsockname()[1]))
+
+
+def test_an_address_that_is_not_ours() -> None:
+    with pytest.raises(RejectedError, match=r"cannot listen on 192\.0\.2\.1"):
+        bind(Config(host="192.0.2.1", port=0))
+    with pytest.raises(RejectedError, match="cannot listen on no-such-host"):
+        bind(Config(host="no-such-host.invalid", port=0))
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000"),
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::", "http://[::1]:8000"),
+        ("[::1]", "http://[::1]:8000"),
+        ("llm.example", "http://llm.example:8000"),
+    ],
+)
+def test_the_address_to_open(host: str, address: str) -> None:
+    assert address_of(host, 8000) == address
