@@ -138,8 +138,8 @@ class Context:
 
         Raises ExhaustedError (cells) or RejectedError (a wrong row); on any error nothing has changed."""
     def kv_seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
-        """Forgets positions `p0 <= p < p1` of a sequence. Here and below a negative p0 means from the start, a
-        negative p1 to the end."""
+        """Forgets positions `p0 <= p < p1` of a sequence. Here and below a negative p0 means from the start,
+        a negative p1 to the end."""
     def kv_seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
         """Shares the cells of `src` in the range with `dst`; nothing is copied. Raises RejectedError if `dst`
         has positions there."""
