@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from golden import FOLDER
 from llaisys import _core
 from llaisys.errors import EngineDeadError, RejectedError, UnsupportedError
@@ -57,7 +58,12 @@ def test_bounds_that_need_the_vocabulary_are_checked_when_attached() -> None:
     none = np.array([], np.int32)
     with Runner(FOLDER) as runner:
         seq = runner.context.seq_acquire()
-        for spec in ({"temperature": -1.0}, {"stop_ids": [600]}, {"logit_bias": [(600, 1.0)]}, {"top_p": 0.0}):
+        for spec in (
+            {"temperature": -1.0},
+            {"stop_ids": [600]},
+            {"logit_bias": [(600, 1.0)]},
+            {"top_p": 0.0},
+        ):
             with pytest.raises(RejectedError, match=next(iter(spec))):
                 runner.context.set_sampler(seq, _core.SamplerSpec(**spec), none, none)
         with pytest.raises(RejectedError, match="600"):
@@ -153,7 +159,9 @@ runner = Runner(FOLDER)
 runner.greedy([1, 2, 3], 4)
 {end}
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 

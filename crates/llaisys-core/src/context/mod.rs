@@ -80,10 +80,10 @@ impl Context {
     pub fn new(checkpoint: Checkpoint, config: ContextConfig) -> Result<Self> {
         let model = checkpoint.config().clone();
         check(&config, &model)?;
+        let kernels = Kernels::select(config.isa)?;
         let pool = Pool::new(config.n_threads)?;
         let weights = Weights::pack(&checkpoint, config.mode, &pool)?;
         let names = checkpoint.into_names();
-        let kernels = Kernels::select(config.isa)?;
         let max_columns = Workspace::max_columns(&model);
         let ops = OpContext::new(kernels, pool, config.n_batch, max_columns)?;
         let kv_dtype = config.kv_dtype.unwrap_or(match config.mode {
