@@ -81,7 +81,7 @@ class Config(BaseSettings):
         (), description="origins for CORS; none: same origin only"
     )
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
-        (), description="more names under which clients reach the server (Host header), with or without a port"
+        (), description="more names under which clients reach the server (Host header), port or not"
     )
     strict_fields: bool = Field(False, description="refuse unknown request fields with 400")
     shutdown_timeout_s: float = Field(

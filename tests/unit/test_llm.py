@@ -217,8 +217,9 @@ def test_close_is_idempotent_and_final() -> None:
 
 
 def test_a_dropped_llm_frees_its_engine() -> None:
+    before = set(threading.enumerate())
     made = LLM("fake")
-    engine = next(t for t in threading.enumerate() if t.name == "llaisys-engine")
+    (engine,) = set(threading.enumerate()) - before
     del made
     gc.collect()
     engine.join(30)
