@@ -232,4 +232,4 @@ def test_the_package_is_lazy_and_lists_its_names() -> None:
     assert done.stdout.split() == ["False", "llaisys.types"]
     assert {"LLM", "AsyncLLM", "SamplingParams"} <= set(dir(llaisys))
     with pytest.raises(AttributeError, match="Llm"):
-        llaisys.Llm  # noqa: B018 the access is the test
+        llaisys.Llm  # noqa: B018 -- the access is the test

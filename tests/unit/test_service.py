@@ -59,7 +59,7 @@ class Gate:
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch, fake_core: None) -> Gate:  # noqa: ARG001 its effect is needed
+def gate(monkeypatch: pytest.MonkeyPatch, fake_core: None) -> Gate:  # noqa: ARG001 -- its effect is needed
     return Gate(monkeypatch)
 
 
