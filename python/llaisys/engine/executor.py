@@ -49,7 +49,7 @@ class Executor:
         return results
 
     def _isolate(self, chunks: Sequence[Chunk], error: LlaisysError) -> list[ChunkResult]:
-        """Results of chunks that fail together with `error`: its own for the culprit, tokens for the others."""
+        """Results of chunks that failed together with `error`: the culprit its own, the others tokens."""
         if len(chunks) == 1:
             alone = RequestFailedError(f"the core refused this request's rows: {error}")
             return [ChunkResult(error=alone, refused=True)]
