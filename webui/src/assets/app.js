@@ -5,8 +5,8 @@ import { chat, firstModel } from "./api.js";
 
 const RETRY_MS = 1000;
 
-const [log, error, form, text, send, stop, key, model, settings] = [
-  "log", "error", "form", "text", "send", "stop", "key", "model", "settings",
+const [log, error, form, text, send, stop, unlock, key, model, settings] = [
+  "log", "error", "form", "text", "send", "stop", "unlock", "key", "model", "settings",
 ].map((id) => document.getElementById(id));
 
 let messages = [];
@@ -118,6 +118,7 @@ text.addEventListener("keydown", (event) => {
 text.addEventListener("input", grow);
 stop.addEventListener("click", () => running?.abort());
 key.addEventListener("change", connect);
+unlock.addEventListener("submit", (event) => event.preventDefault());
 document.addEventListener("keydown", (event) => event.key === "Escape" && running?.abort());
 document.getElementById("new").addEventListener("click", () => {
   running?.abort();
