@@ -23,8 +23,8 @@ class ChatModel(Protocol):
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], show: Callable[[str], None]
-    ) -> str:
-        """Streams the next message to `show` and returns it, cut where Ctrl-C stopped it."""
+    ) -> None:
+        """Streams the next message to `show`. Raises KeyboardInterrupt where Ctrl-C stopped it."""
 
 
 def add_parser(commands: Commands) -> None:
@@ -103,20 +103,25 @@ class Conversation:
                     self._turn(line)
 
     def _turn(self, line: str) -> None:
-        """One message and its answer. A message that is refused is forgotten; a dead engine ends it all."""
+        """One message and its answer, as far as it came. A message that got none is forgotten; a dead engine
+        ends it all."""
+        answer: list[str] = []
+
+        def show(text: str) -> None:
+            answer.append(text)
+            print(text, end="", flush=True)
+
         self._messages.append({"role": "user", "content": line})
         try:
-            answer = self._model.chat(self._messages, self._fields, _show)
+            self._model.chat(self._messages, self._fields, show)
+        except KeyboardInterrupt:
+            pass
         except EngineDeadError:
             raise
         except LlaisysError as e:
-            self._messages.pop()
             print(f"llaisys chat: {e}", file=sys.stderr)
-        else:
-            self._messages.append({"role": "assistant", "content": answer})
+        if any(answer):
+            self._messages.append({"role": "assistant", "content": "".join(answer)})
             print()
-
-
-def _show(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+        else:
+            self._messages.pop()

@@ -58,7 +58,7 @@ def overrides_of(arguments: argparse.Namespace) -> dict[str, Any]:
     values = {name: value for name, value in vars(arguments).items() if name in Config.model_fields}
     named = arguments.model_argument
     if named is not None and values.setdefault("model", named) != named:
-        raise RejectedError(f"MODEL is {named} and --model {values['model']}; give one of them", param="model")
+        raise RejectedError(f"MODEL is {named}, --model {values['model']}; give one of them", param="model")
     return values
 
 

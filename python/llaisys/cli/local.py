@@ -48,16 +48,17 @@ class LocalModel:
         self._run(self._loop.shutdown_default_executor())
         self._loop.close()
 
-    def complete(self, prompt: str, fields: Mapping[str, Any], show: Show) -> str:
-        """Continues a text. Each piece goes to `show`, the whole is returned; Ctrl-C ends it early.
+    def complete(self, prompt: str, fields: Mapping[str, Any], show: Show) -> None:
+        """Continues a text; each piece goes to `show`. `fields`: SamplingParams over the model's defaults.
 
-        `fields`: of SamplingParams, over the model's defaults.
+        Raises KeyboardInterrupt on Ctrl-C, once the request is cancelled; the model stays usable.
         """
-        return self._answer(prompt, fields, show)
+        self._answer(prompt, fields, show)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], show: Show) -> str:
-        """The next message of a conversation, likewise."""
-        return self._answer(self._run(self._llm.chat_prompt(messages)), fields, show)
+    def chat(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], show: Show) -> None:
+        """The next message of a conversation, likewise; as in the API, the context's end is its only limit."""
+        prompt = self._run(self._llm.chat_prompt(messages))
+        self._answer(prompt, {"max_tokens": None, **fields}, show)
 
     @property
     def _llm(self) -> AsyncLLM:
@@ -65,28 +66,26 @@ class LocalModel:
             raise AssertionError("used outside of its `with`")
         return self._engine
 
-    def _answer(self, prompt: str | list[int], fields: Mapping[str, Any], show: Show) -> str:
+    def _answer(self, prompt: str | list[int], fields: Mapping[str, Any], show: Show) -> None:
         params = SamplingParams(**{**self._llm.default_sampling_params, **fields})
         self._n_requests += 1
         stream = self._llm.generate(prompt, params, f"local-{self._n_requests}")
-        pieces: list[str] = []
-        task = self._loop.create_task(_play(stream, pieces, show))
+        task = self._loop.create_task(_play(stream, show))
         self._loop.add_signal_handler(signal.SIGINT, task.cancel)
         try:
             self._loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
         finally:
             self._loop.remove_signal_handler(signal.SIGINT)
-        if not task.cancelled():
-            task.result()
-        return "".join(pieces)
+        if task.cancelled():
+            raise KeyboardInterrupt
+        task.result()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return self._loop.run_until_complete(work)
 
 
-async def _play(stream: AsyncIterator[RequestOutput], pieces: list[str], show: Show) -> None:
+async def _play(stream: AsyncIterator[RequestOutput], show: Show) -> None:
     """Reads a stream to its end; closing it, also by cancellation, cancels the request."""
     async with aclosing(cast("Any", stream)) as deltas:
         async for delta in deltas:
-            pieces.append(delta.outputs[0].text)
-            show(pieces[-1])
+            show(delta.outputs[0].text)

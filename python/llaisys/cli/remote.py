@@ -24,30 +24,25 @@ class RemoteModel:
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], show: Callable[[str], None]
-    ) -> str:
-        """The next message of a conversation: each piece goes to `show`, the whole is returned.
+    ) -> None:
+        """The next message of a conversation; each piece goes to `show`.
 
-        Ctrl-C ends the answer early, here and in the server. Raises RejectedError (the address) or
-        RequestFailedError (the server's own words).
+        Raises RejectedError (the address), RequestFailedError (the server's own words), or KeyboardInterrupt
+        on Ctrl-C, once the connection is closed, which cancels the request.
         """
         body = json.dumps({"model": self.model, "messages": list(messages), "stream": True, **fields})
         headers = {"content-type": "application/json"}
         if self.key:
             headers["authorization"] = f"Bearer {self.key}"
-        pieces: list[str] = []
         connection, path = self._connection()
         try:
             connection.request("POST", path, body.encode(), headers)
             for text in _texts(connection.getresponse()):
-                pieces.append(text)
                 show(text)
-        except KeyboardInterrupt:
-            pass  # what came so far is the answer; closing the connection cancels the rest
         except (OSError, http.client.HTTPException) as e:
             raise RejectedError(f"cannot reach {self.url}: {e}", param="url") from e
         finally:
             connection.close()
-        return "".join(pieces)
 
     def _connection(self) -> tuple[http.client.HTTPConnection, str]:
         parts = urlsplit(self.url)

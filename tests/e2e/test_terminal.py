@@ -1,0 +1,80 @@
+"""`llaisys chat` in a real terminal: Ctrl-C stops an answer, Ctrl-D leaves."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serving import COMMAND, Server, environment, long_model
+
+CTRL_C, CTRL_D = b"\x03", b"\x04"
+PROMPT = rb"\r\n> $"
+
+
+class Terminal:
+    """A command whose stdin, stdout and controlling terminal are ours."""
+
+    def __init__(self, *command: str) -> None:
+        self._unread = b""
+        self._ours, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            [*command],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=environment(TERM="dumb"),
+            start_new_session=True,
+            preexec_fn=lambda: os.close(
+                os.open(os.ttyname(0), os.O_RDWR)
+            ),  # makes it the controlling terminal
+        )
+        os.close(theirs)
+
+    def until(self, pattern: bytes) -> None:
+        """Reads up to the first match of a regular expression; what follows it stays to be read."""
+        while (match := re.search(pattern, self._unread)) is None:
+            try:
+                self._unread += os.read(self._ours, 65536)
+            except OSError:
+                pytest.fail(f"it ended with {self.process.wait()}: {self._unread.decode()}")
+        self._unread = self._unread[match.end() :]
+
+    def type(self, text: bytes) -> None:
+        os.write(self._ours, text)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+
+
+@pytest.fixture(params=["here", "there"])
+def chat(request: pytest.FixtureRequest, tiny: Server, tmp_path: Path) -> Iterator[Terminal]:
+    where = (
+        ("--url", tiny.url)
+        if request.param == "there"
+        else (str(long_model(tmp_path)), "--dtype", "float32", "--num-kv-cells", "65536")
+    )
+    terminal = Terminal(*COMMAND, "chat", *where, "--temperature", "0", "--min-tokens", "10000")
+    yield terminal
+    terminal.close()
+
+
+def test_stopping_and_leaving(chat: Terminal) -> None:
+    chat.until(PROMPT)
+    for _ in range(2):
+        chat.type(b"Hello\n")
+        chat.until(rb"(?s)Hello.{500}")  # more than the echoes of what was typed: the answer
+        chat.type(CTRL_C)
+        chat.until(PROMPT)
+    chat.type(b"/help\n")
+    chat.until(rb"/clear starts anew")
+    chat.until(PROMPT)
+    chat.type(CTRL_D)
+    assert chat.process.wait(timeout=60) == 0
