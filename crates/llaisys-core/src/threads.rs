@@ -24,8 +24,8 @@ use std::thread::{self, JoinHandle, Thread};
 
 /// Pause instructions before a waiting thread starts to yield: about 20 us at 23 ns each.
 const N_SPINS: u32 = 900;
-/// Yields before a waiting worker parks: about 300 us when nobody else wants the CPU.
-const N_YIELDS: u32 = 700;
+/// Yields before a waiting worker parks: about 300 us at 530 ns each, when nobody else wants the CPU.
+const N_YIELDS: u32 = 550;
 
 /// A job as the workers see it: its lifetime is erased, rule 3 stands for it.
 type Job = *const (dyn Fn(usize) + Sync);

@@ -200,7 +200,7 @@ impl Region<'_> {
         if self.n_rows < DYNAMIC_ROWS {
             pool.run(&|worker| self.panels(share(n_panels, n_threads, worker)));
         } else {
-            let chunks = Chunks::new(n_panels, n_panels.div_ceil(n_threads * CHUNKS_PER_THREAD).max(1));
+            let chunks = Chunks::new(n_panels, (n_panels / (n_threads * CHUNKS_PER_THREAD)).max(1));
             pool.run(&|_| {
                 while let Some(panels) = chunks.take() {
                     self.panels(panels);
