@@ -1,7 +1,7 @@
 """llama.cpp as a peer: answers timing commands on standard input. Runs in the peers' environment.
 
-usage: peer_llama_cpp.py MODEL.gguf N_THREADS; then lines `decode PROMPT_TOKENS NEW_TOKENS` or `prefill TOKENS`;
-each is answered with one line: tokens a second.
+usage: peer_llama_cpp.py MODEL.gguf N_THREADS; then lines `decode PROMPT_TOKENS NEW_TOKENS` or
+`prefill TOKENS`; each is answered with one line: tokens a second.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ class Peer:
     def __init__(self, path: str, n_threads: int) -> None:
         llama_cpp.llama_backend_init()
         llama_cpp.llama_log_set(_SILENT, None)
-        self.model = llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())
+        self.model = llama_cpp.llama_model_load_from_file(
+            path.encode(), llama_cpp.llama_model_default_params()
+        )
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = 2048, 512, 512
         params.n_threads = params.n_threads_batch = n_threads

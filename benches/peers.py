@@ -4,7 +4,7 @@ usage: peers.py [--rounds 7] [--threads 2] [--new 128] [--peer-python .venv-peer
 
 Both sides answer the same commands (`decode`, `prefill`) in turn, A B A B, so that a change of the machine's
 memory speed hits both. Prints medians and the median of the pairwise ratios; writes a JSON file under
-benches/results/. The peer's environment: python3 -m venv .venv-peers && .venv-peers/bin/pip install llama-cpp-python
+benches/results/. The peer's environment is made by `make bench-peers`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
+
 from llaisys._core import Context
 from llaisys.hub import resolve_model
 
@@ -96,7 +97,9 @@ def cpu_name() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--new", type=int, default=128)

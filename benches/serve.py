@@ -22,6 +22,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import httpx
+
 from peers import cpu_name
 
 PROMPT = "Explain in a few sentences how a tide table is made, and why each harbour needs its own."
@@ -106,7 +107,9 @@ def run(url: str, args: argparse.Namespace) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--url")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])

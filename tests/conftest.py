@@ -34,7 +34,7 @@ def fake_core(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def fake_model(fake_core: None, monkeypatch: pytest.MonkeyPatch) -> Model:  # noqa: ARG001 its effect is needed
+def fake_model(fake_core: None, monkeypatch: pytest.MonkeyPatch) -> Model:  # noqa: ARG001 -- its effect is needed
     """A model on the fake core, which `LLM` and `AsyncLLM` find whatever they are asked for."""
     made = text.model()
     monkeypatch.setattr("llaisys.llm.open_model", lambda _: made)

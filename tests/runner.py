@@ -8,8 +8,9 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from llaisys._core import Context, DecodeOutput
 from numpy.typing import NDArray
+
+from llaisys._core import Context, DecodeOutput
 
 LOGITS, HIDDEN = 1, 2
 

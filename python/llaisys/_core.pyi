@@ -23,8 +23,8 @@ def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tupl
 class SamplerSpec:
     """Sampling of one sequence, checked once. See `types.SamplingParams` for the meanings.
 
-    `stop_ids` only matter for `min_tokens`: they are masked until so many tokens are out. `top_logprobs` -1:
-    no logprobs; 0: the sampled token's only.
+    `stop_ids` only matter for `min_tokens`: they are masked until so many tokens are out. `top_logprobs` -1
+    (the default): no logprobs; 0: the sampled token's only.
     """
 
     def __new__(
@@ -43,7 +43,7 @@ class SamplerSpec:
         stop_ids: list[int] = ...,
         seed: int = 0,
         choice: int = 0,
-        top_logprobs: int = -1,
+        top_logprobs: int = ...,
     ) -> SamplerSpec: ...
 
 @final
@@ -73,7 +73,11 @@ class DecodeOutput:
 @final
 class Context:
     """One model on one device with its KV cells. Built, used and closed on one thread; another thread gets
-    a RejectedError. Every method but `close` raises RejectedError once closed."""
+    a RejectedError. Every method but `close` raises RejectedError once closed.
+
+    A panic of the core is an EngineDeadError. One inside the forward pass has changed nothing, and the
+    context can be used again; after one inside a change of the books every later call raises
+    EngineDeadError. So does every call in a process forked from the one that built the context."""
 
     def __new__(
         cls,
@@ -108,9 +112,12 @@ class Context:
         """Lends a sequence id (slot and generation in one number). Raises ExhaustedError."""
     def seq_release(self, seq_id: int) -> None:
         """Returns the id, its cells and its sampler. Raises RejectedError if it is stale."""
-    def set_sampler(self, seq_id: int, spec: SamplerSpec, prompt_ids: NDArray[np.int32], output_ids: NDArray[np.int32]) -> None:
+    def set_sampler(
+        self, seq_id: int, spec: SamplerSpec, prompt_ids: NDArray[np.int32], output_ids: NDArray[np.int32]
+    ) -> None:
         """Attaches sampling to a sequence. `output_ids` are tokens already generated (after a preemption).
-        Without one a row is sampled greedily."""
+        Without one a row is sampled greedily. Of the ids that one decode samples for a sequence, the last
+        counts as its output. Raises RejectedError for a stale id or a parameter out of its bounds."""
     def decode(
         self,
         tokens: NDArray[np.int32],
@@ -125,17 +132,22 @@ class Context:
     ) -> DecodeOutput:
         """One forward pass for all rows; the GIL is released. All arrays are `[n_rows]` but `seq_ids`
         `[sum(n_seq_id)]`. `wants_output`: 1 logits and a sampled id, 2 final hidden state, 3 both.
-        `logits_mask`: batch rows `[n]` and bits `[n, ceil(vocab / 32)]`, bit set = allowed.
+        `logits_mask`: batch rows `[n]`, each wanting logits, and bits `[n, ceil(vocab / 32)]`, bit set =
+        allowed.
+        A row of several sequences is stored once and seen by all; it is sampled with the first one's sampler.
 
         Raises ExhaustedError (cells) or RejectedError (a wrong row); on any error nothing has changed."""
     def kv_seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
-        """Forgets positions `p0 <= p < p1` of a sequence; negative p0: from the start, negative p1: to the end."""
+        """Forgets positions `p0 <= p < p1` of a sequence. Here and below a negative p0 means from the start,
+        a negative p1 to the end."""
     def kv_seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
-        """Shares the cells of `src` in the range with `dst`; nothing is copied."""
+        """Shares the cells of `src` in the range with `dst`; nothing is copied. Raises RejectedError if `dst`
+        has positions there."""
     def kv_seq_keep(self, seq_id: int) -> None:
         """Forgets every sequence but this one (their ids stay lent)."""
     def kv_seq_add(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
-        """Shifts positions in the range by `delta`; the stored keys are rotated anew."""
+        """Shifts positions in the range by `delta`; the stored keys are rotated anew. Raises RejectedError if
+        a cell is shared with another sequence, or a position is taken, negative or past `max_model_len`."""
     def kv_seq_pos_min(self, seq_id: int) -> int:
         """Smallest position held, -1 if none."""
     def kv_seq_pos_max(self, seq_id: int) -> int:

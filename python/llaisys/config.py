@@ -81,7 +81,7 @@ class Config(BaseSettings):
         (), description="origins for CORS; none: same origin only"
     )
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
-        (), description="more names under which clients reach the server (Host header), with or without a port"
+        (), description="more names under which clients reach the server (Host header), port or not"
     )
     strict_fields: bool = Field(False, description="refuse unknown request fields with 400")
     shutdown_timeout_s: float = Field(
@@ -105,8 +105,8 @@ class Config(BaseSettings):
         settings_cls: type[BaseSettings],  # noqa: ARG003 the framework's signature
         init_settings: PydanticBaseSettingsSource,
         env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 as above
-        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 as above
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 -- as above
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 -- as above
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """No .env files and no secret folders: three sources are enough to explain a value."""
         return (init_settings, env_settings)

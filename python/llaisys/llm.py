@@ -114,7 +114,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers, in the order of the prompts.
 
-        - `prompts`: one or a list of: text, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or a list of ids.
+        - `prompts`: one or several: text, `{"prompt": text}`, `{"prompt_token_ids": ids}` or ids themselves.
         - `sampling_params`: one for all, or one each; None: the model's defaults.
 
         Everything is checked before anything runs: RejectedError names the field, ContextLengthError both

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+
 from golden import FOLDER, Golden, load_golden
 from runner import Runner
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from golden import FOLDER, Golden
 from llaisys import LLM, SamplingParams
 
@@ -14,10 +15,15 @@ N_REQUESTS = 40
 
 def requests(golden: Golden, seed: int) -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
     rng = random.Random(seed)
-    prompts = [{"prompt_token_ids": rng.choice(golden.prompts)[: rng.randint(1, 65)]} for _ in range(N_REQUESTS)]
+    prompts = [
+        {"prompt_token_ids": rng.choice(golden.prompts)[: rng.randint(1, 65)]} for _ in range(N_REQUESTS)
+    ]
     params = [
         SamplingParams(
-            temperature=rng.choice([0.0, 1.0]), seed=rng.randrange(2**32), max_tokens=rng.randint(1, 40), ignore_eos=True
+            temperature=rng.choice([0.0, 1.0]),
+            seed=rng.randrange(2**32),
+            max_tokens=rng.randint(1, 40),
+            ignore_eos=True,
         )
         for _ in range(N_REQUESTS)
     ]

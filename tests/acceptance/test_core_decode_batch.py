@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from golden import FOLDER, Golden
 from llaisys.errors import ExhaustedError, RejectedError
 from runner import LOGITS, Runner
@@ -123,6 +124,10 @@ def test_no_room_is_an_error_and_nothing_changes(golden: Golden) -> None:
 def test_an_empty_batch_and_ragged_arrays_are_refused(runner: Runner) -> None:
     with pytest.raises(RejectedError, match="empty"):
         runner.decode([])
-    one = {"tokens": np.ones(1, np.int32), "seq_ids": np.zeros(1, np.int64), "wants_output": np.ones(1, np.uint8)}
+    one = {
+        "tokens": np.ones(1, np.int32),
+        "seq_ids": np.zeros(1, np.int64),
+        "wants_output": np.ones(1, np.uint8),
+    }
     with pytest.raises(RejectedError, match="positions"):
         runner.context.decode(positions=np.zeros(2, np.int32), n_seq_id=np.ones(1, np.int32), **one)

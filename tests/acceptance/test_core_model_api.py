@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from golden import FOLDER, Golden
 from llaisys.errors import ExhaustedError, RejectedError, UnsupportedError
 from runner import LOGITS, Runner
@@ -106,5 +107,9 @@ def test_close_is_idempotent_and_final() -> None:
 def test_another_thread_is_refused() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    with Runner(FOLDER) as runner, ThreadPoolExecutor(1) as pool, pytest.raises(RejectedError, match="thread"):
+    with (
+        Runner(FOLDER) as runner,
+        ThreadPoolExecutor(1) as pool,
+        pytest.raises(RejectedError, match="thread"),
+    ):
         pool.submit(runner.context.seq_acquire).result()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from golden import FOLDER, Golden
 from llaisys._core import SamplerSpec
 from llaisys.errors import RejectedError
@@ -76,7 +77,7 @@ def test_a_mask_that_allows_nothing_faults_its_row_only(runner: Runner, golden: 
 
 
 def test_a_non_finite_row_faults_alone() -> None:
-    """The embedding of token 5 is made NaN: the sequence that uses it faults, its neighbour does not notice."""
+    """Token 5 gets a NaN embedding: the sequence that uses it faults, its neighbour does not notice."""
     with Runner(FOLDER.parent / "qwen2-odd-f32-sharded") as runner:
         want = int(runner.forward([1, 2, 3])[0][-1].argmax())
         table = np.random.default_rng(0).standard_normal((600, 112)).astype(np.float32)
@@ -95,7 +96,11 @@ def test_a_non_finite_row_faults_alone() -> None:
 def test_a_mask_of_the_wrong_shape_is_refused(runner: Runner) -> None:
     seq = runner.context.seq_acquire()
     with pytest.raises(RejectedError):
-        runner.decode([(1, 0, [seq], LOGITS)], logits_mask=(np.array([0], np.int32), np.zeros((1, 2), np.uint32)))
+        runner.decode(
+            [(1, 0, [seq], LOGITS)], logits_mask=(np.array([0], np.int32), np.zeros((1, 2), np.uint32))
+        )
     with pytest.raises(RejectedError):
-        runner.decode([(1, 0, [seq], LOGITS)], logits_mask=(np.array([4], np.int32), np.zeros((1, 19), np.uint32)))
+        runner.decode(
+            [(1, 0, [seq], LOGITS)], logits_mask=(np.array([4], np.int32), np.zeros((1, 19), np.uint32))
+        )
     assert runner.context.kv_seq_pos_max(seq) == -1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from golden import Golden
 from runner import LOGITS, Runner
 
@@ -20,9 +21,7 @@ def test_three_prompts_decoded_together(runner: Runner, golden: Golden) -> None:
     assert out.rows.tolist() == asked
     ids = [[int(t)] for t in out.token_ids]
     for step in range(23):
-        rows = [
-            (ids[i][-1], len(golden.prompts[i]) + step, [seq], LOGITS) for i, seq in enumerate(seqs)
-        ]
+        rows = [(ids[i][-1], len(golden.prompts[i]) + step, [seq], LOGITS) for i, seq in enumerate(seqs)]
         for i, token in enumerate(runner.decode(rows).token_ids):
             ids[i].append(int(token))
     assert ids == golden.greedy

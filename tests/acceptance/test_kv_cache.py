@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from golden import FOLDER, Golden
 from llaisys.errors import RejectedError
 from runner import Runner
@@ -25,7 +26,7 @@ def test_trim_the_end_and_go_on_another_way(runner: Runner, golden: Golden) -> N
     runner.context.kv_seq_rm(seq, 30, -1)
     assert runner.context.n_cells_free == free + len(prompt) - 30
     assert (runner.context.kv_seq_pos_min(seq), runner.context.kv_seq_pos_max(seq)) == (0, 29)
-    other = prompt[:30] + [9, 8, 7]
+    other = [*prompt[:30], 9, 8, 7]
     np.testing.assert_array_equal(last_logits(runner, seq, [9, 8, 7], 30), runner.forward(other)[0][-1])
 
 
@@ -80,7 +81,9 @@ def test_shift_rotates_the_stored_keys(golden: Golden) -> None:
     prompt = golden.prompts[2][:20]
     with Runner(FOLDER) as runner:
         seq, other = runner.context.seq_acquire(), runner.context.seq_acquire()
-        runner.decode([(t, i + 7, [seq], 0) for i, t in enumerate(prompt)])  # an empty sequence starts anywhere
+        runner.decode(
+            [(t, i + 7, [seq], 0) for i, t in enumerate(prompt)]
+        )  # an empty sequence starts anywhere
         runner.context.kv_seq_add(seq, 0, -1, -7)
         assert (runner.context.kv_seq_pos_min(seq), runner.context.kv_seq_pos_max(seq)) == (0, 19)
         runner.extend(other, prompt, 0)

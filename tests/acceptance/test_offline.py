@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from golden import FOLDER, Golden
 from llaisys import LLM, SamplingParams
 from llaisys.errors import RejectedError

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from golden import FOLDER, load_golden
 from llaisys import LLM, SamplingParams
 

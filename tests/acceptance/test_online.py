@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+
 from golden import FOLDER, Golden
 from llaisys import AsyncLLM, SamplingParams
 from llaisys.config import Config
@@ -26,7 +27,9 @@ def greedy(n: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
 
 
-async def collect(service: AsyncLLM, prompt: list[int], params: SamplingParams, name: str) -> tuple[list[int], str]:
+async def collect(
+    service: AsyncLLM, prompt: list[int], params: SamplingParams, name: str
+) -> tuple[list[int], str]:
     """All ids of a request and why it ended. Asserts that its last delta, and no other, is the end."""
     ids: list[int] = []
     ends = []
@@ -45,10 +48,12 @@ async def test_streams_side_by_side_give_the_reference(service: AsyncLLM, golden
     )
     assert answers == [(golden.greedy[i % 3], "length") for i in range(30)]
     stats = service.stats()
-    assert (stats.engine.num_running, stats.engine.num_waiting, stats.engine.kv_cells_used) == (0, 0, 0)
+    assert (stats.num_running, stats.num_waiting, stats.kv_cells_used) == (0, 0, 0)
 
 
-async def test_a_stream_that_is_left_is_cancelled_and_the_others_go_on(service: AsyncLLM, golden: Golden) -> None:
+async def test_a_stream_that_is_left_is_cancelled_and_the_others_go_on(
+    service: AsyncLLM, golden: Golden
+) -> None:
     stream = service.generate(golden.prompts[1], LONG, "left")
     await anext(stream)
     other = asyncio.ensure_future(collect(service, golden.prompts[1], greedy(24), "stays"))
@@ -56,7 +61,7 @@ async def test_a_stream_that_is_left_is_cancelled_and_the_others_go_on(service: 
     assert await other == (golden.greedy[1], "length")
     # The next request's first token comes a step after the cancel: by then its cells are back.
     await collect(service, [1], greedy(1), "after")
-    assert service.stats().engine.kv_cells_used == 0
+    assert service.stats().kv_cells_used == 0
 
 
 async def test_abort_by_id_ends_the_stream(service: AsyncLLM, golden: Golden) -> None:
@@ -96,7 +101,7 @@ async def test_a_request_past_its_deadline_ends(golden: Golden) -> None:
         *(collect(service, golden.prompts[1], LONG, f"r{i}") for i in range(2)), return_exceptions=True
     )
     assert [type(r) for r in results] == [RequestTimeoutError] * 2
-    assert service.stats().engine.kv_cells_used == 0
+    assert service.stats().kv_cells_used == 0
     await service.close()
 
 

@@ -7,8 +7,9 @@ import re
 import httpx
 import openai
 import pytest
-from golden import Golden
 from openai import OpenAI
+
+from golden import Golden
 
 pytestmark = pytest.mark.stage2
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -63,7 +64,14 @@ def test_errors_are_openais(client: OpenAI) -> None:
 
 
 def test_sse_to_the_byte(tiny_server: str) -> None:
-    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 2, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = {
+        "model": "tiny",
+        "messages": MESSAGES,
+        "max_tokens": 2,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
     answer = httpx.post(f"{tiny_server}/v1/chat/completions", json=body)
     assert answer.headers["content-type"].startswith("text/event-stream")
     frames = answer.text.split("\n\n")

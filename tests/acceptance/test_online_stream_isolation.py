@@ -6,8 +6,9 @@ import asyncio
 import random
 
 import pytest
-from golden import Golden
 from openai import AsyncOpenAI
+
+from golden import Golden
 
 pytestmark = pytest.mark.stage2
 N_STREAMS = 24
@@ -17,7 +18,12 @@ async def stream_text(client: AsyncOpenAI, prompt: list[int], leave_after: int |
     """The text of a stream, or of its first `leave_after` chunks, after which the client hangs up."""
     text, n_chunks = "", 0
     stream = await client.completions.create(
-        model="tiny", prompt=prompt, max_tokens=40, temperature=0, stream=True, extra_body={"ignore_eos": True}
+        model="tiny",
+        prompt=prompt,
+        max_tokens=40,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
     )
     async with stream:
         async for chunk in stream:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from golden import FOLDER, load_golden
 from llaisys._core import inspect
 from llaisys.errors import RejectedError, UnsupportedError
@@ -30,7 +31,11 @@ def test_layouts(name: str) -> None:
 
 def test_inspect_reads_the_facts() -> None:
     info = json.loads(inspect(str(GOLDENS / "qwen2-odd-f32-sharded")))
-    assert (info["architecture"], info["dtype"], info["file_format"]) == ("qwen2", "f32", "safetensors")
+    assert (info["architecture"], info["dtype"], info["file_format"]) == (
+        "Qwen2ForCausalLM",
+        "f32",
+        "safetensors",
+    )
     assert (info["n_layers"], info["d_model"], info["n_heads"], info["n_kv_heads"]) == (3, 112, 7, 1)
     assert (info["d_head"], info["d_ff"], info["vocab_size"]) == (16, 200, 600)
     assert info["kv_bytes_per_cell"] == {"float32": 3 * 2 * 16 * 4, "bfloat16": 3 * 2 * 16 * 2}

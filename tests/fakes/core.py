@@ -184,7 +184,7 @@ class Context:
             sequence.tokens[int(positions[row])] = int(tokens[row])
             if not wants_output[row]:
                 continue
-            seen = [sequence.tokens[p] for p in range(int(positions[row]) + 1)]
+            seen = [sequence.tokens[p] for p in sorted(sequence.tokens) if p <= positions[row]]
             faulty = NON_FINITE in seen
             rows.append(row)
             ids.append(-1 if faulty else next_token(seen, sequence.spec, len(seen) - sequence.n_prompt))
@@ -214,7 +214,8 @@ class Context:
                 raise Panic("index out of bounds")
             if not 0 <= token < VOCAB_SIZE:
                 raise RejectedError(f"token {token} is not in the vocabulary")
-            if position != ends[seq_id] + 1 or position >= self._max_len:
+            follows = position == ends[seq_id] + 1 or (ends[seq_id] < 0 <= position)
+            if not follows or position >= self._max_len:
                 raise RejectedError(f"position {position} after {ends[seq_id]}, of {self._max_len}")
             ends[seq_id] = position
         if len(tokens) > self.n_cells_free:

@@ -66,7 +66,12 @@ def test_rooms_of_the_core_keep_their_walls() -> None:
 
 def test_unsafe_stays_in_its_rooms() -> None:
     src = ROOT / "crates"
-    allowed = ("llaisys-core/src/ops", "llaisys-core/src/tensor.rs", "llaisys-core/src/threads", "llaisys-core/src/formats")
+    allowed = (
+        "llaisys-core/src/ops",
+        "llaisys-core/src/tensor.rs",
+        "llaisys-core/src/threads",
+        "llaisys-core/src/formats",
+    )
     outside = [
         str(path.relative_to(src))
         for path in src.rglob("*.rs")
@@ -100,7 +105,9 @@ def test_every_silenced_rule_gives_its_reason() -> None:
 
 
 def test_nothing_is_left_undone() -> None:
-    marks = re.compile(r"\b(TODO|FIXME|XXX)\b|unimplemented!|todo!\(|NotImplementedError|mark\.(skip|xfail)|#\[ignore")
+    marks = re.compile(
+        r"\b(TODO|FIXME|XXX)\b|unimplemented!|todo!\(|NotImplementedError|mark\.(skip|xfail)|#\[ignore"
+    )
     left = [
         f"{path.relative_to(ROOT)}:{number}"
         for path in tracked()
@@ -125,7 +132,10 @@ def test_the_readme_names_the_two_commands() -> None:
 def test_every_path_that_the_maps_name_exists() -> None:
     missing = []
     for page in ("ARCHITECTURE.md", "CONTRIBUTING.md", "README.md"):
-        for name in re.findall(r"`((?:crates|python|tests|benches|docs|configs|webui|scripts)/[\w./*-]+)`", (ROOT / page).read_text("utf-8")):
+        for name in re.findall(
+            r"`((?:crates|python|tests|benches|docs|configs|webui|scripts)/[\w./*-]+)`",
+            (ROOT / page).read_text("utf-8"),
+        ):
             if not list(ROOT.glob(name.rstrip("/"))):
                 missing.append(f"{page}: {name}")
     assert not missing, missing

@@ -37,10 +37,16 @@ def rms_norm(x: F64, weight: F64, eps: float) -> F64:
     return x * weight / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
 
 
-def rope(x: F64, theta: float) -> F64:
+def rope_frequencies(shape: Shape) -> F64:
+    """Radians a position, `[d_head / 2]`."""
+    half = shape.d_head // 2
+    return np.asarray(shape.rope_theta ** (-np.arange(half) / half))
+
+
+def rope(x: F64, frequencies: F64) -> F64:
     """`x` `[T, heads, d_head]`, row t at position t; pairs are `(i, i + d_head / 2)`."""
     half = x.shape[-1] // 2
-    angle = np.arange(x.shape[0])[:, None] * theta ** (-np.arange(half) / half)
+    angle = np.arange(x.shape[0])[:, None] * frequencies
     cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
     a, b = x[..., :half], x[..., half:]
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
@@ -58,9 +64,17 @@ def attention(q: F64, k: F64, v: F64) -> F64:
     return np.einsum("hts,shd->thd", weights, v).reshape(n_tokens, -1)
 
 
-def forward(shape: Shape, w: Mapping[str, NDArray[np.float32]], tokens: Sequence[int]) -> tuple[F64, F64]:
-    """Logits `[T, vocab]` and final hidden states `[T, d_model]`. Weight names are Hugging Face's."""
+def forward(
+    shape: Shape,
+    w: Mapping[str, NDArray[np.float32]],
+    tokens: Sequence[int],
+    frequencies: F64 | None = None,
+) -> tuple[F64, F64]:
+    """Logits `[T, vocab]` and final hidden states `[T, d_model]`. Weight names are Hugging Face's.
+    `frequencies` replaces `rope_frequencies(shape)`.
+    """
     t = len(tokens)
+    turns = rope_frequencies(shape) if frequencies is None else frequencies
     get = {name: value.astype(np.float64) for name, value in w.items()}
     x = get["model.embed_tokens.weight"][list(tokens)]
     for i in range(shape.n_layers):
@@ -78,7 +92,7 @@ def forward(shape: Shape, w: Mapping[str, NDArray[np.float32]], tokens: Sequence
         if shape.qk_norm:
             q = rms_norm(q, get[layer + "self_attn.q_norm.weight"], shape.rms_eps)
             k = rms_norm(k, get[layer + "self_attn.k_norm.weight"], shape.rms_eps)
-        mixed = attention(rope(q, shape.rope_theta), rope(k, shape.rope_theta), v)
+        mixed = attention(rope(q, turns), rope(k, turns), v)
         x = x + linear(mixed, "self_attn.o_proj")
         h = rms_norm(x, get[layer + "post_attention_layernorm.weight"], shape.rms_eps)
         gate, up = linear(h, "mlp.gate_proj"), linear(h, "mlp.up_proj")

@@ -50,7 +50,10 @@ def random_weights(shape: Shape, seed: int) -> dict[str, NDArray[np.float32]]:
     def norm(size: int) -> NDArray[np.float32]:
         return rng.uniform(0.5, 1.5, size).astype(np.float32)
 
-    w = {"model.embed_tokens.weight": matrix(shape.vocab_size, shape.d_model), "model.norm.weight": norm(shape.d_model)}
+    w = {
+        "model.embed_tokens.weight": matrix(shape.vocab_size, shape.d_model),
+        "model.norm.weight": norm(shape.d_model),
+    }
     if not shape.tied:
         w["lm_head.weight"] = matrix(shape.vocab_size, shape.d_model)
     q_size, kv_size = shape.n_heads * shape.d_head, shape.n_kv_heads * shape.d_head
@@ -97,7 +100,12 @@ def config_json(family: str, shape: Shape, *, old_spelling: bool = False) -> dic
 
 
 def write_model(
-    folder: Path, family: str, shape: Shape, weights: dict[str, NDArray[np.float32]], *, old_spelling: bool = False
+    folder: Path,
+    family: str,
+    shape: Shape,
+    weights: dict[str, NDArray[np.float32]],
+    *,
+    old_spelling: bool = False,
 ) -> Path:
     """A folder that the core can open. Returns it."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
+
+from parity.checkpoints import read_shape, read_weights
+from parity.numpy_forward import forward, rope_frequencies
 from runner import Runner
 
 GOLDENS = Path(__file__).parents[1] / "data" / "goldens"
@@ -39,3 +43,28 @@ def test_goldens(folder: str, isa: str) -> None:
             assert np.abs(hidden - want).max() <= TOLERANCE * np.abs(want).max()
             want_ids = golden[f"greedy_{i}"].tolist()
             assert runner.greedy(prompt, len(want_ids)) == want_ids
+
+
+def rounded(frequencies: NDArray[np.float64], to_bf16: bool) -> NDArray[np.float64]:
+    """What `model.to(bf16).float()` (or f16) leaves of the rotary buffer."""
+    single = frequencies.astype(np.float32)
+    if not to_bf16:
+        return single.astype(np.float16).astype(np.float64)
+    bits = single.view(np.uint32)
+    nearest_even = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+    return nearest_even.astype(np.uint32).view(np.float32).astype(np.float64)
+
+
+@pytest.mark.parametrize("folder", [f for f in FOLDERS if (GOLDENS / f / "golden_rounded.npz").exists()])
+def test_the_goldens_as_they_came_differ_by_rounded_frequencies_alone(folder: str) -> None:
+    """Why `golden.npz` was made anew (decision 0005): the float64 forward gives the old logits with rotary
+    frequencies rounded to the checkpoint's type, and the new ones without, both to f32 rounding."""
+    weights = read_weights(GOLDENS / folder / "model.safetensors")
+    shape = read_shape(GOLDENS / folder)
+    old, new = (np.load(GOLDENS / folder / f"{name}.npz") for name in ("golden_rounded", "golden"))
+    frequencies = rope_frequencies(shape)
+    for i in range(3):
+        prompt = new[f"prompt_{i}"].tolist()
+        for want, turns in ((new, frequencies), (old, rounded(frequencies, "bf16" in folder))):
+            logits, _ = forward(shape, weights, prompt, turns)
+            assert np.abs(logits - want[f"logits_{i}"]).max() <= 5e-6 * np.abs(want[f"logits_{i}"]).max()

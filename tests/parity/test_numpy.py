@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runner import Runner
 
 from parity.numpy_forward import forward
 from parity.random_model import FAMILIES, random_weights, shapes, write_model
+from runner import Runner
 
 # f32 products of at most 320 terms near 1 in three layers: an error of 1e-5 of the largest logit is 80 ulp
 # of f32. A wrong angle, mask or head shows at 1e-2 or more.
@@ -21,7 +21,9 @@ TOLERANCE = 2e-5
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @settings(max_examples=25, deadline=None, print_blob=True)
-@given(data=st.data(), seed=st.integers(0, 2**32 - 1), n_tokens=st.integers(1, 60), old_spelling=st.booleans())
+@given(
+    data=st.data(), seed=st.integers(0, 2**32 - 1), n_tokens=st.integers(1, 60), old_spelling=st.booleans()
+)
 def test_core_agrees_with_numpy(
     family: str, data: st.DataObject, seed: int, n_tokens: int, old_spelling: bool
 ) -> None:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
+
+from llaisys.engine.worker import inspect_model
 from llaisys.hub import resolve_model
 from llaisys.text.tokenizer import load_tokenizer
-from llaisys.engine.worker import inspect_model
-from numpy.typing import NDArray
 from runner import Runner
 
 TEXT = Path(__file__).parents[1] / "data" / "text" / "mixed.txt"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from llaisys.hub import resolve_model
 from runner import LOGITS, Runner
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llaisys.model import Model, open_model
 
 from llaisys.config import load_config
+from llaisys.model import Model, open_model
 from llaisys.text.stream import TextStream
 from llaisys.types import SamplingParams
 

@@ -217,8 +217,9 @@ def test_close_is_idempotent_and_final() -> None:
 
 
 def test_a_dropped_llm_frees_its_engine() -> None:
+    before = set(threading.enumerate())
     made = LLM("fake")
-    engine = next(t for t in threading.enumerate() if t.name == "llaisys-engine")
+    (engine,) = set(threading.enumerate()) - before
     del made
     gc.collect()
     engine.join(30)
@@ -226,11 +227,9 @@ def test_a_dropped_llm_frees_its_engine() -> None:
 
 
 def test_the_package_is_lazy_and_lists_its_names() -> None:
-    script = (
-        "import sys, llaisys; assert 'numpy' not in sys.modules; print(llaisys.SamplingParams.__module__)"
-    )
+    script = "import sys, llaisys; print('numpy' in sys.modules, llaisys.SamplingParams.__module__)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "llaisys.types"]
     assert {"LLM", "AsyncLLM", "SamplingParams"} <= set(dir(llaisys))
     with pytest.raises(AttributeError, match="Llm"):
-        llaisys.Llm  # noqa: B018 the access is the test
+        llaisys.Llm  # noqa: B018 -- the access is the test

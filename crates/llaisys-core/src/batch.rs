@@ -39,6 +39,9 @@ pub enum BatchError {
     /// Unknown output flags.
     #[error("row {row}: output flags {flags:#x} are not known")]
     OutputFlags { row: usize, flags: u8 },
+    /// A logits mask for a row that has none to mask, or a second one.
+    #[error("logits_mask names row {row}, which asks for no logits or is named twice")]
+    Mask { row: i32 },
 }
 
 /// The arrays of a batch as the caller has them. One row is one token at one position of one or more

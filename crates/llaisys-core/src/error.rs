@@ -65,6 +65,9 @@ pub enum Rejected {
     /// `replace_weight` names a tensor that the model does not have.
     #[error("the model has no weight named {name:?}")]
     NoSuchWeight { name: String },
+    /// `replace_weight` gives another shape than the checkpoint's.
+    #[error("weight {name:?} has shape {want:?}, the given values have {got:?}")]
+    WeightShape { name: String, want: Vec<usize>, got: Vec<usize> },
     /// The context was closed.
     #[error("the context is closed")]
     Closed,

@@ -3,6 +3,8 @@
 //! No Python, no network, no clock, no environment variables. `unsafe` is denied but in the modules that say
 //! so below: aligned memory, file mapping, kernels and the thread pool.
 
+#![warn(unreachable_pub, reason = "what is `pub` here is the crate's surface")]
+
 pub mod batch;
 pub mod context;
 pub mod dtype;

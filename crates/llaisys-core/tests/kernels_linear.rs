@@ -1,6 +1,8 @@
 //! `linear` on every instruction set of the machine, in every format and odd shapes: against the f64 reference,
 //! and bit for bit against itself in other batches and on other numbers of threads.
 
+#![allow(clippy::unwrap_used, reason = "a failing helper fails its test")]
+
 mod stored;
 
 use llaisys_core::ops::dispatch::{IsaName, Kernels};
@@ -50,10 +52,17 @@ fn n_roundings(format: PackedFormat, k: usize) -> f64 {
     (sums + 1) as f64
 }
 
-fn assert_close(format: PackedFormat, k: usize, got: &[f32], (want, size): &(Vec<f64>, Vec<f64>), what: &str) {
+fn assert_close(
+    format: PackedFormat,
+    k: usize,
+    got: &[f32],
+    (want, size): &(Vec<f64>, Vec<f64>),
+    what: &str,
+) {
     assert_eq!(got.len(), want.len(), "{what}");
     for (i, (&got, (want, size))) in got.iter().zip(want.iter().zip(size)).enumerate() {
-        let bound = n_roundings(format, k) * f64::from(f32::EPSILON) / 2.0 * size + f64::from(f32::MIN_POSITIVE);
+        let bound =
+            n_roundings(format, k) * f64::from(f32::EPSILON) / 2.0 * size + f64::from(f32::MIN_POSITIVE);
         let error = (f64::from(got) - want).abs();
         assert!(error <= bound, "{what}, output {i}: {got} instead of {want}, off by {error:e} > {bound:e}");
     }
@@ -137,7 +146,10 @@ fn rows_are_bitwise_the_same_in_any_batch_and_on_any_threads() {
                     let mut y = vec![f32::NAN; m * n];
                     linear(&mut cx, &x[(64 - m) * k..], &part, &mut [&mut y]);
                     let same = y.iter().zip(&alone[(64 - m) * n..]).all(|(a, b)| a.to_bits() == b.to_bits());
-                    assert!(same, "{isa:?} {format:?}: {m} rows on {n_threads} threads differ from single rows");
+                    assert!(
+                        same,
+                        "{isa:?} {format:?}: {m} rows on {n_threads} threads differ from single rows"
+                    );
                 }
             }
         }
@@ -230,7 +242,8 @@ fn odd_numbers_stay_in_their_row() {
 #[test]
 fn no_rows_give_no_results() {
     let mut cx = context(IsaName::available()[0], 2);
-    let weight = Stored::random(&mut Rng(1), PackedFormat::F32.dtype(), 40, 8).pack(&cx.pool, PackedFormat::F32);
+    let weight =
+        Stored::random(&mut Rng(1), PackedFormat::F32.dtype(), 40, 8).pack(&cx.pool, PackedFormat::F32);
     linear(&mut cx, &[], &[LinearPart { weight: &weight, bias: None }], &mut [&mut []]);
     linear(&mut cx, &[1.0], &[], &mut []);
 }
@@ -239,7 +252,8 @@ fn no_rows_give_no_results() {
 #[should_panic(expected = "the context has room for")]
 fn more_rows_than_the_context_holds_are_refused() {
     let mut cx = context(IsaName::Scalar, 1);
-    let weight = Stored::random(&mut Rng(1), PackedFormat::F32.dtype(), 1, 8).pack(&cx.pool, PackedFormat::F32);
+    let weight =
+        Stored::random(&mut Rng(1), PackedFormat::F32.dtype(), 1, 8).pack(&cx.pool, PackedFormat::F32);
     linear_add(&mut cx, &[0.0; 65 * 8], &weight, &mut [0.0; 65]);
 }
 

@@ -1,1 +1,33 @@
-//! The Python door: convert, release the GIL, call once, convert.
+//! The Python door: convert, release the GIL, call once, convert. No policy, no loop, no cache.
+//!
+//! Errors are the classes of `llaisys.errors`; no panic gets out as pyo3's `PanicException`, which is a
+//! `BaseException` that `except Exception` would miss.
+
+use pyo3::prelude::*;
+
+mod context;
+mod convert;
+mod errors;
+mod inspect;
+mod output;
+mod sampler;
+
+/// The compiled core of LLAISYS. Its Python face is `_core.pyi`.
+#[pymodule]
+mod _core {
+    use pyo3::prelude::*;
+
+    #[pymodule_export]
+    use super::context::Context;
+    #[pymodule_export]
+    use super::inspect::{available_isas, inspect, philox4x32};
+    #[pymodule_export]
+    use super::output::DecodeOutput;
+    #[pymodule_export]
+    use super::sampler::SamplerSpec;
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
+}

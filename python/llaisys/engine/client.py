@@ -93,7 +93,10 @@ class EngineClient:
         if request_id in self._open:
             raise RejectedError(f"request id {request_id!r} is in use", param="request_id")
         if len(self._open) >= self._open_max:
-            raise QueueFullError(f"{len(self._open)} requests are open, at most {self._open_max} may be")
+            raise QueueFullError(
+                f"all places are taken: {self._limits.max_num_seqs} requests may run and "
+                f"{self._limits.max_num_queued_reqs} wait"
+            )
         self._open.add(request_id)
         self._loop.send(Submit(request))
         if self._error is not None and self._take_out(request_id):

@@ -37,25 +37,32 @@ class Executor:
         A failing decode has changed nothing, and a row's result does not depend on its company, so running
         the halves again gives the innocent the tokens they would have had.
 
-        Raises EngineDeadError: the core is lost, or half of a batch fails row by row.
+        Raises EngineDeadError: the core is lost, or refuses half of a batch row by row. A row that merely
+        came out wrong (`non_finite`, `all_masked`) is its request's affair, however many there are.
         """
-        results = self._isolate(chunks)
-        n_failed = sum(result.error is not None for result in results)
+        results = self._try(chunks)
+        n_failed = sum(result.refused for result in results)
         if len(chunks) >= _SUSPICIOUS_CHUNKS and 2 * n_failed >= len(chunks):
-            raise EngineDeadError(f"{n_failed} of {len(chunks)} requests failed in one step: {results}")
+            raise EngineDeadError(
+                f"{n_failed} of {len(chunks)} requests were refused by the core in one step"
+            )
         return results
 
-    def _isolate(self, chunks: Sequence[Chunk]) -> list[ChunkResult]:
+    def _isolate(self, chunks: Sequence[Chunk], error: LlaisysError) -> list[ChunkResult]:
+        """Results of chunks that failed together with `error`: the culprit its own, the others tokens."""
+        if len(chunks) == 1:
+            alone = RequestFailedError(f"the core refused this request's rows: {error}")
+            return [ChunkResult(error=alone, refused=True)]
+        half = len(chunks) // 2
+        return self._try(chunks[:half]) + self._try(chunks[half:])
+
+    def _try(self, chunks: Sequence[Chunk]) -> list[ChunkResult]:
         try:
             return self._worker.run(chunks)
         except EngineDeadError:
             raise
         except LlaisysError as error:
-            if len(chunks) == 1:
-                alone = RequestFailedError(f"the core refused this request's rows: {error}")
-                return [ChunkResult(error=alone)]
-        half = len(chunks) // 2
-        return self._isolate(chunks[:half]) + self._isolate(chunks[half:])
+            return self._isolate(chunks, error)
 
     def check(self) -> None:
         """Checks the core's books; raises EngineDeadError if they are wrong."""

@@ -100,7 +100,7 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             engine = self._build()
-        except BaseException as error:  # noqa: BLE001 the starter gets it, whatever it is
+        except BaseException as error:  # noqa: BLE001 -- the starter gets it, whatever it is
             self._built.set_exception(error)
             return
         self._built.set_result(engine)

@@ -55,11 +55,15 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:
-    """What a chunk gave: an id if it samples, or the error that ends its request."""
+    """What a chunk gave: an id if it samples, or the error that ends its request.
+
+    `refused`: the core would not run it at all, even alone.
+    """
 
     token_id: int | None = None
     logprobs: TokenLogprobs | None = None
     error: LlaisysError | None = None
+    refused: bool = False
 
 
 class Worker:

@@ -47,11 +47,15 @@ def test_one_culprit_costs_a_bisection() -> None:
     assert context.n_decodes == 6  # the good half of each of six splits
 
 
-@pytest.mark.parametrize("trouble", [core.REFUSED, core.NON_FINITE])
-def test_half_of_a_batch_failing_is_the_engines_fault(trouble: int) -> None:
-    _, executor, chunks = step([trouble, 5, trouble, 5])
+def test_half_of_a_batch_refused_is_the_engines_fault() -> None:
+    _, executor, chunks = step([core.REFUSED, 5, core.REFUSED, 5])
     with pytest.raises(EngineDeadError, match="2 of 4"):
         executor.run(chunks)
+
+
+def test_rows_that_came_out_wrong_are_their_requests_affair() -> None:
+    _, executor, chunks = step([core.NON_FINITE] * 4)
+    assert all(isinstance(result.error, RequestFailedError) for result in executor.run(chunks))
 
 
 @pytest.mark.parametrize(("trouble", "error"), [(core.DEADLY, EngineDeadError), (core.PANICS, core.Panic)])

@@ -128,7 +128,7 @@ def test_a_full_queue_is_told_to_the_caller_or_by_the_only_output() -> None:
     made.hold()
     made.client.submit(ask("a", prompt=[1] * 60, max_tokens=4))
     made.client.submit(ask("b"))
-    with pytest.raises(QueueFullError, match="3 requests are open"):
+    with pytest.raises(QueueFullError, match="2 requests may run and 1 wait"):
         made.client.submit(ask("c"))
     made.gate.set()
     a, b = made.end_of("a", "b")  # `a` needs all cells and waits: one waits already

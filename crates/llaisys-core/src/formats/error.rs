@@ -47,7 +47,9 @@ pub enum FormatError {
     #[error("{file} is not a valid safetensors file: {source}")]
     Safetensors { file: String, source: safetensors::SafeTensorError },
     /// A shard name that is not a plain `*.safetensors` file name.
-    #[error("model.safetensors.index.json names the shard {shard:?}, which is not a plain *.safetensors file name")]
+    #[error(
+        "model.safetensors.index.json names the shard {shard:?}, which is not a plain *.safetensors file name"
+    )]
     ShardName { shard: String },
     /// A tensor that the index places in a shard which lacks it.
     #[error("model.safetensors.index.json places {tensor:?} in {shard:?}, which does not have it")]

@@ -64,7 +64,10 @@ impl ModelFolder {
 
     /// The JSON object in file `name`; None if there is no such file. Errors: as [`Self::read`] and
     /// [`json::parse`], or a value that is no object.
-    pub fn object(&self, name: &'static str) -> Result<Option<serde_json::Map<String, serde_json::Value>>, FormatError> {
+    pub fn object(
+        &self,
+        name: &'static str,
+    ) -> Result<Option<serde_json::Map<String, serde_json::Value>>, FormatError> {
         let Some(bytes) = self.read(name, CONFIG_BYTES_MAX)? else { return Ok(None) };
         let refused = |source| FormatError::Json { file: name.to_owned(), source };
         match json::parse(&bytes).map_err(refused)? {
@@ -79,6 +82,7 @@ impl ModelFolder {
 fn hub_cache_root(folder: &Path) -> Option<&Path> {
     let snapshots = folder.parent()?;
     let repository = snapshots.parent()?;
-    let is_cache = snapshots.file_name()? == "snapshots" && repository.file_name()?.to_str()?.starts_with("models--");
+    let is_cache =
+        snapshots.file_name()? == "snapshots" && repository.file_name()?.to_str()?.starts_with("models--");
     is_cache.then_some(repository)
 }

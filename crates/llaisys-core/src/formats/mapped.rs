@@ -20,10 +20,9 @@ impl MappedFile {
             return Err(FormatError::NotAFile { path: path.to_owned() });
         }
         let file = File::open(path).map_err(io)?;
-        // SAFETY: `metadata` above said that this is a regular file; the map is private and read-only. Bytes
-        // that another process writes into the file meanwhile can only be seen as other numbers: what is made
-        // of them holds for any bit pattern, and text is copied before it outlives `open`. A file that is
-        // truncated while mapped ends the process with SIGBUS (module documentation: replace by renaming).
+        // SAFETY: `metadata` above said that this is a regular file, and the map is read-only. A map is sound as
+        // long as nobody writes into the file or truncates it; no check can make that true, so it is what the
+        // module documentation asks of the operator: a model file is replaced by renaming a new one over it.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
         Ok(Self { map })
     }

@@ -8,7 +8,10 @@
 //! Files are mapped, not read: replace a model file by renaming a new one over it, never by writing into it.
 //!
 //! [`Unsupported`]: crate::error::Unsupported
-#![warn(clippy::arithmetic_side_effects, reason = "release builds wrap silently: sizes from a file are untrusted")]
+#![warn(
+    clippy::arithmetic_side_effects,
+    reason = "release builds wrap silently: sizes from a file are untrusted"
+)]
 
 pub mod error;
 pub mod folder;

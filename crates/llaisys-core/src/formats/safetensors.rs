@@ -3,11 +3,11 @@
 //! The `safetensors` crate parses and checks the header (offsets contiguous, sizes equal to shape times type,
 //! the whole file covered); added here are unique names, the shard rules and the element types that we run.
 
+use super::FormatError;
 use super::folder::ModelFolder;
 use super::json::UniqueMap;
 use super::mapped::MappedFile;
 use super::tensors::{StoredTensor, TensorFiles};
-use super::FormatError;
 use crate::dtype::DType;
 use crate::error::{Result, Unsupported};
 use safetensors::{Dtype as FileType, SafeTensorError, SafeTensors};
@@ -55,10 +55,10 @@ fn open_shards(folder: &ModelFolder, index: &[u8]) -> Result<TensorFiles> {
     for (tensor, shard) in &weight_map {
         by_shard.entry(shard).or_default().push(tensor);
     }
+    by_shard.keys().try_for_each(|shard| check_shard_name(shard))?;
     let mut files = Vec::new();
     let mut tensors = Vec::new();
     for (shard, placed) in by_shard {
-        check_shard_name(shard)?;
         let not_there = || FormatError::NotInShard { tensor: placed[0].to_owned(), shard: shard.to_owned() };
         let path = folder.file(shard)?.ok_or_else(not_there)?;
         let file = MappedFile::open(&path)?;
@@ -113,7 +113,13 @@ fn tensors_of(file: &MappedFile, name: &str, index: usize) -> Result<Vec<StoredT
         let place = |offset: usize| data_start.checked_add(offset).filter(|&at| at <= bytes.len());
         let (Some(start), Some(end)) = (place(start), place(end)) else { return Err(invalid().into()) };
         let dtype = dtype_of(&tensor, info.dtype)?;
-        tensors.push(StoredTensor { name: tensor, dtype, shape: info.shape.clone(), file: index, range: start..end });
+        tensors.push(StoredTensor {
+            name: tensor,
+            dtype,
+            shape: info.shape.clone(),
+            file: index,
+            range: start..end,
+        });
     }
     Ok(tensors)
 }

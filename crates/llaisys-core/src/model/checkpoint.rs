@@ -42,7 +42,11 @@ impl Checkpoint {
     /// is sound but not implemented.
     pub fn open(path: &Path) -> Result<Self> {
         let io = |source| FormatError::Io { path: path.to_owned(), source };
-        if std::fs::metadata(path).map_err(io)?.is_dir() { Self::open_folder(path) } else { Self::open_gguf(path) }
+        if std::fs::metadata(path).map_err(io)?.is_dir() {
+            Self::open_folder(path)
+        } else {
+            Self::open_gguf(path)
+        }
     }
 
     fn open_folder(path: &Path) -> Result<Self> {

@@ -67,7 +67,8 @@ impl ModelConfig {
         }
         bounded("the epsilon of the norms", f64::from(self.rms_eps), RMS_EPS.0, RMS_EPS.1)?;
         bounded("the rope base", self.rope_theta, ROPE_THETA.0, ROPE_THETA.1)?;
-        let even = FormatError::NotAMultiple { what: "the head width", got: self.d_head, of: "a pair", divisor: 2 };
+        let even =
+            FormatError::NotAMultiple { what: "the head width", got: self.d_head, of: "a pair", divisor: 2 };
         if !self.d_head.is_multiple_of(2) {
             return Err(even);
         }
@@ -95,7 +96,8 @@ impl ModelConfig {
             _ => true,
         });
         let parts: Vec<LayerSlot> = parts.collect();
-        let layers = (0..self.n_layers).flat_map(|layer| parts.iter().map(move |&part| Slot::Layer(layer, part)));
+        let layers =
+            (0..self.n_layers).flat_map(|layer| parts.iter().map(move |&part| Slot::Layer(layer, part)));
         [Slot::Embed].into_iter().chain(layers).chain([Slot::OutputNorm]).chain(head).collect()
     }
 

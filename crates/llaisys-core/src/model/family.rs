@@ -95,7 +95,10 @@ pub static FAMILIES: [FamilyFacts; 3] = [LLAMA, QWEN2, QWEN3];
 
 /// The family called `name` under one of the three spellings. Errors: none is; the message lists those that
 /// are.
-pub fn find(name: &str, spelling: fn(&FamilyFacts) -> &'static str) -> Result<&'static FamilyFacts, Unsupported> {
+pub fn find(
+    name: &str,
+    spelling: fn(&FamilyFacts) -> &'static str,
+) -> Result<&'static FamilyFacts, Unsupported> {
     let supported = || FAMILIES.iter().map(spelling).collect::<Vec<_>>().join(", ");
     let found = FAMILIES.iter().find(|family| spelling(family) == name);
     found.ok_or_else(|| Unsupported::Architecture { name: name.to_owned(), supported: supported() })

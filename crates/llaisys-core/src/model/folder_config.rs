@@ -69,7 +69,12 @@ fn family_of(fields: &Fields<'_>) -> Result<&'static FamilyFacts> {
     Ok(family::find(name, |family| family.model_type)?)
 }
 
-fn d_head(fields: &Fields<'_>, family: &FamilyFacts, d_model: usize, n_heads: usize) -> Result<usize, FormatError> {
+fn d_head(
+    fields: &Fields<'_>,
+    family: &FamilyFacts,
+    d_model: usize,
+    n_heads: usize,
+) -> Result<usize, FormatError> {
     if let Some(d_head) = fields.size("head_dim")?.or(family.d_head_default) {
         return Ok(d_head);
     }
@@ -94,7 +99,8 @@ fn rope_theta(fields: &Fields<'_>) -> Result<f64> {
         refuse_partial_rotation(&rope)?;
         let kind = rope.text("rope_type")?.or(rope.text("type")?);
         // A set without a type is the default one as long as it scales nothing.
-        let kind = kind.unwrap_or(if rope.get("factor").is_some() { "factor without a type" } else { "default" });
+        let kind =
+            kind.unwrap_or(if rope.get("factor").is_some() { "factor without a type" } else { "default" });
         if kind != "default" {
             return Err(unsupported("the rope type", kind, "default").into());
         }
@@ -121,7 +127,9 @@ fn refuse_unsupported(fields: &Fields<'_>, family: &FamilyFacts) -> Result<()> {
     }
     for key in ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"] {
         if let Some(n_experts) = fields.get(key).filter(|value| value.as_u64() != Some(0)) {
-            return Err(unsupported("a mixture of experts", format!("{key} = {n_experts}"), "dense models").into());
+            return Err(
+                unsupported("a mixture of experts", format!("{key} = {n_experts}"), "dense models").into()
+            );
         }
     }
     let act = fields.text("hidden_act")?.unwrap_or("silu");

@@ -69,7 +69,12 @@ fn d_head(keys: &Keys<'_>, d_model: usize, n_heads: usize) -> Result<usize> {
     if let (Some(key), Some(value)) = (key, value)
         && key != value
     {
-        return Err(unsupported("heads of unequal width", format!("{key} and {value}"), "keys as wide as values").into());
+        return Err(unsupported(
+            "heads of unequal width",
+            format!("{key} and {value}"),
+            "keys as wide as values",
+        )
+        .into());
     }
     if let Some(d_head) = key.or(value) {
         return Ok(d_head);
@@ -115,7 +120,8 @@ impl Keys<'_> {
     fn expect_neutral(&self, key: &str, neutral: &[f64]) -> Result<()> {
         match self.float(key)? {
             Some(value) if !neutral.contains(&value) => {
-                Err(unsupported("the key", format!("{} = {value}", self.full(key)), "files without it").into())
+                Err(unsupported("the key", format!("{} = {value}", self.full(key)), "files without it")
+                    .into())
             }
             _ => Ok(()),
         }

@@ -1,8 +1,9 @@
 //! Models: facts (`family`, `slot`, `config` and its readers), files (`checkpoint`), what others may know of
-//! them (`info`).
+//! them (`info`), packed tensors (`weights`) and the forward pass (`decoder`).
 
 pub mod checkpoint;
 pub mod config;
+pub mod decoder;
 pub mod family;
 pub mod fields;
 mod folder_config;
@@ -11,3 +12,4 @@ mod gguf_config;
 pub mod info;
 pub mod slot;
 pub mod tokenizer;
+pub mod weights;

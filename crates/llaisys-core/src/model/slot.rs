@@ -47,7 +47,7 @@ pub enum LayerSlot {
 }
 
 impl LayerSlot {
-    /// Every place, in the order of [`LayerNames`]' arrays.
+    /// Every place, in the order of the forward pass.
     pub const ALL: [Self; 14] = [
         Self::AttnNorm,
         Self::Q,

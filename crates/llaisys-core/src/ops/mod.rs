@@ -4,6 +4,7 @@
 //! All take the [`OpContext`] first. Arrays are row-major, one row per token; an op panics on arrays whose
 //! lengths disagree, since shapes follow from checked configuration and a mismatch is a bug.
 
+pub mod contract;
 mod cpu;
 pub mod dispatch;
 pub mod packed;
@@ -12,9 +13,17 @@ pub mod reference;
 use crate::error::DeviceError;
 use crate::threads::Pool;
 use cpu::activations::Activations;
+use cpu::attention::Scratch as AttentionScratch;
 use dispatch::Kernels;
 
+pub use cpu::argmax::argmax;
+pub use cpu::attention::{AttentionRow, AttentionRows, MAX_D_HEAD, attention};
+pub use cpu::embed::embed;
+pub use cpu::kv_store::kv_store;
 pub use cpu::linear::{LinearPart, linear, linear_add};
+pub use cpu::rms_norm::{rms_norm, rms_norm_in_place};
+pub use cpu::rope::{RopeTable, rope, rope_shift};
+pub use cpu::swiglu::{gate_up_row, gate_up_rows, swiglu};
 
 /// What every op needs: the chosen kernels, the threads, and scratch memory sized at creation, so that no op
 /// allocates.
@@ -26,6 +35,8 @@ pub struct OpContext {
     pub pool: Pool,
     /// Inputs of the current product, as its kernel wants them.
     activations: Activations,
+    /// Where attention computes.
+    attention: AttentionScratch,
 }
 
 impl OpContext {
@@ -40,6 +51,7 @@ impl OpContext {
         max_columns: usize,
     ) -> Result<Self, DeviceError> {
         let activations = Activations::new(max_rows, max_columns)?;
-        Ok(Self { kernels, pool, activations })
+        let attention = AttentionScratch::new(pool.n_threads(), max_rows, max_columns)?;
+        Ok(Self { kernels, pool, activations, attention })
     }
 }

@@ -13,6 +13,7 @@
 //! ```
 
 mod fill;
+mod pages;
 mod read;
 
 pub(crate) use read::read_block;
@@ -84,9 +85,9 @@ impl PackedFormat {
     /// Bytes of a panel of `n_columns` inputs, a multiple of 64.
     const fn panel_bytes(self, n_columns: usize) -> usize {
         match self {
-            PackedFormat::F32 => n_columns * PANEL * 4,
-            PackedFormat::BF16 => n_columns.next_multiple_of(2) * PANEL * 2,
-            _ => n_columns / BLOCK_LEN * self.group_bytes(),
+            PackedFormat::F32 => n_columns.saturating_mul(PANEL * 4),
+            PackedFormat::BF16 => n_columns.div_ceil(2).saturating_mul(PANEL * 4),
+            _ => (n_columns / BLOCK_LEN).saturating_mul(self.group_bytes()),
         }
     }
 }
@@ -121,9 +122,11 @@ impl PackedMatrix {
     ) -> Result<Self, DeviceError> {
         assert!(Self::can_pack(format, n_columns), "{format:?} cannot hold rows of {n_columns}");
         let panel_bytes = format.panel_bytes(n_columns);
-        let mut panels = AlignedBuf::zeroed("packed weights", n_rows.div_ceil(PANEL) * panel_bytes)?;
+        let mut panels =
+            AlignedBuf::zeroed("packed weights", n_rows.div_ceil(PANEL).saturating_mul(panel_bytes))?;
         if !panels.is_empty() {
             fill::fill(pool, format, n_columns, &mut panels, &|n| (n < n_rows).then(|| source(n)));
+            pages::use_huge_pages(&panels);
         }
         Ok(Self { format, n_rows, n_columns, panels })
     }

@@ -1,6 +1,7 @@
 //! Random matrices as a model file stores them, with the exact values they stand for.
 
-#![allow(dead_code, reason = "each test file uses its part")]
+#![allow(dead_code, unreachable_pub, reason = "each test file uses its part")]
+#![allow(clippy::unwrap_used, reason = "a failing helper fails its test")]
 
 use half::{bf16, f16};
 use llaisys_core::dtype::DType;
@@ -82,15 +83,20 @@ impl Stored {
     fn parts(&self) -> Vec<(f64, f64)> {
         let blocks = self.bytes.chunks_exact(self.dtype.block_bytes());
         match self.dtype {
-            DType::F32 => blocks.map(|b| (f64::from(f32::from_le_bytes(b.try_into().unwrap())), 0.0)).collect(),
+            DType::F32 => {
+                blocks.map(|b| (f64::from(f32::from_le_bytes(b.try_into().unwrap())), 0.0)).collect()
+            }
             DType::F16 => blocks.map(|b| (f16::from_le_bytes(b.try_into().unwrap()).to_f64(), 0.0)).collect(),
-            DType::BF16 => blocks.map(|b| (bf16::from_le_bytes(b.try_into().unwrap()).to_f64(), 0.0)).collect(),
+            DType::BF16 => {
+                blocks.map(|b| (bf16::from_le_bytes(b.try_into().unwrap()).to_f64(), 0.0)).collect()
+            }
             _ => blocks.flat_map(|bytes| block_parts(&Block::parse(self.dtype, bytes).unwrap())).collect(),
         }
     }
 }
 
 fn block_parts(block: &Block) -> Vec<(f64, f64)> {
-    let value = |&q: &u8| (block.scale.to_f64() * (f64::from(q) - f64::from(block.offset)), block.min.to_f64());
+    let value =
+        |&q: &u8| (block.scale.to_f64() * (f64::from(q) - f64::from(block.offset)), block.min.to_f64());
     block.q.iter().map(value).collect()
 }

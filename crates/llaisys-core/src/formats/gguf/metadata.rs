@@ -136,7 +136,8 @@ impl<'a> Array<'a> {
 
     fn values(self) -> impl Iterator<Item = Value<'a>> {
         let mut cursor = Cursor::new(self.bytes);
-        (0..self.n).map(move |_| self.kind.read(&mut cursor, "").expect("every element was checked when read"))
+        (0..self.n)
+            .map(move |_| self.kind.read(&mut cursor, "").expect("every element was checked when read"))
     }
 }
 
@@ -188,9 +189,11 @@ impl<'a> Metadata<'a> {
         };
         match found {
             Value::Int(value) if *value >= 0 => Ok(Some(value.unsigned_abs())),
-            Value::Int(_) => {
-                Err(GgufError::KeyType { key: key.to_owned(), expected: "a number from 0", found: "negative" })
-            }
+            Value::Int(_) => Err(GgufError::KeyType {
+                key: key.to_owned(),
+                expected: "a number from 0",
+                found: "negative",
+            }),
             other => Err(wrong_type(key, "a whole number", other)),
         }
     }

@@ -94,8 +94,11 @@ impl<'a> Header<'a> {
 }
 
 fn read_magic_and_version(cursor: &mut Cursor<'_>) -> Result<()> {
-    let big_endian =
-        || Unsupported::Feature { what: "GGUF byte order", value: "big-endian".into(), supported: "little-endian" };
+    let big_endian = || Unsupported::Feature {
+        what: "GGUF byte order",
+        value: "big-endian".into(),
+        supported: "little-endian",
+    };
     let magic = cursor.take(4, "the magic number")?;
     if magic == b"FUGG" {
         return Err(big_endian().into());
@@ -107,7 +110,8 @@ fn read_magic_and_version(cursor: &mut Cursor<'_>) -> Result<()> {
         2 | 3 => Ok(()),
         swapped if swapped != 0 && swapped & 0xffff == 0 => Err(big_endian().into()),
         other => {
-            Err(Unsupported::Feature { what: "GGUF version", value: other.to_string(), supported: "2 and 3" }.into())
+            Err(Unsupported::Feature { what: "GGUF version", value: other.to_string(), supported: "2 and 3" }
+                .into())
         }
     }
 }

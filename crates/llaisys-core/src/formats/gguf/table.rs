@@ -36,7 +36,8 @@ pub(super) fn read<'a>(cursor: &mut Cursor<'a>, n_tensors: u64) -> Result<Vec<Te
         if n_dims == 0 || n_dims > DIMENSIONS_MAX {
             return Err(GgufError::Dimensions { name: name.to_owned(), n_dims });
         }
-        let sizes: Result<Vec<u64>, GgufError> = (0..n_dims).map(|_| cursor.u64("a tensor's sizes")).collect();
+        let sizes: Result<Vec<u64>, GgufError> =
+            (0..n_dims).map(|_| cursor.u64("a tensor's sizes")).collect();
         let type_id = cursor.u32("a tensor's type")?;
         let offset = cursor.u64("a tensor's offset")?;
         entries.push(TensorEntry { name, sizes: sizes?, type_id, offset });
@@ -123,7 +124,11 @@ fn sizes_of(entry: &TensorEntry<'_>, dtype: DType) -> Result<(Vec<usize>, usize)
     let impossible = || GgufError::Sizes { name: entry.name.to_owned(), sizes: entry.sizes.clone() };
     let columns = entry.sizes.first().copied().unwrap_or(0);
     if !columns.is_multiple_of(dtype.block_len() as u64) {
-        return Err(GgufError::PartialBlock { name: entry.name.to_owned(), columns, block: dtype.block_len() });
+        return Err(GgufError::PartialBlock {
+            name: entry.name.to_owned(),
+            columns,
+            block: dtype.block_len(),
+        });
     }
     let mut shape = Vec::new();
     for &size in entry.sizes.iter().rev() {

@@ -16,15 +16,18 @@
 //! nearest even, value `q * (absmax / 127)`. A group with a number that is not finite gets a NaN scale: the
 //! row's results are NaN and no other row's are.
 
+mod pack;
+
 use super::isa::Isa;
 use crate::error::DeviceError;
 use crate::quant::BLOCK_LEN;
 use crate::tensor::{AlignedBuf, Plain};
 use crate::threads::{Disjoint, Pool, share};
+use pack::{Item, Outputs};
 use std::ops::Range;
 
-/// Elements above which packing is spread over the threads; below, a region costs more than it saves.
-const PARALLEL_ELEMENTS: usize = 1 << 14;
+/// Elements from which packing is spread over the threads; below, a region costs more than it saves.
+const PARALLEL_ELEMENTS: usize = 1 << 13;
 
 /// In which form a kernel reads its inputs; the layouts are drawn above.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,6 +40,27 @@ pub(crate) enum Form {
     Pairs,
     /// 8-bit integers in groups of 32.
     Groups,
+}
+
+impl Form {
+    /// Words of a row of `n_columns` inputs.
+    fn row_words(self, n_columns: usize) -> usize {
+        match self {
+            Form::Plain => n_columns,
+            Form::Rounded => n_columns.next_multiple_of(2),
+            Form::Pairs => n_columns.div_ceil(2),
+            Form::Groups => n_columns / 4,
+        }
+    }
+
+    /// Words of a run of 32 inputs.
+    const fn run_words(self) -> usize {
+        match self {
+            Form::Plain | Form::Rounded => BLOCK_LEN,
+            Form::Pairs => BLOCK_LEN / 2,
+            Form::Groups => BLOCK_LEN / 4,
+        }
+    }
 }
 
 /// What a kernel must know of one row's group of 32 inputs besides the integers.
@@ -117,7 +141,7 @@ impl Activations {
         })
     }
 
-    /// Packs `x` `[n_rows, n_columns]` in `form`, in blocks of at most `rows_max`.
+    /// Packs `x` in `form`, in blocks of at most `rows_max` rows.
     pub(crate) fn pack(&mut self, (isa, pool): (Isa, &Pool), form: Form, x: Rows<'_>, rows_max: usize) {
         assert!(
             x.n_rows <= self.max_rows && x.n_columns <= self.max_columns,
@@ -128,48 +152,79 @@ impl Activations {
             self.max_columns,
         );
         let blocks = RowBlocks::new(x.n_rows, rows_max);
-        let (plain, pairs) = match form {
-            Form::Plain => (Disjoint::new(self.plain.as_mut_slice()), Disjoint::new(&mut [][..])),
-            Form::Rounded => (Disjoint::new(self.bf16.as_mut_slice()), Disjoint::new(&mut [][..])),
-            Form::Pairs => (Disjoint::new(&mut [][..]), Disjoint::new(self.bf16.as_mut_slice())),
-            Form::Groups => (Disjoint::new(&mut [][..]), Disjoint::new(self.integers.as_mut_slice())),
+        let n_runs = x.n_columns.div_ceil(BLOCK_LEN);
+        let serial = x.values.len() < PARALLEL_ELEMENTS;
+        // Few blocks do not occupy all threads evenly: cut their columns as well.
+        let n_parts = if serial { 1 } else { pool.n_threads().min(n_runs) };
+        let buffers = self.buffers(form);
+        let pack_item = |item: usize| {
+            let rows = blocks.rows(item / n_parts);
+            let runs = share(n_runs, n_parts, item % n_parts);
+            // SAFETY: items are disjoint in rows or in runs, so their places are, and one worker packs each.
+            let out = unsafe { buffers.part(x.n_columns, &rows, &runs) };
+            pack::pack(isa, Item { x: x.sub(&rows), runs }, out);
         };
-        let groups = Disjoint::new(self.groups.as_mut_slice());
-        let pack_one = |i: usize| {
-            let rows = blocks.rows(i);
-            // SAFETY: blocks are disjoint ranges of rows, and each is packed by one worker.
-            let out = unsafe {
-                match form {
-                    Form::Plain => Outputs::Plain(plain.range(x.words(&rows, 1))),
-                    Form::Rounded => Outputs::Rounded(plain.range(x.even_words(&rows, 1))),
-                    Form::Pairs => Outputs::Pairs(pairs.range(x.even_words(&rows, 2))),
-                    Form::Groups => Outputs::Groups(
-                        pairs.range(x.words(&rows, 4)),
-                        groups.range(x.words(&rows, BLOCK_LEN)),
-                    ),
-                }
-            };
-            pack_block(isa, x.sub(&rows), out);
-        };
-        if x.values.len() < PARALLEL_ELEMENTS {
-            (0..blocks.len()).for_each(pack_one);
+        let n_items = blocks.len() * n_parts;
+        if serial {
+            (0..n_items).for_each(pack_item);
         } else {
-            pool.run(&|worker| share(blocks.len(), pool.n_threads(), worker).for_each(&pack_one));
+            pool.run(&|worker| share(n_items, pool.n_threads(), worker).for_each(&pack_item));
         }
+    }
+
+    fn buffers(&mut self, form: Form) -> Buffers<'_> {
+        let words = match form {
+            Form::Plain => self.plain.as_mut_slice(),
+            Form::Rounded | Form::Pairs => self.bf16.as_mut_slice(),
+            Form::Groups => self.integers.as_mut_slice(),
+        };
+        Buffers { form, words: Disjoint::new(words), groups: Disjoint::new(self.groups.as_mut_slice()) }
     }
 
     /// The rows `rows` (a block that was packed) of the current product in `form`.
     pub(crate) fn block(&self, form: Form, n_columns: usize, rows: &Range<usize>) -> Inputs<'_> {
         let range = |words: usize| rows.start * words..rows.end * words;
-        let even = n_columns.next_multiple_of(2);
+        let words = range(form.row_words(n_columns));
         match form {
-            Form::Plain => Inputs::Plain(&self.plain.as_slice()[range(n_columns)]),
-            Form::Rounded => Inputs::Plain(&self.bf16.as_slice()[range(even)]),
-            Form::Pairs => Inputs::Pairs(&self.bf16.as_slice()[range(even / 2)]),
+            Form::Plain => Inputs::Plain(&self.plain.as_slice()[words]),
+            Form::Rounded => Inputs::Plain(&self.bf16.as_slice()[words]),
+            Form::Pairs => Inputs::Pairs(&self.bf16.as_slice()[words]),
             Form::Groups => Inputs::Groups(
-                &self.integers.as_slice()[range(n_columns / 4)],
+                &self.integers.as_slice()[words],
                 &self.groups.as_slice()[range(n_columns / BLOCK_LEN)],
             ),
+        }
+    }
+}
+
+/// The buffers of one form while it is packed. Words are the bits of f32 for the plain forms.
+struct Buffers<'a> {
+    form: Form,
+    words: Disjoint<'a, u32>,
+    groups: Disjoint<'a, GroupInput>,
+}
+
+impl Buffers<'_> {
+    /// Where the runs `runs` of the block `rows` lie.
+    ///
+    /// # Safety
+    /// While the result lives, nobody else may ask for runs of these rows that overlap.
+    unsafe fn part(&self, n_columns: usize, rows: &Range<usize>, runs: &Range<usize>) -> Outputs<'_> {
+        let place = |row_words: usize, run_words: usize| {
+            let word = |run: usize| rows.start * row_words + rows.len() * (run * run_words).min(row_words);
+            word(runs.start)..word(runs.end)
+        };
+        let words = place(self.form.row_words(n_columns), self.form.run_words());
+        // SAFETY: `place` is injective in rows and runs, and the caller keeps those apart.
+        let words = unsafe { self.words.range(words) };
+        match self.form {
+            Form::Plain => Outputs::Plain(words),
+            Form::Rounded => Outputs::Rounded(words),
+            Form::Pairs => Outputs::Pairs(words),
+            Form::Groups => {
+                // SAFETY: as above.
+                Outputs::Groups(words, unsafe { self.groups.range(place(n_columns / BLOCK_LEN, 1)) })
+            }
         }
     }
 }
@@ -193,139 +248,4 @@ impl<'a> Rows<'a> {
         let values = &self.values[rows.start * self.n_columns..rows.end * self.n_columns];
         Self { values, n_rows: rows.len(), ..self }
     }
-
-    /// Where the packed block of `rows` lies, at `per_word` inputs a word.
-    fn words(self, rows: &Range<usize>, per_word: usize) -> Range<usize> {
-        let words = self.n_columns / per_word;
-        rows.start * words..rows.end * words
-    }
-
-    /// As [`Self::words`] with the inputs padded to an even number.
-    fn even_words(self, rows: &Range<usize>, per_word: usize) -> Range<usize> {
-        let words = self.n_columns.next_multiple_of(2) / per_word;
-        rows.start * words..rows.end * words
-    }
-}
-
-/// Where one packed block goes.
-enum Outputs<'a> {
-    Plain(&'a mut [f32]),
-    Rounded(&'a mut [f32]),
-    Pairs(&'a mut [u32]),
-    Groups(&'a mut [u32], &'a mut [GroupInput]),
-}
-
-/// Packs one block, compiled for each instruction set.
-fn pack_block(isa: Isa, x: Rows<'_>, out: Outputs<'_>) {
-    match isa {
-        Isa::Scalar => pack_lanes(x, out),
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: the token proves that the CPU has these features.
-        Isa::Avx2(_) => unsafe { pack_avx2(x, out) },
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: as above.
-        Isa::Avx512(_) => unsafe { pack_avx512(x, out) },
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma,f16c")]
-fn pack_avx2(x: Rows<'_>, out: Outputs<'_>) {
-    pack_lanes(x, out);
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-fn pack_avx512(x: Rows<'_>, out: Outputs<'_>) {
-    pack_lanes(x, out);
-}
-
-/// The packing itself: plain loops that compilers turn into vector code, with the same result on every set.
-#[inline(always)]
-fn pack_lanes(x: Rows<'_>, out: Outputs<'_>) {
-    let rows = x.values.chunks_exact(x.n_columns);
-    match out {
-        Outputs::Plain(out) => {
-            for (r, row) in rows.enumerate() {
-                put(out, x.n_rows, r, row.iter().copied());
-            }
-        }
-        Outputs::Rounded(out) => {
-            for (r, row) in rows.enumerate() {
-                put(out, x.n_rows, r, row.iter().map(|&value| f32::from_bits(round_bf16(value) << 16)));
-            }
-            if !x.n_columns.is_multiple_of(2) {
-                out[x.n_columns * x.n_rows..].fill(0.0);
-            }
-        }
-        Outputs::Pairs(out) => {
-            for (r, row) in rows.enumerate() {
-                let (pairs, odd) = row.as_chunks::<2>();
-                put(
-                    out,
-                    x.n_rows,
-                    r,
-                    pairs.iter().map(|&[even, odd]| round_bf16(even) | round_bf16(odd) << 16),
-                );
-                if let [last] = odd {
-                    out[pairs.len() * x.n_rows + r] = round_bf16(*last);
-                }
-            }
-        }
-        Outputs::Groups(words, groups) => {
-            for (r, row) in rows.enumerate() {
-                for (g, values) in row.as_chunks::<BLOCK_LEN>().0.iter().enumerate() {
-                    let (group, integers) = round_group(values);
-                    groups[g * x.n_rows + r] = group;
-                    put(&mut words[g * (BLOCK_LEN / 4) * x.n_rows..], x.n_rows, r, integers.into_iter());
-                }
-            }
-        }
-    }
-}
-
-/// Writes `values` as column `r` of `[k][n_rows]`.
-#[inline(always)]
-fn put<T>(out: &mut [T], n_rows: usize, r: usize, values: impl Iterator<Item = T>) {
-    for (slot, value) in out[r..].iter_mut().step_by(n_rows).zip(values) {
-        *slot = value;
-    }
-}
-
-/// The bf16 nearest to `value` (ties to even) in the low half of a word; a NaN stays one.
-#[inline(always)]
-fn round_bf16(value: f32) -> u32 {
-    let bits = value.to_bits();
-    let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
-    if value.is_nan() { bits >> 16 | 0x40 } else { rounded }
-}
-
-/// Rounds 32 inputs to 8 bits with one scale; integers four to a word, first in the low byte.
-#[inline(always)]
-fn round_group(values: &[f32; BLOCK_LEN]) -> (GroupInput, [u32; BLOCK_LEN / 4]) {
-    // Bits of absolute values order like the values, infinities above all numbers and NaNs above those.
-    let max_bits = values.iter().fold(0, |max, value| (value.to_bits() & 0x7fff_ffff).max(max));
-    let max = f32::from_bits(max_bits);
-    let inverse = 127.0 / max;
-    if !max.is_finite() {
-        return (
-            GroupInput { scale: f32::NAN, scaled_sum: f32::NAN, init_8: 0, init_4: 0 },
-            [0; BLOCK_LEN / 4],
-        );
-    }
-    if !inverse.is_finite() {
-        // Zeros, or so small that 127/max overflows: below 2^-120, nothing beside any weight.
-        return (GroupInput::default(), [0; BLOCK_LEN / 4]);
-    }
-    // Adding 1.5 * 2^23 leaves the integer, rounded to nearest even, in the low bits of the sum.
-    const ROUND: f32 = 12_582_912.0;
-    let integers =
-        values.map(|value| (value * inverse + ROUND).to_bits().wrapping_sub(ROUND.to_bits()) as i32);
-    let sum: i32 = integers.iter().sum();
-    let scale = max / 127.0;
-    let group = GroupInput { scale, scaled_sum: scale * sum as f32, init_8: -128 * sum, init_4: -8 * sum };
-    let words = std::array::from_fn(|i| {
-        u32::from_le_bytes(std::array::from_fn(|j| (integers[4 * i + j] & 0xff) as u8))
-    });
-    (group, words)
 }

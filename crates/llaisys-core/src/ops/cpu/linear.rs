@@ -82,19 +82,6 @@ impl Ahead {
     }
 }
 
-/// Calls the instance of a kernel for the number of rows.
-#[cfg(target_arch = "x86_64")]
-macro_rules! by_rows {
-    ($n_rows:expr, [$($rows:literal)*], $kernel:ident $args:tt) => {
-        match $n_rows {
-            $($rows => $kernel::<$rows> $args,)*
-            n => unreachable!("no tile of {n} rows"),
-        }
-    };
-}
-#[cfg(target_arch = "x86_64")]
-use by_rows;
-
 /// One matrix of a product.
 #[derive(Debug, Clone, Copy)]
 pub struct LinearPart<'a> {
@@ -213,7 +200,7 @@ impl Region<'_> {
         if self.n_rows < DYNAMIC_ROWS {
             pool.run(&|worker| self.panels(share(n_panels, n_threads, worker)));
         } else {
-            let chunks = Chunks::new(n_panels, n_panels.div_ceil(n_threads * CHUNKS_PER_THREAD).max(1));
+            let chunks = Chunks::new(n_panels, (n_panels / (n_threads * CHUNKS_PER_THREAD)).max(1));
             pool.run(&|_| {
                 while let Some(panels) = chunks.take() {
                     self.panels(panels);

@@ -1,5 +1,14 @@
 //! The CPU kernels: each op once, with a body per instruction set where that pays.
 
 pub(super) mod activations;
+pub(super) mod argmax;
+pub(super) mod attention;
+pub(super) mod embed;
 pub(super) mod isa;
+mod kv_element;
+pub(super) mod kv_store;
 pub(super) mod linear;
+pub(super) mod rms_norm;
+pub(super) mod rope;
+mod rows;
+pub(super) mod swiglu;

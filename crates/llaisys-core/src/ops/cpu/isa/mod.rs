@@ -1,6 +1,13 @@
 //! Proof tokens: a value of [`Avx2`] or [`Avx512`] exists only where the CPU has the set, so code that holds
 //! one may call the functions compiled for it without asking again.
 
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+pub(crate) mod lanes;
+mod scalar;
+
 use crate::ops::dispatch::IsaName;
 
 /// The features that every `avx2` function is compiled for; `#[target_feature]` takes only literals, so the

@@ -4,7 +4,7 @@
 //! columns at a time and passes over the panel `4 / T` times.
 
 use super::formats::{Group, GroupInputs, Q4_0, Q4_1, Q8_0, QUADS};
-use super::{Ahead, Panel, Tile, by_rows};
+use super::{Ahead, Panel, Tile};
 use crate::ops::cpu::activations::{GroupInput, Inputs};
 use crate::ops::cpu::isa::Avx2;
 use crate::ops::packed::{PANEL, PackedFormat};
@@ -22,6 +22,21 @@ const LANE: usize = 32;
 /// Bytes of a panel's four vectors.
 const STEP: usize = VECTORS * LANE;
 
+/// Calls the instance of a plain kernel for the number of rows: one or two read the panel once.
+macro_rules! plain_rows {
+    ($n_rows:expr, $kernel:ident $args:tt) => {
+        match $n_rows {
+            1 => $kernel::<1, 4> $args,
+            2 => $kernel::<2, 4> $args,
+            3 => $kernel::<3, 2> $args,
+            4 => $kernel::<4, 2> $args,
+            5 => $kernel::<5, 2> $args,
+            PLAIN_ROWS => $kernel::<6, 2> $args,
+            n => unreachable!("no tile of {n} rows"),
+        }
+    };
+}
+
 /// The sums of `panel` for a block of `n_rows` rows.
 pub(super) fn tile(_: Avx2, panel: &Panel<'_>, block: (usize, Inputs<'_>), out: &mut Tile) {
     // SAFETY: the token proves that the CPU has every feature that `dispatch` is compiled for.
@@ -32,10 +47,10 @@ pub(super) fn tile(_: Avx2, panel: &Panel<'_>, block: (usize, Inputs<'_>), out: 
 fn dispatch(panel: &Panel<'_>, (n_rows, inputs): (usize, Inputs<'_>), out: &mut Tile) {
     match (panel.format, inputs) {
         (PackedFormat::F32, Inputs::Plain(x)) => {
-            by_rows!(n_rows, [1 2 3 4 5 6], f32_tile(panel, x, out));
+            plain_rows!(n_rows, f32_tile(panel, x, out));
         }
         (PackedFormat::BF16, Inputs::Plain(x)) => {
-            by_rows!(n_rows, [1 2 3 4 5 6], bf16_tile(panel, x, out));
+            plain_rows!(n_rows, bf16_tile(panel, x, out));
         }
         (PackedFormat::Q8_0, Inputs::Groups(x, groups)) => {
             group_rows::<Q8_0>(panel, n_rows, (x, groups), out)
@@ -82,13 +97,13 @@ fn store<const R: usize, const T: usize>(sums: [[__m256; T]; R], first: usize, o
 
 /// F32: one fused multiply-add for each k.
 #[target_feature(enable = "avx2,fma")]
-fn f32_tile<const R: usize>(panel: &Panel<'_>, x: &[f32], out: &mut Tile) {
+fn f32_tile<const R: usize, const T: usize>(panel: &Panel<'_>, x: &[f32], out: &mut Tile) {
     let mut ahead = panel.ahead;
-    for first in [0, 2] {
-        let mut sums = [[_mm256_setzero_ps(); 2]; R];
+    for first in (0..VECTORS).step_by(T) {
+        let mut sums = [[_mm256_setzero_ps(); T]; R];
         for (w, x) in panel.bytes.as_chunks().0.iter().zip(x.as_chunks::<R>().0) {
             ahead.prefetch();
-            let w = load::<2>(w, first).map(|w| _mm256_castsi256_ps(w));
+            let w = load::<T>(w, first).map(|w| _mm256_castsi256_ps(w));
             multiply(&mut sums, x, w);
         }
         ahead = Ahead::NONE;
@@ -98,16 +113,15 @@ fn f32_tile<const R: usize>(panel: &Panel<'_>, x: &[f32], out: &mut Tile) {
 
 /// BF16: weights widened by shift and mask, one fused multiply-add for each k.
 #[target_feature(enable = "avx2,fma")]
-fn bf16_tile<const R: usize>(panel: &Panel<'_>, x: &[f32], out: &mut Tile) {
+fn bf16_tile<const R: usize, const T: usize>(panel: &Panel<'_>, x: &[f32], out: &mut Tile) {
     let high = _mm256_set1_epi32(0xffff_0000_u32.cast_signed());
+    let x = x.as_chunks::<R>().0.as_chunks::<2>().0;
     let mut ahead = panel.ahead;
-    for first in [0, 2] {
-        let mut sums = [[_mm256_setzero_ps(); 2]; R];
-        let mut x = x.as_chunks::<R>().0.iter();
-        for w in panel.bytes.as_chunks().0 {
-            let (Some(even), Some(odd)) = (x.next(), x.next()) else { break };
+    for first in (0..VECTORS).step_by(T) {
+        let mut sums = [[_mm256_setzero_ps(); T]; R];
+        for (w, [even, odd]) in panel.bytes.as_chunks().0.iter().zip(x) {
             ahead.prefetch();
-            let w = load::<2>(w, first);
+            let w = load::<T>(w, first);
             multiply(&mut sums, even, w.map(|w| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(w))));
             multiply(&mut sums, odd, w.map(|w| _mm256_castsi256_ps(_mm256_and_si256(w, high))));
         }
@@ -119,7 +133,7 @@ fn bf16_tile<const R: usize>(panel: &Panel<'_>, x: &[f32], out: &mut Tile) {
 /// `sums[r] += x[r] * w`.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
-fn multiply<const R: usize>(sums: &mut [[__m256; 2]; R], x: &[f32; R], w: [__m256; 2]) {
+fn multiply<const R: usize, const T: usize>(sums: &mut [[__m256; T]; R], x: &[f32; R], w: [__m256; T]) {
     for (sums, &x) in sums.iter_mut().zip(x) {
         for (sum, w) in sums.iter_mut().zip(w) {
             *sum = _mm256_fmadd_ps(_mm256_set1_ps(x), w, *sum);
@@ -233,8 +247,8 @@ fn sum_nibbles<const R: usize, const T: usize, G: Group>(
     }
     for r in 0..R {
         let init = _mm256_set1_epi32(G::init(inputs[r]));
-        for t in 0..T {
-            acc[r][t] = _mm256_add_epi32(_mm256_madd_epi16(acc[r][t], ones), init);
+        for acc in &mut acc[r] {
+            *acc = _mm256_add_epi32(_mm256_madd_epi16(*acc, ones), init);
         }
     }
     acc

@@ -4,7 +4,7 @@
 //! so 12 rows of plain formats and 6 of grouped ones fill the 32 registers.
 
 use super::formats::{Group, GroupInputs, Q4_0, Q4_1, Q8_0, QUADS};
-use super::{Panel, Tile, by_rows};
+use super::{Panel, Tile};
 use crate::ops::cpu::activations::Inputs;
 use crate::ops::cpu::isa::Avx512;
 use crate::ops::packed::{PANEL, PackedFormat};
@@ -18,6 +18,16 @@ pub(super) const GROUP_ROWS: usize = 6;
 /// Bytes of two vectors: what a panel holds for one k (F32), two (BF16), four (8 bit) or eight (4 bit).
 const STEP: usize = 128;
 
+/// Calls the instance of a plain kernel for the number of rows.
+macro_rules! plain_rows {
+    ($n_rows:expr, [$($rows:literal)*], $kernel:ident $args:tt) => {
+        match $n_rows {
+            $($rows => $kernel::<$rows> $args,)*
+            n => unreachable!("no tile of {n} rows"),
+        }
+    };
+}
+
 /// The sums of `panel` for a block of `n_rows` rows.
 pub(super) fn tile(_: Avx512, panel: &Panel<'_>, block: (usize, Inputs<'_>), out: &mut Tile) {
     // SAFETY: the token proves that the CPU has every feature that `dispatch` is compiled for.
@@ -28,10 +38,10 @@ pub(super) fn tile(_: Avx512, panel: &Panel<'_>, block: (usize, Inputs<'_>), out
 fn dispatch(panel: &Panel<'_>, (n_rows, inputs): (usize, Inputs<'_>), out: &mut Tile) {
     match (panel.format, inputs) {
         (PackedFormat::F32, Inputs::Plain(x)) => {
-            by_rows!(n_rows, [1 2 3 4 5 6 7 8 9 10 11 12], f32_tile(panel, x, out));
+            plain_rows!(n_rows, [1 2 3 4 5 6 7 8 9 10 11 12], f32_tile(panel, x, out));
         }
         (PackedFormat::BF16, Inputs::Pairs(x)) => {
-            by_rows!(n_rows, [1 2 3 4 5 6 7 8 9 10 11 12], bf16_tile(panel, x, out));
+            plain_rows!(n_rows, [1 2 3 4 5 6 7 8 9 10 11 12], bf16_tile(panel, x, out));
         }
         (PackedFormat::Q8_0, Inputs::Groups(x, groups)) => {
             group_rows::<Q8_0>(panel, n_rows, (x, groups), out)
@@ -62,7 +72,7 @@ fn load_f16(bytes: &[u8; 2 * PANEL]) -> [__m512; 2] {
     let halves = unsafe {
         [_mm256_loadu_si256(bytes.as_ptr().cast()), _mm256_loadu_si256(bytes.as_ptr().add(32).cast())]
     };
-    halves.map(|half| _mm512_cvtph_ps(half))
+    [_mm512_cvtph_ps(halves[0]), _mm512_cvtph_ps(halves[1])]
 }
 
 /// Writes each row's sums.
@@ -85,7 +95,8 @@ fn f32_tile<const R: usize>(panel: &Panel<'_>, x: &[f32], out: &mut Tile) {
     let mut ahead = panel.ahead;
     for (w, x) in panel.bytes.as_chunks().0.iter().zip(x.as_chunks::<R>().0) {
         ahead.prefetch();
-        let w = load(w).map(|w| _mm512_castsi512_ps(w));
+        let w = load(w);
+        let w = [_mm512_castsi512_ps(w[0]), _mm512_castsi512_ps(w[1])];
         for r in 0..R {
             let x = _mm512_set1_ps(x[r]);
             for t in 0..2 {
@@ -103,7 +114,8 @@ fn bf16_tile<const R: usize>(panel: &Panel<'_>, x: &[u32], out: &mut Tile) {
     let mut ahead = panel.ahead;
     for (w, x) in panel.bytes.as_chunks().0.iter().zip(x.as_chunks::<R>().0) {
         ahead.prefetch();
-        let w = load(w).map(|w| as_bf16(w));
+        let w = load(w);
+        let w = [as_bf16(w[0]), as_bf16(w[1])];
         for r in 0..R {
             let x = as_bf16(_mm512_set1_epi32(x[r].cast_signed()));
             for t in 0..2 {
@@ -146,7 +158,10 @@ fn group_tile<const R: usize, G: Group>(panel: &Panel<'_>, (x, inputs): GroupInp
         ahead.prefetch();
         let (header, weights) = group.split_at(G::HEADER);
         let weights = weights.as_chunks().0.iter();
-        let mut acc = inputs.map(|input| [_mm512_set1_epi32(G::init(input)); 2]);
+        let mut acc = [[_mm512_setzero_si512(); 2]; R];
+        for (acc, &input) in acc.iter_mut().zip(inputs) {
+            *acc = [_mm512_set1_epi32(G::init(input)); 2];
+        }
         if G::NIBBLES {
             for (w, x) in weights.zip(x.as_chunks::<2>().0) {
                 let [low, high] = nibbles(load(w));
@@ -196,6 +211,7 @@ fn dot<const R: usize>(acc: &mut [[__m512i; 2]; R], w: [__m512i; 2], x: &[u32; R
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn nibbles(w: [__m512i; 2]) -> [[__m512i; 2]; 2] {
-    let low = _mm512_set1_epi8(15);
-    [w.map(|w| _mm512_and_si512(w, low)), w.map(|w| _mm512_and_si512(_mm512_srli_epi16::<4>(w), low))]
+    let mask = _mm512_set1_epi8(15);
+    let low = |w| _mm512_and_si512(w, mask);
+    [[low(w[0]), low(w[1])], [low(_mm512_srli_epi16::<4>(w[0])), low(_mm512_srli_epi16::<4>(w[1]))]]
 }

@@ -1,0 +1,222 @@
+//! One decode: check, prepare, compute in passes of `n_batch` rows, sample, commit.
+
+use super::Context;
+use super::layout::Layout;
+use super::sampling::{LOGITS_ROWS, RowMasks, SampleRow, SamplerBank};
+use crate::batch::{Batch, BatchArrays, output};
+use crate::error::Result;
+use crate::kv::cells::{Cells, RowPlace};
+use crate::kv::storage::Storage;
+use crate::model::decoder::{Decoder, ForwardRows, KvLayers, Workspace};
+use crate::ops::OpContext;
+use crate::sample::{Logprobs, Outcome, RowFault};
+use crate::tensor::{KvLayer, KvLayerMut};
+use std::ops::Range;
+
+impl KvLayers for Storage {
+    fn layer(&self, index: usize) -> KvLayer<'_> {
+        Storage::layer(self, index)
+    }
+
+    fn layer_mut(&mut self, index: usize) -> KvLayerMut<'_> {
+        Storage::layer_mut(self, index)
+    }
+}
+
+/// What to decode.
+#[derive(Debug, Clone, Copy)]
+pub struct DecodeRequest<'a> {
+    /// The rows.
+    pub arrays: BatchArrays<'a>,
+    /// Allowed tokens of some rows.
+    pub masks: Option<RowMasks<'a>>,
+    /// Give back the logits of rows that want them, as the model computes them (before masks and penalties).
+    pub return_logits: bool,
+}
+
+/// What a decode gives. Output rows are the batch rows with flags, in batch order.
+#[derive(Debug, Default)]
+pub struct DecodeResult {
+    /// The batch row of each output row, `[n_out]`.
+    pub rows: Vec<i32>,
+    /// The sampled id, -1 where the row asked for no logits or is faulty, `[n_out]`.
+    pub token_ids: Vec<i32>,
+    /// Batch rows that could not be sampled. Their keys and values are committed all the same: end the sequence.
+    pub faults: Vec<(usize, RowFault)>,
+    /// `[n_out, vocab_size]` if asked for; zeros where a row asked for none.
+    pub logits: Option<Vec<f32>>,
+    /// `[n_out, d_model]` if any row asked for its final hidden state; zeros where a row did not.
+    pub hidden: Option<Vec<f32>>,
+    /// By output row, for samplers that want them.
+    pub logprobs: Vec<(usize, Logprobs)>,
+}
+
+impl Context {
+    /// One forward pass for all rows, then a sampled id for each row that wants logits. The sampled id of a
+    /// sequence's last such row counts as its output for penalties. A row of several sequences is seen
+    /// through, sampled by and counted for its first one.
+    ///
+    /// Errors: a wrong row, a stale id, too few cells. On any error, and on a panic, nothing has changed.
+    pub fn decode(&mut self, request: &DecodeRequest<'_>) -> Result<DecodeResult> {
+        let batch = Batch::new(request.arrays, self.limits())?;
+        for &id in &batch.seqs {
+            self.seqs.check_lent(id)?;
+        }
+        let vocab_size = self.config().vocab_size;
+        let masks = request.masks.map(|masks| masks.by_row(&batch, vocab_size)).transpose()?;
+        let slots: Vec<u32> = batch.seqs.iter().map(|id| id.slot()).collect();
+        let places: Vec<RowPlace<'_>> = (0..batch.n_rows())
+            .map(|row| {
+                let seqs = batch.seq_start[row] as usize..batch.seq_start[row + 1] as usize;
+                RowPlace { position: batch.positions[row], seqs: &slots[seqs] }
+            })
+            .collect();
+        self.broken = true;
+        let prepared = self.cells.prepare(&places);
+        self.broken = false;
+        let reservation = prepared?;
+        let mut step = Step {
+            decoder: &self.decoder,
+            ops: &mut self.ops,
+            work: &mut self.work,
+            layout: &mut self.layout,
+            storage: &mut self.storage,
+            samplers: &mut self.samplers,
+            batch: &batch,
+            masks: masks.as_deref(),
+            result: DecodeResult::for_batch(
+                &batch,
+                self.decoder.config().d_model,
+                request.return_logits.then_some(vocab_size),
+            ),
+        };
+        for start in (0..batch.n_rows()).step_by(self.config.n_batch) {
+            let rows = start..batch.n_rows().min(start + self.config.n_batch);
+            step.pass(reservation.cells(), reservation.placed(), rows);
+        }
+        let result = step.result;
+        self.broken = true;
+        reservation.commit();
+        self.accept(&batch, &result);
+        self.broken = false;
+        Ok(result)
+    }
+
+    /// Tells each sequence's sampler the last id that the batch gave it.
+    fn accept(&mut self, batch: &Batch, result: &DecodeResult) {
+        let mut told = vec![false; self.config.n_seq_max];
+        for (&row, &token) in result.rows.iter().zip(&result.token_ids).rev() {
+            let Ok(token) = u32::try_from(token) else { continue };
+            let seq = batch.row_seqs(row as usize)[0];
+            if !std::mem::replace(&mut told[seq.slot() as usize], true) {
+                self.samplers.accept(seq, token);
+            }
+        }
+    }
+}
+
+impl DecodeResult {
+    /// Room for everything that `batch` asks for, filled with what rows that ask for nothing get.
+    fn for_batch(batch: &Batch, d_model: usize, logits_width: Option<usize>) -> Self {
+        let out_rows = (0..batch.n_rows()).filter(|&row| batch.wants_output[row] != output::NONE);
+        let rows: Vec<i32> = out_rows.map(|row| row as i32).collect();
+        let wants_hidden = batch.wants_output.iter().any(|flags| flags & output::HIDDEN != 0);
+        Self {
+            token_ids: vec![-1; rows.len()],
+            logits: logits_width.map(|width| vec![0.0; rows.len() * width]),
+            hidden: wants_hidden.then(|| vec![0.0; rows.len() * d_model]),
+            rows,
+            ..Self::default()
+        }
+    }
+}
+
+/// A decode under way: everything of the context but the books.
+struct Step<'a> {
+    decoder: &'a Decoder,
+    ops: &'a mut OpContext,
+    work: &'a mut Workspace,
+    layout: &'a mut Layout,
+    storage: &'a mut Storage,
+    samplers: &'a mut SamplerBank,
+    batch: &'a Batch,
+    /// By batch row.
+    masks: Option<&'a [Option<&'a [u32]>]>,
+    result: DecodeResult,
+}
+
+impl Step<'_> {
+    /// Computes `rows`, at most `n_batch` of them, and their outputs.
+    fn pass(&mut self, cells: &Cells, placed: &[u32], rows: Range<usize>) {
+        self.layout.fill(cells, self.batch, placed, rows.clone());
+        let forward = ForwardRows {
+            tokens: &self.batch.tokens[rows.clone()],
+            positions: &self.batch.positions[rows.clone()],
+            cells: &placed[rows.clone()],
+            attention: self.layout.attention(),
+        };
+        self.decoder.forward(self.ops, &forward, self.storage, self.work);
+        let first_out = self.result.rows.partition_point(|&row| (row as usize) < rows.start);
+        let end_out = self.result.rows.partition_point(|&row| (row as usize) < rows.end);
+        for start in (first_out..end_out).step_by(LOGITS_ROWS) {
+            self.outputs(rows.start, start..end_out.min(start + LOGITS_ROWS));
+        }
+    }
+
+    /// Hidden states, logits and ids of the output rows `outs`; row 0 of the workspace is batch row `first_row`.
+    fn outputs(&mut self, first_row: usize, outs: Range<usize>) {
+        let wants =
+            |out: &usize, flag: u8| self.batch.wants_output[self.result.rows[*out] as usize] & flag != 0;
+        let sampled: Vec<usize> = outs.clone().filter(|out| wants(out, output::LOGITS)).collect();
+        let hidden_only: Vec<usize> = outs.clone().filter(|out| !wants(out, output::LOGITS)).collect();
+        // Rows with logits come first, so that the head's input is one block.
+        let order: Vec<usize> = sampled.iter().chain(&hidden_only).copied().collect();
+        let work_rows: Vec<usize> =
+            order.iter().map(|&out| self.result.rows[out] as usize - first_row).collect();
+        let hidden = self.decoder.final_hidden(self.ops, &work_rows, self.work);
+        let d_model = self.decoder.config().d_model;
+        if let Some(kept) = &mut self.result.hidden {
+            for (&out, values) in order.iter().zip(hidden.chunks_exact(d_model)) {
+                if self.batch.wants_output[self.result.rows[out] as usize] & output::HIDDEN != 0 {
+                    kept[out * d_model..(out + 1) * d_model].copy_from_slice(values);
+                }
+            }
+        }
+        if sampled.is_empty() {
+            return;
+        }
+        let logits = self.samplers.logits(sampled.len());
+        self.decoder.logits(self.ops, &hidden[..sampled.len() * d_model], logits);
+        if let Some(kept) = &mut self.result.logits {
+            let width = self.decoder.config().vocab_size;
+            for (&out, values) in sampled.iter().zip(logits.chunks_exact(width)) {
+                kept[out * width..(out + 1) * width].copy_from_slice(values);
+            }
+        }
+        self.sample(&sampled);
+    }
+
+    /// Ids of the output rows `outs`, whose logits lie in the sampler bank.
+    fn sample(&mut self, outs: &[usize]) {
+        let rows: Vec<SampleRow<'_>> = outs
+            .iter()
+            .map(|&out| {
+                let row = self.result.rows[out] as usize;
+                SampleRow {
+                    seq: self.batch.row_seqs(row)[0],
+                    n_before: self.batch.positions[row] as u32 + 1,
+                    mask: self.masks.and_then(|masks| masks[row]),
+                }
+            })
+            .collect();
+        for (&out, outcome) in outs.iter().zip(self.samplers.sample(&self.ops.pool, &rows)) {
+            match outcome {
+                Outcome::Token { id, logprobs } => {
+                    self.result.token_ids[out] = id as i32;
+                    self.result.logprobs.extend(logprobs.map(|logprobs| (out, logprobs)));
+                }
+                Outcome::Fault(fault) => self.result.faults.push((self.result.rows[out] as usize, fault)),
+            }
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! Samplers by sequence, and the sampling of a block of rows over all threads.
+
+use super::ContextConfig;
+use crate::batch::{Batch, BatchError, output};
+use crate::error::{DeviceError, Rejected, Result};
+use crate::sample::{Outcome, Sampler, Scratch, sample};
+use crate::seq::SeqId;
+use crate::tensor::AlignedBuf;
+use crate::threads::Pool;
+
+/// Rows whose logits exist at a time: bounds the largest activation, whatever the batch asks for.
+pub(super) const LOGITS_ROWS: usize = 64;
+
+/// Allowed tokens of some rows. Bit `id % 32` of word `id / 32` set: allowed.
+#[derive(Debug, Clone, Copy)]
+pub struct RowMasks<'a> {
+    /// Batch rows, `[n]`, each wanting logits, none twice.
+    pub rows: &'a [i32],
+    /// `[n, ceil(vocab_size / 32)]`.
+    pub bits: &'a [u32],
+}
+
+impl<'a> RowMasks<'a> {
+    /// The mask of each row of `batch`. Errors: wrong sizes, or a row that asks for no logits or is named twice.
+    pub(super) fn by_row(self, batch: &Batch, vocab_size: usize) -> Result<Vec<Option<&'a [u32]>>, Rejected> {
+        let n_words = vocab_size.div_ceil(32);
+        let (got, want) = (self.bits.len(), self.rows.len() * n_words);
+        if got != want {
+            return Err(Rejected::Length { what: "the bits of logits_mask", got, want });
+        }
+        let mut masks = vec![None; batch.n_rows()];
+        for (&row, bits) in self.rows.iter().zip(self.bits.chunks_exact(n_words)) {
+            let index = usize::try_from(row).unwrap_or(usize::MAX);
+            let wants_logits = batch.wants_output.get(index).is_some_and(|flags| flags & output::LOGITS != 0);
+            if !wants_logits || masks[index].is_some() {
+                return Err(BatchError::Mask { row }.into());
+            }
+            masks[index] = Some(bits);
+        }
+        Ok(masks)
+    }
+}
+
+/// The samplers of lent sequences and what sampling needs for its work.
+#[derive(Debug)]
+pub(super) struct SamplerBank {
+    by_slot: Vec<Option<Sampler>>,
+    scratch: Vec<Scratch>,
+    /// `[LOGITS_ROWS, vocab_size]`
+    logits: AlignedBuf,
+    vocab_size: usize,
+}
+
+/// One row to sample.
+pub(super) struct SampleRow<'a> {
+    pub(super) seq: SeqId,
+    /// Tokens before the sampled one.
+    pub(super) n_before: u32,
+    pub(super) mask: Option<&'a [u32]>,
+}
+
+struct Job<'a> {
+    row: &'a SampleRow<'a>,
+    logits: &'a mut [f32],
+    sampler: Option<&'a Sampler>,
+    outcome: Option<Outcome>,
+}
+
+impl SamplerBank {
+    pub(super) fn new(config: &ContextConfig, vocab_size: usize) -> Result<Self, DeviceError> {
+        let n_rows = LOGITS_ROWS.min(config.n_batch);
+        Ok(Self {
+            by_slot: (0..config.n_seq_max).map(|_| None).collect(),
+            scratch: (0..config.n_threads).map(|_| Scratch::default()).collect(),
+            logits: AlignedBuf::zeroed("logits", n_rows * vocab_size * size_of::<f32>())?,
+            vocab_size,
+        })
+    }
+
+    pub(super) fn attach(&mut self, id: SeqId, sampler: Sampler) {
+        self.by_slot[id.slot() as usize] = Some(sampler);
+    }
+
+    pub(super) fn detach(&mut self, id: SeqId) {
+        self.by_slot[id.slot() as usize] = None;
+    }
+
+    /// Counts `token` as output of the sequence.
+    pub(super) fn accept(&mut self, id: SeqId, token: u32) {
+        if let Some(sampler) = &mut self.by_slot[id.slot() as usize] {
+            sampler.accept(token);
+        }
+    }
+
+    /// Room for the logits of `n <= LOGITS_ROWS` rows, `[n, vocab_size]`.
+    pub(super) fn logits(&mut self, n: usize) -> &mut [f32] {
+        &mut self.logits.as_mut_slice()[..n * self.vocab_size]
+    }
+
+    /// Samples `rows` from the logits of the same order, overwriting those. Rows are independent, so the split
+    /// over threads changes nothing.
+    pub(super) fn sample(&mut self, pool: &Pool, rows: &[SampleRow<'_>]) -> Vec<Outcome> {
+        let logits = self.logits.as_mut_slice::<f32>().chunks_exact_mut(self.vocab_size);
+        let by_slot = &self.by_slot;
+        let mut jobs: Vec<Job<'_>> = rows
+            .iter()
+            .zip(logits)
+            .map(|(row, logits)| Job {
+                row,
+                logits,
+                sampler: by_slot[row.seq.slot() as usize].as_ref(),
+                outcome: None,
+            })
+            .collect();
+        let per_thread = jobs.len().div_ceil(self.scratch.len()).max(1);
+        let mut shares: Vec<_> = self.scratch.iter_mut().zip(jobs.chunks_mut(per_thread)).collect();
+        pool.run_chunks(&mut shares, 1, &|_, share| {
+            for (scratch, jobs) in share {
+                for job in jobs.iter_mut() {
+                    let (position, mask) = (job.row.n_before, job.row.mask);
+                    job.outcome = Some(sample(scratch, job.logits, job.sampler, position, mask));
+                }
+            }
+        });
+        jobs.into_iter().map(|job| job.outcome.expect("every job was run")).collect()
+    }
+}

@@ -1,0 +1,106 @@
+//! What only shows from the inside: a panic in the middle of a forward pass, and one in the middle of a change.
+
+use super::*;
+use crate::batch::{BatchArrays, output};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// A one-layer Llama of 32 channels and 16 tokens with all weights 0.25.
+fn context() -> Context {
+    let folder = std::env::temp_dir().join(format!("llaisys-context-{:?}", std::thread::current().id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let config = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32,
+        "vocab_size": 16, "tie_word_embeddings": true, "max_position_embeddings": 64, "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-5, "hidden_act": "silu", "torch_dtype": "float32"}"#;
+    std::fs::write(folder.join("config.json"), config).unwrap();
+    let bytes = 0.25_f32.to_le_bytes().repeat(32 * 32);
+    let view = |shape: &[usize]| {
+        let n_bytes = shape.iter().product::<usize>() * 4;
+        safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape.to_vec(), &bytes[..n_bytes])
+            .unwrap()
+    };
+    let layer = |name: &str| format!("model.layers.0.{name}.weight");
+    let mut tensors = vec![("model.embed_tokens.weight".to_owned(), view(&[16, 32]))];
+    tensors.push(("model.norm.weight".to_owned(), view(&[32])));
+    for name in ["input_layernorm", "post_attention_layernorm"] {
+        tensors.push((layer(name), view(&[32])));
+    }
+    for name in ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"] {
+        tensors.push((layer(name), view(&[32, 32])));
+    }
+    for name in ["self_attn.k_proj", "self_attn.v_proj"] {
+        tensors.push((layer(name), view(&[16, 32])));
+    }
+    safetensors::serialize_to_file(tensors, None, &folder.join("model.safetensors")).unwrap();
+    let config = ContextConfig {
+        mode: ComputeMode::Float32,
+        kv_dtype: None,
+        isa: None,
+        n_cells: 32,
+        n_seq_max: 2,
+        n_batch: 4,
+        max_model_len: 64,
+        n_threads: 2,
+    };
+    let context = Context::load(&folder, config).unwrap();
+    std::fs::remove_dir_all(folder).unwrap();
+    context
+}
+
+fn decode(context: &mut Context, seq: SeqId, positions: &[i32]) -> Result<DecodeResult> {
+    let n = positions.len();
+    let arrays = BatchArrays {
+        tokens: &vec![1; n],
+        positions,
+        n_seq_id: &vec![1; n],
+        seq_ids: &vec![seq.to_raw(); n],
+        stream: &[],
+        wants_output: &vec![output::LOGITS; n],
+    };
+    context.decode(&DecodeRequest { arrays, masks: None, return_logits: true })
+}
+
+#[test]
+fn a_panic_in_the_forward_pass_leaves_everything_as_it_was() {
+    let mut context = context();
+    let seq = context.seq_acquire().unwrap();
+    decode(&mut context, seq, &[0, 1, 2]).unwrap();
+    let before = context.digest();
+    // A norm of the wrong length trips the op's own check half-way through the layer, in the second pass too.
+    let norm = std::mem::replace(&mut context.decoder.weights.layers[0].ffn_norm, vec![1.0; 3]);
+    let panicked = catch_unwind(AssertUnwindSafe(|| decode(&mut context, seq, &[3, 4, 5, 6, 7, 8])));
+    assert!(panicked.is_err());
+    assert!(!context.is_broken());
+    assert_eq!(context.digest(), before);
+    context.check_integrity();
+    context.decoder.weights.layers[0].ffn_norm = norm;
+    let after = decode(&mut context, seq, &[3, 4]).unwrap();
+    let fresh = context_logits(&[0, 1, 2], &[3, 4]);
+    assert_eq!(after.logits, fresh);
+}
+
+fn context_logits(first: &[i32], second: &[i32]) -> Option<Vec<f32>> {
+    let mut context = context();
+    let seq = context.seq_acquire().unwrap();
+    decode(&mut context, seq, first).unwrap();
+    decode(&mut context, seq, second).unwrap().logits
+}
+
+#[test]
+fn a_panic_in_the_middle_of_a_change_marks_the_context_as_broken() {
+    let mut context = context();
+    let panicked = catch_unwind(AssertUnwindSafe(|| context.change::<()>(|_| panic!("half-way"))));
+    assert!(panicked.is_err());
+    assert!(context.is_broken());
+}
+
+#[test]
+fn a_refused_change_does_not_mark_the_context_as_broken() {
+    let mut context = context();
+    let (a, b) = (context.seq_acquire().unwrap(), context.seq_acquire().unwrap());
+    assert!(context.seq_acquire().is_err());
+    decode(&mut context, a, &[0, 1]).unwrap();
+    decode(&mut context, b, &[0, 1]).unwrap();
+    assert!(context.kv_seq_cp(a, b, -1, -1).is_err());
+    assert!(!context.is_broken());
+}

@@ -1,0 +1,241 @@
+//! Cases of attention: sequences in cells that lie anywhere among cells that must not be read.
+
+use super::{Draw, ROUNDING, Size};
+use crate::dtype::KvDType;
+use crate::error::DeviceError;
+use crate::ops::reference::attention::Cells;
+use crate::ops::reference::kv_store::stored;
+use crate::ops::{AttentionRow, AttentionRows};
+use crate::tensor::{AlignedBuf, KvLayer};
+
+/// One sequence: how long it is, and how many of its last positions are rows of the batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sequence {
+    /// Cells, the new rows' included.
+    pub len: usize,
+    /// Rows, `1..=len`; row i sees the cells up to its own.
+    pub n_rows: usize,
+}
+
+/// A batch.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AttentionCase {
+    /// Query heads, heads of K and V.
+    pub heads: (usize, usize),
+    /// Elements of a head.
+    pub d_head: usize,
+    /// Of K and V.
+    pub dtype: KvDType,
+    /// What is attended to.
+    pub sequences: Vec<Sequence>,
+    /// Size of queries and keys; scores of huge ones pick single cells.
+    pub size: Size,
+}
+
+/// Where cells lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Placement {
+    /// One sequence after the other, in position order.
+    InOrder,
+    /// Anywhere, in an order of this seed.
+    Shuffled(u64),
+}
+
+impl AttentionCase {
+    /// Every head size and grouping, list lengths around the borders of vectors, blocks and spans, single rows
+    /// and prompts, both types.
+    pub fn all() -> Vec<Self> {
+        let one = |len, n_rows| vec![Sequence { len, n_rows }];
+        let mixed = vec![(1, 1), (40, 3), (129, 1), (300, 17), (16, 16)];
+        let mixed: Vec<Sequence> = mixed.into_iter().map(|(len, n_rows)| Sequence { len, n_rows }).collect();
+        let mut cases = Vec::new();
+        let mut add = |heads, d_head, sequences: &Vec<Sequence>| {
+            for dtype in [KvDType::Float32, KvDType::Bfloat16] {
+                let sequences = sequences.clone();
+                cases.push(Self { heads, d_head, dtype, sequences, size: Size::Unit });
+            }
+        };
+        for d_head in [2, 16, 24, 32, 64, 80, 96, 128, 256] {
+            add((6, 2), d_head, &mixed);
+        }
+        for heads in [(1, 1), (4, 4), (9, 3), (14, 2), (7, 1), (40, 1)] {
+            add(heads, 32, &mixed);
+        }
+        for len in [1, 2, 8, 15, 16, 17, 63, 64, 65, 127, 128, 129, 256, 257, 2048, 2049, 2300] {
+            add((3, 1), 16, &one(len, 1));
+        }
+        add((9, 3), 64, &one(200, 200));
+        add((3, 1), 16, &one(2100, 70));
+        add((4, 2), 16, &vec![]);
+        for size in [Size::Zero, Size::Tiny, Size::Outliers] {
+            let case =
+                Self { heads: (6, 2), d_head: 64, dtype: KvDType::Float32, sequences: mixed.clone(), size };
+            cases.push(case);
+        }
+        cases
+    }
+
+    /// Rows of the batch.
+    pub fn n_rows(&self) -> usize {
+        self.sequences.iter().map(|sequence| sequence.n_rows).sum()
+    }
+
+    /// The batch's tensors. Queries, keys and values depend on the case alone; every cell that no sequence has
+    /// is NaN.
+    ///
+    /// Errors: [`DeviceError::Allocation`].
+    pub fn build(&self, placement: Placement) -> Result<AttentionInput, DeviceError> {
+        let draw = &mut Draw::new(17);
+        let n_used: usize = self.sequences.iter().map(|sequence| sequence.len).sum();
+        let n_cells = n_used + n_used / 3 + 2;
+        let cells: Vec<u32> = match placement {
+            Placement::InOrder => (0..n_used as u32).collect(),
+            Placement::Shuffled(seed) => {
+                Draw::new(seed).order(n_cells)[..n_used].iter().map(|&cell| cell as u32).collect()
+            }
+        };
+        let width = self.heads.1 * self.d_head;
+        let q = draw.values(self.size, self.n_rows() * self.heads.0 * self.d_head);
+        let q = q.into_iter().map(|q| q * 4.0).collect();
+        let k = spread(&draw.values(self.size, n_used * width), &cells, n_cells * width);
+        let v = spread(&draw.values(Size::Unit, n_used * width), &cells, n_cells * width);
+        AttentionInput::new(self, (q, k, v), cells)
+    }
+
+    fn rows(&self) -> Vec<AttentionRow> {
+        let mut rows = Vec::new();
+        let mut start = 0;
+        for sequence in &self.sequences {
+            let seen = sequence.len - sequence.n_rows + 1..=sequence.len;
+            rows.extend(seen.map(|n| AttentionRow { start, n_visible: n as u32 }));
+            start += sequence.len as u32;
+        }
+        rows
+    }
+}
+
+/// Puts consecutive rows into cells; the rest is NaN.
+fn spread(rows: &[f32], cells: &[u32], len: usize) -> Vec<f32> {
+    let mut out = vec![f32::NAN; len];
+    let width = rows.len() / cells.len().max(1);
+    for (i, &cell) in cells.iter().enumerate() {
+        out[cell as usize * width..][..width].copy_from_slice(&rows[i * width..][..width]);
+    }
+    out
+}
+
+/// A built case.
+#[derive(Debug)]
+pub struct AttentionInput {
+    /// `[n, n_heads, d_head]`
+    pub q: Vec<f32>,
+    cells: Vec<u32>,
+    rows: Vec<AttentionRow>,
+    /// The numbers that the cells hold.
+    numbers: (Vec<f32>, Vec<f32>),
+    tensors: (AlignedBuf, AlignedBuf),
+    dtype: KvDType,
+    n_kv_heads: usize,
+    d_head: usize,
+}
+
+impl AttentionInput {
+    fn new(
+        case: &AttentionCase,
+        (q, k, v): (Vec<f32>, Vec<f32>, Vec<f32>),
+        cells: Vec<u32>,
+    ) -> Result<Self, DeviceError> {
+        let numbers = |x: Vec<f32>| -> Vec<f32> { x.into_iter().map(|x| stored(case.dtype, x)).collect() };
+        let (k, v) = (numbers(k), numbers(v));
+        Ok(Self {
+            q,
+            cells,
+            rows: case.rows(),
+            tensors: (tensor(case.dtype, &k)?, tensor(case.dtype, &v)?),
+            numbers: (k, v),
+            dtype: case.dtype,
+            n_kv_heads: case.heads.1,
+            d_head: case.d_head,
+        })
+    }
+
+    /// Keys and values as the op reads them.
+    pub fn layer(&self) -> KvLayer<'_> {
+        let (k, v) = (&self.tensors.0, &self.tensors.1);
+        KvLayer { dtype: self.dtype, n_kv_heads: self.n_kv_heads, d_head: self.d_head, k, v }
+    }
+
+    /// Keys and values as the reference reads them.
+    pub fn numbers(&self) -> Cells<'_> {
+        let (k, v) = (&self.numbers.0[..], &self.numbers.1[..]);
+        Cells { n_kv_heads: self.n_kv_heads, d_head: self.d_head, k, v }
+    }
+
+    /// What the batch's rows see.
+    pub fn rows(&self) -> AttentionRows<'_> {
+        AttentionRows { cells: &self.cells, rows: &self.rows }
+    }
+
+    /// Makes every key and value of `cell` equal to `x`.
+    pub fn spoil(&mut self, cell: usize, x: f32) {
+        let place = cell * self.n_kv_heads * self.d_head..(cell + 1) * self.n_kv_heads * self.d_head;
+        let (dtype, (k, v)) = (self.dtype, &mut self.tensors);
+        for (tensor, numbers) in [(k, &mut self.numbers.0), (v, &mut self.numbers.1)] {
+            numbers[place.clone()].fill(stored(dtype, x));
+            match dtype {
+                KvDType::Float32 => tensor.as_mut_slice()[place.clone()].fill(x),
+                KvDType::Bfloat16 => tensor.as_mut_slice()[place.clone()].fill(bf16_bits(stored(dtype, x))),
+            }
+        }
+    }
+
+    /// How far outputs may be from the reference: six standard deviations of roundings that are uniform and
+    /// independent (3.5 roundings times the root of their number), since the bound for roundings that all
+    /// conspire would let a cell in a thousand be missed.
+    ///
+    /// A score goes through `2 d + 2` roundings (the products' and the sums', the scaled q's), of partial sums
+    /// that are below `4 sqrt(d) rms(q) rms(k)` (a random walk) plus the largest single product. Its error and
+    /// the maximum's enter each weight; e^x adds 2e-7; both count once in the weighted values and once in their
+    /// sum. Weighted values are sums over blocks of 128 cells, two roundings each, and three for every block
+    /// and span that is added. All relative to the largest value, which bounds any weighted mean.
+    pub fn tolerance(&self) -> f64 {
+        let (q, (k, v)) = (Spread::of(&self.q), (Spread::of(&self.numbers.0), Spread::of(&self.numbers.1)));
+        let (d, n) = (self.d_head as f64, self.rows.iter().map(|row| row.n_visible).max().unwrap_or(0));
+        let partial_sum = 4.0 * d.sqrt() * q.rms * k.rms + q.largest * k.largest;
+        let score = 3.5 * (2.0 * d + 2.0).sqrt() * ROUNDING * partial_sum / d.sqrt();
+        let sums = 3.5 * (2.0 * 128.0 + 3.0 * f64::from(n / 128 + 16)).sqrt() * ROUNDING;
+        v.largest * (4.0 * score + 4e-7 + 2.0 * sums)
+    }
+}
+
+/// How large numbers are; NaN (cells that nobody has) left out.
+struct Spread {
+    largest: f64,
+    rms: f64,
+}
+
+impl Spread {
+    fn of(x: &[f32]) -> Self {
+        let sizes = || x.iter().filter(|x| x.is_finite()).map(|&x| f64::from(x.abs()));
+        let squares: f64 = sizes().map(|x| x * x).sum();
+        Self { largest: sizes().fold(0.0, f64::max), rms: (squares / sizes().count().max(1) as f64).sqrt() }
+    }
+}
+
+fn tensor(dtype: KvDType, numbers: &[f32]) -> Result<AlignedBuf, DeviceError> {
+    let mut tensor = AlignedBuf::zeroed("keys and values", numbers.len() * dtype.bytes())?;
+    match dtype {
+        KvDType::Float32 => tensor.as_mut_slice().copy_from_slice(numbers),
+        KvDType::Bfloat16 => {
+            for (out, x) in tensor.as_mut_slice().iter_mut().zip(numbers) {
+                *out = bf16_bits(*x);
+            }
+        }
+    }
+    Ok(tensor)
+}
+
+/// The bits of a number that is a bf16.
+fn bf16_bits(x: f32) -> u16 {
+    (x.to_bits() >> 16) as u16
+}

@@ -1,0 +1,206 @@
+//! `attention`: out[t, h] = sum_j softmax_j(q[t, h] . K[j] / sqrt(d_head)) V[j] over the cells j that row t
+//! sees. Meaning: `ops/reference/attention.rs`.
+//!
+//! Arithmetic, all in f32, of one row and head; it depends on nothing but the row's own list of cells:
+//!
+//! 1. The list is cut into blocks of 128 from its start, and blocks into spans: at most 16 of equal length,
+//!    as many as the list's length asks for ([`AttentionRow::span_len`]).
+//! 2. A score is one sum over the dimensions in ascending order, of q scaled by 1/sqrt(d_head) times k.
+//! 3. A span keeps a running maximum m, a sum l of e^(s - m) and the weighted values; each block rescales them
+//!    by e^(old m - new m) (online softmax, arXiv:1805.02867). Within a block, weights are summed in N lanes, and
+//!    each output is one sum over the cells in ascending order.
+//! 4. Spans are merged in ascending order, by the same rescaling. The output is the weighted values over l.
+//!
+//! So which rows are computed together, on which thread, and where cells lie changes no bit. Work is cut into
+//! items: some rows of one sequence (chunk) x the query heads of one kv head; when there are few, single rows
+//! x kv heads x spans. Rows of a chunk share the conversion of keys and values to f32. Only listed cells are
+//! read.
+
+mod item;
+mod scratch;
+mod tile;
+
+use super::kv_element::KvElement;
+use crate::dtype::KvDType;
+use crate::ops::OpContext;
+use crate::tensor::KvLayer;
+use crate::threads::{Chunks, Disjoint};
+use item::{Compute, Item, MergeSpans, STATE};
+use scratch::{AREA, Chunk};
+
+pub(crate) use scratch::Scratch;
+
+/// Largest `d_head`.
+pub const MAX_D_HEAD: usize = 256;
+/// Cells of a block.
+const BLOCK: usize = 128;
+/// Spans of a row at most.
+const MAX_SPANS: usize = 16;
+/// Query heads of one item at most; a kv head with more has several items a chunk.
+const MAX_ITEM_HEADS: usize = 32;
+/// Rows x query heads of one item at most.
+const MAX_ITEM_ROWS: usize = 96;
+/// Items per thread that are worth having: with fewer, threads wait for the last one.
+const ITEMS_PER_THREAD: usize = 4;
+/// Rows whose spans may be computed apart.
+const MAX_SPLIT_ROWS: usize = 16;
+
+/// What every row sees.
+#[derive(Debug, Clone, Copy)]
+pub struct AttentionRows<'a> {
+    /// The cells of each sequence in position order, one sequence after the other.
+    pub cells: &'a [u32],
+    /// One per query row. Rows of one sequence that follow each other share work.
+    pub rows: &'a [AttentionRow],
+}
+
+/// A row sees `cells[start..start + n_visible]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AttentionRow {
+    /// Where the row's sequence begins in the list of cells.
+    pub start: u32,
+    /// Cells that the row sees, its own included: at least 1.
+    pub n_visible: u32,
+}
+
+impl AttentionRow {
+    /// Cells that the row sees.
+    fn n(self) -> usize {
+        self.n_visible as usize
+    }
+
+    /// Cells of a span: whole blocks, a power of two of them.
+    fn span_len(self) -> usize {
+        BLOCK * self.n().div_ceil(BLOCK * MAX_SPANS).next_power_of_two()
+    }
+
+    /// Spans of the row.
+    fn n_spans(self) -> usize {
+        self.n().div_ceil(self.span_len())
+    }
+}
+
+/// Attention of every row over the cells that it sees.
+///
+/// - `q`: `[n, n_heads, d_head]`, rotated, n from `rows`; query head `h` reads kv head
+///   `h / (n_heads / n_kv_heads)`
+/// - `out`: as `q`
+///
+/// Panics if shapes disagree, a row sees nothing or a cell that is not there, there are more rows than the
+/// context's scratch is for, or `d_head` is odd or above [`MAX_D_HEAD`].
+pub fn attention(
+    cx: &mut OpContext,
+    q: &[f32],
+    layer: KvLayer<'_>,
+    rows: AttentionRows<'_>,
+    out: &mut [f32],
+) {
+    if rows.rows.is_empty() {
+        return assert!(q.is_empty() && out.is_empty(), "queries without rows");
+    }
+    let heads = Heads::new(q.len() / rows.rows.len(), &layer);
+    assert!(q.len() == rows.rows.len() * heads.row_len() && out.len() == q.len(), "queries of another shape");
+    match layer.dtype {
+        KvDType::Float32 => {
+            run(cx, &Job { q, k: layer.k.as_slice::<f32>(), v: layer.v.as_slice(), heads, rows }, out);
+        }
+        KvDType::Bfloat16 => {
+            run(cx, &Job { q, k: layer.k.as_slice::<u16>(), v: layer.v.as_slice(), heads, rows }, out);
+        }
+    }
+}
+
+/// The shape of queries, keys and values.
+#[derive(Debug, Clone, Copy)]
+struct Heads {
+    n_heads: usize,
+    n_kv_heads: usize,
+    d_head: usize,
+}
+
+impl Heads {
+    fn new(row_len: usize, layer: &KvLayer<'_>) -> Self {
+        let heads =
+            Self { n_heads: row_len / layer.d_head, n_kv_heads: layer.n_kv_heads, d_head: layer.d_head };
+        assert!(heads.n_heads > 0 && heads.n_heads.is_multiple_of(heads.n_kv_heads), "{heads:?}");
+        assert!(heads.d_head <= MAX_D_HEAD && heads.d_head.is_multiple_of(2), "{heads:?}");
+        heads
+    }
+
+    /// Elements of a query row.
+    fn row_len(self) -> usize {
+        self.n_heads * self.d_head
+    }
+
+    /// Elements of a cell.
+    fn cell_len(self) -> usize {
+        self.n_kv_heads * self.d_head
+    }
+
+    /// Query heads that read one kv head.
+    fn group(self) -> usize {
+        self.n_heads / self.n_kv_heads
+    }
+
+    /// Items of a chunk, all spans together.
+    fn items(self) -> usize {
+        self.n_kv_heads * self.group().div_ceil(MAX_ITEM_HEADS)
+    }
+}
+
+/// One call.
+#[derive(Clone, Copy)]
+struct Job<'a, T> {
+    q: &'a [f32],
+    k: &'a [T],
+    v: &'a [T],
+    heads: Heads,
+    rows: AttentionRows<'a>,
+}
+
+/// Computes all items on the pool, and merges the spans if they were computed apart.
+fn run<T: KvElement>(cx: &mut OpContext, job: &Job<'_, T>, out: &mut [f32]) {
+    let isa = cx.kernels.proof();
+    let Scratch { areas, chunks, partials, max_rows } = &mut cx.attention;
+    let max_rows = *max_rows;
+    assert!(job.rows.rows.len() <= max_rows, "{} rows, scratch is for {max_rows}", job.rows.rows.len());
+    let partials = partials.as_mut_slice::<f32>();
+    let n_spans = cut(job, (cx.pool.n_threads(), partials.len()), chunks);
+    let split = n_spans > 1;
+    let chunks = &*chunks;
+    let next = Chunks::new(chunks.len() * job.heads.items() * n_spans, 1);
+    let areas = Disjoint::new(areas.as_mut_slice::<f32>());
+    let target = Disjoint::new(if split { &mut *partials } else { &mut *out });
+    cx.pool.run(&|worker| {
+        // SAFETY: each worker has its own area.
+        let area = unsafe { areas.range(worker * AREA..(worker + 1) * AREA) };
+        while let Some(number) = next.take() {
+            let item = Item::new(job, chunks, (number.start, n_spans));
+            isa.run(Compute { job, item, area, target: &target });
+        }
+    });
+    if split {
+        isa.run(MergeSpans { job, partials, out });
+    }
+}
+
+/// Cuts the rows into chunks, longest work first. Returns into how many spans items are cut besides: 1 is not
+/// at all. Decides about time only.
+fn cut<T>(job: &Job<'_, T>, (n_threads, n_partials): (usize, usize), chunks: &mut Vec<Chunk>) -> usize {
+    let rows = job.rows.rows;
+    let n_items = rows.len() * job.heads.items();
+    let wanted = ITEMS_PER_THREAD * n_threads;
+    let n_spans = rows.iter().map(|row| row.n_spans()).max().unwrap_or(1);
+    let split = n_threads > 1
+        && n_items < wanted
+        && rows.len() <= MAX_SPLIT_ROWS
+        && rows.len() * partials_of_row(job.heads) <= n_partials;
+    let highest = MAX_ITEM_ROWS / job.heads.group().min(MAX_ITEM_HEADS);
+    scratch::cut_rows(rows, n_items.div_ceil(wanted).clamp(1, highest), chunks);
+    if split { n_spans } else { 1 }
+}
+
+/// Numbers that hold the spans of one row.
+fn partials_of_row(heads: Heads) -> usize {
+    heads.n_heads * MAX_SPANS * (heads.d_head + STATE)
+}

@@ -1,0 +1,330 @@
+//! One item of attention: some rows of a sequence, the query heads of one kv head, some spans.
+
+use super::scratch::{Area, Chunk, State, TILE_VECTORS};
+use super::tile::{self, HeadRows, Packed, Scores, Stored, Values, Weighted};
+use super::{AttentionRow, BLOCK, Heads, Job, MAX_ITEM_HEADS, MAX_SPANS};
+use crate::ops::cpu::isa::lanes::{Kernel, Lanes, exp};
+use crate::ops::cpu::kv_element::KvElement;
+use crate::threads::Disjoint;
+use std::ops::Range;
+
+/// Numbers that a span computed apart gives besides its values: m and l, in front of them.
+pub(super) const STATE: usize = 2;
+
+/// What an item computes.
+pub(super) struct Item<'a> {
+    /// The first row's number.
+    first_row: usize,
+    rows: &'a [AttentionRow],
+    kv_head: usize,
+    /// Query heads.
+    heads: Range<usize>,
+    /// The only span to compute, to be merged later; `None`: all.
+    span: Option<usize>,
+}
+
+impl<'a> Item<'a> {
+    /// Item `number` of `chunks` x kv heads x `n_spans` (1: spans are not cut).
+    pub(super) fn new<T>(job: &Job<'a, T>, chunks: &[Chunk], (number, n_spans): (usize, usize)) -> Self {
+        let (number, span) = (number / n_spans, number % n_spans);
+        let heads = job.heads;
+        let chunk = chunks[number / heads.items()];
+        let parts = heads.group().div_ceil(MAX_ITEM_HEADS);
+        let (kv_head, part) = (number % heads.items() / parts, number % parts);
+        let first = kv_head * heads.group() + part * MAX_ITEM_HEADS;
+        let end = ((kv_head + 1) * heads.group()).min(first + MAX_ITEM_HEADS);
+        let first_row = chunk.first as usize;
+        let rows = &job.rows.rows[first_row..first_row + chunk.n as usize];
+        Self { first_row, rows, kv_head, heads: first..end, span: (n_spans > 1).then_some(span) }
+    }
+
+    /// Rows x query heads.
+    fn n_rows(&self) -> usize {
+        self.rows.len() * self.heads.len()
+    }
+
+    /// What row `i` of the rows x query heads sees.
+    fn row(&self, i: usize) -> AttentionRow {
+        self.rows[i / self.heads.len()]
+    }
+
+    /// How many cells of the block that begins at `start` row `i` sees.
+    fn n_cells(&self, i: usize, start: usize) -> usize {
+        self.row(i).n().saturating_sub(start).min(BLOCK)
+    }
+
+    /// The cells that any row sees.
+    fn cells<T>(&self, job: &Job<'a, T>) -> &'a [u32] {
+        let n = self.rows.iter().map(|row| row.n()).max().unwrap_or(0);
+        &job.rows.cells[self.rows[0].start as usize..][..n]
+    }
+}
+
+/// Computes an item, in one worker's area.
+pub(super) struct Compute<'a, T> {
+    pub(super) job: &'a Job<'a, T>,
+    pub(super) item: Item<'a>,
+    pub(super) area: &'a mut [f32],
+    /// The output, or partials `[row][head][span][STATE + d_head]` if the item is a single span.
+    pub(super) target: &'a Disjoint<'a, f32>,
+}
+
+impl<T: KvElement> Kernel for Compute<'_, T> {
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        let Compute { job, item, area, target } = self;
+        let item = &item;
+        let d = job.heads.d_head;
+        assert!(item.rows.iter().all(|row| row.n_visible > 0), "a row that sees nothing");
+        let area = Area::new(area, item.n_rows(), (d, d.next_multiple_of(L::N)));
+        let head = |data| HeadRows { data, cell_len: job.heads.cell_len(), offset: item.kv_head * d, d };
+        let cells = item.cells(job);
+        let mut pass = Pass { lanes, item, cells, keys: head(job.k), values: head(job.v), area };
+        pass.scale_queries(job.q, job.heads.row_len());
+        let span_len = item.rows[0].span_len();
+        let n_spans = cells.len().div_ceil(span_len);
+        let spans = item.span.map_or(0..n_spans, |span| span..n_spans.min(span + 1));
+        for span in spans.clone() {
+            pass.span(span * span_len..((span + 1) * span_len).min(cells.len()), span == spans.start);
+        }
+        if !spans.is_empty() {
+            give(&pass.area.total, (job.heads, item), target);
+        }
+    }
+}
+
+/// Writes an item's results to its target.
+#[inline(always)]
+fn give(total: &State<'_>, (heads, item): (Heads, &Item<'_>), target: &Disjoint<'_, f32>) {
+    let padded = total.v.len() / item.n_rows();
+    for (i, v) in total.v.chunks_exact(padded).enumerate() {
+        let row = item.first_row + i / item.heads.len();
+        let head = row * heads.n_heads + item.heads.start + i % item.heads.len();
+        let (place, len) = match item.span {
+            None => (head, heads.d_head),
+            Some(span) => (head * MAX_SPANS + span, heads.d_head + STATE),
+        };
+        // SAFETY: no other item has this row, head and span, and the slice before is gone.
+        let out = unsafe { target.range(place * len..(place + 1) * len) };
+        if item.span.is_none() {
+            finish(total.l[i], v, out);
+        } else {
+            (out[0], out[1]) = (total.m[i], total.l[i]);
+            out[STATE..].copy_from_slice(&v[..heads.d_head]);
+        }
+    }
+}
+
+/// The output from the weighted values and the sum of weights.
+#[inline(always)]
+fn finish(l: f32, v: &[f32], out: &mut [f32]) {
+    let factor = 1.0 / l;
+    for (out, v) in out.iter_mut().zip(v) {
+        *out = v * factor;
+    }
+}
+
+/// An item at work.
+struct Pass<'a, L, T> {
+    lanes: L,
+    item: &'a Item<'a>,
+    /// Every cell that a row of the item sees.
+    cells: &'a [u32],
+    keys: HeadRows<'a, T>,
+    values: HeadRows<'a, T>,
+    area: Area<'a>,
+}
+
+impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
+    /// Queries times 1/sqrt(d_head).
+    #[inline(always)]
+    fn scale_queries(&mut self, q: &[f32], row_len: usize) {
+        let (item, d) = (self.item, self.keys.d);
+        let scale = self.lanes.splat(1.0 / (d as f32).sqrt());
+        for (i, out) in self.area.queries.chunks_exact_mut(d).enumerate() {
+            let row = (item.first_row + i / item.heads.len()) * row_len;
+            let head = &q[row + (item.heads.start + i % item.heads.len()) * d..][..d];
+            for (q, out) in head.chunks(L::N).zip(out.chunks_mut(L::N)) {
+                self.lanes.store_first(self.lanes.mul(self.lanes.load_first(q), scale), out);
+            }
+        }
+    }
+
+    /// Computes the blocks of one span; merges it with the spans before, if any.
+    #[inline(always)]
+    fn span(&mut self, span: Range<usize>, first: bool) {
+        if !first {
+            std::mem::swap(&mut self.area.total, &mut self.area.span);
+        }
+        self.area.total.reset();
+        for start in span.clone().step_by(BLOCK) {
+            self.block(start, span.end);
+        }
+        if !first {
+            std::mem::swap(&mut self.area.total, &mut self.area.span);
+            self.merge(span.start);
+        }
+    }
+
+    /// Adds one block of cells to the running softmax in `total`.
+    #[inline(always)]
+    fn block(&mut self, start: usize, span_end: usize) {
+        let end = self.cells.len().min(start + BLOCK);
+        let cells = &self.cells[start..end];
+        for (part, cells) in cells.chunks(TILE_VECTORS * L::N).enumerate() {
+            tile::pack_keys(self.lanes, (self.keys, self.values), cells, self.area.keys);
+            self.score(start, part * TILE_VECTORS * L::N);
+        }
+        self.weigh(start);
+        let ahead = &self.cells[end..span_end.min(end + BLOCK)];
+        if self.item.rows.len() == 1 {
+            let stored = Stored { values: self.values, cells, ahead: (self.keys, ahead) };
+            self.add_values(start, &stored);
+        } else {
+            let padded = self.values.d.next_multiple_of(L::N);
+            let packed = std::mem::take(&mut self.area.values);
+            tile::pack_values(self.lanes, self.values, cells, packed);
+            self.add_values(start, &Packed { values: packed, padded });
+            self.area.values = packed;
+        }
+    }
+
+    /// Scores of all rows against the packed keys, which begin `offset` cells into the block.
+    #[inline(always)]
+    fn score(&mut self, start: usize, offset: usize) {
+        let (item, d) = (self.item, self.keys.d);
+        let tiles = self.area.queries.chunks(L::TILE_ROWS * d);
+        for (t, (queries, out)) in tiles.zip(self.area.scores.chunks_mut(L::TILE_ROWS)).enumerate() {
+            let rows = t * L::TILE_ROWS..t * L::TILE_ROWS + out.len();
+            let n_cells = rows.map(|i| item.n_cells(i, start)).max().unwrap_or(0).saturating_sub(offset);
+            let n_vectors = n_cells.div_ceil(L::N).min(TILE_VECTORS);
+            let (lanes, keys) = (self.lanes, &self.area.keys[..d * TILE_VECTORS * L::N]);
+            tile::run::<L, _>(out.len(), Scores { lanes, queries, keys, n_vectors, out, offset });
+        }
+    }
+
+    /// Turns scores into weights relative to the new maximum, and keeps by what the sums so far shrink.
+    #[inline(always)]
+    fn weigh(&mut self, start: usize) {
+        let (lanes, state) = (self.lanes, &mut self.area.total);
+        for (i, scores) in self.area.scores.iter_mut().enumerate() {
+            let n = self.item.n_cells(i, start);
+            if n == 0 {
+                continue;
+            }
+            let (m, scores) = (state.m[i], &mut scores[..n.next_multiple_of(L::N)]);
+            let largest = largest(lanes, scores, n);
+            let new_m = if m > largest { m } else { largest };
+            let sum = weights(lanes, scores, (n, new_m));
+            let rescale = exp(lanes, lanes.splat(m - new_m));
+            let l = lanes.mul_add(lanes.splat(state.l[i]), rescale, lanes.splat(sum));
+            lanes.store_first(rescale, &mut self.area.rescale[i..=i]);
+            lanes.store_first(l, &mut state.l[i..=i]);
+            state.m[i] = new_m;
+        }
+    }
+
+    /// Adds the weighted values of a block, in tiles of rows that see the same part of it.
+    #[inline(always)]
+    fn add_values<V: Values<L>>(&mut self, start: usize, values: &V) {
+        let (lanes, item) = (self.lanes, self.item);
+        let padded = self.values.d.next_multiple_of(L::N);
+        let mut first = 0;
+        while first < item.n_rows() {
+            let n_cells = item.n_cells(first, start);
+            let same = |i: &usize| item.n_cells(*i, start) == n_cells;
+            let highest = item.n_rows().min(first + L::TILE_ROWS);
+            let end = first + (first..highest).take_while(same).count();
+            if n_cells > 0 {
+                let weights = &self.area.scores[first..end];
+                let rescale = &self.area.rescale[first..end];
+                let out = &mut self.area.total.v[first * padded..end * padded];
+                tile::run::<L, _>(end - first, Weighted { lanes, values, weights, n_cells, rescale, out });
+            }
+            first = end;
+        }
+    }
+
+    /// Merges `span` into `total`, for the rows that see past `start`.
+    #[inline(always)]
+    fn merge(&mut self, start: usize) {
+        let padded = self.values.d.next_multiple_of(L::N);
+        let (total, span) = (&mut self.area.total, &self.area.span);
+        for (i, (v, span_v)) in total.v.chunks_exact_mut(padded).zip(span.v.chunks_exact(padded)).enumerate()
+        {
+            if self.item.row(i).n() > start {
+                let of_total = (&mut total.m[i], &mut total.l[i], v);
+                merge(self.lanes, of_total, (span.m[i], span.l[i], span_v));
+            }
+        }
+    }
+}
+
+/// The largest of the first `n` scores.
+#[inline(always)]
+fn largest<L: Lanes>(lanes: L, scores: &[f32], n: usize) -> f32 {
+    let least = lanes.splat(f32::NEG_INFINITY);
+    let mut max = least;
+    for (v, part) in scores.chunks_exact(L::N).enumerate() {
+        max = lanes.max(max, lanes.keep_first(lanes.load(part), n - v * L::N, least));
+    }
+    lanes.largest(max)
+}
+
+/// Replaces the first `n` scores by e^(score - m), the rest of the last vector by zeros; returns their sum.
+#[inline(always)]
+fn weights<L: Lanes>(lanes: L, scores: &mut [f32], (n, m): (usize, f32)) -> f32 {
+    let (m, zero) = (lanes.splat(m), lanes.splat(0.0));
+    let mut sum = zero;
+    for (v, part) in scores.chunks_exact_mut(L::N).enumerate() {
+        let weight = exp(lanes, lanes.sub(lanes.load(part), m));
+        let weight = lanes.keep_first(weight, n - v * L::N, zero);
+        lanes.store(weight, part);
+        sum = lanes.add(sum, weight);
+    }
+    lanes.sum(sum)
+}
+
+/// Merges the softmax of later cells (m, l, values) into that of earlier ones.
+#[inline(always)]
+fn merge<L: Lanes>(
+    lanes: L,
+    (m, l, v): (&mut f32, &mut f32, &mut [f32]),
+    (later_m, later_l, later_v): (f32, f32, &[f32]),
+) {
+    let new_m = if *m > later_m { *m } else { later_m };
+    let (a, b) = (exp(lanes, lanes.splat(*m - new_m)), exp(lanes, lanes.splat(later_m - new_m)));
+    let sum = lanes.mul_add(lanes.splat(*l), a, lanes.mul(lanes.splat(later_l), b));
+    lanes.store_first(sum, std::slice::from_mut(l));
+    *m = new_m;
+    for (v, later) in v.chunks_mut(L::N).zip(later_v.chunks(L::N)) {
+        let later = lanes.mul(lanes.load_first(later), b);
+        lanes.store_first(lanes.mul_add(lanes.load_first(v), a, later), v);
+    }
+}
+
+/// Merges spans that were computed apart, in their order, and writes the output.
+pub(super) struct MergeSpans<'a, T> {
+    pub(super) job: &'a Job<'a, T>,
+    /// `[row][head][span][STATE + d_head]`
+    pub(super) partials: &'a mut [f32],
+    pub(super) out: &'a mut [f32],
+}
+
+impl<T> Kernel for MergeSpans<'_, T> {
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        let (heads, rows) = (self.job.heads, self.job.rows.rows);
+        let len = heads.d_head + STATE;
+        let spans = self.partials.chunks_exact_mut(MAX_SPANS * len);
+        for (i, (out, spans)) in self.out.chunks_exact_mut(heads.d_head).zip(spans).enumerate() {
+            let n_spans = rows[i / heads.n_heads].n_spans();
+            let (total, later) = spans[..n_spans * len].split_at_mut(len);
+            let [m, l, v @ ..] = total else { unreachable!("a state is longer than two") };
+            for later in later.chunks_exact(len) {
+                merge(lanes, (m, l, v), (later[0], later[1], &later[STATE..]));
+            }
+            finish(*l, v, out);
+        }
+    }
+}

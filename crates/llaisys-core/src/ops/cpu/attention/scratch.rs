@@ -1,0 +1,126 @@
+//! Memory that attention computes in, and how rows are cut into chunks.
+
+use super::{AttentionRow, BLOCK, MAX_D_HEAD, MAX_ITEM_ROWS, MAX_SPANS, MAX_SPLIT_ROWS};
+use crate::error::DeviceError;
+use crate::ops::cpu::isa::lanes::MAX_LANES;
+use crate::tensor::AlignedBuf;
+
+/// Vectors of keys that are scored together.
+pub(super) const TILE_VECTORS: usize = 4;
+/// f32 numbers of the largest area: the parts of [`Area`] in their order.
+pub(super) const AREA: usize = MAX_ITEM_ROWS * MAX_D_HEAD
+    + MAX_D_HEAD * TILE_VECTORS * MAX_LANES
+    + MAX_ITEM_ROWS * BLOCK
+    + BLOCK * MAX_D_HEAD
+    + MAX_ITEM_ROWS
+    + 2 * MAX_ITEM_ROWS * (MAX_D_HEAD + 2);
+
+/// Rows of one sequence that follow each other: `rows[first..first + n]`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Chunk {
+    pub(super) first: u32,
+    pub(super) n: u32,
+}
+
+/// Scratch of a context. Its pages are touched only as they are used.
+#[derive(Debug)]
+pub(crate) struct Scratch {
+    /// One area of [`AREA`] numbers per worker.
+    pub(super) areas: AlignedBuf,
+    /// The current call's rows, cut.
+    pub(super) chunks: Vec<Chunk>,
+    /// Results of spans that are computed apart.
+    pub(super) partials: AlignedBuf,
+    /// Rows of one call at most.
+    pub(super) max_rows: usize,
+}
+
+impl Scratch {
+    /// For calls of up to `max_rows` rows of up to `max_columns` numbers on `n_threads` threads.
+    pub(crate) fn new(n_threads: usize, max_rows: usize, max_columns: usize) -> Result<Self, DeviceError> {
+        // A head has at least 2 dimensions, so its m and l take no more room than its values.
+        let n_partials = MAX_SPLIT_ROWS.min(max_rows) * MAX_SPANS * 2 * max_columns;
+        Ok(Self {
+            areas: AlignedBuf::zeroed("attention scratch", n_threads * AREA * size_of::<f32>())?,
+            chunks: Vec::with_capacity(max_rows),
+            partials: AlignedBuf::zeroed("attention scratch", n_partials * size_of::<f32>())?,
+            max_rows,
+        })
+    }
+}
+
+/// Cuts `rows` into runs of at most `highest` rows with the same list and the same spans, those with the most
+/// to do first.
+pub(super) fn cut_rows(rows: &[AttentionRow], highest: usize, chunks: &mut Vec<Chunk>) {
+    chunks.clear();
+    for (i, row) in rows.iter().enumerate() {
+        if let Some(chunk) = chunks.last_mut() {
+            let last = rows[i - 1];
+            let same = last.start == row.start && last.span_len() == row.span_len();
+            if same && (chunk.n as usize) < highest {
+                chunk.n += 1;
+                continue;
+            }
+        }
+        chunks.push(Chunk { first: i as u32, n: 1 });
+    }
+    let last_row = |chunk: &Chunk| rows[(chunk.first + chunk.n - 1) as usize];
+    chunks.sort_unstable_by_key(|chunk| std::cmp::Reverse(chunk.n as usize * last_row(chunk).n()));
+}
+
+/// The memory of one item: "rows" are its rows x query heads, in this order.
+pub(super) struct Area<'a> {
+    /// Queries, scaled: `[row][d]`.
+    pub(super) queries: &'a mut [f32],
+    /// Keys of a part of a block: `[d][cell]`.
+    pub(super) keys: &'a mut [f32],
+    /// Scores, then weights, by row.
+    pub(super) scores: &'a mut [[f32; BLOCK]],
+    /// Values of a block: `[cell][d padded]`.
+    pub(super) values: &'a mut [f32],
+    /// By what a block rescales: `[row]`.
+    pub(super) rescale: &'a mut [f32],
+    /// The merged spans.
+    pub(super) total: State<'a>,
+    /// The current span, where it is not the first.
+    pub(super) span: State<'a>,
+}
+
+/// Running softmax of every row.
+pub(super) struct State<'a> {
+    /// Maximum of the scores: `[row]`.
+    pub(super) m: &'a mut [f32],
+    /// Sum of the weights relative to the maximum: `[row]`.
+    pub(super) l: &'a mut [f32],
+    /// Sum of the weighted values: `[row][d padded]`.
+    pub(super) v: &'a mut [f32],
+}
+
+impl<'a> Area<'a> {
+    /// Cuts an area for heads of `d` dimensions, `padded` to whole vectors.
+    pub(super) fn new(mut rest: &'a mut [f32], n_rows: usize, (d, padded): (usize, usize)) -> Self {
+        let mut take = |n| {
+            let (taken, left) = std::mem::take(&mut rest).split_at_mut(n);
+            rest = left;
+            taken
+        };
+        Self {
+            queries: take(n_rows * d),
+            keys: take(d * TILE_VECTORS * MAX_LANES),
+            scores: take(n_rows * BLOCK).as_chunks_mut().0,
+            values: take(BLOCK * padded),
+            rescale: take(n_rows),
+            total: State { m: take(n_rows), l: take(n_rows), v: take(n_rows * padded) },
+            span: State { m: take(n_rows), l: take(n_rows), v: take(n_rows * padded) },
+        }
+    }
+}
+
+impl State<'_> {
+    /// Nothing seen yet.
+    pub(super) fn reset(&mut self) {
+        self.m.fill(f32::NEG_INFINITY);
+        self.l.fill(0.0);
+        self.v.fill(0.0);
+    }
+}

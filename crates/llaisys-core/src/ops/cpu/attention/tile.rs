@@ -1,0 +1,300 @@
+//! The two products of attention, in tiles of rows (rows x query heads of an item) by vectors.
+//!
+//! An output's sum runs in one order whatever the tile's shape, so tiles can be cut as the rows at hand allow.
+
+#![allow(clippy::needless_range_loop, reason = "loops over constants, by index, unroll into registers")]
+
+use super::BLOCK;
+use super::scratch::TILE_VECTORS;
+use crate::ops::cpu::isa::lanes::{Lanes, MAX_LANES, prefetch_all};
+use crate::ops::cpu::kv_element::KvElement;
+
+/// A tile whose code depends on its number of rows.
+pub(super) trait Tile {
+    /// Computes the tile.
+    fn run<const R: usize>(self);
+}
+
+/// Computes a tile of `n_rows <= L::TILE_ROWS` rows. The guards are constants: they keep code for tiles that
+/// do not occur from being made.
+#[inline(always)]
+pub(super) fn run<L: Lanes, T: Tile>(n_rows: usize, tile: T) {
+    match n_rows {
+        1 => tile.run::<1>(),
+        2 if L::TILE_ROWS >= 2 => tile.run::<2>(),
+        3 if L::TILE_ROWS >= 3 => tile.run::<3>(),
+        4 if L::TILE_ROWS >= 4 => tile.run::<4>(),
+        5 if L::TILE_ROWS >= 5 => tile.run::<5>(),
+        6 if L::TILE_ROWS >= 6 => tile.run::<6>(),
+        _ => unreachable!("tiles have up to {} rows", L::TILE_ROWS),
+    }
+}
+
+/// Scores of some rows against up to `4 N` keys.
+pub(super) struct Scores<'a, L> {
+    pub(super) lanes: L,
+    /// `[R][d]`
+    pub(super) queries: &'a [f32],
+    /// `[d][4 N]`
+    pub(super) keys: &'a [f32],
+    /// Vectors of keys to score.
+    pub(super) n_vectors: usize,
+    /// R rows.
+    pub(super) out: &'a mut [[f32; BLOCK]],
+    /// Where the first of the keys is in a row.
+    pub(super) offset: usize,
+}
+
+impl<L: Lanes> Tile for Scores<'_, L> {
+    #[inline(always)]
+    fn run<const R: usize>(mut self) {
+        if self.n_vectors == TILE_VECTORS {
+            return self.vectors::<R, TILE_VECTORS>(0);
+        }
+        for first in 0..self.n_vectors {
+            self.vectors::<R, 1>(first);
+        }
+    }
+}
+
+impl<L: Lanes> Scores<'_, L> {
+    #[inline(always)]
+    fn vectors<const R: usize, const C: usize>(&mut self, first: usize) {
+        let lanes = self.lanes;
+        let mut sums = [[lanes.splat(0.0); C]; R];
+        let d = self.queries.len() / R;
+        let mut queries = [self.queries; R];
+        for r in 0..R {
+            queries[r] = &self.queries[r * d..][..d];
+        }
+        let keys = self.keys.chunks_exact(TILE_VECTORS * L::N);
+        for (i, line) in (0..d).zip(keys) {
+            let line = &line[first * L::N..];
+            let mut keys = [lanes.splat(0.0); C];
+            for c in 0..C {
+                keys[c] = lanes.load(&line[c * L::N..]);
+            }
+            for r in 0..R {
+                let q = lanes.splat(queries[r][i]);
+                for c in 0..C {
+                    sums[r][c] = lanes.mul_add(q, keys[c], sums[r][c]);
+                }
+            }
+        }
+        for (out, sums) in self.out.iter_mut().zip(sums) {
+            let out = &mut out[self.offset + first * L::N..][..C * L::N];
+            for c in 0..C {
+                lanes.store(sums[c], &mut out[c * L::N..]);
+            }
+        }
+    }
+}
+
+/// Where a tile finds the values of a block.
+pub(super) trait Values<L> {
+    /// As stored, or converted.
+    type Element: KvElement;
+    /// The value of cell `j` of the block.
+    fn row(&self, j: usize) -> &[Self::Element];
+    /// Called before cell `j` is used, once for each row.
+    fn look_ahead(&self, lanes: L, j: usize);
+}
+
+/// Values converted beforehand: `[cell][d padded]`.
+pub(super) struct Packed<'a> {
+    pub(super) values: &'a [f32],
+    pub(super) padded: usize,
+}
+
+impl<L: Lanes> Values<L> for Packed<'_> {
+    type Element = f32;
+
+    #[inline(always)]
+    fn row(&self, j: usize) -> &[f32] {
+        &self.values[j * self.padded..][..self.padded]
+    }
+
+    #[inline(always)]
+    fn look_ahead(&self, _lanes: L, _j: usize) {}
+}
+
+/// One kv head of a tensor.
+#[derive(Clone, Copy)]
+pub(super) struct HeadRows<'a, T> {
+    /// `[cell][kv_head][d]`
+    pub(super) data: &'a [T],
+    /// Elements of a cell.
+    pub(super) cell_len: usize,
+    /// Where the head begins in a cell.
+    pub(super) offset: usize,
+    pub(super) d: usize,
+}
+
+impl<'a, T> HeadRows<'a, T> {
+    /// The head's row of `cell`.
+    #[inline(always)]
+    pub(super) fn row(&self, cell: u32) -> &'a [T] {
+        &self.data[cell as usize * self.cell_len + self.offset..][..self.d]
+    }
+}
+
+/// Values where they are stored.
+pub(super) struct Stored<'a, T> {
+    pub(super) values: HeadRows<'a, T>,
+    /// The block's cells.
+    pub(super) cells: &'a [u32],
+    /// Keys to fetch meanwhile, and for which cells: the next block's.
+    pub(super) ahead: (HeadRows<'a, T>, &'a [u32]),
+}
+
+impl<L: Lanes, T: KvElement> Values<L> for Stored<'_, T> {
+    type Element = T;
+
+    #[inline(always)]
+    fn row(&self, j: usize) -> &[T] {
+        self.values.row(self.cells[j])
+    }
+
+    #[inline(always)]
+    fn look_ahead(&self, lanes: L, j: usize) {
+        let (keys, cells) = &self.ahead;
+        if let Some(cell) = cells.get(j) {
+            prefetch_all(lanes, keys.row(*cell));
+        }
+    }
+}
+
+/// Weighted values of some rows that see the same cells of a block, added to what they have.
+pub(super) struct Weighted<'a, L, V> {
+    pub(super) lanes: L,
+    pub(super) values: &'a V,
+    /// R rows.
+    pub(super) weights: &'a [[f32; BLOCK]],
+    /// Cells of the block that the rows see.
+    pub(super) n_cells: usize,
+    /// By what the sums so far are multiplied: `[R]`.
+    pub(super) rescale: &'a [f32],
+    /// R rows of whole vectors.
+    pub(super) out: &'a mut [f32],
+}
+
+impl<L: Lanes, V: Values<L>> Tile for Weighted<'_, L, V> {
+    #[inline(always)]
+    fn run<const R: usize>(mut self) {
+        let d = self.values.row(0).len();
+        let mut at = 0;
+        while at + TILE_VECTORS * L::N <= d {
+            self.vectors::<R, TILE_VECTORS>(at);
+            at += TILE_VECTORS * L::N;
+        }
+        while at < d {
+            self.vectors::<R, 1>(at);
+            at += L::N;
+        }
+    }
+}
+
+impl<L: Lanes, V: Values<L>> Weighted<'_, L, V> {
+    #[inline(always)]
+    fn vectors<const R: usize, const C: usize>(&mut self, at: usize) {
+        let lanes = self.lanes;
+        let weights: &[[f32; BLOCK]; R] = self.weights.as_chunks().0.first().expect("R rows of weights");
+        let mut sums = [[lanes.splat(0.0); C]; R];
+        for j in 0..self.n_cells.min(BLOCK) {
+            if at == 0 {
+                self.values.look_ahead(lanes, j);
+            }
+            let row = &self.values.row(j)[at..];
+            let mut values = [lanes.splat(0.0); C];
+            if C == 1 {
+                values[0] = V::Element::load_first(lanes, row);
+            } else {
+                let row = &row[..C * L::N];
+                for c in 0..C {
+                    values[c] = V::Element::load(lanes, &row[c * L::N..]);
+                }
+            }
+            for r in 0..R {
+                let weight = lanes.splat(weights[r][j]);
+                for c in 0..C {
+                    sums[r][c] = lanes.mul_add(weight, values[c], sums[r][c]);
+                }
+            }
+        }
+        self.add(at, &sums);
+    }
+
+    /// Rescales what is there and adds `sums`.
+    #[inline(always)]
+    fn add<const R: usize, const C: usize>(&mut self, at: usize, sums: &[[L::F; C]; R]) {
+        let lanes = self.lanes;
+        let row_len = self.out.len() / R;
+        for ((out, sums), &rescale) in self.out.chunks_exact_mut(row_len).zip(sums).zip(self.rescale) {
+            let out = &mut out[at..][..C * L::N];
+            for c in 0..C {
+                let out = &mut out[c * L::N..];
+                lanes.store(lanes.mul_add(lanes.load(out), lanes.splat(rescale), sums[c]), out);
+            }
+        }
+    }
+}
+
+/// Keys of `cells` (at most `4 N`) turned to `[d][4 N]`, so that a vector is one dimension of N cells. Missing
+/// cells of the last vector repeat its first one. Fetches the same cells' values meanwhile.
+#[inline(always)]
+pub(super) fn pack_keys<L: Lanes, T: KvElement>(
+    lanes: L,
+    (keys, values): (HeadRows<'_, T>, HeadRows<'_, T>),
+    cells: &[u32],
+    out: &mut [f32],
+) {
+    // Elements of N words, and where they go.
+    let (step, line_len) = (L::N * T::PER_WORD, TILE_VECTORS * L::N);
+    for (c, cells) in cells.chunks(L::N).enumerate() {
+        let mut rows = [&[][..]; MAX_LANES];
+        for i in 0..L::N {
+            rows[i] = keys.row(*cells.get(i).unwrap_or(&cells[0]));
+        }
+        for cell in cells {
+            prefetch_all(lanes, values.row(*cell));
+        }
+        let (mut at, mut tile) = (0, [lanes.splat(0.0); MAX_LANES]);
+        while at + step <= keys.d {
+            for i in 0..L::N {
+                tile[i] = T::load_words(lanes, &rows[i][at..at + step]);
+            }
+            lanes.transpose(&mut tile);
+            let lines = &mut out[at * line_len + c * L::N..][..(step - 1) * line_len + L::N];
+            for i in 0..L::N {
+                T::store_words(lanes, tile[i], &mut lines[i * T::PER_WORD * line_len..], line_len);
+            }
+            at += step;
+        }
+        if at < keys.d {
+            for i in 0..L::N {
+                tile[i] = T::load_words_first(lanes, &rows[i][at..]);
+            }
+            lanes.transpose(&mut tile);
+            let lines = out[at * line_len..].chunks_mut(T::PER_WORD * line_len);
+            for (words, lines) in tile.iter().zip(lines).take((keys.d - at) / T::PER_WORD) {
+                T::store_words(lanes, *words, &mut lines[c * L::N..], line_len);
+            }
+        }
+    }
+}
+
+/// Values of `cells` as f32, `[cell][d padded]`.
+#[inline(always)]
+pub(super) fn pack_values<L: Lanes, T: KvElement>(
+    lanes: L,
+    values: HeadRows<'_, T>,
+    cells: &[u32],
+    out: &mut [f32],
+) {
+    let padded = values.d.next_multiple_of(L::N);
+    for (cell, out) in cells.iter().zip(out.chunks_exact_mut(padded)) {
+        for (x, out) in values.row(*cell).chunks(L::N).zip(out.chunks_exact_mut(L::N)) {
+            lanes.store(T::load_first(lanes, x), out);
+        }
+    }
+}

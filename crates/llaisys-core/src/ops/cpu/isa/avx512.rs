@@ -1,0 +1,216 @@
+//! Lanes of 512 bits. The functions here are inlined into [`Avx512::enter`], which has the features on.
+
+use super::Avx512;
+use super::lanes::{Kernel, Lanes, MAX_LANES};
+use std::arch::x86_64::*;
+
+const N: usize = 16;
+
+impl Avx512 {
+    /// Runs `kernel` compiled for this instruction set.
+    pub(super) fn enter<K: Kernel>(self, kernel: K) {
+        // SAFETY: `self` exists only if `Avx512::detect` found every feature that `entry` is compiled for.
+        unsafe { entry(self, kernel) }
+    }
+}
+
+/// # Safety
+/// The CPU has the features named below.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx2,fma,f16c")]
+unsafe fn entry<K: Kernel>(lanes: Avx512, kernel: K) {
+    kernel.run(lanes);
+}
+
+/// Lane-wise operations that are one intrinsic each.
+macro_rules! lanewise {
+    ($($name:ident($($arg:ident),+) = $intrinsic:ident;)+) => {$(
+        #[inline(always)]
+        fn $name(self, $($arg: Self::F),+) -> Self::F {
+            // SAFETY: `self` proves the features (see `enter`).
+            unsafe { $intrinsic($($arg),+) }
+        }
+    )+};
+}
+
+/// A mask of the first `min(n, N)` lanes.
+#[inline(always)]
+fn mask(n: usize) -> __mmask16 {
+    ((1_u32 << n.min(N)) - 1) as __mmask16
+}
+
+impl Lanes for Avx512 {
+    type F = __m512;
+    const N: usize = N;
+    const TILE_ROWS: usize = 6;
+
+    lanewise! {
+        add(a, b) = _mm512_add_ps;
+        sub(a, b) = _mm512_sub_ps;
+        mul(a, b) = _mm512_mul_ps;
+        div(a, b) = _mm512_div_ps;
+        mul_add(a, b, c) = _mm512_fmadd_ps;
+        max(a, b) = _mm512_max_ps;
+        min(a, b) = _mm512_min_ps;
+        scale_pow2(v, n) = _mm512_scalef_ps;
+    }
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> __m512 {
+        // SAFETY: `self` proves the features.
+        unsafe { _mm512_set1_ps(x) }
+    }
+
+    #[inline(always)]
+    fn load(self, x: &[f32]) -> __m512 {
+        let x = &x[..N];
+        // SAFETY: 16 elements (sliced above); `self` proves the features.
+        unsafe { _mm512_loadu_ps(x.as_ptr()) }
+    }
+
+    #[inline(always)]
+    fn load_first(self, x: &[f32]) -> __m512 {
+        // SAFETY: only elements below `len` are read (the mask); `self` proves the features.
+        unsafe { _mm512_maskz_loadu_ps(mask(x.len()), x.as_ptr()) }
+    }
+
+    #[inline(always)]
+    fn store(self, v: __m512, out: &mut [f32]) {
+        let out = &mut out[..N];
+        // SAFETY: 16 elements (sliced above); `self` proves the features.
+        unsafe { _mm512_storeu_ps(out.as_mut_ptr(), v) }
+    }
+
+    #[inline(always)]
+    fn store_first(self, v: __m512, out: &mut [f32]) {
+        // SAFETY: only elements below `len` are written (the mask); `self` proves the features.
+        unsafe { _mm512_mask_storeu_ps(out.as_mut_ptr(), mask(out.len()), v) }
+    }
+
+    #[inline(always)]
+    fn load_bf16(self, x: &[u16]) -> __m512 {
+        let x = &x[..N];
+        // SAFETY: 16 elements of 16 bits (sliced above); `self` proves the features.
+        unsafe {
+            let bits = _mm256_loadu_si256(x.as_ptr().cast());
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits)))
+        }
+    }
+
+    #[inline(always)]
+    fn load_bf16_first(self, x: &[u16]) -> __m512 {
+        // SAFETY: only elements below `len` are read (the mask); `self` proves the features.
+        unsafe {
+            let bits = _mm256_maskz_loadu_epi16(mask(x.len()), x.as_ptr().cast());
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits)))
+        }
+    }
+
+    #[inline(always)]
+    fn store_bf16_first(self, v: __m512, out: &mut [u16]) {
+        // SAFETY: only elements below `len` are written (the mask); `self` proves the features.
+        unsafe {
+            // Round by adding just below one half, and the last kept bit; NaN gets its quiet bit instead.
+            // (vcvtneps2bf16 would flush denormals, which the other instruction sets keep.)
+            let bits = _mm512_castps_si512(v);
+            let last = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+            let sum = _mm512_add_epi32(bits, _mm512_add_epi32(last, _mm512_set1_epi32(0x7fff)));
+            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v);
+            let all = _mm512_mask_or_epi32(sum, nan, bits, _mm512_set1_epi32(0x0040_0000));
+            let high = _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(all));
+            _mm256_mask_storeu_epi16(out.as_mut_ptr().cast(), mask(out.len()), high);
+        }
+    }
+
+    #[inline(always)]
+    fn load_pairs(self, x: &[u16]) -> __m512 {
+        let x = &x[..2 * N];
+        // SAFETY: 32 elements of 16 bits (sliced above); `self` proves the features.
+        unsafe { _mm512_castsi512_ps(_mm512_loadu_si512(x.as_ptr().cast())) }
+    }
+
+    #[inline(always)]
+    fn load_pairs_first(self, x: &[u16]) -> __m512 {
+        let n = x.len().min(2 * N) as u32;
+        // SAFETY: only elements below `len` are read (the mask, of 32 bits); `self` proves the features.
+        unsafe {
+            let mask = u32::MAX.unbounded_shr(32 - n);
+            _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(mask, x.as_ptr().cast()))
+        }
+    }
+
+    #[inline(always)]
+    fn split_pairs(self, v: __m512) -> (__m512, __m512) {
+        // SAFETY: `self` proves the features.
+        unsafe {
+            let bits = _mm512_castps_si512(v);
+            let odd = _mm512_and_si512(bits, _mm512_set1_epi32(0xffff_0000_u32 as i32));
+            (_mm512_castsi512_ps(_mm512_slli_epi32::<16>(bits)), _mm512_castsi512_ps(odd))
+        }
+    }
+
+    #[inline(always)]
+    fn keep_first(self, v: __m512, n: usize, other: __m512) -> __m512 {
+        // SAFETY: `self` proves the features.
+        unsafe { _mm512_mask_mov_ps(other, mask(n), v) }
+    }
+
+    #[inline(always)]
+    fn sum(self, v: __m512) -> f32 {
+        // SAFETY: `self` proves the features.
+        unsafe {
+            let v = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v));
+            let v = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
+            let v = _mm_add_ps(v, _mm_movehl_ps(v, v));
+            _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)))
+        }
+    }
+
+    #[inline(always)]
+    fn largest(self, v: __m512) -> f32 {
+        // SAFETY: `self` proves the features.
+        unsafe {
+            let v = _mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v));
+            let v = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
+            let v = _mm_max_ps(v, _mm_movehl_ps(v, v));
+            _mm_cvtss_f32(_mm_max_ss(v, _mm_movehdup_ps(v)))
+        }
+    }
+
+    #[inline(always)]
+    fn transpose(self, tile: &mut [__m512; MAX_LANES]) {
+        // SAFETY: `self` proves the features.
+        unsafe {
+            // Pairs of rows, then pairs of pairs: `u[4g + j]` holds column `4q + j` of rows `4g..4g+4` in
+            // quarter q. Then the quarters, in two steps.
+            let mut t = *tile;
+            for i in 0..8 {
+                t[2 * i] = _mm512_unpacklo_ps(tile[2 * i], tile[2 * i + 1]);
+                t[2 * i + 1] = _mm512_unpackhi_ps(tile[2 * i], tile[2 * i + 1]);
+            }
+            let mut u = t;
+            for g in 0..4 {
+                let i = 4 * g;
+                u[i] = _mm512_shuffle_ps::<0x44>(t[i], t[i + 2]);
+                u[i + 1] = _mm512_shuffle_ps::<0xee>(t[i], t[i + 2]);
+                u[i + 2] = _mm512_shuffle_ps::<0x44>(t[i + 1], t[i + 3]);
+                u[i + 3] = _mm512_shuffle_ps::<0xee>(t[i + 1], t[i + 3]);
+            }
+            for j in 0..4 {
+                let even_low = _mm512_shuffle_f32x4::<0x88>(u[j], u[j + 4]);
+                let even_high = _mm512_shuffle_f32x4::<0x88>(u[j + 8], u[j + 12]);
+                let odd_low = _mm512_shuffle_f32x4::<0xdd>(u[j], u[j + 4]);
+                let odd_high = _mm512_shuffle_f32x4::<0xdd>(u[j + 8], u[j + 12]);
+                tile[j] = _mm512_shuffle_f32x4::<0x88>(even_low, even_high);
+                tile[j + 8] = _mm512_shuffle_f32x4::<0xdd>(even_low, even_high);
+                tile[j + 4] = _mm512_shuffle_f32x4::<0x88>(odd_low, odd_high);
+                tile[j + 12] = _mm512_shuffle_f32x4::<0xdd>(odd_low, odd_high);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn prefetch(self, at: *const u8) {
+        // SAFETY: a prefetch is a hint and reads nothing.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+    }
+}

@@ -1,0 +1,136 @@
+//! Lanes: the vector operations that ops are written over, once for every instruction set.
+//!
+//! A kernel is a [`Kernel`] whose `run` is generic over [`Lanes`]. [`Isa::run`] compiles it once per
+//! instruction set, inside one function that has the features switched on; everything below that function is
+//! `#[inline(always)]`, so that it becomes part of it.
+
+use super::Isa;
+
+/// Most lanes of any instruction set: the length of arrays that hold one vector per lane.
+pub(crate) const MAX_LANES: usize = 16;
+
+/// `N` f32 numbers side by side, and what can be done with them. A value of the type proves that the machine
+/// has the instructions.
+///
+/// "First" operations work on the first `min(N, len)` elements: loads give zero in the other lanes, stores
+/// leave the rest of the slice alone. The plain ones panic on slices shorter than `N`.
+pub(crate) trait Lanes: Copy {
+    /// `N` numbers.
+    type F: Copy;
+    /// Lanes of a vector; at most [`MAX_LANES`].
+    const N: usize;
+    /// Rows of a tile of 4 vectors each whose sums stay in registers.
+    const TILE_ROWS: usize;
+
+    /// `x` in every lane.
+    fn splat(self, x: f32) -> Self::F;
+    /// The first `N` elements.
+    fn load(self, x: &[f32]) -> Self::F;
+    /// The first `min(N, len)` elements, then zeros.
+    fn load_first(self, x: &[f32]) -> Self::F;
+    /// Writes `N` elements.
+    fn store(self, v: Self::F, out: &mut [f32]);
+    /// Writes the first `min(N, len)` elements.
+    fn store_first(self, v: Self::F, out: &mut [f32]);
+    /// As `load`, of bf16 bits.
+    fn load_bf16(self, x: &[u16]) -> Self::F;
+    /// As `load_first`, of bf16 bits.
+    fn load_bf16_first(self, x: &[u16]) -> Self::F;
+    /// As `store_first`, rounded to bf16: nearest, ties to even; NaN stays NaN.
+    fn store_bf16_first(self, v: Self::F, out: &mut [u16]);
+    /// As `load`, of pairs of bf16 kept as bits: a lane holds elements `2i` (low half) and `2i + 1`.
+    fn load_pairs(self, x: &[u16]) -> Self::F;
+    /// As `load_first`, of pairs of bf16 kept as bits.
+    fn load_pairs_first(self, x: &[u16]) -> Self::F;
+    /// The pairs of `load_pairs` as numbers: the even elements, the odd ones.
+    fn split_pairs(self, v: Self::F) -> (Self::F, Self::F);
+
+    /// `a + b`
+    fn add(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `a - b`
+    fn sub(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `a * b`
+    fn mul(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `a / b`
+    fn div(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `a * b + c`; fused where the instruction set fuses.
+    fn mul_add(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+    /// The larger one; `b` if either is NaN.
+    fn max(self, a: Self::F, b: Self::F) -> Self::F;
+    /// The smaller one; `b` if either is NaN.
+    fn min(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `v * 2^n` for whole `n` in -200..=200, rounded once, with denormals, zero and infinity as results.
+    fn scale_pow2(self, v: Self::F, n: Self::F) -> Self::F;
+    /// Lanes below `n` of `v`, the rest of `other`.
+    fn keep_first(self, v: Self::F, n: usize, other: Self::F) -> Self::F;
+    /// The sum of all lanes: halves are added lane by lane until one is left.
+    fn sum(self, v: Self::F) -> f32;
+    /// The largest lane, found in the same order with [`Lanes::max`].
+    fn largest(self, v: Self::F) -> f32;
+    /// Swaps rows and columns of the first `N` vectors.
+    fn transpose(self, tile: &mut [Self::F; MAX_LANES]);
+    /// Asks the cache for the line at `at`; any address is allowed.
+    fn prefetch(self, at: *const u8);
+}
+
+/// Code written over lanes. `run` and what it calls must be `#[inline(always)]`.
+pub(crate) trait Kernel {
+    /// Does the work.
+    fn run<L: Lanes>(self, lanes: L);
+}
+
+impl Isa {
+    /// Runs `kernel` compiled for this instruction set.
+    pub(crate) fn run<K: Kernel>(self, kernel: K) {
+        match self {
+            Isa::Scalar => kernel.run(super::scalar::Scalar),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2(proof) => proof.enter(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512(proof) => proof.enter(kernel),
+        }
+    }
+}
+
+/// Asks the cache for every line of `x`.
+#[inline(always)]
+pub(crate) fn prefetch_all<L: Lanes, T>(lanes: L, x: &[T]) {
+    let (start, n_bytes) = (x.as_ptr().cast::<u8>(), size_of_val(x));
+    let mut at = 0;
+    while at < n_bytes {
+        lanes.prefetch(start.wrapping_add(at));
+        at += 64;
+    }
+}
+
+const LOG2_E: f32 = std::f32::consts::LOG2_E;
+/// ln 2 in two parts: the first has 10 significant bits, so that its product with a whole number is exact.
+const LN_2_HIGH: f32 = 0.693_359_4;
+const LN_2_LOW: f32 = -2.121_944_4e-4;
+/// Adding and taking away 1.5 * 2^23 rounds to a whole number (nearest, ties to even) below 2^22.
+const ROUND: f32 = 12_582_912.0;
+/// 1/7! to 1/2!.
+const TAYLOR: [f32; 6] = [1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5];
+
+/// `e^x`, relative error below 2e-7 (absolute below 1e-45 where the result is denormal); 0 below -104,
+/// infinity above 88.73, NaN for NaN.
+///
+/// `x = n ln2 + r` with `|r| <= 0.347`, `e^r` by its Taylor series to `r^7`. The series is cut with an error of
+/// `r^8 / 8! < 6e-9`, `r` carries two roundings of 2^-26, and the last two steps of Horner's scheme round by
+/// 2^-24 and `r 2^-24` (and their products where nothing is fused): 1.6e-7 in all; scaling by `2^n` is exact.
+#[inline(always)]
+pub(crate) fn exp<L: Lanes>(lanes: L, x: L::F) -> L::F {
+    let x = lanes.max(lanes.splat(-110.0), lanes.min(lanes.splat(89.0), x));
+    let round = lanes.splat(ROUND);
+    let n = lanes.sub(lanes.mul_add(x, lanes.splat(LOG2_E), round), round);
+    let r = lanes.mul_add(n, lanes.splat(-LN_2_HIGH), x);
+    let r = lanes.mul_add(n, lanes.splat(-LN_2_LOW), r);
+    let mut p = lanes.splat(TAYLOR[0]);
+    for c in &TAYLOR[1..] {
+        p = lanes.mul_add(p, r, lanes.splat(*c));
+    }
+    let one = lanes.splat(1.0);
+    p = lanes.mul_add(p, r, one);
+    p = lanes.mul_add(p, r, one);
+    lanes.scale_pow2(p, n)
+}

@@ -1,0 +1,160 @@
+//! Lanes as plain arrays: everywhere, and in the interpreter that checks memory use.
+
+use super::lanes::{Lanes, MAX_LANES};
+use half::bf16;
+
+/// Plain loops over 8 numbers.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Scalar;
+
+const N: usize = 8;
+
+#[inline(always)]
+fn zip(a: [f32; N], b: [f32; N], f: impl Fn(f32, f32) -> f32) -> [f32; N] {
+    std::array::from_fn(|i| f(a[i], b[i]))
+}
+
+/// `2^n` as a number, for `n` in -126..=127.
+#[inline(always)]
+fn pow2(n: i32) -> f32 {
+    f32::from_bits(((n + 127) as u32) << 23)
+}
+
+impl Lanes for Scalar {
+    type F = [f32; N];
+    const N: usize = N;
+    const TILE_ROWS: usize = 1;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> Self::F {
+        [x; N]
+    }
+
+    #[inline(always)]
+    fn load(self, x: &[f32]) -> Self::F {
+        std::array::from_fn(|i| x[i])
+    }
+
+    #[inline(always)]
+    fn load_first(self, x: &[f32]) -> Self::F {
+        std::array::from_fn(|i| x.get(i).copied().unwrap_or(0.0))
+    }
+
+    #[inline(always)]
+    fn store(self, v: Self::F, out: &mut [f32]) {
+        out[..N].copy_from_slice(&v);
+    }
+
+    #[inline(always)]
+    fn store_first(self, v: Self::F, out: &mut [f32]) {
+        for (out, v) in out.iter_mut().zip(v) {
+            *out = v;
+        }
+    }
+
+    #[inline(always)]
+    fn load_bf16(self, x: &[u16]) -> Self::F {
+        std::array::from_fn(|i| f32::from_bits(u32::from(x[i]) << 16))
+    }
+
+    #[inline(always)]
+    fn load_bf16_first(self, x: &[u16]) -> Self::F {
+        std::array::from_fn(|i| x.get(i).map_or(0.0, |&bits| f32::from_bits(u32::from(bits) << 16)))
+    }
+
+    #[inline(always)]
+    fn store_bf16_first(self, v: Self::F, out: &mut [u16]) {
+        for (out, v) in out.iter_mut().zip(v) {
+            *out = bf16::from_f32(v).to_bits();
+        }
+    }
+
+    #[inline(always)]
+    fn load_pairs(self, x: &[u16]) -> Self::F {
+        std::array::from_fn(|i| f32::from_bits(u32::from(x[2 * i]) | u32::from(x[2 * i + 1]) << 16))
+    }
+
+    #[inline(always)]
+    fn load_pairs_first(self, x: &[u16]) -> Self::F {
+        let half = |i: usize| x.get(i).copied().map_or(0, u32::from);
+        std::array::from_fn(|i| f32::from_bits(half(2 * i) | half(2 * i + 1) << 16))
+    }
+
+    #[inline(always)]
+    fn split_pairs(self, v: Self::F) -> (Self::F, Self::F) {
+        let even = v.map(|v| f32::from_bits(v.to_bits() << 16));
+        (even, v.map(|v| f32::from_bits(v.to_bits() & 0xffff_0000)))
+    }
+
+    #[inline(always)]
+    fn add(self, a: Self::F, b: Self::F) -> Self::F {
+        zip(a, b, |a, b| a + b)
+    }
+
+    #[inline(always)]
+    fn sub(self, a: Self::F, b: Self::F) -> Self::F {
+        zip(a, b, |a, b| a - b)
+    }
+
+    #[inline(always)]
+    fn mul(self, a: Self::F, b: Self::F) -> Self::F {
+        zip(a, b, |a, b| a * b)
+    }
+
+    #[inline(always)]
+    fn div(self, a: Self::F, b: Self::F) -> Self::F {
+        zip(a, b, |a, b| a / b)
+    }
+
+    #[inline(always)]
+    fn mul_add(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F {
+        // Not fused: without the instruction that is a call of some hundred cycles.
+        std::array::from_fn(|i| a[i] * b[i] + c[i])
+    }
+
+    #[inline(always)]
+    fn max(self, a: Self::F, b: Self::F) -> Self::F {
+        zip(a, b, |a, b| if a > b { a } else { b })
+    }
+
+    #[inline(always)]
+    fn min(self, a: Self::F, b: Self::F) -> Self::F {
+        zip(a, b, |a, b| if a < b { a } else { b })
+    }
+
+    #[inline(always)]
+    fn scale_pow2(self, v: Self::F, n: Self::F) -> Self::F {
+        // In two steps, so that each factor is a normal number; only the second can round.
+        zip(v, n, |v, n| {
+            let n = n as i32;
+            v * pow2(n >> 1) * pow2(n - (n >> 1))
+        })
+    }
+
+    #[inline(always)]
+    fn keep_first(self, v: Self::F, n: usize, other: Self::F) -> Self::F {
+        std::array::from_fn(|i| if i < n { v[i] } else { other[i] })
+    }
+
+    #[inline(always)]
+    fn sum(self, v: Self::F) -> f32 {
+        let four: [f32; 4] = std::array::from_fn(|i| v[i] + v[i + 4]);
+        (four[0] + four[2]) + (four[1] + four[3])
+    }
+
+    #[inline(always)]
+    fn largest(self, v: Self::F) -> f32 {
+        v.into_iter().fold(f32::NEG_INFINITY, |max, v| if max > v { max } else { v })
+    }
+
+    #[inline(always)]
+    fn transpose(self, tile: &mut [Self::F; MAX_LANES]) {
+        let rows = *tile;
+        for (i, row) in tile[..N].iter_mut().enumerate() {
+            *row = std::array::from_fn(|j| rows[j][i]);
+        }
+    }
+
+    #[inline(always)]
+    fn prefetch(self, _at: *const u8) {}
+}

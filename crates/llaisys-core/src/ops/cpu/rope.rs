@@ -1,0 +1,162 @@
+//! `rope`: rotary positions. Meaning: `ops/reference/rope.rs`.
+//!
+//! Pairs are `(i, i + d_head/2)` (half-split): (a, b) becomes (a cos - b sin, b cos + a sin), in f32.
+
+use super::isa::lanes::{Kernel, Lanes};
+use super::kv_element::KvElement;
+use super::rows::for_row_runs;
+use crate::dtype::KvDType;
+use crate::ops::OpContext;
+use crate::tensor::KvLayerMut;
+
+/// The frequencies of a model's rotary positions.
+#[derive(Debug, Clone)]
+pub struct RopeTable {
+    /// Radians per position of each pair, `[d_head / 2]`.
+    frequencies: Vec<f32>,
+}
+
+impl RopeTable {
+    /// Pair `i` turns by `theta^(-2i / d_head)` radians per position.
+    ///
+    /// The exponent, the power and its reciprocal are each rounded to f32, as transformers computes them, so
+    /// that angles far into a context agree with the reference.
+    ///
+    /// Panics if `d_head` is odd (refused when a model's configuration is checked).
+    pub fn new(d_head: usize, theta: f64) -> Self {
+        assert!(d_head.is_multiple_of(2), "heads of {d_head} do not split into pairs");
+        let frequency = |i: usize| {
+            let exponent = (2 * i) as f32 / d_head as f32;
+            1.0 / theta.powf(f64::from(exponent)) as f32
+        };
+        Self { frequencies: (0..d_head / 2).map(frequency).collect() }
+    }
+
+    /// Cosine and sine of every pair's angle at each position (a negative one turns back).
+    ///
+    /// - `positions`: `[n]`; `cos`, `sin`: `[n, d_head / 2]`
+    /// - the angle is the f32 product of position and frequency, as transformers rounds it; its cosine and sine
+    ///   are taken in f64 and rounded once
+    ///
+    /// Panics if shapes disagree.
+    pub fn angles(&self, positions: &[i32], cos: &mut [f32], sin: &mut [f32]) {
+        let half = self.frequencies.len();
+        assert!(cos.len() == positions.len() * half && sin.len() == cos.len(), "angles of another shape");
+        let rows = cos.chunks_exact_mut(half).zip(sin.chunks_exact_mut(half));
+        for (position, (cos, sin)) in positions.iter().zip(rows) {
+            for ((frequency, cos), sin) in self.frequencies.iter().zip(cos).zip(sin) {
+                let (s, c) = f64::from(*position as f32 * frequency).sin_cos();
+                (*cos, *sin) = (c as f32, s as f32);
+            }
+        }
+    }
+}
+
+/// Rotates queries or keys in place.
+///
+/// - `x`: `[n, n_heads, d_head]`; `cos`, `sin`: `[n, d_head / 2]` from [`RopeTable::angles`]
+///
+/// Panics if shapes disagree. Source: arXiv:2104.09864; the half-split order is the checkpoints'.
+pub fn rope(cx: &OpContext, x: &mut [f32], d_head: usize, cos: &[f32], sin: &[f32]) {
+    let half = d_head / 2;
+    let n = cos.len() / half;
+    if n == 0 {
+        return assert!(x.is_empty(), "rows without angles");
+    }
+    let row_len = x.len() / n;
+    let whole = x.len() == n * row_len && row_len.is_multiple_of(d_head);
+    assert!(whole && cos.len() == n * half && sin.len() == cos.len(), "angles of another shape");
+    let isa = cx.kernels.proof();
+    for_row_runs(&cx.pool, x, row_len, &|first, x| {
+        let (cos, sin) = (&cos[first * half..], &sin[first * half..]);
+        isa.run(Rotate { x, row_len, half, cos, sin });
+    });
+}
+
+/// Turns the stored keys of `cells` by `delta` positions: `seq_add` has moved them.
+///
+/// Each key is rotated in f32 and stored again (bf16: rounded to nearest even, so repeated shifts drift by half
+/// a unit in the last place each; values do not depend on positions and stay).
+///
+/// - `cells`: `[n]`, a cell named twice turns twice
+///
+/// Panics if the table is for other heads, if heads exceed [`MAX_D_HEAD`](super::attention::MAX_D_HEAD) or if a
+/// cell is not there.
+pub fn rope_shift(cx: &OpContext, layer: KvLayerMut<'_>, cells: &[u32], delta: i32, table: &RopeTable) {
+    let half = table.frequencies.len();
+    assert_eq!(layer.d_head, 2 * half, "table for other heads");
+    let (mut cos, mut sin) = ([0.0; MAX_HALF], [0.0; MAX_HALF]);
+    let (cos, sin) = (&mut cos[..half], &mut sin[..half]);
+    table.angles(&[delta], cos, sin);
+    let width = layer.n_kv_heads * layer.d_head;
+    // On the calling thread: shifts are rare, and nothing here says that all cells differ.
+    let isa = cx.kernels.proof();
+    match layer.dtype {
+        KvDType::Float32 => {
+            let keys: &mut [f32] = layer.k.as_mut_slice();
+            isa.run(Shift { keys, width, cells, cos, sin });
+        }
+        KvDType::Bfloat16 => {
+            let keys: &mut [u16] = layer.k.as_mut_slice();
+            isa.run(Shift { keys, width, cells, cos, sin });
+        }
+    }
+}
+
+/// Pairs of the largest head.
+const MAX_HALF: usize = super::attention::MAX_D_HEAD / 2;
+
+struct Rotate<'a> {
+    x: &'a mut [f32],
+    row_len: usize,
+    half: usize,
+    cos: &'a [f32],
+    sin: &'a [f32],
+}
+
+impl Kernel for Rotate<'_> {
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        let angles = self.cos.chunks_exact(self.half).zip(self.sin.chunks_exact(self.half));
+        for (row, angles) in self.x.chunks_exact_mut(self.row_len).zip(angles) {
+            for head in row.chunks_exact_mut(2 * self.half) {
+                turn(lanes, head, angles);
+            }
+        }
+    }
+}
+
+struct Shift<'a, T> {
+    keys: &'a mut [T],
+    /// Elements of a cell.
+    width: usize,
+    cells: &'a [u32],
+    cos: &'a [f32],
+    sin: &'a [f32],
+}
+
+impl<T: KvElement> Kernel for Shift<'_, T> {
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        for cell in self.cells {
+            let start = *cell as usize * self.width;
+            for head in self.keys[start..start + self.width].chunks_exact_mut(2 * self.cos.len()) {
+                turn(lanes, head, (self.cos, self.sin));
+            }
+        }
+    }
+}
+
+/// Rotates one head by one position's angles.
+#[inline(always)]
+fn turn<L: Lanes, T: KvElement>(lanes: L, head: &mut [T], (cos, sin): (&[f32], &[f32])) {
+    let (low, high) = head.split_at_mut(cos.len());
+    let pairs = low.chunks_mut(L::N).zip(high.chunks_mut(L::N));
+    for ((low, high), (cos, sin)) in pairs.zip(cos.chunks(L::N).zip(sin.chunks(L::N))) {
+        let (a, b) = (T::load_first(lanes, low), T::load_first(lanes, high));
+        let (cos, sin) = (lanes.load_first(cos), lanes.load_first(sin));
+        let turned = lanes.sub(lanes.mul(a, cos), lanes.mul(b, sin));
+        T::store_first(lanes, turned, low);
+        T::store_first(lanes, lanes.mul_add(a, sin, lanes.mul(b, cos)), high);
+    }
+}

@@ -1,0 +1,45 @@
+//! What `attention` means.
+
+use crate::ops::AttentionRows;
+
+/// Keys and values as numbers: `[cell][kv_head][d_head]` each.
+#[derive(Debug, Clone, Copy)]
+pub struct Cells<'a> {
+    /// Heads of both.
+    pub n_kv_heads: usize,
+    /// Elements of a head.
+    pub d_head: usize,
+    /// Keys, rotated.
+    pub k: &'a [f32],
+    /// Values.
+    pub v: &'a [f32],
+}
+
+/// `y[t, h] = sum_j w_j V[j] / sum_j w_j` with `w_j = e^(q[t, h] . K[j] / sqrt(d_head))` over the cells `j` that
+/// row `t` sees, in f64. Query head `h` reads kv head `h / (n_heads / n_kv_heads)`.
+///
+/// - `q`: `[n, n_heads, d_head]`; returns as `q`
+pub fn attention(q: &[f32], cells: Cells<'_>, rows: AttentionRows<'_>) -> Vec<f64> {
+    let d = cells.d_head;
+    let n_heads = q.len() / rows.rows.len() / d;
+    let mut y = Vec::with_capacity(q.len());
+    for (i, q) in q.chunks_exact(d).enumerate() {
+        let (row, kv_head) = (rows.rows[i / n_heads], i % n_heads * cells.n_kv_heads / n_heads);
+        let seen = &rows.cells[row.start as usize..][..row.n_visible as usize];
+        let place = |cell: u32| (cell as usize * cells.n_kv_heads + kv_head) * d;
+        let scores: Vec<f64> =
+            seen.iter().map(|&cell| dot(q, &cells.k[place(cell)..][..d]) / (d as f64).sqrt()).collect();
+        let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let weights: Vec<f64> = scores.iter().map(|score| (score - max).exp()).collect();
+        let total: f64 = weights.iter().sum();
+        for c in 0..d {
+            let values = seen.iter().map(|&cell| f64::from(cells.v[place(cell) + c]));
+            y.push(values.zip(&weights).map(|(v, w)| v * w).sum::<f64>() / total);
+        }
+    }
+    y
+}
+
+fn dot(a: &[f32], b: &[f32]) -> f64 {
+    a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum()
+}

@@ -1,0 +1,97 @@
+//! Writers of small model files, and of damaged ones.
+#![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part of these writers")]
+#![allow(clippy::unwrap_used, reason = "helpers of tests: a refusal here is the test's failure")]
+
+pub mod folder;
+pub mod gguf;
+
+use llaisys_core::error::{Error, Rejected, Result, Unsupported};
+use llaisys_core::formats::{FormatError, GgufError};
+use llaisys_core::model::checkpoint::Checkpoint;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// A folder of its own, removed when dropped.
+pub struct Scratch(PathBuf);
+
+impl Scratch {
+    pub fn new() -> Self {
+        static COUNTER: AtomicU32 = AtomicU32::new(0);
+        let number = COUNTER.fetch_add(1, Ordering::Relaxed);
+        let name = format!("formats-{}-{number}", std::process::id());
+        let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+        fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    pub fn write(&self, name: &str, bytes: impl AsRef<[u8]>) -> PathBuf {
+        let path = self.file(name);
+        fs::write(&path, bytes).unwrap();
+        path
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        fs::remove_dir_all(&self.0).unwrap();
+    }
+}
+
+/// The golden folder `name`.
+pub fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/goldens").join(name)
+}
+
+/// What every opened checkpoint promises. Touches each tensor's first and last byte, so that a range outside
+/// of the map would not go unseen.
+pub fn check(checkpoint: &Checkpoint) {
+    let config = checkpoint.config();
+    assert!(config.d_head.is_multiple_of(2) && config.n_heads.is_multiple_of(config.n_kv_heads));
+    assert!(config.eos.iter().chain(&config.bos).all(|&id| (id as usize) < config.vocab_size));
+    for slot in checkpoint.slots() {
+        let tensor = checkpoint.tensor(slot).unwrap();
+        assert_eq!(tensor.shape, config.shape(slot), "{slot:?}");
+        let n_elements = tensor.shape.iter().product();
+        assert_eq!(tensor.dtype.bytes_of(n_elements), Some(tensor.bytes.len()), "{slot:?}");
+        let last = tensor.row(tensor.n_rows() - 1);
+        assert_eq!(last.bytes.last(), tensor.bytes.last());
+    }
+}
+
+pub fn format_error(result: Result<impl Sized>) -> FormatError {
+    match result.err() {
+        Some(Error::Rejected(Rejected::Format(error))) => error,
+        other => panic!("expected a format error, got {other:?}"),
+    }
+}
+
+pub fn gguf_error(result: Result<impl Sized>) -> GgufError {
+    match format_error(result) {
+        FormatError::Gguf(error) => error,
+        other => panic!("expected a GGUF error, got {other:?}"),
+    }
+}
+
+pub fn unsupported(result: Result<impl Sized>) -> Unsupported {
+    match result.err() {
+        Some(Error::Unsupported(error)) => error,
+        other => panic!("expected something unsupported, got {other:?}"),
+    }
+}
+
+/// Asserts that the refusal's text names each of `words`.
+pub fn assert_names(error: &impl std::fmt::Display, words: &[&str]) {
+    let text = error.to_string();
+    for word in words {
+        assert!(text.contains(word), "{text:?} does not name {word:?}");
+    }
+}

@@ -1,0 +1,348 @@
+//! The row-wise ops on every instruction set of the machine: against their references on the contract's cases,
+//! and bit for bit against single rows. (`linear` and attention have files of their own.)
+
+mod stored;
+
+use llaisys_core::dtype::{DType, KvDType};
+use llaisys_core::ops::contract::{self, Draw, RowsCase, Size};
+use llaisys_core::ops::dispatch::{IsaName, Kernels};
+use llaisys_core::ops::packed::PackedFormat;
+use llaisys_core::ops::{self, OpContext, RopeTable, reference};
+use llaisys_core::tensor::{AlignedBuf, KvLayerMut};
+use llaisys_core::threads::Pool;
+use stored::{Rng, Stored};
+
+fn context(isa: IsaName, n_threads: usize) -> OpContext {
+    let kernels = Kernels::select(Some(isa)).unwrap();
+    OpContext::new(kernels, Pool::new(n_threads).unwrap(), 8, 64).unwrap()
+}
+
+/// Every instruction set on one, two and three threads.
+fn contexts() -> Vec<OpContext> {
+    IsaName::available().into_iter().flat_map(|isa| (1..=3).map(move |n| context(isa, n))).collect()
+}
+
+fn name(cx: &OpContext) -> String {
+    format!("{:?} on {} threads", cx.kernels.isa(), cx.pool.n_threads())
+}
+
+fn assert_close(got: &[f32], want: &[f64], tolerance: impl Fn(usize, f64) -> f64, what: &str) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    for (i, (&got, &want)) in got.iter().zip(want).enumerate() {
+        let (error, bound) = ((f64::from(got) - want).abs(), tolerance(i, want));
+        assert!(
+            error <= bound,
+            "{what}, number {i}: {got:e} instead of {want:e}, off by {error:e} > {bound:e}"
+        );
+    }
+}
+
+fn assert_same_bits(got: &[f32], want: &[f32], what: &str) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    for (i, (got, want)) in got.iter().zip(want).enumerate() {
+        assert_eq!(got.to_bits(), want.to_bits(), "{what}, number {i}: {got:e} and {want:e}");
+    }
+}
+
+#[test]
+fn embed_gathers_the_stored_values() {
+    for cx in contexts() {
+        for (format, dtype) in [(PackedFormat::F32, DType::F16), (PackedFormat::BF16, DType::BF16)]
+            .into_iter()
+            .chain([PackedFormat::Q8_0, PackedFormat::Q4_0, PackedFormat::Q4_1].map(|f| (f, f.dtype())))
+        {
+            let table = Stored::random(&mut Rng(3), dtype, 70, 96);
+            let packed = table.pack(&cx.pool, format);
+            for n in [0, 1, 5, 300] {
+                let draw = &mut Draw::new(n as u64);
+                let tokens: Vec<i32> = (0..n).map(|_| draw.below(70) as i32).collect();
+                let mut out = vec![f32::NAN; n * 96];
+                ops::embed(&cx, &packed, &tokens, &mut out);
+                let want = reference::embed::embed(&table.values(), 96, &tokens);
+                // A block's value q * d + m is rounded twice where it is not exact.
+                let tolerance = |_, want: f64| 4.0 * contract::ROUNDING * want.abs().max(0.2);
+                let exact = |_, _| 0.0;
+                let what = format!("{} {format:?} {n}", name(&cx));
+                if format.is_grouped() {
+                    assert_close(&out, &want, tolerance, &what);
+                } else {
+                    assert_close(&out, &want, exact, &what);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn rms_norm_is_the_reference_within_its_roundings() {
+    for cx in contexts() {
+        for case @ RowsCase { n, width, size } in contract::rows_cases() {
+            let draw = &mut Draw::new(width as u64);
+            let (x, weight) = (draw.values(size, n * width), draw.values(Size::Unit, width));
+            let mut y = vec![f32::NAN; x.len()];
+            ops::rms_norm(&cx, &x, &weight, 1e-5, &mut y);
+            let want = reference::rms_norm::rms_norm(&x, &weight, 1e-5);
+            let what = format!("{} {case:?}", name(&cx));
+            assert_close(&y, &want, |_, want| contract::rms_norm_tolerance(width, want), &what);
+
+            let mut in_place = x.clone();
+            ops::rms_norm_in_place(&cx, &mut in_place, &weight, 1e-5);
+            assert_same_bits(&in_place, &y, &what);
+            let mut alone = vec![f32::NAN; x.len()];
+            for (x, y) in x.chunks_exact(width).zip(alone.chunks_exact_mut(width)) {
+                ops::rms_norm(&cx, x, &weight, 1e-5, y);
+            }
+            assert_same_bits(&y, &alone, &what);
+        }
+    }
+}
+
+#[test]
+fn angles_are_the_reference_far_into_a_context() {
+    for (d_head, theta) in [(64, 1e4), (128, 1e6), (80, 5e5), (2, 1e4)] {
+        let positions = [0, 1, 2, 100, 511, 8191, 131_071, -1, -700];
+        let n = positions.len() * d_head / 2;
+        let (mut cos, mut sin) = (vec![f32::NAN; n], vec![f32::NAN; n]);
+        RopeTable::new(d_head, theta).angles(&positions, &mut cos, &mut sin);
+        let want = reference::rope::angles(d_head, theta, &positions);
+        let of = |f: fn(f64) -> f64| want.iter().map(|&angle| f(angle)).collect::<Vec<f64>>();
+        let tolerance = |i: usize, _| contract::angle_tolerance(theta, want[i]);
+        assert_close(&cos, &of(f64::cos), tolerance, "cos");
+        assert_close(&sin, &of(f64::sin), tolerance, "sin");
+    }
+}
+
+#[test]
+fn rope_is_the_reference_within_its_roundings() {
+    for cx in contexts() {
+        for case in contract::rope_cases() {
+            let (half, row_len) = (case.d_head / 2, case.n_heads * case.d_head);
+            let x = Draw::new(5).values(Size::Outliers, case.n * row_len);
+            let positions: Vec<i32> = (0..case.n as i32).map(|i| i * 37 + 1).collect();
+            let (mut cos, mut sin) = (vec![0.0; case.n * half], vec![0.0; case.n * half]);
+            RopeTable::new(case.d_head, 1e4).angles(&positions, &mut cos, &mut sin);
+            let mut y = x.clone();
+            ops::rope(&cx, &mut y, case.d_head, &cos, &sin);
+            let what = format!("{} {case:?}", name(&cx));
+            if case.n > 0 {
+                let want = reference::rope::rope(&x, case.d_head, &cos, &sin);
+                let sizes: Vec<f32> = x.iter().map(|x| x.abs()).collect();
+                // |a cos| + |b sin|, as a rotation of sizes with the sign that adds them.
+                let add = |s: &[f32], sign: f32| s.iter().map(|s| s.abs() * sign).collect::<Vec<f32>>();
+                let low = reference::rope::rope(&sizes, case.d_head, &add(&cos, 1.0), &add(&sin, -1.0));
+                let high = reference::rope::rope(&sizes, case.d_head, &add(&cos, 1.0), &add(&sin, 1.0));
+                let products = |i: usize| if i % case.d_head < half { low[i] } else { high[i] };
+                assert_close(&y, &want, |i, _| contract::rope_tolerance(products(i)), &what);
+            }
+            let mut alone = x.clone();
+            let angles = cos.chunks_exact(half).zip(sin.chunks_exact(half));
+            for (x, (cos, sin)) in alone.chunks_exact_mut(row_len).zip(angles) {
+                ops::rope(&cx, x, case.d_head, cos, sin);
+            }
+            assert_same_bits(&y, &alone, &what);
+        }
+    }
+}
+
+/// K and V of 50 cells, written by `kv_store`; every number of cells that nobody has is NaN.
+struct Tensors {
+    dtype: KvDType,
+    heads: (usize, usize),
+    k: AlignedBuf,
+    v: AlignedBuf,
+}
+
+impl Tensors {
+    const N_CELLS: usize = 700;
+
+    fn new(dtype: KvDType, heads: (usize, usize)) -> Self {
+        let n_bytes = Self::N_CELLS * heads.0 * heads.1 * dtype.bytes();
+        let nan = || {
+            let mut tensor = AlignedBuf::zeroed("test", n_bytes).unwrap();
+            tensor.as_mut_slice::<u8>().fill(0xff);
+            tensor
+        };
+        Self { dtype, heads, k: nan(), v: nan() }
+    }
+
+    fn layer(&mut self) -> KvLayerMut<'_> {
+        let (n_kv_heads, d_head) = self.heads;
+        KvLayerMut { dtype: self.dtype, n_kv_heads, d_head, k: &mut self.k, v: &mut self.v }
+    }
+
+    fn numbers(&self, tensor: &AlignedBuf) -> Vec<f32> {
+        match self.dtype {
+            KvDType::Float32 => tensor.as_slice().to_vec(),
+            KvDType::Bfloat16 => {
+                tensor.as_slice::<u16>().iter().map(|&bits| f32::from_bits(u32::from(bits) << 16)).collect()
+            }
+        }
+    }
+}
+
+#[test]
+fn kv_store_writes_the_named_cells_and_no_others() {
+    for cx in contexts() {
+        for dtype in [KvDType::Float32, KvDType::Bfloat16] {
+            for (n, heads) in
+                [(0, (1, 2)), (1, (1, 2)), (3, (2, 10)), (7, (3, 64)), (300, (3, 34)), (129, (2, 128))]
+            {
+                let width = heads.0 * heads.1;
+                let draw = &mut Draw::new(n as u64);
+                let cells: Vec<u32> =
+                    draw.order(Tensors::N_CELLS)[..n].iter().map(|&cell| cell as u32).collect();
+                let mut k = draw.values(Size::Outliers, n * width);
+                let v = draw.values(Size::Tiny, n * width);
+                let odd =
+                    [f32::NAN, f32::INFINITY, -0.0, 1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0, f32::MAX, 1e-42];
+                let n_odd = odd.len().min(k.len());
+                k[..n_odd].copy_from_slice(&odd[..n_odd]);
+                let mut tensors = Tensors::new(dtype, heads);
+                ops::kv_store(&cx, tensors.layer(), &cells, &k, &v);
+                for (tensor, rows) in [(&tensors.k, &k), (&tensors.v, &v)] {
+                    let mut want = vec![f32::NAN; Tensors::N_CELLS * width];
+                    if n > 0 {
+                        reference::kv_store::kv_store(dtype, &mut want, &cells, rows);
+                    }
+                    let same = |(got, want): (&f32, &f32)| {
+                        got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan()
+                    };
+                    let got = tensors.numbers(tensor);
+                    assert!(got.iter().zip(&want).all(same), "{} {dtype:?} {n} {heads:?}", name(&cx));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn shifted_keys_are_keys_of_the_new_positions() {
+    for cx in contexts() {
+        for (dtype, step) in [(KvDType::Float32, contract::ROUNDING), (KvDType::Bfloat16, 1.0 / 512.0)] {
+            for heads in [(1, 2), (2, 24), (3, 64), (2, 80), (1, 256)] {
+                let (width, half) = (heads.0 * heads.1, heads.1 / 2);
+                let table = RopeTable::new(heads.1, 1e4);
+                let raw = Draw::new(23).values(Size::Unit, 5 * width);
+                let key_at = |positions: [i32; 5]| {
+                    let (mut cos, mut sin) = (vec![0.0; 5 * half], vec![0.0; 5 * half]);
+                    table.angles(&positions, &mut cos, &mut sin);
+                    let mut k = raw.clone();
+                    ops::rope(&cx, &mut k, heads.1, &cos, &sin);
+                    k
+                };
+                let mut tensors = Tensors::new(dtype, heads);
+                let cells = [7, 3, 600, 4, 5];
+                let before = key_at([0, 5, 90, 1000, 1001]);
+                ops::kv_store(&cx, tensors.layer(), &cells, &before, &before);
+                ops::rope_shift(&cx, tensors.layer(), &cells[..4], -90, &table);
+                let want = key_at([-90, -85, 0, 910, 1001]);
+                let got = tensors.numbers(&tensors.k);
+                for (i, cell) in cells.into_iter().enumerate() {
+                    let got = &got[cell as usize * width..][..width];
+                    let want: Vec<f64> = want[i * width..][..width].iter().map(|&k| f64::from(k)).collect();
+                    // Numbers below 1.5: rounded to storage before and after the shift (the first error turned
+                    // with its pair), and three angles of up to 1000 off by 14 roundings.
+                    let bound = 1.5 * (2.5 * step + 3.0 * 1000.0 * 14.0 * contract::ROUNDING);
+                    assert_close(got, &want, |_, _| bound, &format!("{} {dtype:?} {heads:?}", name(&cx)));
+                }
+                let values = tensors.numbers(&tensors.v);
+                let kept = reference::kv_store::stored(dtype, before[0]);
+                assert_eq!(values[7 * width].to_bits(), kept.to_bits(), "values stay");
+            }
+        }
+    }
+}
+
+/// Gate and up `[n, d_ff]`, interleaved by `gate_up_row`.
+fn interleave(d_ff: usize, gate: &[f32], up: &[f32]) -> Vec<f32> {
+    let mut out = Vec::new();
+    for (gate, up) in gate.chunks_exact(d_ff).zip(up.chunks_exact(d_ff)) {
+        out.extend((0..ops::gate_up_rows(d_ff)).map(|n| match ops::gate_up_row(d_ff, n) {
+            Some((is_up, row)) => {
+                if is_up {
+                    up[row]
+                } else {
+                    gate[row]
+                }
+            }
+            None => 0.0,
+        }));
+    }
+    out
+}
+
+#[test]
+fn gate_up_rows_hold_each_row_of_both_once() {
+    for d_ff in contract::swiglu_widths() {
+        let rows: Vec<_> = (0..ops::gate_up_rows(d_ff)).filter_map(|n| ops::gate_up_row(d_ff, n)).collect();
+        let sorted: std::collections::BTreeSet<_> = rows.iter().copied().collect();
+        let both = [false, true].into_iter().flat_map(|is_up| (0..d_ff).map(move |row| (is_up, row)));
+        assert!(rows.len() == 2 * d_ff && sorted.into_iter().eq(both), "d_ff {d_ff}");
+    }
+}
+
+#[test]
+fn swiglu_is_the_reference_within_its_roundings() {
+    for cx in contexts() {
+        for d_ff in contract::swiglu_widths() {
+            for (n, size) in
+                [(3, Size::Unit), (1, Size::Huge), (2, Size::Tiny), (0, Size::Unit), (17, Size::Outliers)]
+            {
+                let draw = &mut Draw::new(d_ff as u64);
+                let (gate, up) = (draw.values(size, n * d_ff), draw.values(size, n * d_ff));
+                assert_swiglu(&cx, d_ff, (&gate, &up));
+            }
+        }
+    }
+}
+
+/// Every gate from -130 to 130 in steps of 1/64, so the exponential over its whole range.
+#[test]
+fn swiglu_is_accurate_for_every_gate() {
+    for cx in contexts() {
+        let gate: Vec<f32> = (-130 * 64..130 * 64).map(|i| i as f32 / 64.0).collect();
+        assert_swiglu(&cx, gate.len(), (&gate, &vec![1.0; gate.len()]));
+    }
+}
+
+fn assert_swiglu(cx: &OpContext, d_ff: usize, (gate, up): (&[f32], &[f32])) {
+    let mut y = vec![f32::NAN; gate.len()];
+    ops::swiglu(cx, &interleave(d_ff, gate, up), d_ff, &mut y);
+    let want = reference::swiglu::swiglu(gate, up);
+    let what = format!("{} {d_ff}", name(cx));
+    assert_close(&y, &want, |i, want| contract::swiglu_tolerance(f64::from(up[i]), want), &what);
+    for ((gate, up), y) in gate.chunks_exact(d_ff).zip(up.chunks_exact(d_ff)).zip(y.chunks_exact(d_ff)) {
+        let mut alone = vec![f32::NAN; d_ff];
+        ops::swiglu(cx, &interleave(d_ff, gate, up), d_ff, &mut alone);
+        assert_same_bits(y, &alone, &what);
+    }
+}
+
+/// Numbers that are not finite come out as such and stay in their row.
+#[test]
+fn numbers_that_are_not_finite_are_not_hidden() {
+    for cx in contexts() {
+        let mut x = vec![1.0; 3 * 40];
+        x[45] = f32::NAN;
+        let mut y = vec![0.0; x.len()];
+        ops::rms_norm(&cx, &x, &[1.0; 40], 1e-5, &mut y);
+        let nan: Vec<bool> = y.iter().map(|y| y.is_nan()).collect();
+        assert!(
+            nan[40..80].iter().all(|&nan| nan) && !nan[..40].contains(&true) && !nan[80..].contains(&true)
+        );
+
+        let gate = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1.0, f32::NEG_INFINITY];
+        let up = [1.0, 1.0, 1.0, f32::NAN, 0.0];
+        let mut y = [0.0; 5];
+        ops::swiglu(&cx, &interleave(5, &gate, &up), 5, &mut y);
+        assert!(y[0].is_nan() && y[1] == f32::INFINITY && y[2..].iter().all(|y| y.is_nan()), "{y:?}");
+    }
+}
+
+#[test]
+fn argmax_is_the_reference() {
+    for logits in contract::argmax_cases() {
+        let what = format!("{} logits", logits.len());
+        assert_eq!(ops::argmax(&logits), reference::argmax::argmax(&logits), "{what}");
+    }
+}

@@ -1,0 +1,157 @@
+//! Packed matrices: what goes in comes out, in every format, shape and conversion.
+
+#![allow(clippy::unwrap_used, reason = "a failing helper fails its test")]
+
+mod stored;
+
+use half::bf16;
+use llaisys_core::dtype::DType;
+use llaisys_core::error::DeviceError;
+use llaisys_core::ops::packed::{PackedFormat, PackedMatrix};
+use llaisys_core::quant::dequantize_row;
+use llaisys_core::tensor::RowView;
+use llaisys_core::threads::Pool;
+use stored::{Rng, Stored};
+
+const DTYPES: [DType; 6] = [DType::F32, DType::F16, DType::BF16, DType::Q8_0, DType::Q4_0, DType::Q4_1];
+const SHAPES: [(usize, usize); 5] = [(1, 32), (31, 64), (32, 96), (33, 32), (100, 320)];
+/// Sizes that only plain types have.
+const ODD_SHAPES: [(usize, usize); 4] = [(1, 1), (33, 7), (64, 31), (5, 65)];
+
+fn pool() -> Pool {
+    Pool::new(2).unwrap()
+}
+
+fn values(row: RowView<'_>, n: usize) -> Vec<f32> {
+    let mut values = vec![0.0; n];
+    dequantize_row(row, &mut values);
+    values
+}
+
+fn read(matrix: &PackedMatrix, n: usize) -> Vec<f32> {
+    let mut values = vec![f32::NAN; matrix.n_columns()];
+    matrix.read_row(n, &mut values);
+    values
+}
+
+fn assert_holds(matrix: &PackedMatrix, stored: &Stored) {
+    let format = matrix.format();
+    for n in 0..stored.n_rows {
+        let mut want = values(stored.row(n), stored.n_columns);
+        if format == PackedFormat::BF16 {
+            want.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32());
+        }
+        let got = read(matrix, n);
+        let same = got.iter().zip(&want).all(|(a, b)| a.to_bits() == b.to_bits());
+        assert!(same, "{:?} in {format:?}, row {n} of {}: {got:?} {want:?}", stored.dtype, stored.n_rows);
+    }
+}
+
+#[test]
+fn rows_come_out_as_they_went_in() {
+    let pool = pool();
+    for dtype in DTYPES {
+        for format in PackedFormat::ALL {
+            if format.is_grouped() && format.dtype() != dtype {
+                continue;
+            }
+            let odd = if dtype.is_quantized() { &[][..] } else { &ODD_SHAPES[..] };
+            for (i, &(n, k)) in SHAPES.iter().chain(odd).enumerate() {
+                let stored = Stored::random(&mut Rng(i as u64), dtype, n, k);
+                let matrix = stored.pack(&pool, format);
+                assert_eq!((matrix.n_rows(), matrix.n_columns(), matrix.format()), (n, k, format));
+                assert_holds(&matrix, &stored);
+            }
+        }
+    }
+}
+
+#[test]
+fn any_row_of_the_file_may_be_any_output() {
+    let (pool, stored) = (pool(), Stored::random(&mut Rng(3), DType::Q4_1, 70, 64));
+    let from = |n: usize| (n * 37) % 70;
+    let matrix = PackedMatrix::pack(&pool, PackedFormat::Q4_1, 70, 64, &|n| stored.row(from(n))).unwrap();
+    for n in 0..70 {
+        assert_eq!(read(&matrix, n), values(stored.row(from(n)), 64));
+    }
+}
+
+#[test]
+fn rows_without_bytes_are_zeros() {
+    let pool = pool();
+    for format in PackedFormat::ALL {
+        let stored = Stored::random(&mut Rng(5), format.dtype(), 40, 64);
+        let padding = RowView { dtype: format.dtype(), bytes: &[] };
+        let row = |n: usize| if n % 3 == 1 { padding } else { stored.row(n) };
+        let matrix = PackedMatrix::pack(&pool, format, 40, 64, &row).unwrap();
+        for n in 0..40 {
+            let want = if n % 3 == 1 { vec![0.0; 64] } else { values(stored.row(n), 64) };
+            assert_eq!(read(&matrix, n), want, "{format:?}");
+        }
+    }
+}
+
+#[test]
+fn sizes_are_those_of_the_layout() {
+    let pool = pool();
+    // Two panels of 64 inputs (two groups); bits an element: 32, 16, 8.5, 4.5, 5.
+    let bytes = [2 * 64 * 128, 2 * 64 * 64, 2 * 2 * 1088, 2 * 2 * 576, 2 * 2 * 640];
+    for (format, bytes) in PackedFormat::ALL.into_iter().zip(bytes) {
+        assert_eq!(Stored::random(&mut Rng(1), format.dtype(), 33, 64).pack(&pool, format).n_bytes(), bytes);
+    }
+    // An odd number of inputs takes a whole pair in bf16.
+    let odd = Stored::random(&mut Rng(1), DType::BF16, 32, 5).pack(&pool, PackedFormat::BF16);
+    assert_eq!(odd.n_bytes(), 3 * 128);
+}
+
+#[test]
+fn groups_need_whole_blocks() {
+    for format in PackedFormat::ALL {
+        assert!(PackedMatrix::can_pack(format, 64));
+        assert_eq!(PackedMatrix::can_pack(format, 65), !format.is_grouped());
+    }
+}
+
+#[test]
+fn replaced_rows_read_back_and_leave_the_others() {
+    let pool = pool();
+    for format in [PackedFormat::F32, PackedFormat::BF16] {
+        for (n, k) in [(70, 9), (33, 64)] {
+            let rng = &mut Rng(9);
+            let stored = Stored::random(rng, format.dtype(), n, k);
+            let mut matrix = stored.pack(&pool, format);
+            let (rows, new) = ([32, 0, 31], rng.units(3 * k));
+            matrix.repack_rows(&rows, &new);
+            for row in 0..n {
+                let want = match rows.iter().position(|&r| r == row) {
+                    Some(i) if format == PackedFormat::F32 => new[i * k..(i + 1) * k].to_vec(),
+                    Some(i) => new[i * k..(i + 1) * k].iter().map(|&x| bf16::from_f32(x).to_f32()).collect(),
+                    None => values(stored.row(row), k),
+                };
+                assert_eq!(read(&matrix, row), want, "{format:?} row {row}");
+            }
+        }
+    }
+}
+
+#[test]
+#[should_panic(expected = "cannot be replaced")]
+fn rows_of_groups_cannot_be_replaced() {
+    let mut matrix = Stored::random(&mut Rng(1), DType::Q8_0, 4, 32).pack(&pool(), PackedFormat::Q8_0);
+    matrix.repack_rows(&[0], &[0.0; 32]);
+}
+
+#[test]
+#[should_panic(expected = "its own block type only")]
+fn a_group_format_takes_no_other_type() {
+    Stored::random(&mut Rng(1), DType::Q4_0, 4, 32).pack(&pool(), PackedFormat::Q4_1);
+}
+
+#[test]
+fn memory_that_does_not_exist_is_an_error() {
+    let none = RowView { dtype: DType::F32, bytes: &[] };
+    for n_rows in [1 << 50, usize::MAX] {
+        let refused = PackedMatrix::pack(&pool(), PackedFormat::F32, n_rows, 1 << 20, &|_| none);
+        assert!(matches!(refused, Err(DeviceError::Allocation { what: "packed weights", .. })), "{n_rows}");
+    }
+}

@@ -1,0 +1,85 @@
+//! Block types, byte by byte as GGUF defines them.
+
+use half::f16;
+use llaisys_core::dtype::DType;
+use llaisys_core::quant::{BLOCK_LEN, Block, dequantize_row};
+use llaisys_core::tensor::RowView;
+use proptest::prelude::*;
+
+fn dequantize(dtype: DType, bytes: &[u8], n: usize) -> Vec<f32> {
+    let mut values = vec![f32::NAN; n];
+    dequantize_row(RowView { dtype, bytes }, &mut values);
+    values
+}
+
+/// The definition, element by element, in f32.
+fn definition(dtype: DType, block: &[u8], i: usize) -> f32 {
+    let f16_at = |at: usize| f16::from_le_bytes([block[at], block[at + 1]]).to_f32();
+    let nibble = |at: usize| f32::from(if i < 16 { block[at + i] & 15 } else { block[at + i - 16] >> 4 });
+    match dtype {
+        DType::Q8_0 => f16_at(0) * f32::from(block[2 + i] as i8),
+        DType::Q4_0 => f16_at(0) * (nibble(2) - 8.0),
+        DType::Q4_1 => f16_at(0) * nibble(4) + f16_at(2),
+        _ => unreachable!("block types only"),
+    }
+}
+
+#[test]
+fn blocks_by_hand() {
+    // Scale 0.5 (0x3800), values -128, -1, 0, 127 and zeros.
+    let mut q8_0 = vec![0x00, 0x38, 0x80, 0xff, 0x00, 0x7f];
+    q8_0.resize(34, 0);
+    assert_eq!(dequantize(DType::Q8_0, &q8_0, 32)[..5], [-64.0, -0.5, 0.0, 63.5, 0.0]);
+
+    // Scale 2: byte 0 holds elements 0 (low, 15) and 16 (high, 0); the other nibbles are 8, which is zero.
+    let mut q4_0 = vec![0x00, 0x40, 0x0f];
+    q4_0.resize(18, 0x88);
+    let mut want = vec![0.0; 32];
+    (want[0], want[16]) = (14.0, -16.0);
+    assert_eq!(dequantize(DType::Q4_0, &q4_0, 32), want);
+
+    // Scale 2, minimum -1: byte 15 holds elements 15 (1) and 31 (3).
+    let mut q4_1 = vec![0x00, 0x40, 0x00, 0xbc];
+    q4_1.resize(19, 0);
+    q4_1.push(0x31);
+    let mut want = vec![-1.0; 32];
+    (want[15], want[31]) = (1.0, 5.0);
+    assert_eq!(dequantize(DType::Q4_1, &q4_1, 32), want);
+}
+
+#[test]
+fn plain_types_are_exact() {
+    let bytes: Vec<u8> = [1.5_f32, -0.0, f32::MIN_POSITIVE].iter().flat_map(|x| x.to_le_bytes()).collect();
+    assert_eq!(dequantize(DType::F32, &bytes, 3), [1.5, -0.0, f32::MIN_POSITIVE]);
+    assert_eq!(dequantize(DType::F16, &[0x00, 0x3c, 0x01, 0x80], 2), [1.0, -(2.0_f32.powi(-24))]);
+    assert_eq!(dequantize(DType::BF16, &[0x80, 0x3f, 0x49, 0xc0], 2), [1.0, -3.140_625]);
+}
+
+#[test]
+fn plain_types_have_no_blocks() {
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        assert_eq!(Block::parse(dtype, &[0; 34]), None);
+    }
+}
+
+#[test]
+#[should_panic(expected = "row of another length")]
+fn a_row_of_another_length_is_a_bug() {
+    dequantize(DType::Q8_0, &[0; 34], 64);
+}
+
+proptest! {
+    #[test]
+    fn any_bytes_are_read_by_the_definition(
+        dtype in prop::sample::select(vec![DType::Q8_0, DType::Q4_0, DType::Q4_1]),
+        mut bytes in prop::collection::vec(any::<u8>(), 3 * 34),
+    ) {
+        bytes.truncate(3 * dtype.block_bytes());
+        let got = dequantize(dtype, &bytes, 3 * BLOCK_LEN);
+        for (i, got) in got.into_iter().enumerate() {
+            let block = &bytes[i / BLOCK_LEN * dtype.block_bytes()..][..dtype.block_bytes()];
+            let want = definition(dtype, block, i % BLOCK_LEN);
+            prop_assert!(got == want || got.is_nan() && want.is_nan(), "{dtype:?} element {i}: {got} {want}");
+        }
+    }
+}

@@ -1,0 +1,326 @@
+//! `Context`: one model with its KV cells, owned by the thread that built it.
+//!
+//! The class is frozen, so Python holds only shared references; the state behind it sits in a mutex that is
+//! never waited for, because the owner check comes first and the owner cannot be in two calls at once.
+
+use crate::convert::{OwnedArrays, OwnedMasks, compute_mode, count, isa, kv_dtype, owned};
+use crate::errors::{Fault, guarded, panic_message};
+use crate::output::DecodeOutput;
+use crate::sampler::SamplerSpec;
+use llaisys_core::context::{Context as Core, ContextConfig, DecodeRequest};
+use llaisys_core::error::Rejected;
+use llaisys_core::seq::SeqId;
+use numpy::{PyReadonlyArray1, PyReadonlyArray2, PyReadonlyArrayDyn, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
+use std::thread::ThreadId;
+
+/// More than any machine has; a typing error, not a wish.
+const THREADS_MAX: i64 = 1024;
+
+/// One model on one device with its KV cells. Built, used and closed on one thread.
+#[pyclass(frozen, module = "llaisys._core")]
+pub(crate) struct Context {
+    owner: ThreadId,
+    process: u32,
+    state: Mutex<State>,
+}
+
+enum State {
+    Open(Box<Core>),
+    Closed,
+    /// A panic left the books half-changed; what it said. The core was leaked, never to be read again.
+    Dead(String),
+}
+
+impl Context {
+    /// Runs `call` on the core. Refused to other threads and forked processes. A panic in it becomes
+    /// [`Fault::Panic`], and if the core says that its books are broken, every later call [`Fault::Dead`].
+    fn call<T>(&self, call: impl FnOnce(&mut Core) -> Result<T, llaisys_core::Error>) -> Result<T, Fault> {
+        self.check_owner()?;
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let core = match &mut *state {
+            State::Open(core) => core,
+            State::Closed => return Err(Fault::Core(Rejected::Closed.into())),
+            State::Dead(message) => return Err(Fault::Dead(message.clone())),
+        };
+        let payload = match catch_unwind(AssertUnwindSafe(|| call(core))) {
+            Ok(result) => return result.map_err(Fault::Core),
+            Err(payload) => payload,
+        };
+        let message = panic_message(payload.as_ref());
+        if core.is_broken()
+            && let State::Open(core) = std::mem::replace(&mut *state, State::Dead(message.clone()))
+        {
+            std::mem::forget(core);
+        }
+        Err(Fault::Panic(message))
+    }
+
+    fn check_owner(&self) -> Result<(), Fault> {
+        if std::process::id() != self.process {
+            return Err(Fault::ForeignProcess);
+        }
+        if std::thread::current().id() != self.owner {
+            return Err(Fault::ForeignThread);
+        }
+        Ok(())
+    }
+
+    /// A short call, GIL held.
+    fn brief<T>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&mut Core) -> Result<T, llaisys_core::Error>,
+    ) -> PyResult<T> {
+        self.call(call).map_err(|fault| fault.into_py(py))
+    }
+
+    /// A long call, GIL released.
+    fn detached<T: Send>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&mut Core) -> Result<T, llaisys_core::Error> + Send,
+    ) -> PyResult<T> {
+        py.detach(|| self.call(call)).map_err(|fault| fault.into_py(py))
+    }
+}
+
+/// Dropped without `close`: at interpreter exit, or by the garbage collector on any thread. Freeing touches no
+/// Python and no panic gets out. In a forked process the worker threads to be joined do not exist: leak.
+impl Drop for Context {
+    fn drop(&mut self) {
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let state = std::mem::replace(state, State::Closed);
+        if std::process::id() != self.process {
+            std::mem::forget(state);
+        } else if let Err(payload) = catch_unwind(AssertUnwindSafe(|| drop(state))) {
+            std::mem::forget(payload);
+        }
+    }
+}
+
+#[pymethods]
+impl Context {
+    #[new]
+    #[pyo3(signature = (
+        path, *, dtype = "auto", kv_dtype = "auto", isa = "auto", n_cells, n_seq_max, n_batch, max_model_len, n_threads
+    ))]
+    #[allow(clippy::too_many_arguments, reason = "mirrors the keyword-only Python signature")]
+    fn new(
+        py: Python<'_>,
+        path: PathBuf,
+        dtype: &str,
+        kv_dtype: &str,
+        isa: &str,
+        n_cells: i64,
+        n_seq_max: i64,
+        n_batch: i64,
+        max_model_len: i64,
+        n_threads: i64,
+    ) -> PyResult<Self> {
+        let words = Words { dtype, kv_dtype, isa };
+        let loaded = words.parse().and_then(|(mode, kv_dtype, isa)| {
+            let config = ContextConfig {
+                mode,
+                kv_dtype,
+                isa,
+                n_cells: count("n_cells", n_cells, i64::from(i32::MAX))?,
+                n_seq_max: count("n_seq_max", n_seq_max, 256)?,
+                n_batch: count("n_batch", n_batch, i64::from(i32::MAX))?,
+                max_model_len: count("max_model_len", max_model_len, i64::from(i32::MAX))?,
+                n_threads: count("n_threads", n_threads, THREADS_MAX)?,
+            };
+            py.detach(|| guarded(|| Core::load(&path, config)))
+        });
+        let core = loaded.map_err(|fault| fault.into_py(py))?;
+        Ok(Self {
+            owner: std::thread::current().id(),
+            process: std::process::id(),
+            state: Mutex::new(State::Open(Box::new(core))),
+        })
+    }
+
+    /// Frees everything; idempotent.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.check_owner().map_err(|fault| fault.into_py(py))?;
+        let state = {
+            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            std::mem::replace(&mut *state, State::Closed)
+        };
+        py.detach(|| {
+            guarded(|| {
+                drop(state);
+                Ok(())
+            })
+        })
+        .map_err(|fault| fault.into_py(py))
+    }
+
+    #[getter]
+    fn isa(&self, py: Python<'_>) -> PyResult<&'static str> {
+        self.brief(py, |core| Ok(core.isa().name()))
+    }
+
+    #[getter]
+    fn n_cells(&self, py: Python<'_>) -> PyResult<usize> {
+        self.brief(py, |core| Ok(core.n_cells()))
+    }
+
+    #[getter]
+    fn n_cells_free(&self, py: Python<'_>) -> PyResult<usize> {
+        self.brief(py, |core| Ok(core.n_cells_free()))
+    }
+
+    #[getter]
+    fn n_seq_free(&self, py: Python<'_>) -> PyResult<usize> {
+        self.brief(py, |core| Ok(core.n_seq_free()))
+    }
+
+    #[getter]
+    fn vocab_size(&self, py: Python<'_>) -> PyResult<usize> {
+        self.brief(py, |core| Ok(core.config().vocab_size))
+    }
+
+    /// Bytes of the packed weights.
+    #[getter]
+    fn weight_bytes(&self, py: Python<'_>) -> PyResult<usize> {
+        self.brief(py, |core| Ok(core.weight_bytes()))
+    }
+
+    /// Lends a sequence id.
+    fn seq_acquire(&self, py: Python<'_>) -> PyResult<i64> {
+        self.brief(py, |core| Ok(core.seq_acquire()?.to_raw()))
+    }
+
+    /// Returns the id, its cells and its sampler.
+    fn seq_release(&self, py: Python<'_>, seq_id: i64) -> PyResult<()> {
+        self.brief(py, |core| core.seq_release(SeqId::from_raw(seq_id)))
+    }
+
+    /// Attaches sampling to a sequence.
+    fn set_sampler(
+        &self,
+        py: Python<'_>,
+        seq_id: i64,
+        spec: &SamplerSpec,
+        prompt_ids: PyReadonlyArray1<'_, i32>,
+        output_ids: PyReadonlyArray1<'_, i32>,
+    ) -> PyResult<()> {
+        let ids = owned("prompt_ids", &prompt_ids).and_then(|p| Ok((p, owned("output_ids", &output_ids)?)));
+        let (prompt, output) = ids.map_err(|fault| fault.into_py(py))?;
+        let spec = spec.spec.clone();
+        self.brief(py, |core| core.set_sampler(SeqId::from_raw(seq_id), spec, &prompt, &output))
+    }
+
+    /// One forward pass for all rows; the GIL is released.
+    #[pyo3(signature = (
+        tokens, positions, n_seq_id, seq_ids, wants_output, *, stream = None, logits_mask = None, return_logits = false
+    ))]
+    #[allow(clippy::too_many_arguments, reason = "mirrors the Python signature, a structure of arrays")]
+    fn decode(
+        &self,
+        py: Python<'_>,
+        tokens: PyReadonlyArray1<'_, i32>,
+        positions: PyReadonlyArray1<'_, i32>,
+        n_seq_id: PyReadonlyArray1<'_, i32>,
+        seq_ids: PyReadonlyArray1<'_, i64>,
+        wants_output: PyReadonlyArray1<'_, u8>,
+        stream: Option<PyReadonlyArray1<'_, u32>>,
+        logits_mask: Option<(PyReadonlyArray1<'_, i32>, PyReadonlyArray2<'_, u32>)>,
+        return_logits: bool,
+    ) -> PyResult<DecodeOutput> {
+        let gather = || -> Result<_, Fault> {
+            let arrays = OwnedArrays {
+                tokens: owned("tokens", &tokens)?,
+                positions: owned("positions", &positions)?,
+                n_seq_id: owned("n_seq_id", &n_seq_id)?,
+                seq_ids: owned("seq_ids", &seq_ids)?,
+                stream: stream.as_ref().map(|s| owned("stream", s)).transpose()?.unwrap_or_default(),
+                wants_output: owned("wants_output", &wants_output)?,
+            };
+            let masks = logits_mask.as_ref().map(|(rows, bits)| OwnedMasks::new(rows, bits)).transpose()?;
+            Ok((arrays, masks))
+        };
+        let (arrays, masks) = gather().map_err(|fault| fault.into_py(py))?;
+        let result = self.detached(py, |core| {
+            let masks = masks.as_ref().map(OwnedMasks::view);
+            core.decode(&DecodeRequest { arrays: arrays.view(), masks, return_logits })
+        })?;
+        DecodeOutput::new(py, result)
+    }
+
+    /// Forgets positions `p0 <= p < p1` of a sequence.
+    fn kv_seq_rm(&self, py: Python<'_>, seq_id: i64, p0: i32, p1: i32) -> PyResult<()> {
+        self.brief(py, |core| core.kv_seq_rm(SeqId::from_raw(seq_id), p0, p1))
+    }
+
+    /// Shares the cells of `src` in the range with `dst`.
+    fn kv_seq_cp(&self, py: Python<'_>, src: i64, dst: i64, p0: i32, p1: i32) -> PyResult<()> {
+        self.brief(py, |core| core.kv_seq_cp(SeqId::from_raw(src), SeqId::from_raw(dst), p0, p1))
+    }
+
+    /// Forgets every sequence but this one (their ids stay lent).
+    fn kv_seq_keep(&self, py: Python<'_>, seq_id: i64) -> PyResult<()> {
+        self.brief(py, |core| core.kv_seq_keep(SeqId::from_raw(seq_id)))
+    }
+
+    /// Shifts positions in the range by `delta`; the stored keys are rotated anew.
+    fn kv_seq_add(&self, py: Python<'_>, seq_id: i64, p0: i32, p1: i32, delta: i32) -> PyResult<()> {
+        self.detached(py, |core| core.kv_seq_add(SeqId::from_raw(seq_id), p0, p1, delta))
+    }
+
+    /// Smallest position held, -1 if none.
+    fn kv_seq_pos_min(&self, py: Python<'_>, seq_id: i64) -> PyResult<i32> {
+        self.brief(py, |core| Ok(core.kv_seq_pos_min(SeqId::from_raw(seq_id))?.unwrap_or(-1)))
+    }
+
+    /// Largest position held, -1 if none.
+    fn kv_seq_pos_max(&self, py: Python<'_>, seq_id: i64) -> PyResult<i32> {
+        self.brief(py, |core| Ok(core.kv_seq_pos_max(SeqId::from_raw(seq_id))?.unwrap_or(-1)))
+    }
+
+    /// Replaces one tensor, by its name in the checkpoint.
+    fn replace_weight(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        values: PyReadonlyArrayDyn<'_, f32>,
+    ) -> PyResult<()> {
+        let shape = values.shape().to_vec();
+        let elements = values.as_slice().map(<[f32]>::to_vec).map_err(|_| {
+            Fault::Argument("values is not contiguous; pass numpy.ascontiguousarray of it".to_owned())
+                .into_py(py)
+        })?;
+        self.detached(py, |core| core.replace_weight(name, &shape, &elements))
+    }
+
+    /// Checks every invariant of the cells and the id pool.
+    fn check_integrity(&self, py: Python<'_>) -> PyResult<()> {
+        self.brief(py, |core| {
+            core.check_integrity();
+            Ok(())
+        })
+    }
+}
+
+/// Settings that arrive as words.
+struct Words<'a> {
+    dtype: &'a str,
+    kv_dtype: &'a str,
+    isa: &'a str,
+}
+
+impl Words<'_> {
+    fn parse(&self) -> Result<ParsedWords, Fault> {
+        Ok((compute_mode(self.dtype)?, kv_dtype(self.kv_dtype)?, isa(self.isa)?))
+    }
+}
+
+type ParsedWords = (
+    llaisys_core::dtype::ComputeMode,
+    Option<llaisys_core::dtype::KvDType>,
+    Option<llaisys_core::ops::dispatch::IsaName>,
+);

@@ -1,0 +1,126 @@
+//! NumPy arrays and words -> core values. Arrays are copied while the GIL is held: another Python thread may
+//! write to them as soon as it is released.
+
+use crate::errors::Fault;
+use llaisys_core::Error;
+use llaisys_core::batch::BatchArrays;
+use llaisys_core::context::RowMasks;
+use llaisys_core::dtype::{ComputeMode, KvDType};
+use llaisys_core::error::Rejected;
+use llaisys_core::ops::dispatch::IsaName;
+use numpy::{Element, PyReadonlyArray1, PyReadonlyArray2};
+
+/// `values` as a vector of its own. Errors: the array is not contiguous.
+pub(crate) fn owned<T: Element + Copy>(
+    what: &str,
+    values: &PyReadonlyArray1<'_, T>,
+) -> Result<Vec<T>, Fault> {
+    match values.as_slice() {
+        Ok(values) => Ok(values.to_vec()),
+        Err(_) => {
+            Err(Fault::Argument(format!("{what} is not contiguous; pass numpy.ascontiguousarray of it")))
+        }
+    }
+}
+
+/// The arrays of one decode, owned.
+#[derive(Default)]
+pub(crate) struct OwnedArrays {
+    pub(crate) tokens: Vec<i32>,
+    pub(crate) positions: Vec<i32>,
+    pub(crate) n_seq_id: Vec<i32>,
+    pub(crate) seq_ids: Vec<i64>,
+    pub(crate) stream: Vec<u32>,
+    pub(crate) wants_output: Vec<u8>,
+}
+
+impl OwnedArrays {
+    /// The view that the core checks and copies once more into its `Batch`.
+    pub(crate) fn view(&self) -> BatchArrays<'_> {
+        BatchArrays {
+            tokens: &self.tokens,
+            positions: &self.positions,
+            n_seq_id: &self.n_seq_id,
+            seq_ids: &self.seq_ids,
+            stream: &self.stream,
+            wants_output: &self.wants_output,
+        }
+    }
+}
+
+/// Logits masks, owned.
+pub(crate) struct OwnedMasks {
+    rows: Vec<i32>,
+    bits: Vec<u32>,
+}
+
+impl OwnedMasks {
+    /// Copies rows `[n]` and bits `[n, n_words]`. Errors: not contiguous, or a different number of rows.
+    pub(crate) fn new(
+        rows: &PyReadonlyArray1<'_, i32>,
+        bits: &PyReadonlyArray2<'_, u32>,
+    ) -> Result<Self, Fault> {
+        let rows = owned("the rows of logits_mask", rows)?;
+        let (n_bit_rows, _) = bits.as_array().dim();
+        if n_bit_rows != rows.len() {
+            return Err(Fault::Core(
+                Rejected::Length {
+                    what: "the bits of logits_mask (rows)",
+                    got: n_bit_rows,
+                    want: rows.len(),
+                }
+                .into(),
+            ));
+        }
+        let bits = bits.as_array().iter().copied().collect();
+        Ok(Self { rows, bits })
+    }
+
+    /// The view that the core checks.
+    pub(crate) fn view(&self) -> RowMasks<'_> {
+        RowMasks { rows: &self.rows, bits: &self.bits }
+    }
+}
+
+/// A number from 0 that Python gave as any integer. Errors: outside `0..=u32::MAX`.
+pub(crate) fn natural(what: &'static str, value: i64) -> Result<u32, Error> {
+    u32::try_from(value)
+        .map_err(|_| Rejected::OutOfRange { what, got: value, min: 0, max: i64::from(u32::MAX) }.into())
+}
+
+/// A count that Python gave as any integer. Errors: outside `1..=max`.
+pub(crate) fn count(what: &'static str, value: i64, max: i64) -> Result<usize, Error> {
+    if value < 1 || value > max {
+        return Err(Rejected::OutOfRange { what, got: value, min: 1, max }.into());
+    }
+    usize::try_from(value).map_err(|_| Rejected::OutOfRange { what, got: value, min: 1, max }.into())
+}
+
+/// `auto`, `float32` or `bfloat16`.
+pub(crate) fn compute_mode(word: &str) -> Result<ComputeMode, Fault> {
+    match word {
+        "auto" => Ok(ComputeMode::Auto),
+        "float32" => Ok(ComputeMode::Float32),
+        "bfloat16" => Ok(ComputeMode::Bfloat16),
+        _ => Err(unknown_word("dtype", word)),
+    }
+}
+
+/// `auto` (None), `float32` or `bfloat16`.
+pub(crate) fn kv_dtype(word: &str) -> Result<Option<KvDType>, Fault> {
+    match word {
+        "auto" => Ok(None),
+        "float32" => Ok(Some(KvDType::Float32)),
+        "bfloat16" => Ok(Some(KvDType::Bfloat16)),
+        _ => Err(unknown_word("kv_dtype", word)),
+    }
+}
+
+/// `auto` (None) or the name of an instruction set.
+pub(crate) fn isa(word: &str) -> Result<Option<IsaName>, Error> {
+    if word == "auto" { Ok(None) } else { Ok(Some(IsaName::parse(word)?)) }
+}
+
+fn unknown_word(what: &str, word: &str) -> Fault {
+    Fault::Argument(format!("{what} is {word:?}, allowed are auto, float32 and bfloat16"))
+}

@@ -1,0 +1,107 @@
+//! Core error -> Python class. The matches are exhaustive: a new kind does not build until it is placed.
+
+use llaisys_core::Error;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::PyType;
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// What a call into the core may end with.
+#[derive(Debug)]
+pub(crate) enum Fault {
+    /// The core refused or failed.
+    Core(Error),
+    /// The core panicked; the context it belongs to is still whole.
+    Panic(String),
+    /// An earlier call broke the context; what the panic said.
+    Dead(String),
+    /// Called from another thread than the one that built the context.
+    ForeignThread,
+    /// Called in a process forked from the one that built the context, where its worker threads do not exist.
+    ForeignProcess,
+    /// An argument that the core never sees: a word or an array layout.
+    Argument(String),
+}
+
+impl From<Error> for Fault {
+    fn from(error: Error) -> Self {
+        Fault::Core(error)
+    }
+}
+
+impl Fault {
+    /// The exception to raise.
+    pub(crate) fn into_py(self, py: Python<'_>) -> PyErr {
+        let (class, message) = match self {
+            Fault::Core(error) => (Class::of(&error), error.to_string()),
+            Fault::Panic(message) => (Class::EngineDead, format!("the core panicked: {message}")),
+            Fault::Dead(message) => {
+                (Class::EngineDead, format!("the context was broken by an earlier panic: {message}"))
+            }
+            Fault::ForeignThread => (
+                Class::Rejected,
+                "the context belongs to the thread that built it; call it from there".to_owned(),
+            ),
+            Fault::ForeignProcess => (
+                Class::EngineDead,
+                "the context was built before a fork; build one in this process".to_owned(),
+            ),
+            Fault::Argument(message) => (Class::Rejected, message),
+        };
+        match class.python(py) {
+            Ok(class) => PyErr::from_type(class.clone(), (message,)),
+            Err(import_error) => import_error,
+        }
+    }
+}
+
+/// Runs core code that belongs to no context; a panic becomes [`Fault::Panic`].
+pub(crate) fn guarded<T>(call: impl FnOnce() -> Result<T, Error>) -> Result<T, Fault> {
+    match catch_unwind(AssertUnwindSafe(call)) {
+        Ok(result) => result.map_err(Fault::Core),
+        Err(payload) => Err(Fault::Panic(panic_message(payload.as_ref()))),
+    }
+}
+
+/// The text of a panic.
+pub(crate) fn panic_message(payload: &(dyn Any + Send)) -> String {
+    let text = payload.downcast_ref::<&str>().copied();
+    let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
+    text.unwrap_or("no message").to_owned()
+}
+
+/// The classes of `llaisys.errors` that the core raises.
+#[derive(Clone, Copy)]
+enum Class {
+    Rejected,
+    Exhausted,
+    Unsupported,
+    EngineDead,
+}
+
+impl Class {
+    fn of(error: &Error) -> Class {
+        match error {
+            Error::Rejected(_) => Class::Rejected,
+            Error::Exhausted(_) => Class::Exhausted,
+            Error::Unsupported(_) => Class::Unsupported,
+            Error::Device(_) => Class::EngineDead,
+        }
+    }
+
+    /// The class object, imported at the first error and kept.
+    fn python<'py>(self, py: Python<'py>) -> PyResult<&'py Bound<'py, PyType>> {
+        static REJECTED: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+        static EXHAUSTED: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+        static UNSUPPORTED: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+        static ENGINE_DEAD: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+        let (cell, name) = match self {
+            Class::Rejected => (&REJECTED, "RejectedError"),
+            Class::Exhausted => (&EXHAUSTED, "ExhaustedError"),
+            Class::Unsupported => (&UNSUPPORTED, "UnsupportedError"),
+            Class::EngineDead => (&ENGINE_DEAD, "EngineDeadError"),
+        };
+        cell.import(py, "llaisys.errors", name)
+    }
+}

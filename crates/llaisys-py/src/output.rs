@@ -1,0 +1,89 @@
+//! `DecodeOutput`: what one decode gives, as NumPy arrays.
+
+use llaisys_core::context::DecodeResult;
+use llaisys_core::sample::RowFault;
+use numpy::{PyArray1, PyArray2, PyArrayMethods};
+use pyo3::prelude::*;
+
+/// One row's logprobs as Python sees them: output row, logprob of the sampled id, its rank, the best ids.
+type RowLogprobs = (usize, f32, u32, Vec<(u32, f32)>);
+
+/// What a decode gives. Output rows are the batch rows with flags, in batch order.
+#[pyclass(frozen, module = "llaisys._core")]
+pub(crate) struct DecodeOutput {
+    rows: Py<PyArray1<i32>>,
+    token_ids: Py<PyArray1<i32>>,
+    faults: Vec<(usize, &'static str)>,
+    logits: Option<Py<PyArray2<f32>>>,
+    hidden: Option<Py<PyArray2<f32>>>,
+    logprobs: Vec<RowLogprobs>,
+}
+
+impl DecodeOutput {
+    /// Hands the core's vectors over to NumPy without a copy.
+    pub(crate) fn new(py: Python<'_>, result: DecodeResult) -> PyResult<Self> {
+        let n_out = result.rows.len();
+        let matrix = |values: Vec<f32>| -> PyResult<Py<PyArray2<f32>>> {
+            let n_columns = values.len().checked_div(n_out).unwrap_or(0);
+            Ok(PyArray1::from_vec(py, values).reshape([n_out, n_columns])?.unbind())
+        };
+        Ok(Self {
+            rows: PyArray1::from_vec(py, result.rows).unbind(),
+            token_ids: PyArray1::from_vec(py, result.token_ids).unbind(),
+            faults: result.faults.into_iter().map(|(row, fault)| (row, fault_name(fault))).collect(),
+            logits: result.logits.map(matrix).transpose()?,
+            hidden: result.hidden.map(matrix).transpose()?,
+            logprobs: result
+                .logprobs
+                .into_iter()
+                .map(|(out_row, l)| (out_row, l.logprob, l.rank, l.top))
+                .collect(),
+        })
+    }
+}
+
+#[pymethods]
+impl DecodeOutput {
+    /// `[n_out]`: the batch row of each output row.
+    #[getter]
+    fn rows(&self, py: Python<'_>) -> Py<PyArray1<i32>> {
+        self.rows.clone_ref(py)
+    }
+
+    /// `[n_out]`: the sampled id; -1 where the row asked for no logits or is faulty.
+    #[getter]
+    fn token_ids(&self, py: Python<'_>) -> Py<PyArray1<i32>> {
+        self.token_ids.clone_ref(py)
+    }
+
+    /// Faulty output rows: (batch row, `"non_finite"` or `"all_masked"`).
+    #[getter]
+    fn faults(&self) -> Vec<(usize, &'static str)> {
+        self.faults.clone()
+    }
+
+    /// `[n_out, vocab_size]` if asked for.
+    #[getter]
+    fn logits(&self, py: Python<'_>) -> Option<Py<PyArray2<f32>>> {
+        self.logits.as_ref().map(|array| array.clone_ref(py))
+    }
+
+    /// `[n_out, d_model]` final hidden states if any row asked.
+    #[getter]
+    fn hidden(&self, py: Python<'_>) -> Option<Py<PyArray2<f32>>> {
+        self.hidden.as_ref().map(|array| array.clone_ref(py))
+    }
+
+    /// For rows whose sampler wants them: (output row, logprob, rank, best ids with logprobs).
+    #[getter]
+    fn logprobs(&self) -> Vec<RowLogprobs> {
+        self.logprobs.clone()
+    }
+}
+
+fn fault_name(fault: RowFault) -> &'static str {
+    match fault {
+        RowFault::NonFinite => "non_finite",
+        RowFault::AllMasked => "all_masked",
+    }
+}

@@ -1,0 +1,53 @@
+"""Golden folders as the NumPy forward wants them. Reads safetensors without the core."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parity.numpy_forward import Shape
+from parity.random_model import FAMILIES
+
+
+def read_weights(path: Path) -> dict[str, NDArray[np.float32]]:
+    """Every tensor of one safetensors file, in float32 (8-byte length, JSON header, then the data)."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    body = data[8 + length :]
+    weights = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        start, end = entry["data_offsets"]
+        weights[name] = _float32(body[start:end], entry["dtype"]).reshape(entry["shape"])
+    return weights
+
+
+def _float32(raw: bytes, dtype: str) -> NDArray[np.float32]:
+    if dtype == "BF16":
+        return (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(raw, {"F16": np.float16, "F32": np.float32}[dtype]).astype(np.float32)
+
+
+def read_shape(folder: Path) -> Shape:
+    """The configuration of a folder, in either spelling."""
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    _, bias, norm = FAMILIES[config["model_type"]]
+    return Shape(
+        n_layers=config["num_hidden_layers"],
+        d_model=config["hidden_size"],
+        n_heads=config["num_attention_heads"],
+        n_kv_heads=config["num_key_value_heads"],
+        d_head=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        d_ff=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        rope_theta=config.get("rope_theta") or config["rope_parameters"]["rope_theta"],
+        rms_eps=config["rms_norm_eps"],
+        qkv_bias=bias,
+        qk_norm=norm,
+        tied=config["tie_word_embeddings"],
+    )

@@ -1,0 +1,188 @@
+"""The compiled door: argument checks, threads, processes, and ends that nobody closed. What decodes is in
+`tests/acceptance`."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from golden import FOLDER
+from llaisys import _core
+from llaisys.errors import EngineDeadError, RejectedError, UnsupportedError
+from runner import LOGITS, Runner, arrays
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"dtype": "int3"}, "int3"),
+        ({"kv_dtype": "float16"}, "float16"),
+        ({"n_cells": 0}, "n_cells is 0"),
+        ({"n_batch": -1}, "n_batch is -1"),
+        ({"n_seq_max": 257}, "1 to 256"),
+        ({"max_model_len": 513}, "1 to 512"),
+        ({"n_threads": 4096}, "n_threads"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_bounds(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(RejectedError, match=says):
+        Runner(FOLDER, **settings)
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ({"top_k": -3}, "top_k is -3"),
+        ({"seed": 2**64}, "18446744073709551616"),
+        ({"stop_ids": [-1]}, "stop_ids is -1"),
+        ({"logit_bias": [(2**40, 1.0)]}, "logit_bias"),
+        ({"top_logprobs": -2}, "top_logprobs is -2"),
+    ],
+)
+def test_a_wrong_sampling_number_is_named(spec: dict[str, Any], says: str) -> None:
+    with pytest.raises(RejectedError, match=says):
+        _core.SamplerSpec(**spec)
+
+
+def test_bounds_that_need_the_vocabulary_are_checked_when_attached() -> None:
+    none = np.array([], np.int32)
+    with Runner(FOLDER) as runner:
+        seq = runner.context.seq_acquire()
+        for spec in (
+            {"temperature": -1.0},
+            {"stop_ids": [600]},
+            {"logit_bias": [(600, 1.0)]},
+            {"top_p": 0.0},
+        ):
+            with pytest.raises(RejectedError, match=next(iter(spec))):
+                runner.context.set_sampler(seq, _core.SamplerSpec(**spec), none, none)
+        with pytest.raises(RejectedError, match="600"):
+            runner.context.set_sampler(seq, _core.SamplerSpec(), np.array([600], np.int32), none)
+
+
+def test_arrays_of_another_layout_or_type_are_refused() -> None:
+    with Runner(FOLDER) as runner:
+        seq = runner.context.seq_acquire()
+        rows = arrays([(1, 0, [seq], LOGITS), (2, 1, [seq], LOGITS)])
+        with pytest.raises(RejectedError, match="tokens is not contiguous"):
+            runner.context.decode(**{**rows, "tokens": np.ones(4, np.int32)[::2]})
+        with pytest.raises(TypeError):
+            runner.context.decode(**{**rows, "tokens": np.ones(2, np.int64)})
+        assert runner.context.kv_seq_pos_max(seq) == -1
+
+
+def test_the_callers_arrays_are_never_changed() -> None:
+    with Runner(FOLDER) as runner:
+        seq = runner.context.seq_acquire()
+        rows = arrays([(1, 0, [seq], LOGITS), (2, 1, [seq], LOGITS)])
+        before = {name: values.copy() for name, values in rows.items()}
+        for values in rows.values():
+            values.setflags(write=False)
+        runner.context.decode(**rows)
+        for name, values in rows.items():
+            np.testing.assert_array_equal(values, before[name])
+
+
+def test_inspect_refuses_by_class(tmp_path: Path) -> None:
+    with pytest.raises(RejectedError):
+        _core.inspect(str(tmp_path / "nowhere"))
+    (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')
+    with pytest.raises(UnsupportedError, match="Mamba"):
+        _core.inspect(str(tmp_path))
+
+
+def test_another_thread_may_neither_call_nor_close() -> None:
+    refused: list[str] = []
+
+    def call(runner: Runner) -> None:
+        for method in (runner.context.seq_acquire, runner.context.close):
+            try:
+                method()
+            except RejectedError as error:
+                refused.append(str(error))
+
+    with Runner(FOLDER) as runner:
+        thread = threading.Thread(target=call, args=(runner,))
+        thread.start()
+        thread.join()
+        assert len(refused) == 2
+        runner.context.seq_acquire()
+
+
+def test_a_forked_process_is_told_and_does_not_hang() -> None:
+    """Worker threads do not exist in a forked process; neither calls nor the end of it may wait for them."""
+    with Runner(FOLDER) as runner:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                runner.context.seq_acquire()
+            except EngineDeadError:
+                del runner
+                gc.collect()
+                code = 0
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        runner.context.seq_acquire()
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "pass",
+        "sys.exit(0)",
+        "del runner",
+        "runner.context.close(); runner.context.close()",
+        "t = threading.Thread(target=lambda r: None, args=(runner,)); del runner; t.start(); t.join()",
+        "runner.circle = runner; del runner",
+    ],
+)
+def test_a_process_ends_cleanly_however_the_context_ends(end: str) -> None:
+    code = f"""
+import gc, sys, threading
+sys.path.insert(0, {str(TESTS)!r})
+from golden import FOLDER
+from runner import Runner
+runner = Runner(FOLDER)
+runner.greedy([1, 2, 3], 4)
+{end}
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_other_threads_run_while_a_decode_does() -> None:
+    """The GIL is released: a thread counts while the main thread is inside one long call."""
+    with Runner(FOLDER, n_cells=512, max_model_len=512, isa="scalar", n_threads=1) as runner:
+        count, running, stop = [0], threading.Event(), threading.Event()
+
+        def work() -> None:
+            running.set()
+            while not stop.is_set():
+                count[0] += 1
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        running.wait()
+        seq = runner.context.seq_acquire()
+        rows = arrays([(1, i, [seq], 0) for i in range(512)])
+        before = count[0]
+        runner.context.decode(**rows)
+        after = count[0]
+        stop.set()
+        thread.join()
+        assert after > before
