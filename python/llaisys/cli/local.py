@@ -56,7 +56,7 @@ class LocalModel:
         self._answer(prompt, fields, show)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], show: Show) -> None:
-        """The next message of a conversation, likewise; as in the API, the context's end is its only limit."""
+        """The next message of a conversation, likewise. As in the API, only the context limits it."""
         prompt = self._run(self._llm.chat_prompt(messages))
         self._answer(prompt, {"max_tokens": None, **fields}, show)
 

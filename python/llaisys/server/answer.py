@@ -68,7 +68,7 @@ class Answer(Response):
         self.is_stream = True
         return self
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002  ASGI's signature
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 -- ASGI's signature
         """ASGI. `receive` has only the client's going away left to say."""
         work = asyncio.ensure_future(self._stream(send) if self.is_stream else self._collect(send))
         gone = asyncio.ensure_future(_client_gone(receive))
@@ -96,7 +96,7 @@ class Answer(Response):
                     await writer.frames(self._take(index, delta))
             await writer.finish(self._shape.closing())
             note(self._request, outcome="done")
-        except Exception as e:  # noqa: BLE001  every end of a stream has a terminator
+        except Exception as e:  # noqa: BLE001 -- every end of a stream has a terminator
             await writer.fail(self._wire_error(e))
         finally:
             keeper.cancel()
@@ -107,7 +107,7 @@ class Answer(Response):
             async with aclosing(fan_in(self._streams)) as deltas:
                 async for index, delta in deltas:
                     chunks += self._take(index, delta)
-        except Exception as e:  # noqa: BLE001  every answer has a status
+        except Exception as e:  # noqa: BLE001 -- every answer has a status
             await send_error(send, self._wire_error(e))
             return
         note(self._request, outcome="done")

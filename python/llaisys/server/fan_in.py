@@ -49,7 +49,7 @@ async def _pump(index: int, stream: Deltas, queue: asyncio.Queue[tuple[int, _Ite
         async with _closing(stream) as deltas:
             async for delta in deltas:
                 await queue.put((index, delta))
-    except Exception as e:  # noqa: BLE001  raised again by the reader
+    except Exception as e:  # noqa: BLE001 -- raised again by the reader
         end = e
     await queue.put((index, end))
 

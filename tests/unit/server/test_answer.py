@@ -69,7 +69,7 @@ def visit(app: ASGIApp) -> Callable[[str, dict[str, Any]], Browser]:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Lets other tasks run until it holds; the test's own time limit is the bound."""
-    while not condition():  # noqa: ASYNC110  it yields, it does not wait for time
+    while not condition():  # noqa: ASYNC110 -- it yields, it does not wait for time
         await asyncio.sleep(0)
 
 

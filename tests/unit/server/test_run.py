@@ -60,7 +60,7 @@ def client_of(listener: socket.socket) -> httpx.AsyncClient:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110  it yields, it does not wait for time
+    while not condition():  # noqa: ASYNC110 -- it yields, it does not wait for time
         await asyncio.sleep(0)
 
 
