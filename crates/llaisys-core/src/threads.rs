@@ -4,7 +4,7 @@
 //! than one microsecond: workers wait by spinning, then by yielding, and park only when no job came for about
 //! 300 us (waking one costs 25 us). The core reads no clock, so waits are counted in spins.
 //!
-//! Who may touch what in [`Shared`], by number:
+//! Who may touch what in `Shared`, by number:
 //! 1. `job` is written by the caller alone, and only while no worker reads it: before `seq` is bumped, and
 //!    after every worker has counted itself in `done` for the job before.
 //! 2. A worker reads `job` once for each new value of `seq`, after it has seen that value (acquire).
