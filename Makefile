@@ -33,7 +33,8 @@ $(STAMPS)/python: pyproject.toml requirements.lock | $(STAMPS)/tools
 
 $(STAMPS)/core: $(RUST_SOURCES) pyproject.toml $(STAMPS)/python
 	@echo "building the core (a few minutes the first time)"
-	@VIRTUAL_ENV=$(CURDIR)/$(VENV) $(VENV)/bin/maturin develop --release --quiet
+	@VIRTUAL_ENV=$(CURDIR)/$(VENV) $(VENV)/bin/maturin develop --release >$(VENV)/build.log 2>&1 \
+		|| { cat $(VENV)/build.log; exit 1; }
 	@touch $@
 
 $(STAMPS)/page: $(PAGE_SOURCES) | $(STAMPS)/tools

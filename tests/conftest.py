@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 
+import psutil
 import pytest
 
 import llaisys
 from fakes import core, text
 from fakes.clock import FakeClock
 from llaisys.model import Model
+from serving import Server, serving
 
 
 @pytest.fixture(autouse=True)
@@ -40,3 +43,22 @@ def fake_model(fake_core: None, monkeypatch: pytest.MonkeyPatch) -> Model:  # no
     monkeypatch.setattr("llaisys.llm.open_model", lambda _: made)
     monkeypatch.setattr("llaisys.service.open_model", lambda _: made)
     return made
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """SmolLM2 as `make serve` serves it, with 2,048 cells."""
+    with serving(tmp_path_factory.mktemp("smollm2"), "smollm2", "--num-kv-cells", "2048") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def smollm2_server(smollm2: Server) -> str:
+    """The address of the SmolLM2 server."""
+    return smollm2.url
+
+
+@pytest.fixture(scope="session")
+def smollm2_process(smollm2: Server) -> psutil.Process:
+    """The process of the SmolLM2 server."""
+    return psutil.Process(smollm2.process.pid)

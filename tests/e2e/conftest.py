@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import openai
-import psutil
 import pytest
 
 from serving import Server, long_model, serving
@@ -33,22 +32,3 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def client(tiny: Server) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="EMPTY", max_retries=0) as made:
         yield made
-
-
-@pytest.fixture(scope="session")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """SmolLM2 as `make serve` serves it, with 2,048 cells."""
-    with serving(tmp_path_factory.mktemp("smollm2"), "smollm2", "--num-kv-cells", "2048") as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def smollm2_server(smollm2: Server) -> str:
-    """The address of the SmolLM2 server."""
-    return smollm2.url
-
-
-@pytest.fixture(scope="session")
-def smollm2_process(smollm2: Server) -> psutil.Process:
-    """The process of the SmolLM2 server."""
-    return psutil.Process(smollm2.process.pid)

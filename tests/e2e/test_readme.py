@@ -31,12 +31,12 @@ def run(command: list[str]) -> str:
 def test_curl(smollm2_server: str) -> None:
     command = block("sh", "curl").replace(LOCAL, smollm2_server)
     answer = json.loads(run(["bash", "-c", command.replace("curl", "curl -sS", 1)]))
-    assert answer["choices"][0]["message"]["content"] == "The capital of France is Paris."
+    assert "gravity" in answer["choices"][0]["message"]["content"].lower()
 
 
 def test_openai_client(smollm2_server: str) -> None:
     program = block("python", "OpenAI").replace(LOCAL, smollm2_server)
-    assert run([sys.executable, "-c", program]).strip() == "The capital of France is Paris."
+    assert "gravity" in run([sys.executable, "-c", program]).lower()
 
 
 def test_offline() -> None:

@@ -48,6 +48,18 @@ fn run(cx: &mut OpContext, weight: &PackedMatrix, x: &[f32], y: &mut [f32]) {
     linear(cx, x, &[LinearPart { weight, bias: None }], &mut [&mut y[..n_rows * weight.n_rows()]]);
 }
 
+/// Panics unless the last output is the product with that row of weights, within the rounding of the inputs.
+fn check(cx: &mut OpContext, weight: &PackedMatrix, x: &[f32], y: &mut [f32]) {
+    let (n, k) = (weight.n_rows(), weight.n_columns());
+    run(cx, weight, &x[..k], y);
+    let mut w = vec![0.0; k];
+    weight.read_row(n - 1, &mut w);
+    let sum: f32 = w.iter().zip(x).map(|(w, x)| w * x).sum();
+    let size: f32 = w.iter().zip(x).map(|(w, x)| (w * x).abs()).sum();
+    let error = (y[n - 1] - sum).abs();
+    assert!(error <= size / 100.0, "{:?} {n} x {k}: {} instead of {sum}", weight.format(), y[n - 1]);
+}
+
 fn read(c: &mut Criterion, name: &str) {
     let pool = context().pool;
     let data = vec![1_u64; UNCACHED / 8];
@@ -83,6 +95,7 @@ fn shapes(c: &mut Criterion) {
     for format in formats {
         for (name, shape) in names {
             let first = matrix(&cx.pool, format, shape);
+            check(&mut cx, &first, &x, &mut y);
             let n_copies = UNCACHED.div_ceil(first.n_bytes());
             let copies: Vec<_> = (0..n_copies).map(|_| matrix(&cx.pool, format, shape)).collect();
             let mut group = c.benchmark_group(format!("linear-{}-{name}", format.dtype().name()));

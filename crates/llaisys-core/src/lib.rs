@@ -3,6 +3,7 @@
 //! No Python, no network, no clock, no environment variables. `unsafe` is denied but in the modules that say
 //! so below: aligned memory, file mapping, kernels and the thread pool.
 
+#![warn(clippy::unwrap_used, reason = "input never panics; a broken invariant panics with a message")]
 #![warn(unreachable_pub, reason = "what is `pub` here is the crate's surface")]
 
 pub mod batch;

@@ -322,7 +322,7 @@ fn samplers_count_only_what_was_committed() {
     let mut tokens = vec![token];
     for position in 10..14 {
         assert!(Rows::default().run(seq, position, &[token; 9]).decode(context).is_err(), "no room for nine");
-        token = Rows::default().run(seq, position as usize, &[token]).decode(context).unwrap().token_ids[0];
+        token = Rows::default().run(seq, position, &[token]).decode(context).unwrap().token_ids[0];
         tokens.push(token);
     }
     assert_eq!(tokens[0], 3);

@@ -13,8 +13,9 @@ use llaisys_core::threads::Pool;
 use stored::{Rng, Stored};
 
 fn context(isa: IsaName, n_threads: usize) -> OpContext {
-    let kernels = Kernels::select(Some(isa)).unwrap();
-    OpContext::new(kernels, Pool::new(n_threads).unwrap(), 8, 64).unwrap()
+    let kernels = Kernels::select(Some(isa)).expect("the machine has it");
+    let pool = Pool::new(n_threads).expect("threads start");
+    OpContext::new(kernels, pool, 8, 64).expect("memory for the scratch")
 }
 
 /// Every instruction set on one, two and three threads.
@@ -158,7 +159,7 @@ impl Tensors {
     fn new(dtype: KvDType, heads: (usize, usize)) -> Self {
         let n_bytes = Self::N_CELLS * heads.0 * heads.1 * dtype.bytes();
         let nan = || {
-            let mut tensor = AlignedBuf::zeroed("test", n_bytes).unwrap();
+            let mut tensor = AlignedBuf::zeroed("test", n_bytes).expect("memory for the test");
             tensor.as_mut_slice::<u8>().fill(0xff);
             tensor
         };

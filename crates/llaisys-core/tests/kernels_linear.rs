@@ -1,8 +1,6 @@
 //! `linear` on every instruction set of the machine, in every format and odd shapes: against the f64 reference,
 //! and bit for bit against itself in other batches and on other numbers of threads.
 
-#![allow(clippy::unwrap_used, reason = "a failing helper fails its test")]
-
 mod stored;
 
 use llaisys_core::ops::dispatch::{IsaName, Kernels};

@@ -1,7 +1,5 @@
 //! Packed matrices: what goes in comes out, in every format, shape and conversion.
 
-#![allow(clippy::unwrap_used, reason = "a failing helper fails its test")]
-
 mod stored;
 
 use half::bf16;

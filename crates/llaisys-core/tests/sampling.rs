@@ -1,6 +1,4 @@
 //! The sampler against a naive f64 model, its distribution, and each rule alone.
-#![allow(clippy::unwrap_used, reason = "a test stops where it fails")]
-
 use llaisys_core::sample::philox::uniform;
 use llaisys_core::sample::{Outcome, RowFault, Sampler, SamplerSpec, Scratch, sample};
 use proptest::prelude::*;

@@ -1,7 +1,5 @@
 //! The worker pool: every worker once, disjoint chunks, panics, dropping.
 
-#![allow(clippy::unwrap_used, reason = "a failing helper fails its test")]
-
 use llaisys_core::threads::{Chunks, Pool, share};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;

@@ -108,7 +108,6 @@ impl Context {
     #[pyo3(signature = (
         path, *, dtype = "auto", kv_dtype = "auto", isa = "auto", n_cells, n_seq_max, n_batch, max_model_len, n_threads
     ))]
-    #[allow(clippy::too_many_arguments, reason = "mirrors the keyword-only Python signature")]
     fn new(
         py: Python<'_>,
         path: PathBuf,
@@ -219,7 +218,6 @@ impl Context {
     #[pyo3(signature = (
         tokens, positions, n_seq_id, seq_ids, wants_output, *, stream = None, logits_mask = None, return_logits = false
     ))]
-    #[allow(clippy::too_many_arguments, reason = "mirrors the Python signature, a structure of arrays")]
     fn decode(
         &self,
         py: Python<'_>,

@@ -3,6 +3,9 @@
 //! Errors are the classes of `llaisys.errors`; no panic gets out as pyo3's `PanicException`, which is a
 //! `BaseException` that `except Exception` would miss.
 
+#![warn(clippy::unwrap_used, reason = "input never panics; a broken invariant panics with a message")]
+#![allow(clippy::too_many_arguments, reason = "keyword arguments are Python's signature, not ours")]
+
 use pyo3::prelude::*;
 
 mod context;

@@ -32,7 +32,6 @@ impl SamplerSpec {
         choice = 0,
         top_logprobs = -1,
     ))]
-    #[allow(clippy::too_many_arguments, reason = "mirrors the keyword-only Python signature")]
     fn new(
         py: Python<'_>,
         temperature: f32,

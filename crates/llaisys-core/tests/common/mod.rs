@@ -1,7 +1,5 @@
 //! Small random models written as Hugging Face folders, and short ways to decode with them.
 #![allow(dead_code, reason = "each test binary uses its own part of this file")]
-#![allow(clippy::unwrap_used, reason = "test code outside test functions")]
-
 use llaisys_core::batch::{BatchArrays, output};
 use llaisys_core::context::{Context, ContextConfig, DecodeRequest, DecodeResult};
 use llaisys_core::dtype::ComputeMode;

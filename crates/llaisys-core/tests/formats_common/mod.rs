@@ -1,7 +1,5 @@
 //! Writers of small model files, and of damaged ones.
 #![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part of these writers")]
-#![allow(clippy::unwrap_used, reason = "helpers of tests: a refusal here is the test's failure")]
-
 pub mod folder;
 pub mod gguf;
 

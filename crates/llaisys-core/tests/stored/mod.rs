@@ -1,8 +1,6 @@
 //! Random matrices as a model file stores them, with the exact values they stand for.
 
 #![allow(dead_code, unreachable_pub, reason = "each test file uses its part")]
-#![allow(clippy::unwrap_used, reason = "a failing helper fails its test")]
-
 use half::{bf16, f16};
 use llaisys_core::dtype::DType;
 use llaisys_core::ops::packed::{PackedFormat, PackedMatrix};

@@ -215,24 +215,24 @@ impl Region<'_> {
 
     /// Computes `panels`, numbered through all targets.
     fn panels(&self, panels: Range<usize>) {
+        let mut tile = Tile([[0.0; PANEL]; MAX_TILE_ROWS]);
         let mut first = 0;
         for target in self.targets() {
             let n = target.weight.n_panels();
             for p in panels.start.max(first)..panels.end.min(first + n) {
-                self.panel(target, p - first);
+                self.panel(target, p - first, &mut tile);
             }
             first += n;
         }
     }
 
     /// Computes one panel for all rows. Only the one worker that was given it does.
-    fn panel(&self, target: &Target<'_>, p: usize) {
+    fn panel(&self, target: &Target<'_>, p: usize, tile: &mut Tile) {
         let weight = target.weight;
         let form = form(self.isa, weight.format());
         let blocks = RowBlocks::new(self.n_rows, rows_max(self.isa, form));
         let (bytes, rest) = weight.panels_from(p).split_at(weight.panel_bytes());
         let columns = p * PANEL..((p + 1) * PANEL).min(weight.n_rows());
-        let mut tile = Tile([[0.0; PANEL]; MAX_TILE_ROWS]);
         for i in 0..blocks.len() {
             let rows = blocks.rows(i);
             let inputs = self.activations.block(form, weight.n_columns(), &rows);
@@ -241,7 +241,7 @@ impl Region<'_> {
                 _ => Ahead::share(rest, (weight.format(), bytes.len()), (i, blocks.len())),
             };
             let panel = Panel { format: weight.format(), bytes, ahead };
-            run_tile(self.isa, &panel, (rows.len(), inputs), &mut tile);
+            run_tile(self.isa, &panel, (rows.len(), inputs), tile);
             for (row, sums) in rows.zip(&tile.0) {
                 let start = row * weight.n_rows() + columns.start;
                 // SAFETY: this worker alone has this panel, and rows of a panel do not overlap.

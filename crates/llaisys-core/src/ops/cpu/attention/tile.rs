@@ -2,8 +2,6 @@
 //!
 //! An output's sum runs in one order whatever the tile's shape, so tiles can be cut as the rows at hand allow.
 
-#![allow(clippy::needless_range_loop, reason = "loops over constants, by index, unroll into registers")]
-
 use super::BLOCK;
 use super::scratch::TILE_VECTORS;
 use crate::ops::cpu::isa::lanes::{Lanes, MAX_LANES, prefetch_all};
@@ -258,12 +256,14 @@ pub(super) fn pack_keys<L: Lanes, T: KvElement>(
         for cell in cells {
             prefetch_all(lanes, values.row(*cell));
         }
-        let (mut at, mut tile) = (0, [lanes.splat(0.0); MAX_LANES]);
+        let zeros = [lanes.splat(0.0); MAX_LANES];
+        let mut at = 0;
         while at + step <= keys.d {
+            let mut tile = zeros;
             for i in 0..L::N {
                 tile[i] = T::load_words(lanes, &rows[i][at..at + step]);
             }
-            lanes.transpose(&mut tile);
+            let tile = lanes.transpose(tile);
             let lines = &mut out[at * line_len + c * L::N..][..(step - 1) * line_len + L::N];
             for i in 0..L::N {
                 T::store_words(lanes, tile[i], &mut lines[i * T::PER_WORD * line_len..], line_len);
@@ -271,10 +271,11 @@ pub(super) fn pack_keys<L: Lanes, T: KvElement>(
             at += step;
         }
         if at < keys.d {
+            let mut tile = zeros;
             for i in 0..L::N {
                 tile[i] = T::load_words_first(lanes, &rows[i][at..]);
             }
-            lanes.transpose(&mut tile);
+            let tile = lanes.transpose(tile);
             let lines = out[at * line_len..].chunks_mut(T::PER_WORD * line_len);
             for (words, lines) in tile.iter().zip(lines).take((keys.d - at) / T::PER_WORD) {
                 T::store_words(lanes, *words, &mut lines[c * L::N..], line_len);

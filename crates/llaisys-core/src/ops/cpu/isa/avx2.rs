@@ -203,7 +203,7 @@ impl Lanes for Avx2 {
     }
 
     #[inline(always)]
-    fn transpose(self, tile: &mut [__m256; MAX_LANES]) {
+    fn transpose(self, tile: [__m256; MAX_LANES]) -> [__m256; MAX_LANES] {
         // SAFETY: `self` proves the features.
         unsafe {
             // Pairs of rows, then pairs of pairs, then the 128-bit halves.
@@ -220,10 +220,12 @@ impl Lanes for Avx2 {
                 u[i + 2] = _mm256_shuffle_ps::<0x44>(t[i + 1], t[i + 3]);
                 u[i + 3] = _mm256_shuffle_ps::<0xee>(t[i + 1], t[i + 3]);
             }
+            let mut out = tile;
             for i in 0..4 {
-                tile[i] = _mm256_permute2f128_ps::<0x20>(u[i], u[i + 4]);
-                tile[i + 4] = _mm256_permute2f128_ps::<0x31>(u[i], u[i + 4]);
+                out[i] = _mm256_permute2f128_ps::<0x20>(u[i], u[i + 4]);
+                out[i + 4] = _mm256_permute2f128_ps::<0x31>(u[i], u[i + 4]);
             }
+            out
         }
     }
 

@@ -177,12 +177,12 @@ impl Lanes for Avx512 {
     }
 
     #[inline(always)]
-    fn transpose(self, tile: &mut [__m512; MAX_LANES]) {
+    fn transpose(self, tile: [__m512; MAX_LANES]) -> [__m512; MAX_LANES] {
         // SAFETY: `self` proves the features.
         unsafe {
             // Pairs of rows, then pairs of pairs: `u[4g + j]` holds column `4q + j` of rows `4g..4g+4` in
             // quarter q. Then the quarters, in two steps.
-            let mut t = *tile;
+            let mut t = tile;
             for i in 0..8 {
                 t[2 * i] = _mm512_unpacklo_ps(tile[2 * i], tile[2 * i + 1]);
                 t[2 * i + 1] = _mm512_unpackhi_ps(tile[2 * i], tile[2 * i + 1]);
@@ -195,16 +195,18 @@ impl Lanes for Avx512 {
                 u[i + 2] = _mm512_shuffle_ps::<0x44>(t[i + 1], t[i + 3]);
                 u[i + 3] = _mm512_shuffle_ps::<0xee>(t[i + 1], t[i + 3]);
             }
+            let mut out = tile;
             for j in 0..4 {
                 let even_low = _mm512_shuffle_f32x4::<0x88>(u[j], u[j + 4]);
                 let even_high = _mm512_shuffle_f32x4::<0x88>(u[j + 8], u[j + 12]);
                 let odd_low = _mm512_shuffle_f32x4::<0xdd>(u[j], u[j + 4]);
                 let odd_high = _mm512_shuffle_f32x4::<0xdd>(u[j + 8], u[j + 12]);
-                tile[j] = _mm512_shuffle_f32x4::<0x88>(even_low, even_high);
-                tile[j + 8] = _mm512_shuffle_f32x4::<0xdd>(even_low, even_high);
-                tile[j + 4] = _mm512_shuffle_f32x4::<0x88>(odd_low, odd_high);
-                tile[j + 12] = _mm512_shuffle_f32x4::<0xdd>(odd_low, odd_high);
+                out[j] = _mm512_shuffle_f32x4::<0x88>(even_low, even_high);
+                out[j + 8] = _mm512_shuffle_f32x4::<0xdd>(even_low, even_high);
+                out[j + 4] = _mm512_shuffle_f32x4::<0x88>(odd_low, odd_high);
+                out[j + 12] = _mm512_shuffle_f32x4::<0xdd>(odd_low, odd_high);
             }
+            out
         }
     }
 

@@ -67,8 +67,8 @@ pub(crate) trait Lanes: Copy {
     fn sum(self, v: Self::F) -> f32;
     /// The largest lane, found in the same order with [`Lanes::max`].
     fn largest(self, v: Self::F) -> f32;
-    /// Swaps rows and columns of the first `N` vectors.
-    fn transpose(self, tile: &mut [Self::F; MAX_LANES]);
+    /// Swaps rows and columns of the first `N` vectors; the others are of no meaning.
+    fn transpose(self, tile: [Self::F; MAX_LANES]) -> [Self::F; MAX_LANES];
     /// Asks the cache for the line at `at`; any address is allowed.
     fn prefetch(self, at: *const u8);
 }

@@ -148,11 +148,8 @@ impl Lanes for Scalar {
     }
 
     #[inline(always)]
-    fn transpose(self, tile: &mut [Self::F; MAX_LANES]) {
-        let rows = *tile;
-        for (i, row) in tile[..N].iter_mut().enumerate() {
-            *row = std::array::from_fn(|j| rows[j][i]);
-        }
+    fn transpose(self, tile: [Self::F; MAX_LANES]) -> [Self::F; MAX_LANES] {
+        std::array::from_fn(|i| if i < N { std::array::from_fn(|j| tile[j][i]) } else { tile[i] })
     }
 
     #[inline(always)]

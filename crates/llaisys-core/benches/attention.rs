@@ -1,0 +1,105 @@
+//! Attention on the shape of SmolLM2-135M, and the row-wise ops on its widths.
+//!
+//! `cargo bench -p llaisys-core --bench attention` on all usable CPUs. What is timed is compared with the
+//! reference first. Attention's throughput is in elements of 2 flops (one product and its sum) of causal work,
+//! bound by the machine's f32 rate; the row-wise ops' is in bytes read and written, bound by its caches.
+
+use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use llaisys_core::dtype::KvDType;
+use llaisys_core::ops::contract::attention::{AttentionCase, AttentionInput, Placement, Sequence};
+use llaisys_core::ops::contract::{Draw, Size};
+use llaisys_core::ops::dispatch::Kernels;
+use llaisys_core::ops::{self, OpContext, attention, reference};
+use llaisys_core::threads::Pool;
+use std::hint::black_box;
+
+/// Query heads, heads of K and V; elements of a head; widths of the model and of its feed-forward block; words.
+const HEADS: (usize, usize) = (9, 3);
+const D_HEAD: usize = 64;
+const D_MODEL: usize = 576;
+const D_FF: usize = 1536;
+const VOCAB_SIZE: usize = 49_152;
+/// Most rows of a call.
+const MAX_ROWS: usize = 512;
+
+fn context() -> OpContext {
+    let n_threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let kernels = Kernels::select(None).expect("some kernels always run");
+    let pool = Pool::new(n_threads).expect("threads start");
+    OpContext::new(kernels, pool, MAX_ROWS, D_FF).expect("memory for the scratch")
+}
+
+fn check(input: &AttentionInput, got: &[f32]) {
+    let want = reference::attention::attention(&input.q, input.numbers(), input.rows());
+    let bound = input.tolerance();
+    let wrong = got.iter().zip(&want).filter(|(got, want)| (f64::from(**got) - **want).abs() > bound);
+    assert_eq!(wrong.count(), 0, "what is timed is not attention");
+}
+
+/// Single rows after 96 to 4096 cells, 16 of them, and prompts; cells in order and anywhere.
+fn attend(c: &mut Criterion) {
+    let mut cx = context();
+    let decode = |len, n| vec![Sequence { len, n_rows: 1 }; n];
+    let prompt = |len| vec![Sequence { len, n_rows: MAX_ROWS.min(len) }];
+    let batches = [
+        ("decode-1x96", decode(96, 1)),
+        ("decode-1x512", decode(512, 1)),
+        ("decode-1x4096", decode(4096, 1)),
+        ("decode-16x512", decode(512, 16)),
+        ("prefill-64", prompt(64)),
+        ("prefill-512", prompt(512)),
+        ("prefill-512-of-2048", prompt(2048)),
+    ];
+    for (dtype, kind) in [(KvDType::Bfloat16, "bf16"), (KvDType::Float32, "f32")] {
+        let mut group = c.benchmark_group(format!("attention-{kind}"));
+        for (name, sequences) in &batches {
+            let sequences = sequences.clone();
+            let case = AttentionCase { heads: HEADS, d_head: D_HEAD, dtype, sequences, size: Size::Unit };
+            for (placement, place) in [(Placement::InOrder, "in-order"), (Placement::Shuffled(1), "shuffled")]
+            {
+                let input = case.build(placement).expect("memory for the cells");
+                let mut out = vec![0.0; input.q.len()];
+                attention(&mut cx, &input.q, input.layer(), input.rows(), &mut out);
+                check(&input, &out);
+                let n_seen: u64 = input.rows().rows.iter().map(|row| u64::from(row.n_visible)).sum();
+                group.throughput(Throughput::Elements(n_seen * (2 * HEADS.0 * D_HEAD) as u64));
+                group.bench_function(BenchmarkId::new(*name, place), |b| {
+                    b.iter(|| attention(&mut cx, &input.q, input.layer(), input.rows(), &mut out));
+                });
+            }
+        }
+    }
+}
+
+fn row_wise(c: &mut Criterion) {
+    let cx = context();
+    let draw = &mut Draw::new(1);
+    let (x, weight) = (draw.values(Size::Unit, MAX_ROWS * D_MODEL), draw.values(Size::Unit, D_MODEL));
+    let gate_up = draw.values(Size::Unit, MAX_ROWS * ops::gate_up_rows(D_FF));
+    let angles = draw.values(Size::Unit, MAX_ROWS * D_HEAD / 2);
+    let mut y = x.clone();
+    let mut inner = vec![0.0; MAX_ROWS * D_FF];
+    let mut group = c.benchmark_group("rows");
+    for n in [1, 16, MAX_ROWS] {
+        let x = &x[..n * D_MODEL];
+        group.throughput(Throughput::Bytes((2 * size_of_val(x)) as u64));
+        group.bench_function(BenchmarkId::new("rms_norm", n), |b| {
+            b.iter(|| ops::rms_norm(&cx, x, &weight, 1e-5, &mut y[..x.len()]));
+        });
+        group.bench_function(BenchmarkId::new("rope", n), |b| {
+            let angles = &angles[..n * D_HEAD / 2];
+            b.iter(|| ops::rope(&cx, &mut y[..n * D_MODEL], D_HEAD, angles, angles));
+        });
+        let gate_up = &gate_up[..n * ops::gate_up_rows(D_FF)];
+        group.throughput(Throughput::Bytes((size_of_val(gate_up) / 2 * 3) as u64));
+        group.bench_function(BenchmarkId::new("swiglu", n), |b| {
+            b.iter(|| ops::swiglu(&cx, gate_up, D_FF, &mut inner[..n * D_FF]));
+        });
+    }
+    let logits = draw.values(Size::Unit, VOCAB_SIZE);
+    group.throughput(Throughput::Bytes(size_of_val(&logits[..]) as u64));
+    group.bench_function("argmax", |b| b.iter(|| ops::argmax(black_box(&logits))));
+}
+
+criterion_group!(benches, attend, row_wise);
+criterion_main!(benches);
