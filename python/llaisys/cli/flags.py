@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -109,6 +109,6 @@ def _form(field: FieldInfo) -> dict[str, Any]:
 
 def _without_none(annotation: Any) -> Any:
     """`int | None` -> `int`."""
-    if get_origin(annotation) is UnionType:
+    if get_origin(annotation) in (Union, UnionType):  # one and the same from Python 3.14
         (annotation,) = [part for part in get_args(annotation) if part is not NoneType]
     return annotation

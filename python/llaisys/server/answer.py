@@ -100,6 +100,7 @@ class Answer(Response):
             await writer.fail(self._wire_error(e))
         finally:
             keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
 
     async def _collect(self, send: Send) -> None:
         chunks = self._shape.opening()

@@ -115,7 +115,8 @@ class HostGate:
         """The probes skip the Host check: a prober uses the address that it has."""
         headers = Headers(scope=scope)
         if scope["path"] not in PROBES and not self._host_ok(headers):
-            return ApiError(400, "The Host header is not one of this server's names.", code="invalid_host")
+            message = "The Host header is not one of this server's names; --allowed-hosts adds more."
+            return ApiError(400, message, code="invalid_host")
         if not self._origin_ok(scope, headers):
             return ApiError(403, "Requests from this origin are not allowed.", code="origin_not_allowed")
         return None
