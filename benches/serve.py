@@ -32,7 +32,7 @@ PROMPT = "Explain in a few sentences how a tide table is made, and why each harb
 def own_server(args: list[str]) -> Iterator[tuple[str, float]]:
     """Starts a server on a free port; yields its address and the seconds from process start to readiness."""
     start = time.perf_counter()
-    command = [sys.executable, "-m", "llaisys", "serve", "--port", "0", *args]
+    command = [sys.executable, "-m", "llaisys", "serve", "--port", "0", "--log-level", "warning", *args]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     url = next(line.split()[-1] for line in process.stdout if "http://" in line)

@@ -17,7 +17,7 @@ from llaisys.server.errors import ApiError, ended, send_error, to_json
 from llaisys.server.fan_in import Deltas, fan_in
 from llaisys.server.sse import SseWriter
 from llaisys.server.state import state_of
-from llaisys.server.trace import note, request_id_of
+from llaisys.server.trace import note, notes_of, request_id_of
 from llaisys.server.usage import Usage
 from llaisys.types import FinishReason, RequestOutput
 
@@ -74,7 +74,9 @@ class Answer(Response):
         gone = asyncio.ensure_future(_client_gone(receive))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
+            # After the last byte `receive` says "disconnect" too, before `work` has had its last turn: an
+            # answer with an outcome is not one whose client left.
+            if not work.done() and "outcome" not in notes_of(self._request):
                 note(self._request, outcome="client_gone")
         finally:
             for task in (work, gone):
@@ -94,8 +96,8 @@ class Answer(Response):
             async with aclosing(fan_in(self._streams)) as deltas:
                 async for index, delta in deltas:
                     await writer.frames(self._take(index, delta))
-            await writer.finish(self._shape.closing())
             note(self._request, outcome="done")
+            await writer.finish(self._shape.closing())
         except Exception as e:  # noqa: BLE001 -- every end of a stream has a terminator
             await writer.fail(self._wire_error(e))
         finally:

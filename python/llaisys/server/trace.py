@@ -99,6 +99,12 @@ def note(request: Request, **values: Any) -> None:
     request.state.notes.update(values)
 
 
+def notes_of(request: Request) -> dict[str, Any]:
+    """What was noted so far."""
+    noted: dict[str, Any] = request.state.notes
+    return noted
+
+
 def client_id_of(request: Request) -> str:
     """Whom fairness is counted for: the request's key, as KeyGate names it; empty without keys."""
     value: str = getattr(request.state, "client_id", "")

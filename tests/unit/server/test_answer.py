@@ -51,6 +51,9 @@ class Browser:
     async def send(self, message: Message) -> None:
         self.sent.append(message)
         self.news.set()
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self._gone.set()  # as uvicorn: once the answer is whole, `receive` says "disconnect"
+            await asyncio.sleep(0)
 
     def open(self) -> asyncio.Task[None]:
         return asyncio.create_task(self._app(self._scope, self.receive, self.send))  # type: ignore[arg-type]
@@ -132,6 +135,20 @@ async def test_the_log_tells_who_left(
     (record,) = caplog.records
     assert "outcome=client_gone" in record.getMessage()
     assert "completion_tokens=1" in record.getMessage()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_got_everything_did_not_leave(
+    engine: FakeService,
+    visit: Callable[[str, dict[str, Any]], Browser],
+    caplog: pytest.LogCaptureFixture,
+    stream: bool,
+) -> None:
+    engine.script = [Piece(["Hello"], "stop")]
+    with caplog.at_level("INFO", "llaisys.server"):
+        await visit("/v1/chat/completions", {**BODIES["/v1/chat/completions"], "stream": stream}).open()
+    (record,) = caplog.records
+    assert "outcome=done" in record.getMessage()
 
 
 async def test_nothing_is_left_running(

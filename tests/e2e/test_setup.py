@@ -1,0 +1,75 @@
+"""The set-up says what is missing and what to do about it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOOLS = ("cargo", "rustc", "cc", "python3", "node", "npm")
+SHELL = ("bash", "awk", "head", "sort", "printf", "env")
+
+
+def check(folder: Path, missing: str | None, **scripts: str) -> subprocess.CompletedProcess[str]:
+    """Runs the check with a PATH that has every tool but `missing`; `scripts` stand in for tools."""
+    for name in (*TOOLS, *SHELL):
+        found = sys.executable if name == "python3" else shutil.which(name)
+        if name in scripts:
+            (folder / name).write_text(f"#!/bin/sh\n{scripts[name]}\n", encoding="utf-8")
+            (folder / name).chmod(0o755)
+        elif name != missing and found:
+            # A tool may look beside itself for its parts, so it is called where it lies.
+            (folder / name).write_text(f'#!/bin/sh\nexec "{found}" "$@"\n', encoding="utf-8")
+            (folder / name).chmod(0o755)
+    command = ["/bin/bash", str(ROOT / "scripts" / "check-tools.sh")]
+    env = {"PATH": str(folder), "HOME": str(Path.home())}
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_all_there_says_nothing(tmp_path: Path) -> None:
+    done = check(tmp_path, None)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("tool", "advice"),
+    [
+        ("cargo", "rustup.rs"),
+        ("cc", "build-essential"),
+        ("python3", "python3-venv"),
+        ("node", "nodejs"),
+        ("npm", "npm"),
+    ],
+)
+def test_a_missing_tool_is_named_with_what_to_do(tmp_path: Path, tool: str, advice: str) -> None:
+    done = check(tmp_path, tool)
+    assert done.returncode == 1
+    assert f"{tool} is not installed" in done.stderr
+    assert advice in done.stderr
+
+
+def test_an_old_compiler_is_named_with_what_to_do(tmp_path: Path) -> None:
+    done = check(tmp_path, None, rustc="echo rustc 1.70.0 '(abc 2023-05-31)'")
+    assert done.returncode == 1
+    assert "1.70.0" in done.stderr
+    assert "rustup update" in done.stderr
+
+
+def test_a_failing_package_index_says_what_to_do(tmp_path: Path) -> None:
+    pip_fails = tmp_path / "python"
+    pip_fails.write_text('#!/bin/sh\n[ "$1" = - ] && echo numpy && exit 0\nexit 1\n', encoding="utf-8")
+    pip_fails.chmod(0o755)
+    command = ["/bin/bash", str(ROOT / "scripts" / "install-python.sh"), str(pip_fails)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert "PIP_FIND_LINKS" in done.stderr
+
+
+def test_make_help_lists_the_targets() -> None:
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    listed = {line.split()[1] for line in done.stdout.splitlines()}
+    assert {"setup", "build", "serve", "check", "test", "lint", "bench", "wheel", "clean"} <= listed
