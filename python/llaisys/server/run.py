@@ -53,10 +53,12 @@ def bind(config: Config) -> socket.socket:
     Raises RejectedError saying what to do.
     """
     try:
-        family, kind, _, _, address = socket.getaddrinfo(
+        family, kind, protocol, _, address = socket.getaddrinfo(
             config.host.strip("[]"), config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.socket(family, kind)
+        # asyncio sets TCP_NODELAY only where the protocol is named; without it the first token of a stream
+        # waits up to 40 ms for the client's delayed acknowledgement of the headers.
+        listener = socket.socket(family, kind, protocol)
     except OSError as e:
         raise RejectedError(_bind_text(config, e), param="host") from e
     try:

@@ -168,3 +168,20 @@ def test_an_address_that_is_not_ours() -> None:
 )
 def test_the_address_to_open(host: str, address: str) -> None:
     assert address_of(host, 8000) == address
+
+
+async def test_small_frames_are_not_held_back() -> None:
+    """A connection of the server's listening socket has TCP_NODELAY: a stream is many small writes."""
+    accepted: asyncio.Queue[socket.socket] = asyncio.Queue()
+
+    def on_connection(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.put_nowait(writer.get_extra_info("socket"))
+        writer.close()
+
+    with bind(Config(port=0)) as listener:
+        server = await asyncio.start_server(on_connection, sock=listener)
+        _, writer = await asyncio.open_connection(*listener.getsockname())
+        connection = await accepted.get()
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        writer.close()
+        server.close()
