@@ -172,16 +172,16 @@ def test_the_address_to_open(host: str, address: str) -> None:
 
 async def test_small_frames_are_not_held_back() -> None:
     """A connection of the server's listening socket has TCP_NODELAY: a stream is many small writes."""
-    accepted: asyncio.Queue[socket.socket] = asyncio.Queue()
+    seen: asyncio.Queue[int] = asyncio.Queue()
 
     def on_connection(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        accepted.put_nowait(writer.get_extra_info("socket"))
+        connection = writer.get_extra_info("socket")
+        seen.put_nowait(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
         writer.close()
 
     with bind(Config(port=0)) as listener:
         server = await asyncio.start_server(on_connection, sock=listener)
         _, writer = await asyncio.open_connection(*listener.getsockname())
-        connection = await accepted.get()
-        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        assert await seen.get()
         writer.close()
         server.close()
