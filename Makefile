@@ -80,7 +80,8 @@ test: model browser
 endif
 
 bench: build ## kernels and the decode step (criterion); results in target/criterion
-	cargo bench -p llaisys-core
+	cargo bench -p llaisys-core --bench kernels --bench attention --bench decode -- \
+		--warm-up-time 0.3 --measurement-time 1
 
 bench-serve: model ## load on a running server: first token, per token, throughput
 	$(PY) benches/serve.py $(ARGS)
