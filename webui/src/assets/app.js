@@ -44,6 +44,21 @@ function atEnd(change) {
   if (near) log.scrollTop = log.scrollHeight;
 }
 
+/** Appends text to a bubble once a frame: a fast stream must neither redraw for each token nor all of it. */
+function painter(bubble) {
+  const shown = bubble.appendChild(document.createTextNode(""));
+  let pending = "";
+  const flush = () => {
+    if (pending) atEnd(() => shown.appendData(pending));
+    pending = "";
+  };
+  const add = (piece) => {
+    if (!pending) requestAnimationFrame(flush);
+    pending += piece;
+  };
+  return { add, flush };
+}
+
 function showError(message) {
   error.textContent = message;
   error.hidden = !message;
@@ -64,16 +79,21 @@ async function ask(question) {
   const bubble = addBubble("assistant");
   atEnd(() => (asked.textContent = question));
   messages.push({ role: "user", content: question });
+  const paint = painter(bubble);
   let answer = "";
   const started = performance.now();
   try {
     for await (const piece of chat(messages, key.value, control.signal)) {
-      if (piece.text) atEnd(() => (bubble.textContent = answer += piece.text));
+      if (piece.text) {
+        answer += piece.text;
+        paint.add(piece.text);
+      }
       if (piece.usage) showFigures(bubble, piece.usage.completion_tokens, performance.now() - started);
     }
   } catch (e) {
     if (!control.signal.aborted) showError(e.message);
   }
+  paint.flush();
   if (running === control) finish(question, answer, asked, bubble);
 }
 
