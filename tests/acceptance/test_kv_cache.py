@@ -75,9 +75,7 @@ def test_keep_forgets_all_others_but_their_ids_stay_lent(runner: Runner) -> None
 
 
 def test_shift_rotates_the_stored_keys(golden: Golden) -> None:
-    """Dropping the head and shifting the tail equals a prompt that always stood at those positions, up to
-    what attention across the dropped part left in K and V of the tail's deeper layers: so one layer only
-    agrees exactly in exact arithmetic, and a fresh prefix of length 0 does at any depth."""
+    """A prompt decoded at positions 7 to 26 and shifted by -7 goes on as if it had stood at 0 to 19."""
     prompt = golden.prompts[2][:20]
     with Runner(FOLDER) as runner:
         seq, other = runner.context.seq_acquire(), runner.context.seq_acquire()
