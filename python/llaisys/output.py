@@ -63,9 +63,9 @@ class OutputProcessor:
     def process(self, event: EngineOutput) -> RequestOutput:
         """What is new of one choice since the last call: a delta, to be joined by `append`.
 
-        A delta with a `finish_reason` where `event.finish_reason` is None met a stop string: the caller cancels
-        the choice. Tokens after it are neither shown nor counted. `finished`: no choice is open any more.
-        Raises KeyError for a choice that is not open (`expects`).
+        A delta with a `finish_reason` where `event.finish_reason` is None met a stop string: the caller
+        cancels the choice. Tokens after it are neither shown nor counted. `finished`: no choice is open any
+        more. Raises KeyError for a choice that is not open (`expects`).
         """
         asked = self._asked[event.request_id]
         answer = asked.answers[event.index]

@@ -105,8 +105,9 @@ class AsyncLLM:
         - `prompt`: text (tokenised off the loop, special tokens added) or token ids.
         - `priority`: lower goes first. `client_id`: whom fairness is counted for.
         - With `n` > 1 a delta holds the choices that have news, by their `index`.
-        - A choice's last delta alone has its `finish_reason` (`stop`, `length` or `abort`), the request's last
-          alone `finished`. Usage: `prompt_token_ids`, the sum of the deltas' `token_ids`, `num_cached_tokens`.
+        - A choice's last delta alone has its `finish_reason` (`stop`, `length` or `abort`), the request's
+          last alone `finished`. Usage: `prompt_token_ids`, the sum of the deltas' `token_ids`,
+          `num_cached_tokens`.
         - A reader that is slow gets several steps in one delta, never a different answer.
         - Closing the iterator (`aclose`, a cancelled task) cancels the request within one engine step.
 

@@ -1,9 +1,9 @@
 """Which requests have room in the KV cells, and who gives way where there is none. Pure.
 
-A cell is free, or it can be had: the prefix cache lets go of what no running request uses. A request is admitted
-when the cells that it needs soon are there beside those that the running ones need soon; if all go on for long,
-somebody has to give way later. A *secured* request has been preempted often enough: it runs with its worst case
-set aside, which nobody else may take.
+A cell is free, or it can be had: the prefix cache lets go of what no running request uses. A request is
+admitted when the cells that it needs soon are there beside those that the running ones need soon; if all go
+on for long, somebody has to give way later. A *secured* request has been preempted often enough: it runs with
+its worst case set aside, which nobody else may take.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def stream_of(request: Request) -> int:
 class Place:
     """Where an admitted request starts: with its first `n_cached` tokens computed, in the arena `stream`.
 
-    They lie in the arena `source`: as the cells of the sibling `fork`, else as the prefix cache's; `n_pinned` of
-    the latter could have been evicted until now.
+    They lie in the arena `source`: as the cells of the sibling `fork`, else as the prefix cache's; `n_pinned`
+    of the latter could have been evicted until now.
     """
 
     stream: int
@@ -115,13 +115,13 @@ class Admission:
         self._prefix = prefix
         self._streams = range(len(room.left))
         self.n_running = len(running)
-        # Cells that can be had, less what everybody who runs needs soon; what they took already is part of that.
+        # What can be had, less what those who run need soon; the cells that they took are part of that.
         self._left = [left + taken for left, taken in zip(room.left, room.taken, strict=True)]
         for request in running:
             self._left[stream_of(request)] -= near_need(request)
 
     def place(self, request: Request) -> Place | None:
-        """The best place: where most of its prefix lies and there is room, else the emptiest arena with room."""
+        """Where most of its prefix lies, if there is room, else the emptiest arena with room."""
         best, n_cells = self._prefix_of(request), near_need(request)
         if self._left[best.source] >= n_cells - best.n_cached + best.n_pinned:
             return best
@@ -137,7 +137,7 @@ class Admission:
         self._left[place.source] -= place.n_pinned
 
     def _prefix_of(self, request: Request) -> Place:
-        """The longest computed prefix, where it lies; the last token is always computed anew, for its logits."""
+        """The longest computed prefix, where it lies, but for the last token: its logits are wanted."""
         limit = len(request.token_ids) - 1
         leader = request.leader
         if self._prefix is not None:

@@ -148,9 +148,7 @@ class EngineClient:
         self._error = error
         self._stats = EngineStats(kv_cells=self._limits.n_cells)
         last = [
-            refusal(request_id, _copy(error))
-            for request_id in list(self._open)
-            if self._take_out(request_id)
+            refusal(request_id, _copy(error)) for request_id in list(self._open) if self._take_out(request_id)
         ]
         if last:
             self._deliver(last)

@@ -52,9 +52,9 @@ _STUCK_S = 60.0
 
 
 class LLMEngine:
-    """Invariants: an open request is in exactly one of `_waiting`, `_running` and `_parked`; only running ones
-    hold a sequence id, cells and a pinned prefix; each choice of a submitted request gets exactly one output with
-    a finish reason, and the last of these is the request's `last`."""
+    """Invariants: an open request is in exactly one of `_waiting`, `_running` and `_parked`; only running
+    ones hold a sequence id, cells and a pinned prefix; each choice of a submitted request gets exactly one
+    output with a finish reason, and the last of these is the request's `last`."""
 
     def __init__(self, executor: Executor, limits: Limits, seed: int) -> None:
         self._executor = executor
@@ -178,16 +178,17 @@ class LLMEngine:
         """Gauges and totals after the newest step."""
         index = None if self._retention is None else self._retention.index
         streams = range(self._limits.n_streams)
-        tally = self._tally
+        tally, n_free = self._tally, sum(self._worker.n_cells_free)
+        n_evictable = 0 if index is None else sum(map(index.n_evictable, streams))
         return EngineStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting) + len(self._parked),
             num_submitted=self._num_submitted,
             num_steps=tally.num_steps,
             kv_cells=self._limits.n_cells,
-            kv_cells_used=self._worker.n_cells_used,
+            kv_cells_used=self._limits.n_cells - n_free - n_evictable,
             kv_cells_retained=0 if index is None else sum(map(index.n_retained, streams)),
-            kv_cells_evictable=0 if index is None else sum(map(index.n_evictable, streams)),
+            kv_cells_free=n_free,
             num_preempted=tally.num_preempted,
             num_evicted_cells=tally.num_evicted_cells,
             prefix_query_tokens=tally.prefix_query_tokens,
@@ -245,7 +246,7 @@ class LLMEngine:
         )
 
     def _check_queue(self, request: Request) -> None:
-        """Raises QueueFullError if more would wait than may, even after the next step has let in whom it can."""
+        """Raises QueueFullError if more would wait than may, even after the next step let in whom it can."""
         limits = self._limits
         n_ids = limits.max_num_seqs - len(self._running)
         room = Room(self._worker.n_cells_free, None if self._retention is None else self._retention.index, ())
@@ -286,7 +287,7 @@ class LLMEngine:
         return outputs
 
     def _admit(self, admit: Admit, pin: Lock | None) -> list[EngineOutput]:
-        """Leases a sequence and gives it its computed prefix; whom the core will not have ends here, alone."""
+        """Leases a sequence and gives it its computed prefix; whom the core refuses ends here, alone."""
         request = self._open[admit.ordinal]
         try:
             seq_id = self._worker.open_sequence(request, admit.stream)
@@ -319,7 +320,7 @@ class LLMEngine:
             leader.num_shared = max(leader.num_shared, n_tokens)
 
     def _preempt(self, request: Request) -> None:
-        """Takes a running request's place; what it computed stays in the prefix cache for as long as it can."""
+        """Takes a running request's place; what it computed stays in the prefix cache while it can."""
         self._release(request, trusted=True)
         request.state = advance(request.state, Displaced())
         request.num_preempted += 1
@@ -383,7 +384,7 @@ class LLMEngine:
                 outputs.append(self._first_token(request, ids[item], logprobs.get(item)))
 
     def _first_token(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> EngineOutput:
-        """The first token since the request was admitted: all before it is computed, and others may use it."""
+        """The first token since the request was admitted: all before it is computed, for others to use."""
         if self._retention is not None:
             self._retention.publish(request)
         is_first = request.num_output == 0

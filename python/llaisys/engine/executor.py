@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
 
 from llaisys.engine.worker import Batch, StepResult, Worker
 from llaisys.errors import EngineDeadError, LlaisysError, RequestFailedError
@@ -46,7 +47,8 @@ class Executor:
         2 ceil(log2 n) runs; what is still together then is run item by item.
 
         Raises EngineDeadError: the core is lost, or refuses half of a batch item by item, or five requests
-        within a minute. A row that merely came out wrong (`non_finite`, `all_masked`) is its request's affair.
+        within a minute. A row that merely came out wrong (`non_finite`, `all_masked`) is its request's
+        affair.
         """
         try:
             return self._worker.run(batch)
@@ -69,7 +71,7 @@ class Executor:
         tries.left -= 2
         edges = [0, n // 2, n] if tries.left >= 0 else list(range(n + 1))
         result = StepResult([])
-        for first, end in zip(edges, edges[1:], strict=False):
+        for first, end in pairwise(edges):
             part = batch.part(first, end)
             try:
                 result.extend(self._worker.run(part))

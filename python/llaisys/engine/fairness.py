@@ -1,10 +1,10 @@
 """Who is next: priority, then clients in turn by tokens, then first come first served. Pure.
 
-Requests of one priority and one client stand in a *line*, in the order of their arrival; one that was preempted
-is older than those that wait, and so comes to stand at its head. Among the lines of the best priority, deficit
-round robin (Shreedhar and Varghese, 1996) divides the prompt tokens: a line whose turn comes is granted a quantum
-of tokens, and its head goes when the line's deficit covers it. What a request generated is charged to its line
-when it ends. A request that has waited too long goes before all of this.
+Requests of one priority and one client stand in a *line*, in the order of their arrival; one that was
+preempted is older than those that wait, and so comes to stand at its head. Among the lines of the best
+priority, deficit round robin (Shreedhar and Varghese, 1996) divides the prompt tokens: a line whose turn
+comes is granted a quantum of tokens, and its head goes when the line's deficit covers it. What a request
+generated is charged to its line when it ends. A request that has waited too long goes before all of this.
 """
 
 from __future__ import annotations

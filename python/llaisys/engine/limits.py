@@ -11,7 +11,8 @@ from llaisys.types import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one engine may hold and do. Invariant: `max_model_len` fits one arena, so a lone request always fits.
+    """What one engine may hold and do. Invariant: `max_model_len` fits one arena, so a lone request always
+    fits.
 
     - `max_num_seqs`: running requests. `max_num_queued_reqs`: requests that wait because no room is left.
     - `max_num_batched_tokens`: tokens of one step over all requests. `max_batch_size`: requests of one step;
@@ -87,7 +88,7 @@ def token_limit(prompt: Sequence[int], params: SamplingParams, limits: Limits) -
     _at_most("n", params.n, limits.max_num_seqs, "choices run at the same time at most")
     if limits.max_input_tokens is not None and len(prompt) > limits.max_input_tokens:
         raise ContextLengthError(
-            f"the prompt has {len(prompt)} tokens, at most {limits.max_input_tokens} are allowed (max_input_tokens)",
+            f"the prompt has {len(prompt)} tokens, max_input_tokens allows at most {limits.max_input_tokens}",
             param="prompt",
         )
     if params.max_tokens is not None and limits.max_output_tokens is not None:

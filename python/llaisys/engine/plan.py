@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llaisys.engine.budget import StepSpeed
 from llaisys.engine.fairness import FairState, WaitingQueue
@@ -18,8 +18,8 @@ class View:
 
     - `running`: in `queue_key` order. `parked`: open, and in neither list: they wait for something else.
     - `n_free`: free cells by arena. `prefix`: what is cached; None: nothing is.
-    - `fair`, `speed`: what the last step left. `last_scan_s`, `last_cleanup_s`: the last looks at the deadlines
-      and at the prefix cache's size.
+    - `fair`, `speed`: what the last step left. `last_scan_s`, `last_cleanup_s`: the last looks at the
+      deadlines and at the prefix cache's size.
     """
 
     waiting: WaitingQueue
@@ -28,8 +28,8 @@ class View:
     n_free: tuple[int, ...]
     parked: Sequence[Request] = ()
     prefix: PrefixIndex | None = None
-    fair: FairState = FairState()
-    speed: StepSpeed = StepSpeed()
+    fair: FairState = field(default_factory=FairState)
+    speed: StepSpeed = field(default_factory=StepSpeed)
     last_scan_s: float = float("-inf")
     last_cleanup_s: float = float("-inf")
 
@@ -38,7 +38,8 @@ class View:
 class Admit:
     """A waiting request gets a sequence in the arena `stream`, with its first `n_cached` tokens.
 
-    They are copied or linked from the arena `source`: the cells of the sibling `fork`, else the prefix cache's.
+    They are copied or linked from the arena `source`: the cells of the sibling `fork`, else the prefix
+    cache's.
     """
 
     ordinal: int
@@ -64,11 +65,12 @@ class Plan:
     `n_free_wanted` cells are free in each arena (as far as there is something to evict), give `admit` their
     sequences, then compute one token for each of `decode`, and `chunks`, in one batch.
 
-    Requests are named by their ordinals. `fair`: for the next view. `scanned`, `cleaned`: the deadlines and the
-    prefix cache's size were looked at.
+    Requests are named by their ordinals. `fair`: for the next view. `scanned`, `cleaned`: the deadlines and
+    the prefix cache's size were looked at.
 
     Invariants: tokens sum to at most `max_num_batched_tokens` and requests to at most `max_batch_size`; each
-    request is in at most one of `expire`, `preempt` and (once) `decode` or `chunks`; an admitted one has a chunk.
+    request is in at most one of `expire`, `preempt` and (once) `decode` or `chunks`; an admitted one has a
+    chunk.
     """
 
     expire: tuple[int, ...] = ()
@@ -77,6 +79,6 @@ class Plan:
     admit: tuple[Admit, ...] = ()
     decode: tuple[int, ...] = ()
     chunks: tuple[PlannedChunk, ...] = ()
-    fair: FairState = FairState()
+    fair: FairState = field(default_factory=FairState)
     scanned: bool = False
     cleaned: bool = False

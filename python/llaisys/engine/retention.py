@@ -13,8 +13,9 @@ from llaisys.engine.worker import Worker, sequence_of
 class Retention:
     """Owns the prefix index. A request that runs pins the path that it was attached to or has inserted.
 
-    Invariants: `request.lock` is set only while it runs, and pins its first `num_shared` tokens; their cells are
-    those of the index's segments, the cells of its other computed tokens are its own. Every edit of the index is carried out on the core at once.
+    Invariants: `request.lock` is set only while it runs, and pins its first `num_shared` tokens; their cells
+    are those of the index's segments, the cells of its other computed tokens are its own. Every edit of the
+    index is carried out on the core at once.
     """
 
     def __init__(self, worker: Worker, n_streams: int) -> None:
@@ -69,14 +70,14 @@ class Retention:
         self._unlock(request)
 
     def forget(self, request: Request) -> None:
-        """As `leave`, for a request whose K and V are not to be trusted: what it alone has cached is dropped."""
+        """As `leave`, for a request whose K and V are not to be trusted: what it alone cached is dropped."""
         salt, ids = request.source.cache_salt, request.token_ids
         self._unlock(request)
         start = request.num_cached or 0
         self._worker.edit(self.index.drop(salt, ids, stream_of(request), start))
 
     def make_room(self, n_free_wanted: Sequence[int]) -> int:
-        """Evicts until so many cells of each arena are free, or nothing is left to evict; returns how many."""
+        """Evicts until so many cells of each arena are free, or nothing is left; returns how many."""
         n_evicted = 0
         for stream, n_free in enumerate(self._worker.n_cells_free):
             if n_free < n_free_wanted[stream]:

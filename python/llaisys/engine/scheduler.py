@@ -4,11 +4,13 @@ There is no prefill phase and no decode phase: a request has computed some of it
 catch up under a token budget. Requests that miss one token (decoding) come first, so that a long prompt never
 holds up an answer that is being given; what is left of the budget goes to prompts, in chunks.
 
-The rules are in `fairness` (order), `budget` (tokens and seats) and `cells` (room); this file puts them together:
+The rules are in `fairness` (order), `budget` (tokens and seats) and `cells` (room); this file puts them
+together:
 
 - The next in order is never overtaken in the queue, so nobody starves: it waits for capacity alone.
 - Who lacks a cell has the last in queue order preempted. The first in queue order among the running, and who
-  was preempted `PREEMPTIONS_MAX` times, are never preempted; where nobody can be, a request sits the step out.
+  was preempted `PREEMPTIONS_MAX` times, are never preempted; where nobody can be, a request sits the step
+  out.
 - Somebody always gets on: the first in queue order finds every cell that is not set aside once the others are
   preempted, and who has cells set aside uses them.
 - Zero-running lemma: nothing running and something waiting means that the next in order is admitted, because
@@ -178,7 +180,7 @@ class _Draft:
     # --- tokens for prompts: of those who run, and of those who come ---
 
     def give_tokens(self, now_s: float) -> None:
-        """Divides the step's prompt tokens in order; what nobody else wants goes to those who were cut short."""
+        """Divides the step's prompt tokens in order; what is left goes to those who were cut short."""
         door = None
         if self._waiting and len(self._running) < self._limits.max_num_seqs and not self.preempted:
             admission = Admission(self._room, self._view.prefix, self._running)

@@ -47,7 +47,7 @@ class WorkerSettings:
 
 @dataclass(slots=True)
 class Chunk:
-    """Consecutive tokens of one running request, from position `start`. `samples`: the last one gives an id."""
+    """Consecutive tokens of a running request, from position `start`. `samples`: the last gives an id."""
 
     request: Request
     start: int
@@ -139,7 +139,9 @@ class Worker:
         return tuple(self._context.n_cells_free_in(stream) for stream in range(self._n_streams))
 
     def open_sequence(self, request: Request, stream: int = 0) -> int:
-        """Leases a sequence id in an arena and attaches the request's sampling. On an error nothing stays lent."""
+        """Leases a sequence id in an arena and attaches the request's sampling. On an error nothing stays
+        lent.
+        """
         spec = self._make_spec(**_spec_arguments(request))
         ids = np.array(request.token_ids, np.int32)
         seq_id = self._context.seq_acquire(stream)

@@ -15,7 +15,6 @@ from llaisys.engine.request import Request, Running
 from llaisys.engine.worker import Batch, Chunk, Worker
 from llaisys.errors import EngineDeadError, RejectedError, RequestFailedError
 
-
 NOW = 1000.0
 
 

@@ -69,7 +69,7 @@ def test_an_absent_max_tokens_is_clamped_and_an_excess_is_refused() -> None:
 def test_a_prompt_has_its_own_bound() -> None:
     bounds = limits(max_input_tokens=5)
     assert token_limit([1] * 5, SamplingParams(max_tokens=1), bounds) == 6
-    with pytest.raises(ContextLengthError, match="has 6 tokens, at most 5") as caught:
+    with pytest.raises(ContextLengthError, match="has 6 tokens, max_input_tokens allows at most 5") as caught:
         token_limit([1] * 6, SamplingParams(max_tokens=1), bounds)
     assert caught.value.param == "prompt"
 
