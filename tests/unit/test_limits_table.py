@@ -215,7 +215,7 @@ def kv_eviction_threshold() -> None:
 
 def kv_cleanup_interval_s() -> None:
     engine = made(
-        num_kv_cells=100, kv_eviction_threshold=0.5, kv_cleanup_interval_s=3.0, max_step_time_s=100.0
+        num_kv_cells=100, kv_eviction_threshold=0.5, kv_cleanup_interval_s=3.0, max_step_time_s=1000.0
     )
     engine.submit("b", prompt=[2], max_tokens=50)
     engine.step(1, NOW)
