@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import insort
 
 from llaisys.engine.cells import Room, near_need, stream_of
+from llaisys.engine.chronicle import Chronicle
 from llaisys.engine.executor import Executor
 from llaisys.engine.fairness import FairState, WaitingQueue, queue_key
 from llaisys.engine.limits import Limits, token_limit
@@ -33,6 +34,7 @@ from llaisys.engine.request import (
 from llaisys.engine.retention import Retention
 from llaisys.engine.scheduler import plan
 from llaisys.engine.tally import Tally
+from llaisys.engine.timeline import Timeline
 from llaisys.engine.worker import Batch, Chunk, StepResult, sequence_of
 from llaisys.errors import (
     EngineDeadError,
@@ -77,11 +79,18 @@ class LLMEngine:
         self._num_submitted = 0
         self._num_choices = 0
         self._tally = Tally()
+        self._chronicle = Chronicle()
+        self._now_s = float("-inf")
 
     @property
     def limits(self) -> Limits:
         """The bounds it keeps."""
         return self._limits
+
+    @property
+    def timeline(self) -> Timeline:
+        """Where each request's time went."""
+        return self._chronicle.timeline
 
     # --- requests come and go ---
 
@@ -99,6 +108,8 @@ class LLMEngine:
         self._check_queue(leader)
         if source.session_id in self._restoring:
             leader.state = WaitingForRemoteKvs(source.session_id)
+        self._chronicle.arrive(leader, [*self._waiting] or self._running)
+        if isinstance(leader.state, WaitingForRemoteKvs):
             self._parked[leader.ordinal] = leader
         else:
             self._waiting.add(leader)
@@ -106,6 +117,7 @@ class LLMEngine:
         for index in range(1, source.params.n):
             follower = Request(source, leader.ordinal + index, seed, limit, index, leader)
             self._parked[follower.ordinal] = follower
+            self._chronicle.arrive(follower, [leader])
             choices.append(follower)
         self._open |= {choice.ordinal: choice for choice in choices}
         self._choices[source.request_id] = choices
@@ -160,8 +172,10 @@ class LLMEngine:
         """
         outputs, self._pending = self._pending, []
         self._tally.begin(now_s)
+        self._now_s = now_s
         made = plan(self._view(), now_s)
         outputs += self._prepare(made, now_s)
+        self._chronicle.plan(made, self._open, len(self._running), now_s)
         batch = self._batch(made)
         if len(batch):
             result = self._executor.run(batch, now_s)
@@ -404,6 +418,7 @@ class LLMEngine:
             output.num_cached_tokens = request.num_cached or 0
         if is_first:
             self._release_followers(request)
+        self._chronicle.begin_decoding(request)
         return output if event is None else self._finish(request, event, output)
 
     # --- inside: ways from state to state ---
@@ -457,6 +472,7 @@ class LLMEngine:
             del self._choices[request.request_id]
         self._fair = self._fair.charge(request, request.num_output)
         self._tally.ended(state.reason)
+        self._chronicle.end(request, self._now_s)
         output = last or EngineOutput(request.request_id, [], index=request.index)
         output.finish_reason, output.stop_reason, output.error = state.reason, state.stop_reason, state.error
         output.last = not siblings
