@@ -264,23 +264,21 @@ class LLMEngine:
         )
 
     def _check_queue(self, request: Request) -> None:
-        """Raises QueueFullError if more would wait than may, even after the next step let in whom it can."""
+        """Raises QueueFullError if more requests would wait than may, even after the next step let in whom it
+        can. Siblings do not count: their request does."""
         limits = self._limits
-        n_ids = limits.max_num_seqs - len(self._running)
-        n_waiting = len(self._waiting) + len(self._parked)
-        n_left = n_waiting + request.source.params.n
-        if n_ids:
-            room = Room(self._worker.n_cells_free, self._prefix, ())
-            n_cells = sum(room.left) - sum(map(near_need, self._running))
-            for each in (*self._waiting, request):
+        queue = [*self._waiting, request]
+        n_waiting = sum(r.leader is None for r in queue[:-1])
+        n_waiting += sum(isinstance(r.state, WaitingForRemoteKvs) for r in self._parked.values())
+        n_left, n_ids = n_waiting + 1, limits.max_num_seqs - len(self._running)
+        if n_left > limits.max_num_queued_reqs and n_ids:
+            n_cells = sum(Room(self._worker.n_cells_free, self._prefix, ()).left)
+            n_cells -= sum(map(near_need, self._running))
+            for each in queue[:n_ids]:
                 n_cells -= near_need(each)
-                if n_ids == 0 or n_cells < 0:
-                    n_ids = 0
+                if n_cells < 0:
                     break
-                n_ids -= 1
-                n_left -= 1
-            # Siblings share the prompt's cells: an id is what they need.
-            n_left -= min(n_ids, len(self._parked) + request.source.params.n - 1)
+                n_left -= each.leader is None
         if n_left > limits.max_num_queued_reqs:
             raise QueueFullError(
                 f"{n_waiting} requests wait already, at most {limits.max_num_queued_reqs} may"
