@@ -15,12 +15,12 @@ from llaisys.engine.executor import Executor
 from llaisys.engine.limits import Limits, token_limit
 from llaisys.engine.loop import Cancel, EngineLoop, Listener, Submit
 from llaisys.engine.machine import available_bytes, usable_cores
-from llaisys.engine.outputs import EngineOutput
+from llaisys.engine.outputs import EngineOutput, refusal
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.worker import open_worker
 from llaisys.errors import EngineDeadError, QueueFullError, RejectedError
 from llaisys.stats import EngineStats
-from llaisys.types import FinishReason, ModelInfo, RequestId, SamplingParams
+from llaisys.types import ModelInfo, RequestId, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -102,9 +102,12 @@ class EngineClient:
         if self._error is not None and self._take_out(request_id):
             raise _copy(self._error)  # it died meanwhile, and its end has not seen this request
 
-    def cancel(self, request_id: RequestId) -> None:
-        """Ends a request within one step; its ABORT output follows. An ended or unknown id is ignored."""
-        if request_id in self._open and request_id not in self._cancelled:
+    def cancel(self, request_id: RequestId, index: int | None = None) -> None:
+        """Ends a request, or one choice of it, within one step; its ABORT output follows. An ended or unknown
+        id is ignored."""
+        if index is not None:
+            self._loop.send(Cancel(request_id, index))
+        elif request_id in self._open and request_id not in self._cancelled:
             self._cancelled.add(request_id)
             self._loop.send(Cancel(request_id))
             if request_id not in self._open:  # it ended meanwhile
@@ -136,7 +139,7 @@ class EngineClient:
     def _step(self, outputs: list[EngineOutput], stats: EngineStats) -> None:
         self._stats = stats
         for output in outputs:
-            if output.finish_reason is not None:
+            if output.last:
                 self._take_out(output.request_id)
         if outputs:
             self._deliver(outputs)
@@ -145,9 +148,7 @@ class EngineClient:
         self._error = error
         self._stats = EngineStats(kv_cells=self._limits.n_cells)
         last = [
-            EngineOutput(request_id, [], None, FinishReason.ERROR, error=_copy(error))
-            for request_id in list(self._open)
-            if self._take_out(request_id)
+            refusal(request_id, _copy(error)) for request_id in list(self._open) if self._take_out(request_id)
         ]
         if last:
             self._deliver(last)

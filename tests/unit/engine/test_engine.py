@@ -61,7 +61,7 @@ class Engine:
     def finish(self) -> None:
         while self.engine.has_work():
             self.step()
-        assert self.context.n_cells_free == self.context.n_cells
+        assert self.context.n_cells_free + self.engine.stats().kv_cells_retained == self.context.n_cells
         assert self.context.n_seq_free == self.engine.limits.max_num_seqs
 
 
@@ -181,7 +181,8 @@ def test_cancel_ends_once_and_gives_everything_back(n_steps: int) -> None:
         made.engine.cancel(name)
     made.step()
     assert made.reasons() == dict.fromkeys("ab", FinishReason.ABORT)
-    assert made.context.n_cells_free == made.context.n_cells
+    stats = made.engine.stats()
+    assert (stats.kv_cells_used, stats.kv_cells_retained) == (0, stats.kv_cells - stats.kv_cells_free)
     made.engine.cancel("a")
     assert not made.engine.has_work()
 
@@ -220,13 +221,30 @@ def test_a_sampler_that_the_core_refuses_fails_at_admission() -> None:
     assert made.tokens["good"] == core.answer([1, 2, 3], 10)
 
 
-def test_an_admitted_request_never_lacks_cells() -> None:
+def test_more_run_than_can_finish_and_who_gives_way_loses_nothing() -> None:
     made = Engine(n_cells=64, max_num_queued_reqs=20)
-    made.submit(*"abcdefghij", prompt=[1] * 20, max_tokens=10)
-    made.step()
-    assert made.engine.stats().num_running == 1  # one prompt fills the step; two answers fill the cells
+    prompts = {name: [i] * 12 for i, name in enumerate("abcdefgh")}
+    for name, prompt in prompts.items():
+        made.submit(name, prompt=prompt, max_tokens=40)
     made.finish()
-    assert {end.finish_reason for end in made.ends.values()} == {FinishReason.LENGTH}
+    assert made.engine.stats().num_preempted > 0
+    assert made.tokens == {name: core.answer(prompt, 40) for name, prompt in prompts.items()}
+
+
+def test_who_was_preempted_waits_with_its_tokens_and_nothing_else() -> None:
+    made = Engine(n_cells=64)
+    made.submit("a", prompt=[1] * 20, max_tokens=40)
+    made.submit("b", prompt=[2] * 20, max_tokens=40)
+    while made.engine.stats().num_preempted == 0:
+        made.step()
+    stats = made.engine.stats()
+    assert (stats.num_running, stats.waiting_by_reason["preempted"]) == (1, 1)
+    assert made.context.n_seq_free == 3
+    had = len(made.tokens["b"])
+    made.step(2)
+    assert len(made.tokens["b"]) == had, "the second in order waits until the first needs less"
+    made.finish()
+    assert made.tokens["b"] == core.answer([2] * 20, 40)
 
 
 def test_a_dead_core_ends_the_engine() -> None:
