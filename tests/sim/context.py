@@ -1,8 +1,8 @@
 """A context with the core's real books and no model: K and V are hashes, and the next token is one too.
 
-The content of a cell is a hash of all tokens up to its own, as K and V are. It goes where the books' cells go:
-along with forks, segments and copies. So a token depends on every cell that its row sees, and one wrong cell,
-position or seed changes an answer.
+The content of a cell is a hash of all tokens up to its own, as K and V are. It goes where the books' cells
+go: along with forks, segments and copies. So a token depends on every cell that its row sees, and one wrong
+cell, position or seed changes an answer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def grow(content: int, token: int) -> int:
 
 
 def choose(content: int, spec: SamplerSpec, n_output: int) -> int:
-    """The token after a row: of what it sees, and of (seed, choice, position) where there is a temperature."""
+    """The token after a row: of what it sees, and with a temperature of (seed, choice, position)."""
     draw = (spec.seed * 8 + spec.choice) * 4096 + n_output if spec.temperature > 0 else 0
     mixed = (content ^ draw) * 0xD6E8FEB86659FD93 & _MASK
     return (mixed ^ mixed >> 32) % N_PLAIN
@@ -69,8 +69,8 @@ class _Segment:
 
 
 class SimContext:
-    """The calls that a Worker makes. `faults`: so many of the next decodes of several sequences fail as a whole,
-    and not in parts."""
+    """The calls that a Worker makes. `faults`: so many of the next decodes of several sequences fail as a
+    whole, and not in parts."""
 
     isa, weight_bytes, vocab_size = "none", 0, VOCAB_SIZE
 
@@ -209,7 +209,9 @@ class SimContext:
         held = {seq_id: (0, s.contents) for seq_id, s in self._sequences.items()}
         seen = [(held[seq_id], runs) for seq_id, _, runs in snapshot.sequences]
         assert len(seen) == len(self._sequences), "a sequence is lent that the engine does not have"
-        kept = [((s.start, s.contents), runs) for i, _, _, runs in snapshot.segments for s in [self._segments[i]]]
+        kept = [
+            ((s.start, s.contents), runs) for i, _, _, runs in snapshot.segments for s in [self._segments[i]]
+        ]
         assert len(kept) == len(self._segments)
         content_of: dict[int, int] = {}
         for (start, contents), runs in (*seen, *kept):

@@ -9,8 +9,11 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any
 
+import pytest
+
 from fakes.asks import ask, limits
 from fakes.core import SamplerSpec
+from llaisys.engine import cells
 from llaisys.engine.engine import LLMEngine
 from llaisys.engine.executor import Executor
 from llaisys.engine.request import EngineRequest
@@ -36,9 +39,7 @@ class Small:
 
     def __init__(self) -> None:
         self.context = SimContext(n_cells=N_CELLS, n_seq_max=N_IDS, lifo=True)
-        bounds = limits(
-            max_num_seqs=N_IDS, max_num_batched_tokens=3, max_model_len=N_CELLS, n_cells=N_CELLS
-        )
+        bounds = limits(max_num_seqs=N_IDS, max_num_batched_tokens=3, max_model_len=N_CELLS, n_cells=N_CELLS)
         worker = Worker(self.context, SamplerSpec)  # type: ignore[arg-type]
         self.engine = LLMEngine(Executor(worker), bounds, 0)
         self.now_s = 1000.0
@@ -51,7 +52,9 @@ class Small:
         engine = self.engine
         names = [request.request_id for request in REQUESTS]
         possible = [("submit", i) for i, name in enumerate(names) if name not in self.told]
-        possible += [("cancel", i) for i, name in enumerate(names) if name in self.told and name not in self.ends]
+        possible += [
+            ("cancel", i) for i, name in enumerate(names) if name in self.told and name not in self.ends
+        ]
         possible += [("fault", 0)] if not self.context.faults and engine.has_work() else []
         possible += [("pass", 0)] if self.now_s == 1000.0 else []
         return possible + ([("step", 0)] if engine.has_work() else [])
@@ -125,7 +128,8 @@ class Small:
         assert self.told.keys() == self.ends.keys(), "somebody got no end"
         self.engine.check()
         stats = self.engine.stats()
-        assert stats.kv_cells_used == stats.kv_cells_evictable
+        assert stats.kv_cells_used == 0
+        assert stats.kv_cells_free + stats.kv_cells_retained == N_CELLS
         assert self.context.n_seq_free == N_IDS
 
 
@@ -136,7 +140,10 @@ def replay(path: tuple[Action, ...]) -> Small:
     return world
 
 
-def test_all_that_three_requests_can_do() -> None:
+@pytest.mark.parametrize("headroom", [0, 8])
+def test_all_that_three_requests_can_do(headroom: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without headroom requests are let in that cannot all go on, so that they preempt each other."""
+    monkeypatch.setattr(cells, "HEADROOM_TOKENS", headroom)
     seen = set()
     n_preempted = n_evicted = n_hits = 0
     frontier: list[tuple[Action, ...]] = [()]
@@ -162,4 +169,5 @@ def test_all_that_three_requests_can_do() -> None:
         print(f"depth {depth}: {len(frontier)} paths, {len(seen)} states")
         frontier = reached
     print(f"{n_preempted} states with a preemption, {n_evicted} with an eviction, {n_hits} with a prefix hit")
-    assert min(n_preempted, n_evicted, n_hits) > 100
+    assert min(n_evicted, n_hits) > 100
+    assert (n_preempted > 100) == (headroom == 0)

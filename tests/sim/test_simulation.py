@@ -1,6 +1,6 @@
-"""20,000 random requests through the real scheduler, prefix index and books; any failure replays from its seed.
+"""20,000 random requests through the real scheduler, prefix index and books; failures replay from their seed.
 
-    SIM_SEED=13 pytest tests/sim/test_simulation.py     runs that seed alone
+SIM_SEED=13 pytest tests/sim/test_simulation.py     runs that seed alone
 """
 
 from __future__ import annotations
