@@ -10,7 +10,7 @@ from llaisys.engine.fairness import FairState, WaitingQueue, queue_key
 from llaisys.engine.limits import Limits, token_limit
 from llaisys.engine.outputs import EngineOutput, TokenLogprobs
 from llaisys.engine.plan import Admit, Plan, View
-from llaisys.engine.prefix import Lock
+from llaisys.engine.prefix import Lock, PrefixIndex
 from llaisys.engine.request import (
     Admitted,
     BrokenInvariant,
@@ -176,7 +176,7 @@ class LLMEngine:
 
     def stats(self) -> EngineStats:
         """Gauges and totals after the newest step."""
-        index = None if self._retention is None else self._retention.index
+        index = self._prefix
         streams = range(self._limits.n_streams)
         tally, n_free = self._tally, sum(self._worker.n_cells_free)
         n_evictable = 0 if index is None else sum(map(index.n_evictable, streams))
@@ -231,6 +231,10 @@ class LLMEngine:
 
     # --- inside: before the batch ---
 
+    @property
+    def _prefix(self) -> PrefixIndex | None:
+        return None if self._retention is None else self._retention.index
+
     def _view(self) -> View:
         return View(
             waiting=self._waiting,
@@ -238,7 +242,7 @@ class LLMEngine:
             limits=self._limits,
             n_free=self._worker.n_cells_free,
             parked=tuple(self._parked.values()),
-            prefix=None if self._retention is None else self._retention.index,
+            prefix=self._prefix,
             fair=self._fair,
             speed=self._tally.speed,
             last_scan_s=self._last_scan_s,
@@ -249,17 +253,21 @@ class LLMEngine:
         """Raises QueueFullError if more would wait than may, even after the next step let in whom it can."""
         limits = self._limits
         n_ids = limits.max_num_seqs - len(self._running)
-        room = Room(self._worker.n_cells_free, None if self._retention is None else self._retention.index, ())
-        n_cells = sum(room.left) - sum(map(near_need, self._running))
-        n_left = len(self._waiting) + len(self._parked) + request.source.params.n
-        for each in (*self._waiting, request) if n_ids else ():
-            n_cells -= near_need(each)
-            if n_ids == 0 or n_cells < 0:
-                break
-            n_ids -= 1
-            n_left -= 1
+        n_waiting = len(self._waiting) + len(self._parked)
+        n_left = n_waiting + request.source.params.n
+        if n_ids:
+            room = Room(self._worker.n_cells_free, self._prefix, ())
+            n_cells = sum(room.left) - sum(map(near_need, self._running))
+            for each in (*self._waiting, request):
+                n_cells -= near_need(each)
+                if n_ids == 0 or n_cells < 0:
+                    n_ids = 0
+                    break
+                n_ids -= 1
+                n_left -= 1
+            # Siblings share the prompt's cells: an id is what they need.
+            n_left -= min(n_ids, len(self._parked) + request.source.params.n - 1)
         if n_left > limits.max_num_queued_reqs:
-            n_waiting = len(self._waiting) + len(self._parked)
             raise QueueFullError(
                 f"{n_waiting} requests wait already, at most {limits.max_num_queued_reqs} may"
             )
