@@ -19,8 +19,8 @@ from llaisys.types import RequestId
 class OpenRequests:
     """Owned by one engine, which alone changes states; this moves a choice to where its state belongs.
 
-    - `waiting`: wait for capacity. `running`: hold a sequence; in `queue_key` order. `parked`, by ordinal: wait
-      for something else, a sibling's prompt or a restore, and are in nobody's way.
+    - `waiting`: wait for capacity. `running`: hold a sequence; in `queue_key` order.
+    - `parked`, by ordinal: wait for something else, a sibling's prompt or a restore, in nobody's way.
 
     Invariant: an open choice is in exactly one of the three, and in `by_ordinal`.
     """
@@ -41,7 +41,7 @@ class OpenRequests:
         return [*self._choices.get(request_id, ())]
 
     def add(self, choices: Sequence[Request]) -> None:
-        """A new request: its first choice waits, unless it is being restored; the others wait for its prompt."""
+        """A new request: its first choice waits, or is being restored; the others wait for its prompt."""
         leader = choices[0]
         if isinstance(leader.state, WaitingForRemoteKvs):
             self.parked[leader.ordinal] = leader
