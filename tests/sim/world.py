@@ -45,7 +45,7 @@ class Mix:
     n_running: int = 32
     n_streams: int = 1
     load: float = 1.0
-    aborts: float = 0.1
+    aborts: float = 0.13  # a tenth; the others have ended before
     deadlines: float = 0.05
     priorities: float = 0.2
     choices: float = 0.05
@@ -176,7 +176,7 @@ class World:
         self.fates[name] = Fate(request, seed, [[] for _ in range(n)], [None] * n)
         self.n_submitted += 1
         if rng.random() < mix.aborts:
-            heappush(self.cancels, (self.now_s + rng.expovariate(8), name))
+            heappush(self.cancels, (self.now_s + rng.expovariate(12), name))
 
     def _prompt(self) -> tuple[str, list[int]]:
         """Often the head of an earlier chat goes on, or is edited."""
