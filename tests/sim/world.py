@@ -59,7 +59,7 @@ def mix_of(seed: int, n_requests: int) -> Mix:
     """The mix of a seed: half of them (the odd ones) are short of cells; one, two and four arenas; from a
     load that leaves room to one that fills the queue; some without the prefix cache."""
     n_streams = (1, 1, 2, 4)[seed // 2 % 4]
-    load = (0.8, 1.0, 1.5, 3.0)[seed // 8 % 4]
+    load = (0.8, 1.0, 1.5, 3.0, 1.0)[seed % 5]
     return Mix(
         n_requests,
         n_cells=2048 if seed % 2 == 0 else 352 * n_streams,
