@@ -65,8 +65,9 @@ class Plan:
     `n_free_wanted` cells are free in each arena (as far as there is something to evict), give `admit` their
     sequences, then compute one token for each of `decode`, and `chunks`, in one batch.
 
-    Requests are named by their ordinals. `fair`: for the next view. `scanned`, `cleaned`: the deadlines and
-    the prefix cache's size were looked at.
+    Requests are named by their ordinals. `short`: who found no cells, of those who run and the next in the
+    queue. `fair`: for the next view. `scanned`, `cleaned`: the deadlines and the prefix cache's size were
+    looked at.
 
     Invariants: tokens sum to at most `max_num_batched_tokens` and requests to at most `max_batch_size`; each
     request is in at most one of `expire`, `preempt` and (once) `decode` or `chunks`; an admitted one has a
@@ -79,6 +80,7 @@ class Plan:
     admit: tuple[Admit, ...] = ()
     decode: tuple[int, ...] = ()
     chunks: tuple[PlannedChunk, ...] = ()
+    short: tuple[int, ...] = ()
     fair: FairState = field(default_factory=FairState)
     scanned: bool = False
     cleaned: bool = False

@@ -45,6 +45,7 @@ def plan(view: View, now_s: float) -> Plan:
         admit=tuple(draft.admitted),
         decode=tuple([r.ordinal for r in draft.decoding]),
         chunks=tuple(share.chunk() for share in draft.shares if share.n_tokens),
+        short=tuple(r.ordinal for r in draft.short),
         fair=draft.fair,
         scanned=scanned,
         cleaned=cleaned,
@@ -79,6 +80,8 @@ class _Door:
         self._n_ids = limits.max_num_seqs - admission.n_running
         self._head: Request | None = None
         self._place: Place | None = None
+        # The head, if there is no room for it.
+        self.lacks_cells: list[Request] = []
 
     @property
     def fair(self) -> FairState:
@@ -90,6 +93,7 @@ class _Door:
         head = self._turns.head() if self._n_ids else None
         if head is not self._head:
             self._head, self._place = head, None if head is None else self._admission.place(head)
+            self.lacks_cells = [] if head is None or self._place is not None else [head]
         return None if self._place is None else head
 
     def pass_over(self, request: Request) -> None:
@@ -121,6 +125,7 @@ class _Draft:
         self.prompts: list[Request] = []
         self.shares: list[_Share] = []
         self.admitted: list[Admit] = []
+        self.short: list[Request] = []
         self.fair = view.fair
 
     def expire(self, now_s: float) -> None:
@@ -144,6 +149,7 @@ class _Draft:
             n_seated, seated = len(seated), self._give_cells(seated)
             if not seated and n_seated < len(self._running):
                 # All of them are behind cells of those who do not sit. Who can always get on sits first.
+                self.short.clear()
                 sure = sorted(self._running, key=lambda r: not r.is_secured)[:n_seated]
                 seated = self._give_cells([r for r in self._running if r in sure])
         self.decoding = [r for r in seated if len(r.token_ids) - r.num_computed == 1]
@@ -160,6 +166,7 @@ class _Draft:
             while self._room.available(request, stream) < 1:
                 victim = self._victim(request, stream)
                 if victim is None:
+                    self.short.append(request)
                     break
                 self._room.give_back(victim)
                 self.preempted.append(victim)
@@ -210,6 +217,7 @@ class _Draft:
             self._give(share, budget, alone=True)
         if door is not None:
             self.fair = door.fair
+            self.short += door.lacks_cells
 
     def _keep_a_seat(self, door: _Door) -> None:
         """Where all seats are taken and somebody can come in, the most recently served leaves its seat."""
