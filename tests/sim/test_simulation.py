@@ -70,7 +70,7 @@ def test_twenty_thousand_requests() -> None:
         assert totals["requests"] == N_SEEDS * N_REQUESTS
         assert totals["cancels"] >= 0.1 * totals["requests"]
         assert totals["preempted"] > 50
-        assert min(totals[what] for what in ("refused", "evicted", "hits")) > 1000
+        assert min(totals[what] for what in ("refused", "evicted", "hits")) > 500
         assert min(ends[reason] for reason in ("stop", "length", "abort", "timeout", "error")) > 100
 
 

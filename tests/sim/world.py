@@ -275,7 +275,7 @@ class World:
     def _count(self) -> None:
         stats = self.engine.stats()
         assert self.context.n_seq_free + stats.num_running == self.mix.n_running  # [I1, I6]
-        assert stats.num_waiting <= self.limits.max_num_queued_reqs + self.mix.n_running  # [I9]
+        assert len(self.fates) <= self.limits.max_num_queued_reqs + self.mix.n_running  # [I9]
         assert stats.kv_cells_free == self.context.n_cells_free  # [I2]
         if not stats.num_running:
             assert stats.kv_cells_used == 0
