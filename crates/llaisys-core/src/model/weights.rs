@@ -7,7 +7,7 @@ use crate::model::family::{LayerSlot, Slot};
 use crate::ops::packed::{PackedFormat, PackedMatrix};
 use crate::ops::{LinearPart, gate_up_row, gate_up_rows};
 use crate::quant::dequantize_row;
-use crate::tensor::{RowView, TensorView};
+use crate::tensor::RowView;
 use crate::threads::Pool;
 
 /// A product with an optional bias.
@@ -216,7 +216,7 @@ struct Packer<'a> {
     pool: &'a Pool,
 }
 
-impl<'a> Packer<'a> {
+impl Packer<'_> {
     fn layer(&self, index: usize) -> Result<LayerWeights> {
         let at = |part| Slot::Layer(index, part);
         let config = self.checkpoint.config();
@@ -240,7 +240,8 @@ impl<'a> Packer<'a> {
     }
 
     fn matrix(&self, slot: Slot) -> Result<PackedMatrix, DeviceError> {
-        let tensor = self.tensor(slot);
+        let loaded = self.checkpoint.load(slot, self.pool)?;
+        let tensor = loaded.view();
         let format = packed_format(self.mode, tensor.dtype, tensor.n_columns());
         let source = |n: usize| tensor.row(self.checkpoint.stored_row(slot, n));
         PackedMatrix::pack(self.pool, format, tensor.n_rows(), tensor.n_columns(), &source)
@@ -248,8 +249,9 @@ impl<'a> Packer<'a> {
 
     /// Both matrices in one, so that one region reads the input once. Different formats meet in f32.
     fn gate_up(&self, index: usize) -> Result<PackedMatrix, DeviceError> {
-        let gate = self.tensor(Slot::Layer(index, LayerSlot::Gate));
-        let up = self.tensor(Slot::Layer(index, LayerSlot::Up));
+        let gate = self.checkpoint.load(Slot::Layer(index, LayerSlot::Gate), self.pool)?;
+        let up = self.checkpoint.load(Slot::Layer(index, LayerSlot::Up), self.pool)?;
+        let (gate, up) = (gate.view(), up.view());
         let (n_inner, n_columns) = (gate.n_rows(), gate.n_columns());
         let formats = [gate.dtype, up.dtype].map(|dtype| packed_format(self.mode, dtype, n_columns));
         let format = if formats[0] == formats[1] { formats[0] } else { PackedFormat::F32 };
@@ -266,13 +268,10 @@ impl<'a> Packer<'a> {
 
     /// A norm's or a bias's values in logical order.
     fn vector(&self, slot: Slot) -> Vec<f32> {
-        let tensor = self.tensor(slot);
+        const STORED: &str = "opening the checkpoint checked that every slot is there, vectors as they are";
+        let tensor = self.checkpoint.tensor(slot).expect(STORED);
         let mut stored = vec![0.0; tensor.n_columns()];
         dequantize_row(tensor.row(0), &mut stored);
         (0..stored.len()).map(|n| stored[self.checkpoint.stored_row(slot, n)]).collect()
-    }
-
-    fn tensor(&self, slot: Slot) -> TensorView<'a> {
-        self.checkpoint.tensor(slot).expect("opening the checkpoint checked that every slot is there")
     }
 }
