@@ -1,7 +1,7 @@
 """Quantisers of the types for which the gguf package has none: plain rounding, no search for better scales.
 
-Layouts: ggml-common.h, as in `crates/llaisys-core/src/quant/`. `x` is `[blocks, 256]` (IQ4_NL: `[blocks, 32]`) float32,
-the result `[blocks, block_bytes]` uint8.
+Layouts: ggml-common.h, as in `crates/llaisys-core/src/quant/`. `x` is float32 `[blocks, 256]` (IQ4_NL:
+`[blocks, 32]`), the result uint8 `[blocks, block_bytes]`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _steps(x: F32, unit: F32, low: int, high: int) -> NDArray[np.int64]:
 
 
 def _with_min(x: F32, bits: int, scale_max: int) -> tuple[NDArray[np.int64], ...]:
-    """`x` `[n, groups, len]` as `d * scale * q - dmin * minimum`: scales, minima, q, bytes of d and of dmin."""
+    """`x` `[n, groups, len]` as `d * scale * q - dmin * minimum`: scales, minima, q, bytes of d and dmin."""
     low = -np.minimum(x.min(-1), 0)
     step = (x.max(-1).clip(0) + low) / (2**bits - 1)
     d, d_bytes = _f16(step.max(-1) / scale_max)

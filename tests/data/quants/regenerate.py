@@ -1,7 +1,7 @@
-"""Makes the vectors of this folder: random blocks of each GGUF type and their values by the PyPI package gguf.
+"""Makes the vectors of this folder: random blocks of each GGUF type, their values by the PyPI package gguf.
 
-`python tests/data/quants/regenerate.py`. A file is `N_VALUES` elements in blocks, then the values in float32, little
-endian. Every byte of a block is random, but f16 numbers are finite (subnormal ones among them).
+`python tests/data/quants/regenerate.py`. A file is `N_VALUES` elements in blocks, then the values in float32,
+little endian. Every byte of a block is random, but f16 numbers are finite (subnormal ones among them).
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def main() -> None:
         blocks = rng.integers(0, 256, (N_VALUES // block_len, block_bytes), np.uint8)
         for at in halves:
             # An exponent of all ones would be an infinity or a NaN.
-            blocks[:, at + 1] = np.where(blocks[:, at + 1] & 0x7C == 0x7C, blocks[:, at + 1] ^ 4, blocks[:, at + 1])
+            blocks[:, at + 1] = np.where(
+                blocks[:, at + 1] & 0x7C == 0x7C, blocks[:, at + 1] ^ 4, blocks[:, at + 1]
+            )
         values = gguf.quants.dequantize(blocks, dtype)
         assert values.size == N_VALUES
         assert np.isfinite(values).all()
