@@ -13,6 +13,9 @@ use llaisys_core::model::checkpoint::Checkpoint;
 use llaisys_core::model::family::{LayerSlot, Slot};
 use llaisys_core::quant::dequantize_row;
 use llaisys_core::threads::Pool;
+use proptest::collection::vec;
+use proptest::prelude::*;
+use proptest::sample::Index;
 use serde_json::{Value, json};
 use stored::Rng;
 
@@ -296,4 +299,37 @@ fn matrices_that_words_do_not_fill_are_refused_by_name() {
         .with("quantization_config", json!({"quant_method": "gptq", "bits": 4, "group_size": -1}));
     push(&mut folder, "qweight", "I32", &[3, 16], vec![0; 4 * 3 * 16]);
     assert_names(&unsupported(folder.open()), &[MODULE, "16 x 24", "multiples of 32"]);
+}
+
+/// Damage anywhere in the configuration, or in the header and the words behind it: refused, or loaded whole.
+fn assert_sound_or_refused(file: &str, changes: &[(Index, u8)]) {
+    let quants = Quants::random(7, 32, false);
+    for folder in [gptq(&quants, "gptq"), awq(&quants)] {
+        let scratch = Scratch::new();
+        folder.write(&scratch);
+        let mut bytes = std::fs::read(scratch.file(file)).unwrap();
+        let front = bytes.len().min(4096);
+        for (at, byte) in changes {
+            bytes[at.index(front)] = *byte;
+        }
+        scratch.write(file, bytes);
+        let Ok(checkpoint) = Checkpoint::open(scratch.path()) else { continue };
+        for slot in checkpoint.slots() {
+            let loaded = checkpoint.load(slot, &Pool::new(1).unwrap()).unwrap();
+            let n_elements = loaded.shape.iter().product();
+            assert_eq!(loaded.dtype.bytes_of(n_elements), Some(loaded.bytes.len()), "{slot:?}");
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+    #[test]
+    fn damaged_folders_never_panic(
+        is_config in any::<bool>(),
+        // Digits, so that numbers and shapes change; and any byte.
+        changes in vec((any::<Index>(), prop_oneof![b'0'..=b'9', any::<u8>()]), 1..4),
+    ) {
+        assert_sound_or_refused(if is_config { "config.json" } else { "model.safetensors" }, &changes);
+    }
 }
