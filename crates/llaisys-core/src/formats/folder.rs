@@ -8,11 +8,11 @@ use std::path::{Path, PathBuf};
 /// Bytes of `config.json` and `generation_config.json` that are read.
 pub const CONFIG_BYTES_MAX: u64 = 1 << 20;
 
-/// A folder, and the root that its files must resolve into.
+/// A folder, and the roots of which one must hold what a file of it resolves to.
 #[derive(Debug)]
 pub struct ModelFolder {
     folder: PathBuf,
-    root: PathBuf,
+    roots: Vec<PathBuf>,
 }
 
 impl ModelFolder {
@@ -20,8 +20,8 @@ impl ModelFolder {
     pub fn open(path: &Path) -> Result<Self, FormatError> {
         let io = |source| FormatError::Io { path: path.to_owned(), source };
         let folder = fs::canonicalize(path).map_err(io)?;
-        let root = hub_cache_root(&folder).unwrap_or(&folder).to_owned();
-        Ok(Self { folder, root })
+        let roots = hub_cache_roots(&folder).unwrap_or_else(|| vec![folder.clone()]);
+        Ok(Self { folder, roots })
     }
 
     /// Where the folder lies, symbolic links resolved.
@@ -39,10 +39,10 @@ impl ModelFolder {
             Err(source) if source.kind() == ErrorKind::NotFound => return Ok(None),
             Err(source) => return Err(FormatError::Io { path: named, source }),
         };
-        if path.starts_with(&self.root) {
+        if self.roots.iter().any(|root| path.starts_with(root)) {
             Ok(Some(path))
         } else {
-            Err(FormatError::OutsideFolder { path: named, root: self.root.clone() })
+            Err(FormatError::OutsideFolder { path: named, root: self.folder.clone() })
         }
     }
 
@@ -77,12 +77,14 @@ impl ModelFolder {
     }
 }
 
-/// The Hub's cache keeps `models--owner--name/snapshots/<revision>/*` as links into `models--owner--name/blobs`:
-/// there the repository's folder is the root.
-fn hub_cache_root(folder: &Path) -> Option<&Path> {
+/// The Hub's cache keeps `models--owner--name/snapshots/<revision>/*` as links into `models--owner--name/blobs`,
+/// and since huggingface_hub 2 what lies there may be a link into the `blobs` that all repositories share: there
+/// the repository's folder and the shared one are the roots.
+fn hub_cache_roots(folder: &Path) -> Option<Vec<PathBuf>> {
     let snapshots = folder.parent()?;
     let repository = snapshots.parent()?;
     let is_cache =
         snapshots.file_name()? == "snapshots" && repository.file_name()?.to_str()?.starts_with("models--");
-    is_cache.then_some(repository)
+    let shared = repository.parent()?.join("blobs");
+    is_cache.then(|| vec![repository.to_owned(), shared])
 }
