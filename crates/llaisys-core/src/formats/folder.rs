@@ -1,7 +1,7 @@
 //! A Hugging Face model folder: finds its files and keeps them inside it.
 
 use super::{FormatError, json};
-use std::fs::{self, File};
+use std::fs::{self, File, Metadata};
 use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
@@ -46,14 +46,17 @@ impl ModelFolder {
         }
     }
 
+    /// As [`Self::file`], with the system's facts. Errors: also [`FormatError::NotAFile`] for a pipe or a folder.
+    pub fn regular_file(&self, name: &str) -> Result<Option<(PathBuf, Metadata)>, FormatError> {
+        let Some(path) = self.file(name)? else { return Ok(None) };
+        let facts = fs::metadata(&path).map_err(|source| FormatError::Io { path: path.clone(), source })?;
+        if facts.is_file() { Ok(Some((path, facts))) } else { Err(FormatError::NotAFile { path }) }
+    }
+
     /// The bytes of file `name`; None if there is none. Errors: more than `max` bytes, as [`Self::file`].
     pub fn read(&self, name: &str, max: u64) -> Result<Option<Vec<u8>>, FormatError> {
-        let Some(path) = self.file(name)? else { return Ok(None) };
+        let Some((path, facts)) = self.regular_file(name)? else { return Ok(None) };
         let io = |source| FormatError::Io { path: path.clone(), source };
-        let facts = fs::metadata(&path).map_err(io)?;
-        if !facts.is_file() {
-            return Err(FormatError::NotAFile { path });
-        }
         if facts.len() > max {
             return Err(FormatError::TooLarge { file: name.to_owned(), bytes: facts.len(), max });
         }
