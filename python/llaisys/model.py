@@ -50,7 +50,7 @@ def open_model(config: Config) -> Model:
 
     Raises RejectedError or UnsupportedError, naming the model or the setting.
     """
-    resolved = resolve_model(config.model)
+    resolved = resolve_model(config.model, config.revision)
     info = inspect_model(resolved.path)
     defaults: dict[str, Any] = {}
     if config.generation_config == "auto":

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from llaisys.cli import chat, doctor, generate, models, pull, serve
+from llaisys.cli import chat, doctor, generate, models, pull, rm, serve
 from llaisys.cli.parsing import Commands, Parser, installed_version
 from llaisys.errors import LlaisysError
 
@@ -29,6 +29,7 @@ COMMANDS: dict[str, Command] = {
     "generate": generate,
     "pull": pull,
     "models": models,
+    "rm": rm,
     "doctor": doctor,
 }
 
