@@ -7,6 +7,7 @@ Each field is a flag (`--max-num-seqs`), an environment variable (`LLAISYS_MAX_N
 from __future__ import annotations
 
 import os
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -61,6 +62,10 @@ class Config(BaseSettings):
     num_kv_cells: int | None = Field(None, ge=1, description="KV cells, one token each; overrides the bytes")
     request_timeout_s: float = Field(
         600.0, gt=0, description="age, in seconds, at which a request ends with 408"
+    )
+
+    engine_process: bool = Field(
+        False, description="run the engine in a process of its own, which is restarted if it dies"
     )
 
     # cpu
@@ -152,3 +157,11 @@ def home_folder() -> Path:
         return Path(home).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "llaisys"
+
+
+def package_version() -> str:
+    """The version that is installed now; `unknown` if LLAISYS runs from a source tree that is not."""
+    try:
+        return version("llaisys")
+    except PackageNotFoundError:
+        return "unknown"

@@ -17,6 +17,7 @@ from llaisys.config import Config
 from llaisys.engine.client import EngineClient
 from llaisys.engine.outputs import EngineOutput
 from llaisys.engine.request import EngineRequest
+from llaisys.engine.start import start_engine
 from llaisys.errors import EngineDeadError, RejectedError, RequestFailedError
 from llaisys.mailbox import MAILBOX_BYTES_MAX, Mailbox
 from llaisys.meter import Meter
@@ -56,9 +57,7 @@ class AsyncLLM:
         Raises RejectedError or UnsupportedError (the model or a setting), naming it.
         """
         service = cls(config, await asyncio.to_thread(open_model, config))
-        service._client = await asyncio.to_thread(
-            EngineClient.start, config, service._model.info, service._deliver
-        )
+        service._client = await asyncio.to_thread(start_engine, config, service._model.info, service._deliver)
         service._admitting = True
         return service
 
