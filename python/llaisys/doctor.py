@@ -84,7 +84,7 @@ def _cache() -> Finding:
 
 def _models() -> list[Finding]:
     return [
-        Finding(f"model {row.entry.name}", str(row.path) if row.downloaded else "not pulled yet")
+        Finding(f"model {row.names[0]}", str(row.path) if row.path is not None else "not pulled yet")
         for row in list_models()
     ]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from llaisys.cli.parsing import Commands, add_command, installed_version
+from llaisys.cli.parsing import Commands, add_command
+from llaisys.config import package_version
 
 
 def add_parser(commands: Commands) -> None:
@@ -21,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:  # noqa: ARG001 -- every command 
     """Prints the report on stdout."""
     from llaisys.doctor import Finding, examine
 
-    findings = [Finding("llaisys", installed_version()), *examine()]
+    findings = [Finding("llaisys", package_version()), *examine()]
     width = max(len(finding.subject) for finding in findings)
     for finding in findings:
         print(f"{'ok' if finding.fine else '!!'}  {finding.subject.ljust(width)}  {finding.detail}")

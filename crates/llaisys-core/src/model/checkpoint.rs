@@ -7,6 +7,7 @@ use crate::formats::folder::ModelFolder;
 use crate::formats::gguf::GgufFile;
 use crate::formats::safetensors;
 use crate::formats::tensors::{StoredTensor, TensorFiles};
+use crate::formats::tokenizer_json;
 use crate::model::config::ModelConfig;
 use crate::model::family::RopeRows;
 use crate::model::generation::GenerationConfig;
@@ -19,6 +20,9 @@ use crate::threads::Pool;
 use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
+
+/// Files of a folder that Python reads.
+const READ_ELSEWHERE: [&str; 3] = ["tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"];
 
 /// An open checkpoint. Every slot of its configuration has a tensor of the right shape, and no tensor is left
 /// over. The files stay mapped as long as it lives.
@@ -60,6 +64,20 @@ impl Checkpoint {
         } else {
             Self::open_gguf(path)
         }
+    }
+
+    /// Facts of a checkpoint. Of a folder, the files that are read elsewhere are checked as well: that they are
+    /// files of the folder, and `tokenizer.json` for the library that will trust it.
+    ///
+    /// Errors: as [`Self::open`], [`ModelFolder::regular_file`] and [`tokenizer_json::check`].
+    pub fn inspect(path: &Path) -> Result<ModelInfo> {
+        let checkpoint = Self::open(path)?;
+        if checkpoint.info.file_format == FileFormat::Safetensors {
+            let folder = ModelFolder::open(path)?;
+            READ_ELSEWHERE.into_iter().try_for_each(|name| folder.regular_file(name).map(drop))?;
+            tokenizer_json::check_folder(&folder)?;
+        }
+        Ok(checkpoint.info)
     }
 
     fn open_folder(path: &Path) -> Result<Self> {
