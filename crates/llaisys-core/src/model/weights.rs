@@ -279,7 +279,9 @@ impl<'a> Packer<'a> {
         (0..stored.len()).map(|n| stored[self.checkpoint.stored_row(slot, n)]).collect()
     }
 
+    /// The stored tensor of `slot`. The pages of those before it, which are packed by now, are let go.
     fn tensor(&self, slot: Slot) -> TensorView<'a> {
+        self.checkpoint.release_pages();
         self.checkpoint.tensor(slot).expect("opening the checkpoint checked that every slot is there")
     }
 }
