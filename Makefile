@@ -13,7 +13,7 @@ ARGS   ?=
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name 'Cargo.toml') Cargo.toml Cargo.lock
 PAGE_SOURCES := $(shell find webui -type f -not -path '*/node_modules/*' -not -path '*/dist/*')
 
-.PHONY: help setup build serve check test lint fmt bench bench-serve bench-peers wheel lock clean model browser
+.PHONY: help setup build serve check test lint fmt bench bench-load bench-serve bench-peers fuzz wheel lock clean model browser
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -83,6 +83,12 @@ bench: build ## kernels and the decode step (criterion); results in target/crite
 	cargo bench -p llaisys-core --bench kernels --bench attention --bench decode -- \
 		--warm-up-time 0.3 --measurement-time 1
 
+fuzz: ## each parser for MINUTES (default 10) with AFL++; results in benches/results/fuzz.txt
+	@scripts/fuzz.sh $(or $(MINUTES),10)
+
+bench-load: model ## time and memory to load a model; results in benches/results/load.jsonl
+	$(PY) benches/load.py $(ARGS)
+
 bench-serve: model ## load on a running server: first token, per token, throughput
 	$(PY) benches/serve.py $(ARGS)
 
@@ -96,8 +102,8 @@ bench-peers: model .venv-peers/stamp ## one stream against llama.cpp on the same
 
 # --- release and upkeep ---
 
-wheel: build ## one abi3 wheel in dist/
-	$(VENV)/bin/maturin build --release --out dist
+wheel: $(STAMPS)/python $(STAMPS)/page ## one abi3 manylinux_2_28 wheel in dist/, the page in it
+	@scripts/wheel.sh $(VENV)/bin
 
 fmt: $(STAMPS)/python ## rustfmt and ruff, in place
 	cargo fmt --all

@@ -179,6 +179,11 @@ impl Checkpoint {
         }
     }
 
+    /// As [`TensorFiles::release_pages`]: what was read of the weights no longer counts as our memory.
+    pub fn release_pages(&self) {
+        self.files.release_pages();
+    }
+
     /// Every slot of this model.
     pub fn slots(&self) -> impl Iterator<Item = Slot> {
         self.config.slots().into_iter()

@@ -7,7 +7,7 @@ use crate::model::family::{LayerSlot, Slot};
 use crate::ops::packed::{PackedFormat, PackedMatrix};
 use crate::ops::{LinearPart, gate_up_row, gate_up_rows};
 use crate::quant::dequantize_row;
-use crate::tensor::RowView;
+use crate::tensor::{LoadedTensor, RowView};
 use crate::threads::Pool;
 
 /// A product with an optional bias.
@@ -240,7 +240,7 @@ impl Packer<'_> {
     }
 
     fn matrix(&self, slot: Slot) -> Result<PackedMatrix, DeviceError> {
-        let loaded = self.checkpoint.load(slot, self.pool)?;
+        let loaded = self.load(slot)?;
         let tensor = loaded.view();
         let format = packed_format(self.mode, tensor.dtype, tensor.n_columns());
         let source = |n: usize| tensor.row(self.checkpoint.stored_row(slot, n));
@@ -249,8 +249,8 @@ impl Packer<'_> {
 
     /// Both matrices in one, so that one region reads the input once. Different formats meet in f32.
     fn gate_up(&self, index: usize) -> Result<PackedMatrix, DeviceError> {
-        let gate = self.checkpoint.load(Slot::Layer(index, LayerSlot::Gate), self.pool)?;
-        let up = self.checkpoint.load(Slot::Layer(index, LayerSlot::Up), self.pool)?;
+        let gate = self.load(Slot::Layer(index, LayerSlot::Gate))?;
+        let up = self.load(Slot::Layer(index, LayerSlot::Up))?;
         let (gate, up) = (gate.view(), up.view());
         let (n_inner, n_columns) = (gate.n_rows(), gate.n_columns());
         let formats = [gate.dtype, up.dtype].map(|dtype| packed_format(self.mode, dtype, n_columns));
@@ -273,5 +273,11 @@ impl Packer<'_> {
         let mut stored = vec![0.0; tensor.n_columns()];
         dequantize_row(tensor.row(0), &mut stored);
         (0..stored.len()).map(|n| stored[self.checkpoint.stored_row(slot, n)]).collect()
+    }
+
+    /// The tensor of `slot`. The pages of those before it, which are packed by now, are let go.
+    fn load(&self, slot: Slot) -> Result<LoadedTensor<'_>, DeviceError> {
+        self.checkpoint.release_pages();
+        self.checkpoint.load(slot, self.pool)
     }
 }
