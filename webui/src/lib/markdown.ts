@@ -16,7 +16,7 @@ export interface Labels {
   image: string;
 }
 
-const md = new MarkdownIt({ html: false, linkify: true, breaks: false, maxNesting: 50 });
+const md = new MarkdownIt({ html: false, linkify: true, breaks: false });
 md.use(mathRules);
 md.linkify.set({ fuzzyLink: false, fuzzyEmail: false });
 md.validateLink = (url) => /^(?:https?:|mailto:|data:image\/(?:png|gif|jpeg|webp);base64,)/i.test(url.trim());

@@ -9,6 +9,8 @@ const PROSE: Config = {
   ],
   ALLOWED_ATTR: ["href", "title", "target", "rel", "class", "start", "src", "alt", "type", "tabindex"],
   ALLOWED_URI_REGEXP: /^(?:https?:|mailto:|data:image\/(?:png|gif|jpeg|webp);base64,)/i,
+  // The pattern above is for addresses; these hold none.
+  ADD_URI_SAFE_ATTR: ["target", "rel", "start", "type", "tabindex"],
   ALLOW_DATA_ATTR: false,
   ALLOW_ARIA_ATTR: false,
 };

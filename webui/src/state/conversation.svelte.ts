@@ -106,7 +106,7 @@ export class Conversation {
   dropOldest(answer: Message): void {
     const numbers = this.contextOf(answer);
     if (numbers === null || !this.session) return;
-    const before = trees.pathTo(this.tree, answer.parent ?? "");
+    const before = trees.pathTo(this.tree, answer.failure ? (answer.parent ?? "") : answer.id);
     const from = dropOldest(before, this.session.contextFrom, numbers.wanted, numbers.limit);
     if (from === null) {
       ui.toast(t("nothing_to_drop"));
