@@ -104,6 +104,8 @@ impl Class {
             Error::Exhausted(_) => Class::Exhausted,
             Error::Unsupported(_) => Class::Unsupported,
             Error::Device(_) => Class::EngineDead,
+            #[cfg(feature = "faults")]
+            Error::Injected { .. } => Class::CoreFault,
         }
     }
 
