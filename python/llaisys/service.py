@@ -50,6 +50,7 @@ class AsyncLLM:
         self._processor = OutputProcessor(model.tokenizer)
         self._mailboxes: dict[RequestId, Mailbox] = {}
         self._arrivals: deque[list[EngineOutput]] = deque()
+        self._woken = False
         self._meter = Meter()
         self._client: EngineClient | None = None
         self._change: asyncio.Task[None] | None = None  # the loading or unloading that is under way
@@ -306,14 +307,22 @@ class AsyncLLM:
             self._start_idling()
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
-        """Called on the engine thread, once a step. What waits is bounded by the open requests' tokens."""
+        """Called on the client's thread, once a step. What waits is bounded by the open requests' tokens.
+
+        One wake is enough for all steps until the loop turns: a loop that is held up finds one call of ours
+        and one byte in its wake-up socket, not thousands.
+        """
         self._arrivals.append(outputs)
+        if self._woken:
+            return
+        self._woken = True
         try:
             self._loop.call_soon_threadsafe(self._drain)
         except RuntimeError:  # the event loop is closed: nobody reads any more
             self._arrivals.clear()
 
     def _drain(self) -> None:
+        self._woken = False  # before the first look: what comes after it wakes again
         now_s = time.monotonic()
         while self._arrivals:
             for event in self._arrivals.popleft():

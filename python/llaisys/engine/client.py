@@ -112,11 +112,21 @@ class EngineClient(ABC):
 
         Idempotent, and nothing in a process that was forked from the owner.
         """
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         if self._is_owner():
             self._stop()
 
     # --- for the two forms ---
+
+    def _close_at_exit(self) -> None:
+        """Not cut short by Ctrl-C: a native thread that comes back into an interpreter that has ended aborts
+        the process. It takes a step at most."""
+        while True:
+            try:
+                self.close()
+                return
+            except KeyboardInterrupt:
+                continue
 
     @abstractmethod
     def _stop(self) -> None:

@@ -30,11 +30,11 @@ class InprocClient(EngineClient):
         self._loop = EngineLoop(build, Listener(self._step, self._ended, clock), inbox_max)
         self._link = self._loop
         # From the start: a program that is interrupted while the model loads waits for the thread, too.
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
         try:
             self._loop.start()
         except BaseException:
-            atexit.unregister(self.close)
+            atexit.unregister(self._close_at_exit)
             raise
 
     def _stop(self) -> None:

@@ -101,7 +101,7 @@ class ProcessClient(EngineClient):
         weakref.finalize(self, os.close, self._wake).atexit = False
         self._thread = threading.Thread(target=self._supervise, name="llaisys-engine-client", daemon=True)
         self._thread.start()
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
         try:
             self._loaded.result()
         except BaseException:
