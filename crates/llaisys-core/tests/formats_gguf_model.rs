@@ -19,7 +19,7 @@ fn facts_of_a_small_file() {
     let config = checkpoint.config();
     assert_eq!((config.n_layers, config.d_model, config.n_heads, config.n_kv_heads), (1, 32, 2, 1));
     assert_eq!((config.d_head, config.d_ff, config.vocab_size, config.max_positions), (16, 32, 8, 64));
-    assert_eq!((config.rms_eps, config.rope_theta), (1e-5, 1e5));
+    assert_eq!((config.rms_eps, config.rope.theta), (1e-5, 1e5));
     assert_eq!((config.tied_head, config.qkv_bias, config.qk_norm), (true, false, false));
     assert_eq!((config.bos, config.eos.as_slice()), (Some(5), [6].as_slice()));
     assert_eq!(checkpoint.tensor(Slot::Embed).unwrap().dtype, DType::Q8_0);
@@ -120,7 +120,7 @@ fn defaults_of_absent_keys() {
     let file = small().without("llama.rope.freq_base").without("llama.vocab_size");
     let checkpoint =
         file.without("tokenizer.ggml.token_type").without("tokenizer.chat_template").open().unwrap();
-    assert_eq!(checkpoint.config().rope_theta, 1e4);
+    assert_eq!(checkpoint.config().rope.theta, 1e4);
     let tokenizer = checkpoint.info().tokenizer.as_ref().unwrap();
     assert_eq!((tokenizer.token_types.len(), tokenizer.chat_template.as_ref()), (8, None));
 }

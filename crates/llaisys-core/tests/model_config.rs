@@ -36,7 +36,7 @@ fn facts_of_the_goldens() {
             (600, 512, None, [599].as_slice())
         );
         let flags = (c.tied_head, c.qkv_bias, c.qk_norm);
-        ((c.n_layers, c.d_model, c.n_heads, c.n_kv_heads, c.d_head, c.d_ff), c.rope_theta, flags)
+        ((c.n_layers, c.d_model, c.n_heads, c.n_kv_heads, c.d_head, c.d_ff), c.rope.theta, flags)
     };
     assert_eq!(facts("llama-untied-bf16"), ((2, 64, 4, 2, 16, 176), 5e5, (false, false, false)));
     assert_eq!(facts("qwen2-f16"), ((2, 128, 2, 1, 64, 320), 1e6, (true, true, false)));
@@ -76,15 +76,15 @@ fn slots_and_names_of_every_family() {
 
 #[test]
 fn rope_base_in_old_and_new_spelling() {
-    assert_eq!(config_of(&small()).rope_theta, 1e4);
-    assert_eq!(config_of(&small().with("rope_theta", 5e5)).rope_theta, 5e5);
-    assert_eq!(config_of(&small().with("rope_theta", 1_000_000)).rope_theta, 1e6);
+    assert_eq!(config_of(&small()).rope.theta, 1e4);
+    assert_eq!(config_of(&small().with("rope_theta", 5e5)).rope.theta, 5e5);
+    assert_eq!(config_of(&small().with("rope_theta", 1_000_000)).rope.theta, 1e6);
     let new = json!({"rope_type": "default", "rope_theta": 2e5});
-    assert_eq!(config_of(&small().with("rope_parameters", new.clone())).rope_theta, 2e5);
-    assert_eq!(config_of(&small().with("rope_parameters", new).with("rope_theta", 5e5)).rope_theta, 2e5);
+    assert_eq!(config_of(&small().with("rope_parameters", new.clone())).rope.theta, 2e5);
+    assert_eq!(config_of(&small().with("rope_parameters", new).with("rope_theta", 5e5)).rope.theta, 2e5);
     let old = small().with("rope_theta", 5e5).with("rope_scaling", json!({"type": "default"}));
-    assert_eq!(config_of(&old).rope_theta, 5e5);
-    assert_eq!(config_of(&small().with("rope_scaling", Value::Null).with("rope_theta", 3e5)).rope_theta, 3e5);
+    assert_eq!(config_of(&old).rope.theta, 5e5);
+    assert_eq!(config_of(&small().with("rope_scaling", Value::Null).with("rope_theta", 3e5)).rope.theta, 3e5);
 }
 
 #[test]

@@ -154,6 +154,7 @@ impl Step<'_> {
             positions: &self.batch.positions[rows.clone()],
             cells: &placed[rows.clone()],
             attention: self.layout.attention(),
+            near: self.layout.near(),
         };
         self.decoder.forward(self.ops, &forward, self.storage, self.work);
         let first_out = self.result.rows.partition_point(|&row| (row as usize) < rows.start);

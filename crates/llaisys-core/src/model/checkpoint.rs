@@ -10,8 +10,10 @@ use crate::model::config::ModelConfig;
 use crate::model::family::RopeRows;
 use crate::model::generation::GenerationConfig;
 use crate::model::info::{FileFormat, ModelInfo, Source, TensorSize};
-use crate::model::slot::{LayerSlot, NameTable, Slot};
+use crate::model::rope::RopeScaling;
+use crate::model::slot::{LayerSlot, Slot};
 use crate::model::{folder_config, gguf_config};
+use crate::quant::dequantize_row;
 use crate::tensor::TensorView;
 use std::collections::HashMap;
 use std::path::Path;
@@ -60,8 +62,7 @@ impl Checkpoint {
             generation: generation.defaults,
             tokenizer: None,
         };
-        let names = config.family.folder_names;
-        Self::assemble(config, files, names, source)
+        Self::assemble(config, files, source)
     }
 
     fn open_gguf(path: &Path) -> Result<Self> {
@@ -75,14 +76,14 @@ impl Checkpoint {
             generation: Default::default(),
             tokenizer: Some(tokenizer),
         };
-        let names = config.family.gguf_names;
-        Self::assemble(config, file.into_files(tensors), names, source)
+        Self::assemble(config, file.into_files(tensors), source)
     }
 
     /// Finds each slot's tensor. Errors: missing, left over, of another shape.
-    fn assemble(config: ModelConfig, files: TensorFiles, table: &NameTable, source: Source) -> Result<Self> {
-        let (by_slot, by_name) = find_slots(&config, &files, table)?;
-        refuse_extra(&config, &files, table, &by_name)?;
+    fn assemble(mut config: ModelConfig, files: TensorFiles, source: Source) -> Result<Self> {
+        read_rope_factors(&mut config, &files)?;
+        let (by_slot, by_name) = find_slots(&config, &files)?;
+        refuse_extra(&config, &files, &by_name)?;
         let mut sizes = Vec::new();
         for slot in config.slots() {
             let stored = &files.tensors()[by_slot[&slot]];
@@ -119,8 +120,8 @@ impl Checkpoint {
     }
 
     /// Every slot of this model.
-    pub fn slots(&self) -> impl Iterator<Item = Slot> {
-        self.config.slots().into_iter()
+    pub fn slots(&self) -> impl Iterator<Item = Slot> + '_ {
+        self.config.slots()
     }
 
     /// As [`WeightNames::slot_named`].
@@ -131,6 +132,11 @@ impl Checkpoint {
     /// As [`WeightNames::stored_row`].
     pub fn stored_row(&self, slot: Slot, n: usize) -> usize {
         self.names.stored_row(slot, n)
+    }
+
+    /// As [`WeightNames::offset`].
+    pub fn offset(&self, slot: Slot) -> f32 {
+        self.names.offset(slot)
     }
 
     /// Closes the files and keeps the names.
@@ -159,25 +165,54 @@ impl WeightNames {
             _ => n,
         }
     }
+
+    /// What the values of a slot are above those of its stored tensor.
+    pub fn offset(&self, slot: Slot) -> f32 {
+        match slot {
+            Slot::OutputNorm => self.config.norm_offset,
+            Slot::Layer(_, part) if part.is_norm() => self.config.norm_offset,
+            _ => 0.0,
+        }
+    }
 }
 
 type Places = (HashMap<Slot, usize>, HashMap<String, Slot>);
 
-fn find_slots(config: &ModelConfig, files: &TensorFiles, table: &NameTable) -> Result<Places, FormatError> {
+/// Takes the rope factors of a configuration that has them as a tensor.
+fn read_rope_factors(config: &mut ModelConfig, files: &TensorFiles) -> Result<(), FormatError> {
+    let RopeScaling::PerPair { factors, .. } = &mut config.rope.scaling else { return Ok(()) };
+    if !factors.is_empty() {
+        return Ok(());
+    }
+    let name = config.names.rope_factors;
+    let missing = || FormatError::MissingTensors { n_missing: 1, first: name.to_owned() };
+    let tensor = files.view(files.find(name).ok_or_else(missing)?);
+    let (got, want) = (tensor.shape.to_vec(), vec![config.d_head / 2]);
+    if got != want {
+        return Err(FormatError::TensorShape { name: name.to_owned(), got, want });
+    }
+    *factors = vec![0.0; want[0]];
+    dequantize_row(tensor.row(0), factors);
+    config.rope.check(config.d_head)
+}
+
+fn find_slots(config: &ModelConfig, files: &TensorFiles) -> Result<Places, FormatError> {
     let (mut by_slot, mut by_name) = (HashMap::new(), HashMap::new());
-    let mut missing = Vec::new();
+    let (mut n_missing, mut missing) = (0, None);
     for slot in config.slots() {
-        let name = table.name(slot).expect("a family's slots have names in its tables");
+        let name = config.names.name(slot).expect("slots are those that the table names");
         match files.find(&name) {
             Some(index) => {
                 by_slot.insert(slot, index);
                 by_name.insert(name, slot);
             }
-            None => missing.push(name),
+            None => {
+                n_missing += 1;
+                missing.get_or_insert(name);
+            }
         }
     }
-    let n_missing = missing.len();
-    match missing.into_iter().next() {
+    match missing {
         Some(first) => Err(FormatError::MissingTensors { n_missing, first }),
         None => Ok((by_slot, by_name)),
     }
@@ -186,11 +221,16 @@ fn find_slots(config: &ModelConfig, files: &TensorFiles, table: &NameTable) -> R
 fn refuse_extra(
     config: &ModelConfig,
     files: &TensorFiles,
-    table: &NameTable,
     by_name: &HashMap<String, Slot>,
 ) -> Result<(), FormatError> {
+    let table = config.names;
+    let has_factors = matches!(config.rope.scaling, RopeScaling::PerPair { .. });
     // A tied head saved a second time is the embedding again: transformers ties it whatever the file holds.
-    let is_known = |name: &str| by_name.contains_key(name) || (config.tied_head && name == table.lm_head);
+    let is_known = |name: &str| {
+        by_name.contains_key(name)
+            || (config.tied_head && name == table.lm_head)
+            || (has_factors && name == table.rope_factors)
+    };
     let names = files.tensors().iter().map(|tensor| tensor.name.as_str());
     let mut extra = names.filter(|name| !is_known(name) && !table.ignores(name));
     let Some(first) = extra.next() else { return Ok(()) };
