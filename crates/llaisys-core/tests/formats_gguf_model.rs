@@ -7,6 +7,7 @@ use formats_common::{assert_names, check, format_error, gguf_error, unsupported}
 use llaisys_core::dtype::DType;
 use llaisys_core::formats::{FormatError, GgufError};
 use llaisys_core::model::family::{LayerSlot, Slot};
+use llaisys_core::model::rope::RopeScaling;
 use serde_json::json;
 
 fn small() -> Gguf {
@@ -146,8 +147,8 @@ fn required_keys_are_named_when_missing() {
 
 #[test]
 fn unknown_architectures_are_refused_by_name() {
-    let error = unsupported(small().with("general.architecture", "gemma3").open());
-    assert_names(&error, &["gemma3", "llama, qwen2, qwen3"]);
+    let error = unsupported(small().with("general.architecture", "gemma3n").open());
+    assert_names(&error, &["gemma3n", "llama, qwen2, qwen3, phi3, olmo2, granite, gemma2, gemma3, llama"]);
 }
 
 #[test]
@@ -201,7 +202,7 @@ fn lists_of_unequal_length_are_refused() {
 
 #[test]
 fn rope_kinds_are_refused_by_name() {
-    for kind in ["linear", "yarn", "longrope"] {
+    for kind in ["longrope", "dynamic"] {
         let error = unsupported(small().with("llama.rope.scaling.type", kind).open());
         assert_names(&error, &["rope type", kind, "none"]);
     }
@@ -210,9 +211,9 @@ fn rope_kinds_are_refused_by_name() {
         let error = unsupported(small().with(&format!("llama.{key}"), Meta::F32(4.0)).open());
         assert_names(&error, &[key, "4"]);
     }
-    let mut llama3 = small();
-    llama3.vector("rope_freqs.weight", 8);
-    assert_names(&unsupported(llama3.open()), &["rope type", "llama3", "rope_freqs.weight"]);
+    let yarn = small().with("llama.rope.scaling.type", "yarn");
+    let yarn = yarn.with("llama.rope.scaling.yarn_log_multiplier", Meta::F32(0.1));
+    assert_names(&unsupported(yarn.open()), &["yarn_log_multiplier"]);
     let partial = small().with("llama.rope.dimension_count", Meta::U32(8));
     assert_names(&unsupported(partial.open()), &["8 of 16", "whole head"]);
     small().with("llama.rope.dimension_count", Meta::U32(16)).open().unwrap();
@@ -223,7 +224,6 @@ fn other_things_that_would_run_wrong_are_refused_by_name() {
     let refused = |key: &str, value: Meta, words: &[&str]| {
         assert_names(&unsupported(small().with(key, value).open()), words);
     };
-    refused("llama.expert_count", Meta::U32(8), &["mixture of experts", "8", "dense"]);
     refused("llama.attention.sliding_window", Meta::U32(32), &["sliding window", "32 of 64"]);
     refused("llama.attention.causal", Meta::Bool(false), &["causal"]);
     refused("llama.logit_scale", Meta::F32(8.0), &["llama.logit_scale = 8"]);
@@ -235,6 +235,48 @@ fn other_things_that_would_run_wrong_are_refused_by_name() {
     assert_names(&unsupported(unequal.open()), &["unequal width", "16 and 32"]);
     small().with("llama.attention.sliding_window", Meta::U32(64)).open().unwrap();
     small().with("llama.expert_count", Meta::U32(0)).open().unwrap();
+    let dense = Gguf::small("qwen2").with("qwen2.expert_count", Meta::U32(8));
+    assert_names(&unsupported(dense.open()), &["mixture of experts", "qwen2.expert_count = 8", "dense"]);
+    let sparse = Gguf::small("qwen3").with("general.architecture", "qwen3moe");
+    assert_names(&unsupported(sparse.open()), &["mixture of experts", "qwen3moe.expert_count = 0"]);
+    refused("llama.attn_logit_softcapping", Meta::F32(30.0), &["attn_logit_softcapping = 30"]);
+    let experts = |key: &str, value: Meta| {
+        let file = small().with("llama.expert_count", Meta::U32(4));
+        let file = file.with("llama.expert_used_count", Meta::U32(2)).with(key, value);
+        unsupported(file.open())
+    };
+    assert_names(&experts("llama.expert_shared_count", Meta::U32(1)), &["shared experts", "1"]);
+    assert_names(&experts("llama.expert_gating_func", Meta::U32(2)), &["expert_gating_func", "softmax"]);
+    assert_names(&experts("llama.expert_weights_scale", Meta::F32(2.5)), &["expert_weights_scale = 2.5"]);
+}
+
+#[test]
+fn rope_scalings_are_read() {
+    let rope = |file: Gguf| file.open().unwrap().config().rope.scaling.clone();
+    let linear = small().with("llama.rope.scaling.type", "linear");
+    let linear = linear.with("llama.rope.scaling.factor", Meta::F32(4.0));
+    assert_eq!(rope(linear), RopeScaling::Linear { factor: 4.0 });
+    let yarn = small().with("llama.rope.scaling.type", "yarn");
+    let yarn = yarn.with("llama.rope.scaling.factor", Meta::F32(4.0));
+    let yarn = yarn.with("llama.rope.scaling.original_context_length", Meta::U32(16));
+    let amplitude = 0.1 * 4_f64.ln() + 1.0;
+    let (factor, original) = (4.0, 16.0);
+    let want =
+        RopeScaling::Yarn { factor, beta_fast: 32.0, beta_slow: 1.0, original, truncate: true, amplitude };
+    assert_eq!(rope(yarn), want);
+    let mut llama3 = small();
+    llama3.vector("rope_freqs.weight", 8);
+    let want = RopeScaling::PerPair { factors: vec![1.0; 8], amplitude: 1.0 };
+    assert_eq!(rope(llama3), want);
+    let mut wrong = small();
+    wrong.vector("rope_freqs.weight", 7);
+    assert!(matches!(format_error(wrong.open()), FormatError::TensorShape { want, .. } if want == [8]));
+    let mut zero = small();
+    zero.vector("rope_freqs.weight", 8);
+    zero.tensor("rope_freqs.weight").data.fill(0);
+    assert!(matches!(format_error(zero.open()), FormatError::Bounds { what: "a rope factor", .. }));
+    let missing = small().with("llama.rope.scaling.type", "linear");
+    assert_eq!(gguf_error(missing.open()), GgufError::KeyMissing { key: "llama.rope.scaling.factor".into() });
 }
 
 #[test]
@@ -293,7 +335,7 @@ fn missing_extra_and_misshapen_tensors_are_refused() {
 
 #[test]
 fn the_architecture_is_named_before_the_tensor_types() {
-    let mut file = small().with("general.architecture", "phi3");
+    let mut file = small().with("general.architecture", "phi4");
     file.tensor("blk.0.ffn_up.weight").type_id = 12;
-    assert_names(&unsupported(file.open()), &["phi3"]);
+    assert_names(&unsupported(file.open()), &["phi4"]);
 }
