@@ -46,7 +46,7 @@ def write_gguf(path: Path, family: str, shape: Shape, weights: Weights) -> Path:
     tokens = [f"t{i}" for i in range(shape.vocab_size)]
     keys |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.tokens": tokens}
     keys |= {"tokenizer.ggml.merges": ["t0 t1"], "tokenizer.ggml.eos_token_id": 1}
-    path.write_bytes(_file(keys, _tensors(architecture, family, shape, weights)))
+    path.write_bytes(_file(keys, gguf_tensors(family, shape, weights)))
     return path
 
 
@@ -93,15 +93,17 @@ def _keys(family: str, shape: Shape) -> dict[str, Value]:
     return keys
 
 
-def _tensors(
-    architecture: str, family: str, shape: Shape, weights: Weights
-) -> dict[str, NDArray[np.float32]]:
+def gguf_tensors(family: str, shape: Shape, weights: Weights) -> dict[str, NDArray[np.float32]]:
+    """The tensors of a file by their names."""
+    architecture = FAMILIES[family].gguf
     stored = dict(folder_weights("phi3", shape, weights) if family == "phi3" else weights)
     tensors: dict[str, NDArray[np.float32]] = {}
     for i in range(shape.n_layers):
         if shape.experts is not None:
             for part in ("gate", "up", "down"):
-                experts = [f"model.layers.{i}.mlp.experts.{e}.{part}_proj.weight" for e in range(shape.experts.n)]
+                experts = [
+                    f"model.layers.{i}.mlp.experts.{e}.{part}_proj.weight" for e in range(shape.experts.n)
+                ]
                 tensors[f"blk.{i}.ffn_{part}_exps.weight"] = np.stack([stored.pop(name) for name in experts])
     for name, value in stored.items():
         stem, kind = name.rsplit(".", 1)

@@ -81,8 +81,8 @@ FAMILIES = {
 
 @st.composite
 def shapes(draw: st.DrawFn, family: str, gguf: bool = False) -> Shape:
-    """Odd sizes on purpose: nothing but `d_head` even and whole groups of heads is asked of a model. For a GGUF
-    file what it can state, and with all that it implies."""
+    """Odd sizes on purpose: nothing but `d_head` even and whole groups of heads is asked of a model. For a
+    GGUF file what it can state, and with all that it implies."""
     facts = FAMILIES[family]
     n_layers, n_kv_heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     n_heads, d_head = n_kv_heads * draw(st.integers(1, 4)), 2 * draw(st.integers(2, 40))
@@ -273,7 +273,7 @@ def config_json(family: str, shape: Shape, *, old_spelling: bool = False) -> dic
                 "decoder_sparse_step": 1,
                 "mlp_only_layers": [],
             }
-    return config | _rope_keys(facts, shape, old_spelling)
+    return config | _rope_keys(shape, old_spelling)
 
 
 def _window_keys(facts: Family, shape: Shape) -> dict[str, object]:
@@ -290,7 +290,7 @@ def _window_keys(facts: Family, shape: Shape) -> dict[str, object]:
     return keys
 
 
-def _rope_keys(facts: Family, shape: Shape, old_spelling: bool) -> dict[str, object]:
+def _rope_keys(shape: Shape, old_spelling: bool) -> dict[str, object]:
     rope = dict(shape.rope)
     if old_spelling:
         old: dict[str, object] = {"rope_theta": shape.rope_theta, "torch_dtype": "float32"}

@@ -129,7 +129,7 @@ impl Decoder {
         let norm = layer.ffn_post_norm.as_ref();
         match (&layer.feed_forward, self.config.experts) {
             (FeedForward::Experts { router, experts }, Some(facts)) => {
-                self.experts(cx, (router, experts, facts), input, &mut w.experts, (w.gate_up, w.inner));
+                self.experts(cx, (router, experts, facts), &mut w.experts, (input, w.gate_up, w.inner));
                 self.add_branch(cx, w.experts.sum, norm, w.x);
             }
             (FeedForward::Dense(mlp), _) => {
@@ -146,9 +146,8 @@ impl Decoder {
         &self,
         cx: &mut OpContext,
         (router, experts, facts): (&PackedMatrix, &[Mlp], Experts),
-        input: &[f32],
         w: &mut ExpertRows<'_>,
-        (gate_up, inner): (&mut [f32], &mut [f32]),
+        (input, gate_up, inner): (&[f32], &mut [f32], &mut [f32]),
     ) {
         let (d_model, d_ff) = (self.config.d_model, self.config.d_ff);
         let part = |weight| ops::LinearPart { weight, bias: None };

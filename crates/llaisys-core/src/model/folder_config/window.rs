@@ -18,7 +18,7 @@ const FIRST_LAYER_DEFAULT: usize = 28;
 pub(super) fn read(fields: &Fields<'_>, config: &ModelConfig) -> Result<(Option<usize>, Vec<bool>)> {
     let (window, by_rule) = by_rule(fields, config)?;
     let windowed = match fields.list("layer_types")? {
-        None => (0..config.n_layers).map(by_rule).collect(),
+        None => by_rule,
         Some(kinds) => {
             let (got, want) = (kinds.len() as u64, config.n_layers as u64);
             if got != want {
@@ -44,11 +44,12 @@ pub(super) fn read(fields: &Fields<'_>, config: &ModelConfig) -> Result<(Option<
 }
 
 /// The window that the file states or its family implies, and which layers have it if no list says.
-fn by_rule(fields: &Fields<'_>, config: &ModelConfig) -> Result<(Option<usize>, Box<dyn Fn(usize) -> bool>)> {
+fn by_rule(fields: &Fields<'_>, config: &ModelConfig) -> Result<(Option<usize>, Vec<bool>)> {
     const KEY: &str = "sliding_window";
     let stated = fields.size(KEY)?;
     // A key that is null says none; one that is absent leaves it to the default.
     let or = |default: Option<usize>| if fields.map.contains_key(KEY) { stated } else { default };
+    let layers = |has_window: &dyn Fn(usize) -> bool| (0..config.n_layers).map(has_window).collect();
     let switched = fields.flag("use_sliding_window")?;
     match config.family.window {
         WindowRule::Refused => {
@@ -58,26 +59,26 @@ fn by_rule(fields: &Fields<'_>, config: &ModelConfig) -> Result<(Option<usize>, 
                 None => stated,
             };
             match active.filter(|&window| window < config.max_positions) {
-                None => Ok((None, Box::new(|_| false))),
+                None => Ok((None, layers(&|_| false))),
                 Some(window) => {
                     let value = format!("{KEY} = {window}");
                     Err(unsupported("a sliding window of attention", value, "none in this family").into())
                 }
             }
         }
-        WindowRule::All(default) => Ok((or(default), Box::new(|_| true))),
+        WindowRule::All(default) => Ok((or(default), layers(&|_| true))),
         WindowRule::Switched | WindowRule::SwitchedFromLayer if switched != Some(true) => {
-            Ok((None, Box::new(|_| false)))
+            Ok((None, layers(&|_| false)))
         }
-        WindowRule::Switched => Ok((or(Some(WINDOW_DEFAULT)), Box::new(|_| true))),
+        WindowRule::Switched => Ok((or(Some(WINDOW_DEFAULT)), layers(&|_| true))),
         WindowRule::SwitchedFromLayer => {
             let first = fields.size("max_window_layers")?.unwrap_or(FIRST_LAYER_DEFAULT);
-            Ok((or(Some(WINDOW_DEFAULT)), Box::new(move |layer| layer >= first)))
+            Ok((or(Some(WINDOW_DEFAULT)), layers(&|layer| layer >= first)))
         }
         WindowRule::AllButEvery(default) => {
             let n = fields.size("sliding_window_pattern")?.unwrap_or(default);
             bounded("sliding_window_pattern", n as f64, 1.0, f64::from(u32::MAX))?;
-            Ok((or(Some(WINDOW_DEFAULT)), Box::new(move |layer| !(layer + 1).is_multiple_of(n))))
+            Ok((or(Some(WINDOW_DEFAULT)), layers(&|layer| !(layer + 1).is_multiple_of(n))))
         }
     }
 }

@@ -8,7 +8,7 @@ use super::swiglu::{GateFunction, gated};
 use crate::ops::OpContext;
 
 /// -2 sqrt(2/pi)
-const A: f32 = -1.595_769_1;
+const A: f32 = -1.595_769_2;
 /// 0.044715 times that
 const B: f32 = -0.071_354_814;
 
