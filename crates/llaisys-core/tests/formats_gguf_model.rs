@@ -2,7 +2,7 @@
 
 mod formats_common;
 
-use formats_common::gguf::{D_HEAD, Gguf, Meta, N_HEADS};
+use formats_common::gguf::{D_HEAD, Gguf, Meta, N_HEADS, array_head};
 use formats_common::{assert_names, check, format_error, gguf_error, unsupported};
 use llaisys_core::dtype::DType;
 use llaisys_core::formats::{FormatError, GgufError};
@@ -153,7 +153,7 @@ fn unknown_architectures_are_refused_by_name() {
 
 #[test]
 fn tokenizers_are_refused_by_name() {
-    for model in ["llama", "bert", "t5"] {
+    for model in ["bert", "t5", "rwkv"] {
         let error = unsupported(small().with("tokenizer.ggml.model", model).open());
         assert_names(&error, &["tokenizer.ggml.model", model, "gpt2"]);
     }
@@ -166,6 +166,36 @@ fn tokenizers_are_refused_by_name() {
     for pre in ["smollm", "qwen2", "llama-bpe", "default"] {
         small().with("tokenizer.ggml.pre", pre).open().unwrap();
     }
+}
+
+#[test]
+fn scored_tokenizers_are_read() {
+    let scored = || {
+        let scores = [0.0_f32, -1.0, -2.0, -3.0, -4.0, 0.0, 0.0, 0.0];
+        let mut bytes = array_head(6, 8);
+        bytes.extend(scores.iter().flat_map(|score| score.to_le_bytes()));
+        let file = small().with("tokenizer.ggml.model", "llama").without("tokenizer.ggml.pre");
+        file.without("tokenizer.ggml.merges").with("tokenizer.ggml.scores", Meta::Raw(9, bytes))
+    };
+    let tokenizer = |file: Gguf| file.open().unwrap().info().tokenizer.clone().unwrap();
+    let facts = tokenizer(scored());
+    assert_eq!((facts.model.as_str(), facts.pre.as_str(), facts.merges.len()), ("llama", "default", 0));
+    assert_eq!(facts.scores.unwrap()[3], -3.0);
+    assert_eq!((facts.add_space_prefix, facts.add_bos), (Some(true), false));
+    let bare = scored().with("tokenizer.ggml.add_space_prefix", Meta::Bool(false));
+    assert_eq!(tokenizer(bare).add_space_prefix, Some(false));
+    assert!(tokenizer(scored().without("tokenizer.ggml.add_bos_token")).add_bos);
+    tokenizer(scored().with("tokenizer.ggml.pre", "default"));
+    let key = || "tokenizer.ggml.scores".to_owned();
+    assert_eq!(gguf_error(scored().without(&key()).open()), GgufError::KeyMissing { key: key() });
+    let short = scored().with(&key(), Meta::Raw(9, [array_head(6, 1), vec![0; 4]].concat()));
+    assert!(matches!(format_error(short.open()), FormatError::Disagree { got: 1, want: 8, .. }));
+    let nan = scored().with(&key(), Meta::Raw(9, [array_head(6, 8), vec![0xff; 32]].concat()));
+    assert!(matches!(format_error(nan.open()), FormatError::Bounds { what: "a token's score", .. }));
+    let pre = unsupported(scored().with("tokenizer.ggml.pre", "qwen2").open());
+    assert_names(&pre, &["tokenizer.ggml.pre", "qwen2", "default"]);
+    let squeezed = scored().with("tokenizer.ggml.remove_extra_whitespaces", Meta::Bool(true));
+    assert_names(&unsupported(squeezed.open()), &["remove_extra_whitespaces", "true"]);
 }
 
 #[test]
