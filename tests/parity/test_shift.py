@@ -1,5 +1,5 @@
-"""`kv_seq_add` for every family: what a sequence says does not depend on where it begins, and shifted keys are
-those of the new positions in layers of either rotation."""
+"""`kv_seq_add` for every family: what a sequence says does not depend on where it begins, and shifted keys
+are those of the new positions in layers of either rotation."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """SentencePiece's BPE inside a GGUF file (`tokenizer.ggml.model` = llama): tokens with scores, no merges.
 
-Text becomes characters with U+2581 for spaces; of all neighbours that together are a token, those whose token has
-the highest score are joined, the leftmost of equal ones, until none are left; what is no token then becomes its
-UTF-8 bytes' tokens (`<0x0A>`). That is BPE with every way to halve a token as a merge, ranked by the token's score.
-Source: llama.cpp's `src/llama-vocab.cpp`, the program that defines the name.
+Text becomes characters with U+2581 for spaces; of all neighbours that together are a token, those whose token
+has the highest score are joined, the leftmost of equal ones, until none are left; what is no token then
+becomes its UTF-8 bytes' tokens (`<0x0A>`). That is BPE with every way to halve a token as a merge, ranked by
+the token's score. Source: llama.cpp's `src/llama-vocab.cpp`, the program that defines the name.
 """
 
 from __future__ import annotations

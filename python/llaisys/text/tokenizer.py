@@ -172,15 +172,17 @@ def _add_bos(backend: tokenizers.Tokenizer, folder: Path) -> None:
 
 def _is_spaced(backend: tokenizers.Tokenizer) -> bool:
     """False for a byte-level tokenizer, True for SentencePiece's. Raises UnsupportedError for another."""
-    state = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": "none"}
+    decoder = backend.decoder
+    state: dict[str, Any] = {"type": "none"} if decoder is None else json.loads(decoder.__getstate__())
     if state["type"] == "ByteLevel":
         return False
-    steps = state.get("decoders", []) if state["type"] == "Sequence" else []
+    steps: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else []
     replace = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
     bare = [replace, {"type": "ByteFallback"}, {"type": "Fuse"}]
     if steps in (bare, [*bare, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]):
         return True
-    kind = " of ".join([state["type"], *([", ".join(step["type"] for step in steps)] if steps else [])])
+    names = ", ".join(str(step["type"]) for step in steps)
+    kind = f"{state['type']} of {names}" if names else state["type"]
     raise UnsupportedError(
         f"the tokenizer's decoder is {kind}; supported are ByteLevel and SentencePiece's (Replace, "
         "ByteFallback, Fuse, Strip)",
