@@ -242,6 +242,11 @@ class Context:
     @property
     def vocab_size(self) -> int: ...
     @property
+    def attention_window(self) -> int | None:
+        """Positions that a row sees at most, its own included, if every layer has a sliding window: positions
+        below a sequence's last + 2 - this may be removed, no later row reads them. None: some layer sees all.
+        """
+    @property
     def weight_bytes(self) -> int:
         """Bytes of the packed weights."""
     def seq_acquire(self, stream: int = 0) -> int:
