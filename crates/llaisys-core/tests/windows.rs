@@ -33,7 +33,7 @@ fn config() -> ContextConfig {
 
 fn start(model: &Tiny, config: ContextConfig) -> (Loaded, SeqId) {
     let mut loaded = load(model, config);
-    let seq = loaded.context.seq_acquire().unwrap();
+    let seq = loaded.context.seq_acquire(0).unwrap();
     (loaded, seq)
 }
 
@@ -109,7 +109,7 @@ fn an_empty_sequence_may_start_anywhere_and_forks_reclaim_apart() {
     let (mut loaded, seq) = start(&model, config());
     let context = &mut loaded.context;
     feed(context, seq, &tokens[..400], 400);
-    let fork = context.seq_acquire().unwrap();
+    let fork = context.seq_acquire(0).unwrap();
     context.kv_seq_cp(seq, fork, -1, -1).unwrap();
     reclaim(context, fork);
     let go_on = |context: &mut Context, seq| {
@@ -120,11 +120,11 @@ fn an_empty_sequence_may_start_anywhere_and_forks_reclaim_apart() {
     let want = go_on(context, seq);
     assert_eq!(go_on(context, fork), want);
     // The same cells, shared into a sequence that never had the others.
-    let late = context.seq_acquire().unwrap();
+    let late = context.seq_acquire(0).unwrap();
     context.kv_seq_cp(seq, late, 401 - WINDOW as i32, 400).unwrap();
     assert_eq!(go_on(context, late), want);
     assert_eq!(context.kv_seq_pos_min(late).unwrap(), Some(401 - WINDOW as i32));
-    let fresh = context.seq_acquire().unwrap();
+    let fresh = context.seq_acquire(0).unwrap();
     Rows::default().run(fresh, 300, &tokens[..5]).decode(context).unwrap();
     assert_eq!(context.kv_seq_pos_min(fresh).unwrap(), Some(300));
 }
@@ -177,7 +177,7 @@ fn experts_give_a_row_the_same_bits_in_any_company() {
             })
             .collect();
         let mut loaded = load(&model, config);
-        let seqs: Vec<SeqId> = prompts.iter().map(|_| loaded.context.seq_acquire().unwrap()).collect();
+        let seqs: Vec<SeqId> = prompts.iter().map(|_| loaded.context.seq_acquire(0).unwrap()).collect();
         let mut random = Random(11);
         let mut got = vec![Outputs::default(); prompts.len()];
         for start in (0..30).step_by(10) {

@@ -12,6 +12,7 @@ use crate::model::config::{Experts, ModelConfig, add_ids};
 use crate::model::family::{self, FamilyFacts, SoftCap};
 use crate::model::fields::Fields;
 use crate::model::generation::GenerationConfig;
+use crate::model::quantized::Quantization;
 use crate::model::rope::{self, RopeConfig};
 use serde_json::Value;
 
@@ -21,10 +22,14 @@ const ROPE_THETA_DEFAULT: f64 = 10_000.0;
 /// transformers' default of all families here.
 const RMS_EPS_DEFAULT: f64 = 1e-6;
 
-/// Reads `config.json`; ids that end an answer are the union of `generation`'s and its own.
+/// Reads `config.json`, and how matrices are quantised; ids that end an answer are the union of `generation`'s and
+/// its own.
 ///
 /// Errors: damage, a missing or wrong key; [`Unsupported`] for what the forward pass lacks.
-pub(super) fn read(folder: &ModelFolder, generation: &GenerationConfig) -> Result<ModelConfig> {
+pub(super) fn read(
+    folder: &ModelFolder,
+    generation: &GenerationConfig,
+) -> Result<(ModelConfig, Option<Quantization>)> {
     let missing = || FormatError::FileMissing { folder: folder.path().to_owned(), name: FILE };
     let map = folder.object(FILE)?.ok_or_else(missing)?;
     let fields = Fields { file: FILE, map: &map };
@@ -76,7 +81,7 @@ pub(super) fn read(folder: &ModelFolder, generation: &GenerationConfig) -> Resul
     config.check()?;
     (config.window, config.windowed) = window::read(&fields, &config)?;
     config.check()?;
-    Ok(config)
+    Ok((config, Quantization::read(&fields)?))
 }
 
 /// The first of `architectures`, or `model_type` if there are none.

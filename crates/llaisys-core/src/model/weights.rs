@@ -7,7 +7,7 @@ use crate::model::family::{ExpertPart, LayerSlot, Slot};
 use crate::ops::packed::{PackedFormat, PackedMatrix};
 use crate::ops::{LinearPart, gate_up_row, gate_up_rows};
 use crate::quant::dequantize_row;
-use crate::tensor::{RowView, TensorView};
+use crate::tensor::{LoadedTensor, RowView};
 use crate::threads::Pool;
 
 /// A product with an optional bias.
@@ -313,9 +313,7 @@ impl Replacement<'_> {
     fn check_format(&self, matrix: &PackedMatrix) -> Result<()> {
         let stored = match matrix.format() {
             PackedFormat::F32 | PackedFormat::BF16 => return Ok(()),
-            PackedFormat::Q8_0 => "q8_0 blocks",
-            PackedFormat::Q4_0 => "q4_0 blocks",
-            PackedFormat::Q4_1 => "q4_1 blocks",
+            format => format.dtype().name(),
         };
         Err(Unsupported::ReplaceWeight { name: self.name.to_owned(), stored, given: "float32 values" }.into())
     }
@@ -334,12 +332,10 @@ impl LayerWeights {
 
 /// The format in which `mode` holds a matrix stored as `dtype` with rows of `n_columns`.
 pub fn packed_format(mode: ComputeMode, dtype: DType, n_columns: usize) -> PackedFormat {
-    let wanted = match (mode, dtype) {
-        (ComputeMode::Float32, _) | (ComputeMode::Auto, DType::F32 | DType::F16) => PackedFormat::F32,
-        (ComputeMode::Bfloat16, _) | (ComputeMode::Auto, DType::BF16) => PackedFormat::BF16,
-        (ComputeMode::Auto, DType::Q8_0) => PackedFormat::Q8_0,
-        (ComputeMode::Auto, DType::Q4_0) => PackedFormat::Q4_0,
-        (ComputeMode::Auto, DType::Q4_1) => PackedFormat::Q4_1,
+    let wanted = match mode {
+        ComputeMode::Float32 => PackedFormat::F32,
+        ComputeMode::Bfloat16 => PackedFormat::BF16,
+        ComputeMode::Auto => PackedFormat::of(dtype),
     };
     if PackedMatrix::can_pack(wanted, n_columns) { wanted } else { PackedFormat::F32 }
 }
@@ -350,14 +346,14 @@ struct Packer<'a> {
     pool: &'a Pool,
 }
 
-/// Rows of a stored tensor that make up a matrix of ours.
+/// Rows of a tensor that make up a matrix of ours.
 struct Source<'a> {
-    tensor: TensorView<'a>,
+    loaded: LoadedTensor<'a>,
     first: usize,
     n_rows: usize,
 }
 
-impl<'a> Packer<'a> {
+impl Packer<'_> {
     fn layer(&self, index: usize) -> Result<LayerWeights> {
         let at = |part| Slot::Layer(index, part);
         let config = self.checkpoint.config();
@@ -401,27 +397,27 @@ impl<'a> Packer<'a> {
 
     /// A matrix in a format, or in the one that the mode asks for.
     fn matrix_as(&self, slot: Slot, format: Option<PackedFormat>) -> Result<PackedMatrix, DeviceError> {
-        let Source { tensor, first, n_rows } = self.source(slot);
+        let Source { loaded, first, n_rows } = self.source(slot)?;
+        let tensor = loaded.view();
         let mode = || packed_format(self.mode, tensor.dtype, tensor.n_columns());
         let row = |n: usize| tensor.row(first + self.checkpoint.stored_row(slot, n));
         PackedMatrix::pack(self.pool, format.unwrap_or_else(mode), n_rows, tensor.n_columns(), &row)
     }
 
-    /// Both matrices in one, so that one region reads the input once. Different types meet in f32.
+    /// Both matrices in one, so that one region reads the input once. Different formats meet in f32.
     fn gate_up(&self, gate: Slot, up: Slot) -> Result<PackedMatrix, DeviceError> {
-        let (gate, up) = (self.source(gate), self.source(up));
-        let (n_inner, n_columns) = (gate.n_rows, gate.tensor.n_columns());
-        let format = if gate.tensor.dtype == up.tensor.dtype {
-            packed_format(self.mode, gate.tensor.dtype, n_columns)
-        } else {
-            PackedFormat::F32
-        };
+        let sources = [self.source(gate)?, self.source(up)?];
+        let [gate, up] = sources.each_ref().map(|source| source.loaded.view());
+        let [gate_first, up_first] = sources.each_ref().map(|source| source.first);
+        let (n_inner, n_columns) = (sources[0].n_rows, gate.n_columns());
+        let formats = [gate.dtype, up.dtype].map(|dtype| packed_format(self.mode, dtype, n_columns));
+        let format = if formats[0] == formats[1] { formats[0] } else { PackedFormat::F32 };
         // Zero bytes are zeros in every type (a block's scale is zero too): the rows that fill the last panel.
-        let zeros = vec![0_u8; gate.tensor.row(0).bytes.len()];
-        let padding = RowView { dtype: gate.tensor.dtype, bytes: &zeros };
+        let zeros = vec![0_u8; gate.row(0).bytes.len()];
+        let padding = RowView { dtype: gate.dtype, bytes: &zeros };
         let source = |n: usize| match gate_up_row(n_inner, n) {
-            Some((false, row)) => gate.tensor.row(gate.first + row),
-            Some((true, row)) => up.tensor.row(up.first + row),
+            Some((false, row)) => gate.row(gate_first + row),
+            Some((true, row)) => up.row(up_first + row),
             None => padding,
         };
         PackedMatrix::pack(self.pool, format, gate_up_rows(n_inner), n_columns, &source)
@@ -429,15 +425,17 @@ impl<'a> Packer<'a> {
 
     /// A norm's or a bias's values in logical order.
     fn vector(&self, slot: Slot) -> Vec<f32> {
-        let tensor = self.source(slot).tensor;
+        const STORED: &str = "opening the checkpoint checked that every slot is there, vectors as they are";
+        let tensor = self.checkpoint.tensor(slot).expect(STORED);
         let mut stored = vec![0.0; tensor.n_columns()];
         dequantize_row(tensor.row(0), &mut stored);
         let offset = self.checkpoint.offset(slot);
         (0..stored.len()).map(|n| stored[self.checkpoint.stored_row(slot, n)] + offset).collect()
     }
 
-    /// Where a matrix of ours is stored: by itself, or within another one.
-    fn source(&self, slot: Slot) -> Source<'a> {
+    /// Where a matrix of ours is stored: by itself, or within another one. The pages of the tensors before it,
+    /// which are packed by now, are let go.
+    fn source(&self, slot: Slot) -> Result<Source<'_>, DeviceError> {
         let config = self.checkpoint.config();
         let (stored, first) = match slot {
             Slot::Layer(index, part) => {
@@ -446,9 +444,8 @@ impl<'a> Packer<'a> {
             }
             other => (other, 0),
         };
-        let tensor =
-            self.checkpoint.tensor(stored).expect("opening the checkpoint checked that every slot is there");
-        let n_rows = config.shape(slot)[0];
-        Source { tensor, first, n_rows }
+        self.checkpoint.release_pages();
+        let loaded = self.checkpoint.load(stored, self.pool)?;
+        Ok(Source { loaded, first, n_rows: config.shape(slot)[0] })
     }
 }
