@@ -22,7 +22,8 @@ const ROPE_THETA_DEFAULT: f64 = 10_000.0;
 /// transformers' default of all families here.
 const RMS_EPS_DEFAULT: f64 = 1e-6;
 
-/// Reads `config.json`, and how matrices are quantised; ids that end an answer are the union of `generation`'s and its own.
+/// Reads `config.json`, and how matrices are quantised; ids that end an answer are the union of `generation`'s and
+/// its own.
 ///
 /// Errors: damage, a missing or wrong key; [`Unsupported`] for what the forward pass lacks.
 pub(super) fn read(

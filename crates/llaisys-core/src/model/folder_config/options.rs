@@ -7,12 +7,6 @@ use crate::model::fields::Fields;
 
 /// Refuses keys that change the forward pass in ways it lacks.
 pub(super) fn refuse_unsupported(fields: &Fields<'_>, family: &FamilyFacts) -> Result<()> {
-    for key in ["quantization_config", "compression_config"] {
-        if let Some(quantization) = fields.object(key)? {
-            let method = quantization.text("quant_method")?.unwrap_or("without a name");
-            return Err(unsupported("a checkpoint quantised by", method, "BF16, F16 and F32 tensors").into());
-        }
-    }
     refuse_experts(fields, family)?;
     refuse_activation(fields, family)?;
     // In Llama and Qwen3 this adds a bias to the output projection too; Qwen2 has no such key.
