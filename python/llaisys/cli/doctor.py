@@ -6,7 +6,8 @@ import argparse
 import json
 from dataclasses import asdict
 
-from llaisys.cli.parsing import Commands, add_command, installed_version
+from llaisys.cli.parsing import Commands, add_command
+from llaisys.config import package_version
 
 
 def add_parser(commands: Commands) -> None:
@@ -24,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the report on stdout."""
     from llaisys.doctor import Finding, examine
 
-    findings = [Finding("llaisys", installed_version()), *examine()]
+    findings = [Finding("llaisys", package_version()), *examine()]
     if arguments.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
         return 0 if all(finding.fine for finding in findings) else 1

@@ -33,7 +33,7 @@ const LENGTH_BYTES: usize = 8;
 /// Maps the tensors of a folder. `model.safetensors` is taken if both it and an index are there, as
 /// transformers does.
 ///
-/// Errors: [`FormatError`] for damage; [`Unsupported::TensorType`] for a type other than F32, F16, BF16.
+/// Errors: [`FormatError`] for damage; [`Unsupported::TensorType`] for a type other than F32, F16, BF16 and I32.
 pub fn open(folder: &ModelFolder) -> Result<TensorFiles> {
     if let Some(path) = folder.file(SINGLE)? {
         let file = MappedFile::open(&path)?;
@@ -165,6 +165,8 @@ fn dtype_of(tensor: &str, dtype: FileType) -> Result<DType, Unsupported> {
         FileType::F32 => Ok(DType::F32),
         FileType::F16 => Ok(DType::F16),
         FileType::BF16 => Ok(DType::BF16),
+        // Packed integers of a quantised checkpoint, which refuses them as weights.
+        FileType::I32 => Ok(DType::I32),
         other => Err(Unsupported::TensorType {
             tensor: tensor.to_owned(),
             dtype: other.to_string(),
