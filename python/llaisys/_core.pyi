@@ -58,7 +58,9 @@ class DecodeOutput:
         """`[n_out]`: the sampled id; -1 where the row asked for no logits or is faulty."""
     @property
     def faults(self) -> list[tuple[int, str]]:
-        """Faulty output rows: (batch row, `"non_finite"` or `"all_masked"`). Their sequence must be ended."""
+        """Output rows that could not be sampled, or that come after one in the same sequence: (batch row,
+        `"non_finite"` or `"all_masked"`), ascending. These rows, and rows without output after them, are not
+        committed: their sequences end before the first of them. The other sequences' rows are kept."""
     @property
     def logits(self) -> NDArray[np.float32] | None:
         """`[n_out, vocab_size]` if asked for by `return_logits` (zeros where a row asked for no logits)."""
@@ -71,13 +73,63 @@ class DecodeOutput:
         from 1, the best ids with their logprobs in falling order)."""
 
 @final
+class Snapshot:
+    """What the books hold, to look at. A run is (first position, first cell, how many): consecutive positions
+    in consecutive cells. Cells are numbered over all streams."""
+
+    @property
+    def sequences(self) -> list[tuple[int, int, list[tuple[int, int, int]]]]:
+        """The lent sequences by slot: (id, stream, runs in rising position order)."""
+    @property
+    def segments(self) -> list[tuple[int, int, int, list[tuple[int, int, int]]]]:
+        """The segments by id: (id, stream, first position, runs in rising position order)."""
+    @property
+    def n_free(self) -> list[int]:
+        """Free cells of each stream."""
+
+@final
+class Books:
+    """The bookkeeping of a Context with no model behind it, for simulation: cells, sequence ids, segments,
+    streams. The same calls, checks and errors; see Context. Any thread may call. After a panic
+    (EngineDeadError) every call raises EngineDeadError."""
+
+    def __new__(cls, *, n_cells: int, n_seq_max: int, n_streams: int = 1, lifo: bool = False) -> Books:
+        """`lifo`: what was freed last, id or cell, is handed out next."""
+    @property
+    def n_cells(self) -> int: ...
+    @property
+    def n_cells_free(self) -> int: ...
+    def n_cells_free_in(self, stream: int) -> int: ...
+    @property
+    def n_seq_free(self) -> int: ...
+    def seq_acquire(self, stream: int = 0) -> int: ...
+    def seq_release(self, seq_id: int) -> None: ...
+    def extend(
+        self, positions: NDArray[np.int32], n_seq_id: NDArray[np.int32], seq_ids: NDArray[np.int64]
+    ) -> None:
+        """What `Context.decode` of these rows does to the books: its checks, its errors, its cells."""
+    def kv_seq_rm(self, seq_id: int, p0: int, p1: int) -> None: ...
+    def kv_seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None: ...
+    def kv_seq_keep(self, seq_id: int) -> None: ...
+    def kv_seq_add(self, seq_id: int, p0: int, p1: int, delta: int) -> None: ...
+    def kv_seq_pos_min(self, seq_id: int) -> int: ...
+    def kv_seq_pos_max(self, seq_id: int) -> int: ...
+    def kv_retain(self, segment: int, seq_id: int, p0: int, p1: int) -> None: ...
+    def kv_attach(self, segment: int, seq_id: int, p0: int, p1: int) -> None: ...
+    def kv_segment_split(self, segment: int, at: int, tail: int) -> None: ...
+    def kv_segment_trim(self, segment: int, at: int) -> None: ...
+    def snapshot(self) -> Snapshot: ...
+    def check_integrity(self) -> None: ...
+    def digest(self) -> int: ...
+
+@final
 class Context:
     """One model on one device with its KV cells. Built, used and closed on one thread; another thread gets
     a RejectedError. Every method but `close` raises RejectedError once closed.
 
-    A panic of the core is an EngineDeadError. One inside the forward pass has changed nothing, and the
-    context can be used again; after one inside a change of the books every later call raises
-    EngineDeadError. So does every call in a process forked from the one that built the context."""
+    A panic in the forward pass or the sampler is a CoreFaultError: it has changed nothing, and the context
+    can be used again. One inside a change of the books is an EngineDeadError, and so is every later call, and
+    every call in a process forked from the one that built the context."""
 
     def __new__(
         cls,
@@ -88,11 +140,18 @@ class Context:
         isa: str = "auto",
         n_cells: int,
         n_seq_max: int,
+        n_streams: int = 1,
         n_batch: int,
         max_model_len: int,
         n_threads: int,
+        lifo: bool = False,
+        poison: bool = False,
     ) -> Context:
-        """Loads the weights (GIL released). `n_batch` is the rows of one ubatch; larger batches are split."""
+        """Loads the weights (GIL released). `n_batch` is the rows of one ubatch; larger batches are split.
+
+        `n_streams` arenas of `n_cells // n_streams` cells each (it must divide): arena `s` is the cells from
+        `s * n_cells // n_streams`. For tests: `lifo` hands out what was freed last, `poison` keeps NaN in
+        every cell that is free or reserved."""
     def close(self) -> None:
         """Frees everything; idempotent."""
     @property
@@ -100,7 +159,10 @@ class Context:
     @property
     def n_cells(self) -> int: ...
     @property
-    def n_cells_free(self) -> int: ...
+    def n_cells_free(self) -> int:
+        """Cells that no sequence sees and no segment holds."""
+    def n_cells_free_in(self, stream: int) -> int:
+        """Those of one stream."""
     @property
     def n_seq_free(self) -> int: ...
     @property
@@ -108,10 +170,12 @@ class Context:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the packed weights."""
-    def seq_acquire(self) -> int:
-        """Lends a sequence id (slot and generation in one number). Raises ExhaustedError."""
+    def seq_acquire(self, stream: int = 0) -> int:
+        """Lends a sequence id (slot and generation in one number); its cells will lie in that stream. Raises
+        ExhaustedError."""
     def seq_release(self, seq_id: int) -> None:
-        """Returns the id, its cells and its sampler. Raises RejectedError if it is stale."""
+        """Returns the id, its cells (those that a segment holds stay in use) and its sampler. Raises
+        RejectedError if it is stale."""
     def set_sampler(
         self, seq_id: int, spec: SamplerSpec, prompt_ids: NDArray[np.int32], output_ids: NDArray[np.int32]
     ) -> None:
@@ -135,25 +199,52 @@ class Context:
         `logits_mask`: batch rows `[n]`, each wanting logits, and bits `[n, ceil(vocab / 32)]`, bit set =
         allowed.
         A row of several sequences is stored once and seen by all; it is sampled with the first one's sampler.
+        `stream` only asserts where the rows' sequences live.
 
-        Raises ExhaustedError (cells) or RejectedError (a wrong row); on any error nothing has changed."""
+        Raises ExhaustedError (cells), RejectedError (a wrong row) or CoreFaultError (a panic); on any error
+        nothing has changed."""
     def kv_seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
         """Forgets positions `p0 <= p < p1` of a sequence. Here and below a negative p0 means from the start,
         a negative p1 to the end."""
     def kv_seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
-        """Shares the cells of `src` in the range with `dst`; nothing is copied. Raises RejectedError if `dst`
-        has positions there."""
+        """Lets `dst` see the positions of `src` in the range: the same cells in the same stream, else K and V
+        are copied into fresh cells (ExhaustedError: too few are free). Raises RejectedError if `dst` has
+        positions there."""
     def kv_seq_keep(self, seq_id: int) -> None:
-        """Forgets every sequence but this one (their ids stay lent)."""
+        """Forgets every sequence but this one (their ids stay lent, segments stay)."""
     def kv_seq_add(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
         """Shifts positions in the range by `delta`; the stored keys are rotated anew. Raises RejectedError if
-        a cell is shared with another sequence, or a position is taken, negative or past `max_model_len`."""
+        a cell is shared with another sequence or held by a segment, or a position is taken, negative or past
+        `max_model_len`."""
     def kv_seq_pos_min(self, seq_id: int) -> int:
         """Smallest position held, -1 if none."""
     def kv_seq_pos_max(self, seq_id: int) -> int:
         """Largest position held, -1 if none."""
+    def kv_retain(self, segment: int, seq_id: int, p0: int, p1: int) -> None:
+        """Holds the sequence's cells of positions `p0 <= p < p1` as a new segment, whatever becomes of the
+        sequence. A segment is cells of consecutive positions, held beside the sequences that see them (the
+        prefix cache). Its id is the caller's choice (0 to 2^64 - 1), used once. A cell is held by at most one
+        segment. Raises RejectedError, nothing changed: a known segment, an empty range, a position that the
+        sequence lacks or that another segment holds."""
+    def kv_attach(self, segment: int, seq_id: int, p0: int, p1: int) -> None:
+        """The sequence, which ends at `p0` (0: it is empty), sees the segment's positions `p0 <= p < p1`: the
+        same cells in the same stream, else K and V are copied into fresh cells. Raises ExhaustedError (a
+        copy) or RejectedError, nothing changed: an unknown segment, an empty range, a position that it
+        lacks."""
+    def kv_segment_split(self, segment: int, at: int, tail: int) -> None:
+        """The segment keeps positions below `at`, the new segment `tail` gets the others; both have some.
+        Raises RejectedError."""
+    def kv_segment_trim(self, segment: int, at: int) -> None:
+        """The segment forgets positions from `at` (its start to its end); at its start it is gone. Raises
+        RejectedError."""
+    def snapshot(self) -> Snapshot:
+        """Everything that sequences and segments hold. Costs the number of runs."""
+    def digest(self) -> int:
+        """A number that changes when a cell, a segment, a lent id or the order of the free cells changes.
+        Costs the size of the pool."""
     def replace_weight(self, name: str, values: NDArray[np.float32]) -> None:
         """Replaces one tensor, by its name in the checkpoint, with values of the same shape. A wrong name,
         shape or a block-quantised slot is refused and nothing changes."""
     def check_integrity(self) -> None:
-        """Checks every invariant of the cells and the id pool; panics are raised as EngineDeadError."""
+        """Checks every invariant of the cells, segments and the id pool; panics are raised as
+        EngineDeadError."""

@@ -8,6 +8,7 @@ LlaisysError
 │   └── QueueFullError                  the waiting queue is full                 429 + Retry-After
 ├── RequestTimeoutError (TimeoutError)  older than its deadline                   408
 ├── RequestFailedError  (RuntimeError)  this request failed, others go on         500
+├── CoreFaultError      (RuntimeError)  a call failed and changed nothing: isolate  500
 └── EngineDeadError     (RuntimeError)  the engine or device failed: rebuild      503
 """
 
@@ -55,6 +56,11 @@ class RequestTimeoutError(LlaisysError, TimeoutError):
 
 class RequestFailedError(LlaisysError, RuntimeError):
     """This one request failed (a non-finite row, say); others are untouched."""
+
+
+class CoreFaultError(LlaisysError, RuntimeError):
+    """The core panicked where it could roll back: the call has changed nothing and the context goes on. The
+    engine looks for the row that it was; a caller outside sees RequestFailedError."""
 
 
 class EngineDeadError(LlaisysError, RuntimeError):

@@ -18,6 +18,7 @@ CORE_MAY_USE = {
     "tensor": {"dtype", "error"},
     "seq": {"error"},
     "batch": {"error", "seq"},
+    "books": {"batch", "error", "kv", "seq"},
     "kv": {"dtype", "error", "seq", "tensor"},
     "threads": {"error"},
     "quant": {"dtype", "tensor"},
@@ -79,6 +80,14 @@ def test_unsafe_stays_in_its_rooms() -> None:
         and not str(path.relative_to(src)).startswith(allowed)
     ]
     assert not outside, f"unsafe outside the rooms that may: {outside}"
+
+
+def test_a_panic_of_the_core_unwinds_in_every_profile() -> None:
+    """The binding turns it into an exception (reliability R8); an abort would take every request along."""
+    manifest = (ROOT / "Cargo.toml").read_text("utf-8")
+    assert re.search(r'\[profile\.release\][^\[]*panic = "unwind"', manifest)
+    abort = [p for p in tracked() if p.name in ("Cargo.toml", "config.toml") and '"abort"' in p.read_text()]
+    assert not abort
 
 
 def test_only_config_reads_the_environment() -> None:

@@ -166,7 +166,7 @@ def test_a_run_from_a_seed(seed: int) -> None:
         world.step()
     for fate in world.fates.values():
         judge(world, fate)
-    assert world.context.n_cells_free == world.limits.n_cells
+    assert world.context.n_cells_free + world.engine.stats().kv_cells_retained == world.limits.n_cells
     assert world.context.n_seq_free == world.limits.max_num_seqs
     assert world.context.n_rows_max <= world.limits.max_num_batched_tokens
     assert len(world.fates) > 10

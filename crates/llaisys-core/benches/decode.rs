@@ -38,7 +38,7 @@ fn step(loaded: &mut Loaded, rows: &Rows) {
 
 fn one_token_each(c: &mut Criterion, loaded: &mut Loaded, n_seqs: usize) {
     let seqs: Vec<SeqId> =
-        (0..n_seqs).map(|_| loaded.context.seq_acquire().expect("an id is free")).collect();
+        (0..n_seqs).map(|_| loaded.context.seq_acquire(0).expect("an id is free")).collect();
     for &seq in &seqs {
         let prompt =
             (0..N_CONTEXT).fold(Rows::default(), |rows, i| rows.row(i as i32 * 7, i as i32, &[seq], 0));
@@ -62,7 +62,7 @@ fn one_token_each(c: &mut Criterion, loaded: &mut Loaded, n_seqs: usize) {
 }
 
 fn prefill(c: &mut Criterion, loaded: &mut Loaded, n_tokens: usize) {
-    let seq = loaded.context.seq_acquire().expect("an id is free");
+    let seq = loaded.context.seq_acquire(0).expect("an id is free");
     let rows = (0..n_tokens).fold(Rows::default(), |rows, i| {
         let wants = if i + 1 == n_tokens { output::LOGITS } else { output::NONE };
         rows.row(i as i32 * 5, i as i32, &[seq], wants)

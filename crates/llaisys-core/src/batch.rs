@@ -56,7 +56,7 @@ pub struct BatchArrays<'a> {
     pub n_seq_id: &'a [i32],
     /// The rows' sequence ids one after the other, `[sum of n_seq_id]`, as [`SeqId::to_raw`].
     pub seq_ids: &'a [i64],
-    /// Arena of each row, `[n_rows]`, or empty for arena 0.
+    /// Arena of each row, `[n_rows]`, or empty: a row is where its sequence lives, so this only asserts it.
     pub stream: &'a [u32],
     /// Flags of [`output`], `[n_rows]`.
     pub wants_output: &'a [u8],
@@ -86,7 +86,7 @@ pub struct Batch {
     pub seq_start: Vec<u32>,
     /// Sequence ids; whether they are still lent is the pool's to say.
     pub seqs: Vec<SeqId>,
-    /// Arena of each row.
+    /// Arena of each row as the caller believes, `[n_rows]` or empty; the books check it.
     pub stream: Vec<u32>,
     /// Flags of [`output`].
     pub wants_output: Vec<u8>,
@@ -110,7 +110,7 @@ impl Batch {
             positions: arrays.positions.to_vec(),
             seq_start: Vec::with_capacity(n_rows + 1),
             seqs: arrays.seq_ids.iter().map(|&raw| SeqId::from_raw(raw)).collect(),
-            stream: if arrays.stream.is_empty() { vec![0; n_rows] } else { arrays.stream.to_vec() },
+            stream: arrays.stream.to_vec(),
             wants_output: arrays.wants_output.to_vec(),
         };
         batch.seq_start.push(0);

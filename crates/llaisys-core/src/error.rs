@@ -62,6 +62,9 @@ pub enum Rejected {
     /// A setting is out of its bounds.
     #[error("{what} is {got}, allowed are {min} to {max}")]
     OutOfRange { what: &'static str, got: i64, min: i64, max: i64 },
+    /// Arenas have equal sizes.
+    #[error("n_cells is {n_cells}, which n_streams ({n_streams}) does not divide")]
+    UnevenStreams { n_cells: usize, n_streams: usize },
     /// `replace_weight` names a tensor that the model does not have.
     #[error("the model has no weight named {name:?}")]
     NoSuchWeight { name: String },
@@ -77,8 +80,8 @@ pub enum Rejected {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[allow(missing_docs, reason = "the error text names each field")]
 pub enum Exhausted {
-    /// Fewer free KV cells than the batch has rows.
-    #[error("the batch needs {needed} KV cells, {free} of {capacity} are free")]
+    /// Fewer free KV cells, in one arena, than a call needs.
+    #[error("{needed} KV cells are needed, {free} of {capacity} are free")]
     Cells { needed: usize, free: usize, capacity: usize },
     /// All sequence ids are lent.
     #[error("all {capacity} sequence ids are lent")]

@@ -7,6 +7,7 @@
 #![warn(unreachable_pub, reason = "what is `pub` here is the crate's surface")]
 
 pub mod batch;
+pub mod books;
 pub mod context;
 pub mod dtype;
 pub mod error;

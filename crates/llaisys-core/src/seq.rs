@@ -44,7 +44,8 @@ impl SeqId {
 /// Lends the sequence ids `0..n_seq_max`. The only owner of who holds which slot.
 ///
 /// The free list is first in, first out: a slot rests as long as possible before it is lent again, so a
-/// message about its former holder has the best chance to arrive while it is recognisably stale.
+/// message about its former holder has the best chance to arrive while it is recognisably stale. Tests ask for
+/// last in, first out: reuse is immediate, and so is the harm of a stale use.
 ///
 /// Invariants, checked by [`SeqPool::check`]:
 /// 1. Every slot is either lent or on the free list, never both.
@@ -55,20 +56,22 @@ pub struct SeqPool {
     generations: Vec<u32>,
     lent: Vec<bool>,
     free: VecDeque<u16>,
+    lifo: bool,
 }
 
 impl SeqPool {
-    /// A pool with every id free. Panics unless `n_seq_max` is 1 to [`SEQ_LIMIT`]; the context has checked it.
-    pub fn new(n_seq_max: usize) -> Self {
+    /// A pool with every id free, lending them in the order of production or of tests. Panics unless `n_seq_max` is 1 to [`SEQ_LIMIT`]; the context has checked it.
+    pub fn new(n_seq_max: usize, lifo: bool) -> Self {
         assert!(
             (1..=SEQ_LIMIT).contains(&n_seq_max),
             "n_seq_max is {n_seq_max}, allowed are 1 to {SEQ_LIMIT}"
         );
         let n_slots = u16::try_from(n_seq_max).expect("at most SEQ_LIMIT");
-        Self { generations: vec![0; n_seq_max], lent: vec![false; n_seq_max], free: (0..n_slots).collect() }
+        let free = (0..n_slots).collect();
+        Self { generations: vec![0; n_seq_max], lent: vec![false; n_seq_max], free, lifo }
     }
 
-    /// Lends the id that has been free for longest. Errors: [`Exhausted::SequenceIds`].
+    /// Lends the id that has been free for longest (in the order of tests: for the shortest time). Errors: [`Exhausted::SequenceIds`].
     pub fn acquire(&mut self) -> Result<SeqId, Exhausted> {
         let Some(slot) = self.free.pop_front() else {
             return Err(Exhausted::SequenceIds { capacity: self.lent.len() });
@@ -84,7 +87,11 @@ impl SeqPool {
         let slot = usize::from(id.slot);
         self.lent[slot] = false;
         self.generations[slot] = self.generations[slot].wrapping_add(1);
-        self.free.push_back(id.slot);
+        if self.lifo {
+            self.free.push_front(id.slot);
+        } else {
+            self.free.push_back(id.slot);
+        }
         Ok(())
     }
 

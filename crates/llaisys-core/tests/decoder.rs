@@ -127,7 +127,7 @@ fn errors(model: &Tiny, mode: ComputeMode, kv_dtype: Option<KvDType>) -> (f64, f
     let tokens = model.tokens(5, 40);
     let (hidden, logits) = Plain(model).forward(&tokens);
     let mut loaded = load(model, llaisys_core::context::ContextConfig { mode, kv_dtype, ..settings() });
-    let seq = loaded.context.seq_acquire().unwrap();
+    let seq = loaded.context.seq_acquire(0).unwrap();
     let got = feed(&mut loaded.context, seq, &tokens, 13);
     (relative_error(&got.hidden, &hidden), relative_error(&got.logits, &logits))
 }

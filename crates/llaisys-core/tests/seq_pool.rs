@@ -18,7 +18,7 @@ fn is_stale(result: Result<(), Rejected>, id: SeqId, current: u32) -> bool {
 
 #[test]
 fn a_first_lease_reads_as_its_slot() {
-    let mut pool = SeqPool::new(3);
+    let mut pool = SeqPool::new(3, false);
     let raw: Vec<i64> = (0..3).map(|_| pool.acquire().unwrap().to_raw()).collect();
     assert_eq!(raw, [0, 1, 2]);
     assert_eq!(pool.acquire(), Err(Exhausted::SequenceIds { capacity: 3 }));
@@ -27,7 +27,7 @@ fn a_first_lease_reads_as_its_slot() {
 
 #[test]
 fn the_slot_free_for_longest_is_lent_next() {
-    let mut pool = SeqPool::new(3);
+    let mut pool = SeqPool::new(3, false);
     let [a, b, c] = [(); 3].map(|()| pool.acquire().unwrap());
     for id in [b, a, c] {
         pool.release(id).unwrap();
@@ -38,7 +38,7 @@ fn the_slot_free_for_longest_is_lent_next() {
 
 #[test]
 fn a_second_release_is_refused_and_changes_nothing() {
-    let mut pool = SeqPool::new(2);
+    let mut pool = SeqPool::new(2, false);
     let old = pool.acquire().unwrap();
     pool.release(old).unwrap();
     assert!(is_stale(pool.release(old), old, 1));
@@ -54,7 +54,7 @@ fn a_second_release_is_refused_and_changes_nothing() {
 
 #[test]
 fn what_was_never_lent_is_stale() {
-    let mut pool = SeqPool::new(2);
+    let mut pool = SeqPool::new(2, false);
     let far = SeqId::from_raw(2);
     assert!(is_stale(pool.check_lent(SeqId::from_raw(0)), SeqId::from_raw(0), 0));
     assert!(is_stale(pool.release(far), far, 0));
@@ -68,9 +68,9 @@ fn what_was_never_lent_is_stale() {
 #[test]
 fn the_size_has_bounds() {
     for n_seq_max in [0, SEQ_LIMIT + 1] {
-        assert!(std::panic::catch_unwind(|| SeqPool::new(n_seq_max)).is_err(), "{n_seq_max}");
+        assert!(std::panic::catch_unwind(|| SeqPool::new(n_seq_max, false)).is_err(), "{n_seq_max}");
     }
-    let mut pool = SeqPool::new(SEQ_LIMIT);
+    let mut pool = SeqPool::new(SEQ_LIMIT, false);
     assert_eq!((0..SEQ_LIMIT).filter(|_| pool.acquire().is_ok()).count(), SEQ_LIMIT);
     pool.check();
 }
@@ -84,8 +84,8 @@ fn raw_numbers_go_there_and_back() {
 }
 
 /// `Some(i)` returns the i-th id ever lent (often a stale one), `None` asks for one.
-fn agrees_with_a_model(n_seq_max: usize, ops: Vec<Option<u8>>) -> Result<(), TestCaseError> {
-    let mut pool = SeqPool::new(n_seq_max);
+fn agrees_with_a_model(n_seq_max: usize, lifo: bool, ops: Vec<Option<u8>>) -> Result<(), TestCaseError> {
+    let mut pool = SeqPool::new(n_seq_max, lifo);
     let mut free: VecDeque<(u32, u32)> = (0_u32..).take(n_seq_max).map(|slot| (slot, 0)).collect();
     let mut lent = Vec::new();
     let mut ever = Vec::new();
@@ -105,7 +105,8 @@ fn agrees_with_a_model(n_seq_max: usize, ops: Vec<Option<u8>>) -> Result<(), Tes
                 prop_assert_eq!(pool.release(id).is_ok(), held.is_some());
                 if let Some(held) = held {
                     lent.remove(held);
-                    free.push_back((id.slot(), id.generation() + 1));
+                    let next = (id.slot(), id.generation() + 1);
+                    if lifo { free.push_front(next) } else { free.push_back(next) }
                 }
             }
         }
@@ -119,6 +120,6 @@ fn agrees_with_a_model(n_seq_max: usize, ops: Vec<Option<u8>>) -> Result<(), Tes
 
 #[test]
 fn the_pool_agrees_with_a_model() {
-    let input = (1_usize..9, prop::collection::vec(any::<Option<u8>>(), 1..300));
-    seeded::check(500, input, |(n_seq_max, ops)| agrees_with_a_model(n_seq_max, ops));
+    let input = (1_usize..9, any::<bool>(), prop::collection::vec(any::<Option<u8>>(), 1..300));
+    seeded::check(500, input, |(n_seq_max, lifo, ops)| agrees_with_a_model(n_seq_max, lifo, ops));
 }

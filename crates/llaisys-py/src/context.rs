@@ -3,7 +3,8 @@
 //! The class is frozen, so Python holds only shared references; the state behind it sits in a mutex that is
 //! never waited for, because the owner check comes first and the owner cannot be in two calls at once.
 
-use crate::convert::{OwnedArrays, OwnedMasks, compute_mode, count, isa, kv_dtype, owned};
+use crate::books::Snapshot;
+use crate::convert::{OwnedArrays, OwnedMasks, compute_mode, count, isa, kv_dtype, natural, owned};
 use crate::errors::{Fault, guarded, panic_message};
 use crate::output::DecodeOutput;
 use crate::sampler::SamplerSpec;
@@ -37,7 +38,8 @@ enum State {
 
 impl Context {
     /// Runs `call` on the core. Refused to other threads and forked processes. A panic in it becomes
-    /// [`Fault::Panic`], and if the core says that its books are broken, every later call [`Fault::Dead`].
+    /// [`Fault::Whole`], or if the core says that its books are broken, [`Fault::Panic`] and every later call
+    /// [`Fault::Dead`].
     fn call<T>(&self, call: impl FnOnce(&mut Core) -> Result<T, llaisys_core::Error>) -> Result<T, Fault> {
         self.check_owner()?;
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -51,9 +53,10 @@ impl Context {
             Err(payload) => payload,
         };
         let message = panic_message(payload.as_ref());
-        if core.is_broken()
-            && let State::Open(core) = std::mem::replace(&mut *state, State::Dead(message.clone()))
-        {
+        if !core.is_broken() {
+            return Err(Fault::Whole(message));
+        }
+        if let State::Open(core) = std::mem::replace(&mut *state, State::Dead(message.clone())) {
             std::mem::forget(core);
         }
         Err(Fault::Panic(message))
@@ -106,7 +109,8 @@ impl Drop for Context {
 impl Context {
     #[new]
     #[pyo3(signature = (
-        path, *, dtype = "auto", kv_dtype = "auto", isa = "auto", n_cells, n_seq_max, n_batch, max_model_len, n_threads
+        path, *, dtype = "auto", kv_dtype = "auto", isa = "auto", n_cells, n_seq_max, n_streams = 1, n_batch,
+        max_model_len, n_threads, lifo = false, poison = false
     ))]
     fn new(
         py: Python<'_>,
@@ -116,9 +120,12 @@ impl Context {
         isa: &str,
         n_cells: i64,
         n_seq_max: i64,
+        n_streams: i64,
         n_batch: i64,
         max_model_len: i64,
         n_threads: i64,
+        lifo: bool,
+        poison: bool,
     ) -> PyResult<Self> {
         let words = Words { dtype, kv_dtype, isa };
         let loaded = words.parse().and_then(|(mode, kv_dtype, isa)| {
@@ -128,6 +135,9 @@ impl Context {
                 isa,
                 n_cells: count("n_cells", n_cells, i64::from(i32::MAX))?,
                 n_seq_max: count("n_seq_max", n_seq_max, 256)?,
+                n_streams: count("n_streams", n_streams, 256)?,
+                lifo,
+                poison,
                 n_batch: count("n_batch", n_batch, i64::from(i32::MAX))?,
                 max_model_len: count("max_model_len", max_model_len, i64::from(i32::MAX))?,
                 n_threads: count("n_threads", n_threads, THREADS_MAX)?,
@@ -189,9 +199,15 @@ impl Context {
         self.brief(py, |core| Ok(core.weight_bytes()))
     }
 
+    /// Free cells of one stream.
+    fn n_cells_free_in(&self, py: Python<'_>, stream: i64) -> PyResult<usize> {
+        self.brief(py, |core| core.n_cells_free_in(natural("stream", stream)?))
+    }
+
     /// Lends a sequence id.
-    fn seq_acquire(&self, py: Python<'_>) -> PyResult<i64> {
-        self.brief(py, |core| Ok(core.seq_acquire()?.to_raw()))
+    #[pyo3(signature = (stream = 0))]
+    fn seq_acquire(&self, py: Python<'_>, stream: i64) -> PyResult<i64> {
+        self.brief(py, |core| Ok(core.seq_acquire(natural("stream", stream)?)?.to_raw()))
     }
 
     /// Returns the id, its cells and its sampler.
@@ -255,9 +271,9 @@ impl Context {
         self.brief(py, |core| core.kv_seq_rm(SeqId::from_raw(seq_id), p0, p1))
     }
 
-    /// Shares the cells of `src` in the range with `dst`.
+    /// Lets `dst` see positions of `src`.
     fn kv_seq_cp(&self, py: Python<'_>, src: i64, dst: i64, p0: i32, p1: i32) -> PyResult<()> {
-        self.brief(py, |core| core.kv_seq_cp(SeqId::from_raw(src), SeqId::from_raw(dst), p0, p1))
+        self.detached(py, |core| core.kv_seq_cp(SeqId::from_raw(src), SeqId::from_raw(dst), p0, p1))
     }
 
     /// Forgets every sequence but this one (their ids stay lent).
@@ -278,6 +294,36 @@ impl Context {
     /// Largest position held, -1 if none.
     fn kv_seq_pos_max(&self, py: Python<'_>, seq_id: i64) -> PyResult<i32> {
         self.brief(py, |core| Ok(core.kv_seq_pos_max(SeqId::from_raw(seq_id))?.unwrap_or(-1)))
+    }
+
+    /// Holds a sequence's cells as a new segment.
+    fn kv_retain(&self, py: Python<'_>, segment: u64, seq_id: i64, p0: i32, p1: i32) -> PyResult<()> {
+        self.brief(py, |core| core.kv_retain(segment, SeqId::from_raw(seq_id), p0, p1))
+    }
+
+    /// Lets a sequence that ends at `p0` see a segment's positions.
+    fn kv_attach(&self, py: Python<'_>, segment: u64, seq_id: i64, p0: i32, p1: i32) -> PyResult<()> {
+        self.detached(py, |core| core.kv_attach(segment, SeqId::from_raw(seq_id), p0, p1))
+    }
+
+    /// Gives a segment's positions from `at` to the new segment `tail`.
+    fn kv_segment_split(&self, py: Python<'_>, segment: u64, at: i32, tail: u64) -> PyResult<()> {
+        self.brief(py, |core| core.kv_segment_split(segment, at, tail))
+    }
+
+    /// Forgets a segment's positions from `at`.
+    fn kv_segment_trim(&self, py: Python<'_>, segment: u64, at: i32) -> PyResult<()> {
+        self.brief(py, |core| core.kv_segment_trim(segment, at))
+    }
+
+    /// Everything that is held.
+    fn snapshot(&self, py: Python<'_>) -> PyResult<Snapshot> {
+        self.brief(py, |core| Ok(core.snapshot().into()))
+    }
+
+    /// Changes when anything that is held, or the order of the free cells, changes.
+    fn digest(&self, py: Python<'_>) -> PyResult<u64> {
+        self.brief(py, |core| Ok(core.digest()))
     }
 
     /// Replaces one tensor, by its name in the checkpoint.

@@ -12,7 +12,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 pub(crate) enum Fault {
     /// The core refused or failed.
     Core(Error),
-    /// The core panicked; the context it belongs to is still whole.
+    /// The core panicked; the context it belongs to is whole and as it was before the call.
+    Whole(String),
+    /// The core panicked, in the middle of a change or outside of any context.
     Panic(String),
     /// An earlier call broke the context; what the panic said.
     Dead(String),
@@ -35,6 +37,9 @@ impl Fault {
     pub(crate) fn into_py(self, py: Python<'_>) -> PyErr {
         let (class, message) = match self {
             Fault::Core(error) => (Class::of(&error), error.to_string()),
+            Fault::Whole(message) => {
+                (Class::CoreFault, format!("the core panicked and rolled back: {message}"))
+            }
             Fault::Panic(message) => (Class::EngineDead, format!("the core panicked: {message}")),
             Fault::Dead(message) => {
                 (Class::EngineDead, format!("the context was broken by an earlier panic: {message}"))
@@ -77,6 +82,7 @@ enum Class {
     Rejected,
     Exhausted,
     Unsupported,
+    CoreFault,
     EngineDead,
 }
 
@@ -95,11 +101,13 @@ impl Class {
         static REJECTED: PyOnceLock<Py<PyType>> = PyOnceLock::new();
         static EXHAUSTED: PyOnceLock<Py<PyType>> = PyOnceLock::new();
         static UNSUPPORTED: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+        static CORE_FAULT: PyOnceLock<Py<PyType>> = PyOnceLock::new();
         static ENGINE_DEAD: PyOnceLock<Py<PyType>> = PyOnceLock::new();
         let (cell, name) = match self {
             Class::Rejected => (&REJECTED, "RejectedError"),
             Class::Exhausted => (&EXHAUSTED, "ExhaustedError"),
             Class::Unsupported => (&UNSUPPORTED, "UnsupportedError"),
+            Class::CoreFault => (&CORE_FAULT, "CoreFaultError"),
             Class::EngineDead => (&ENGINE_DEAD, "EngineDeadError"),
         };
         cell.import(py, "llaisys.errors", name)

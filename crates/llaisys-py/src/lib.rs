@@ -8,6 +8,7 @@
 
 use pyo3::prelude::*;
 
+mod books;
 mod context;
 mod convert;
 mod errors;
@@ -20,6 +21,8 @@ mod sampler;
 mod _core {
     use pyo3::prelude::*;
 
+    #[pymodule_export]
+    use super::books::{Books, Snapshot};
     #[pymodule_export]
     use super::context::Context;
     #[pymodule_export]

@@ -5,7 +5,7 @@ use super::layout::Layout;
 use super::sampling::{LOGITS_ROWS, RowMasks, SampleRow, SamplerBank};
 use crate::batch::{Batch, BatchArrays, output};
 use crate::error::Result;
-use crate::kv::cells::{Cells, RowPlace};
+use crate::kv::cells::Cells;
 use crate::kv::storage::Storage;
 use crate::model::decoder::{Decoder, ForwardRows, KvLayers, Workspace};
 use crate::ops::OpContext;
@@ -41,7 +41,9 @@ pub struct DecodeResult {
     pub rows: Vec<i32>,
     /// The sampled id, -1 where the row asked for no logits or is faulty, `[n_out]`.
     pub token_ids: Vec<i32>,
-    /// Batch rows that could not be sampled. Their keys and values are committed all the same: end the sequence.
+    /// Batch rows that could not be sampled, and the output rows after them in the same sequences, ascending. None
+    /// of these rows, nor rows without output after them, is committed: their sequences end before them, as if the
+    /// rows had not been in the batch. The other sequences' rows are kept.
     pub faults: Vec<(usize, RowFault)>,
     /// `[n_out, vocab_size]` if asked for; zeros where a row asked for none.
     pub logits: Option<Vec<f32>>,
@@ -59,20 +61,11 @@ impl Context {
     /// Errors: a wrong row, a stale id, too few cells. On any error, and on a panic, nothing has changed.
     pub fn decode(&mut self, request: &DecodeRequest<'_>) -> Result<DecodeResult> {
         let batch = Batch::new(request.arrays, self.limits())?;
-        for &id in &batch.seqs {
-            self.seqs.check_lent(id)?;
-        }
         let vocab_size = self.config().vocab_size;
         let masks = request.masks.map(|masks| masks.by_row(&batch, vocab_size)).transpose()?;
-        let slots: Vec<u32> = batch.seqs.iter().map(|id| id.slot()).collect();
-        let places: Vec<RowPlace<'_>> = (0..batch.n_rows())
-            .map(|row| {
-                let seqs = batch.seq_start[row] as usize..batch.seq_start[row + 1] as usize;
-                RowPlace { position: batch.positions[row], seqs: &slots[seqs] }
-            })
-            .collect();
+        self.poison_freed();
         self.broken = true;
-        let prepared = self.cells.prepare(&places);
+        let prepared = self.books.prepare(&batch);
         self.broken = false;
         let reservation = prepared?;
         let mut step = Step {
@@ -94,9 +87,14 @@ impl Context {
             let rows = start..batch.n_rows().min(start + self.config.n_batch);
             step.pass(reservation.cells(), reservation.placed(), rows);
         }
-        let result = step.result;
+        let mut result = step.result;
         self.broken = true;
-        reservation.commit();
+        if result.faults.is_empty() {
+            reservation.commit();
+        } else {
+            let faulty: Vec<usize> = result.faults.iter().map(|(row, _)| *row).collect();
+            result.forget(&reservation.commit_without(&faulty));
+        }
         self.accept(&batch, &result);
         self.broken = false;
         Ok(result)
@@ -128,6 +126,19 @@ impl DecodeResult {
             rows,
             ..Self::default()
         }
+    }
+
+    /// Takes back what was sampled on rows that went with a faulty one, and gives them its fault.
+    fn forget(&mut self, lost_with: &[Option<usize>]) {
+        let culprits = std::mem::take(&mut self.faults);
+        for (&row, token) in self.rows.iter().zip(&mut self.token_ids) {
+            if let Some(culprit) = lost_with[row as usize] {
+                *token = -1;
+                let fault = culprits.iter().find(|(faulty, _)| *faulty == culprit);
+                self.faults.extend(fault.map(|(_, fault)| (row as usize, *fault)));
+            }
+        }
+        self.logprobs.retain(|(out, _)| self.token_ids[*out] >= 0);
     }
 }
 

@@ -5,6 +5,7 @@
 //! must then never be used again; a panic in a forward pass leaves everything as it was.
 
 mod decode;
+mod kv;
 mod layout;
 mod sampling;
 #[cfg(test)]
@@ -14,18 +15,17 @@ pub use decode::{DecodeRequest, DecodeResult};
 pub use sampling::RowMasks;
 
 use crate::batch::BatchLimits;
+use crate::books::Books;
 use crate::dtype::{ComputeMode, KvDType};
 use crate::error::{Rejected, Result, Unsupported};
-use crate::kv::cells::Cells;
+use crate::kv::KvShape;
 use crate::kv::storage::Storage;
 use crate::model::checkpoint::{Checkpoint, WeightNames};
 use crate::model::config::ModelConfig;
 use crate::model::decoder::{Decoder, Workspace};
 use crate::model::weights::{Replacement, Weights};
 use crate::ops::dispatch::{IsaName, Kernels};
-use crate::ops::{MAX_D_HEAD, OpContext, rope_shift};
-use crate::sample::{Sampler, SamplerSpec};
-use crate::seq::{SEQ_LIMIT, SeqId, SeqPool};
+use crate::ops::{MAX_D_HEAD, OpContext};
 use crate::threads::Pool;
 use layout::Layout;
 use sampling::SamplerBank;
@@ -42,14 +42,28 @@ pub struct ContextConfig {
     pub isa: Option<IsaName>,
     /// KV cells, one token of one or more sequences each.
     pub n_cells: usize,
-    /// Sequences that may exist at a time, at most [`SEQ_LIMIT`].
+    /// Sequences that may exist at a time, at most [`crate::seq::SEQ_LIMIT`].
     pub n_seq_max: usize,
+    /// Arenas of equal size; divides `n_cells`.
+    pub n_streams: usize,
+    /// Hand out what was freed last (for tests).
+    pub lifo: bool,
+    /// Fill every cell that is free or reserved with NaN (for tests): one that is read before it is written shows
+    /// in the logits. Always on in builds with debug assertions.
+    pub poison: bool,
     /// Rows of one forward pass; a larger batch is split.
     pub n_batch: usize,
     /// Positions are below this; at most the model's own limit.
     pub max_model_len: usize,
     /// Compute threads, the caller's included.
     pub n_threads: usize,
+}
+
+impl ContextConfig {
+    fn kv_shape(&self) -> KvShape {
+        let ContextConfig { n_cells, n_seq_max, n_streams, lifo, .. } = *self;
+        KvShape { n_cells, n_seq_max, n_streams, lifo }
+    }
 }
 
 /// One model with its KV cells.
@@ -61,9 +75,8 @@ pub struct Context {
     ops: OpContext,
     work: Workspace,
     layout: Layout,
-    cells: Cells,
+    books: Books,
     storage: Storage,
-    seqs: SeqPool,
     samplers: SamplerBank,
     broken: bool,
 }
@@ -77,7 +90,7 @@ impl Context {
     }
 
     /// As [`Context::load`], from an open checkpoint.
-    pub fn new(checkpoint: Checkpoint, config: ContextConfig) -> Result<Self> {
+    pub fn new(checkpoint: Checkpoint, mut config: ContextConfig) -> Result<Self> {
         let model = checkpoint.config().clone();
         check(&config, &model)?;
         let kernels = Kernels::select(config.isa)?;
@@ -92,15 +105,17 @@ impl Context {
         });
         let mut storage =
             Storage::new(model.n_layers, config.n_cells, model.n_kv_heads, model.d_head, kv_dtype)?;
-        if cfg!(debug_assertions) {
-            poison(&mut storage);
+        let mut books = Books::new(config.kv_shape())?;
+        config.poison |= cfg!(debug_assertions);
+        if config.poison {
+            storage.poison_all();
+            books.take_freed();
         }
         Ok(Self {
             work: Workspace::new(&model, config.n_batch)?,
             layout: Layout::new(config.n_seq_max),
-            cells: Cells::new(config.n_cells, config.n_seq_max, 0),
+            books,
             storage,
-            seqs: SeqPool::new(config.n_seq_max),
             samplers: SamplerBank::new(&config, model.vocab_size)?,
             broken: false,
             decoder: Decoder::new(model, weights),
@@ -120,21 +135,6 @@ impl Context {
         self.ops.kernels.isa()
     }
 
-    /// KV cells in all.
-    pub fn n_cells(&self) -> usize {
-        self.cells.n_cells()
-    }
-
-    /// KV cells that no sequence sees.
-    pub fn n_cells_free(&self) -> usize {
-        self.cells.n_free()
-    }
-
-    /// Sequence ids that can be lent.
-    pub fn n_seq_free(&self) -> usize {
-        self.seqs.n_free()
-    }
-
     /// Bytes of the packed weights.
     pub fn weight_bytes(&self) -> usize {
         self.decoder.weights.n_bytes()
@@ -143,89 +143,6 @@ impl Context {
     /// True after a panic in the middle of a change: what the context holds can no longer be trusted.
     pub fn is_broken(&self) -> bool {
         self.broken
-    }
-
-    /// Lends a sequence id with no cells and no sampler. Errors: all are lent.
-    pub fn seq_acquire(&mut self) -> Result<SeqId> {
-        self.change(|context| Ok(context.seqs.acquire()?))
-    }
-
-    /// Takes the id back, with its cells and its sampler. Errors: it is stale.
-    pub fn seq_release(&mut self, id: SeqId) -> Result<()> {
-        self.seqs.check_lent(id)?;
-        self.change(|context| {
-            context.cells.seq_rm(id.slot(), -1, -1)?;
-            context.samplers.detach(id);
-            Ok(context.seqs.release(id)?)
-        })
-    }
-
-    /// Attaches sampling to a sequence; without it rows are sampled greedily. `prompt` and `output` are the
-    /// tokens that penalties look at. Errors: a stale id, a parameter out of its bounds.
-    pub fn set_sampler(
-        &mut self,
-        id: SeqId,
-        spec: SamplerSpec,
-        prompt: &[i32],
-        output: &[i32],
-    ) -> Result<()> {
-        self.seqs.check_lent(id)?;
-        let sampler = Sampler::new(spec, self.config().vocab_size, prompt, output).map_err(Rejected::from)?;
-        self.samplers.attach(id, sampler);
-        Ok(())
-    }
-
-    /// Forgets positions `p0 <= p < p1`; negative `p0`: from the start, negative `p1`: to the end.
-    pub fn kv_seq_rm(&mut self, id: SeqId, p0: i32, p1: i32) -> Result<()> {
-        self.seqs.check_lent(id)?;
-        self.change(|context| context.cells.seq_rm(id.slot(), p0, p1))
-    }
-
-    /// Lets `dst` see the cells of `src` in a range (as in [`Context::kv_seq_rm`]); nothing is copied.
-    /// Errors: a stale id, or `dst` has positions there.
-    pub fn kv_seq_cp(&mut self, src: SeqId, dst: SeqId, p0: i32, p1: i32) -> Result<()> {
-        self.seqs.check_lent(src)?;
-        self.seqs.check_lent(dst)?;
-        self.change(|context| context.cells.seq_cp(src.slot(), dst.slot(), p0, p1))
-    }
-
-    /// Forgets the cells of every sequence but this one; their ids stay lent.
-    pub fn kv_seq_keep(&mut self, id: SeqId) -> Result<()> {
-        self.seqs.check_lent(id)?;
-        self.change(|context| context.cells.seq_keep(id.slot()))
-    }
-
-    /// Adds `delta` to the positions in a range (as in [`Context::kv_seq_rm`]) and rotates their stored keys
-    /// by it. Errors: a stale id, a cell shared with another sequence, a position taken, negative or past
-    /// `max_model_len`.
-    pub fn kv_seq_add(&mut self, id: SeqId, p0: i32, p1: i32, delta: i32) -> Result<()> {
-        self.seqs.check_lent(id)?;
-        self.check_shift(id, (p0, p1), delta)?;
-        self.change(|context| {
-            let moved = context.cells.seq_add(id.slot(), p0, p1, delta)?;
-            for layer in 0..context.decoder.config().n_layers {
-                rope_shift(
-                    &context.ops,
-                    context.storage.layer_mut(layer),
-                    &moved,
-                    delta,
-                    context.decoder.rope(),
-                );
-            }
-            Ok(())
-        })
-    }
-
-    /// Smallest position held, None if the sequence is empty. Errors: a stale id.
-    pub fn kv_seq_pos_min(&self, id: SeqId) -> Result<Option<i32>> {
-        self.seqs.check_lent(id)?;
-        Ok(self.cells.pos_min(id.slot()))
-    }
-
-    /// Largest position held, None if the sequence is empty. Errors: a stale id.
-    pub fn kv_seq_pos_max(&self, id: SeqId) -> Result<Option<i32>> {
-        self.seqs.check_lent(id)?;
-        Ok(self.cells.pos_max(id.slot()))
     }
 
     /// Replaces one tensor, by its name in the checkpoint, with `values` of the checkpoint's shape in its row
@@ -250,59 +167,14 @@ impl Context {
         })
     }
 
-    /// Checks every invariant of cells and sequence ids. Panics, and marks the context as broken, if one does
-    /// not hold.
-    pub fn check_integrity(&mut self) {
-        self.broken = true;
-        self.cells.check();
-        self.seqs.check();
-        self.broken = false;
-    }
-
-    /// A number that changes when the cell table, the free list or the order of either changes.
-    pub fn digest(&self) -> u64 {
-        self.cells.digest()
-    }
-
     /// The bounds that a batch is checked against.
     fn limits(&self) -> BatchLimits {
         BatchLimits {
             vocab_size: self.config().vocab_size,
             max_positions: self.config.max_model_len,
             n_seq_max: self.config.n_seq_max,
-            n_streams: 1,
+            n_streams: self.config.n_streams,
         }
-    }
-
-    /// Runs a change of the books. If it panics, the context stays marked as broken.
-    fn change<T>(&mut self, change: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
-        self.broken = true;
-        let result = change(self);
-        self.broken = false;
-        result
-    }
-
-    /// Refuses a shift that would leave the context's range; the cells know no such bound.
-    fn check_shift(&self, id: SeqId, (p0, p1): (i32, i32), delta: i32) -> Result<()> {
-        let (p0, p1) = (p0.max(0), if p1 < 0 { i32::MAX } else { p1 });
-        let mut runs = self.cells.runs(id.slot()).iter().rev();
-        let last = runs.find(|run| run.position < p1).map(|run| run.end().min(p1) - 1);
-        let Some(last) = last.filter(|&last| last >= p0) else { return Ok(()) };
-        let (got, max) = (i64::from(last) + i64::from(delta), self.config.max_model_len as i64 - 1);
-        if got > max {
-            return Err(Rejected::OutOfRange { what: "the shifted position", got, min: 0, max }.into());
-        }
-        Ok(())
-    }
-}
-
-/// Fills every cell with NaN, so that one that is read before it is written shows in the logits.
-fn poison(storage: &mut Storage) {
-    for layer in 0..storage.n_layers() {
-        let layer = storage.layer_mut(layer);
-        // All bits set is a NaN in f32 and in bf16.
-        layer.k.as_mut_slice::<u8>().fill(0xff);
-        layer.v.as_mut_slice::<u8>().fill(0xff);
     }
 }
 
@@ -313,8 +185,6 @@ fn check(config: &ContextConfig, model: &ModelConfig) -> Result<()> {
         return Err(Unsupported::Feature { what, value, supported: "up to 256" }.into());
     }
     let counts = [
-        ("n_cells", config.n_cells, i32::MAX as usize),
-        ("n_seq_max", config.n_seq_max, SEQ_LIMIT),
         ("n_batch", config.n_batch, i32::MAX as usize),
         ("max_model_len", config.max_model_len, model.max_positions),
         ("n_threads", config.n_threads, i32::MAX as usize),

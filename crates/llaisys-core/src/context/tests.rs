@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::batch::{BatchArrays, output};
+use crate::seq::SeqId;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// A one-layer Llama of 32 channels and 16 tokens with all weights 0.25.
@@ -38,6 +39,9 @@ fn context() -> Context {
         isa: None,
         n_cells: 32,
         n_seq_max: 2,
+        n_streams: 1,
+        lifo: false,
+        poison: false,
         n_batch: 4,
         max_model_len: 64,
         n_threads: 2,
@@ -63,7 +67,7 @@ fn decode(context: &mut Context, seq: SeqId, positions: &[i32]) -> Result<Decode
 #[test]
 fn a_panic_in_the_forward_pass_leaves_everything_as_it_was() {
     let mut context = context();
-    let seq = context.seq_acquire().unwrap();
+    let seq = context.seq_acquire(0).unwrap();
     decode(&mut context, seq, &[0, 1, 2]).unwrap();
     let before = context.digest();
     // A norm of the wrong length trips the op's own check half-way through the layer, in the second pass too.
@@ -81,7 +85,7 @@ fn a_panic_in_the_forward_pass_leaves_everything_as_it_was() {
 
 fn context_logits(first: &[i32], second: &[i32]) -> Option<Vec<f32>> {
     let mut context = context();
-    let seq = context.seq_acquire().unwrap();
+    let seq = context.seq_acquire(0).unwrap();
     decode(&mut context, seq, first).unwrap();
     decode(&mut context, seq, second).unwrap().logits
 }
@@ -97,10 +101,41 @@ fn a_panic_in_the_middle_of_a_change_marks_the_context_as_broken() {
 #[test]
 fn a_refused_change_does_not_mark_the_context_as_broken() {
     let mut context = context();
-    let (a, b) = (context.seq_acquire().unwrap(), context.seq_acquire().unwrap());
-    assert!(context.seq_acquire().is_err());
+    let (a, b) = (context.seq_acquire(0).unwrap(), context.seq_acquire(0).unwrap());
+    assert!(context.seq_acquire(0).is_err());
     decode(&mut context, a, &[0, 1]).unwrap();
     decode(&mut context, b, &[0, 1]).unwrap();
     assert!(context.kv_seq_cp(a, b, -1, -1).is_err());
     assert!(!context.is_broken());
+}
+
+/// True if every element of the cell's keys and values is NaN, or none is.
+fn is_poisoned(context: &Context, cell: usize) -> bool {
+    let layer = context.storage.layer(0);
+    let width = layer.n_kv_heads * layer.d_head;
+    let values = [layer.k, layer.v].map(|tensor| &tensor.as_slice::<f32>()[cell * width..][..width]).concat();
+    let n_nan = values.iter().filter(|x| x.is_nan()).count();
+    assert!(n_nan == 0 || n_nan == values.len(), "{n_nan} of {} elements are NaN", values.len());
+    n_nan > 0
+}
+
+#[test]
+fn in_poison_mode_cells_are_nan_exactly_while_they_are_free() {
+    let mut context = context();
+    let seq = context.seq_acquire(0).unwrap();
+    decode(&mut context, seq, &[0, 1, 2, 3]).unwrap();
+    let clean = |context: &Context| (0..32).filter(|&cell| !is_poisoned(context, cell)).collect::<Vec<_>>();
+    assert_eq!(clean(&context), [0, 1, 2, 3]);
+    context.kv_retain(1, seq, 0, 2).unwrap();
+    context.kv_seq_rm(seq, 1, -1).unwrap();
+    assert_eq!(clean(&context), [0, 1], "cell 1 is held by the segment");
+    // A panic after the cells were written: the next call clears them.
+    let norm = std::mem::replace(&mut context.decoder.weights.output_norm, vec![1.0; 3]);
+    assert!(catch_unwind(AssertUnwindSafe(|| decode(&mut context, seq, &[1, 2]))).is_err());
+    context.decoder.weights.output_norm = norm;
+    context.kv_segment_trim(1, 1).unwrap();
+    assert_eq!(clean(&context), [0]);
+    context.seq_release(seq).unwrap();
+    context.kv_segment_trim(1, 0).unwrap();
+    assert_eq!(clean(&context), [0_usize; 0]);
 }

@@ -1,5 +1,7 @@
 //! Which cells are free, and which one is taken next.
 
+use std::hash::{Hash, Hasher};
+
 /// Cells of one block. A sequence is given a whole free block while there is one, so its cells are runs of
 /// this length at least: attention then reads long stretches of consecutive memory.
 pub const BLOCK_CELLS: usize = 32;
@@ -81,26 +83,37 @@ impl BitTree {
     }
 }
 
-/// The free cells. The order in which they are handed out depends on which cells are used and on nothing else:
-/// there is no list whose order a rollback would have to restore, and low cells are used first, so the memory
-/// behind a large pool is touched as it fills.
+/// The free cells of one arena, numbered from `base`. The order in which they are handed out depends on which
+/// cells are used and on nothing else: there is no list whose order a rollback would have to restore, and low
+/// cells are used first, so the memory behind a large pool is touched as it fills.
+///
+/// In the order of tests (`lifo`) the cell given back last is taken next, so that a stale use of it shows at
+/// once. Giving back in the reverse order of taking restores that stack too.
 #[derive(Debug)]
 pub(super) struct FreeCells {
+    /// The arena's first cell.
+    base: u32,
     /// Bit per cell: in use.
     used: BitTree,
     /// Bit per whole block: some cell of it is in use. The short block at the end of a pool has none.
     touched: BitTree,
     n_cells: usize,
     n_free: usize,
+    /// The free cells, next one last; only in the order of tests.
+    stack: Option<Vec<u32>>,
 }
 
 impl FreeCells {
-    pub(super) fn new(n_cells: usize) -> Self {
+    /// Cells `base..base + n_cells`, all free.
+    pub(super) fn new(base: u32, n_cells: usize, lifo: bool) -> Self {
+        let n = u32::try_from(n_cells).expect("Cells::new has checked the pool's size");
         Self {
+            base,
             used: BitTree::new(n_cells),
             touched: BitTree::new(n_cells / BLOCK_CELLS),
             n_cells,
             n_free: n_cells,
+            stack: lifo.then(|| (base..base + n).rev().collect()),
         }
     }
 
@@ -113,27 +126,30 @@ impl FreeCells {
     }
 
     pub(super) fn is_used(&self, cell: u32) -> bool {
-        self.used.get(cell as usize)
+        self.used.get((cell - self.base) as usize)
     }
 
     /// Takes one cell for a sequence whose last cell is `last`. The first of these that is free:
     /// the next cell, in the same block or opening a wholly free one; the first cell of the lowest wholly free
     /// block; the lowest free cell, which may be in another sequence's block.
     pub(super) fn take(&mut self, last: Option<u32>) -> Option<u32> {
-        let cell = self
-            .next_cell(last)
-            .or_else(|| self.touched.first_clear().map(|block| block * BLOCK_CELLS))
-            .or_else(|| self.used.first_clear())?;
+        let cell = match &mut self.stack {
+            Some(stack) => (stack.pop()? - self.base) as usize,
+            None => self
+                .next_cell(last)
+                .or_else(|| self.touched.first_clear().map(|block| block * BLOCK_CELLS))
+                .or_else(|| self.used.first_clear())?,
+        };
         self.used.set(cell);
         if cell / BLOCK_CELLS < self.n_cells / BLOCK_CELLS {
             self.touched.set(cell / BLOCK_CELLS);
         }
         self.n_free -= 1;
-        Some(u32::try_from(cell).expect("a pool has fewer than 2^32 cells"))
+        Some(self.base + u32::try_from(cell).expect("a pool has fewer than 2^32 cells"))
     }
 
     fn next_cell(&self, last: Option<u32>) -> Option<usize> {
-        let next = last? as usize + 1;
+        let next = (last? - self.base) as usize + 1;
         if next >= self.n_cells || self.used.get(next) {
             return None;
         }
@@ -146,7 +162,8 @@ impl FreeCells {
 
     /// Gives a used cell back.
     pub(super) fn give_back(&mut self, cell: u32) {
-        let cell = cell as usize;
+        self.stack.iter_mut().for_each(|stack| stack.push(cell));
+        let cell = (cell - self.base) as usize;
         debug_assert!(self.used.get(cell), "cell {cell} was free");
         self.used.clear(cell);
         self.n_free += 1;
@@ -163,9 +180,11 @@ impl FreeCells {
         word >> (block % BLOCKS_A_WORD * BLOCK_CELLS) & ((1 << BLOCK_CELLS) - 1)
     }
 
-    /// The use bits, one a cell: all that decides which cell is taken next.
-    pub(super) fn words(&self) -> &[u64] {
-        &self.used.levels[0]
+    /// Feeds all that decides which cell is taken next: the use bits, and the stack if there is one.
+    pub(super) fn hash_order(&self, hasher: &mut impl Hasher) {
+        self.used.levels[0].hash(hasher);
+        self.n_free.hash(hasher);
+        self.stack.hash(hasher);
     }
 
     /// Panics if invariant 2 of [`super::Cells`] is broken.
@@ -177,6 +196,11 @@ impl FreeCells {
         for block in 0..self.n_cells / BLOCK_CELLS {
             let touched = self.block_bits(block) != 0;
             assert_eq!(self.touched.get(block), touched, "invariant 2: block {block} is in use: {touched}");
+        }
+        if let Some(stack) = &self.stack {
+            let in_use = stack.iter().find(|&&cell| self.is_used(cell));
+            assert!(in_use.is_none(), "invariant 2: cell {in_use:?} is in use and on the stack");
+            assert_eq!(stack.len(), self.n_free, "invariant 2: the stack does not hold every free cell");
         }
     }
 }

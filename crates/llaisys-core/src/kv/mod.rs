@@ -1,4 +1,4 @@
-//! Unified KV cells: bookkeeping (`cells`), reservations (`reserve`), tensors (`storage`).
+//! Unified KV cells: bookkeeping (`cells`, `segments`), reservations (`reserve`), tensors (`storage`).
 //!
 //! `cells` and `storage` are apart on purpose: a live reservation borrows the bookkeeping, not the tensors that
 //! kernels write meanwhile.
@@ -10,9 +10,10 @@ mod table;
 
 pub mod cells;
 pub mod reserve;
+pub mod segments;
 pub mod storage;
 
-pub use cells::{Cells, RowPlace};
+pub use cells::{Cells, Copies, KvShape, RowPlace};
 pub use check::CellsDump;
 pub use free::BLOCK_CELLS;
 pub use reserve::Reservation;
@@ -58,4 +59,31 @@ pub enum KvError {
     /// A shift to below zero or past the largest position.
     #[error("shifting position {position} of sequence slot {slot} by {delta} leaves the range of positions")]
     ShiftRange { slot: u32, position: i32, delta: i32 },
+    /// An arena that the context does not have.
+    #[error("stream {stream} is outside 0 to {n_streams} - 1")]
+    Stream { stream: u32, n_streams: usize },
+    /// A row that names another arena than its sequence's.
+    #[error("row {row}: stream {stream}, but sequence slot {slot} lives in stream {home}")]
+    WrongStream { row: usize, stream: u32, slot: u32, home: u32 },
+    /// An id that no segment has: never made, or trimmed away.
+    #[error("there is no segment {segment}")]
+    NoSegment { segment: u64 },
+    /// An id for a new segment that one has already.
+    #[error("segment {segment} exists already; ids are used once")]
+    SegmentExists { segment: u64 },
+    /// A cell can be held by one segment only.
+    #[error("position {position} of sequence slot {slot} is held by a segment already")]
+    Retained { slot: u32, position: i32 },
+    /// A position to be held that the sequence does not have.
+    #[error("sequence slot {slot} has no position {position}")]
+    SequenceLacks { slot: u32, position: i32 },
+    /// A position that the segment does not have.
+    #[error("segment {segment} has no position {position}")]
+    SegmentLacks { segment: u64, position: i32 },
+    /// A segment's positions that do not follow on the sequence's.
+    #[error("position {position} does not follow on sequence slot {slot}; expected {expected}")]
+    NotAtEnd { slot: u32, position: i32, expected: i32 },
+    /// A cut outside the segment.
+    #[error("segment {segment} holds positions {start} to {end} - 1 and cannot be cut at {at}")]
+    SegmentBounds { segment: u64, at: i32, start: i32, end: i32 },
 }

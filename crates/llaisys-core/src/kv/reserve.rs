@@ -2,7 +2,7 @@
 
 use super::KvError;
 use super::cells::{Cells, RowPlace, refused};
-use crate::error::{Error, Exhausted};
+use crate::error::Error;
 
 /// What the rows of a batch looked at so far do to one sequence.
 #[derive(Debug, Clone, Copy, Default)]
@@ -39,18 +39,48 @@ impl Reservation<'_> {
     pub fn commit(self) {
         self.cells.placed.clear();
     }
+
+    /// Keeps the rows but the `faulty` ones and what cannot stand without them: the later rows of the same
+    /// sequences (and, where those are rows of several sequences, the later rows of these). By row: the faulty row
+    /// that it went with, or `None` if it was kept.
+    pub fn commit_without(self, faulty: &[usize]) -> Vec<Option<usize>> {
+        let mut lost_slots = vec![None; self.cells.index.len()];
+        let mut lost_with = vec![None; self.cells.placed.len()];
+        for (row, &cell) in self.cells.placed.iter().enumerate() {
+            let culprit = if faulty.contains(&row) {
+                Some(row)
+            } else {
+                self.cells.table.seqs(cell).find_map(|slot| lost_slots[slot as usize])
+            };
+            if culprit.is_some() {
+                self.cells.table.seqs(cell).for_each(|slot| lost_slots[slot as usize] = culprit);
+            }
+            lost_with[row] = culprit;
+        }
+        // Last first: what is taken from a sequence is its last position then.
+        for row in (0..lost_with.len()).rev().filter(|&row| lost_with[row].is_some()) {
+            unplace(self.cells, self.cells.placed[row]);
+        }
+        self.commit();
+        lost_with
+    }
 }
 
 impl Drop for Reservation<'_> {
     /// Unlinks the rows that were not committed, last first.
     fn drop(&mut self) {
-        let Cells { placed, table, index, .. } = &mut *self.cells;
-        while let Some(cell) = placed.pop() {
-            while let Some(slot) = table.first_seq(cell) {
-                index[slot as usize].pop();
-                table.unlink(slot, cell);
-            }
+        while let Some(cell) = self.cells.placed.pop() {
+            unplace(self.cells, cell);
         }
+    }
+}
+
+/// Takes a reserved cell, the last one of each of its sequences, from them: the inverse of [`place`].
+fn unplace(cells: &mut Cells, cell: u32) {
+    let Cells { table, index, .. } = cells;
+    while let Some(slot) = table.first_seq(cell) {
+        index[slot as usize].pop();
+        table.unlink(slot, cell);
     }
 }
 
@@ -62,13 +92,13 @@ impl Cells {
     /// sequence is given whole blocks of [`super::BLOCK_CELLS`] while there are free ones.
     ///
     /// Errors, nothing changed: [`KvError`] for a wrong row; if all rows are right,
-    /// [`Exhausted::Cells`] when fewer cells are free than there are rows.
+    /// [`crate::error::Exhausted::Cells`] when an arena has fewer free cells than the rows of its sequences.
     pub fn prepare<'c>(&'c mut self, rows: &[RowPlace<'_>]) -> Result<Reservation<'c>, Error> {
         assert!(self.placed.is_empty(), "a reservation was neither committed nor dropped");
         self.check_rows(rows).map_err(refused)?;
-        let (needed, free) = (rows.len(), self.n_free());
-        if needed > free {
-            return Err(Exhausted::Cells { needed, free, capacity: self.n_cells() }.into());
+        let home = |row: &RowPlace<'_>| self.streams[row.seqs[0] as usize];
+        for stream in (0_u32..).take(self.n_streams()) {
+            self.check_room(stream, rows.iter().filter(|row| home(row) == stream).count())?;
         }
         let reservation = Reservation { cells: self };
         for row in rows {
@@ -122,16 +152,17 @@ impl Cells {
     fn sees_the_same(&self, first: u32, second: u32) -> bool {
         let (a, b) = (first as usize, second as usize);
         let last_row = self.marks[a].last_row;
-        last_row == self.marks[b].last_row && (a == b || last_row > 0 || self.index[a] == self.index[b])
+        self.streams[a] == self.streams[b]
+            && last_row == self.marks[b].last_row
+            && (a == b || last_row > 0 || self.index[a] == self.index[b])
     }
 }
 
 /// Links one checked row to a cell; a cell is free.
 fn place(cells: &mut Cells, row: &RowPlace<'_>) {
-    let Cells { table, index, placed, .. } = cells;
-    let last = index[row.seqs[0] as usize].last_cell();
-    let cell = table.free.take(last).expect("prepare has counted the free cells");
-    table.set_position(cell, row.position);
+    let Cells { table, streams, index, placed, .. } = cells;
+    let first = row.seqs[0] as usize;
+    let cell = table.take(streams[first], index[first].last_cell(), row.position);
     for &slot in row.seqs {
         table.link(slot, cell);
         index[slot as usize].push(row.position, cell);

@@ -77,6 +77,27 @@ impl Runs {
         append(&mut self.runs, Run { position, cell, len: 1 });
     }
 
+    /// These pieces, in order, joined where they go on in each other.
+    pub(super) fn of(pieces: &[Run]) -> Self {
+        let mut runs = Vec::with_capacity(pieces.len());
+        pieces.iter().for_each(|piece| append(&mut runs, *piece));
+        Self { runs }
+    }
+
+    /// The pieces at positions `lo..hi`, or the first position there that is missing.
+    pub(super) fn whole(&self, lo: i32, hi: i32) -> Result<Vec<Run>, i32> {
+        let mut next = lo;
+        let mut pieces = Vec::new();
+        for piece in self.pieces(lo, hi) {
+            if piece.position != next {
+                break;
+            }
+            next = piece.end();
+            pieces.push(piece);
+        }
+        if next == hi { Ok(pieces) } else { Err(next) }
+    }
+
     /// Takes the last position away: the inverse of [`Runs::push`].
     pub(super) fn pop(&mut self) {
         let last = self.runs.last_mut().expect("pop undoes a push");

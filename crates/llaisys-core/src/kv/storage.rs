@@ -1,8 +1,12 @@
-//! The K and V tensors of one arena, addressed by cell.
+//! The K and V tensors of all arenas, addressed by cell.
 
+use super::cells::Copies;
 use crate::dtype::KvDType;
 use crate::error::DeviceError;
 use crate::tensor::{AlignedBuf, KvLayer, KvLayerMut};
+
+/// All bits set is a NaN in f32 and in bf16.
+const NAN_BYTE: u8 = 0xff;
 
 /// Keys and values: per layer two buffers `[n_cells][n_kv_heads][d_head]`. Which cell means what is the
 /// business of [`super::Cells`]; a cell's contents count only while a sequence sees it.
@@ -50,6 +54,42 @@ impl Storage {
     pub fn layer_mut(&mut self, layer: usize) -> KvLayerMut<'_> {
         let KeysAndValues { k, v } = &mut self.layers[layer];
         KvLayerMut { dtype: self.dtype, n_kv_heads: self.n_kv_heads, d_head: self.d_head, k, v }
+    }
+
+    /// Copies the keys and values of `copies.from` to `copies.to`, in all layers, bit for bit.
+    pub fn copy(&mut self, copies: &Copies) {
+        let n = self.bytes_of_cell();
+        for (&from, &to) in copies.from.iter().zip(&copies.to) {
+            let (from, to) = (from as usize * n, to as usize * n);
+            for tensor in self.tensors() {
+                tensor.copy_within(from..from + n, to);
+            }
+        }
+    }
+
+    /// Fills `cells` with NaN in all layers, so that one that is read before it is written shows in the logits.
+    pub fn poison(&mut self, cells: &[u32]) {
+        let n = self.bytes_of_cell();
+        for tensor in self.tensors() {
+            for &cell in cells {
+                tensor[cell as usize * n..][..n].fill(NAN_BYTE);
+            }
+        }
+    }
+
+    /// As [`Storage::poison`] for every cell. Touches all of the memory.
+    pub fn poison_all(&mut self) {
+        self.tensors().for_each(|tensor| tensor.fill(NAN_BYTE));
+    }
+
+    /// The bytes of every layer's K, then V.
+    fn tensors(&mut self) -> impl Iterator<Item = &mut [u8]> {
+        self.layers.iter_mut().flat_map(|layer| [layer.k.as_mut_slice(), layer.v.as_mut_slice()])
+    }
+
+    /// Bytes of one cell's key (or value) in one layer.
+    fn bytes_of_cell(&self) -> usize {
+        self.n_kv_heads * self.d_head * self.dtype.bytes()
     }
 
     /// Layers.

@@ -1,6 +1,8 @@
-//! The naive model of the cells: one ordered map from (sequence, position) to cell, and a count of readers.
+//! The naive model of the cells: ordered maps from (sequence, position) and (segment, position) to cell, and a
+//! count of readers.
+#![allow(dead_code, reason = "each test binary uses its own part of this file")]
 
-use llaisys_core::kv::{BLOCK_CELLS, CellsDump, KvError, RowPlace};
+use llaisys_core::kv::{BLOCK_CELLS, Cells, CellsDump, Copies, KvError, KvShape, RowPlace};
 use llaisys_core::{Error, error::Exhausted, error::Rejected};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -33,26 +35,90 @@ pub(crate) fn places(rows: &[Row]) -> Vec<RowPlace<'_>> {
     rows.iter().map(|row| RowPlace { position: row.position, seqs: &row.seqs }).collect()
 }
 
+/// Cells of one arena, in the order of production.
+pub(crate) fn cells(n_cells: usize, n_seq_max: usize) -> Cells {
+    Cells::new(one_arena(n_cells, n_seq_max))
+}
+
+/// The shape of those.
+pub(crate) fn one_arena(n_cells: usize, n_seq_max: usize) -> KvShape {
+    KvShape { n_cells, n_seq_max, n_streams: 1, lifo: false }
+}
+
 #[derive(Debug, Clone)]
 pub(crate) struct Model {
-    n_seq_max: usize,
+    shape: KvShape,
+    streams: Vec<u32>,
     links: BTreeMap<(u32, i32), u32>,
+    held: BTreeMap<(u64, i32), u32>,
+    /// Sequences and segments of each cell.
     n_readers: Vec<u32>,
+    /// All free cells of all arenas, last freed last: what the order of tests looks at.
+    freed: Vec<u32>,
 }
 
 impl Model {
-    pub(crate) fn new(n_cells: usize, n_seq_max: usize) -> Self {
-        Self { n_seq_max, links: BTreeMap::new(), n_readers: vec![0; n_cells] }
+    pub(crate) fn new(shape: KvShape) -> Self {
+        Self {
+            shape,
+            streams: vec![0; shape.n_seq_max],
+            links: BTreeMap::new(),
+            held: BTreeMap::new(),
+            n_readers: vec![0; shape.n_cells],
+            freed: (0_u32..).take(shape.n_cells).collect::<Vec<_>>().into_iter().rev().collect(),
+        }
     }
 
     pub(crate) fn dump(&self) -> CellsDump {
         let links = self.links.iter().map(|(&(slot, position), &cell)| (slot, position, cell)).collect();
+        let held = self.held.iter().map(|(&(segment, position), &cell)| (segment, position, cell)).collect();
         let free = (0_u32..).zip(&self.n_readers).filter(|(_, n)| **n == 0).map(|(cell, _)| cell).collect();
-        CellsDump { links, free }
+        CellsDump { links, held, free }
     }
 
     pub(crate) fn n_free(&self) -> usize {
         self.n_readers.iter().filter(|n| **n == 0).count()
+    }
+
+    fn per_arena(&self) -> usize {
+        self.shape.n_cells / self.shape.n_streams
+    }
+
+    /// Cells of an arena.
+    fn arena(&self, stream: u32) -> Range<usize> {
+        let start = stream as usize * self.per_arena();
+        start..start + self.per_arena()
+    }
+
+    pub(crate) fn n_free_in(&self, stream: u32) -> Result<usize, Refusal> {
+        self.check_stream(stream)?;
+        Ok(self.arena(stream).filter(|&cell| self.n_readers[cell] == 0).count())
+    }
+
+    fn check_stream(&self, stream: u32) -> Result<(), Refusal> {
+        let n_streams = self.shape.n_streams;
+        if (stream as usize) < n_streams {
+            return Ok(());
+        }
+        Err(Refusal::Kv(KvError::Stream { stream, n_streams }))
+    }
+
+    fn check_room(&self, stream: u32, needed: usize) -> Result<(), Refusal> {
+        let free = self.n_free_in(stream)?;
+        if needed <= free {
+            return Ok(());
+        }
+        Err(Refusal::Cells(Exhausted::Cells { needed, free, capacity: self.per_arena() }))
+    }
+
+    pub(crate) fn set_stream(&mut self, slot: u32, stream: u32) -> Result<(), Refusal> {
+        self.range(slot, -1, -1)?;
+        self.check_stream(stream)?;
+        if let Some(&(position, _)) = self.all(slot).first() {
+            return Err(Refusal::Kv(KvError::Occupied { slot, position }));
+        }
+        self.streams[slot as usize] = stream;
+        Ok(())
     }
 
     /// Positions and cells of a sequence in a range, ascending.
@@ -69,14 +135,32 @@ impl Model {
         self.held(slot, 0..i32::MAX)
     }
 
+    /// Everything that a segment has, ascending.
+    pub(crate) fn segment(&self, segment: u64) -> Vec<(i32, u32)> {
+        let range = (segment, 0)..=(segment, i32::MAX);
+        self.held.range(range).map(|(&(_, position), &cell)| (position, cell)).collect()
+    }
+
+    fn gain(&mut self, cell: u32) {
+        self.n_readers[cell as usize] += 1;
+        self.freed.retain(|free| *free != cell);
+    }
+
+    fn lose(&mut self, cell: u32) {
+        self.n_readers[cell as usize] -= 1;
+        if self.n_readers[cell as usize] == 0 {
+            self.freed.push(cell);
+        }
+    }
+
     fn link(&mut self, slot: u32, position: i32, cell: u32) {
         assert_eq!(self.links.insert((slot, position), cell), None, "a position twice");
-        self.n_readers[cell as usize] += 1;
+        self.gain(cell);
     }
 
     fn unlink(&mut self, slot: u32, position: i32) {
         let cell = self.links.remove(&(slot, position)).expect("it was held");
-        self.n_readers[cell as usize] -= 1;
+        self.lose(cell);
     }
 
     /// Places the rows, or says why not and is as before. Answers the cells.
@@ -84,24 +168,29 @@ impl Model {
         let before = self.clone();
         // Rows are judged as if there were always room: the extra cells exist during the call only.
         let n_cells = self.n_readers.len();
-        let n_free = self.n_free();
         self.n_readers.resize(n_cells + rows.len(), 0);
         let mut placed = Vec::new();
+        let mut homes = Vec::new();
         for (row, place) in rows.iter().enumerate() {
             if let Err(error) = self.judge(row, place) {
                 *self = before;
                 return Err(Refusal::Kv(error));
             }
-            let cell = self.choose(place.seqs[0], n_cells);
+            let first = place.seqs[0];
+            let last = self.all(first).last().map(|(_, cell)| *cell);
+            let cell = self.choose(self.streams[first as usize], last);
             for &slot in &place.seqs {
                 self.link(slot, place.position, cell);
             }
             placed.push(cell);
+            homes.push(self.streams[first as usize]);
         }
-        if rows.len() > n_free {
-            *self = before;
-            let error = Exhausted::Cells { needed: rows.len(), free: n_free, capacity: n_cells };
-            return Err(Refusal::Cells(error));
+        for stream in (0_u32..).take(self.shape.n_streams) {
+            let needed = homes.iter().filter(|home| **home == stream).count();
+            if let Err(error) = before.check_room(stream, needed) {
+                *self = before;
+                return Err(error);
+            }
         }
         self.n_readers.truncate(n_cells);
         Ok(placed)
@@ -114,14 +203,15 @@ impl Model {
         }
         let Some(&first) = place.seqs.first() else { return Err(KvError::NoSequence { row }) };
         for &slot in &place.seqs {
-            if slot as usize >= self.n_seq_max {
-                return Err(KvError::Slot { slot, n_seq_max: self.n_seq_max });
+            if slot as usize >= self.shape.n_seq_max {
+                return Err(KvError::Slot { slot, n_seq_max: self.shape.n_seq_max });
             }
             let last = self.all(slot).last().copied();
             if let Some((last, _)) = last.filter(|(last, _)| last + 1 != position) {
                 return Err(KvError::NotNext { row, slot, position, expected: last + 1 });
             }
-            if self.all(first) != self.all(slot) {
+            let streams = [first, slot].map(|slot| self.streams[slot as usize]);
+            if streams[0] != streams[1] || self.all(first) != self.all(slot) {
                 return Err(KvError::CoupledDiffer { row, first, second: slot });
             }
         }
@@ -132,24 +222,39 @@ impl Model {
         }
     }
 
-    /// The cell that the rule of blocks gives to a sequence, found by looking at every cell.
-    fn choose(&self, slot: u32, n_cells: usize) -> u32 {
-        let is_free = |cell: usize| self.n_readers[cell] == 0;
-        let is_free_block = |block: usize| {
-            (block + 1) * BLOCK_CELLS <= n_cells && (0..BLOCK_CELLS).all(|i| is_free(block * BLOCK_CELLS + i))
+    /// The cell that the rule of the order gives to who has `last` as its last cell, found by looking at every
+    /// cell; one of the extra cells if the arena is full.
+    fn choose(&self, stream: u32, last: Option<u32>) -> u32 {
+        let arena = self.arena(stream);
+        let extra = || (self.shape.n_cells..self.n_readers.len()).find(|&cell| self.n_readers[cell] == 0);
+        let cell = if self.shape.lifo {
+            self.freed.iter().rev().map(|cell| *cell as usize).find(|cell| arena.contains(cell))
+        } else {
+            let within = last.filter(|last| arena.contains(&(*last as usize)));
+            self.choose_by_blocks(arena, within)
         };
-        let next = self.all(slot).last().map(|(_, cell)| *cell as usize + 1);
-        let next = next.filter(|&next| next < n_cells && is_free(next));
-        let next = next.filter(|next| next % BLOCK_CELLS != 0 || is_free_block(next / BLOCK_CELLS));
-        let cell = next
-            .or_else(|| (0..n_cells / BLOCK_CELLS).find(|&b| is_free_block(b)).map(|b| b * BLOCK_CELLS))
-            .or_else(|| (0..self.n_readers.len()).find(|&cell| is_free(cell)));
-        u32::try_from(cell.expect("prepare made room")).expect("a small pool")
+        u32::try_from(cell.or_else(extra).expect("there is an extra cell for each row"))
+            .expect("a small pool")
+    }
+
+    fn choose_by_blocks(&self, arena: Range<usize>, last: Option<u32>) -> Option<usize> {
+        let base = arena.start;
+        let is_free = |cell: usize| self.n_readers[cell] == 0;
+        let n_blocks = arena.len() / BLOCK_CELLS;
+        let is_free_block = |block: usize| {
+            block < n_blocks && (0..BLOCK_CELLS).all(|i| is_free(base + block * BLOCK_CELLS + i))
+        };
+        let next = last.map(|cell| cell as usize + 1);
+        let next = next.filter(|&next| next < arena.end && is_free(next));
+        let opens = |next: usize| (next - base).is_multiple_of(BLOCK_CELLS);
+        let next = next.filter(|&next| !opens(next) || is_free_block((next - base) / BLOCK_CELLS));
+        next.or_else(|| (0..n_blocks).find(|&b| is_free_block(b)).map(|b| base + b * BLOCK_CELLS))
+            .or_else(|| arena.clone().find(|&cell| is_free(cell)))
     }
 
     fn range(&self, slot: u32, p0: i32, p1: i32) -> Result<Range<i32>, Refusal> {
-        if slot as usize >= self.n_seq_max {
-            return Err(Refusal::Kv(KvError::Slot { slot, n_seq_max: self.n_seq_max }));
+        if slot as usize >= self.shape.n_seq_max {
+            return Err(Refusal::Kv(KvError::Slot { slot, n_seq_max: self.shape.n_seq_max }));
         }
         let (lo, hi) = (p0.max(0), if p1 < 0 { i32::MAX } else { p1 });
         if lo > hi { Err(Refusal::Kv(KvError::Range { p0, p1 })) } else { Ok(lo..hi) }
@@ -162,19 +267,35 @@ impl Model {
         Ok(())
     }
 
-    pub(crate) fn seq_cp(&mut self, src: u32, dst: u32, p0: i32, p1: i32) -> Result<(), Refusal> {
+    pub(crate) fn seq_cp(&mut self, src: u32, dst: u32, p0: i32, p1: i32) -> Result<Copies, Refusal> {
         let range = self.range(src, p0, p1)?;
         self.range(dst, p0, p1)?;
         if src == dst {
-            return Ok(());
+            return Ok(Copies::default());
         }
         if let Some(&(position, _)) = self.held(dst, range.clone()).first() {
             return Err(Refusal::Kv(KvError::Occupied { slot: dst, position }));
         }
-        for (position, cell) in self.held(src, range) {
-            self.link(dst, position, cell);
+        self.share(&self.held(src, range), self.streams[src as usize], dst)
+    }
+
+    fn share(&mut self, places: &[(i32, u32)], stream: u32, dst: u32) -> Result<Copies, Refusal> {
+        let home = self.streams[dst as usize];
+        let mut copies = Copies::default();
+        if stream != home {
+            self.check_room(home, places.len())?;
         }
-        Ok(())
+        let mut last = self.all(dst).last().map(|(_, cell)| *cell);
+        for &(position, cell) in places {
+            let to = if stream == home { cell } else { self.choose(home, last) };
+            if stream != home {
+                copies.from.push(cell);
+                copies.to.push(to);
+            }
+            self.link(dst, position, to);
+            last = Some(to);
+        }
+        Ok(copies)
     }
 
     pub(crate) fn seq_keep(&mut self, slot: u32) -> Result<(), Refusal> {
@@ -199,13 +320,113 @@ impl Model {
         if let Some(&(position, _)) = ends.into_iter().find(|(position, _)| leaves(*position)) {
             return Err(Refusal::Kv(KvError::ShiftRange { slot, position, delta }));
         }
-        let before = self.clone();
-        moved.iter().for_each(|(position, _)| self.unlink(slot, *position));
-        if let Some((position, _)) = moved.iter().find(|(p, _)| self.links.contains_key(&(slot, p + delta))) {
-            *self = before;
-            return Err(Refusal::Kv(KvError::Occupied { slot, position: position + delta }));
+        let mut links = self.links.clone();
+        links.retain(|(other, position), _| *other != slot || !moved.iter().any(|(p, _)| p == position));
+        for (position, cell) in &moved {
+            let position = position + delta;
+            if links.insert((slot, position), *cell).is_some() {
+                return Err(Refusal::Kv(KvError::Occupied { slot, position }));
+            }
         }
-        moved.iter().for_each(|(position, cell)| self.link(slot, position + delta, *cell));
+        self.links = links;
         Ok(moved.into_iter().map(|(_, cell)| cell).collect())
     }
+
+    fn check_new(&self, segment: u64) -> Result<(), Refusal> {
+        let known = !self.segment(segment).is_empty();
+        if known { Err(Refusal::Kv(KvError::SegmentExists { segment })) } else { Ok(()) }
+    }
+
+    /// First position of a segment, and the one after the last.
+    fn ends(&self, segment: u64) -> Result<(i32, i32), Refusal> {
+        let places = self.segment(segment);
+        match (places.first(), places.last()) {
+            (Some(first), Some(last)) => Ok((first.0, last.0 + 1)),
+            _ => Err(Refusal::Kv(KvError::NoSegment { segment })),
+        }
+    }
+
+    pub(crate) fn retain(&mut self, segment: u64, slot: u32, p0: i32, p1: i32) -> Result<(), Refusal> {
+        self.check_new(segment)?;
+        self.range(slot, -1, -1)?;
+        check_span(p0, p1)?;
+        for position in p0..p1 {
+            if !self.links.contains_key(&(slot, position)) {
+                return Err(Refusal::Kv(KvError::SequenceLacks { slot, position }));
+            }
+        }
+        let places = self.held(slot, p0..p1);
+        let is_held = |cell: u32| self.held.values().any(|other| *other == cell);
+        if let Some(&(position, _)) = places.iter().find(|(_, cell)| is_held(*cell)) {
+            return Err(Refusal::Kv(KvError::Retained { slot, position }));
+        }
+        for (position, cell) in places {
+            self.held.insert((segment, position), cell);
+            self.gain(cell);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn attach(&mut self, segment: u64, slot: u32, p0: i32, p1: i32) -> Result<Copies, Refusal> {
+        self.ends(segment)?;
+        self.range(slot, -1, -1)?;
+        check_span(p0, p1)?;
+        let expected = self.all(slot).last().map_or(0, |(position, _)| position + 1);
+        if p0 != expected {
+            return Err(Refusal::Kv(KvError::NotAtEnd { slot, position: p0, expected }));
+        }
+        let mut places = Vec::new();
+        for position in p0..p1 {
+            match self.held.get(&(segment, position)) {
+                Some(&cell) => places.push((position, cell)),
+                None => return Err(Refusal::Kv(KvError::SegmentLacks { segment, position })),
+            }
+        }
+        let stream = u32::try_from(places[0].1 as usize / self.per_arena()).expect("a small pool");
+        self.share(&places, stream, slot)
+    }
+
+    pub(crate) fn split(&mut self, segment: u64, at: i32, tail: u64) -> Result<(), Refusal> {
+        let (start, end) = self.ends(segment)?;
+        self.check_new(tail)?;
+        if !(start + 1..end).contains(&at) {
+            return Err(Refusal::Kv(KvError::SegmentBounds { segment, at, start, end }));
+        }
+        for (position, cell) in self.segment(segment).into_iter().filter(|(position, _)| *position >= at) {
+            self.held.remove(&(segment, position));
+            self.held.insert((tail, position), cell);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn trim(&mut self, segment: u64, at: i32) -> Result<(), Refusal> {
+        let (start, end) = self.ends(segment)?;
+        if !(start..=end).contains(&at) {
+            return Err(Refusal::Kv(KvError::SegmentBounds { segment, at, start, end }));
+        }
+        for (position, cell) in self.segment(segment).into_iter().filter(|(position, _)| *position >= at) {
+            self.held.remove(&(segment, position));
+            self.lose(cell);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn create(&mut self, segment: u64, stream: u32, p0: i32, n: i32) -> Result<Vec<u32>, Refusal> {
+        self.check_new(segment)?;
+        self.check_stream(stream)?;
+        check_span(p0, p0 + n)?;
+        self.check_room(stream, usize::try_from(n).expect("check_span saw a positive count"))?;
+        let mut cells: Vec<u32> = Vec::new();
+        for position in p0..p0 + n {
+            let cell = self.choose(stream, cells.last().copied());
+            self.held.insert((segment, position), cell);
+            self.gain(cell);
+            cells.push(cell);
+        }
+        Ok(cells)
+    }
+}
+
+fn check_span(p0: i32, p1: i32) -> Result<(), Refusal> {
+    if 0 <= p0 && p0 < p1 { Ok(()) } else { Err(Refusal::Kv(KvError::Range { p0, p1 })) }
 }

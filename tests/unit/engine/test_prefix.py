@@ -1,0 +1,397 @@
+"""The prefix index: hits, misses with their reasons, locks, edits; and that a question costs its own path."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from llaisys.engine.prefix import N_LOST_MAX, Lock, Miss, PrefixIndex, Retain, Split, Trim
+from llaisys.engine.radix import n_common
+from llaisys.engine.request import BrokenInvariant
+
+
+def cache(index: PrefixIndex, tokens: list[int], salt: str = "", stream: int = 0) -> tuple[Any, ...]:
+    """A sequence that computed `tokens` and ended; the edits."""
+    lock, edits = index.insert(salt, tokens, stream)
+    index.unlock(lock)
+    index.check()
+    return edits
+
+
+def lines_run(question: Callable[[], object]) -> int:
+    """Lines of Python that a call runs: a cost that no clock is asked for."""
+    n_lines = 0
+
+    def trace(_frame: FrameType, event: str, _argument: object) -> Any:
+        nonlocal n_lines
+        n_lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        question()
+    finally:
+        sys.settrace(before)
+    return n_lines
+
+
+# --- hits ---
+
+
+def test_what_a_sequence_computed_is_found_again() -> None:
+    index = PrefixIndex()
+    (retain,) = cache(index, [1, 2, 3, 4])
+    assert retain == Retain(retain.segment, 0, 4)
+    match = index.match("", [1, 2, 3, 4, 5], limit=4)
+    assert match.n_tokens == 4
+    assert match.parts == ((retain.segment, 0, 4),)
+
+
+def test_a_hit_ends_at_any_token_without_a_change() -> None:
+    index = PrefixIndex()
+    (retain,) = cache(index, [1, 2, 3, 4])
+    for n in range(4):
+        match = index.match("", [*[1, 2, 3, 4][:n], 9], limit=10)
+        assert match.n_tokens == n
+        assert match.parts == (((retain.segment, 0, n),) if n else ())
+    assert len(index.dump()) == 1
+
+
+def test_an_edited_question_shares_all_before_the_edit() -> None:
+    index = PrefixIndex()
+    chat = [*range(100)]
+    cache(index, chat)
+    edited = [*chat[:60], 500, *chat[61:]]
+    assert index.match("", edited, limit=99).n_tokens == 60
+    edits = cache(index, edited)
+    assert [type(edit) for edit in edits] == [Split, Retain]
+    assert edits[0].at == 60
+    assert (edits[1].p0, edits[1].p1) == (60, 100)
+    assert index.n_retained() == 140
+    for tokens in (chat, edited):
+        assert index.match("", tokens, limit=100).n_tokens == 100
+
+
+def test_a_longer_chat_adds_only_its_end() -> None:
+    index = PrefixIndex()
+    cache(index, [1, 2, 3])
+    (retain,) = cache(index, [1, 2, 3, 4, 5])
+    assert (retain.p0, retain.p1) == (3, 5)
+    assert [p[1:] for p in index.match("", [1, 2, 3, 4, 5], limit=5).parts] == [(0, 3), (3, 5)]
+
+
+def test_inserting_twice_or_a_part_retains_nothing_more() -> None:
+    index = PrefixIndex()
+    cache(index, [1, 2, 3])
+    assert cache(index, [1, 2, 3]) == ()
+    (split,) = cache(index, [1, 2])
+    assert isinstance(split, Split)
+    assert split.at == 2
+    assert index.n_retained() == 3
+
+
+def test_the_limit_bounds_a_hit() -> None:
+    index = PrefixIndex()
+    cache(index, [1, 2, 3])
+    match = index.match("", [1, 2, 3], limit=2)
+    assert match.n_tokens == 2
+    assert match.miss == Miss("limit", 2, 3)
+    assert index.match("", [1, 2, 3], limit=3).miss is None
+
+
+def test_no_tokens_no_hit() -> None:
+    index = PrefixIndex()
+    assert index.match("", [], limit=0).n_tokens == 0
+    assert index.match("", [], limit=0).miss is None
+    lock, edits = index.insert("", [])
+    assert edits == ()
+    index.unlock(lock)
+    index.check()
+    assert index.dump() == []
+
+
+def test_tokens_may_come_as_an_array() -> None:
+    index = PrefixIndex()
+    cache(index, [1, 2, 3])
+    assert index.match("", array("i", [1, 2, 4]), limit=3).n_tokens == 2
+
+
+# --- misses ---
+
+
+def test_a_miss_says_why() -> None:
+    index = PrefixIndex()
+    assert index.match("a", [1, 2], limit=2).miss == Miss("empty", 0, 1)
+    cache(index, [1, 2, 3], salt="b")
+    assert index.match("a", [1, 2], limit=2).miss == Miss("salt", 0, 1)
+    cache(index, [1, 2, 3], salt="a")
+    assert index.match("a", [1, 7, 3], limit=3).miss == Miss("differs", 1, 7, cached=2)
+    assert index.match("a", [8], limit=1).miss == Miss("differs", 0, 8, cached=1)
+    assert index.match("a", [1, 2, 3, 4], limit=4).miss == Miss("empty", 3, 4)
+    cache(index, [1, 2, 3, 5], salt="a")
+    assert index.match("a", [1, 2, 3, 4], limit=4).miss == Miss("differs", 3, 4, cached=5)
+
+
+def test_a_miss_remembers_what_made_room() -> None:
+    index = PrefixIndex()
+    cache(index, [1, 2, 3])
+    cache(index, [1, 2, 3, 4, 5])
+    index.evict(1)
+    assert index.match("", [1, 2, 3, 4, 5], limit=5).miss == Miss("evicted", 4, 5)
+    assert index.match("", [1, 2, 3, 4, 6], limit=5).miss == Miss("empty", 4, 6)
+    index.evict(1)
+    assert index.match("", [1, 2, 3, 4, 5], limit=5).miss == Miss("evicted", 3, 4)
+    index.evict(3)
+    assert index.match("", [1, 2, 3], limit=3).miss == Miss("evicted", 0, 1)
+    assert index.match("", [2], limit=1).miss == Miss("empty", 0, 2)
+
+
+def test_the_memory_of_what_made_room_is_bounded() -> None:
+    index = PrefixIndex()
+    for i in range(N_LOST_MAX + 1):
+        cache(index, [i])
+    index.evict(N_LOST_MAX + 1)
+    reasons = [index.match("", [i], limit=1).miss for i in (0, 1, N_LOST_MAX)]
+    assert [miss.reason for miss in reasons if miss is not None] == ["empty", "evicted", "evicted"]
+
+
+# --- tenants and arenas ---
+
+
+def test_salts_do_not_share() -> None:
+    index = PrefixIndex()
+    cache(index, [1, 2, 3], salt="a")
+    assert index.match("b", [1, 2, 3], limit=3).n_tokens == 0
+    assert len(cache(index, [1, 2, 3], salt="b")) == 1
+    assert index.n_retained() == 6
+
+
+def test_the_longest_hit_of_all_arenas_is_found() -> None:
+    index = PrefixIndex(3)
+    for stream, n in ((0, 1), (1, 3), (2, 3)):
+        cache(index, [1, 2, 3][:n], stream=stream)
+    found = index.match("", [1, 2, 3, 4], limit=4)
+    assert (found.stream, found.n_tokens) == (1, 3)
+    assert index.match("", [1, 2, 3, 4], limit=4, stream=0).n_tokens == 1
+    assert index.match("", [9], limit=1).stream == 0
+    assert [index.n_retained(stream) for stream in range(3)] == [1, 3, 3]
+    assert index.evict(9, stream=2)[0] == 3
+    assert index.match("", [1, 2, 3, 4], limit=4, stream=2).n_tokens == 0
+
+
+# --- locks ---
+
+
+def test_a_locked_path_is_not_evicted() -> None:
+    index = PrefixIndex()
+    cache(index, [1, 2, 3, 4])
+    lock, edits = index.lock("", [1, 2, 3, 9], 3)
+    assert lock.n_tokens == 3
+    assert [type(edit) for edit in edits] == [Split]
+    assert index.n_evictable() == 1
+    assert index.evict(4)[0] == 1
+    assert index.match("", [1, 2, 3], limit=3).n_tokens == 3
+    index.unlock(lock)
+    index.check()
+    assert index.n_evictable() == 3
+    assert index.evict(4)[0] == 3
+    assert index.dump() == []
+
+
+def test_a_lock_goes_as_far_as_the_cache_does() -> None:
+    index = PrefixIndex()
+    cache(index, [1, 2])
+    assert index.lock("", [1, 2, 3], 3)[0].n_tokens == 2
+    assert index.lock("other", [1, 2, 3], 3)[0].n_tokens == 0
+    index.check()
+
+
+def test_the_parts_of_a_match_outlive_the_lock_that_splits_them() -> None:
+    index = PrefixIndex()
+    cache(index, [1, 2, 3, 4])
+    match = index.match("", [1, 2, 9], limit=2)
+    _, (split,) = index.lock("", [1, 2, 9], match.n_tokens)
+    assert isinstance(split, Split)
+    assert (split.segment, split.at) == (match.parts[0][0], match.parts[0][2])
+
+
+def test_a_lock_stays_with_its_end_when_its_path_is_split() -> None:
+    index = PrefixIndex()
+    lock, _ = index.insert("", [1, 2, 3, 4])
+    cache(index, [1, 2, 7])
+    assert index.n_evictable() == 1
+    assert index.n_private(lock) == 4
+    assert index.evict(9)[0] == 1
+    index.unlock(lock)
+    assert index.n_evictable() == 4
+
+
+def test_private_cells_are_those_of_no_other_lock() -> None:
+    index = PrefixIndex()
+    first, _ = index.insert("", [1, 2, 3, 4])
+    second, _ = index.insert("", [1, 2, 5])
+    assert (index.n_private(first), index.n_private(second)) == (2, 1)
+    third, _ = index.lock("", [1, 2, 3, 4], 4)
+    assert (index.n_private(first), index.n_private(third)) == (0, 0)
+    index.unlock(second)
+    index.unlock(third)
+    assert index.n_private(first) == 4
+
+
+def test_an_insert_takes_the_old_locks_place() -> None:
+    index = PrefixIndex()
+    first, _ = index.insert("", [1, 2])
+    second, _ = index.insert("", [1, 2, 3], lock=first)
+    assert index.n_evictable() == 0
+    index.check()
+    with pytest.raises(BrokenInvariant, match="given back before"):
+        index.unlock(first)
+    index.unlock(second)
+    assert index.n_evictable() == 3
+
+
+def test_a_lock_is_given_back_once() -> None:
+    index = PrefixIndex()
+    lock, _ = index.insert("", [1])
+    index.unlock(lock)
+    for again in (index.unlock, index.n_private):
+        with pytest.raises(BrokenInvariant, match="given back before"):
+            again(lock)
+    index.check()
+
+
+# --- eviction ---
+
+
+def test_the_least_recently_used_goes_first_from_its_end() -> None:
+    index = PrefixIndex()
+    (first,) = cache(index, [1, 2, 3])
+    (second,) = cache(index, [4, 5, 6])
+    assert index.evict(2) == (2, (Trim(first.segment, 1),))
+    assert index.evict(2) == (2, (Trim(first.segment, 0), Trim(second.segment, 2)))
+    assert index.evict(0) == (0, ())
+
+
+def test_a_use_renews_the_whole_path() -> None:
+    index = PrefixIndex()
+    cache(index, [1, 2, 3])
+    cache(index, [4, 5, 6])
+    lock, _ = index.lock("", [1, 2], 2)
+    index.unlock(lock)
+    index.check()
+    index.evict(4)  # the tail that was not used, then the other path
+    assert [tokens for *_, tokens, _ in index.dump()] == [[1, 2]]
+
+
+def test_a_shared_head_outlives_its_branches() -> None:
+    index = PrefixIndex()
+    for last in (3, 4, 5):
+        cache(index, [1, 2, last])
+    index.evict(3)
+    assert [tokens for *_, tokens, _ in index.dump()] == [[1, 2]]
+
+
+# --- what is not to be trusted ---
+
+
+def test_drop_forgets_a_requests_own_and_what_was_built_on_it() -> None:
+    index = PrefixIndex()
+    cache(index, [1, 2, 3, 4])
+    cache(index, [1, 2, 3, 4, 5, 6])
+    cache(index, [1, 2, 3, 4, 5, 7])
+    cache(index, [1, 2, 8])
+    edits = index.drop("", [1, 2, 3, 4, 5, 9], start=3)
+    index.check()
+    assert all(isinstance(edit, Trim) for edit in edits)
+    assert sorted(tokens for *_, tokens, _ in index.dump()) == [[1, 2], [3], [8]]
+    assert index.n_retained() == index.n_evictable() == 4
+
+
+def test_drop_leaves_what_a_lock_pins() -> None:
+    index = PrefixIndex()
+    lock, _ = index.insert("", [1, 2])
+    cache(index, [1, 2, 3])
+    index.drop("", [1, 2, 3])
+    index.check()
+    assert [tokens for *_, tokens, _ in index.dump()] == [[1, 2]]
+    index.unlock(lock)
+    index.drop("", [1, 2, 3])
+    assert index.dump() == []
+
+
+def test_drop_of_what_is_not_cached_is_nothing() -> None:
+    index = PrefixIndex()
+    assert index.drop("", [1, 2]) == ()
+    cache(index, [1, 2])
+    assert index.drop("", [1, 2], start=2) == ()
+    assert index.drop("", [3]) == ()
+    assert index.n_retained() == 2
+
+
+# --- the alarm is alive ---
+
+
+def test_check_sees_a_lost_lock() -> None:
+    index = PrefixIndex()
+    index.insert("", [1, 2])
+    index._n_locks = 0
+    with pytest.raises(BrokenInvariant, match="count 1 locks, the index 0"):
+        index.check()
+
+
+# --- costs, counted in lines of Python ---
+
+
+def grown(n_paths: int, n_tokens: int) -> tuple[PrefixIndex, Lock]:
+    """An index with many paths, and a lock on the one that starts with 0."""
+    index = PrefixIndex()
+    for i in range(1, n_paths):
+        cache_quietly(index, [i] * n_tokens)
+    return index, index.insert("", [0] * n_tokens)[0]
+
+
+def cache_quietly(index: PrefixIndex, tokens: list[int]) -> None:
+    index.unlock(index.insert("", tokens)[0])
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        lambda index, _: index.match("", [0] * 64 + [7], limit=99),
+        lambda index, _: index.unlock(index.lock("", [0] * 64 + [7], 64)[0]),
+        lambda index, _: index.unlock(index.insert("", [0] * 32 + [7])[0]),
+        lambda index, _: index.evict(40),
+        lambda index, lock: index.n_private(lock),
+        lambda index, _: index.n_evictable(),
+    ],
+    ids=["match", "lock", "insert", "evict", "n_private", "n_evictable"],
+)
+def test_a_call_costs_its_path_and_not_the_tree(question: Callable[[PrefixIndex, Lock], object]) -> None:
+    costs = []
+    for n_paths in (10, 1000):
+        index, lock = grown(n_paths, 64)
+        costs.append(lines_run(lambda index=index, lock=lock: question(index, lock)))  # type: ignore[misc]
+    assert costs[0] == costs[1]
+
+
+def test_a_match_costs_the_logarithm_of_its_tokens() -> None:
+    """4 lines for each halving: 64 times the tokens are six halvings more."""
+    costs = []
+    for n_tokens in (128, 128 * 64):
+        index = PrefixIndex()
+        cache_quietly(index, [1] * n_tokens)
+        costs.append(lines_run(lambda index=index, n=n_tokens: index.match("", [1] * n, limit=n)))  # type: ignore[misc]
+    assert costs[1] - costs[0] <= 6 * 4
+
+
+def test_the_common_head_of_two_lists() -> None:
+    for n in range(20):
+        for m in range(20):
+            a, b = array("i", [1] * 20), array("i", [1] * m + [2] * (20 - m))
+            assert n_common(a[:n], b) == min(n, m)
