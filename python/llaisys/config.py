@@ -44,7 +44,13 @@ class Config(BaseSettings):
 
     # model
     model: str = Field(
-        DEFAULT_MODEL, description="a model folder, a .gguf file, or the name of an embedded model"
+        DEFAULT_MODEL,
+        description="a folder, a .gguf file, an embedded model, or a Hugging Face id: org/name[:FILE.gguf]",
+    )
+    revision: str | None = Field(
+        None,
+        min_length=1,
+        description="branch, tag or commit of a Hugging Face id (default: its main branch)",
     )
     served_model_name: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="names that requests may use; the first is reported (default: the model)"

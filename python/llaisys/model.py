@@ -56,7 +56,7 @@ def open_model(config: Config) -> Model:
     """
     if config.models:
         raise RejectedError("models is for `llaisys serve`; give one model here", param="models")
-    resolved = resolve_model(config.model)
+    resolved = resolve_model(config.model, config.revision)
     info = inspect_model(resolved.path)
     defaults: dict[str, Any] = {}
     if config.generation_config == "auto":

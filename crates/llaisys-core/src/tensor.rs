@@ -3,6 +3,7 @@
 use crate::dtype::{DType, KvDType};
 use crate::error::DeviceError;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::borrow::Cow;
 use std::ptr::NonNull;
 
 /// A borrowed row-major tensor of a model file. `bytes.len()` equals the product of `shape` in `dtype`; the
@@ -34,6 +35,24 @@ impl<'a> TensorView<'a> {
     pub fn row(&self, i: usize) -> RowView<'a> {
         let n_bytes = self.bytes.len() / self.n_rows();
         RowView { dtype: self.dtype, bytes: &self.bytes[i * n_bytes..(i + 1) * n_bytes] }
+    }
+}
+
+/// A tensor ready to be packed: as a file stores it, or as blocks made of what the file stores.
+#[derive(Debug)]
+pub struct LoadedTensor<'a> {
+    /// Element type.
+    pub dtype: DType,
+    /// Sizes, slowest first.
+    pub shape: Vec<usize>,
+    /// The elements, as in [`TensorView`].
+    pub bytes: Cow<'a, [u8]>,
+}
+
+impl LoadedTensor<'_> {
+    /// A view of it.
+    pub fn view(&self) -> TensorView<'_> {
+        TensorView { dtype: self.dtype, shape: &self.shape, bytes: &self.bytes }
     }
 }
 

@@ -244,11 +244,16 @@ fn active_sliding_windows_are_refused_by_name() {
 }
 
 #[test]
-fn quantised_checkpoints_are_refused_by_name() {
-    for method in ["gptq", "awq", "fp8", "bitsandbytes", "compressed-tensors"] {
+fn other_quantised_checkpoints_are_refused_by_name() {
+    for method in ["fp8", "bitsandbytes", "compressed-tensors", "hqq", "GPTQ"] {
         let folder = small().with("quantization_config", json!({"quant_method": method, "bits": 4}));
-        assert_names(&unsupported(folder.open()), &["quantised", method, "BF16, F16 and F32"]);
+        assert_names(
+            &unsupported(folder.open()),
+            &["quantised", method, "GPTQ and AWQ", "BF16, F16 and F32"],
+        );
     }
+    let old = small().with("compression_config", json!({"quant_method": "sparseml"}));
+    assert_names(&unsupported(old.open()), &["quantised", "sparseml"]);
     assert_names(&unsupported(small().with("quantization_config", json!({})).open()), &["without a name"]);
     small().with("quantization_config", Value::Null).open().unwrap();
 }

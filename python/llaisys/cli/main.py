@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from llaisys.cli import chat, doctor, generate, models, pull, serve
+from llaisys.cli import chat, doctor, generate, models, pull, rm, serve
 from llaisys.cli.parsing import Commands, Parser
 from llaisys.config import package_version
 from llaisys.errors import LlaisysError
@@ -30,6 +30,7 @@ COMMANDS: dict[str, Command] = {
     "generate": generate,
     "pull": pull,
     "models": models,
+    "rm": rm,
     "doctor": doctor,
 }
 

@@ -17,8 +17,8 @@ from llaisys.text.files import read_object, special_strings
 from llaisys.text.gguf import build_gguf
 from llaisys.types import ModelInfo
 
-# Bounds on an untrusted tokenizer.json. Its nesting is bounded (128) by the JSON reader of `tokenizers`, its
-# regular expressions by Oniguruma's retry limit (ten million), which `encode` turns into a refusal.
+# The core has checked tokenizer.json (`_core.inspect`): its size, nesting, counts, patterns and growth. What
+# a pattern may still cost is bounded by Oniguruma's retry limit (ten million), which `encode` refuses.
 FILE_BYTES_MAX = 64 << 20
 VOCAB_MAX = 1 << 20
 
@@ -131,10 +131,7 @@ def _read_folder(folder: Path) -> tokenizers.Tokenizer:
 
 def _add_config_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
     """Adds the tokens that only `tokenizer_config.json` lists; each must get the id that is stated there."""
-    listed = config.get("added_tokens_decoder")
-    entries = sorted((int(id), entry) for id, entry in listed.items()) if isinstance(listed, dict) else []
-    for id, entry in entries:
-        content, special = entry.get("content"), bool(entry.get("special"))
+    for id, content, special in _listed_tokens(config.get("added_tokens_decoder")):
         if backend.token_to_id(content) is None:
             backend.add_tokens([tokenizers.AddedToken(content, special=special, normalized=False)])
         own_id = backend.token_to_id(content)
@@ -143,6 +140,22 @@ def _add_config_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) ->
                 f"tokenizer_config.json gives {content!r} the id {id}, tokenizer.json {own_id}",
                 param="model",
             )
+
+
+def _listed_tokens(listed: object) -> list[tuple[int, str, bool]]:
+    """Id, text and whether it is special of each token, by id. Raises RejectedError."""
+    if not isinstance(listed, dict):
+        return []
+    tokens = []
+    for id, entry in listed.items():
+        content = entry.get("content") if isinstance(entry, dict) else None
+        if not (id.isdecimal() and len(id) <= 9 and isinstance(content, str) and content):
+            raise RejectedError(
+                f"tokenizer_config.json: added_tokens_decoder has {id[:40]!r}, expected ids with content",
+                param="model",
+            )
+        tokens.append((int(id), content, bool(entry.get("special"))))
+    return sorted(tokens)
 
 
 def _add_bos(backend: tokenizers.Tokenizer, folder: Path) -> None:

@@ -9,6 +9,7 @@ use crate::model::config::{ModelConfig, add_ids};
 use crate::model::family::{self, FamilyFacts};
 use crate::model::fields::Fields;
 use crate::model::generation::GenerationConfig;
+use crate::model::quantized::Quantization;
 use serde_json::Value;
 
 const FILE: &str = "config.json";
@@ -19,10 +20,13 @@ const RMS_EPS_DEFAULT: f64 = 1e-6;
 /// `Qwen2Config.sliding_window`, used if the switch is on and the window is not stated.
 const WINDOW_DEFAULT: usize = 4096;
 
-/// Reads `config.json`; ids that end an answer are the union of `generation`'s and its own.
+/// Reads `config.json`, and how matrices are quantised; ids that end an answer are the union of `generation`'s and its own.
 ///
 /// Errors: damage, a missing or wrong key; [`Unsupported`] for what the forward pass lacks.
-pub(super) fn read(folder: &ModelFolder, generation: &GenerationConfig) -> Result<ModelConfig> {
+pub(super) fn read(
+    folder: &ModelFolder,
+    generation: &GenerationConfig,
+) -> Result<(ModelConfig, Option<Quantization>)> {
     let missing = || FormatError::FileMissing { folder: folder.path().to_owned(), name: FILE };
     let map = folder.object(FILE)?.ok_or_else(missing)?;
     let fields = Fields { file: FILE, map: &map };
@@ -53,7 +57,7 @@ pub(super) fn read(folder: &ModelFolder, generation: &GenerationConfig) -> Resul
     };
     config.check()?;
     refuse_window(&fields, &config)?;
-    Ok(config)
+    Ok((config, Quantization::read(&fields)?))
 }
 
 /// The first of `architectures`, or `model_type` if there are none.
@@ -119,12 +123,6 @@ fn refuse_partial_rotation(fields: &Fields<'_>) -> Result<()> {
 }
 
 fn refuse_unsupported(fields: &Fields<'_>, family: &FamilyFacts) -> Result<()> {
-    for key in ["quantization_config", "compression_config"] {
-        if let Some(quantization) = fields.object(key)? {
-            let method = quantization.text("quant_method")?.unwrap_or("without a name");
-            return Err(unsupported("a checkpoint quantised by", method, "BF16, F16 and F32 tensors").into());
-        }
-    }
     for key in ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"] {
         if let Some(n_experts) = fields.get(key).filter(|value| value.as_u64() != Some(0)) {
             return Err(

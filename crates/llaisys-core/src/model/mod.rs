@@ -10,6 +10,7 @@ mod folder_config;
 pub mod generation;
 mod gguf_config;
 pub mod info;
+mod quantized;
 pub mod slot;
 pub mod tokenizer;
 pub mod weights;

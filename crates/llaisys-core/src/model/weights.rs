@@ -7,7 +7,7 @@ use crate::model::family::{LayerSlot, Slot};
 use crate::ops::packed::{PackedFormat, PackedMatrix};
 use crate::ops::{LinearPart, gate_up_row, gate_up_rows};
 use crate::quant::dequantize_row;
-use crate::tensor::{RowView, TensorView};
+use crate::tensor::{LoadedTensor, RowView};
 use crate::threads::Pool;
 
 /// A product with an optional bias.
@@ -183,9 +183,7 @@ impl Replacement<'_> {
     fn check_format(&self, matrix: &PackedMatrix) -> Result<()> {
         let stored = match matrix.format() {
             PackedFormat::F32 | PackedFormat::BF16 => return Ok(()),
-            PackedFormat::Q8_0 => "q8_0 blocks",
-            PackedFormat::Q4_0 => "q4_0 blocks",
-            PackedFormat::Q4_1 => "q4_1 blocks",
+            format => format.dtype().name(),
         };
         Err(Unsupported::ReplaceWeight { name: self.name.to_owned(), stored, given: "float32 values" }.into())
     }
@@ -204,12 +202,10 @@ impl LayerWeights {
 
 /// The format in which `mode` holds a matrix stored as `dtype` with rows of `n_columns`.
 pub fn packed_format(mode: ComputeMode, dtype: DType, n_columns: usize) -> PackedFormat {
-    let wanted = match (mode, dtype) {
-        (ComputeMode::Float32, _) | (ComputeMode::Auto, DType::F32 | DType::F16) => PackedFormat::F32,
-        (ComputeMode::Bfloat16, _) | (ComputeMode::Auto, DType::BF16) => PackedFormat::BF16,
-        (ComputeMode::Auto, DType::Q8_0) => PackedFormat::Q8_0,
-        (ComputeMode::Auto, DType::Q4_0) => PackedFormat::Q4_0,
-        (ComputeMode::Auto, DType::Q4_1) => PackedFormat::Q4_1,
+    let wanted = match mode {
+        ComputeMode::Float32 => PackedFormat::F32,
+        ComputeMode::Bfloat16 => PackedFormat::BF16,
+        ComputeMode::Auto => PackedFormat::of(dtype),
     };
     if PackedMatrix::can_pack(wanted, n_columns) { wanted } else { PackedFormat::F32 }
 }
@@ -220,7 +216,7 @@ struct Packer<'a> {
     pool: &'a Pool,
 }
 
-impl<'a> Packer<'a> {
+impl Packer<'_> {
     fn layer(&self, index: usize) -> Result<LayerWeights> {
         let at = |part| Slot::Layer(index, part);
         let config = self.checkpoint.config();
@@ -244,22 +240,21 @@ impl<'a> Packer<'a> {
     }
 
     fn matrix(&self, slot: Slot) -> Result<PackedMatrix, DeviceError> {
-        let tensor = self.tensor(slot);
+        let loaded = self.load(slot)?;
+        let tensor = loaded.view();
         let format = packed_format(self.mode, tensor.dtype, tensor.n_columns());
         let source = |n: usize| tensor.row(self.checkpoint.stored_row(slot, n));
         PackedMatrix::pack(self.pool, format, tensor.n_rows(), tensor.n_columns(), &source)
     }
 
-    /// Both matrices in one, so that one region reads the input once. Different types meet in f32.
+    /// Both matrices in one, so that one region reads the input once. Different formats meet in f32.
     fn gate_up(&self, index: usize) -> Result<PackedMatrix, DeviceError> {
-        let gate = self.tensor(Slot::Layer(index, LayerSlot::Gate));
-        let up = self.tensor(Slot::Layer(index, LayerSlot::Up));
+        let gate = self.load(Slot::Layer(index, LayerSlot::Gate))?;
+        let up = self.load(Slot::Layer(index, LayerSlot::Up))?;
+        let (gate, up) = (gate.view(), up.view());
         let (n_inner, n_columns) = (gate.n_rows(), gate.n_columns());
-        let format = if gate.dtype == up.dtype {
-            packed_format(self.mode, gate.dtype, n_columns)
-        } else {
-            PackedFormat::F32
-        };
+        let formats = [gate.dtype, up.dtype].map(|dtype| packed_format(self.mode, dtype, n_columns));
+        let format = if formats[0] == formats[1] { formats[0] } else { PackedFormat::F32 };
         // Zero bytes are zeros in every type (a block's scale is zero too): the rows that fill the last panel.
         let zeros = vec![0_u8; gate.bytes.len() / n_inner];
         let padding = RowView { dtype: gate.dtype, bytes: &zeros };
@@ -273,13 +268,16 @@ impl<'a> Packer<'a> {
 
     /// A norm's or a bias's values in logical order.
     fn vector(&self, slot: Slot) -> Vec<f32> {
-        let tensor = self.tensor(slot);
+        const STORED: &str = "opening the checkpoint checked that every slot is there, vectors as they are";
+        let tensor = self.checkpoint.tensor(slot).expect(STORED);
         let mut stored = vec![0.0; tensor.n_columns()];
         dequantize_row(tensor.row(0), &mut stored);
         (0..stored.len()).map(|n| stored[self.checkpoint.stored_row(slot, n)]).collect()
     }
 
-    fn tensor(&self, slot: Slot) -> TensorView<'a> {
-        self.checkpoint.tensor(slot).expect("opening the checkpoint checked that every slot is there")
+    /// The tensor of `slot`. The pages of those before it, which are packed by now, are let go.
+    fn load(&self, slot: Slot) -> Result<LoadedTensor<'_>, DeviceError> {
+        self.checkpoint.release_pages();
+        self.checkpoint.load(slot, self.pool)
     }
 }
