@@ -1,6 +1,7 @@
-"""A request's tokens and logprobs are the same bits whatever happens around it: alone, in a batch, in any order,
-cut into chunks, preempted, with its prefix found cached, in scattered cells, in several arenas, on any number of
-threads. Poison is on: a read of a free cell would show as NaN.
+"""A request's tokens and logprobs are the same bits whatever happens around it.
+
+Alone, in a batch, in any order, cut into chunks, preempted, with its prefix found cached, in scattered cells,
+in several arenas, on any number of threads. Poison is on: a read of a free cell would show as NaN.
 """
 
 from __future__ import annotations

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import insort
-
 from llaisys.engine.cells import Room, near_need, stream_of
 from llaisys.engine.chronicle import Chronicle
 from llaisys.engine.executor import Executor
-from llaisys.engine.fairness import FairState, WaitingQueue, queue_key
+from llaisys.engine.fairness import FairState
 from llaisys.engine.limits import Limits, token_limit
 from llaisys.engine.outputs import EngineOutput, TokenLogprobs
 from llaisys.engine.plan import Admit, Plan, View
@@ -22,7 +20,6 @@ from llaisys.engine.request import (
     Expired,
     Failed,
     Finished,
-    Preempted,
     Request,
     Restored,
     RestoreFailed,
@@ -31,6 +28,7 @@ from llaisys.engine.request import (
     advance,
     derive_seed,
 )
+from llaisys.engine.requests import OpenRequests
 from llaisys.engine.retention import Retention
 from llaisys.engine.scheduler import plan
 from llaisys.engine.tally import Tally
@@ -54,9 +52,8 @@ _STUCK_S = 60.0
 
 
 class LLMEngine:
-    """Invariants: an open request is in exactly one of `_waiting`, `_running` and `_parked`; only running
-    ones hold a sequence id, cells and a pinned prefix; each choice of a submitted request gets exactly one
-    output with a finish reason, and the last of these is the request's `last`."""
+    """Invariants: only running choices hold a sequence id, cells and a pinned prefix; each choice of a taken
+    request gets exactly one output with a finish reason; the last of these is the request's `last`."""
 
     def __init__(self, executor: Executor, limits: Limits, seed: int) -> None:
         self._executor = executor
@@ -66,12 +63,8 @@ class LLMEngine:
         self._retention = (
             Retention(executor.worker, limits.n_streams) if limits.enable_prefix_caching else None
         )
-        self._open: dict[int, Request] = {}
-        self._choices: dict[RequestId, list[Request]] = {}
-        self._waiting = WaitingQueue()
-        self._running: list[Request] = []
-        # Wait for a sibling's prompt or for a restore; by ordinal.
-        self._parked: dict[int, Request] = {}
+        self._requests = OpenRequests()
+        self._open = self._requests.by_ordinal
         self._restoring: set[str] = set()
         self._pending: list[EngineOutput] = []
         self._fair = FairState()
@@ -92,6 +85,11 @@ class LLMEngine:
         """Where each request's time went."""
         return self._chronicle.timeline
 
+    @property
+    def requests(self) -> OpenRequests:
+        """Who is open, and where; only to be read."""
+        return self._requests
+
     # --- requests come and go ---
 
     def submit(self, source: EngineRequest) -> None:
@@ -100,7 +98,7 @@ class LLMEngine:
         Raises RejectedError, ContextLengthError (could never run) or QueueFullError; then it is not taken.
         """
         limit = token_limit(source.prompt_token_ids, source.params, self._limits)
-        if source.request_id in self._choices:
+        if source.request_id in self._requests:
             raise RejectedError(f"request id {source.request_id!r} is in use", param="request_id")
         seed = source.params.seed
         seed = derive_seed(self._seed, self._num_submitted) if seed is None else seed % 2**64
@@ -108,19 +106,12 @@ class LLMEngine:
         self._check_queue(leader)
         if source.session_id in self._restoring:
             leader.state = WaitingForRemoteKvs(source.session_id)
-        self._chronicle.arrive(leader, [*self._waiting] or self._running)
-        if isinstance(leader.state, WaitingForRemoteKvs):
-            self._parked[leader.ordinal] = leader
-        else:
-            self._waiting.add(leader)
+        self._chronicle.arrive(leader, [*self._requests.waiting] or self._requests.running)
         choices = [leader]
         for index in range(1, source.params.n):
-            follower = Request(source, leader.ordinal + index, seed, limit, index, leader)
-            self._parked[follower.ordinal] = follower
-            self._chronicle.arrive(follower, [leader])
-            choices.append(follower)
-        self._open |= {choice.ordinal: choice for choice in choices}
-        self._choices[source.request_id] = choices
+            choices.append(Request(source, leader.ordinal + index, seed, limit, index, leader))
+            self._chronicle.arrive(choices[-1], [leader])
+        self._requests.add(choices)
         self._num_submitted += 1
         self._num_choices += len(choices)
 
@@ -129,7 +120,7 @@ class LLMEngine:
 
         What is unknown or has ended is ignored.
         """
-        for choice in [*self._choices.get(request_id, ())]:
+        for choice in self._requests.choices(request_id):
             if index is None or choice.index == index:
                 self._pending.append(self._finish(choice, Cancelled()))
 
@@ -142,14 +133,14 @@ class LLMEngine:
     def end_restore(self, session_id: str, error: LlaisysError | None = None) -> None:
         """The session's KV is there, and its requests join the queue; with an `error` they end with it."""
         self._restoring.discard(session_id)
-        for request in [*self._parked.values()]:
+        for request in [*self._requests.parked.values()]:
             if request.state != WaitingForRemoteKvs(session_id):
                 continue
             if error is None:
                 request.state = advance(request.state, Restored())
-                self._join(request)
+                self._requests.join(request)
                 continue
-            for sibling in self._choices[request.request_id][:0:-1]:
+            for sibling in self._requests.choices(request.request_id)[:0:-1]:
                 self._pending.append(self._finish(sibling, Failed(error)))
             self._pending.append(self._finish(request, RestoreFailed(error)))
 
@@ -157,13 +148,13 @@ class LLMEngine:
 
     def has_work(self) -> bool:
         """True if a step would do something."""
-        return bool(self._running or self._waiting or self._pending)
+        return bool(self._requests.running or self._requests.waiting or self._pending)
 
     def wait_s(self) -> float | None:
         """Seconds after which a step is due if nothing else happens; None: never."""
         if self.has_work():
             return 0.0
-        return self._limits.timeout_scan_s if self._parked else None
+        return self._limits.timeout_scan_s if self._requests.parked else None
 
     def step(self, now_s: float) -> list[EngineOutput]:
         """Plans, runs one batch, settles. Outputs are in the order in which things happened.
@@ -175,7 +166,7 @@ class LLMEngine:
         self._now_s = now_s
         made = plan(self._view(), now_s)
         outputs += self._prepare(made, now_s)
-        self._chronicle.plan(made, self._open, len(self._running), now_s)
+        self._chronicle.plan(made, self._open, len(self._requests.running), now_s)
         batch = self._batch(made)
         if len(batch):
             result = self._executor.run(batch, now_s)
@@ -195,8 +186,8 @@ class LLMEngine:
         tally, n_free = self._tally, sum(self._worker.n_cells_free)
         n_evictable = 0 if index is None else sum(map(index.n_evictable, streams))
         return EngineStats(
-            num_running=len(self._running),
-            num_waiting=len(self._waiting) + len(self._parked),
+            num_running=len(self._requests.running),
+            num_waiting=len(self._requests.waiting) + len(self._requests.parked),
             num_submitted=self._num_submitted,
             num_steps=tally.num_steps,
             kv_cells=self._limits.n_cells,
@@ -210,31 +201,23 @@ class LLMEngine:
             step_prefill_tokens=tally.step_prefill_tokens,
             step_decode_tokens=tally.step_decode_tokens,
             step_s=tally.step_s,
-            waiting_by_reason=self._waiting_by_reason(),
+            waiting_by_reason=self._requests.waiting_by_reason(),
             finished=dict(tally.finished),
         )
 
     def check(self) -> None:
         """Checks the books, the core's included. Raises BrokenInvariant or EngineDeadError."""
-        places = [*self._waiting, *self._running, *self._parked.values()]
-        if sorted(r.ordinal for r in places) != sorted(self._open):
-            raise BrokenInvariant("a request is in no list, in two, or in the wrong one")
-        for request in places:
-            runs = isinstance(request.state, Running)
-            empty = request.lock is None and request.num_computed == request.num_shared == 0
-            if runs != (request in self._running) or not (runs or empty):
-                raise BrokenInvariant(f"request {request.ordinal} is {request.state!r} in the wrong place")
-        if self._worker.n_seq_free != self._limits.max_num_seqs - len(self._running):
-            raise BrokenInvariant(
-                f"{self._worker.n_seq_free} sequence ids are free, {len(self._running)} run"
-            )
-        n_own = sum(r.num_computed - r.num_shared for r in self._running)
+        self._requests.check()
+        running = self._requests.running
+        if self._worker.n_seq_free != self._limits.max_num_seqs - len(running):
+            raise BrokenInvariant(f"{self._worker.n_seq_free} sequence ids are free, {len(running)} run")
+        n_own = sum(r.num_computed - r.num_shared for r in running)
         used, retained = self._worker.n_cells_used, 0
         if self._retention is not None:
             self._retention.index.check()
             retained = sum(map(self._retention.index.n_retained, range(self._limits.n_streams)))
         # Without the cache, siblings share cells that are counted for none of them.
-        forks = self._retention is None and any(r.num_shared for r in self._running)
+        forks = self._retention is None and any(r.num_shared for r in running)
         if used < n_own + retained or (used > n_own + retained and not forks):
             raise BrokenInvariant(f"{used} cells are held, the requests own {n_own}, the cache {retained}")
         self._executor.check()
@@ -251,11 +234,11 @@ class LLMEngine:
 
     def _view(self) -> View:
         return View(
-            waiting=self._waiting,
-            running=self._running,
+            waiting=self._requests.waiting,
+            running=self._requests.running,
             limits=self._limits,
             n_free=self._worker.n_cells_free,
-            parked=tuple(self._parked.values()),
+            parked=tuple(self._requests.parked.values()),
             prefix=self._prefix,
             fair=self._fair,
             speed=self._tally.speed,
@@ -264,23 +247,19 @@ class LLMEngine:
         )
 
     def _check_queue(self, request: Request) -> None:
-        """Raises QueueFullError if more would wait than may, even after the next step let in whom it can."""
+        """Raises QueueFullError if more requests would wait than may, even after the next step let in whom it
+        can. Siblings do not count: their request does."""
         limits = self._limits
-        n_ids = limits.max_num_seqs - len(self._running)
-        n_waiting = len(self._waiting) + len(self._parked)
-        n_left = n_waiting + request.source.params.n
-        if n_ids:
-            room = Room(self._worker.n_cells_free, self._prefix, ())
-            n_cells = sum(room.left) - sum(map(near_need, self._running))
-            for each in (*self._waiting, request):
+        running, n_waiting = self._requests.running, self._requests.num_queued
+        n_left, n_ids = n_waiting + 1, limits.max_num_seqs - len(running)
+        if n_left > limits.max_num_queued_reqs and n_ids:
+            n_cells = sum(Room(self._worker.n_cells_free, self._prefix, ()).left)
+            n_cells -= sum(map(near_need, running))
+            for each in [*self._requests.waiting, request][:n_ids]:
                 n_cells -= near_need(each)
-                if n_ids == 0 or n_cells < 0:
-                    n_ids = 0
+                if n_cells < 0:
                     break
-                n_ids -= 1
-                n_left -= 1
-            # Siblings share the prompt's cells: an id is what they need.
-            n_left -= min(n_ids, len(self._parked) + request.source.params.n - 1)
+                n_left -= each.leader is None
         if n_left > limits.max_num_queued_reqs:
             raise QueueFullError(
                 f"{n_waiting} requests wait already, at most {limits.max_num_queued_reqs} may"
@@ -322,8 +301,7 @@ class LLMEngine:
                 return []
             return [self._finish(request, Failed(error))]
         request.state = advance(request.state, Admitted(seq_id, admit.stream))
-        self._waiting.remove(request)
-        insort(self._running, request, key=queue_key)
+        self._requests.start(request)
         if pin is not None and self._retention is not None:
             self._retention.attach(request, pin, admit.source)
         elif admit.fork is not None:
@@ -347,7 +325,7 @@ class LLMEngine:
         request.state = advance(request.state, Displaced())
         request.num_preempted += 1
         self._tally.num_preempted += 1
-        self._waiting.add(request)
+        self._requests.put_back(request)
 
     def _batch(self, made: Plan) -> Batch:
         """Rows of those who are still there: an admission may have failed."""
@@ -363,12 +341,11 @@ class LLMEngine:
     def _fail_stuck(self, now_s: float) -> EngineOutput:
         """Nobody could go on, which cannot be. With sound books the head of the queue is given up, once."""
         self.check()
-        if self._running or now_s - self._stuck_s < _STUCK_S:
-            raise BrokenInvariant(
-                f"{len(self._running)} requests run, {len(self._waiting)} wait, none gets on"
-            )
+        running, waiting = self._requests.running, self._requests.waiting
+        if running or now_s - self._stuck_s < _STUCK_S:
+            raise BrokenInvariant(f"{len(running)} requests run, {len(waiting)} wait, none gets on")
         self._stuck_s = now_s
-        head = next(iter(self._waiting))
+        head = next(iter(waiting))
         error = RequestFailedError("the engine found no room for this request although nothing else runs")
         return self._finish(head, Failed(error))
 
@@ -417,73 +394,32 @@ class LLMEngine:
         if is_first and request.index == 0:
             output.num_cached_tokens = request.num_cached or 0
         if is_first:
-            self._release_followers(request)
+            for follower in self._requests.followers(request):
+                self._requests.join(follower)
         self._chronicle.begin_decoding(request)
         return output if event is None else self._finish(request, event, output)
 
     # --- inside: ways from state to state ---
 
-    def _join(self, request: Request) -> None:
-        """A parked request joins the queue."""
-        del self._parked[request.ordinal]
-        self._waiting.add(request)
-
-    def _release_followers(self, leader: Request) -> None:
-        """The leader's prompt is computed: its siblings join the queue."""
-        for choice in self._choices[leader.request_id]:
-            if choice.leader is leader and choice.ordinal in self._parked:
-                self._join(choice)
-
-    def _promote(self, leader: Request) -> None:
-        """The leader ended before its prompt was computed: the first sibling computes it."""
-        parked = [
-            c for c in self._choices[leader.request_id] if c.leader is leader and c.ordinal in self._parked
-        ]
-        for choice in parked:
-            choice.leader = None if choice is parked[0] else parked[0]
-        if parked:
-            self._join(parked[0])
-
     def _release(self, request: Request, *, trusted: bool) -> None:
         """Returns a running request's sequence, its cells and its pinned prefix."""
         if self._retention is not None:
             (self._retention.leave if trusted else self._retention.forget)(request)
-        self._executor.worker.close_sequence(sequence_of(request))
-        self._running.remove(request)
+        self._worker.close_sequence(sequence_of(request))
         request.num_computed = request.num_shared = 0
 
     def _finish(self, request: Request, event: Event, last: EngineOutput | None = None) -> EngineOutput:
         """The one way out: returns what the choice holds, forgets it, makes its only end."""
-        before = request.state
-        if isinstance(before, Running):
+        if isinstance(request.state, Running):
             self._release(request, trusted=not isinstance(event, Failed))
-        elif request.ordinal in self._parked:
-            del self._parked[request.ordinal]
-        else:
-            self._waiting.remove(request)
-        request.state = state = advance(before, event)
+        request.state = state = advance(request.state, event)
         if not isinstance(state, Finished):
             raise BrokenInvariant(f"{event!r} does not end a request")
-        self._promote(request)
-        del self._open[request.ordinal]
-        siblings = self._choices[request.request_id]
-        siblings.remove(request)
-        if not siblings:
-            del self._choices[request.request_id]
+        is_last = self._requests.remove(request)
         self._fair = self._fair.charge(request, request.num_output)
         self._tally.ended(state.reason)
         self._chronicle.end(request, self._now_s)
         output = last or EngineOutput(request.request_id, [], index=request.index)
         output.finish_reason, output.stop_reason, output.error = state.reason, state.stop_reason, state.error
-        output.last = not siblings
+        output.last = is_last
         return output
-
-    def _waiting_by_reason(self) -> dict[str, int]:
-        n_preempted = sum(isinstance(request.state, Preempted) for request in self._waiting)
-        n_remote = sum(isinstance(request.state, WaitingForRemoteKvs) for request in self._parked.values())
-        return {
-            "capacity": len(self._waiting) - n_preempted,
-            "preempted": n_preempted,
-            "sibling": len(self._parked) - n_remote,
-            "remote_kv": n_remote,
-        }

@@ -102,14 +102,16 @@ def test_a_prompt_that_fails_fails_every_choice() -> None:
     assert list(made.reasons().values()) == [FinishReason.ERROR] * 3
 
 
-def test_every_choice_needs_a_place_in_the_queue() -> None:
+def test_the_queue_counts_requests_and_not_their_choices() -> None:
     made = Engine(max_num_seqs=4, max_num_queued_reqs=1)
     made.submit("a", **asked(4))
-    with pytest.raises(QueueFullError):
-        made.submit("b", **asked(3))
+    made.step(3)
+    assert made.engine.stats().num_running == 4
+    made.submit("b", **asked(4))
+    with pytest.raises(QueueFullError, match="1 requests wait already"):
+        made.submit("c")
     made.finish()
-    made.submit("b", **asked(3))
-    made.finish()
+    assert set(made.over) == {"a", "b"}
 
 
 def test_a_seed_of_the_engine_gives_the_choices_different_answers() -> None:

@@ -133,7 +133,7 @@ def test_nobody_is_preempted_for_ever() -> None:
     worst: dict[int, int] = {}
     while made.engine.has_work():
         made.step()
-        worst |= {r.ordinal: r.num_preempted for r in made.engine._running}
+        worst |= {r.ordinal: r.num_preempted for r in made.engine.requests.running}
     assert max(worst.values()) <= 3
     assert made.tokens == {name: core.answer(prompt, 50) for name, prompt in prompts.items()}
 
@@ -189,10 +189,10 @@ def test_a_request_goes_where_its_prefix_lies_else_to_the_emptiest_arena() -> No
     made.step()
     made.submit("b", prompt=[7] * 20, max_tokens=10)
     made.step()
-    assert [r.state.stream for r in made.engine._running] == [0, 1]  # type: ignore[union-attr]
+    assert [r.state.stream for r in made.engine.requests.running] == [0, 1]  # type: ignore[union-attr]
     made.submit("c", prompt=[*CHAT[:30], 9], max_tokens=3)
     made.step()
-    assert [r.state.stream for r in made.engine._running] == [0, 1, 0]  # type: ignore[union-attr]
+    assert [r.state.stream for r in made.engine.requests.running] == [0, 1, 0]  # type: ignore[union-attr]
     made.finish()
 
 
@@ -204,7 +204,7 @@ def test_a_prefix_is_copied_where_its_own_arena_is_full() -> None:
     before = made.context.n_rows
     made.step()
     assert made.context.n_rows - before == 1 + 10
-    assert [r.state.stream for r in made.engine._running] == [0, 1]  # type: ignore[union-attr]
+    assert [r.state.stream for r in made.engine.requests.running] == [0, 1]  # type: ignore[union-attr]
     made.finish()
     assert made.cached["b"] == 30
     assert made.tokens["b"] == core.answer([*CHAT[:30], *[9] * 10], 20)
