@@ -10,8 +10,8 @@ __version__: str
 def inspect(path: str) -> str:
     """Facts of a checkpoint from its headers: a JSON object with the fields of `types.ModelInfo`.
 
-    `path` is a Hugging Face folder or a `.gguf` file. Checks a folder's tokenizer and template files too: what
-    reads them afterwards trusts them. Raises RejectedError (damaged) or UnsupportedError.
+    `path` is a Hugging Face folder or a `.gguf` file. Checks a folder's tokenizer and template files too:
+    what reads them afterwards trusts them. Raises RejectedError (damaged) or UnsupportedError.
     """
 
 def available_isas() -> list[str]:

@@ -50,7 +50,7 @@ class Client:
     def __init__(self, made: Capacity | None = None) -> None:
         self.outputs: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()
         self.now_s = 0.0
-        self.client = ProcessClient(made or capacity(), 0, self.deliver, lambda: self.now_s)
+        self.client = ProcessClient(made or capacity(), Config(**SETTINGS), self.deliver, lambda: self.now_s)
 
     def deliver(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
