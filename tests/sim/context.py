@@ -176,6 +176,8 @@ class SimContext:
         contents, last, end = [], None, _START
         for token, seq_id in zip(tokens, seq_ids, strict=True):
             if seq_id != last:
+                if seq_id not in self._sequences:
+                    self.books.kv_seq_pos_max(seq_id)  # is refused
                 held = self._sequences[seq_id].contents
                 last, end = seq_id, held[-1] if held else _START
             end = grow(end, token)

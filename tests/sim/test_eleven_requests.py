@@ -21,7 +21,7 @@ from llaisys.engine.executor import Executor
 from llaisys.engine.outputs import EngineOutput
 from llaisys.engine.request import BrokenInvariant, EngineRequest
 from llaisys.engine.worker import Worker
-from llaisys.errors import EngineDeadError, LlaisysError
+from llaisys.errors import EngineDeadError
 from llaisys.types import FinishReason
 from sim.context import SimContext, answer
 
@@ -229,7 +229,8 @@ def test_the_books_check_sees_a_leak_when_the_engine_falls_idle() -> None:
     assert world.context.n_seq_free == N_IDS - 1
 
 
-def test_the_admission_sees_a_leak_in_the_step_that_should_admit_the_ninth() -> None:
+def test_the_lemma_sees_a_leak_in_the_step_that_should_admit_the_ninth() -> None:
+    """Nothing runs and nobody can be let in: once, that is the request's end; twice, it is the engine's."""
     world = leaking()
     world.engine.check = lambda: None  # type: ignore[method-assign]
     for i in range(1, 9):
@@ -238,22 +239,27 @@ def test_the_admission_sees_a_leak_in_the_step_that_should_admit_the_ninth() -> 
             world.engine.step(world.now_s)
     assert world.context.n_seq_free == 0
     world.submit(request_of(9, "length", world.now_s))
-    with pytest.raises((BrokenInvariant, EngineDeadError)):
+    (output,) = world.engine.step(world.now_s)
+    assert output.finish_reason is FinishReason.ERROR
+    assert "no room" in str(output.error)
+    world.submit(request_of(10, "length", world.now_s))
+    with pytest.raises(BrokenInvariant, match="none gets on"):
         world.engine.step(world.now_s)
 
 
 def test_a_decode_under_the_batch_index_is_seen_in_the_second_step() -> None:
     """The old fault of two identities: prefill under the lent id, decode under the place in the batch."""
     world = Eight()
-    decode, other = world.context.decode, world.context.seq_acquire()
+    world.submit(request_of(1, "length", world.now_s))
+    world.run()
+    decode = world.context.decode
 
     def confused(tokens: Any, positions: Any, n_seq_id: Any, seq_ids: Any, wants: Any) -> Any:
-        if len(tokens) == 1:
-            seq_ids = seq_ids * 0 + other
-        return decode(tokens, positions, n_seq_id, seq_ids, wants)
+        return decode(tokens, positions, n_seq_id, seq_ids * 0 if len(tokens) == 1 else seq_ids, wants)
 
     world.context.decode = confused  # type: ignore[method-assign]
-    world.submit(request_of(1, "length", 1000.0))
+    world.submit(request_of(2, "length", world.now_s))
     world.step()
-    with pytest.raises((AssertionError, LlaisysError)):
-        world.step()
+    (output,) = world.step()
+    assert output.finish_reason is FinishReason.ERROR
+    assert "sequence" in str(output.error)

@@ -68,9 +68,9 @@ def test_twenty_thousand_requests() -> None:
         print(f"seed {seed}: {world.n_steps} steps, ends {world.n_ended}, trace {world.trace:08x}")
     if len(seeds()) == N_SEEDS:  # nothing that can happen is missing
         assert totals["requests"] == N_SEEDS * N_REQUESTS
-        assert totals["cancels"] >= 0.09 * totals["requests"]
+        assert totals["cancels"] >= 0.1 * totals["requests"]
         assert totals["preempted"] > 50
-        assert min(totals[what] for what in ("refused", "evicted", "hits")) > 1000
+        assert min(totals[what] for what in ("refused", "evicted", "hits")) > 500
         assert min(ends[reason] for reason in ("stop", "length", "abort", "timeout", "error")) > 100
 
 

@@ -37,10 +37,10 @@ class StepSpeed:
 
     def prefill_tokens(self, limit_s: float, most: int) -> int:
         """Prompt tokens, at most `most`, that a step of `limit_s` seconds has time for."""
-        if not self.prefill_token_s:
-            return most
-        n_tokens = int((limit_s - (self.step_s or 0.0)) / self.prefill_token_s)
-        return min(most, max(PREFILL_TOKENS_MIN, n_tokens))
+        left_s = limit_s - (self.step_s or 0.0)
+        if self.prefill_token_s is None or self.prefill_token_s * most <= left_s:
+            return most  # before a division by next to nothing
+        return min(most, max(PREFILL_TOKENS_MIN, int(left_s / self.prefill_token_s)))
 
 
 def _mean(old: float | None, new: float) -> float:

@@ -126,8 +126,10 @@ class Admission:
         if self._left[best.source] >= n_cells - best.n_cached + best.n_pinned:
             return best
         for stream in sorted(self._streams, key=lambda s: (-self._left[s], s)):
-            if stream != best.source and self._left[stream] >= n_cells:  # the cached part is copied
-                return replace(best, stream=stream)
+            if stream != best.source and self._left[stream] >= n_cells:
+                # The cached part is copied, if its arena can do without it until then.
+                spare = self._left[best.source] >= best.n_pinned
+                return replace(best, stream=stream) if spare else Place(stream, source=stream)
         return None
 
     def take(self, request: Request, place: Place) -> None:

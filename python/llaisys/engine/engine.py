@@ -307,8 +307,8 @@ class LLMEngine:
                 self._retention.unpin(pin)
             if isinstance(error, EngineDeadError):
                 raise
-            if isinstance(error, ExhaustedError):  # an id is lost: it waits, and the books will tell
-                return []
+            if isinstance(error, ExhaustedError):
+                raise BrokenInvariant("a sequence id that should be free is lost") from error
             return [self._finish(request, Failed(error))]
         request.state = advance(request.state, Admitted(seq_id, admit.stream))
         self._requests.start(request)
@@ -343,7 +343,7 @@ class LLMEngine:
         chunks = []
         for each in made.chunks:
             request = self._open.get(each.ordinal)
-            if request is not None and isinstance(request.state, Running):
+            if request is not None:
                 tokens = request.token_ids[each.start : each.start + each.n_tokens]
                 chunks.append(Chunk(request, each.start, tokens, each.samples))
         return Batch(decode, chunks)

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from llaisys.engine.worker import Batch, StepResult, Worker
 from llaisys.errors import EngineDeadError, LlaisysError, RequestFailedError
+from llaisys.types import RequestId
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class Executor:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         # Requests that were refused lately: when, and which.
-        self._refusals: deque[tuple[float, int]] = deque()
+        self._refusals: deque[tuple[float, RequestId]] = deque()
 
     @property
     def worker(self) -> Worker:
@@ -88,10 +89,10 @@ class Executor:
             raise EngineDeadError(
                 f"{n_refused} of {len(batch)} requests were refused by the core in one step"
             )
-        self._refusals += [(now_s, batch.request(item).ordinal) for item in result.refused]
+        self._refusals += [(now_s, batch.request(item).request_id) for item in result.refused]
         while self._refusals and self._refusals[0][0] < now_s - _SUSPICIOUS_S:
             self._refusals.popleft()
-        if len({ordinal for _, ordinal in self._refusals}) >= _SUSPICIOUS_REQUESTS:
+        if len({request_id for _, request_id in self._refusals}) >= _SUSPICIOUS_REQUESTS:
             raise EngineDeadError(
                 f"{_SUSPICIOUS_REQUESTS} requests were refused by the core within {_SUSPICIOUS_S:.0f} s"
             )

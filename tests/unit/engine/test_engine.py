@@ -235,12 +235,20 @@ def test_a_lost_sequence_id_is_noticed_by_the_books() -> None:
         made.finish()
 
 
+def test_an_id_that_cannot_be_had_ends_the_engine_without_the_books() -> None:
+    made = Engine(max_num_seqs=1)
+    made.engine.check = lambda: None  # type: ignore[method-assign]
+    made.context.seq_acquire()
+    made.submit("a")
+    with pytest.raises(BrokenInvariant, match="id"):
+        made.step()
+
+
 def test_who_cannot_run_although_nothing_does_is_given_up_once_then_the_engine() -> None:
     """The zero-running lemma, with books that do not see what is wrong."""
-    made = Engine(max_num_seqs=2)
+    made = Engine(max_num_seqs=2, max_num_queued_reqs=8)
     made.engine.check = lambda: None  # type: ignore[method-assign]
-    for _ in range(2):
-        made.context.seq_acquire()
+    made.context._refs = [1] * 256
     made.submit("a", "b", "c")
     made.step()
     assert isinstance(made.ends["a"].error, RequestFailedError)

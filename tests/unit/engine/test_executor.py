@@ -18,14 +18,14 @@ from llaisys.errors import EngineDeadError, RejectedError, RequestFailedError
 NOW = 1000.0
 
 
-def step(last_tokens: list[int]) -> tuple[core.Context, Executor, Batch]:
-    """One sequence of three tokens for each last token."""
+def step(last_tokens: list[int], name: str = "r{}") -> tuple[core.Context, Executor, Batch]:
+    """One sequence of three tokens for each last token, of a request each."""
     n = len(last_tokens)
     context = core.Context("fake", n_cells=3 * n, n_seq_max=n, max_model_len=8)
     worker = Worker(context, core.SamplerSpec)  # type: ignore[arg-type]
     chunks = []
     for i, token in enumerate(last_tokens):
-        request = Request(ask(), ordinal=i, seed=0, token_limit=8)
+        request = Request(ask(name.format(i)), ordinal=i, seed=0, token_limit=8)
         request.state = Running(worker.open_sequence(request))
         chunks.append(Chunk(request, 0, [1, i, token], samples=True))
     return context, Executor(worker), Batch([], chunks)
@@ -96,6 +96,12 @@ def test_five_refusals_within_a_minute_are_the_engines_fault(seconds: float) -> 
     else:
         with pytest.raises(EngineDeadError, match="5 requests"):
             executor.run(last, NOW + 4 * seconds)
+
+
+def test_refused_choices_of_one_request_are_one_refusal() -> None:
+    _, executor, batch = step([core.REFUSED] * 8, name="one")
+    for i in range(8):
+        assert executor.run(batch.part(i, i + 1), NOW).refused == [0]
 
 
 def test_rows_that_came_out_wrong_are_their_requests_affair() -> None:

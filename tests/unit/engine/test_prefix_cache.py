@@ -208,3 +208,19 @@ def test_a_prefix_is_copied_where_its_own_arena_is_full() -> None:
     made.finish()
     assert made.cached["b"] == 30
     assert made.tokens["b"] == core.answer([*CHAT[:30], *[9] * 10], 20)
+
+
+def test_a_prefix_is_computed_anew_where_its_arena_cannot_keep_it_until_the_copy() -> None:
+    """All that can be evicted there is the prefix, and who runs there needs a cell in this very step."""
+    made = roomy(n_cells=128, n_streams=2)
+    rows_of(made, "prefix", CHAT)
+    made.submit("a", prompt=[7] * 20, max_tokens=30)
+    made.step(5)
+    assert made.context.n_cells_free_in(0) == 0
+    made.submit("b", prompt=[*CHAT, 9, 9], max_tokens=3)
+    made.step()
+    assert [r.state.stream for r in made.engine.requests.running] == [0, 1]  # type: ignore[union-attr]
+    made.finish()
+    assert made.cached["b"] == 0
+    assert made.tokens["a"] == core.answer([7] * 20, 30)
+    assert made.tokens["b"] == core.answer([*CHAT, 9, 9], 3)
