@@ -92,6 +92,7 @@ async def answer(service: AsyncLLM, ask: tuple[list[int], SamplingParams], name:
     return [i async for delta in service.generate(*ask, name) for i in delta.outputs[0].token_ids]
 
 
+@pytest.mark.timeout(900)  # twenty seconds on two quiet cores
 @pytest.mark.parametrize("form", ["thread", "process"])
 async def test_abort_storm(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     n_requests = N_REQUESTS if form == "thread" else N_REQUESTS // 10
