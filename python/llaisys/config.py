@@ -142,6 +142,14 @@ class Config(BaseSettings):
         False, description="run the engine in a process of its own, which is restarted if it dies"
     )
 
+    watchdog_window_s: float = Field(
+        30.0,
+        gt=0,
+        le=86400,
+        description="seconds without progress after which the engine is stuck and ends with exit code 70; a "
+        "sixth of it without an admission, or of the event loop",
+    )
+
     # cpu
     num_threads: int | None = Field(
         None, ge=1, le=1024, description="compute threads (default: the usable cores)"

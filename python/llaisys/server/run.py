@@ -28,6 +28,7 @@ from llaisys.server.state import ServerState
 
 EXIT_OK, EXIT_ENGINE_DEAD, EXIT_KILLED = 0, 70, 130
 CLOSE_CONNECTIONS_S = 1
+PULSES_A_WINDOW = 24  # of `watchdog_window_s`, a sixth of which without one is a verdict
 HEADER_BYTES_MAX = 32 * 1024
 CONNECTIONS_MAX = 1024
 
@@ -125,6 +126,13 @@ class Lifecycle:
             _leave(EXIT_OK)
         return exit_code
 
+    async def _pulse(self, models: ModelRegistry) -> None:
+        """Tells the watchdogs that the loop turns, and hears them: a stuck engine ends the server."""
+        while not models.is_stuck():
+            models.beat()
+            await asyncio.sleep(self._config.watchdog_window_s / PULSES_A_WINDOW)
+        self._stop.set()
+
     def _on_signal(self) -> None:
         if self._hurry.is_set():
             _leave(EXIT_KILLED)
@@ -153,7 +161,9 @@ class Lifecycle:
             f"at {address_of(self._config.host, self._port)}",
             flush=True,
         )
+        pulse = asyncio.ensure_future(self._pulse(models))
         await self._stop.wait()
+        pulse.cancel()
         exit_code = EXIT_OK if models.is_alive() else EXIT_ENGINE_DEAD
         self._state.draining = True
         closing = asyncio.ensure_future(models.close(self._config.shutdown_timeout_s))
