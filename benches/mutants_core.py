@@ -20,15 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "crates" / "llaisys-core"
 SOURCES = ["batch.rs", "books.rs", "dtype.rs", "error.rs", "kv", "seq.rs", "tensor.rs"]
-TESTS = [
-    "books.rs",
-    "cells_model.rs",
-    "exhaustive.rs",
-    "reserve_model.rs",
-    "seq_pool.rs",
-    "kv_model",
-    "seeded",
-]
+TESTS = ["books", "reserve_model", "seq_pool", "exhaustive", "cells_model"]  # quick ones first
+HELPERS = ["kv_model", "seeded"]
 MANIFEST = """
 [package]
 name = "llaisys-core"
