@@ -29,16 +29,22 @@ results=benches/results/fuzz.txt
   echo "# of more than 4 times the input and 64 MiB. $(rustc --version), $(date -u +%F), $(uname -m), commit $(git rev-parse --short HEAD)"
   printf '%-12s %12s %8s %8s %8s %8s\n' target executions corpus edges crashes hangs
 } >"$results"
+stat() { awk -F' *: *' -v key="$2" '$1 == key { print $2 }' "$home/out-$1/default/fuzzer_stats"; }
+
+fuzz() { # target, seconds
+  rm -rf "$home/out-$1" "$home/in-$1" && mkdir -p "$home/in-$1"
+  "$binary" seeds "$1" "$home/in-$1"
+  timeout --kill-after=10 $(($2 + 60)) cargo afl fuzz -i "$home/in-$1" -o "$home/out-$1" -V "$2" -t 1000 -m none \
+    -- "$binary" "$1" >"$home/$1.log" 2>&1 || { tail -20 "$home/$1.log" >&2; exit 1; }
+}
+
+fuzz canary 5
+[ "$(stat canary saved_crashes)" != 0 ] || { echo "the canary lives: failures are not noticed" >&2; exit 1; }
 found=0
 for target in "${targets[@]}"; do
-  out=$home/out-$target
-  rm -rf "$out" "$home/in-$target" && mkdir -p "$home/in-$target"
-  "$binary" seeds "$target" "$home/in-$target"
-  timeout --kill-after=10 $((minutes * 60 + 60)) cargo afl fuzz -i "$home/in-$target" -o "$out" -V $((minutes * 60)) \
-    -t 1000 -m none -- "$binary" "$target" >"$home/$target.log" 2>&1 || { tail -20 "$home/$target.log" >&2; exit 1; }
-  stat() { awk -F' *: *' -v key="$1" '$1 == key { print $2 }' "$out/default/fuzzer_stats"; }
-  printf '%-12s %12s %8s %8s %8s %8s\n' "$target" "$(stat execs_done)" "$(stat corpus_count)" "$(stat edges_found)" \
-    "$(stat saved_crashes)" "$(stat saved_hangs)" | tee -a "$results"
-  [ "$(stat saved_crashes)" = 0 ] && [ "$(stat saved_hangs)" = 0 ] || found=1
+  fuzz "$target" $((minutes * 60))
+  printf '%-12s %12s %8s %8s %8s %8s\n' "$target" "$(stat "$target" execs_done)" "$(stat "$target" corpus_count)" \
+    "$(stat "$target" edges_found)" "$(stat "$target" saved_crashes)" "$(stat "$target" saved_hangs)" | tee -a "$results"
+  [ "$(stat "$target" saved_crashes)" = 0 ] && [ "$(stat "$target" saved_hangs)" = 0 ] || found=1
 done
 exit "$found"

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from playwright.sync_api import BrowserContext, Locator, Page, Playwright, Route, expect
+from playwright.sync_api import BrowserContext, Locator, Page, Route, expect
 
 FLAGS = [
     "--no-sandbox",
@@ -34,7 +34,8 @@ FEED = """
           text: (content) => send(JSON.stringify({ choices: [{ delta: { content } }] })),
           end: () => { send("[DONE]"); control.close(); },
         };
-        options.signal.addEventListener("abort", () => control.error(new DOMException("stopped", "AbortError")));
+        const stop = () => control.error(new DOMException("stopped", "AbortError"));
+        options.signal.addEventListener("abort", stop);
       },
     });
     return Promise.resolve(new Response(body, { headers: { "content-type": "text/event-stream" } }));
@@ -43,7 +44,7 @@ FEED = """
 """
 
 
-def find_browser(playwright: Playwright) -> str | None:
+def find_browser() -> str | None:
     """An installed Chromium; None stands for Playwright's own."""
     installed = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
     return next(filter(None, installed), None)
@@ -51,7 +52,7 @@ def find_browser(playwright: Playwright) -> str | None:
 
 @dataclass
 class Chat:
-    """One page of a browser context. `complaints`: what its console said; a violated policy would be there."""
+    """One page of a browser context. `complaints`: what its console said, violations of the policy too."""
 
     page: Page
     url: str

@@ -8,7 +8,9 @@ use llaisys_core::formats::gguf::Header;
 use llaisys_core::formats::tokenizer_json;
 use llaisys_core::model::checkpoint::Checkpoint;
 
-pub const NAMES: [&str; 7] = ["safetensors", "gguf", "index", "config", "generation", "tokenizer", "batch"];
+/// The last must fail: it shows that a failure is noticed.
+pub const NAMES: [&str; 8] =
+    ["safetensors", "gguf", "index", "config", "generation", "tokenizer", "batch", "canary"];
 
 pub fn find(name: &str) -> Target {
     let (kind, file) = match name {
@@ -19,6 +21,7 @@ pub fn find(name: &str) -> Target {
         "gguf" => (Kind::Gguf, "x.gguf"),
         "tokenizer" => (Kind::Tokenizer, "tokenizer.json"),
         "batch" => (Kind::Batch, ""),
+        "canary" => (Kind::Canary, ""),
         other => panic!("no target {other}; targets: {}", NAMES.join(" ")),
     };
     let scratch = Scratch::new();
@@ -39,6 +42,7 @@ enum Kind {
     Gguf,
     Tokenizer,
     Batch,
+    Canary,
 }
 
 pub struct Target {
@@ -53,6 +57,8 @@ impl Target {
         match self.kind {
             Kind::Tokenizer => drop(tokenizer_json::check(input)),
             Kind::Batch => run_batch(input),
+            // Twice what is allowed, for inputs that begin with an odd byte.
+            Kind::Canary => drop(vec![0_u8; input.first().map_or(0, |b| usize::from(b % 2) * (128 << 20))]),
             Kind::Folder | Kind::Gguf => {
                 if matches!(self.kind, Kind::Gguf) {
                     drop(Header::parse(input).and_then(|header| header.place()));
@@ -74,6 +80,7 @@ impl Target {
         match self.kind {
             Kind::Gguf => ["llama", "qwen2", "qwen3"].map(|family| Gguf::small(family).bytes()).into(),
             Kind::Tokenizer => vec![small_tokenizer()],
+            Kind::Canary => vec![vec![0; 4]],
             Kind::Batch => vec![vec![2, 1, 2, 7, 0, 0, 0, 99, 0, 0, 0, 0, 0, 0, 0, 15, 0, 0, 0], vec![0; 64]],
             Kind::Folder if self.file == "model.safetensors" => {
                 FAMILIES.map(|family| safetensors(&Folder::small(family).tensors)).into()

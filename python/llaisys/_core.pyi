@@ -10,8 +10,8 @@ __version__: str
 def inspect(path: str) -> str:
     """Facts of a checkpoint from its headers: a JSON object with the fields of `types.ModelInfo`.
 
-    `path` is a Hugging Face folder or a `.gguf` file. Checks a folder's tokenizer and template files too: what
-    reads them afterwards trusts them. Raises RejectedError (damaged) or UnsupportedError.
+    `path` is a Hugging Face folder or a `.gguf` file. Checks a folder's tokenizer and template files too, as
+    their readers trust them. Raises RejectedError (damaged) or UnsupportedError.
     """
 
 def available_isas() -> list[str]:
@@ -241,6 +241,11 @@ class Context:
     def n_seq_free(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def attention_window(self) -> int | None:
+        """Positions that a row sees at most, its own included, if every layer has a sliding window: positions
+        below a sequence's last + 2 - this may be removed, no later row reads them. None: some layer sees all.
+        """
     @property
     def weight_bytes(self) -> int:
         """Bytes of the packed weights."""

@@ -83,15 +83,59 @@ class Config(BaseSettings):
     max_model_len: int | None = Field(
         None, ge=1, description="context of one request, in tokens (default: the model's)"
     )
-    max_num_seqs: int = Field(64, ge=1, le=256, description="requests that run at the same time")
+    max_num_seqs: int = Field(
+        64, ge=1, le=256, description="sequences at the same time, one for each choice of a running request"
+    )
+    max_concurrent_requests: int | None = Field(
+        None, ge=1, description="bounds max_num_seqs and max_batch_size (default: max_num_seqs)"
+    )
+    max_batch_size: int | None = Field(
+        None, ge=1, description="requests of one step; more take turns (default: all that run)"
+    )
     max_num_batched_tokens: int = Field(512, ge=1, description="tokens of one step over all requests")
     max_num_queued_reqs: int = Field(256, ge=0, description="requests that may wait; one more gets 429")
+    max_input_tokens: int | None = Field(
+        None, ge=1, description="tokens of a prompt; more get 400 (default: the context)"
+    )
+    max_output_tokens: int | None = Field(
+        None, ge=1, description="tokens of an answer; an explicit excess gets 400 (default: the context)"
+    )
     kv_cache_memory_bytes: int | None = Field(
         None, ge=1, description="bytes for K and V (default: at most a fifth of the available memory)"
     )
-    num_kv_cells: int | None = Field(None, ge=1, description="KV cells, one token each; overrides the bytes")
+    num_kv_cells: int | None = Field(
+        None, ge=1, description="KV cells, one token each; with the bytes too, the smaller counts"
+    )
+    num_kv_streams: int = Field(
+        1, ge=1, le=64, description="arenas that the KV cells are divided into; sharing across them copies"
+    )
+    enable_prefix_caching: bool = Field(True, description="keep computed prefixes for later requests")
+    kv_eviction_policy: Literal["lru"] = Field("lru", description="which cached prefix goes first")
+    kv_eviction_threshold: float = Field(
+        1.0, gt=0, le=1, description="share of the KV cells above which cached prefixes are let go"
+    )
+    kv_cleanup_interval_s: float = Field(
+        1.0, gt=0, le=3600, description="seconds between two looks at that share"
+    )
+
+    # time and shares
     request_timeout_s: float = Field(
         600.0, gt=0, description="age, in seconds, at which a request ends with 408"
+    )
+    timeout_scan_s: float = Field(
+        1.0, ge=0.5, le=5, description="seconds between two looks at the requests' ages"
+    )
+    max_queue_wait_s: float = Field(
+        60.0, gt=0, description="seconds of waiting after which a request goes before all others"
+    )
+    max_step_time_s: float = Field(
+        0.25, gt=0, description="seconds of a step above which it takes no more prompt tokens"
+    )
+    long_prefill_token_threshold: int | None = Field(
+        None, ge=1, description="prompt tokens of one request in a step (default: no bound)"
+    )
+    max_client_tokens_per_step: int | None = Field(
+        None, ge=1, description="tokens of one client in a step, while it prefills (default: no bound)"
     )
 
     engine_process: bool = Field(

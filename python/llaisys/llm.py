@@ -243,8 +243,7 @@ class _Router:
     def deliver(self, outputs: list[EngineOutput]) -> None:
         """Called on the engine thread, once a step."""
         for output in outputs:
-            ended = output.finish_reason is not None
-            reader = self.leave(output.request_id) if ended else self._readers[output.request_id]
+            reader = self.leave(output.request_id) if output.last else self._readers[output.request_id]
             reader.put(output)
 
 
@@ -297,13 +296,15 @@ class _Run:
             self._router.leave(ask.request_id)
             raise
         self._processor.add(ask.request_id, ask.prompt, ask.ids, ask.params)
-        self._open[ask.request_id] = empty(ask.request_id, ask.prompt, ask.ids)
+        self._open[ask.request_id] = empty(ask.request_id, ask.prompt, ask.ids, ask.params.n)
         return True
 
     def _take(self, event: EngineOutput) -> RequestOutput | None:
         """Joins one output to its answer; the answer, once it is whole."""
         whole = self._open.get(event.request_id)
         if whole is None:  # the engine's word on a request that a stop string ended
+            return None
+        if event.error is None and not self._processor.expects(event):  # or on a choice that one ended
             return None
         if isinstance(event.error, EngineDeadError):
             del self._open[event.request_id]
@@ -312,11 +313,9 @@ class _Run:
             log.error("request %s: %s", event.request_id, event.error)
         delta = self._processor.process(event)
         append(whole, delta)
-        if not whole.finished:
-            return None
-        if event.finish_reason is None:
-            self._client.cancel(event.request_id)
-        return self._open.pop(event.request_id)
+        if event.finish_reason is None and delta.outputs[0].finish_reason is not None:
+            self._client.cancel(event.request_id, event.index)
+        return self._open.pop(event.request_id) if whole.finished else None
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:

@@ -57,6 +57,9 @@ class Mailbox:
 
 def _size(delta: RequestOutput) -> int:
     """Bytes that a delta is counted as."""
-    answer = delta.outputs[0]
-    n_logprobs = sum(map(len, answer.logprobs or ()))
-    return len(answer.text) + _ID_BYTES * len(answer.token_ids) + _LOGPROB_BYTES * n_logprobs
+    return sum(
+        len(answer.text)
+        + _ID_BYTES * len(answer.token_ids)
+        + _LOGPROB_BYTES * sum(map(len, answer.logprobs or ()))
+        for answer in delta.outputs
+    )

@@ -6,7 +6,7 @@ Owned by one thread (the event loop, or the caller of `LLM.generate`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from llaisys.engine.outputs import EngineOutput, TokenLogprobs
 from llaisys.text.stream import TextStream
@@ -16,61 +16,75 @@ from llaisys.types import CompletionOutput, FinishReason, Logprob, RequestId, Re
 
 @dataclass(slots=True)
 class _Answer:
-    """The text state of one open request."""
+    """The text state of one open choice."""
+
+    stream: TextStream
+    cumulative_logprob: float | None
+
+
+@dataclass(slots=True)
+class _Asked:
+    """One open request: what was asked, and its open choices by index."""
 
     prompt: str | None
     prompt_ids: list[int]
     params: SamplingParams
-    stream: TextStream
-    cumulative_logprob: float | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.cumulative_logprob = None if self.params.logprobs is None else 0.0
+    answers: dict[int, _Answer]
 
 
 class OutputProcessor:
-    """Holds one open answer per request id, from `add` until its last delta or `discard`."""
+    """Holds the open choices of each request id, from `add` until their last delta or `discard`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._answers: dict[RequestId, _Answer] = {}
+        self._asked: dict[RequestId, _Asked] = {}
 
     def __contains__(self, request_id: object) -> bool:
-        """True while the answer is open."""
-        return request_id in self._answers
+        """True while a choice of the request is open."""
+        return request_id in self._asked
+
+    def expects(self, event: EngineOutput) -> bool:
+        """True if the choice that the event speaks of is open: it has not met a stop string before."""
+        asked = self._asked.get(event.request_id)
+        return asked is not None and event.index in asked.answers
 
     def add(
         self, request_id: RequestId, prompt: str | None, prompt_ids: list[int], params: SamplingParams
     ) -> None:
-        """Opens an answer. `prompt`: its text, where the caller has one, to be reported with the output."""
-        stream = TextStream(self._tokenizer, params)
-        self._answers[request_id] = _Answer(prompt, prompt_ids, params, stream)
+        """Opens the request's choices. `prompt`: its text, where the caller has one, to be reported."""
+        logprob = None if params.logprobs is None else 0.0
+        answers = {i: _Answer(TextStream(self._tokenizer, params), logprob) for i in range(params.n)}
+        self._asked[request_id] = _Asked(prompt, prompt_ids, params, answers)
 
     def discard(self, request_id: RequestId) -> bool:
-        """Forgets an answer; True if it was open."""
-        return self._answers.pop(request_id, None) is not None
+        """Forgets a request; True if it was open."""
+        return self._asked.pop(request_id, None) is not None
 
     def process(self, event: EngineOutput) -> RequestOutput:
-        """What is new since the last call: a delta, to be joined by `append`.
+        """What is new of one choice since the last call: a delta, to be joined by `append`.
 
-        A delta that is `finished` where `event.finish_reason` is None met a stop string: the caller cancels
-        the request. Tokens after it are neither shown nor counted. Raises KeyError if the answer is not open.
+        A delta with a `finish_reason` where `event.finish_reason` is None met a stop string: the caller
+        cancels the choice. Tokens after it are neither shown nor counted. `finished`: no choice is open any
+        more. Raises KeyError for a choice that is not open (`expects`).
         """
-        answer = self._answers[event.request_id]
-        text, stop, n_kept = _show(answer, event)
+        asked = self._asked[event.request_id]
+        answer = asked.answers[event.index]
+        text, stop, n_kept = _show(answer.stream, asked.params, event)
         reason, stop_reason = event.finish_reason, event.stop_reason
         if stop is not None:
             reason = FinishReason.STOP
         if reason is not None:
             text += answer.stream.finish()
-            del self._answers[event.request_id]
+            del asked.answers[event.index]
+            if not asked.answers:
+                del self._asked[event.request_id]
         logprobs = None
-        if answer.params.logprobs is not None:
+        if asked.params.logprobs is not None:
             kept = (event.new_logprobs or [])[:n_kept]
             logprobs = [self._named(entry) for entry in kept]
             answer.cumulative_logprob = (answer.cumulative_logprob or 0.0) + sum(e.logprob for e in kept)
         completion = CompletionOutput(
-            index=0,
+            index=event.index,
             text=text,
             token_ids=event.new_token_ids[:n_kept],
             cumulative_logprob=answer.cumulative_logprob,
@@ -80,10 +94,10 @@ class OutputProcessor:
         )
         return RequestOutput(
             event.request_id,
-            answer.prompt,
-            answer.prompt_ids,
+            asked.prompt,
+            asked.prompt_ids,
             [completion],
-            finished=reason is not None,
+            finished=not asked.answers,
             num_cached_tokens=event.num_cached_tokens,
         )
 
@@ -98,30 +112,36 @@ class OutputProcessor:
         return Logprob(logprob, rank, self._tokenizer.token_text(token_id))
 
 
-def _show(answer: _Answer, event: EngineOutput) -> tuple[str, str | None, int]:
+def _show(stream: TextStream, params: SamplingParams, event: EngineOutput) -> tuple[str, str | None, int]:
     """Text, the stop string met, ids that count; an id that ended the answer counts, shown only if asked."""
     ids = event.new_token_ids
-    ends_by_id = event.finish_reason is FinishReason.STOP and not answer.params.include_stop_str_in_output
-    delta = answer.stream.push(ids[:-1] if ends_by_id else ids)
+    ends_by_id = event.finish_reason is FinishReason.STOP and not params.include_stop_str_in_output
+    delta = stream.push(ids[:-1] if ends_by_id else ids)
     n_kept = len(ids) if delta.stopped is None else delta.n_tokens_kept
     return delta.text, delta.stopped, n_kept
 
 
 def append(whole: RequestOutput, delta: RequestOutput) -> None:
-    """Joins the next delta of the same request to what came before, in place."""
-    for mine, new in zip(whole.outputs, delta.outputs, strict=True):
-        mine.text += new.text
-        mine.token_ids += new.token_ids
+    """Joins the next delta of the same request to what came before, in place, choice by choice."""
+    mine = {answer.index: answer for answer in whole.outputs}
+    for new in delta.outputs:
+        answer = mine.get(new.index)
+        if answer is None:
+            whole.outputs.append(new)
+            continue
+        answer.text += new.text
+        answer.token_ids += new.token_ids
         if new.logprobs is not None:
-            mine.logprobs = mine.logprobs or []
-            mine.logprobs += new.logprobs
-        mine.cumulative_logprob = new.cumulative_logprob
-        mine.finish_reason = new.finish_reason
-        mine.stop_reason = new.stop_reason
+            answer.logprobs = answer.logprobs or []
+            answer.logprobs += new.logprobs
+        answer.cumulative_logprob = new.cumulative_logprob
+        answer.finish_reason = new.finish_reason
+        answer.stop_reason = new.stop_reason
     whole.finished = delta.finished
     whole.num_cached_tokens = max(whole.num_cached_tokens, delta.num_cached_tokens)
 
 
-def empty(request_id: RequestId, prompt: str | None, prompt_ids: list[int]) -> RequestOutput:
-    """An output that nothing has been appended to."""
-    return RequestOutput(request_id, prompt, prompt_ids, [CompletionOutput(0, "", [])], finished=False)
+def empty(request_id: RequestId, prompt: str | None, prompt_ids: list[int], n: int = 1) -> RequestOutput:
+    """An output of `n` choices that nothing has been appended to."""
+    outputs = [CompletionOutput(index, "", []) for index in range(n)]
+    return RequestOutput(request_id, prompt, prompt_ids, outputs, finished=False)

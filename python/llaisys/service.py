@@ -110,12 +110,14 @@ class AsyncLLM:
         client_id: str = "",
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Yields deltas: `outputs[0].text`, `token_ids` and `logprobs` are what is new since the last one.
+        """Yields deltas: `text`, `token_ids` and `logprobs` of `outputs` are what is new since the last one.
 
         - `prompt`: text (tokenised off the loop, special tokens added) or token ids.
         - `priority`: lower goes first. `client_id`: whom fairness is counted for.
-        - The last delta alone has `finished` and `finish_reason` (`stop`, `length` or `abort`). Usage:
-          `prompt_token_ids`, the sum of the deltas' `token_ids`, `num_cached_tokens`.
+        - With `n` > 1 a delta holds the choices that have news, by their `index`.
+        - A choice's last delta alone has its `finish_reason` (`stop`, `length` or `abort`), the request's
+          last alone `finished`. Usage: `prompt_token_ids`, the sum of the deltas' `token_ids`,
+          `num_cached_tokens`.
         - A reader that is slow gets several steps in one delta, never a different answer.
         - Closing the iterator (`aclose`, a cancelled task) cancels the request within one engine step.
 
@@ -275,9 +277,9 @@ class AsyncLLM:
         if self._client is not None and self._client.error is None and self._change is None:
             self._begin(self._unload())
 
-    def _cancel(self, request_id: RequestId) -> None:
+    def _cancel(self, request_id: RequestId, index: int | None = None) -> None:
         if self._client is not None:
-            self._client.cancel(request_id)
+            self._client.cancel(request_id, index)
 
     async def _prompt(self, prompt: str | Sequence[int]) -> tuple[list[int], str | None]:
         if isinstance(prompt, str):
@@ -334,11 +336,15 @@ class AsyncLLM:
         mailbox = self._mailboxes.get(request_id)
         if mailbox is None or request_id not in self._processor:
             return
-        if event.error is not None:
+        if event.error is not None:  # one choice's error is the request's
             self._processor.discard(request_id)
+            if not event.last:
+                self._cancel(request_id)
             mailbox.fail(event.error)
             reason = event.finish_reason or FinishReason.ERROR
             self._meter.finished(request_id, reason.value, now_s)
+            return
+        if not self._processor.expects(event):  # a choice that has met a stop string
             return
         delta = self._processor.process(event)
         answer = delta.outputs[0]
@@ -350,5 +356,6 @@ class AsyncLLM:
             self._meter.finished(request_id, FinishReason.ERROR.value, now_s)
         elif answer.finish_reason is not None:
             if event.finish_reason is None:  # a stop string: the engine does not know yet
-                self._cancel(request_id)
-            self._meter.finished(request_id, answer.finish_reason, now_s)
+                self._cancel(request_id, event.index)
+            if delta.finished:
+                self._meter.finished(request_id, answer.finish_reason, now_s)

@@ -60,7 +60,14 @@ class EngineStats:
     """The engine after its newest step; totals count since its start.
 
     - `num_submitted`: requests it has taken from its inbox, refused ones included.
-    - `kv_cells_used`: cells that hold a token, of `kv_cells`.
+    - `num_waiting`: all that wait; `waiting_by_reason`: in the queue `capacity` and `preempted`, outside it
+      `sibling` (another choice's prompt), `remote_kv` (a session that is being restored).
+    - Of the `kv_cells`, `kv_cells_used` hold what running requests use, `kv_cells_free` hold nothing, and the
+      others can be evicted; the prefix cache holds `kv_cells_retained`, used or not.
+    - `prefix_query_tokens`: prompt tokens of all admitted requests; `prefix_hit_tokens`: those found cached.
+    - `step_prefill_tokens`, `step_decode_tokens`: of the newest step. `step_s`: seconds of the one before it,
+      until the newest began.
+    - `finished`: choices by `FinishReason` value.
     """
 
     num_running: int = 0
@@ -69,6 +76,17 @@ class EngineStats:
     num_steps: int = 0
     kv_cells: int = 0
     kv_cells_used: int = 0
+    kv_cells_retained: int = 0
+    kv_cells_free: int = 0
+    num_preempted: int = 0
+    num_evicted_cells: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    step_prefill_tokens: int = 0
+    step_decode_tokens: int = 0
+    step_s: float = 0.0
+    waiting_by_reason: dict[str, int] = field(default_factory=dict)
+    finished: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

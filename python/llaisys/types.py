@@ -18,6 +18,8 @@ STOP_CHARS_MAX = 1024
 STOP_IDS_MAX = 256
 BIASES_MAX = 1024
 TOKENS_MAX = 2**31 - 1
+# The largest `max_num_seqs`; an engine refuses more choices than it can run at a time.
+CHOICES_MAX = 256
 
 
 class FinishReason(str, Enum):
@@ -49,6 +51,7 @@ class SamplingParams:
 
     Raises RejectedError naming the field and its bound.
 
+    - `n`: answers to the same prompt, which is computed once; at most the engine's `max_num_seqs`.
     - `temperature` 0 is greedy (argmax, lowest id on a tie).
     - `top_k` 0 or -1: all; `top_p`, `min_p`, `typical_p`: probabilities in 0..1.
     - `repetition_penalty` looks at prompt and answer, `presence_penalty` and `frequency_penalty` at the
@@ -91,7 +94,7 @@ class SamplingParams:
         self._check_lists()
 
     def _check_lengths(self) -> None:
-        _whole("n", self.n, 1, 1)
+        _whole("n", self.n, 1, CHOICES_MAX)
         _whole("min_tokens", self.min_tokens, 0, TOKENS_MAX)
         if self.max_tokens is None:
             return
@@ -191,6 +194,8 @@ class GgufTokenizer:
     eos: int | None
     unk: int | None
     chat_template: str | None
+    scores: list[float] | None = None
+    add_space_prefix: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

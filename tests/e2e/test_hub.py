@@ -191,6 +191,16 @@ def test_an_interrupted_pull_leaves_whole_files_only(tmp_path: Path) -> None:
         assert "model.safetensors" in shell.files()
 
 
+def test_ctrl_c_ends_a_pull_at_once(tmp_path: Path) -> None:
+    with fake_hub(acme__slow=Repo(folder(GOLDEN), trickle=True)) as hub:
+        shell = Shell(tmp_path, hub)
+        with subprocess.Popen([*COMMAND, "pull", "acme/slow"], env=shell.environment()) as process:
+            assert hub.stalled.wait(timeout=60)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == 130
+        assert "model.safetensors" not in shell.files()
+
+
 def test_without_a_hub_the_cache_serves(tmp_path: Path) -> None:
     with fake_hub(acme__tiny=Repo(folder(GOLDEN))) as hub:
         shell = Shell(tmp_path, hub)

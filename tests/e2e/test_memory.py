@@ -46,8 +46,8 @@ def test_the_smollm2_server_stays_under_600_mb(smollm2_process: psutil.Process, 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
 def test_loading_takes_the_packed_weights_and_little_more(dtype: str) -> None:
-    """The peak of a process that does nothing else: the packed weights, one tensor, 200 MB. The pages of the
-    mapped file and the interpreter are in the 200; a second copy of the weights would not be."""
+    """The peak of a process that does nothing else: the packed weights, one tensor, 60 MB for the interpreter
+    with NumPy (200 MB are promised). The file's 98 MB would not fit, were its pages kept."""
     path = resolve_model("smollm2").path
     info = inspect_model(path)
     command = [sys.executable, "-c", LOAD, str(path), dtype]
@@ -55,4 +55,4 @@ def test_loading_takes_the_packed_weights_and_little_more(dtype: str) -> None:
     weights, peak = json.loads(done.stdout)
     tensor = info.vocab_size * info.d_model * (4 if dtype == "float32" else 34 / 32)
     print(f"{dtype}: weights {weights / 1e6:.0f} MB, peak {peak / 1e6:.0f} MB")
-    assert peak <= weights + tensor + 200e6
+    assert peak <= weights + tensor + 60e6

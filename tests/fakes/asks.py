@@ -19,6 +19,7 @@ def limits(**changes: Any) -> Limits:
         "max_model_len": 64,
         "n_cells": 256,
         "vocab_size": VOCAB_SIZE,
+        "timeout_scan_s": 0.0,
     }
     return Limits(**{**facts, **changes})
 

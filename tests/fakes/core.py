@@ -6,10 +6,11 @@ of sequences, positions or chunks changes an answer. Some tokens make trouble; t
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -62,7 +63,8 @@ def next_token(tokens: Iterable[int], spec: SamplerSpec | None, n_output: int) -
     for token, bias in spec.logit_bias:
         if bias == 100.0:
             return token
-    state = np.array([*tokens, spec.seed % 2**31 if spec.temperature > 0 else 0], np.int32).tobytes()
+    draw = (spec.seed + 7919 * spec.choice) % 2**31 if spec.temperature > 0 else 0
+    state = np.array([*tokens, draw], np.int32).tobytes()
     while True:
         token = zlib.crc32(state) % N_PLAIN
         if n_output >= spec.min_tokens or token not in spec.stop_ids:
@@ -80,26 +82,42 @@ def answer(prompt: list[int], n_tokens: int, spec: SamplerSpec | None = None) ->
 
 @dataclass
 class _Sequence:
-    """The cell of each position, and what was computed there."""
+    """The cell of each position."""
 
+    stream: int
     cells: dict[int, int] = field(default_factory=dict)
-    tokens: dict[int, int] = field(default_factory=dict)
     spec: SamplerSpec | None = None
     n_prompt: int = 0
 
 
 class Context:
-    """The compiled context's calls. A sequence id is `generation << 16 | slot`, as in the core."""
+    """The compiled context's calls. A sequence id is `generation << 16 | slot`, as in the core.
+
+    A cell holds its token in place of K and V; -1 is poison.
+    """
 
     def __init__(
-        self, path: str, *, n_cells: int, n_seq_max: int, max_model_len: int, **settings: Any
+        self,
+        path: str,
+        *,
+        n_cells: int,
+        n_seq_max: int,
+        max_model_len: int,
+        n_streams: int = 1,
+        **settings: Any,
     ) -> None:
         if path == "nowhere":
             raise RejectedError(f"{path}: no such model", param="model")
+        if n_cells % n_streams:
+            raise RejectedError(f"{n_cells} cells in {n_streams} arenas", param="n_cells")
         self.path, self.settings = path, settings
         self.isa, self.vocab_size, self.weight_bytes = "fake", VOCAB_SIZE, 0
-        self.n_cells, self._max_len = n_cells, max_model_len
+        self.attention_window = None
+        self.n_cells, self._max_len, self._n_streams = n_cells, max_model_len, n_streams
         self._refs = [0] * n_cells
+        self._stored = [-1] * n_cells
+        self._segments: dict[int, dict[int, int]] = {}
+        self._held: dict[int, int] = {}  # cell -> segment
         self._free_slots = deque(range(n_seq_max))
         self._generations = [0] * n_seq_max
         self._lent: dict[int, _Sequence] = {}
@@ -107,6 +125,7 @@ class Context:
         self.closed = False
         self.n_decodes = 0
         self.n_rows_max = 0
+        self.n_rows = 0
 
     # --- facts ---
 
@@ -114,9 +133,16 @@ class Context:
     def n_cells_free(self) -> int:
         return self._refs.count(0)
 
+    def n_cells_free_in(self, stream: int) -> int:
+        return sum(self._refs[cell] == 0 for cell in self._arena(stream))
+
     @property
     def n_seq_free(self) -> int:
         return len(self._free_slots)
+
+    def _arena(self, stream: int) -> range:
+        n = self.n_cells // self._n_streams
+        return range(stream * n, stream * n + n)
 
     def _check(self) -> None:
         if threading.get_ident() != self._thread:
@@ -132,13 +158,15 @@ class Context:
 
     # --- sequences ---
 
-    def seq_acquire(self) -> int:
+    def seq_acquire(self, stream: int = 0) -> int:
         self._check()
+        if not 0 <= stream < self._n_streams:
+            raise RejectedError(f"stream {stream} of {self._n_streams}")
         if not self._free_slots:
             raise ExhaustedError("no sequence id is free")
         slot = self._free_slots.popleft()
         seq_id = self._generations[slot] << 16 | slot
-        self._lent[seq_id] = _Sequence()
+        self._lent[seq_id] = _Sequence(stream)
         return seq_id
 
     def seq_release(self, seq_id: int) -> None:
@@ -152,7 +180,7 @@ class Context:
         self, seq_id: int, spec: SamplerSpec, prompt_ids: NDArray[np.int32], output_ids: NDArray[np.int32]
     ) -> None:
         sequence = self._sequence(seq_id)
-        assert len(output_ids) == 0
+        assert prompt_ids.dtype == output_ids.dtype == np.int32
         sequence.spec, sequence.n_prompt = spec, len(prompt_ids)
 
     # --- decode ---
@@ -174,17 +202,17 @@ class Context:
         self._refuse(tokens.tolist(), positions.tolist(), seq_ids.tolist())
         self.n_decodes += 1
         self.n_rows_max = max(self.n_rows_max, n_rows)
-        free = (cell for cell, refs in enumerate(self._refs) if refs == 0)
-        cells = [next(free) for _ in range(n_rows)]
+        self.n_rows += n_rows
         rows, ids, faults, logprobs = [], [], [], []
         for row in range(n_rows):
             sequence = self._lent[int(seq_ids[row])]
-            self._refs[cells[row]] = 1
-            sequence.cells[int(positions[row])] = cells[row]
-            sequence.tokens[int(positions[row])] = int(tokens[row])
+            (cell,) = self._take(sequence.stream, 1)
+            sequence.cells[int(positions[row])] = cell
+            self._stored[cell] = int(tokens[row])
             if not wants_output[row]:
                 continue
-            seen = [sequence.tokens[p] for p in sorted(sequence.tokens) if p <= positions[row]]
+            seen = [self._stored[cell] for p, cell in sorted(sequence.cells.items()) if p <= positions[row]]
+            assert -1 not in seen, "a free cell was read"
             faulty = NON_FINITE in seen
             rows.append(row)
             ids.append(-1 if faulty else next_token(seen, sequence.spec, len(seen) - sequence.n_prompt))
@@ -218,16 +246,98 @@ class Context:
             if not follows or position >= self._max_len:
                 raise RejectedError(f"position {position} after {ends[seq_id]}, of {self._max_len}")
             ends[seq_id] = position
-        if len(tokens) > self.n_cells_free:
-            raise ExhaustedError(f"{len(tokens)} cells are needed, {self.n_cells_free} are free")
+        streams = [self._lent[seq_id].stream for seq_id in seq_ids]
+        for stream in set(streams):
+            n_free, n_needed = self.n_cells_free_in(stream), streams.count(stream)
+            if n_needed > n_free:
+                raise ExhaustedError(f"{n_needed} cells are needed, {n_free} are free")
 
     # --- cells ---
+
+    def _take(self, stream: int, n: int) -> list[int]:
+        """Free cells of an arena, seen once from now on."""
+        cells = list(itertools.islice((c for c in self._arena(stream) if self._refs[c] == 0), n))
+        if len(cells) < n:
+            raise ExhaustedError(f"{n} cells are needed, {len(cells)} are free")
+        for cell in cells:
+            self._refs[cell] = 1
+        return cells
+
+    def _drop(self, cell: int) -> None:
+        self._refs[cell] -= 1
+        if self._refs[cell] == 0:
+            self._stored[cell] = -1
 
     def kv_seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
         sequence = self._sequence(seq_id)
         for position in [p for p in sequence.cells if p >= p0 and (p1 < 0 or p < p1)]:
-            self._refs[sequence.cells.pop(position)] -= 1
-            del sequence.tokens[position]
+            self._drop(sequence.cells.pop(position))
+
+    def kv_seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
+        cells, target = self._sequence(src).cells, self._sequence(dst)
+        chosen = {p: cell for p, cell in cells.items() if p >= p0 and (p1 < 0 or p < p1)}
+        if chosen.keys() & target.cells.keys():
+            raise RejectedError("the target has positions there")
+        self._show(chosen, target)
+
+    def _show(self, cells: dict[int, int], target: _Sequence) -> None:
+        """Cells become the target's: linked in its arena, copied from another."""
+        linked = {p: cell for p, cell in cells.items() if cell in self._arena(target.stream)}
+        for p, cell in linked.items():
+            self._refs[cell] += 1
+            target.cells[p] = cell
+        others = {p: cell for p, cell in cells.items() if p not in linked}
+        for p, cell in zip(others, self._take(target.stream, len(others)), strict=True):
+            self._stored[cell] = self._stored[others[p]]
+            target.cells[p] = cell
+
+    # --- segments ---
+
+    def _segment(self, segment: int) -> dict[int, int]:
+        self._check()
+        if segment not in self._segments:
+            raise RejectedError(f"segment {segment} is unknown")
+        return self._segments[segment]
+
+    def kv_retain(self, segment: int, seq_id: int, p0: int, p1: int) -> None:
+        cells = self._sequence(seq_id).cells
+        if segment in self._segments:
+            raise RejectedError(f"segment {segment} is known")
+        if not 0 <= p0 < p1 or not cells.keys() >= set(range(p0, p1)):
+            raise RejectedError(f"the sequence does not hold all of {p0} to {p1}")
+        chosen = {p: cells[p] for p in range(p0, p1)}
+        if self._held.keys() & set(chosen.values()):
+            raise RejectedError("a cell is held by another segment")
+        for cell in chosen.values():
+            self._refs[cell] += 1
+            self._held[cell] = segment
+        self._segments[segment] = chosen
+
+    def kv_attach(self, segment: int, seq_id: int, p0: int, p1: int) -> None:
+        cells, target = self._segment(segment), self._sequence(seq_id)
+        if not 0 <= p0 < p1 or not cells.keys() >= set(range(p0, p1)):
+            raise RejectedError(f"the segment does not hold all of {p0} to {p1}")
+        if p0 != max(target.cells, default=-1) + 1:
+            raise RejectedError(f"the sequence does not end at {p0}")
+        self._show({p: cells[p] for p in range(p0, p1)}, target)
+
+    def kv_segment_split(self, segment: int, at: int, tail: int) -> None:
+        cells = self._segment(segment)
+        if tail in self._segments or not min(cells) < at <= max(cells):
+            raise RejectedError(f"segment {segment} cannot be split at {at} into {tail}")
+        self._segments[tail] = {p: cells.pop(p) for p in sorted(cells) if p >= at}
+        self._held |= dict.fromkeys(self._segments[tail].values(), tail)
+
+    def kv_segment_trim(self, segment: int, at: int) -> None:
+        cells = self._segment(segment)
+        if not min(cells) <= at <= max(cells):
+            raise RejectedError(f"segment {segment} cannot be trimmed at {at}")
+        for position in [p for p in cells if p >= at]:
+            cell = cells.pop(position)
+            del self._held[cell]
+            self._drop(cell)
+        if not cells:
+            del self._segments[segment]
 
     def kv_seq_pos_min(self, seq_id: int) -> int:
         return min(self._sequence(seq_id).cells, default=-1)
@@ -237,9 +347,12 @@ class Context:
 
     def check_integrity(self) -> None:
         self._check()
-        held = [cell for sequence in self._lent.values() for cell in sequence.cells.values()]
-        if any(self._refs[cell] != held.count(cell) for cell in range(self.n_cells)):
-            raise EngineDeadError("cells are held by nobody, or by two")
+        held = Counter(cell for sequence in self._lent.values() for cell in sequence.cells.values())
+        held.update(cell for cells in self._segments.values() for cell in cells.values())
+        if any(refs != held[cell] for cell, refs in enumerate(self._refs)):
+            raise EngineDeadError("cells are held by nobody, or counted twice")
+        if self._held != {c: s for s, cells in self._segments.items() for c in cells.values()}:
+            raise EngineDeadError("a cell is held by two segments")
         if len(self._lent) + len(self._free_slots) != len(self._generations):
             raise EngineDeadError("a sequence id is lost")
 

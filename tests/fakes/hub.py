@@ -20,7 +20,8 @@ class Repo:
     """One model: its files, at one commit on `main`. `gated`: files need TOKEN; `private`: all does.
 
     `cut`: this many bytes of each answer are sent before the connection is dropped, for as many answers as
-    `n_cuts`. `stall`: an answer to a GET of a `.safetensors` waits in the middle until this is set.
+    `n_cuts`. `stall`: an answer to a GET of a `.safetensors` waits in the middle until this
+    is set. `trickle`: it comes byte by byte.
     """
 
     files: dict[str, bytes]
@@ -29,6 +30,7 @@ class Repo:
     cut: int = 0
     n_cuts: int = 0
     stall: threading.Event | None = None
+    trickle: bool = False
 
     @property
     def commit(self) -> str:
@@ -37,11 +39,12 @@ class Repo:
 
 @dataclass
 class FakeHub:
-    """`requests`: (method, path, Range header) of each, in order."""
+    """`requests`: (method, path, Range header) of each, in order. `stalled`: weights have begun to come."""
 
     repos: dict[str, Repo]
     requests: list[tuple[str, str, str]] = field(default_factory=list)
     stalled: threading.Event = field(default_factory=threading.Event)
+    closed: threading.Event = field(default_factory=threading.Event)
     url: str = ""
 
     def fetched(self) -> list[str]:
@@ -70,6 +73,7 @@ def fake_hub(**repos: Repo) -> Iterator[FakeHub]:
     try:
         yield hub
     finally:
+        hub.closed.set()
         server.shutdown()
         server.server_close()
         thread.join()
@@ -168,5 +172,19 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.stalled.set()
             repo.stall.wait()
             self.close_connection = True
+        elif weights and repo.trickle:
+            self._trickle(data)
         else:
             self.wfile.write(data)
+
+    def _trickle(self, data: bytes) -> None:
+        """A byte now and then, so that no time limit ends the answer, until the client has gone."""
+        self.close_connection = True
+        for byte in data:
+            try:
+                self.wfile.write(bytes([byte]))
+                self.wfile.flush()
+            except OSError:
+                return
+            self.hub.stalled.set()
+            self.hub.closed.wait(0.1)

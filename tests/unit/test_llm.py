@@ -188,6 +188,37 @@ def test_an_interrupted_call_cancels_what_is_open(llm: LLM, monkeypatch: pytest.
     ]
 
 
+def test_several_choices_of_many_prompts(llm: LLM) -> None:
+    params = SamplingParams(n=3, temperature=1.0, seed=9, max_tokens=6, logprobs=0)
+    outputs = llm.generate([prompt(i % 200, 1) for i in range(300)], params)
+    for i, output in enumerate(outputs):
+        specs = [core.SamplerSpec(temperature=1.0, seed=9, choice=index) for index in range(3)]
+        assert [answer.index for answer in output.outputs] == [0, 1, 2]
+        want = [core.answer([i % 200, 1], 6, spec) for spec in specs]
+        assert [answer.token_ids for answer in output.outputs] == want
+        assert {answer.finish_reason for answer in output.outputs} == {"length"}
+        assert output.finished
+    with pytest.raises(RejectedError, match="n is 65, 64 choices"):
+        llm.generate(prompt(1), SamplingParams(n=65))
+
+
+def test_a_stop_string_ends_its_choice_alone(llm: LLM) -> None:
+    params = {"n": 3, "temperature": 1.0, "seed": 9, "max_tokens": 40}
+    (plain,) = llm.generate(prompt(1), SamplingParams(**params))
+    stop = plain.outputs[1].text[3]
+    (output,) = llm.generate(prompt(1), SamplingParams(**params, stop=stop))
+    for whole, cut in zip(plain.outputs, output.outputs, strict=True):
+        assert cut.text == whole.text.split(stop)[0]
+        assert cut.finish_reason == ("stop" if stop in whole.text else "length")
+    assert output.outputs[1].stop_reason == stop
+
+
+def test_a_choice_s_error_is_its_own(llm: LLM) -> None:
+    bad, good = llm.generate([prompt(core.NON_FINITE), prompt(1)], SamplingParams(n=2, max_tokens=3))
+    assert [answer.finish_reason for answer in bad.outputs] == ["error", "error"]
+    assert [len(answer.token_ids) for answer in good.outputs] == [3, 3]
+
+
 def test_settings_are_checked_by_name() -> None:
     for wrong in ({"max_num_sequences": 3}, {"kv_cache_memory": 0}, {"dtype": "int3"}):
         with pytest.raises(RejectedError, match=next(iter(wrong))):

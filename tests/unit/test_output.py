@@ -135,3 +135,52 @@ def test_the_joined_deltas_do_not_depend_on_the_cuts(
     edges = [0, *sorted(min(cut, len(new)) for cut in cuts), len(new)]
     pushes = [new[a:b] for a, b in itertools.pairwise(edges)]
     assert whole(opened(stop=stop), pushes) == whole(opened(stop=stop), [new])
+
+
+# --- several choices ---
+
+
+def choice(
+    index: int, new: list[int], reason: FinishReason | None = None, *, last: bool = False
+) -> EngineOutput:
+    return EngineOutput("r", new, None, reason, index=index, last=last)
+
+
+def test_choices_have_their_own_text_and_the_request_one_end() -> None:
+    processor = opened(n=2, stop=["z"])
+    result = empty("r", "prompt", [1, 2], 2)
+    for event in (
+        choice(0, ids("ab")),
+        choice(1, ids("x")),
+        choice(1, ids("yz")),
+        choice(0, ids("c"), FinishReason.LENGTH),
+    ):
+        assert processor.expects(event)
+        delta = processor.process(event)
+        assert [answer.index for answer in delta.outputs] == [event.index]
+        append(result, delta)
+    assert [(a.index, a.text, a.finish_reason) for a in result.outputs] == [
+        (0, "abc", "length"),
+        (1, "xy", "stop"),
+    ]
+    assert result.finished
+    assert "r" not in processor
+
+
+def test_an_ended_choice_expects_no_more() -> None:
+    processor = opened(n=2, stop=["b"])
+    assert processor.process(choice(1, ids("b"))).finished is False
+    assert not processor.expects(choice(1, ids("c")))
+    assert processor.expects(choice(0, ids("c")))
+    assert not processor.expects(choice(2, ids("c")))
+    assert "r" in processor
+    assert processor.discard("r")
+    assert not processor.expects(choice(0, ids("c")))
+
+
+def test_a_delta_of_another_choice_joins_as_one_more() -> None:
+    processor = opened(n=2)
+    held = processor.process(choice(1, ids("a")))
+    append(held, processor.process(choice(0, ids("b"))))
+    append(held, processor.process(choice(1, ids("c"))))
+    assert [(a.index, a.text) for a in held.outputs] == [(1, "ac"), (0, "b")]

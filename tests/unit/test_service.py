@@ -101,6 +101,32 @@ async def test_many_streams_do_not_mix() -> None:
     assert [o.outputs[0].token_ids for o in outputs] == [core.answer(p, 10) for p in prompts]
 
 
+async def test_the_choices_of_a_stream() -> None:
+    async with started(max_num_seqs=5) as service:
+        params = SamplingParams(n=3, temperature=1.0, seed=4, max_tokens=8)
+        pieces: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        ends: dict[int, str | None] = {}
+        finished = []
+        async for delta in service.generate(PROMPT, params, "a"):
+            finished.append(delta.finished)
+            for answer in delta.outputs:
+                assert answer.index not in ends, "a delta after the choice's end"
+                pieces[answer.index] += answer.token_ids
+                if answer.finish_reason is not None:
+                    ends[answer.index] = answer.finish_reason
+        assert finished == [False] * (len(finished) - 1) + [True]
+        assert ends == dict.fromkeys(range(3), "length")
+        specs = [core.SamplerSpec(temperature=1.0, seed=4, choice=i) for i in range(3)]
+        assert [*pieces.values()] == [core.answer(PROMPT, 8, spec) for spec in specs]
+        await collect(service, "b")
+        assert service.stats().finished == {"length": 2}
+        with pytest.raises(RequestFailedError):
+            async for _ in service.generate([1, core.NON_FINITE], params, "c"):
+                pass
+        await collect(service, "d")
+        assert service.stats().num_running == 0
+
+
 async def test_facts_for_a_server(fake_model: Model) -> None:
     async with started(served_model_name=("x", "y"), max_model_len=100) as service:
         assert service.model_names == ("x", "y")

@@ -23,7 +23,7 @@ def test_spellings_that_mean_the_same() -> None:
 @pytest.mark.parametrize(
     ("bad", "param", "says"),
     [
-        ({"n": 2}, "n", "1 to 1"),
+        ({"n": 257}, "n", "1 to 256"),
         ({"max_tokens": 0}, "max_tokens", "1 to"),
         ({"max_tokens": 2.5}, "max_tokens", "whole number"),
         ({"max_tokens": True}, "max_tokens", "whole number"),

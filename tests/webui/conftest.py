@@ -13,9 +13,9 @@ from serving import GOLDENS, Server, long_model, serving
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Not for the session: Playwright keeps an event loop in this thread, beside which no asynchronous test runs."""
+    """A module long: asynchronous tests cannot run beside the event loop that Playwright has here."""
     with sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=find_browser(playwright), args=FLAGS)
+        made = playwright.chromium.launch(executable_path=find_browser(), args=FLAGS)
         yield made
         made.close()
 

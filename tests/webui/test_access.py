@@ -12,7 +12,10 @@ from chatpage import Chat
 from serving import Server
 
 AXE = Path(__file__).parents[2] / "webui" / "node_modules" / "axe-core" / "axe.min.js"
-RICH = "Text with `code`, a [link](https://example.com) and $x^2$.\n\n```python\nprint(1)  # one\n```\n\n| a |\n|---|\n| 1 |"
+RICH = (
+    "Text with `code`, a [link](https://example.com) and $x^2$.\n\n"
+    "```python\nprint(1)  # one\n```\n\n| a |\n|---|\n| 1 |"
+)
 
 
 def violations(chat: Chat) -> list[str]:
@@ -58,7 +61,7 @@ def test_axe_finds_nothing_in_the_main_views(chat: Chat, scheme: str) -> None:
     chat.page.get_by_role("navigation").get_by_role("button", name="Actions for").first.click()
     expect(chat.page.get_by_role("menuitem", name="Rename")).to_be_focused()
     views["menu"] = violations(chat)
-    assert views == dict.fromkeys(views, [])
+    assert {name: found for name, found in views.items() if found} == {}
 
 
 def test_a_phone_shows_all_of_it(browser: Browser, tiny: Server) -> None:

@@ -18,7 +18,8 @@ FIRST_LOAD_BYTES_MAX = 400_000
 COUNT = """
 () => {
     let touched = 0;
-    const size = (nodes) => [...nodes].reduce((sum, node) => sum + 1 + (node.querySelectorAll?.("*").length ?? 0), 0);
+    const inside = (node) => 1 + (node.querySelectorAll?.("*").length ?? 0);
+    const size = (nodes) => [...nodes].reduce((sum, node) => sum + inside(node), 0);
     const count = (records) => {
         for (const record of records) {
             touched += record.type === "childList" ? size(record.addedNodes) + size(record.removedNodes) : 1;

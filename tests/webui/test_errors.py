@@ -165,12 +165,12 @@ def test_a_key_is_asked_for_and_kept_in_memory_only(context: BrowserContext, tmp
         assert page.evaluate("localStorage.length + sessionStorage.length + document.cookie.length") == 0
         kept = page.evaluate(
             """async () => {
-                const db = await new Promise((done) => {
-                    indexedDB.open("llaisys").onsuccess = ({ target }) => done(target.result);
+                const settled = (request) => new Promise((done) => {
+                    request.onsuccess = ({ target }) => done(target.result);
                 });
-                const all = await Promise.all([...db.objectStoreNames].map((name) => new Promise((done) => {
-                    db.transaction(name).objectStore(name).getAll().onsuccess = ({ target }) => done(target.result);
-                })));
+                const db = await settled(indexedDB.open("llaisys"));
+                const read = (name) => settled(db.transaction(name).objectStore(name).getAll());
+                const all = await Promise.all([...db.objectStoreNames].map(read));
                 db.close();
                 return JSON.stringify(all);
             }"""

@@ -112,10 +112,10 @@ HOSTILE = {
     "style": "<style>body{display:none}</style><div style=\"background:url('https://evil.example')\">",
     "css import": "<link rel=stylesheet href=https://evil.example/x.css>@import 'https://evil.example/x.css'",
     "meta": '<meta http-equiv="refresh" content="0;url=https://evil.example/">',
-    "base and form": '<base href="https://evil.example/"><form action="https://evil.example/"><input name=a></form>',
+    "base and form": '<base href="https://evil.example/"><form action="//evil.example"><input name=a></form>',
     "code language": "```\"onmouseover=\"document.title='ran'\n<script>document.title='ran'</script>\n```",
     "maths": "$\\href{javascript:document.title='ran'}{x}$ $\\includegraphics{https://evil.example/x}$",
-    "maths with html": "$\\htmlStyle{background:url(https://evil.example)}{x}$ \\(</annotation><img src=x>\\)",
+    "maths with html": "$\\htmlStyle{background:url(//evil.example)}{x}$ \\(</annotation><img src=x>\\)",
     "mutation": '<math><mtext><table><mglyph><style><img src=x onerror="document.title=1">',
     "template": "{{constructor.constructor('document.title=1')()}} ${document.title=1}",
     "table of 400 columns": "|" + "a|" * 400 + "\n|" + "-|" * 400 + "\n|" + "b|" * 400,
@@ -131,8 +131,9 @@ def test_hostile_output_runs_and_fetches_nothing(chat: Chat, name: str) -> None:
     show(chat, "warm up $x$\n\n```python\n1\n```")
     expect(chat.text.locator("math")).to_have_count(1)
     chat.page.on("request", lambda request: fetched.append(request.url))
+    chat.page.keyboard.press("Control+Shift+O")
     show(chat, HOSTILE[name])
-    expect(chat.answers).to_have_count(2)
+    expect(chat.answers).to_have_count(1)
     expect(chat.answer.locator(".usage")).to_be_visible()
     for link in chat.text.get_by_role("link").all():
         assert re.match("https?:|mailto:", link.get_attribute("href") or "")
@@ -140,7 +141,9 @@ def test_hostile_output_runs_and_fetches_nothing(chat: Chat, name: str) -> None:
     bad = "script, iframe, object, embed, style, link, meta, base, form, svg, img, [style]"
     assert chat.text.locator(bad).count() == 0
     assert chat.page.title() == "q"
-    assert [url for url in fetched if not url.endswith("/v1/chat/completions")] == []
+    # Chromium asks for the page's own icon again when its address changes.
+    own = (f"{chat.url}/v1/chat/completions", f"{chat.url}/assets/icon-")
+    assert [url for url in fetched if not url.startswith(own)] == []
     assert chat.complaints == []
     assert chat.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
@@ -168,7 +171,7 @@ def test_bidi_text_turns_nothing_around_it(chat: Chat) -> None:
 
 
 def test_the_policy_itself_stops_what_would_get_through(chat: Chat) -> None:
-    """The second wall: even code of the page cannot make HTML from a plain text, run inline code or fetch abroad."""
+    """The second wall: even the page's own code cannot make HTML from a text, or fetch from elsewhere."""
     refused = chat.page.evaluate(
         """() => {
             const out = [];

@@ -12,16 +12,17 @@ use std::ptr::NonNull;
 pub struct TensorView<'a> {
     /// Element type.
     pub dtype: DType,
-    /// Sizes, slowest first: `[n_rows, n_columns]` for a matrix, `[n]` for a vector.
+    /// Sizes, slowest first: `[n_rows, n_columns]` for a matrix, `[n]` for a vector, `[n, n_rows, n_columns]` for
+    /// a stack.
     pub shape: &'a [usize],
     /// The elements, little endian, not necessarily aligned.
     pub bytes: &'a [u8],
 }
 
 impl<'a> TensorView<'a> {
-    /// Rows of a matrix; 1 for a vector.
+    /// Rows of a matrix, of all of a stack of matrices; 1 for a vector.
     pub fn n_rows(&self) -> usize {
-        if self.shape.len() < 2 { 1 } else { self.shape[0] }
+        self.shape.split_last().map_or(1, |(_, above)| above.iter().product())
     }
 
     /// Length of a row (the last size).

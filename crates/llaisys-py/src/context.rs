@@ -194,6 +194,12 @@ impl Context {
         self.brief(py, |core| Ok(core.config().vocab_size))
     }
 
+    /// The window of attention if every layer has one.
+    #[getter]
+    fn attention_window(&self, py: Python<'_>) -> PyResult<Option<usize>> {
+        self.brief(py, |core| Ok(core.attention_window()))
+    }
+
     /// Bytes of the packed weights.
     #[getter]
     fn weight_bytes(&self, py: Python<'_>) -> PyResult<usize> {

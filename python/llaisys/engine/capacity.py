@@ -18,6 +18,20 @@ from llaisys.types import ModelInfo
 _KV_SHARE = 5
 # Cells are handed out in runs of so many; a cache of whole runs wastes none.
 _RUN = 32
+# Limits that are settings of the same name.
+_AS_CONFIGURED = (
+    "max_batch_size",
+    "max_input_tokens",
+    "max_output_tokens",
+    "enable_prefix_caching",
+    "kv_eviction_threshold",
+    "kv_cleanup_interval_s",
+    "timeout_scan_s",
+    "max_queue_wait_s",
+    "max_step_time_s",
+    "long_prefill_token_threshold",
+    "max_client_tokens_per_step",
+)
 _WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 _FLOAT_BYTES = 4
 
@@ -41,7 +55,9 @@ def size(config: Config, info: ModelInfo, memory_bytes: int, n_cores: int) -> Ca
     wanted_len = _wanted_len(config, info)
     kv_dtype = _kv_dtype(config)
     cell_bytes = info.kv_bytes_per_cell[kv_dtype]
-    n_cells, why = _n_cells(config, info, memory_bytes, cell_bytes, wanted_len)
+    n_seqs = _n_seqs(config)
+    n_cells, why = _n_cells(config, info, memory_bytes, cell_bytes, n_seqs * wanted_len)
+    n_cells -= n_cells % config.num_kv_streams
     if n_cells < 1:
         _refuse_what_does_not_fit(config, info, memory_bytes, cell_bytes)
         raise RejectedError(
@@ -49,12 +65,14 @@ def size(config: Config, info: ModelInfo, memory_bytes: int, n_cores: int) -> Ca
             param="kv_cache_memory_bytes",
         )
     limits = Limits(
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=n_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_queued_reqs=config.max_num_queued_reqs,
-        max_model_len=min(wanted_len, n_cells),
+        max_model_len=min(wanted_len, n_cells // config.num_kv_streams),
         n_cells=n_cells,
         vocab_size=info.vocab_size,
+        n_streams=config.num_kv_streams,
+        **{name: getattr(config, name) for name in _AS_CONFIGURED},
     )
     settings = WorkerSettings(
         path=Path(info.path),
@@ -62,10 +80,11 @@ def size(config: Config, info: ModelInfo, memory_bytes: int, n_cores: int) -> Ca
         kv_dtype=kv_dtype,
         isa=config.isa,
         n_cells=n_cells,
-        n_seq_max=config.max_num_seqs,
+        n_seq_max=n_seqs,
         n_batch=config.max_num_batched_tokens,
         max_model_len=limits.max_model_len,
         n_threads=config.num_threads or n_cores,
+        n_streams=config.num_kv_streams,
     )
     _refuse_what_does_not_fit(config, info, memory_bytes, n_cells * cell_bytes)
     n_mib = n_cells * cell_bytes / 2**20
@@ -88,6 +107,18 @@ def _wanted_len(config: Config, info: ModelInfo) -> int:
     return config.max_model_len
 
 
+def _n_seqs(config: Config) -> int:
+    """Sequences at the same time: `max_num_seqs`, within `max_concurrent_requests`."""
+    most = config.max_concurrent_requests
+    if most is None:
+        return config.max_num_seqs
+    for name in ("max_num_seqs", "max_batch_size"):
+        value = getattr(config, name)
+        if name in config.model_fields_set and value is not None and value > most:
+            raise RejectedError(f"{name} is {value}, more than max_concurrent_requests {most}", param=name)
+    return min(config.max_num_seqs, most)
+
+
 def _kv_dtype(config: Config) -> str:
     if config.kv_cache_dtype != "auto":
         return config.kv_cache_dtype
@@ -95,20 +126,24 @@ def _kv_dtype(config: Config) -> str:
 
 
 def _n_cells(
-    config: Config, info: ModelInfo, memory_bytes: int, cell_bytes: int, wanted_len: int
+    config: Config, info: ModelInfo, memory_bytes: int, cell_bytes: int, most: int
 ) -> tuple[int, str]:
-    """Cells and the reason for the number."""
+    """Cells and the reason for the number; unless configured, at most `most`."""
+    configured = []
     if config.num_kv_cells is not None:
-        return config.num_kv_cells, "num_kv_cells"
+        configured.append((config.num_kv_cells, "num_kv_cells"))
     if config.kv_cache_memory_bytes is not None:
-        return config.kv_cache_memory_bytes // cell_bytes, f"of {config.kv_cache_memory_bytes} B"
+        n_cells = config.kv_cache_memory_bytes // cell_bytes
+        configured.append((n_cells, f"of {config.kv_cache_memory_bytes} B"))
+    if configured:
+        return min(configured)
     weights = _weight_bytes(config, info)
     budget = max(0, memory_bytes - weights - _workspace_bytes(config, info)) // _KV_SHARE
     n_cells = budget // cell_bytes
     n_cells -= n_cells % _RUN if n_cells > _RUN else 0
-    most = config.max_num_seqs * wanted_len
     if most <= n_cells:
-        return most, f"all that {config.max_num_seqs} requests of {wanted_len} tokens can use"
+        n_seqs = _n_seqs(config)
+        return most, f"all that {n_seqs} requests of {most // n_seqs} tokens can use"
     left = f"{memory_bytes / 2**30:.1f} GiB available, {weights / 2**30:.1f} GiB of them for weights"
     return n_cells, f"a fifth of the memory: {left}"
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 from llaisys.engine.limits import Limits, token_limit
-from llaisys.engine.outputs import EngineOutput
+from llaisys.engine.outputs import EngineOutput, refusal
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.wire import Cancel, Submit
 from llaisys.errors import EngineDeadError, QueueFullError, RejectedError
 from llaisys.stats import EngineStats
-from llaisys.types import FinishReason, RequestId, SamplingParams
+from llaisys.types import RequestId, SamplingParams
 
 Deliver: TypeAlias = Callable[[list[EngineOutput]], None]
 
@@ -44,7 +44,8 @@ class EngineClient(ABC):
         self._limits = limits
         self._deliver = deliver
         self._open: set[RequestId] = set()
-        self._cancelled: set[RequestId] = set()
+        # What was cancelled of each open request: its choices, or None for all of them.
+        self._cancelled: dict[RequestId, set[int | None]] = {}
         self._open_max = limits.max_num_seqs + limits.max_num_queued_reqs
         self._link: Link | None = None
         self._error: EngineDeadError | None = None
@@ -92,16 +93,18 @@ class EngineClient(ABC):
         if self._link is not link and self._take_out(request_id):
             raise self._why_not()  # it died meanwhile, and its end has not seen this request
 
-    def cancel(self, request_id: RequestId) -> None:
-        """Ends a request within one step; its ABORT output follows. An ended or unknown id is ignored."""
+    def cancel(self, request_id: RequestId, index: int | None = None) -> None:
+        """Ends a request, or one choice of it, within one step; its ABORT output follows. An ended or unknown
+        id is ignored."""
         link = self._link
-        if link is None or not self._is_owner():
+        if link is None or not self._is_owner() or request_id not in self._open:
             return
-        if request_id in self._open and request_id not in self._cancelled:
-            self._cancelled.add(request_id)
-            link.send(Cancel(request_id))
-            if request_id not in self._open:  # it ended meanwhile
-                self._cancelled.discard(request_id)
+        cancelled = self._cancelled.setdefault(request_id, set())
+        if not {index, None} & cancelled:
+            cancelled.add(index)
+            link.send(Cancel(request_id, index))
+        if request_id not in self._open:  # it ended meanwhile
+            self._cancelled.pop(request_id, None)
 
     def stats(self) -> EngineStats:
         """The engine's books after its newest step."""
@@ -135,7 +138,7 @@ class EngineClient(ABC):
     def _step(self, outputs: list[EngineOutput], stats: EngineStats) -> None:
         self._stats = stats
         for output in outputs:
-            if output.finish_reason is not None:
+            if output.last:
                 self._take_out(output.request_id)
         if outputs:
             self._deliver(outputs)
@@ -146,9 +149,7 @@ class EngineClient(ABC):
         self._link = None
         self._stats = EngineStats(kv_cells=self._limits.n_cells)
         last = [
-            EngineOutput(request_id, [], None, FinishReason.ERROR, error=_copy(error))
-            for request_id in list(self._open)
-            if self._take_out(request_id)
+            refusal(request_id, _copy(error)) for request_id in list(self._open) if self._take_out(request_id)
         ]
         if last:
             self._deliver(last)
@@ -169,7 +170,7 @@ class EngineClient(ABC):
             self._open.remove(request_id)
         except KeyError:
             return False
-        self._cancelled.discard(request_id)
+        self._cancelled.pop(request_id, None)
         return True
 
 

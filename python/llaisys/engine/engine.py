@@ -2,54 +2,98 @@
 
 from __future__ import annotations
 
-from bisect import insort
-
+from llaisys.engine.cells import Room, near_need, stream_of
+from llaisys.engine.chronicle import Chronicle
 from llaisys.engine.executor import Executor
+from llaisys.engine.fairness import FairState
 from llaisys.engine.limits import Limits, token_limit
-from llaisys.engine.outputs import EngineOutput
+from llaisys.engine.outputs import EngineOutput, TokenLogprobs
+from llaisys.engine.plan import Admit, Plan, View
+from llaisys.engine.prefix import Lock, PrefixIndex
 from llaisys.engine.request import (
     Admitted,
     BrokenInvariant,
     Cancelled,
+    Displaced,
     EngineRequest,
     Event,
     Expired,
     Failed,
     Finished,
     Request,
+    Restored,
+    RestoreFailed,
     Running,
+    WaitingForRemoteKvs,
     advance,
     derive_seed,
 )
-from llaisys.engine.scheduler import PlannedChunk, View, admissible, plan, queue_key
-from llaisys.engine.worker import Chunk, ChunkResult
-from llaisys.errors import EngineDeadError, LlaisysError, QueueFullError, RejectedError
+from llaisys.engine.requests import OpenRequests
+from llaisys.engine.retention import Retention
+from llaisys.engine.scheduler import plan
+from llaisys.engine.tally import Tally
+from llaisys.engine.timeline import Timeline
+from llaisys.engine.worker import Batch, Chunk, StepResult, sequence_of
+from llaisys.errors import (
+    EngineDeadError,
+    ExhaustedError,
+    LlaisysError,
+    QueueFullError,
+    RejectedError,
+    RequestFailedError,
+)
 from llaisys.stats import EngineStats
 from llaisys.types import RequestId
 
+# The books are checked when the engine falls idle, and every so many steps.
+_STEPS_BETWEEN_CHECKS = 1024
+# Two heads of the queue that cannot run although nothing does, within so many seconds, end the engine.
+_STUCK_S = 60.0
+
 
 class LLMEngine:
-    """Invariants: an open request is in exactly one of `_waiting` and `_running`; only running ones hold a
-    sequence id; each submitted request gets exactly one output with a finish reason."""
+    """Invariants: only running choices hold a sequence id, cells and a pinned prefix; each choice of a taken
+    request gets exactly one output with a finish reason; the last of these is the request's `last`."""
 
     def __init__(self, executor: Executor, limits: Limits, seed: int) -> None:
         self._executor = executor
+        self._worker = executor.worker
         self._limits = limits
         self._seed = seed
-        self._requests: dict[RequestId, Request] = {}
-        self._waiting: list[Request] = []
-        self._running: list[Request] = []
+        self._retention = (
+            Retention(executor.worker, limits.n_streams) if limits.enable_prefix_caching else None
+        )
+        self._requests = OpenRequests()
+        self._open = self._requests.by_ordinal
+        self._restoring: set[str] = set()
         self._pending: list[EngineOutput] = []
+        self._fair = FairState()
+        self._last_scan_s = self._last_cleanup_s = self._stuck_s = float("-inf")
         self._num_submitted = 0
-        self._num_steps = 0
+        self._num_choices = 0
+        self._tally = Tally()
+        self._chronicle = Chronicle()
+        self._now_s = float("-inf")
 
     @property
     def limits(self) -> Limits:
         """The bounds it keeps."""
         return self._limits
 
+    @property
+    def timeline(self) -> Timeline:
+        """Where each request's time went."""
+        return self._chronicle.timeline
+
+    @property
+    def requests(self) -> OpenRequests:
+        """Who is open, and where; only to be read."""
+        return self._requests
+
+    # --- requests come and go ---
+
     def submit(self, source: EngineRequest) -> None:
-        """Takes a request into the queue.
+        """Takes a request into the queue: one record for each of its `n` choices.
 
         Raises RejectedError, ContextLengthError (could never run) or QueueFullError; then it is not taken.
         """
@@ -57,32 +101,60 @@ class LLMEngine:
         if source.request_id in self._requests:
             raise RejectedError(f"request id {source.request_id!r} is in use", param="request_id")
         seed = source.params.seed
-        request = Request(
-            source,
-            ordinal=self._num_submitted,
-            seed=derive_seed(self._seed, self._num_submitted) if seed is None else seed % 2**64,
-            token_limit=limit,
-        )
-        queue = [*self._waiting]
-        insort(queue, request, key=queue_key)
-        n_left = len(queue) - len(admissible(self._view(queue)))
-        if n_left > self._limits.max_num_queued_reqs:
-            raise QueueFullError(
-                f"{len(self._waiting)} requests wait already, at most {self._limits.max_num_queued_reqs} may"
-            )
-        self._waiting = queue
-        self._requests[source.request_id] = request
+        seed = derive_seed(self._seed, self._num_submitted) if seed is None else seed % 2**64
+        leader = Request(source, self._num_choices, seed, limit)
+        self._check_queue(leader)
+        if source.session_id in self._restoring:
+            leader.state = WaitingForRemoteKvs(source.session_id)
+        self._chronicle.arrive(leader, [*self._requests.waiting] or self._requests.running)
+        choices = [leader]
+        for index in range(1, source.params.n):
+            choices.append(Request(source, leader.ordinal + index, seed, limit, index, leader))
+            self._chronicle.arrive(choices[-1], [leader])
+        self._requests.add(choices)
         self._num_submitted += 1
+        self._num_choices += len(choices)
 
-    def cancel(self, request_id: RequestId) -> None:
-        """Ends a request now; its ABORT output comes with the next step. An unknown (ended) id is ignored."""
-        request = self._requests.get(request_id)
-        if request is not None:
-            self._pending.append(self._finish(request, Cancelled()))
+    def cancel(self, request_id: RequestId, index: int | None = None) -> None:
+        """Ends a request, or one choice of it, now; its ABORT outputs come with the next step.
+
+        What is unknown or has ended is ignored.
+        """
+        for choice in self._requests.choices(request_id):
+            if index is None or choice.index == index:
+                self._pending.append(self._finish(choice, Cancelled()))
+
+    # --- restores: a request of a session that is being restored waits for it, in nobody's way ---
+
+    def begin_restore(self, session_id: str) -> None:
+        """From now on requests that name the session wait for `end_restore`."""
+        self._restoring.add(session_id)
+
+    def end_restore(self, session_id: str, error: LlaisysError | None = None) -> None:
+        """The session's KV is there, and its requests join the queue; with an `error` they end with it."""
+        self._restoring.discard(session_id)
+        for request in [*self._requests.parked.values()]:
+            if request.state != WaitingForRemoteKvs(session_id):
+                continue
+            if error is None:
+                request.state = advance(request.state, Restored())
+                self._requests.join(request)
+                continue
+            for sibling in self._requests.choices(request.request_id)[:0:-1]:
+                self._pending.append(self._finish(sibling, Failed(error)))
+            self._pending.append(self._finish(request, RestoreFailed(error)))
+
+    # --- steps ---
 
     def has_work(self) -> bool:
         """True if a step would do something."""
-        return bool(self._requests or self._pending)
+        return bool(self._requests.running or self._requests.waiting or self._pending)
+
+    def wait_s(self) -> float | None:
+        """Seconds after which a step is due if nothing else happens; None: never."""
+        if self.has_work():
+            return 0.0
+        return self._limits.timeout_scan_s if self._requests.parked else None
 
     def step(self, now_s: float) -> list[EngineOutput]:
         """Plans, runs one batch, settles. Outputs are in the order in which things happened.
@@ -90,109 +162,264 @@ class LLMEngine:
         Raises EngineDeadError or BrokenInvariant: the engine is over; its open requests have had no end yet.
         """
         outputs, self._pending = self._pending, []
-        made = plan(self._view(self._waiting), now_s)
-        for request_id in made.expire:
-            request = self._requests[request_id]
-            outputs.append(self._finish(request, Expired(now_s - request.source.arrival_s)))
-        for request_id in made.admit:
-            outputs += self._admit(self._requests[request_id])
-        chunks = [chunk for chunk in made.chunks if chunk.request_id in self._requests]
-        if chunks:
-            results = self._executor.run([self._rows(chunk) for chunk in chunks])
-            for chunk, result in zip(chunks, results, strict=True):
-                outputs += self._settle(chunk, result)
-        elif self._requests and not outputs:
-            raise BrokenInvariant(f"{len(self._waiting)} requests wait, none runs and none can be admitted")
-        self._num_steps += 1
+        self._tally.begin(now_s)
+        self._now_s = now_s
+        made = plan(self._view(), now_s)
+        outputs += self._prepare(made, now_s)
+        self._chronicle.plan(made, self._open, len(self._requests.running), now_s)
+        batch = self._batch(made)
+        if len(batch):
+            result = self._executor.run(batch, now_s)
+            self._settle(batch, result, outputs)
+        elif self.has_work() and not (outputs or made.expire or made.preempt):
+            outputs.append(self._fail_stuck(now_s))
+        if not self._open:
+            self._tally.pause()
+        if not self._open or self._tally.num_steps % _STEPS_BETWEEN_CHECKS == 0:
+            self.check()
         return outputs
 
     def stats(self) -> EngineStats:
         """Gauges and totals after the newest step."""
+        index = self._prefix
+        streams = range(self._limits.n_streams)
+        tally, n_free = self._tally, sum(self._worker.n_cells_free)
+        n_evictable = 0 if index is None else sum(map(index.n_evictable, streams))
         return EngineStats(
-            num_running=len(self._running),
-            num_waiting=len(self._waiting),
+            num_running=len(self._requests.running),
+            num_waiting=len(self._requests.waiting) + len(self._requests.parked),
             num_submitted=self._num_submitted,
-            num_steps=self._num_steps,
+            num_steps=tally.num_steps,
             kv_cells=self._limits.n_cells,
-            kv_cells_used=self._executor.worker.n_cells_used,
+            kv_cells_used=self._limits.n_cells - n_free - n_evictable,
+            kv_cells_retained=0 if index is None else sum(map(index.n_retained, streams)),
+            kv_cells_free=n_free,
+            num_preempted=tally.num_preempted,
+            num_evicted_cells=tally.num_evicted_cells,
+            prefix_query_tokens=tally.prefix_query_tokens,
+            prefix_hit_tokens=tally.prefix_hit_tokens,
+            step_prefill_tokens=tally.step_prefill_tokens,
+            step_decode_tokens=tally.step_decode_tokens,
+            step_s=tally.step_s,
+            waiting_by_reason=self._requests.waiting_by_reason(),
+            finished=dict(tally.finished),
         )
 
     def check(self) -> None:
-        """Checks the books, the core's included: every held sequence is a running request's."""
-        ids = sorted(r.request_id for r in (*self._waiting, *self._running))
-        held = [isinstance(r.state, Running) for r in (*self._waiting, *self._running)]
-        owed = [False] * len(self._waiting) + [True] * len(self._running)
-        if ids != sorted(self._requests) or held != owed:
-            raise BrokenInvariant("a request is in no list, in two, or in the wrong one")
-        if sum(r.token_limit for r in self._running) > self._limits.n_cells:
-            raise BrokenInvariant("the running requests may need more cells than there are")
-        owned, used = sum(r.num_computed for r in self._running), self._executor.worker.n_cells_used
-        if owned != used:
-            raise BrokenInvariant(f"{used} cells are held, the requests own {owned}")
+        """Checks the books, the core's included. Raises BrokenInvariant or EngineDeadError."""
+        self._requests.check()
+        running = self._requests.running
+        if self._worker.n_seq_free != self._limits.max_num_seqs - len(running):
+            raise BrokenInvariant(f"{self._worker.n_seq_free} sequence ids are free, {len(running)} run")
+        n_own = sum(r.num_computed - r.num_shared for r in running)
+        used, retained = self._worker.n_cells_used, 0
+        if self._retention is not None:
+            self._retention.index.check()
+            retained = sum(map(self._retention.index.n_retained, range(self._limits.n_streams)))
+        # Without the cache, siblings share cells that are counted for none of them.
+        forks = self._retention is None and any(r.num_shared for r in running)
+        if used < n_own + retained or (used > n_own + retained and not forks):
+            raise BrokenInvariant(f"{used} cells are held, the requests own {n_own}, the cache {retained}")
         self._executor.check()
 
     def close(self) -> None:
         """Frees the core. Open requests are the caller's to end."""
         self._executor.close()
 
-    # --- inside ---
+    # --- inside: before the batch ---
 
-    def _view(self, waiting: list[Request]) -> View:
-        return View(waiting, self._running, self._limits)
+    @property
+    def _prefix(self) -> PrefixIndex | None:
+        return None if self._retention is None else self._retention.index
 
-    def _rows(self, chunk: PlannedChunk) -> Chunk:
-        request = self._requests[chunk.request_id]
-        if not isinstance(request.state, Running):
-            raise BrokenInvariant(f"rows were planned for a request that is {request.state!r}")
-        tokens = request.token_ids[chunk.start : chunk.start + chunk.n_tokens]
-        return Chunk(request.state.seq_id, chunk.start, tokens, chunk.samples)
+    def _view(self) -> View:
+        return View(
+            waiting=self._requests.waiting,
+            running=self._requests.running,
+            limits=self._limits,
+            n_free=self._worker.n_cells_free,
+            parked=tuple(self._requests.parked.values()),
+            prefix=self._prefix,
+            fair=self._fair,
+            speed=self._tally.speed,
+            last_scan_s=self._last_scan_s,
+            last_cleanup_s=self._last_cleanup_s,
+        )
 
-    def _admit(self, request: Request) -> list[EngineOutput]:
-        """Leases a sequence; a request that the core will not have ends here, alone."""
+    def _check_queue(self, request: Request) -> None:
+        """Raises QueueFullError if more requests would wait than may, even after the next step let in whom it
+        can. Siblings do not count: their request does."""
+        limits = self._limits
+        running, n_waiting = self._requests.running, self._requests.num_queued
+        n_left, n_ids = n_waiting + 1, limits.max_num_seqs - len(running)
+        if n_left > limits.max_num_queued_reqs and n_ids:
+            n_cells = sum(Room(self._worker.n_cells_free, self._prefix, ()).left)
+            n_cells -= sum(map(near_need, running))
+            for each in [*self._requests.waiting, request][:n_ids]:
+                n_cells -= near_need(each)
+                if n_cells < 0:
+                    break
+                n_left -= each.leader is None
+        if n_left > limits.max_num_queued_reqs:
+            raise QueueFullError(
+                f"{n_waiting} requests wait already, at most {limits.max_num_queued_reqs} may"
+            )
+
+    def _prepare(self, made: Plan, now_s: float) -> list[EngineOutput]:
+        """Carries out all of a plan but the batch; returns the ends that this made."""
+        outputs = []
+        self._fair = made.fair
+        self._last_scan_s = now_s if made.scanned else self._last_scan_s
+        self._last_cleanup_s = now_s if made.cleaned else self._last_cleanup_s
+        for ordinal in made.expire:
+            request = self._open[ordinal]
+            outputs.append(self._finish(request, Expired(now_s - request.source.arrival_s)))
+        for ordinal in made.preempt:
+            self._preempt(self._open[ordinal])
+        pins = {}
+        if self._retention is not None:
+            for admit in made.admit:
+                if admit.n_cached:
+                    request = self._open[admit.ordinal]
+                    pins[admit.ordinal] = self._retention.pin(request, admit.n_cached, admit.source)
+            self._tally.num_evicted_cells += self._retention.make_room(made.n_free_wanted)
+        for admit in made.admit:
+            outputs += self._admit(admit, pins.get(admit.ordinal))
+        return outputs
+
+    def _admit(self, admit: Admit, pin: Lock | None) -> list[EngineOutput]:
+        """Leases a sequence and gives it its computed prefix; whom the core refuses ends here, alone."""
+        request = self._open[admit.ordinal]
         try:
-            seq_id = self._executor.open_sequence(request)
-        except EngineDeadError:
-            raise
+            seq_id = self._worker.open_sequence(request, admit.stream)
         except LlaisysError as error:
+            if pin is not None and self._retention is not None:
+                self._retention.unpin(pin)
+            if isinstance(error, EngineDeadError):
+                raise
+            if isinstance(error, ExhaustedError):
+                raise BrokenInvariant("a sequence id that should be free is lost") from error
             return [self._finish(request, Failed(error))]
-        request.state = advance(request.state, Admitted(seq_id))
-        self._waiting.remove(request)
-        insort(self._running, request, key=queue_key)
+        request.state = advance(request.state, Admitted(seq_id, admit.stream))
+        self._requests.start(request)
+        if pin is not None and self._retention is not None:
+            self._retention.attach(request, pin, admit.source)
+        elif admit.fork is not None:
+            self._fork(request, self._open[admit.fork], admit.n_cached)
+        if request.num_cached is None:
+            request.num_cached = request.num_computed
+            self._tally.admitted(request.num_prompt, request.num_computed)
         return []
 
-    def _settle(self, chunk: PlannedChunk, result: ChunkResult) -> list[EngineOutput]:
-        """What one chunk gave becomes the request's; no output if it only caught up."""
-        request = self._requests[chunk.request_id]
-        if result.error is not None:
-            return [self._finish(request, Failed(result.error))]
-        request.num_computed += chunk.n_tokens
-        if result.token_id is None:
-            return []
-        event = request.append(result.token_id)
+    def _fork(self, request: Request, leader: Request, n_tokens: int) -> None:
+        """The prompt's cells are the leader's: linked in its arena, copied to another."""
+        self._worker.fork(sequence_of(leader), sequence_of(request), n_tokens)
+        request.num_computed = n_tokens
+        if stream_of(leader) == stream_of(request):
+            request.num_shared = n_tokens
+            leader.num_shared = max(leader.num_shared, n_tokens)
+
+    def _preempt(self, request: Request) -> None:
+        """Takes a running request's place; what it computed stays in the prefix cache while it can."""
+        self._release(request, trusted=True)
+        request.state = advance(request.state, Displaced())
+        request.num_preempted += 1
+        self._tally.num_preempted += 1
+        self._requests.put_back(request)
+
+    def _batch(self, made: Plan) -> Batch:
+        """Rows of those who are still there: an admission may have failed."""
+        decode = [self._open[ordinal] for ordinal in made.decode]
+        chunks = []
+        for each in made.chunks:
+            request = self._open.get(each.ordinal)
+            if request is not None:
+                tokens = request.token_ids[each.start : each.start + each.n_tokens]
+                chunks.append(Chunk(request, each.start, tokens, each.samples))
+        return Batch(decode, chunks)
+
+    def _fail_stuck(self, now_s: float) -> EngineOutput:
+        """Nobody could go on, which cannot be. With sound books the head of the queue is given up, once."""
+        self.check()
+        running, waiting = self._requests.running, self._requests.waiting
+        if running or now_s - self._stuck_s < _STUCK_S:
+            raise BrokenInvariant(f"{len(running)} requests run, {len(waiting)} wait, none gets on")
+        self._stuck_s = now_s
+        head = next(iter(waiting))
+        error = RequestFailedError("the engine found no room for this request although nothing else runs")
+        return self._finish(head, Failed(error))
+
+    # --- inside: after the batch ---
+
+    def _settle(self, batch: Batch, result: StepResult, outputs: list[EngineOutput]) -> None:
+        """What the batch gave becomes the requests'."""
+        step, tally = self._tally.num_steps, self._tally
+        tally.step_decode_tokens = len(batch.decode)
+        tally.step_prefill_tokens = sum(len(chunk.token_ids) for chunk in batch.chunks)
+        ids, logprobs = result.token_ids, result.logprobs
+        for item, request in enumerate(batch.decode):
+            if item in result.errors:
+                outputs.append(self._finish(request, Failed(result.errors[item])))
+                continue
+            request.num_computed += 1
+            request.last_step = step
+            event = request.append(ids[item])
+            entry = logprobs.get(item)
+            output = EngineOutput(
+                request.source.request_id,
+                [ids[item]],
+                None if entry is None else [entry],
+                index=request.index,
+            )
+            outputs.append(output if event is None else self._finish(request, event, output))
+        for item, chunk in enumerate(batch.chunks, len(batch.decode)):
+            request = chunk.request
+            if item in result.errors:
+                outputs.append(self._finish(request, Failed(result.errors[item])))
+                continue
+            request.num_computed += len(chunk.token_ids)
+            request.last_step = step
+            if chunk.samples:
+                outputs.append(self._first_token(request, ids[item], logprobs.get(item)))
+
+    def _first_token(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> EngineOutput:
+        """The first token since the request was admitted: all before it is computed, for others to use."""
+        if self._retention is not None:
+            self._retention.publish(request)
+        is_first = request.num_output == 0
+        event = request.append(token_id)
         output = EngineOutput(
-            request.request_id,
-            [result.token_id],
-            None if result.logprobs is None else [result.logprobs],
+            request.request_id, [token_id], None if logprobs is None else [logprobs], index=request.index
         )
-        return [output if event is None else self._finish(request, event, output)]
+        if is_first and request.index == 0:
+            output.num_cached_tokens = request.num_cached or 0
+        if is_first:
+            for follower in self._requests.followers(request):
+                self._requests.join(follower)
+        self._chronicle.begin_decoding(request)
+        return output if event is None else self._finish(request, event, output)
+
+    # --- inside: ways from state to state ---
+
+    def _release(self, request: Request, *, trusted: bool) -> None:
+        """Returns a running request's sequence, its cells and its pinned prefix."""
+        if self._retention is not None:
+            (self._retention.leave if trusted else self._retention.forget)(request)
+        self._worker.close_sequence(sequence_of(request))
+        request.num_computed = request.num_shared = 0
 
     def _finish(self, request: Request, event: Event, last: EngineOutput | None = None) -> EngineOutput:
-        """The one way out: returns the sequence and its cells, forgets the request, makes its only end."""
-        before = request.state
-        request.state = state = advance(before, event)
+        """The one way out: returns what the choice holds, forgets it, makes its only end."""
+        if isinstance(request.state, Running):
+            self._release(request, trusted=not isinstance(event, Failed))
+        request.state = state = advance(request.state, event)
         if not isinstance(state, Finished):
             raise BrokenInvariant(f"{event!r} does not end a request")
-        if isinstance(before, Running):
-            self._executor.close_sequence(before.seq_id)
-            self._running.remove(request)
-        else:
-            self._waiting.remove(request)
-        del self._requests[request.request_id]
-        return EngineOutput(
-            request.request_id,
-            [] if last is None else last.new_token_ids,
-            None if last is None else last.new_logprobs,
-            state.reason,
-            state.stop_reason,
-            error=state.error,
-        )
+        is_last = self._requests.remove(request)
+        self._fair = self._fair.charge(request, request.num_output)
+        self._tally.ended(state.reason)
+        self._chronicle.end(request, self._now_s)
+        output = last or EngineOutput(request.request_id, [], index=request.index)
+        output.finish_reason, output.stop_reason, output.error = state.reason, state.stop_reason, state.error
+        output.last = is_last
+        return output

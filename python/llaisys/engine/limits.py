@@ -1,4 +1,4 @@
-"""The engine's bounds, and whether a request can ever fit them. Pure."""
+"""The engine's bounds, and whether a request can ever fit them. Pure. The table is in docs/limits.md."""
 
 from __future__ import annotations
 
@@ -11,11 +11,22 @@ from llaisys.types import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one engine may hold. Invariant: `max_model_len <= n_cells`, so that a lone request always fits.
+    """What one engine may hold and do. Invariant: `max_model_len` fits one arena, so a lone request always
+    fits.
 
-    - `max_num_seqs`: running requests. `max_num_batched_tokens`: tokens of one step over all requests.
-    - `max_num_queued_reqs`: requests that wait because no room is left for them.
-    - `max_model_len`: tokens of one request, prompt and answer. `n_cells`: KV cells, one token each.
+    - `max_num_seqs`: running requests. `max_num_queued_reqs`: requests that wait because no room is left.
+    - `max_num_batched_tokens`: tokens of one step over all requests. `max_batch_size`: requests of one step;
+      the least recently served go first where more run.
+    - `long_prefill_token_threshold`: prompt tokens of one request in a step. `max_client_tokens_per_step`:
+      prompt tokens of one client in a step, less its decoding requests. None: no such bound.
+    - `max_step_time_s`: prompt tokens are added to a step while its predicted time stays below.
+    - `max_queue_wait_s`: who has waited longer goes before everybody else.
+    - `max_model_len`: tokens of one request, prompt and answer. `max_input_tokens`, `max_output_tokens`: of
+      its parts; None: bounded by the context alone.
+    - `n_cells`: KV cells, one token each, in `n_streams` arenas of the same size.
+    - `kv_eviction_threshold`: the share of the cells above which the prefix cache gives cells back, every
+      `kv_cleanup_interval_s`.
+    - `timeout_scan_s`: seconds between two looks at the deadlines.
     - `vocab_size`: token ids are below it.
     """
 
@@ -25,26 +36,63 @@ class Limits:
     max_model_len: int
     n_cells: int
     vocab_size: int
+    max_batch_size: int | None = None
+    long_prefill_token_threshold: int | None = None
+    max_client_tokens_per_step: int | None = None
+    max_step_time_s: float = 0.25
+    max_queue_wait_s: float = 60.0
+    max_input_tokens: int | None = None
+    max_output_tokens: int | None = None
+    n_streams: int = 1
+    enable_prefix_caching: bool = True
+    kv_eviction_threshold: float = 1.0
+    kv_cleanup_interval_s: float = 1.0
+    timeout_scan_s: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.max_model_len > self.n_cells:
+        if self.n_cells % self.n_streams:
             raise RejectedError(
-                f"max_model_len {self.max_model_len} is more than the {self.n_cells} KV cells",
+                f"{self.n_cells} KV cells cannot be divided among {self.n_streams} arenas",
+                param="num_kv_streams",
+            )
+        if self.max_model_len > self.n_cells_per_stream:
+            of = "" if self.n_streams == 1 else f" of one of {self.n_streams} arenas"
+            raise RejectedError(
+                f"max_model_len {self.max_model_len} is more than the {self.n_cells_per_stream} KV cells{of}",
                 param="max_model_len",
             )
+
+    @property
+    def n_cells_per_stream(self) -> int:
+        """Cells of one arena."""
+        return self.n_cells // self.n_streams
+
+    @property
+    def n_seats(self) -> int:
+        """Requests that one step can serve."""
+        return min(self.max_batch_size or self.max_num_seqs, self.max_num_seqs, self.max_num_batched_tokens)
 
 
 def token_limit(prompt: Sequence[int], params: SamplingParams, limits: Limits) -> int:
     """Tokens, prompt and answer, at which the request ends by length: the KV cells it may need at worst.
 
-    Raises RejectedError (an empty prompt or an id outside the vocabulary) or ContextLengthError with both
-    numbers, if the request can never run.
+    An absent `max_tokens` is the most that is allowed. Raises RejectedError (an empty prompt, an id outside
+    the vocabulary, too many tokens or choices) or ContextLengthError with both numbers, if the request can
+    never run.
     """
     if not prompt:
         raise RejectedError("the prompt is empty: it needs at least one token", param="prompt")
     _check_ids("prompt", prompt, limits.vocab_size)
     _check_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
     _check_ids("logit_bias", tuple(params.logit_bias), limits.vocab_size)
+    _at_most("n", params.n, limits.max_num_seqs, "choices run at the same time at most")
+    if limits.max_input_tokens is not None and len(prompt) > limits.max_input_tokens:
+        raise ContextLengthError(
+            f"the prompt has {len(prompt)} tokens, max_input_tokens allows at most {limits.max_input_tokens}",
+            param="prompt",
+        )
+    if params.max_tokens is not None and limits.max_output_tokens is not None:
+        _at_most("max_tokens", params.max_tokens, limits.max_output_tokens, "is the most allowed")
     wanted = len(prompt) + (1 if params.max_tokens is None else params.max_tokens)
     if wanted > limits.max_model_len:
         raise ContextLengthError(
@@ -52,7 +100,15 @@ def token_limit(prompt: Sequence[int], params: SamplingParams, limits: Limits) -
             f"{len(prompt)} in the prompt and {wanted - len(prompt)} for the answer",
             param="prompt" if params.max_tokens is None else "max_tokens",
         )
-    return limits.max_model_len if params.max_tokens is None else wanted
+    if params.max_tokens is not None:
+        return wanted
+    n_most = limits.max_model_len if limits.max_output_tokens is None else limits.max_output_tokens
+    return min(limits.max_model_len, len(prompt) + n_most)
+
+
+def _at_most(param: str, value: int, most: int, says: str) -> None:
+    if value > most:
+        raise RejectedError(f"{param} is {value}, {most} {says}", param=param)
 
 
 def _check_ids(param: str, ids: Sequence[int], vocab_size: int) -> None:

@@ -17,13 +17,12 @@ from typing import TypeAlias
 from llaisys.engine.engine import LLMEngine
 from llaisys.engine.executor import Executor
 from llaisys.engine.limits import Limits
-from llaisys.engine.outputs import EngineOutput
+from llaisys.engine.outputs import EngineOutput, refusal
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.wire import Cancel, Shutdown, Submit
 from llaisys.engine.worker import WorkerSettings, open_worker
 from llaisys.errors import EngineDeadError, LlaisysError
 from llaisys.stats import EngineStats
-from llaisys.types import FinishReason
 
 log = logging.getLogger(__name__)
 
@@ -105,21 +104,21 @@ class EngineLoop:
         """Until Shutdown, or until something that one request cannot be blamed for raises."""
         while True:
             refused: list[EngineOutput] = []
-            for message in self._take(block=not engine.has_work()):
+            for message in self._take(engine.wait_s()):
                 match message:
                     case Submit(request):
                         refused += _submit(engine, request)
-                    case Cancel(request_id):
-                        engine.cancel(request_id)
+                    case Cancel(request_id, index):
+                        engine.cancel(request_id, index)
                     case Shutdown():
                         return
-            outputs = engine.step(self._listener.clock()) if engine.has_work() else []
+            outputs = engine.step(self._listener.clock()) if engine.wait_s() is not None else []
             self._listener.step(refused + outputs, engine.stats())
 
-    def _take(self, *, block: bool) -> Iterator[Message]:
-        """All messages that are there; blocks for the first if there is nothing else to do."""
+    def _take(self, wait_s: float | None) -> Iterator[Message]:
+        """All messages that are there; waits so long for the first (None: until there is one)."""
         try:
-            yield self._inbox.get(block)
+            yield self._inbox.get(block=wait_s != 0, timeout=wait_s or None)
             while True:
                 yield self._inbox.get_nowait()
         except queue.Empty:
@@ -140,7 +139,7 @@ def _submit(engine: LLMEngine, request: EngineRequest) -> list[EngineOutput]:
     except EngineDeadError:
         raise
     except LlaisysError as error:
-        return [EngineOutput(request.request_id, [], None, FinishReason.ERROR, error=error)]
+        return [refusal(request.request_id, error)]
     return []
 
 

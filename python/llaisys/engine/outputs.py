@@ -21,12 +21,15 @@ class TokenLogprobs:
     top: list[tuple[int, float]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineOutput:
-    """News of one request. The one with a `finish_reason` is its last, and there is exactly one such.
+    """News of one choice of a request. Plain; not frozen because one is made for each row of each step.
 
+    - `index`: which choice. The output with a `finish_reason` is the choice's last, and there is exactly one.
+    - `last`: the request's one last output: no other choice of it is open.
     - `new_logprobs`: aligned with `new_token_ids`, or None if not asked for.
     - `stop_reason`: the id of `stop_token_ids` that ended it; None for eos.
+    - `num_cached_tokens`: prompt tokens that were not computed anew; in the first output of choice 0.
     - `error`: set with the reasons TIMEOUT and ERROR only.
     """
 
@@ -37,3 +40,10 @@ class EngineOutput:
     stop_reason: int | None = None
     num_cached_tokens: int = 0
     error: LlaisysError | None = None
+    index: int = 0
+    last: bool = False
+
+
+def refusal(request_id: RequestId, error: LlaisysError) -> EngineOutput:
+    """The only output of a request that was not taken, or that ends with its engine."""
+    return EngineOutput(request_id, [], None, FinishReason.ERROR, error=error, last=True)

@@ -76,12 +76,14 @@ class Match:
     """The first `n_tokens` tokens are cached in the arena `stream`, as `parts`: (segment, p0, p1) in order.
 
     A part may be the head of its segment. `miss` is None if every token is cached.
+    `n_evictable`: so many of these cells no lock pins yet.
     """
 
     n_tokens: int
     parts: tuple[tuple[int, int, int], ...]
     stream: int
     miss: Miss | None
+    n_evictable: int = 0
 
 
 class Lock:
@@ -242,7 +244,8 @@ class PrefixIndex:
             miss = Miss("limit", n_tokens, ids[n_tokens])
         else:
             miss = self._miss(key, path, n_tokens, ids[n_tokens])
-        return Match(n_tokens, parts, key[1], miss)
+        n_evictable = sum(n for node, n in path[1:] if node.n_pins == 0)
+        return Match(n_tokens, parts, key[1], miss, n_evictable)
 
     def _miss(self, key: Key, path: list[tuple[Node, int]], position: int, token: int) -> Miss:
         last, n_matched = path[-1] if path else (None, 0)

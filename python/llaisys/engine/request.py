@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from llaisys.errors import LlaisysError, RequestTimeoutError
 from llaisys.types import FinishReason, RequestId, SamplingParams
+
+if TYPE_CHECKING:
+    from llaisys.engine.prefix import Lock
+
+# A request that was preempted so often is admitted again only with its worst case set aside, and stays.
+PREEMPTIONS_MAX = 3
 
 _MASK64 = (1 << 64) - 1
 
@@ -21,6 +28,8 @@ class EngineRequest:
 
     - `priority`: lower goes first. `client_id`: whom the fair share is counted for.
     - `deadline_s`: from then on the request ends with TIMEOUT, waiting or running.
+    - `cache_salt`: requests share cached prefixes only with requests of the same salt.
+    - `session_id`: while KV of this session is being restored, the request waits for it.
     """
 
     request_id: RequestId
@@ -31,6 +40,8 @@ class EngineRequest:
     deadline_s: float
     client_id: str = ""
     priority: int = 0
+    cache_salt: str = ""
+    session_id: str = ""
 
 
 # --- states: each holds exactly what exists in it; only Running has a sequence id ---
@@ -42,10 +53,23 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
+class WaitingForRemoteKvs:
+    """Its session's KV is being restored. Outside the queue: it blocks nobody. Holds nothing native."""
+
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Running:
-    """Holds a leased sequence id of the core."""
+    """Holds a leased sequence id of the core, whose cells lie in the arena `stream`."""
 
     seq_id: int
+    stream: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """Gave its place up and waits again. Has its tokens, and nothing native."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +81,7 @@ class Finished:
     error: LlaisysError | None = None
 
 
-State: TypeAlias = Waiting | Running | Finished
+State: TypeAlias = Waiting | WaitingForRemoteKvs | Running | Preempted | Finished
 
 
 # --- events ---
@@ -65,9 +89,27 @@ State: TypeAlias = Waiting | Running | Finished
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The scheduler let it in, and the core lent `seq_id`."""
+    """The scheduler let it in, and the core lent `seq_id` in the arena `stream`."""
 
     seq_id: int
+    stream: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Displaced:
+    """Others need its cells."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """Its session's KV is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreFailed:
+    """Its session's KV cannot be had."""
+
+    error: LlaisysError
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +139,7 @@ class Failed:
     error: LlaisysError
 
 
-Event: TypeAlias = Admitted | Completed | Cancelled | Expired | Failed
+Event: TypeAlias = Admitted | Displaced | Restored | RestoreFailed | Completed | Cancelled | Expired | Failed
 
 
 def advance(state: State, event: Event) -> State:
@@ -106,16 +148,22 @@ def advance(state: State, event: Event) -> State:
     Raises BrokenInvariant for a pair that cannot happen.
     """
     match state, event:
-        case Waiting(), Admitted(seq_id):
-            return Running(seq_id)
+        case ((Waiting() | Preempted()), Admitted(seq_id, stream)):
+            return Running(seq_id, stream)
+        case Running(), Displaced():
+            return Preempted()
+        case WaitingForRemoteKvs(), Restored():
+            return Waiting()
+        case WaitingForRemoteKvs(), RestoreFailed(error):
+            return Finished(FinishReason.ERROR, error=error)
         case Running(), Completed(reason, stop_reason):
             return Finished(reason, stop_reason)
-        case ((Waiting() | Running()), Cancelled()):
+        case ((Waiting() | WaitingForRemoteKvs() | Running() | Preempted()), Cancelled()):
             return Finished(FinishReason.ABORT)
-        case ((Waiting() | Running()), Expired(waited_s)):
+        case ((Waiting() | WaitingForRemoteKvs() | Running() | Preempted()), Expired(waited_s)):
             error = RequestTimeoutError(f"no answer within the time limit: ended after {waited_s:.1f} s")
             return Finished(FinishReason.TIMEOUT, error=error)
-        case ((Waiting() | Running()), Failed(error)):
+        case ((Waiting() | Running() | Preempted()), Failed(error)):
             return Finished(FinishReason.ERROR, error=error)
         case Finished(), Cancelled():  # a hang-up after the end: expected
             return state
@@ -132,30 +180,49 @@ def derive_seed(engine_seed: int, ordinal: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """The engine's record of one request; the engine thread owns it, the scheduler only reads it.
+    """The engine's record of one choice of a request; the engine thread owns it, the scheduler only reads it.
 
-    - `ordinal`: place in the order of arrival. `seed`: 64 bits, of its draws.
-    - `token_limit`: prompt and answer at most; also the cells reserved for it while it runs.
+    - `ordinal`: place in the order of arrival, and its name inside the engine. `index`: which choice it is.
+    - `seed`: 64 bits, of its draws. `leader`: the choice whose prompt it waits for and shares; None: itself.
+    - `token_limit`: prompt and answer at most; also the cells that it may need at worst.
     - `token_ids`: prompt and answer so far. `num_computed`: how many of them have their K/V in the cells.
+    - `num_shared`: how many of the computed ones lie in cells that the prefix cache or a sibling holds too.
+    - `num_cached`: prompt tokens that its first admission found computed; None before.
+    - `last_step`: the last step that computed something of it. `lock`: its pinned path, while it runs.
 
-    Invariant: `num_computed < len(token_ids) <= token_limit` until it is finished.
+    Invariant: `num_computed < len(token_ids) <= token_limit` until it is finished; 0 unless it runs.
     """
 
     source: EngineRequest
     ordinal: int
     seed: int
     token_limit: int
+    index: int = 0
+    leader: Request | None = None
     num_computed: int = 0
+    num_shared: int = 0
+    num_cached: int | None = None
+    num_preempted: int = 0
+    last_step: int = -1
+    lock: Lock | None = None
     state: State = field(default_factory=Waiting)
-    token_ids: list[int] = field(init=False)
+    token_ids: array[int] = field(init=False)
+    stop_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.token_ids = list(self.source.prompt_token_ids)
+        self.token_ids = array("i", self.source.prompt_token_ids)
+        eos = () if self.source.params.ignore_eos else self.source.eos_token_ids
+        self.stop_ids = frozenset((*eos, *self.source.params.stop_token_ids))
 
     @property
     def request_id(self) -> RequestId:
         """The client's name for it."""
         return self.source.request_id
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.source.prompt_token_ids)
 
     @property
     def num_missing(self) -> int:
@@ -168,19 +235,17 @@ class Request:
         return len(self.token_ids) - len(self.source.prompt_token_ids)
 
     @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end the answer."""
-        eos = () if self.source.params.ignore_eos else self.source.eos_token_ids
-        return (*eos, *self.source.params.stop_token_ids)
+    def is_secured(self) -> bool:
+        """True if it has its worst case set aside while it runs, and is preempted no more."""
+        return self.num_preempted >= PREEMPTIONS_MAX
 
     def append(self, token_id: int) -> Completed | None:
         """Adds a sampled token; what it ends, if anything. An eos or stop id belongs to the answer's ids."""
         self.token_ids.append(token_id)
-        params = self.source.params
-        if not params.ignore_eos and token_id in self.source.eos_token_ids:
-            return Completed(FinishReason.STOP)
-        if token_id in params.stop_token_ids:
-            return Completed(FinishReason.STOP, stop_reason=token_id)
+        if token_id in self.stop_ids:
+            source = self.source
+            is_eos = token_id in source.eos_token_ids and not source.params.ignore_eos
+            return Completed(FinishReason.STOP, None if is_eos else token_id)
         if len(self.token_ids) >= self.token_limit:
             return Completed(FinishReason.LENGTH)
         return None

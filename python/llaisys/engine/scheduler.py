@@ -2,103 +2,259 @@
 
 There is no prefill phase and no decode phase: a request has computed some of its tokens, and a step lets it
 catch up under a token budget. Requests that miss one token (decoding) come first, so that a long prompt never
-holds up an answer that is being given; what is left of the budget goes to prompts, oldest first, in chunks.
+holds up an answer that is being given; what is left of the budget goes to prompts, in chunks.
 
-Order: priority (lower first), then arrival. The head of the queue is never overtaken, so nobody starves.
-A request is admitted when the cells for its worst case are free, so an admitted one never dies for lack of
-cells. Zero-running lemma: nothing running and something waiting means that the head is admitted, because
-`limits.token_limit` let in only what fits an empty cache.
+The rules are in `fairness` (order), `budget` (tokens and seats) and `cells` (room); this file puts them
+together:
+
+- The next in order is never overtaken in the queue, so nobody starves: it waits for capacity alone.
+- Who lacks a cell has the last in queue order preempted. The first in queue order among the running, and who
+  was preempted `PREEMPTIONS_MAX` times, are never preempted; where nobody can be, a request sits the step
+  out.
+- Somebody always gets on: the first in queue order finds every cell that is not set aside once the others are
+  preempted, and who has cells set aside uses them.
+- Zero-running lemma: nothing running and something waiting means that the next in order is admitted, because
+  every cell is free or can be evicted, and `limits.token_limit` let in only what fits one arena.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llaisys.engine.limits import Limits
+from llaisys.engine.budget import PrefillBudget, sit
+from llaisys.engine.cells import Admission, Place, Room, stream_of
+from llaisys.engine.fairness import FairState, Turns, WaitingQueue
+from llaisys.engine.plan import Admit, Plan, PlannedChunk, View
 from llaisys.engine.request import Request
-from llaisys.types import RequestId
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """What a plan is made from. Both lists are in `queue_key` order; the requests are only read."""
-
-    waiting: Sequence[Request]
-    running: Sequence[Request]
-    limits: Limits
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedChunk:
-    """Tokens `start <= i < start + n_tokens` of a request. `samples`: the last one gives the next token."""
-
-    request_id: RequestId
-    start: int
-    n_tokens: int
-    samples: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One step: first end `expire`, then give `admit` a sequence each, then compute `chunks` in one batch.
-
-    Invariants: the chunks' `n_tokens` sum to at most `max_num_batched_tokens`; a request has one chunk at
-    most; every chunk is of a running or an admitted request.
-    """
-
-    expire: tuple[RequestId, ...]
-    admit: tuple[RequestId, ...]
-    chunks: tuple[PlannedChunk, ...]
-
-
-def queue_key(request: Request) -> tuple[int, int]:
-    """Sort key: priority, then first come first served."""
-    return (request.source.priority, request.ordinal)
-
-
-def admissible(view: View) -> list[Request]:
-    """Waiting requests, in order, for which a sequence and the cells of the worst case are free."""
-    slots = view.limits.max_num_seqs - len(view.running)
-    cells = view.limits.n_cells - sum(r.token_limit for r in view.running)
-    chosen: list[Request] = []
-    for request in view.waiting:
-        cells -= request.token_limit
-        if len(chosen) == slots or cells < 0:
-            break
-        chosen.append(request)
-    return chosen
 
 
 def plan(view: View, now_s: float) -> Plan:
     """The next step. Equal views and times give equal plans; nothing is changed."""
-    expired = [r.request_id for r in (*view.waiting, *view.running) if r.source.deadline_s <= now_s]
-    if expired:
-        gone = frozenset(expired)
-        view = View(
-            [r for r in view.waiting if r.request_id not in gone],
-            [r for r in view.running if r.request_id not in gone],
-            view.limits,
-        )
-    budget = view.limits.max_num_batched_tokens
-    decoding = [r for r in view.running if r.num_missing == 1]
-    if len(decoding) > budget:  # the shortest answers first: all advance alike
-        decoding = sorted(decoding, key=lambda r: (r.num_output, queue_key(r)))[:budget]
-    chunks = [_chunk(r, 1) for r in decoding]
-    budget -= len(chunks)
-    for request in view.running:
-        if budget and request.num_missing > 1:
-            chunks.append(_chunk(request, min(request.num_missing, budget)))
-            budget -= chunks[-1].n_tokens
-    admitted = []
-    for request in admissible(view):
-        if not budget:
-            break
-        admitted.append(request.request_id)
-        chunks.append(_chunk(request, min(request.num_missing, budget)))
-        budget -= chunks[-1].n_tokens
-    return Plan(tuple(expired), tuple(admitted), tuple(chunks))
+    limits = view.limits
+    scanned = now_s - view.last_scan_s >= limits.timeout_scan_s
+    cleaned = now_s - view.last_cleanup_s >= limits.kv_cleanup_interval_s
+    draft = _Draft(view)
+    if scanned:
+        draft.expire(now_s)
+    draft.seat()
+    draft.give_tokens(now_s)
+    return Plan(
+        expire=tuple(r.ordinal for r in draft.expired),
+        preempt=tuple(r.ordinal for r in draft.preempted),
+        n_free_wanted=draft.n_free_wanted(cleaned=cleaned),
+        admit=tuple(draft.admitted),
+        decode=tuple([r.ordinal for r in draft.decoding]),
+        chunks=tuple(share.chunk() for share in draft.shares if share.n_tokens),
+        short=tuple(r.ordinal for r in draft.short),
+        fair=draft.fair,
+        scanned=scanned,
+        cleaned=cleaned,
+    )
 
 
-def _chunk(request: Request, n_tokens: int) -> PlannedChunk:
-    return PlannedChunk(request.request_id, request.num_computed, n_tokens, n_tokens == request.num_missing)
+@dataclass(slots=True)
+class _Share:
+    """What one prompt gets of the step: `n_tokens` from `start` on."""
+
+    request: Request
+    start: int
+    stream: int
+    n_tokens: int = 0
+
+    @property
+    def n_missing(self) -> int:
+        return len(self.request.token_ids) - self.start - self.n_tokens
+
+    def chunk(self) -> PlannedChunk:
+        return PlannedChunk(self.request.ordinal, self.start, self.n_tokens, self.n_missing == 0)
+
+
+class _Door:
+    """Lets waiting requests in, in their order, while there are ids and cells for the next one."""
+
+    def __init__(self, waiting: WaitingQueue, admission: Admission, view: View, now_s: float) -> None:
+        limits = view.limits
+        overdue_before_s = now_s - limits.max_queue_wait_s
+        self._turns = Turns(waiting, view.fair, limits.max_num_batched_tokens, overdue_before_s)
+        self._admission = admission
+        self._n_ids = limits.max_num_seqs - admission.n_running
+        self._head: Request | None = None
+        self._place: Place | None = None
+        # The head, if there is no room for it.
+        self.lacks_cells: list[Request] = []
+
+    @property
+    def fair(self) -> FairState:
+        """Where the turns stand."""
+        return self._turns.state()
+
+    def head(self) -> Request | None:
+        """Who goes in next; None if nobody can: the next in order is never overtaken."""
+        head = self._turns.head() if self._n_ids else None
+        if head is not self._head:
+            self._head, self._place = head, None if head is None else self._admission.place(head)
+            self.lacks_cells = [] if head is None or self._place is not None else [head]
+        return None if self._place is None else head
+
+    def pass_over(self, request: Request) -> None:
+        """The head's client has had its share of this step."""
+        self._turns.leave(request)
+
+    def admit(self, request: Request) -> Place:
+        """The head goes in."""
+        if self._place is None:
+            raise ValueError("the head has no place")
+        self._n_ids -= 1
+        self._admission.take(request, self._place)
+        self._turns.take(request, len(request.token_ids) - self._place.n_cached)
+        return self._place
+
+
+class _Draft:
+    """A plan in the making: `expire`, `seat`, `give_tokens`."""
+
+    def __init__(self, view: View) -> None:
+        self._limits = view.limits
+        self._view = view
+        self._room = Room(view.n_free, view.prefix, view.running)
+        self._running = list(view.running)
+        self._waiting = view.waiting
+        self.expired: list[Request] = []
+        self.preempted: list[Request] = []
+        self.decoding: list[Request] = []
+        self.prompts: list[Request] = []
+        self.shares: list[_Share] = []
+        self.admitted: list[Admit] = []
+        self.short: list[Request] = []
+        self.fair = view.fair
+
+    def expire(self, now_s: float) -> None:
+        """Picks those whose deadline has passed; what the running ones hold can be had at once."""
+        waiting = [r for r in self._waiting if r.source.deadline_s <= now_s]
+        running = [r for r in self._running if r.source.deadline_s <= now_s]
+        self.expired = [*waiting, *(r for r in self._view.parked if r.source.deadline_s <= now_s), *running]
+        for request in running:
+            self._room.give_back(request)
+        if running:
+            self._running = [r for r in self._running if r.source.deadline_s > now_s]
+        if waiting:
+            self._waiting = self._waiting.without(waiting)
+
+    # --- a seat, and a cell for the next token, for everybody who runs ---
+
+    def seat(self) -> None:
+        """Seats all, or the least recently served; preempts for the cells that they lack."""
+        seated = sit(self._running, self._limits.n_seats)
+        if not self._room.take_one_each(seated):
+            n_seated, seated = len(seated), self._give_cells(seated)
+            if not seated and n_seated < len(self._running):
+                # All of them are behind cells of those who do not sit. Who can always get on sits first.
+                self.short.clear()
+                sure = sorted(self._running, key=lambda r: not r.is_secured)[:n_seated]
+                seated = self._give_cells([r for r in self._running if r in sure])
+        self.decoding = [r for r in seated if len(r.token_ids) - r.num_computed == 1]
+        if len(self.decoding) < len(seated):
+            self.prompts = [r for r in seated if r.num_missing > 1]
+
+    def _give_cells(self, seated: list[Request]) -> list[Request]:
+        """Those who get a cell, in queue order; the last ones give way until there is one."""
+        served = []
+        for request in seated:
+            if request in self.preempted:
+                continue
+            stream = stream_of(request)
+            while self._room.available(request, stream) < 1:
+                victim = self._victim(request, stream)
+                if victim is None:
+                    self.short.append(request)
+                    break
+                self._room.give_back(victim)
+                self.preempted.append(victim)
+            else:
+                self._room.take(request, stream, 1)
+                served.append(request)
+        return served
+
+    def _victim(self, request: Request, stream: int) -> Request | None:
+        """The last in queue order behind `request`, in its arena; never the first of all."""
+        for other in reversed(self._running[1:]):
+            if other is request:
+                return None
+            if stream_of(other) == stream and not other.is_secured and other not in self.preempted:
+                return other
+        return None
+
+    # --- tokens for prompts: of those who run, and of those who come ---
+
+    def give_tokens(self, now_s: float) -> None:
+        """Divides the step's prompt tokens in order; what is left goes to those who were cut short."""
+        door = None
+        if self._waiting and len(self._running) < self._limits.max_num_seqs and not self.preempted:
+            admission = Admission(self._room, self._view.prefix, self._running)
+            door = _Door(self._waiting, admission, self._view, now_s)
+            self._keep_a_seat(door)
+        elif not self.prompts:
+            return
+        budget = PrefillBudget(self._limits, self._view.speed, self.decoding)
+        n_seats = self._limits.n_seats - len(self.decoding) - len(self.prompts)
+        alone = len(self.prompts) + (0 if door is None else len(self._waiting)) == 1
+        prompts = iter(self.prompts)
+        mine = next(prompts, None)
+        while True:
+            head = None if door is None or not n_seats else self._next(door, budget)
+            if mine is not None and (head is None or mine.source.priority <= head.source.priority):
+                share = _Share(mine, mine.num_computed, stream_of(mine))
+                self._room.take(mine, share.stream, -1)  # the cell that came with its seat
+                mine = next(prompts, None)
+            elif head is not None and door is not None:
+                share = self._admit(head, door)
+                n_seats -= 1
+            else:
+                break
+            self._give(share, budget, alone=alone)
+            self.shares.append(share)
+        for share in self.shares:
+            self._give(share, budget, alone=True)
+        if door is not None:
+            self.fair = door.fair
+            self.short += door.lacks_cells
+
+    def _keep_a_seat(self, door: _Door) -> None:
+        """Where all seats are taken and somebody can come in, the most recently served leaves its seat."""
+        seated = [*self.decoding, *self.prompts]
+        if len(seated) < self._limits.n_seats or door.head() is None:
+            return
+        newest = max(reversed(seated), key=lambda r: r.last_step)
+        (self.prompts if newest.num_missing > 1 else self.decoding).remove(newest)
+        self._room.take(newest, stream_of(newest), -1)
+
+    def _next(self, door: _Door, budget: PrefillBudget) -> Request | None:
+        """Who goes in next, with a token left to compute for it."""
+        while budget.left:
+            head = door.head()
+            if head is None or budget.left_of_client(head) > 0:
+                return head
+            door.pass_over(head)
+        return None
+
+    def _admit(self, request: Request, door: _Door) -> _Share:
+        place = door.admit(request)
+        self._room.admit(request, place)
+        fork = None if place.fork is None else place.fork.ordinal
+        self.admitted.append(Admit(request.ordinal, place.stream, place.n_cached, place.source, fork))
+        return _Share(request, place.n_cached, place.stream)
+
+    def _give(self, share: _Share, budget: PrefillBudget, *, alone: bool) -> None:
+        """As many tokens as are missing, and as there are cells and budget for."""
+        room = self._room.available(share.request, share.stream)
+        n_wanted = min(share.n_missing, room)
+        n_tokens = budget.grant(share.request, n_wanted, share.n_tokens, alone=alone)
+        self._room.take(share.request, share.stream, n_tokens)
+        share.n_tokens += n_tokens
+
+    def n_free_wanted(self, *, cleaned: bool) -> tuple[int, ...]:
+        """Cells that must be free in each arena: what the step takes, and at a clean-up the rest above the
+        threshold."""
+        n_cells = self._limits.n_cells_per_stream
+        spare = n_cells - int(n_cells * self._limits.kv_eviction_threshold) if cleaned else 0
+        return tuple(max(spare, taken) for taken in self._room.taken)

@@ -42,9 +42,10 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """A request whose client has gone."""
+    """A request whose client has gone, or one choice of it that nobody reads any more."""
 
     request_id: RequestId
+    index: int | None = None
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from llaisys.engine.outputs import TokenLogprobs
-from llaisys.engine.request import BrokenInvariant, Request
+from llaisys.engine.prefix import CacheEdit, Retain, Split, Trim
+from llaisys.engine.request import BrokenInvariant, Request, Running
 from llaisys.errors import LlaisysError, RequestFailedError
 from llaisys.types import GgufTokenizer, ModelInfo
 
@@ -41,37 +42,74 @@ class WorkerSettings:
     n_batch: int
     max_model_len: int
     n_threads: int
+    n_streams: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chunk:
-    """Consecutive tokens of one sequence, from position `start`. `samples`: the last one gives an id."""
+    """Consecutive tokens of a running request, from position `start`. `samples`: the last gives an id."""
 
-    seq_id: int
+    request: Request
     start: int
-    token_ids: list[int]
+    token_ids: Sequence[int]
     samples: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkResult:
-    """What a chunk gave: an id if it samples, or the error that ends its request.
+@dataclass(slots=True)
+class Batch:
+    """One step: the newest token of each request of `decode`, which gives an id, then `chunks`.
 
-    `refused`: the core would not run it at all, even alone.
+    An *item* is a request of `decode` or a chunk, counted in this order.
     """
 
-    token_id: int | None = None
-    logprobs: TokenLogprobs | None = None
-    error: LlaisysError | None = None
-    refused: bool = False
+    decode: Sequence[Request]
+    chunks: Sequence[Chunk]
+
+    def __len__(self) -> int:
+        """Items."""
+        return len(self.decode) + len(self.chunks)
+
+    def part(self, first: int, end: int) -> Batch:
+        """The items `first <= i < end`."""
+        n = len(self.decode)
+        return Batch(self.decode[first:end], self.chunks[max(0, first - n) : max(0, end - n)])
+
+    def request(self, item: int) -> Request:
+        """Whose item it is."""
+        n = len(self.decode)
+        return self.decode[item] if item < n else self.chunks[item - n].request
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a batch gave, by item.
+
+    - `token_ids`: the sampled id; -1 where nothing was sampled.
+    - `logprobs`: of items that asked for them. `errors`: what ends the item's request.
+    - `refused`: items that the core would not run at all, even alone.
+    """
+
+    token_ids: list[int]
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    errors: dict[int, LlaisysError] = field(default_factory=dict)
+    refused: list[int] = field(default_factory=list)
+
+    def extend(self, other: StepResult) -> None:
+        """Appends the results of the next items."""
+        n = len(self.token_ids)
+        self.token_ids += other.token_ids
+        self.logprobs |= {n + item: entry for item, entry in other.logprobs.items()}
+        self.errors |= {n + item: error for item, error in other.errors.items()}
+        self.refused += [n + item for item in other.refused]
 
 
 class Worker:
     """Owns the context. Sequences are opened with their sampler and closed with their cells."""
 
-    def __init__(self, context: Context, make_spec: Callable[..., SamplerSpec]) -> None:
+    def __init__(self, context: Context, make_spec: Callable[..., SamplerSpec], n_streams: int = 1) -> None:
         self._context = context
         self._make_spec = make_spec
+        self._n_streams = n_streams
 
     @property
     def vocab_size(self) -> int:
@@ -88,14 +126,27 @@ class Worker:
         context = self._context
         return f"{context.isa}, {context.weight_bytes / 2**20:.0f} MiB of weights, {context.n_cells} KV cells"
 
-    def open_sequence(self, request: Request) -> int:
-        """Leases a sequence id and attaches the request's sampling. On an error nothing stays lent."""
+    @property
+    def n_seq_free(self) -> int:
+        """Sequence ids that can be lent."""
+        return self._context.n_seq_free
+
+    @property
+    def n_cells_free(self) -> tuple[int, ...]:
+        """Free KV cells, by arena."""
+        if self._n_streams == 1:
+            return (self._context.n_cells_free,)
+        return tuple(self._context.n_cells_free_in(stream) for stream in range(self._n_streams))
+
+    def open_sequence(self, request: Request, stream: int = 0) -> int:
+        """Leases a sequence id in an arena and attaches the request's sampling. On an error nothing stays
+        lent.
+        """
         spec = self._make_spec(**_spec_arguments(request))
-        n_prompt = len(request.source.prompt_token_ids)
         ids = np.array(request.token_ids, np.int32)
-        seq_id = self._context.seq_acquire()
+        seq_id = self._context.seq_acquire(stream)
         try:
-            self._context.set_sampler(seq_id, spec, ids[:n_prompt], ids[n_prompt:])
+            self._context.set_sampler(seq_id, spec, ids[: request.num_prompt], ids[request.num_prompt :])
         except BaseException:
             self._context.seq_release(seq_id)
             raise
@@ -105,28 +156,56 @@ class Worker:
         """Returns the id, its cells and its sampler."""
         self._context.seq_release(seq_id)
 
-    def run(self, chunks: Sequence[Chunk]) -> list[ChunkResult]:
-        """One decode of all chunks (one FFI crossing, GIL released); results in the order of the chunks.
+    def fork(self, source_id: int, seq_id: int, n_tokens: int) -> None:
+        """The empty sequence `seq_id` sees the first tokens of another: linked, or copied across arenas."""
+        self._context.kv_seq_cp(source_id, seq_id, 0, n_tokens)
+
+    def attach(self, parts: Sequence[tuple[int, int, int]], seq_id: int) -> None:
+        """The sequence goes on with these parts (segment, p0, p1) of the prefix cache: linked, or copied."""
+        for segment, p0, p1 in parts:
+            self._context.kv_attach(segment, seq_id, p0, p1)
+
+    def relink(self, parts: Sequence[tuple[int, int, int]], seq_id: int, n_tokens: int) -> None:
+        """After its first `n_tokens` tokens the sequence sees these parts instead of cells of its own."""
+        self._context.kv_seq_rm(seq_id, n_tokens, -1)
+        self.attach(parts, seq_id)
+
+    def edit(self, edits: Sequence[CacheEdit], seq_id: int = -1) -> None:
+        """Carries out what the prefix index decided; `seq_id` is the sequence that is being inserted."""
+        for edit in edits:
+            match edit:
+                case Retain(segment, p0, p1):
+                    self._context.kv_retain(segment, seq_id, p0, p1)
+                case Split(segment, at, tail):
+                    self._context.kv_segment_split(segment, at, tail)
+                case Trim(segment, at):
+                    self._context.kv_segment_trim(segment, at)
+
+    def run(self, batch: Batch) -> StepResult:
+        """One decode of all items (one FFI crossing, GIL released).
 
         Raises what the core raises; then nothing has changed.
         """
-        tokens: list[int] = []
-        positions: list[int] = []
-        wants = bytearray()
-        for chunk in chunks:
+        decode = batch.decode
+        tokens = [request.token_ids[-1] for request in decode]
+        positions = [request.num_computed for request in decode]
+        seq_ids = [sequence_of(request) for request in decode]
+        wants = bytearray([_LOGITS]) * len(decode)
+        for chunk in batch.chunks:
+            n = len(chunk.token_ids)
             tokens += chunk.token_ids
-            positions += range(chunk.start, chunk.start + len(chunk.token_ids))
-            wants += bytes(len(chunk.token_ids))
+            positions += range(chunk.start, chunk.start + n)
+            seq_ids += [sequence_of(chunk.request)] * n
+            wants += bytes(n)
             wants[-1] = _LOGITS if chunk.samples else 0
-        lengths = np.array([len(chunk.token_ids) for chunk in chunks])
         output = self._context.decode(
             np.array(tokens, np.int32),
             np.array(positions, np.int32),
             np.ones(len(tokens), np.int32),
-            np.repeat(np.array([chunk.seq_id for chunk in chunks], np.int64), lengths),
+            np.array(seq_ids, np.int64),
             np.frombuffer(wants, np.uint8),
         )
-        return _results(chunks, output)
+        return _result(batch, output)
 
     def check(self) -> None:
         """Checks the core's invariants; raises EngineDeadError if one is broken."""
@@ -151,8 +230,9 @@ def open_worker(settings: WorkerSettings) -> Worker:
         n_batch=settings.n_batch,
         max_model_len=settings.max_model_len,
         n_threads=settings.n_threads,
+        n_streams=settings.n_streams,
     )
-    return Worker(context, _core.SamplerSpec)
+    return Worker(context, _core.SamplerSpec, settings.n_streams)
 
 
 def available_isas() -> list[str]:
@@ -184,33 +264,36 @@ def _spec_arguments(request: Request) -> dict[str, Any]:
         "frequency_penalty": params.frequency_penalty,
         "logit_bias": list(params.logit_bias.items()),
         "min_tokens": params.min_tokens,
-        "stop_ids": list(request.stop_ids),
+        "stop_ids": sorted(request.stop_ids),
         "seed": request.seed,
+        "choice": request.index,
         "top_logprobs": -1 if params.logprobs is None else params.logprobs,
     }
 
 
-def _results(chunks: Sequence[Chunk], output: DecodeOutput) -> list[ChunkResult]:
-    """Output rows come in batch order, one for each chunk that samples."""
+def sequence_of(request: Request) -> int:
+    """The sequence id of a running request."""
+    if not isinstance(request.state, Running):
+        raise BrokenInvariant(f"a request that is {request.state!r} has no sequence")
+    return request.state.seq_id
+
+
+def _result(batch: Batch, output: DecodeOutput) -> StepResult:
+    """Output rows come in batch order, one for each item that samples."""
     ids: list[int] = output.token_ids.tolist()
-    n_rows = sum(chunk.samples for chunk in chunks)
-    if len(ids) != n_rows:
-        raise BrokenInvariant(f"the core gave {len(ids)} ids for {n_rows} rows")
-    logprobs = {
-        row: TokenLogprobs(ids[row], logprob, rank, top) for row, logprob, rank, top in output.logprobs
-    }
-    faults = dict(output.faults)
-    results: list[ChunkResult] = []
-    row_end, n_sampled = 0, 0
-    for chunk in chunks:
-        row_end += len(chunk.token_ids)
-        if not chunk.samples:
-            results.append(ChunkResult())
-            continue
-        fault = faults.get(row_end - 1)
-        if fault is not None:
-            results.append(ChunkResult(error=RequestFailedError(_FAULTS.get(fault, fault))))
-        else:
-            results.append(ChunkResult(ids[n_sampled], logprobs.get(n_sampled)))
-        n_sampled += 1
-    return results
+    items = list(range(len(batch.decode)))
+    items += [i for i, chunk in enumerate(batch.chunks, len(batch.decode)) if chunk.samples]
+    if len(ids) != len(items):
+        raise BrokenInvariant(f"the core gave {len(ids)} ids for {len(items)} rows")
+    result = StepResult(ids)
+    if batch.chunks:
+        result.token_ids = [-1] * len(batch)
+        for item, token_id in zip(items, ids, strict=True):
+            result.token_ids[item] = token_id
+    for row, logprob, rank, top in output.logprobs:
+        result.logprobs[items[row]] = TokenLogprobs(ids[row], logprob, rank, top)
+    if output.faults:
+        item_of = dict(zip(output.rows.tolist(), items, strict=True))
+        for batch_row, fault in output.faults:
+            result.errors[item_of[batch_row]] = RequestFailedError(_FAULTS.get(fault, fault))
+    return result

@@ -9,18 +9,21 @@ anew.
 from __future__ import annotations
 
 import errno
-import glob
 import logging
 import re
 import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
 
 from llaisys.errors import RejectedError, UnsupportedError
 from llaisys.hub.errors import PullError
+
+if TYPE_CHECKING:
+    from huggingface_hub import ResolvedRevision
 
 _LOG = logging.getLogger(__name__)
 _ID = re.compile(
@@ -28,7 +31,7 @@ _ID = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<variant>[\w.-]+(?:/[\w.-]+)*))?"
 )
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _SPLIT_GGUF = re.compile(r".*-\d{5}-of-\d{5}\.gguf")
 # What is read of a folder beside the weights; the first two must be there.
 _NEEDED = ("config.json", "tokenizer.json")
@@ -82,22 +85,31 @@ def fetch(asked: HubId, revision: str | None, progress: bool) -> Path:
     """
     import huggingface_hub
 
-    sizes, failure = _listed(asked, revision)
-    chosen = choose(asked, sizes)
-    if failure is None:
-        _check_room(asked, {name: sizes[name] for name in chosen}, revision)
     try:
-        folder = huggingface_hub.snapshot_download(
-            asked.repo,
-            revision=revision,
-            allow_patterns=[glob.escape(name) for name in chosen],
-            local_files_only=failure is not None,
-            tqdm_class=None if progress else _NoBar,
-        )
+        commit = huggingface_hub.resolve_revision(asked.repo, revision=revision)
+        sizes, failure = _listed(asked, commit)
     except Exception as e:  # the library lets its HTTP client's errors through, and that client has changed
+        raise _explained(asked, revision, e) from e
+    try:
+        chosen = choose(asked, sizes)
+    except (RejectedError, UnsupportedError) as e:
+        raise (_explained(asked, revision, failure) if failure is not None else e) from failure
+    if failure is None:
+        _check_room(asked, {name: sizes[name] for name in chosen}, commit)
+    try:  # one after the other, here: what a thread fetches goes on after Ctrl-C
+        paths = [
+            huggingface_hub.hf_hub_download(
+                asked.repo,
+                name,
+                revision=commit,
+                local_files_only=failure is not None,
+                tqdm_class=None if progress else _NoBar,
+            )
+            for name in chosen
+        ]
+    except Exception as e:
         raise _explained(asked, revision, failure or e) from e
-    weights = chosen[-1]
-    return Path(folder) / weights if weights.endswith(".gguf") else Path(folder)
+    return Path(paths[0]) if len(paths) == 1 else Path(paths[0]).parent
 
 
 def choose(asked: HubId, files: Collection[str]) -> list[str]:
@@ -179,11 +191,12 @@ class _NoBar(tqdm):  # type: ignore[type-arg]  # generic in its stub only
 
 
 def _safetensors(files: Collection[str]) -> list[str]:
-    """The weights that transformers would take: one file, or the index and its shards."""
+    """The weights that transformers would take: one file, or the index and all its shards."""
     if _SINGLE in files:
         return [_SINGLE]
     shards = sorted(name for name in files if _SHARD.fullmatch(name))
-    return [_INDEX, *shards] if shards and _INDEX in files else []
+    whole = len(shards) > 0 and shards[-1].endswith(f"-of-{len(shards):05}.safetensors")
+    return [_INDEX, *shards] if whole and _INDEX in files else []
 
 
 def _gguf(repo: str, variant: str, ggufs: list[str]) -> str:
@@ -205,37 +218,32 @@ def _gguf(repo: str, variant: str, ggufs: list[str]) -> str:
     raise RejectedError(f"{repo} has {problem} for {variant}{there}. Ask for {repo}:FILE.gguf", param="model")
 
 
-def _listed(asked: HubId, revision: str | None) -> tuple[Mapping[str, int], Exception | None]:
-    """Names and sizes of the repository's files: from the Hub, or of the last time and why the Hub is silent.
+def _listed(asked: HubId, commit: ResolvedRevision) -> tuple[Mapping[str, int], Exception | None]:
+    """Names and sizes of the repository's files: from the Hub, or from the cache and why.
 
-    Raises PullError if neither is to be had.
+    Raises the library's errors if neither is to be had.
     """
     import huggingface_hub
     from huggingface_hub import errors
 
     try:
-        facts = huggingface_hub.HfApi().model_info(asked.repo, revision=revision, files_metadata=True)
+        facts = huggingface_hub.HfApi().model_info(asked.repo, revision=commit.resolved, files_metadata=True)
         return {file.rfilename: file.size or 0 for file in facts.siblings or ()}, None
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as e:
-        raise _explained(asked, revision, e) from e
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
+        raise
     except Exception as e:  # noqa: BLE001 -- as in `fetch`
         failure = e
     try:
-        tree = huggingface_hub.get_cached_repo_tree(asked.repo, revision=revision)
-    except errors.CachedRepoTreeNotFoundError:
-        try:  # a cache that another program filled has no listing
-            folder = huggingface_hub.snapshot_download(asked.repo, revision=revision, local_files_only=True)
-        except errors.LocalEntryNotFoundError:
-            raise _explained(asked, revision, failure) from failure
-        sizes = {str(p.relative_to(folder)): p.stat().st_size for p in Path(folder).rglob("*") if p.is_file()}
-    else:
-        sizes = {file.path: file.size for file in tree}
+        folder = huggingface_hub.snapshot_download(asked.repo, revision=commit, local_files_only=True)
+    except errors.LocalEntryNotFoundError:
+        raise failure from None
     if not isinstance(failure, errors.OfflineModeIsEnabled):
         _LOG.warning("the Hub cannot be asked for %s (%s): using the cache", asked, _one_line(failure))
-    return sizes, failure
+    found = [path for path in Path(folder).rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.stat().st_size for path in found}, failure
 
 
-def _check_room(asked: HubId, sizes: Mapping[str, int], revision: str | None) -> None:
+def _check_room(asked: HubId, sizes: Mapping[str, int], commit: ResolvedRevision) -> None:
     """Refuses what the disk cannot take, before the first byte comes."""
     import huggingface_hub
     from huggingface_hub import constants
@@ -243,7 +251,9 @@ def _check_room(asked: HubId, sizes: Mapping[str, int], revision: str | None) ->
     missing = [
         n_bytes
         for name, n_bytes in sizes.items()
-        if not isinstance(huggingface_hub.try_to_load_from_cache(asked.repo, name, revision=revision), str)
+        if not isinstance(
+            huggingface_hub.try_to_load_from_cache(asked.repo, name, revision=commit.resolved), str
+        )
     ]
     cache = Path(constants.HF_HUB_CACHE).expanduser().absolute()
     n_free = shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.exists())).free
@@ -273,7 +283,7 @@ def _explained(asked: HubId, revision: str | None, error: Exception) -> PullErro
         text = f"{asked.repo} is not a name that the Hub can have: {_one_line(error)}"
     elif status in (401, 403):
         text = f"{hub} refuses the token for {asked.repo} ({status}): check HF_TOKEN"
-    elif isinstance(error, errors.OfflineModeIsEnabled):
+    elif isinstance(error, errors.OfflineModeIsEnabled) or constants.HF_HUB_OFFLINE:
         text = f"{asked}{at} is not (wholly) in the cache, and HF_HUB_OFFLINE is set: unset it to ask the Hub"
     elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
         text = f"the disk is full while {asked} is fetched into {constants.HF_HUB_CACHE}"

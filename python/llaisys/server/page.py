@@ -47,8 +47,8 @@ NOT_BUILT = """<!doctype html>
 <meta charset="utf-8">
 <title>LLAISYS</title>
 <h1>LLAISYS is running; its chat page is not built</h1>
-<p>The API at <code>/v1</code> works. For the page, install the LLAISYS wheel, which has it, or install Node.js 20.19
-or newer and run <code>make serve</code> again.
+<p>The API at <code>/v1</code> works. For the page, install the LLAISYS wheel, which has it, or install
+Node.js 20.19 or newer and run <code>make serve</code> again.
 </html>
 """
 

@@ -6,6 +6,7 @@ Invariant: a `Tokenizer` is never changed once made, so that any thread may use 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,21 @@ def _byte_alphabet() -> dict[int, int]:
 
 
 _BYTE_OF_CHARACTER = _byte_alphabet()
+# How SentencePiece writes a space in a token, and the token of a byte.
+_SPACE = "\u2581"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Tokenizer:
-    """A byte-level BPE tokenizer: every token is a fixed string of bytes."""
+    """A BPE tokenizer, byte-level or SentencePiece's: every token is a fixed string of bytes.
+
+    SentencePiece's drops the space that it puts in front of a text when it decodes one; an answer is the
+    middle of a text, so its first space stays.
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         """Takes the backend over; nobody else may hold it. Raises UnsupportedError for another kind."""
-        _check_byte_level(backend)
+        self._is_spaced = _is_spaced(backend)
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -87,6 +95,9 @@ class Tokenizer:
     def id_to_bytes(self, id: int) -> bytes:
         """The bytes of one token; empty if there is no such token."""
         token = self._tokens[id] if 0 <= id < len(self._tokens) else ""
+        if self._is_spaced:
+            byte = None if id in self._added else _BYTE_TOKEN.fullmatch(token)
+            return token.replace(_SPACE, " ").encode("utf-8") if byte is None else bytes.fromhex(byte[1])
         if id in self._added:
             return token.encode("utf-8")
         try:
@@ -172,13 +183,24 @@ def _add_bos(backend: tokenizers.Tokenizer, folder: Path) -> None:
         )
 
 
-def _check_byte_level(backend: tokenizers.Tokenizer) -> None:
-    state = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": "none"}
-    if state["type"] != "ByteLevel":
-        raise UnsupportedError(
-            f"the tokenizer's decoder is {state['type']}; ByteLevel is the one that is supported",
-            param="model",
-        )
+def _is_spaced(backend: tokenizers.Tokenizer) -> bool:
+    """False for a byte-level tokenizer, True for SentencePiece's. Raises UnsupportedError for another."""
+    decoder = backend.decoder
+    state: dict[str, Any] = {"type": "none"} if decoder is None else json.loads(decoder.__getstate__())
+    if state["type"] == "ByteLevel":
+        return False
+    steps: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else []
+    replace = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
+    bare = [replace, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    if steps in (bare, [*bare, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]):
+        return True
+    names = ", ".join(str(step["type"]) for step in steps)
+    kind = f"{state['type']} of {names}" if names else state["type"]
+    raise UnsupportedError(
+        f"the tokenizer's decoder is {kind}; supported are ByteLevel and SentencePiece's (Replace, "
+        "ByteFallback, Fuse, Strip)",
+        param="model",
+    )
 
 
 def _tokens_by_id(backend: tokenizers.Tokenizer) -> list[str]:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from fakes import core
-from fakes.asks import ask, limits
-from llaisys.engine.engine import LLMEngine
-from llaisys.engine.executor import Executor
-from llaisys.engine.outputs import EngineOutput
+from fakes.engines import NOW, Engine
 from llaisys.engine.request import BrokenInvariant
-from llaisys.engine.worker import Worker
 from llaisys.errors import (
     ContextLengthError,
     EngineDeadError,
@@ -22,47 +16,6 @@ from llaisys.errors import (
     RequestTimeoutError,
 )
 from llaisys.types import FinishReason
-
-NOW = 1000.0
-
-
-class Engine:
-    """An engine on a fake context that is checked after every step; collects what each request gets."""
-
-    def __init__(self, seed: int = 0, **changes: Any) -> None:
-        bounds = limits(**changes)
-        self.context = core.Context(
-            "fake",
-            n_cells=bounds.n_cells,
-            n_seq_max=bounds.max_num_seqs,
-            max_model_len=bounds.max_model_len,
-        )
-        worker = Worker(self.context, core.SamplerSpec)  # type: ignore[arg-type]
-        self.engine = LLMEngine(Executor(worker), bounds, seed)
-        self.tokens: dict[str, list[int]] = {}
-        self.ends: dict[str, EngineOutput] = {}
-
-    def submit(self, *names: str, **changes: Any) -> None:
-        for name in names:
-            self.engine.submit(ask(name, **changes))
-
-    def step(self, n: int = 1, now_s: float = NOW) -> None:
-        for _ in range(n):
-            for output in self.engine.step(now_s):
-                assert output.request_id not in self.ends, "an output after the end"
-                self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
-                if output.finish_reason is not None:
-                    self.ends[output.request_id] = output
-            self.engine.check()
-
-    def reasons(self) -> dict[str, FinishReason | None]:
-        return {name: end.finish_reason for name, end in self.ends.items()}
-
-    def finish(self) -> None:
-        while self.engine.has_work():
-            self.step()
-        assert self.context.n_cells_free == self.context.n_cells
-        assert self.context.n_seq_free == self.engine.limits.max_num_seqs
 
 
 def test_one_request_from_prompt_to_length() -> None:
@@ -181,7 +134,8 @@ def test_cancel_ends_once_and_gives_everything_back(n_steps: int) -> None:
         made.engine.cancel(name)
     made.step()
     assert made.reasons() == dict.fromkeys("ab", FinishReason.ABORT)
-    assert made.context.n_cells_free == made.context.n_cells
+    stats = made.engine.stats()
+    assert (stats.kv_cells_used, stats.kv_cells_retained) == (0, stats.kv_cells - stats.kv_cells_free)
     made.engine.cancel("a")
     assert not made.engine.has_work()
 
@@ -220,13 +174,30 @@ def test_a_sampler_that_the_core_refuses_fails_at_admission() -> None:
     assert made.tokens["good"] == core.answer([1, 2, 3], 10)
 
 
-def test_an_admitted_request_never_lacks_cells() -> None:
+def test_more_run_than_can_finish_and_who_gives_way_loses_nothing() -> None:
     made = Engine(n_cells=64, max_num_queued_reqs=20)
-    made.submit(*"abcdefghij", prompt=[1] * 20, max_tokens=10)
-    made.step()
-    assert made.engine.stats().num_running == 1  # one prompt fills the step; two answers fill the cells
+    prompts = {name: [i] * 12 for i, name in enumerate("abcdefgh")}
+    for name, prompt in prompts.items():
+        made.submit(name, prompt=prompt, max_tokens=40)
     made.finish()
-    assert {end.finish_reason for end in made.ends.values()} == {FinishReason.LENGTH}
+    assert made.engine.stats().num_preempted > 0
+    assert made.tokens == {name: core.answer(prompt, 40) for name, prompt in prompts.items()}
+
+
+def test_who_was_preempted_waits_with_its_tokens_and_nothing_else() -> None:
+    made = Engine(n_cells=64)
+    made.submit("a", prompt=[1] * 20, max_tokens=40)
+    made.submit("b", prompt=[2] * 20, max_tokens=40)
+    while made.engine.stats().num_preempted == 0:
+        made.step()
+    stats = made.engine.stats()
+    assert (stats.num_running, stats.waiting_by_reason["preempted"]) == (1, 1)
+    assert made.context.n_seq_free == 3
+    had = len(made.tokens["b"])
+    made.step(2)
+    assert len(made.tokens["b"]) == had, "the second in order waits until the first needs less"
+    made.finish()
+    assert made.tokens["b"] == core.answer([2] * 20, 40)
 
 
 def test_a_dead_core_ends_the_engine() -> None:
@@ -254,3 +225,107 @@ def test_close_is_the_contexts() -> None:
     made.engine.close()
     with pytest.raises(RejectedError, match="closed"):
         made.context.seq_acquire()
+
+
+def test_a_lost_sequence_id_is_noticed_by_the_books() -> None:
+    made = Engine()
+    made.submit("a")
+    made.context.seq_acquire()
+    with pytest.raises(BrokenInvariant, match="2 sequence ids are free, 1 run"):
+        made.finish()
+
+
+def test_an_id_that_cannot_be_had_ends_the_engine_without_the_books() -> None:
+    made = Engine(max_num_seqs=1)
+    made.engine.check = lambda: None  # type: ignore[method-assign]
+    made.context.seq_acquire()
+    made.submit("a")
+    with pytest.raises(BrokenInvariant, match="id"):
+        made.step()
+
+
+def test_who_cannot_run_although_nothing_does_is_given_up_once_then_the_engine() -> None:
+    """The zero-running lemma, with books that do not see what is wrong."""
+    made = Engine(max_num_seqs=2, max_num_queued_reqs=8)
+    made.engine.check = lambda: None  # type: ignore[method-assign]
+    made.context._refs = [1] * 256
+    made.submit("a", "b", "c")
+    made.step()
+    assert isinstance(made.ends["a"].error, RequestFailedError)
+    with pytest.raises(BrokenInvariant, match="0 requests run, 2 wait"):
+        made.step(1, NOW + 59)
+    made.step(1, NOW + 61)
+    assert set(made.ends) == {"a", "b"}
+
+
+def test_the_books_are_checked_every_so_often_and_when_idle() -> None:
+    made = Engine()
+    checked: list[int] = []
+    made.engine.check = lambda: checked.append(made.engine.stats().num_steps)  # type: ignore[method-assign]
+    made.submit("a", max_tokens=3)
+    while made.engine.has_work():
+        made.engine.step(NOW)
+    assert checked == [3]
+    made.submit("b", prompt=[1], max_tokens=60)
+    made.engine._tally.num_steps = 1020
+    for _ in range(5):
+        made.engine.step(NOW)
+    assert checked == [3, 1024]
+
+
+def test_stats_tell_what_waits_and_what_was_computed() -> None:
+    made = Engine(max_num_seqs=2)
+    made.submit("a", "b", "c", prompt=[1] * 6, max_tokens=3)
+    made.step(1, NOW)
+    made.step(1, NOW + 0.25)
+    stats = made.engine.stats()
+    assert stats.waiting_by_reason == {"capacity": 1, "preempted": 0, "sibling": 0, "remote_kv": 0}
+    assert (stats.num_running, stats.num_waiting, stats.step_decode_tokens) == (2, 1, 2)
+    assert stats.step_prefill_tokens == 0
+    assert stats.step_s == 0.25
+    made.finish()
+    stats = made.engine.stats()
+    assert (stats.finished, stats.num_submitted) == ({"length": 3}, 3)
+    assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (18, 5)
+
+
+# --- restores ---
+
+
+def test_who_waits_for_a_restore_blocks_nobody() -> None:
+    made = Engine(max_num_seqs=1)
+    made.engine.begin_restore("chat")
+    made.submit("a", session_id="chat")
+    made.submit("b")
+    made.finish()
+    assert set(made.ends) == {"b"}
+    assert made.engine.stats().waiting_by_reason["remote_kv"] == 1
+    assert made.engine.wait_s() == made.engine.limits.timeout_scan_s
+    made.engine.end_restore("chat")
+    made.submit("c", session_id="chat")
+    made.finish()
+    assert made.tokens == dict.fromkeys("abc", core.answer([1, 2, 3], 10))
+    assert made.engine.wait_s() is None
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_restore_that_fails_ends_its_requests(n: int) -> None:
+    made = Engine()
+    made.engine.begin_restore("chat")
+    made.submit("a", session_id="chat", n=n)
+    made.submit("b")
+    made.engine.end_restore("chat", RejectedError("the file is damaged"))
+    made.finish()
+    assert len(made.ends) == n + 1
+    assert "damaged" in str(made.ends["a"].error)
+    assert made.ends["b"].finish_reason is FinishReason.LENGTH
+
+
+def test_a_restore_has_the_deadline_and_can_be_cancelled() -> None:
+    made = Engine()
+    made.engine.begin_restore("chat")
+    made.submit("a", session_id="chat", deadline_s=NOW + 5)
+    made.submit("b", session_id="chat")
+    made.engine.cancel("b")
+    made.step(1, NOW + 5)
+    assert made.reasons() == {"a": FinishReason.TIMEOUT, "b": FinishReason.ABORT}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,58 +11,109 @@ from hypothesis import strategies as st
 from fakes import core
 from fakes.asks import ask
 from llaisys.engine.executor import Executor
-from llaisys.engine.request import Request
-from llaisys.engine.worker import Chunk, Worker
-from llaisys.errors import EngineDeadError, RequestFailedError
+from llaisys.engine.request import Request, Running
+from llaisys.engine.worker import Batch, Chunk, Worker
+from llaisys.errors import EngineDeadError, RejectedError, RequestFailedError
+
+NOW = 1000.0
 
 
-def step(last_tokens: list[int]) -> tuple[core.Context, Executor, list[Chunk]]:
-    """One sequence of three tokens for each last token."""
+def step(last_tokens: list[int], name: str = "r{}") -> tuple[core.Context, Executor, Batch]:
+    """One sequence of three tokens for each last token, of a request each."""
     n = len(last_tokens)
     context = core.Context("fake", n_cells=3 * n, n_seq_max=n, max_model_len=8)
-    executor = Executor(Worker(context, core.SamplerSpec))  # type: ignore[arg-type]
-    request = Request(ask(), ordinal=0, seed=0, token_limit=8)
-    chunks = [
-        Chunk(executor.open_sequence(request), 0, [1, i, t], samples=True) for i, t in enumerate(last_tokens)
-    ]
-    return context, executor, chunks
+    worker = Worker(context, core.SamplerSpec)  # type: ignore[arg-type]
+    chunks = []
+    for i, token in enumerate(last_tokens):
+        request = Request(ask(name.format(i)), ordinal=i, seed=0, token_limit=8)
+        request.state = Running(worker.open_sequence(request))
+        chunks.append(Chunk(request, 0, [1, i, token], samples=True))
+    return context, Executor(worker), Batch([], chunks)
 
 
 @given(st.integers(1, 40), st.data())
 def test_the_culprits_fail_and_the_innocent_do_not_notice(n: int, data: st.DataObject) -> None:
-    most = n if n < 4 else (n - 1) // 2
+    most = min(4, n if n < 4 else (n - 1) // 2)
     culprits = data.draw(st.sets(st.integers(0, n - 1), max_size=most))
-    context, executor, chunks = step([core.REFUSED if i in culprits else 5 for i in range(n)])
-    results = executor.run(chunks)
-    for i, result in enumerate(results):
-        if i in culprits:
-            assert isinstance(result.error, RequestFailedError)
-        else:
-            assert result.token_id == core.answer([1, i, 5], 1)[0]
+    context, executor, batch = step([core.REFUSED if i in culprits else 5 for i in range(n)])
+    result = executor.run(batch, NOW)
+    assert result.errors.keys() == culprits == set(result.refused)
+    assert all(isinstance(error, RequestFailedError) for error in result.errors.values())
+    want = [-1 if i in culprits else core.answer([1, i, 5], 1)[0] for i in range(n)]
+    assert result.token_ids == want
     assert context.n_cells_free == 3 * len(culprits)
     executor.check()
 
 
 def test_one_culprit_costs_a_bisection() -> None:
-    context, executor, chunks = step([core.REFUSED] + [5] * 63)
-    executor.run(chunks)
+    context, executor, batch = step([core.REFUSED] + [5] * 63)
+    executor.run(batch, NOW)
     assert context.n_decodes == 6  # the good half of each of six splits
 
 
+def test_beyond_the_cap_each_is_run_alone() -> None:
+    context, executor, batch = step([core.REFUSED if i in (0, 21, 42, 63) else 5 for i in range(64)])
+    asked = []
+    run = executor.worker.run
+    executor.worker.run = lambda part: asked.append(len(part)) or run(part)  # type: ignore[method-assign,func-returns-value]
+    result = executor.run(batch, NOW)
+    assert result.refused == [0, 21, 42, 63]
+    together = sum(n > 1 for n in asked)
+    assert together <= 1 + 2 * 6
+    assert len(asked) <= 1 + 2 * 6 + 64
+    assert context.n_decodes <= 64
+
+
+def test_a_batch_that_fails_together_and_not_in_parts_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    context, executor, batch = step([5] * 8)
+    decode = context.decode
+
+    def whole_fails(tokens: Any, *rest: Any) -> Any:
+        if len(tokens) == 24:
+            raise RejectedError("24 rows")
+        return decode(tokens, *rest)
+
+    context.decode = whole_fails  # type: ignore[method-assign]
+    result = executor.run(batch, NOW)
+    assert (len(result.token_ids), result.errors) == (8, {})
+    assert "8 items failed together and not in parts: 24 rows" in caplog.text
+
+
 def test_half_of_a_batch_refused_is_the_engines_fault() -> None:
-    _, executor, chunks = step([core.REFUSED, 5, core.REFUSED, 5])
+    _, executor, batch = step([core.REFUSED, 5, core.REFUSED, 5])
     with pytest.raises(EngineDeadError, match="2 of 4"):
-        executor.run(chunks)
+        executor.run(batch, NOW)
+
+
+@pytest.mark.parametrize("seconds", [14.9, 15.1])
+def test_five_refusals_within_a_minute_are_the_engines_fault(seconds: float) -> None:
+    _, executor, batch = step([core.REFUSED] * 5)
+    for i in range(4):
+        executor.run(batch.part(i, i + 1), NOW + i * seconds)
+    last = batch.part(4, 5)
+    if 4 * seconds > 60:
+        assert executor.run(last, NOW + 4 * seconds).refused == [0]
+    else:
+        with pytest.raises(EngineDeadError, match="5 requests"):
+            executor.run(last, NOW + 4 * seconds)
+
+
+def test_refused_choices_of_one_request_are_one_refusal() -> None:
+    _, executor, batch = step([core.REFUSED] * 8, name="one")
+    for i in range(8):
+        assert executor.run(batch.part(i, i + 1), NOW).refused == [0]
 
 
 def test_rows_that_came_out_wrong_are_their_requests_affair() -> None:
-    _, executor, chunks = step([core.NON_FINITE] * 4)
-    assert all(isinstance(result.error, RequestFailedError) for result in executor.run(chunks))
+    _, executor, batch = step([core.NON_FINITE] * 4)
+    result = executor.run(batch, NOW)
+    assert len(result.errors) == 4
+    assert result.refused == []
 
 
 @pytest.mark.parametrize(("trouble", "error"), [(core.DEADLY, EngineDeadError), (core.PANICS, core.Panic)])
 def test_a_lost_core_is_not_bisected(trouble: int, error: type[BaseException]) -> None:
-    context, executor, chunks = step([5, 5, trouble, 5])
+    context, executor, batch = step([5, 5, trouble, 5])
     with pytest.raises(error):
-        executor.run(chunks)
+        executor.run(batch, NOW)
     assert context.n_decodes == 0

@@ -46,6 +46,41 @@ def test_ids_outside_the_vocabulary_are_named(changes: dict[str, object], param:
     assert caught.value.param == param
 
 
-def test_a_lone_request_always_fits_the_cells() -> None:
+def test_a_lone_request_always_fits_the_cells_of_an_arena() -> None:
     with pytest.raises(RejectedError, match="64 is more than the 63"):
         limits(n_cells=63)
+    with pytest.raises(RejectedError, match="64 is more than the 60 KV cells of one of 4 arenas"):
+        limits(n_cells=240, n_streams=4)
+    with pytest.raises(RejectedError, match="cannot be divided"):
+        limits(n_cells=255, n_streams=2)
+    assert limits(n_cells=256, n_streams=4).n_cells_per_stream == 64
+
+
+def test_an_absent_max_tokens_is_clamped_and_an_excess_is_refused() -> None:
+    bounds = limits(max_output_tokens=20)
+    assert token_limit([1] * 3, SamplingParams(max_tokens=None), bounds) == 23
+    assert token_limit([1] * 60, SamplingParams(max_tokens=None), bounds) == 64
+    assert token_limit([1] * 3, SamplingParams(max_tokens=20), bounds) == 23
+    with pytest.raises(RejectedError, match="max_tokens is 21, 20 is the most") as caught:
+        token_limit([1] * 3, SamplingParams(max_tokens=21), bounds)
+    assert caught.value.param == "max_tokens"
+
+
+def test_a_prompt_has_its_own_bound() -> None:
+    bounds = limits(max_input_tokens=5)
+    assert token_limit([1] * 5, SamplingParams(max_tokens=1), bounds) == 6
+    with pytest.raises(ContextLengthError, match="has 6 tokens, max_input_tokens allows at most 5") as caught:
+        token_limit([1] * 6, SamplingParams(max_tokens=1), bounds)
+    assert caught.value.param == "prompt"
+
+
+def test_no_more_choices_than_may_run() -> None:
+    assert token_limit([1], SamplingParams(n=4, max_tokens=1), limits()) == 2
+    with pytest.raises(RejectedError, match="n is 5, 4 choices"):
+        token_limit([1], SamplingParams(n=5, max_tokens=1), limits())
+
+
+def test_seats_of_a_step() -> None:
+    assert limits().n_seats == 4
+    assert limits(max_batch_size=2).n_seats == 2
+    assert limits(max_num_batched_tokens=1).n_seats == 1

@@ -12,14 +12,19 @@ from llaisys.engine.request import (
     BrokenInvariant,
     Cancelled,
     Completed,
+    Displaced,
     Event,
     Expired,
     Failed,
     Finished,
+    Preempted,
     Request,
+    Restored,
+    RestoreFailed,
     Running,
     State,
     Waiting,
+    WaitingForRemoteKvs,
     advance,
     derive_seed,
 )
@@ -27,23 +32,35 @@ from llaisys.errors import RequestFailedError, RequestTimeoutError
 from llaisys.types import FinishReason
 
 ERROR = RequestFailedError("row")
-STATES: list[State] = [Waiting(), Running(7), Finished(FinishReason.STOP)]
+REMOTE = WaitingForRemoteKvs("chat")
+STATES: list[State] = [Waiting(), REMOTE, Running(7, 1), Preempted(), Finished(FinishReason.STOP)]
 EVENTS: list[Event] = [
-    Admitted(7),
+    Admitted(7, 1),
+    Displaced(),
+    Restored(),
+    RestoreFailed(ERROR),
     Completed(FinishReason.STOP, 5),
     Completed(FinishReason.LENGTH),
     Cancelled(),
     Expired(3.0),
     Failed(ERROR),
 ]
+ABORTED, BROKEN = Finished(FinishReason.ABORT), Finished(FinishReason.ERROR, error=ERROR)
 MOVES: dict[tuple[State, Event], State] = {
-    (Waiting(), Admitted(7)): Running(7),
-    (Waiting(), Cancelled()): Finished(FinishReason.ABORT),
-    (Waiting(), Failed(ERROR)): Finished(FinishReason.ERROR, error=ERROR),
-    (Running(7), Completed(FinishReason.STOP, 5)): Finished(FinishReason.STOP, 5),
-    (Running(7), Completed(FinishReason.LENGTH)): Finished(FinishReason.LENGTH),
-    (Running(7), Cancelled()): Finished(FinishReason.ABORT),
-    (Running(7), Failed(ERROR)): Finished(FinishReason.ERROR, error=ERROR),
+    (Waiting(), Admitted(7, 1)): Running(7, 1),
+    (Waiting(), Cancelled()): ABORTED,
+    (Waiting(), Failed(ERROR)): BROKEN,
+    (REMOTE, Restored()): Waiting(),
+    (REMOTE, RestoreFailed(ERROR)): BROKEN,
+    (REMOTE, Cancelled()): ABORTED,
+    (Running(7, 1), Displaced()): Preempted(),
+    (Running(7, 1), Completed(FinishReason.STOP, 5)): Finished(FinishReason.STOP, 5),
+    (Running(7, 1), Completed(FinishReason.LENGTH)): Finished(FinishReason.LENGTH),
+    (Running(7, 1), Cancelled()): ABORTED,
+    (Running(7, 1), Failed(ERROR)): BROKEN,
+    (Preempted(), Admitted(7, 1)): Running(7, 1),
+    (Preempted(), Cancelled()): ABORTED,
+    (Preempted(), Failed(ERROR)): BROKEN,
     (Finished(FinishReason.STOP), Cancelled()): Finished(FinishReason.STOP),
 }
 
@@ -85,13 +102,13 @@ def made(limit: int = 100, **changes: object) -> Request:
 def test_what_ends_an_answer(changes: dict[str, object], token: int, end: Completed | None) -> None:
     request = made(**changes)
     assert request.append(token) == end
-    assert (request.token_ids, request.num_output) == ([1, 2, 3, token], 1)
+    assert (request.token_ids.tolist(), request.num_output) == ([1, 2, 3, token], 1)
 
 
 def test_counts_and_stop_ids() -> None:
     request = made(stop_token_ids=[4])
-    assert (request.num_missing, request.num_output, request.stop_ids) == (3, 0, (256, 257, 4))
-    assert made(stop_token_ids=[4], ignore_eos=True).stop_ids == (4,)
+    assert (request.num_missing, request.num_output, request.stop_ids) == (3, 0, {256, 257, 4})
+    assert made(stop_token_ids=[4], ignore_eos=True).stop_ids == {4}
     request.num_computed = 3
     request.append(5)
     assert (request.num_missing, request.num_output) == (1, 1)

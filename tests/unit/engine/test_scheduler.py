@@ -1,114 +1,301 @@
-"""plan(view, now): budgets, order, admission, expiry. No engine, no core."""
+"""plan(view, now): budgets, seats, admission, preemption, expiry. No engine, no core."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes.asks import ask, limits
+from llaisys.engine.budget import PREFILL_TOKENS_MIN, StepSpeed
+from llaisys.engine.cells import HEADROOM_TOKENS
+from llaisys.engine.fairness import WaitingQueue, queue_key
 from llaisys.engine.limits import Limits, token_limit
-from llaisys.engine.request import Admitted, Request, advance
-from llaisys.engine.scheduler import Plan, PlannedChunk, View, admissible, plan, queue_key
+from llaisys.engine.plan import Admit, Plan, PlannedChunk, View
+from llaisys.engine.request import PREEMPTIONS_MAX, Admitted, Request, advance
+from llaisys.engine.scheduler import plan
 
 NOW = 1000.0
 
 
 def request(
-    name: str, n_prompt: int = 3, *, computed: int = -1, output: int = 0, **changes: object
+    ordinal: int, n_prompt: int = 3, *, computed: int = -1, output: int = 0, **changes: Any
 ) -> Request:
-    """A waiting request; with `computed` or `output`, a running one."""
-    source = ask(name, [1] * n_prompt, **changes)
-    made = Request(
-        source, ordinal=int(name), seed=0, token_limit=token_limit([1] * n_prompt, source.params, limits())
-    )
-    made.token_ids += [2] * output
+    """A waiting request; with `computed` or `output`, a running one. `stream`, `preempted`, `last_step`."""
+    stream, n_preempted = changes.pop("stream", 0), changes.pop("preempted", 0)
+    last_step = changes.pop("last_step", -1)
+    source = ask(f"{ordinal}", [1] * n_prompt, **changes)
+    limit = token_limit([1] * n_prompt, source.params, limits())
+    made = Request(source, ordinal=ordinal, seed=0, token_limit=limit)
+    made.token_ids.extend([2] * output)
+    made.num_preempted, made.last_step = n_preempted, last_step
     if computed >= 0 or output:
-        made.state = advance(made.state, Admitted(int(name)))
+        made.state = advance(made.state, Admitted(ordinal, stream))
         made.num_computed = computed if computed >= 0 else n_prompt + output - 1
     return made
 
 
-def planned(waiting: list[Request], running: list[Request], bounds: Limits | None = None) -> Plan:
-    view = View(sorted(waiting, key=queue_key), sorted(running, key=queue_key), bounds or limits())
-    return plan(view, NOW)
+def view_of(
+    waiting: list[Request], running: list[Request], bounds: Limits | None = None, **more: Any
+) -> View:
+    bounds = bounds or limits()
+    queue = WaitingQueue()
+    for each in waiting:
+        queue.add(each)
+    n_free = [bounds.n_cells_per_stream] * bounds.n_streams
+    for each in running:
+        n_free[each.state.stream] -= each.num_computed  # type: ignore[union-attr]
+    facts = {"n_free": tuple(n_free), "last_cleanup_s": NOW, **more}
+    return View(waiting=queue, running=sorted(running, key=queue_key), limits=bounds, **facts)
 
 
-def sizes(made: Plan) -> dict[str, int]:
-    return {chunk.request_id: chunk.n_tokens for chunk in made.chunks}
+def planned(
+    waiting: list[Request], running: list[Request], bounds: Limits | None = None, **more: Any
+) -> Plan:
+    return plan(view_of(waiting, running, bounds, **more), NOW)
+
+
+def sizes(made: Plan) -> dict[int, int]:
+    return {chunk.ordinal: chunk.n_tokens for chunk in made.chunks}
+
+
+def names(made: Plan) -> list[int]:
+    return [admit.ordinal for admit in made.admit]
+
+
+# --- tokens ---
 
 
 def test_nothing_gives_nothing() -> None:
-    assert planned([], []) == Plan((), (), ())
+    assert planned([], []) == Plan(n_free_wanted=(0,), scanned=True)
 
 
 def test_a_prompt_that_fits_is_computed_at_once_and_samples() -> None:
-    assert planned([request("1", 5)], []) == Plan((), ("1",), (PlannedChunk("1", 0, 5, True),))
+    made = planned([request(1, 5)], [])
+    assert (made.admit, made.chunks) == ((Admit(1),), (PlannedChunk(1, 0, 5, True),))
+    assert made.n_free_wanted == (5,)
 
 
 def test_a_long_prompt_is_cut_and_samples_with_its_last_chunk_only() -> None:
-    long = request("1", 40)
-    assert planned([long], []).chunks == (PlannedChunk("1", 0, 16, False),)
-    assert planned([], [request("1", 40, computed=16)]).chunks == (PlannedChunk("1", 16, 16, False),)
-    assert planned([], [request("1", 40, computed=32)]).chunks == (PlannedChunk("1", 32, 8, True),)
+    assert planned([request(1, 40)], []).chunks == (PlannedChunk(1, 0, 16, False),)
+    assert planned([], [request(1, 40, computed=16)]).chunks == (PlannedChunk(1, 16, 16, False),)
+    assert planned([], [request(1, 40, computed=32)]).chunks == (PlannedChunk(1, 32, 8, True),)
 
 
-def test_answers_come_before_prompts_and_prompts_share_the_rest() -> None:
-    made = planned([request("4", 10)], [request("1", 40, computed=16), request("2", 3, output=2)])
-    assert sizes(made) == {"2": 1, "1": 15}
-    made = planned([request("4", 10)], [request("1", 40, computed=32), request("2", 3, output=2)])
-    assert sizes(made) == {"2": 1, "1": 8, "4": 7}
-    assert made.admit == ("4",)
+def test_answers_come_first_and_a_long_prompt_leaves_half_to_others() -> None:
+    made = planned([request(4, 10)], [request(1, 40, computed=16), request(2, 3, output=2)])
+    assert (made.decode, sizes(made)) == ((2,), {1: 8, 4: 7})
+    made = planned([request(4, 3)], [request(1, 40, computed=16), request(2, 3, output=2)])
+    assert sizes(made) == {1: 12, 4: 3}, "what the other does not want comes back"
+    made = planned([], [request(1, 40, computed=16), request(2, 3, output=2)])
+    assert sizes(made) == {1: 15}
 
 
-def test_nobody_is_admitted_without_budget() -> None:
-    made = planned([request("4", 1)], [request("1", 40, computed=0)])
-    assert (made.admit, sizes(made)) == ((), {"1": 16})
+def test_nobody_is_admitted_without_a_token_to_compute() -> None:
+    bounds = limits(max_num_batched_tokens=2)
+    made = planned(
+        [request(4, 1)], [request(1, output=1), request(2, output=1)], limits(max_num_batched_tokens=3)
+    )
+    assert names(made) == [4]
+    made = planned([request(4, 9)], [request(1, 40, computed=1), request(2, 40, computed=1)], bounds)
+    assert (names(made), sum(sizes(made).values())) == ([4], 2)
 
 
-def test_answers_beyond_the_budget_advance_alike() -> None:
-    running = [request("1", output=3), request("2", output=1), request("3", output=2)]
-    assert sizes(planned([], running, limits(max_num_batched_tokens=2))) == {"2": 1, "3": 1}
+def test_a_threshold_bounds_a_prompt_even_if_it_is_alone() -> None:
+    assert sizes(planned([request(1, 40)], [], limits(long_prefill_token_threshold=5))) == {1: 5}
+
+
+def test_a_client_has_its_quota_and_holds_nobody_up() -> None:
+    bounds = limits(max_client_tokens_per_step=6)
+    running = [request(1, output=2, client_id="x")]
+    waiting = [request(2, 9, client_id="x"), request(3, 9, client_id="x"), request(4, 9, client_id="y")]
+    made = planned(waiting, running, bounds)
+    assert sizes(made) == {2: 5, 4: 6}
+
+
+@pytest.mark.parametrize(
+    ("speed", "n_tokens"),
+    [
+        (StepSpeed(), 400),
+        (StepSpeed(0.05, 0.001), 200),
+        (StepSpeed(None, 0.001), 250),
+        (StepSpeed(0.2, 0.0001), 400),
+        (StepSpeed(9.0, 0.001), PREFILL_TOKENS_MIN),
+        (StepSpeed(0.01, 1e-309), 400),
+    ],
+)
+def test_prompts_get_no_more_than_the_time_of_a_step(speed: StepSpeed, n_tokens: int) -> None:
+    bounds = limits(max_num_batched_tokens=400, max_model_len=1000, n_cells=1000, max_step_time_s=0.25)
+    long = Request(ask("1", [1] * 900), ordinal=1, seed=0, token_limit=910)
+    assert sizes(plan(view_of([long], [], bounds, speed=speed), NOW)) == {1: n_tokens}
+
+
+def test_speed_is_learnt_from_steps() -> None:
+    speed = StepSpeed()
+    for _ in range(40):
+        speed = speed.observe(0.01, 0)
+        speed = speed.observe(0.11, 100)
+    assert speed.step_s == pytest.approx(0.01)
+    assert speed.prefill_token_s == pytest.approx(0.001)
+    once = speed.observe(10.0, 100)
+    assert once.prefill_token_s == pytest.approx(0.001 + 0.2 * (0.0999 - 0.001))
+
+
+# --- seats ---
+
+
+def test_more_run_than_sit_and_all_have_their_turn() -> None:
+    running = [request(i, output=1, last_step=i % 3) for i in range(4)]
+    assert planned([], running, limits(max_batch_size=2)).decode == (0, 3)
+    assert planned([], running, limits(max_num_batched_tokens=2)).decode == (0, 3)
+
+
+def test_a_new_request_takes_the_seat_of_the_most_recently_served() -> None:
+    running = [request(i, output=1, last_step=3 - i) for i in range(2)]
+    made = planned([request(5, 3)], running, limits(max_batch_size=2))
+    assert (made.decode, names(made)) == ((1,), [5])
+    assert made.n_free_wanted == (4,)
+    made = planned([request(5, 3)], running, limits(max_batch_size=2, max_num_seqs=2))
+    assert (made.decode, names(made)) == ((0, 1), [])
+
+
+# --- order ---
 
 
 def test_priority_then_arrival() -> None:
-    waiting = [request("1"), request("2", priority=1), request("3", priority=-1)]
-    assert planned(waiting, [], limits(max_num_seqs=2)).admit == ("3", "1")
+    waiting = [request(1), request(2, priority=1), request(3, priority=-1)]
+    assert names(planned(waiting, [], limits(max_num_seqs=2))) == [3, 1]
+    made = planned([request(4, 20, priority=-1)], [request(1, 40, computed=4)])
+    assert list(sizes(made)) == [4, 1], "a better priority has its tokens first"
 
 
-def test_the_head_is_never_overtaken() -> None:
-    small = limits(n_cells=64, max_model_len=64)
-    waiting = [request("2", 40, max_tokens=24), request("3", 1, max_tokens=1)]
-    running = [request("1", 3, output=1)]
-    assert planned(waiting, running, small).admit == ()
-    assert planned(waiting, [], small).admit == ("2",)
+def test_the_next_in_order_is_never_overtaken() -> None:
+    small = limits(n_cells=64)
+    waiting = [request(2, 40, max_tokens=24), request(3, 1, max_tokens=1)]
+    assert names(planned(waiting, [request(1, 20, output=1)], small)) == []
+    assert names(planned(waiting, [], small)) == [2, 3]
 
 
-def test_cells_are_reserved_for_the_worst_case() -> None:
-    small = limits(n_cells=64, max_model_len=64)
-    waiting = [request(str(i), 6, max_tokens=10) for i in range(9)]
-    assert planned(waiting, [], limits(n_cells=64, max_num_batched_tokens=64)).admit == ("0", "1", "2", "3")
-    assert [r.request_id for r in admissible(View(waiting, [request("9", 6, output=1)], small))] == [
-        "0",
-        "1",
-        "2",
+def test_who_has_waited_too_long_goes_first() -> None:
+    waiting = [
+        request(1, priority=-1, arrival_s=NOW - 1),
+        request(2, arrival_s=NOW - 61),
+        request(3, arrival_s=NOW - 60),
     ]
+    assert names(planned(waiting, [], limits(max_num_seqs=1))) == [2]
+    assert names(planned(waiting[::2], [], limits(max_num_seqs=1))) == [3]
+    assert names(planned(waiting[:1], [], limits(max_num_seqs=1))) == [1]
+
+
+# --- cells ---
+
+
+def test_admission_leaves_room_for_the_near_future_of_those_who_run() -> None:
+    bounds = limits(n_cells=64)
+    running = [request(1, 20, output=1, max_tokens=30)]  # 20 cells held, 1 + 8 soon
+    assert names(planned([request(2, 27, max_tokens=30)], running, bounds)) == [2]
+    assert 64 - 20 - 1 - HEADROOM_TOKENS == 27 + HEADROOM_TOKENS
+    assert names(planned([request(2, 28, max_tokens=30)], running, bounds)) == []
+    assert names(planned([request(2, 34, max_tokens=1)], running, bounds)) == [2], "no more than it can use"
+
+
+def test_who_lacks_a_cell_has_the_last_in_order_preempted() -> None:
+    bounds = limits(n_cells=64, max_num_batched_tokens=64)
+    running = [request(i, 15, output=2, max_tokens=40, priority=int(i == 1)) for i in range(4)]
+    made = planned([request(9, 1)], running, bounds)
+    assert (made.preempt, made.decode, made.admit) == ((1,), (0, 2, 3), ())
+    assert made.n_free_wanted == (3,)
+
+
+def test_the_first_is_never_preempted_and_the_last_sits_out() -> None:
+    bounds = limits(n_cells=64, max_num_batched_tokens=64)
+    running = [
+        request(0, 40, output=5, max_tokens=15, preempted=PREEMPTIONS_MAX),
+        request(1, 5, output=1, max_tokens=20),
+    ]
+    made = planned([], running, bounds)
+    assert (made.decode, made.preempt) == ((0, 1), ())
+    tight = planned([], running, bounds, n_free=(11,))
+    assert (tight.decode, tight.preempt) == ((0,), ()), "11 cells are set aside for the first"
+
+
+def test_a_secured_request_is_admitted_with_its_worst_case_only() -> None:
+    bounds = limits(n_cells=64)
+    often = {"preempted": PREEMPTIONS_MAX, "max_tokens": 30}
+    running = [request(0, 10, output=1, max_tokens=30)]  # holds 10, needs 9 soon
+    assert names(planned([request(1, 15, **often)], running, bounds)) == [1]
+    assert names(planned([request(1, 16, **often)], running, bounds)) == []
+
+
+def test_a_secured_request_is_no_victim_and_its_cells_are_nobodys() -> None:
+    bounds = limits(n_cells=64, max_num_batched_tokens=64)
+    running = [
+        request(0, 15, output=2, max_tokens=40),
+        request(1, 15, output=2, max_tokens=40),
+        request(2, 15, output=2, max_tokens=12, preempted=PREEMPTIONS_MAX),
+    ]
+    made = planned([], running, bounds, n_free=(11,))
+    assert (made.preempt, made.decode) == ((1,), (0, 2))
+
+
+def test_arenas_have_their_own_cells() -> None:
+    bounds = limits(n_cells=128, n_streams=2, max_num_batched_tokens=64)
+    running = [request(0, 30, output=2, max_tokens=30), request(1, 30, output=2, max_tokens=30, stream=1)]
+    made = planned([request(2, 20)], running, bounds, n_free=(5, 40))
+    assert made.admit == (Admit(2, stream=1, source=1),)
+    assert made.n_free_wanted == (1, 21)
+    made = planned([], running, bounds, n_free=(0, 40))
+    assert (made.decode, made.preempt) == ((1,), ()), "a neighbour in another arena is no help"
+
+
+# --- deadlines and clean-up ---
 
 
 def test_the_expired_go_first_and_their_room_is_used() -> None:
-    late = request("1", 3, output=1, deadline_s=NOW)
-    waiting = [request("2", deadline_s=NOW - 1), request("3"), request("4", deadline_s=NOW + 1e-6)]
+    late = request(1, 3, output=1, deadline_s=NOW)
+    waiting = [request(2, deadline_s=NOW - 1), request(3), request(4, deadline_s=NOW + 1e-6)]
     made = planned(waiting, [late], limits(max_num_seqs=1))
-    assert (made.expire, made.admit) == (("2", "1"), ("3",))
-    assert sizes(made) == {"3": 3}
+    assert (made.expire, names(made)) == ((2, 1), [3])
+    assert sizes(made) == {3: 3}
+
+
+def test_deadlines_are_looked_at_once_a_scan() -> None:
+    late = request(1, 3, output=1, deadline_s=NOW)
+    bounds = limits(timeout_scan_s=0.5)
+    assert planned([], [late], bounds, last_scan_s=NOW - 0.4).expire == ()
+    made = planned([], [late], bounds, last_scan_s=NOW - 0.5)
+    assert (made.expire, made.scanned) == ((1,), True)
+
+
+def test_the_parked_expire_too() -> None:
+    made = planned([], [], parked=(request(7, deadline_s=NOW),))
+    assert made.expire == (7,)
+
+
+def test_a_clean_up_wants_the_cells_above_the_threshold() -> None:
+    bounds = limits(kv_eviction_threshold=0.8, n_cells=100, kv_cleanup_interval_s=1.0)
+    assert planned([], [], bounds, last_cleanup_s=NOW - 1).n_free_wanted == (20,)
+    assert planned([], [], bounds, last_cleanup_s=NOW - 0.9).n_free_wanted == (0,)
+
+
+# --- every plan ---
 
 
 @st.composite
 def views(draw: st.DrawFn) -> View:
+    n_streams = draw(st.sampled_from([1, 1, 2]))
     bounds = limits(
         max_num_seqs=draw(st.integers(1, 6)),
+        max_batch_size=draw(st.sampled_from([None, 1, 3])),
         max_num_batched_tokens=draw(st.integers(1, 40)),
-        n_cells=draw(st.integers(64, 300)),
+        n_cells=n_streams * draw(st.integers(64, 200)),
+        n_streams=n_streams,
+        long_prefill_token_threshold=draw(st.sampled_from([None, 3])),
+        max_client_tokens_per_step=draw(st.sampled_from([None, 1, 7])),
     )
+    n_free = [bounds.n_cells_per_stream] * n_streams
     running: list[Request] = []
     waiting: list[Request] = []
     for i in range(draw(st.integers(0, 12))):
@@ -116,44 +303,59 @@ def views(draw: st.DrawFn) -> View:
         facts = {
             "max_tokens": draw(st.integers(1, 34)),
             "priority": draw(st.integers(-1, 1)),
+            "client_id": draw(st.sampled_from("xyz")),
             "deadline_s": draw(st.sampled_from([NOW, NOW + 1])),
+            "arrival_s": NOW - draw(st.sampled_from([0, 61])),
+            "last_step": draw(st.integers(0, 3)),
         }
-        each = request(str(i), n_prompt, **facts)
-        if draw(st.booleans()) and admissible(View([each], running, bounds)):
-            each = request(str(i), n_prompt, computed=draw(st.integers(0, n_prompt - 1)), **facts)
+        stream = draw(st.integers(0, n_streams - 1))
+        each = request(i, n_prompt, **facts)
+        if draw(st.booleans()) and len(running) < bounds.max_num_seqs:
+            computed = draw(st.integers(0, min(n_prompt - 1, n_free[stream])))
+            each = request(i, n_prompt, computed=computed, stream=stream, **facts)
+            n_free[stream] -= computed
             running.append(each)
         else:
             waiting.append(each)
-    return View(sorted(waiting, key=queue_key), sorted(running, key=queue_key), bounds)
+    return view_of(waiting, running, bounds, n_free=tuple(n_free))
 
 
 @given(views())
 def test_every_plan_keeps_the_bounds(view: View) -> None:
     made = plan(view, NOW)
     assert plan(view, NOW) == made
-    by_id = {r.request_id: r for r in (*view.waiting, *view.running)}
+    bounds = view.limits
+    by_id = {r.ordinal: r for r in (*view.waiting, *view.running)}
     gone = set(made.expire)
-    assert gone == {name for name, r in by_id.items() if r.source.deadline_s <= NOW}
-    kept = [r for r in view.running if r.request_id not in gone]
-    admitted = [by_id[name] for name in made.admit]
-    # budgets: tokens, sequences, cells of the worst case
-    assert sum(c.n_tokens for c in made.chunks) <= view.limits.max_num_batched_tokens
-    assert len(admitted) <= max(0, view.limits.max_num_seqs - len(kept))
-    if admitted:
-        assert sum(r.token_limit for r in (*kept, *admitted)) <= view.limits.n_cells
-    # the queue's order, nobody overtaken
-    assert (
-        list(made.admit) == [r.request_id for r in view.waiting if r.request_id not in gone][: len(admitted)]
-    )
-    # chunks: once each, of those who run, from where they are
-    assert len({c.request_id for c in made.chunks}) == len(made.chunks)
-    assert (
-        set(made.admit) <= {c.request_id for c in made.chunks} <= {r.request_id for r in (*kept, *admitted)}
-    )
+    assert gone == {i for i, r in by_id.items() if r.source.deadline_s <= NOW}
+    kept = [r for r in view.running if r.ordinal not in gone]
+    admitted = {admit.ordinal: admit for admit in made.admit}
+    # budgets: tokens, seats, ids
+    assert len(made.decode) + sum(c.n_tokens for c in made.chunks) <= bounds.max_num_batched_tokens
+    assert len(made.decode) + len(made.chunks) <= (bounds.max_batch_size or bounds.max_num_seqs)
+    assert len(admitted) <= bounds.max_num_seqs - len(kept)
+    for client in "xyz" if bounds.max_client_tokens_per_step else "":
+        mine = [c for c in made.chunks if by_id[c.ordinal].source.client_id == client]
+        assert sum(c.n_tokens for c in mine) <= (bounds.max_client_tokens_per_step or 0)
+    # cells: what is taken is there, once the expired and the preempted have left
+    free = list(view.n_free)
+    for i in (*made.expire, *made.preempt):
+        if by_id[i] in view.running:
+            free[by_id[i].state.stream] += by_id[i].num_computed  # type: ignore[union-attr]
+    assert all(wanted <= n for wanted, n in zip(made.n_free_wanted, free, strict=True))
+    # rows: once each, of those who run or come in, from where they are
+    rows = [*made.decode, *(c.ordinal for c in made.chunks)]
+    assert len(set(rows)) == len(rows)
+    running_now = {r.ordinal for r in kept} - set(made.preempt) | set(admitted)
+    assert set(admitted) <= set(rows) <= running_now
     for chunk in made.chunks:
-        request = by_id[chunk.request_id]
-        assert chunk.start == request.num_computed
-        assert 1 <= chunk.n_tokens <= request.num_missing
-        assert chunk.samples == (chunk.n_tokens == request.num_missing)
+        each = by_id[chunk.ordinal]
+        assert chunk.start == each.num_computed
+        assert 1 <= chunk.n_tokens <= (bounds.long_prefill_token_threshold or each.num_missing)
+        assert chunk.samples == (chunk.n_tokens == each.num_missing)
+    assert all(by_id[i].num_missing == 1 for i in made.decode)
+    # the first in order is never preempted, and nobody comes in where somebody has to go
+    assert not kept or kept[0].ordinal not in made.preempt
+    assert not (made.preempt and made.admit)
     # progress: somebody open means that something is computed
-    assert bool(made.chunks) == bool(kept or set(by_id) - gone)
+    assert bool(rows) == bool(set(by_id) - gone)

@@ -10,15 +10,18 @@ import pytest
 
 from fakes import core
 from fakes.asks import ask
-from llaisys.engine.request import Request
+from llaisys.engine.prefix import Retain, Split, Trim
+from llaisys.engine.request import BrokenInvariant, Request, Running
 from llaisys.engine.worker import (
+    Batch,
     Chunk,
-    ChunkResult,
+    StepResult,
     Worker,
     WorkerSettings,
     available_isas,
     inspect_model,
     open_worker,
+    sequence_of,
 )
 from llaisys.errors import RejectedError, RequestFailedError
 
@@ -37,52 +40,112 @@ def request(**changes: Any) -> Request:
     return Request(ask(**changes), ordinal=0, seed=5, token_limit=32)
 
 
+def opened(worker: Worker, **changes: Any) -> Request:
+    """A request with a sequence."""
+    made = request(**changes)
+    made.state = Running(worker.open_sequence(made))
+    return made
+
+
+def computed(made: Request, n: int, token: int) -> None:
+    """As the engine settles: `n` tokens are computed, and `token` was sampled."""
+    made.num_computed += n
+    made.append(token)
+
+
 def test_chunks_of_two_sequences_in_one_decode(worker: Worker, context: core.Context) -> None:
-    a, b = worker.open_sequence(request()), worker.open_sequence(request(prompt=[7] * 9))
-    results = worker.run([Chunk(a, 0, [1, 2, 3], samples=True), Chunk(b, 0, [7] * 4, samples=False)])
-    assert results == [ChunkResult(core.answer([1, 2, 3], 1)[0]), ChunkResult()]
-    results = worker.run([Chunk(b, 4, [7] * 5, samples=True), Chunk(a, 3, [50], samples=True)])
-    want = [core.answer([7] * 9, 1)[0], core.answer([1, 2, 3, 50], 1)[0]]
-    assert [r.token_id for r in results] == want
-    assert (context.n_decodes, worker.n_cells_used) == (2, 13)
-    worker.close_sequence(a)
-    worker.close_sequence(b)
+    a, b = opened(worker), opened(worker, prompt=[7] * 9)
+    first = worker.run(Batch([], [Chunk(a, 0, [1, 2, 3], samples=True), Chunk(b, 0, [7] * 4, samples=False)]))
+    assert first == StepResult([core.answer([1, 2, 3], 1)[0], -1])
+    computed(a, 3, 50)
+    second = worker.run(Batch([a], [Chunk(b, 4, [7] * 5, samples=True)]))
+    assert second == StepResult([core.answer([1, 2, 3, 50], 1)[0], core.answer([7] * 9, 1)[0]])
+    assert (context.n_decodes, worker.n_cells_used, worker.n_cells_free) == (2, 13, (51,))
+    worker.close_sequence(sequence_of(a))
+    worker.close_sequence(sequence_of(b))
     worker.check()
-    assert (worker.n_cells_used, context.n_seq_free) == (0, 2)
+    assert (worker.n_cells_used, worker.n_seq_free) == (0, 2)
+
+
+def test_a_batch_is_cut_between_items(worker: Worker) -> None:
+    a, b = opened(worker), opened(worker)
+    chunks = [Chunk(b, 0, [1], samples=True), Chunk(b, 1, [2], samples=True)]
+    batch = Batch([a], chunks)
+    assert [batch.part(i, i + 1).request(0) for i in range(3)] == [a, b, b]
+    assert (len(batch), len(batch.part(0, 2)), batch.part(1, 3)) == (3, 2, Batch([], chunks))
+    whole = StepResult([1], errors={0: ValueError()})  # type: ignore[dict-item]
+    whole.extend(StepResult([2, 3], refused=[1]))
+    assert (whole.token_ids, list(whole.errors), whole.refused) == ([1, 2, 3], [0], [2])
+
+
+def test_a_request_without_a_sequence_has_no_rows(worker: Worker) -> None:
+    with pytest.raises(BrokenInvariant, match="no sequence"):
+        worker.run(Batch([request()], []))
+
+
+def test_the_index_s_edits_reach_the_cells(worker: Worker, context: core.Context) -> None:
+    a = opened(worker)
+    worker.run(Batch([], [Chunk(a, 0, [1, 2, 3, 4, 5, 6], samples=False)]))
+    worker.edit([Retain(1, 0, 6), Split(1, 4, 2), Trim(2, 5)], sequence_of(a))
+    worker.close_sequence(sequence_of(a))
+    assert worker.n_cells_used == 5
+    b = opened(worker)
+    worker.attach([(1, 0, 4), (2, 4, 5)], sequence_of(b))
+    c = opened(worker)
+    worker.fork(sequence_of(b), sequence_of(c), 3)
+    assert (worker.n_cells_used, context.kv_seq_pos_max(sequence_of(b))) == (5, 4)
+    worker.run(Batch([], [Chunk(c, 3, [9, 9], samples=False)]))
+    worker.relink([(1, 3, 4)], sequence_of(c), 3)
+    assert (worker.n_cells_used, context.kv_seq_pos_max(sequence_of(c))) == (5, 3)
+    worker.check()
+
+
+def test_arenas_are_copied_between(context: core.Context) -> None:
+    context = core.Context("fake", n_cells=64, n_seq_max=2, max_model_len=32, n_streams=2)
+    worker = Worker(context, core.SamplerSpec, 2)  # type: ignore[arg-type]
+    a, b = request(), request()
+    a.state, b.state = Running(worker.open_sequence(a, 0), 0), Running(worker.open_sequence(b, 1), 1)
+    worker.run(Batch([], [Chunk(a, 0, [1, 2, 3], samples=False)]))
+    worker.fork(sequence_of(a), sequence_of(b), 2)
+    assert worker.n_cells_free == (29, 30)
 
 
 def test_the_request_becomes_the_samplers_spec(worker: Worker, context: core.Context) -> None:
-    seq = worker.open_sequence(
-        request(temperature=0.5, top_k=3, logit_bias={4: 1.5}, min_tokens=2, stop_token_ids=[9], logprobs=1)
+    asked = request(
+        temperature=0.5, top_k=3, logit_bias={4: 1.5}, min_tokens=2, stop_token_ids=[9], logprobs=1
     )
+    asked.index = 3
+    seq = worker.open_sequence(asked)
     want = core.SamplerSpec(
         temperature=0.5,
         top_k=3,
         logit_bias=[(4, 1.5)],
         min_tokens=2,
-        stop_ids=[256, 257, 9],
+        stop_ids=[9, 256, 257],
         seed=5,
+        choice=3,
         top_logprobs=1,
     )
     assert context._lent[seq].spec == want
 
 
 def test_logprobs_go_to_the_row_that_asked(worker: Worker) -> None:
-    a, b = worker.open_sequence(request()), worker.open_sequence(request(logprobs=2))
-    plain, wanted = worker.run([Chunk(a, 0, [1], samples=True), Chunk(b, 0, [1], samples=True)])
-    assert plain.logprobs is None
-    assert wanted.logprobs is not None
-    assert (wanted.logprobs.token_id, wanted.logprobs.rank) == (wanted.token_id, 1)
-    assert wanted.logprobs.top[0] == (wanted.token_id, -0.5)
-    assert len(wanted.logprobs.top) == 2
+    a, b = opened(worker), opened(worker, logprobs=2)
+    result = worker.run(Batch([], [Chunk(a, 0, [1], samples=True), Chunk(b, 0, [1], samples=True)]))
+    (item,) = result.logprobs
+    entry = result.logprobs[item]
+    assert (item, entry.token_id, entry.rank) == (1, result.token_ids[1], 1)
+    assert entry.top[0] == (entry.token_id, -0.5)
+    assert len(entry.top) == 2
 
 
 def test_a_faulty_row_is_its_own_error(worker: Worker) -> None:
-    a, b = worker.open_sequence(request()), worker.open_sequence(request())
-    bad, good = worker.run([Chunk(a, 0, [1, core.NON_FINITE], samples=True), Chunk(b, 0, [1], samples=True)])
-    assert isinstance(bad.error, RequestFailedError)
-    assert "not finite" in str(bad.error)
-    assert good.token_id == core.answer([1], 1)[0]
+    a, b = opened(worker), opened(worker)
+    bad = Chunk(a, 0, [1, core.NON_FINITE], samples=True)
+    result = worker.run(Batch([], [bad, Chunk(b, 0, [1], samples=True)]))
+    assert isinstance(result.errors.pop(0), RequestFailedError)
+    assert (result.errors, result.refused) == ({}, [])
+    assert result.token_ids[1] == core.answer([1], 1)[0]
 
 
 def test_a_refused_sampler_gives_its_id_back(worker: Worker, context: core.Context) -> None:

@@ -7,7 +7,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import ResolvedRevision, constants
 
 from llaisys.errors import LlaisysError, RejectedError, UnsupportedError
 from llaisys.hub import PullError
@@ -15,6 +15,7 @@ from llaisys.hub.huggingface import HubId, _check_room, choose, parse
 
 SMALL = ["config.json", "tokenizer.json"]
 INDEX = "model.safetensors.index.json"
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 QUANTS = ["x-Q4_0.gguf", "x-Q4_K_M.gguf", "x-Q4_K_S.gguf", "BF16/x.BF16.gguf", "mmproj-x-Q8_0.gguf"]
 
 
@@ -107,6 +108,7 @@ def test_a_variant_is_one_file(variant: str, chosen: str) -> None:
         (None, [*SMALL, "pytorch_model.bin"], UnsupportedError, "pickles only"),
         (None, ["config.json", "model.safetensors"], UnsupportedError, "no tokenizer.json"),
         (None, ["README.md"], UnsupportedError, "no model that can be read"),
+        (None, [*SMALL, INDEX, SHARDS[1]], UnsupportedError, "no model that can be read"),
         (None, [*SMALL, INDEX], UnsupportedError, "no model that can be read"),
         (
             None,
@@ -132,8 +134,9 @@ def test_a_disk_that_is_too_small_is_named_before_the_first_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "not" / "yet"))
+    commit = ResolvedRevision("0" * 40)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 40, 0, 10 << 20))
-    _check_room(HubId("org/name", None), {"a": 5 << 20, "b": 5 << 20}, None)
+    _check_room(HubId("org/name", None), {"a": 5 << 20, "b": 5 << 20}, commit)
     with pytest.raises(PullError, match=r"needs 11 MiB more, .* has 10 MiB free. HF_HOME chooses another"):
-        _check_room(HubId("org/name", None), {"a": 5 << 20, "b": 6 << 20}, None)
+        _check_room(HubId("org/name", None), {"a": 5 << 20, "b": 6 << 20}, commit)

@@ -187,6 +187,7 @@ impl Step<'_> {
             positions: &self.batch.positions[rows.clone()],
             cells: &placed[rows.clone()],
             attention: self.layout.attention(),
+            near: self.layout.near(),
         };
         self.decoder.forward(self.ops, &forward, &mut self.layers, self.work);
         fault_point!("decode.forward");

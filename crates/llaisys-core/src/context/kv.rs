@@ -108,7 +108,7 @@ impl Context {
                     context.storage.layer_mut(layer),
                     &moved,
                     delta,
-                    context.decoder.rope(),
+                    context.decoder.rope(layer),
                 );
             }
             Ok(())

@@ -121,7 +121,7 @@ impl Context {
         }
         Ok(Self {
             work: Workspace::new(&model, config.n_batch)?,
-            layout: Layout::new(config.n_seq_max),
+            layout: Layout::new(config.n_seq_max, model.window),
             books,
             storage,
             samplers: SamplerBank::new(&config, model.vocab_size)?,
@@ -138,6 +138,13 @@ impl Context {
     /// Facts of the model.
     pub fn config(&self) -> &ModelConfig {
         self.decoder.config()
+    }
+
+    /// The window W if every layer has one. The next row of a sequence whose last position is p sees p + 2 - W
+    /// and later: [`Context::kv_seq_rm`] of what lies before changes no later result.
+    pub fn attention_window(&self) -> Option<usize> {
+        let config = self.config();
+        config.window.filter(|_| config.windowed.iter().all(|&windowed| windowed))
     }
 
     /// The chosen instruction set.
@@ -182,10 +189,11 @@ impl Context {
             let (name, want, got) = (name.to_owned(), want.to_vec(), shape.to_vec());
             return Err(Rejected::WeightShape { name, want, got }.into());
         }
-        let n_columns = if want.len() < 2 { 1 } else { want[1] };
+        let n_columns = if want.len() < 2 { 1 } else { want[want.len() - 1] };
         self.change(|context| {
             let stored_row = |n: usize| context.names.stored_row(slot, n);
-            let replacement = Replacement { name, values, n_columns, stored_row: &stored_row };
+            let offset = context.names.offset(slot);
+            let replacement = Replacement { name, values, n_columns, stored_row: &stored_row, offset };
             context.decoder.weights.replace(slot, &replacement)?;
             context.fingerprint = context.fingerprint.with_replaced(name, values);
             Ok(())

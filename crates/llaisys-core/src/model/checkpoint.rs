@@ -13,8 +13,10 @@ use crate::model::family::RopeRows;
 use crate::model::generation::GenerationConfig;
 use crate::model::info::{FileFormat, ModelInfo, Source, TensorSize};
 use crate::model::quantized::{Quantization, QuantizedMatrix};
-use crate::model::slot::{LayerSlot, NameTable, Slot};
+use crate::model::rope::RopeScaling;
+use crate::model::slot::{LayerSlot, Slot};
 use crate::model::{folder_config, gguf_config};
+use crate::quant::dequantize_row;
 use crate::tensor::{LoadedTensor, TensorView};
 use crate::threads::Pool;
 use std::borrow::Cow;
@@ -91,8 +93,7 @@ impl Checkpoint {
             generation: generation.defaults,
             tokenizer: None,
         };
-        let names = config.family.folder_names;
-        Self::assemble(config, files, (names, quantization), source)
+        Self::assemble(config, files, quantization, source)
     }
 
     fn open_gguf(path: &Path) -> Result<Self> {
@@ -106,19 +107,19 @@ impl Checkpoint {
             generation: Default::default(),
             tokenizer: Some(tokenizer),
         };
-        let names = config.family.gguf_names;
-        Self::assemble(config, file.into_files(tensors), (names, None), source)
+        Self::assemble(config, file.into_files(tensors), None, source)
     }
 
     /// Finds each slot's tensor. Errors: missing, left over, of another shape or type.
     fn assemble(
-        config: ModelConfig,
+        mut config: ModelConfig,
         files: TensorFiles,
-        (table, quantization): (&NameTable, Option<Quantization>),
+        quantization: Option<Quantization>,
         source: Source,
     ) -> Result<Self> {
-        let (by_slot, by_name) = find_slots(&config, &files, table, quantization)?;
-        refuse_extra(&config, &files, table, &by_slot)?;
+        read_rope_factors(&mut config, &files)?;
+        let (by_slot, by_name) = find_slots(&config, &files, quantization)?;
+        refuse_extra(&config, &files, &by_slot)?;
         let mut sizes = Vec::new();
         for slot in config.slots() {
             let n_elements = config.shape(slot).iter().product();
@@ -185,8 +186,8 @@ impl Checkpoint {
     }
 
     /// Every slot of this model.
-    pub fn slots(&self) -> impl Iterator<Item = Slot> {
-        self.config.slots().into_iter()
+    pub fn slots(&self) -> impl Iterator<Item = Slot> + '_ {
+        self.config.slots()
     }
 
     /// As [`WeightNames::slot_named`].
@@ -197,6 +198,11 @@ impl Checkpoint {
     /// As [`WeightNames::stored_row`].
     pub fn stored_row(&self, slot: Slot, n: usize) -> usize {
         self.names.stored_row(slot, n)
+    }
+
+    /// As [`WeightNames::offset`].
+    pub fn offset(&self, slot: Slot) -> f32 {
+        self.names.offset(slot)
     }
 
     /// Closes the files and keeps the names.
@@ -225,20 +231,46 @@ impl WeightNames {
             _ => n,
         }
     }
+
+    /// What the values of a slot are above those of its stored tensor.
+    pub fn offset(&self, slot: Slot) -> f32 {
+        match slot {
+            Slot::OutputNorm => self.config.norm_offset,
+            Slot::Layer(_, part) if part.is_norm() => self.config.norm_offset,
+            _ => 0.0,
+        }
+    }
 }
 
 type Places = (HashMap<Slot, Place>, HashMap<String, Slot>);
 
+/// Takes the rope factors of a configuration that has them as a tensor.
+fn read_rope_factors(config: &mut ModelConfig, files: &TensorFiles) -> Result<(), FormatError> {
+    let RopeScaling::PerPair { factors, .. } = &mut config.rope.scaling else { return Ok(()) };
+    if !factors.is_empty() {
+        return Ok(());
+    }
+    let name = config.names.rope_factors;
+    let missing = || FormatError::MissingTensors { n_missing: 1, first: name.to_owned() };
+    let tensor = files.view(files.find(name).ok_or_else(missing)?);
+    let (got, want) = (tensor.shape.to_vec(), vec![config.d_head / 2]);
+    if got != want {
+        return Err(FormatError::TensorShape { name: name.to_owned(), got, want });
+    }
+    *factors = vec![0.0; want[0]];
+    dequantize_row(tensor.row(0), factors);
+    config.rope.check(config.d_head)
+}
+
 fn find_slots(
     config: &ModelConfig,
     files: &TensorFiles,
-    table: &NameTable,
     quantization: Option<Quantization>,
 ) -> Result<Places> {
     let (mut by_slot, mut by_name) = (HashMap::new(), HashMap::new());
-    let mut missing = Vec::new();
+    let (mut n_missing, mut missing) = (0, None);
     for slot in config.slots() {
-        let name = table.name(slot).expect("a family's slots have names in its tables");
+        let name = config.names.name(slot).expect("slots are those that the table names");
         let place = match (files.find(&name), quantization) {
             (Some(index), _) => Some(Place::Stored(index)),
             (None, Some(quantization)) => {
@@ -251,11 +283,13 @@ fn find_slots(
                 by_slot.insert(slot, place);
                 by_name.insert(name, slot);
             }
-            None => missing.push(name),
+            None => {
+                n_missing += 1;
+                missing.get_or_insert(name);
+            }
         }
     }
-    let n_missing = missing.len();
-    match missing.into_iter().next() {
+    match missing {
         Some(first) => Err(FormatError::MissingTensors { n_missing, first }.into()),
         None => Ok((by_slot, by_name)),
     }
@@ -277,16 +311,21 @@ fn check_stored(stored: &StoredTensor, want: Vec<usize>) -> Result<()> {
 fn refuse_extra(
     config: &ModelConfig,
     files: &TensorFiles,
-    table: &NameTable,
     by_slot: &HashMap<Slot, Place>,
 ) -> Result<(), FormatError> {
+    let table = config.names;
     let indices_of = |place: &Place| match place {
         Place::Stored(index) => vec![*index],
         Place::Quantized(matrix) => matrix.indices().collect(),
     };
     let known: HashSet<usize> = by_slot.values().flat_map(indices_of).collect();
+    let has_factors = matches!(config.rope.scaling, RopeScaling::PerPair { .. });
     // A tied head saved a second time is the embedding again: transformers ties it whatever the file holds.
-    let is_ignored = |name: &str| table.ignores(name) || (config.tied_head && name == table.lm_head);
+    let is_ignored = |name: &str| {
+        table.ignores(name)
+            || (config.tied_head && name == table.lm_head)
+            || (has_factors && name == table.rope_factors)
+    };
     let tensors = files.tensors().iter().enumerate();
     let mut extra = tensors.filter(|(i, tensor)| !known.contains(i) && !is_ignored(&tensor.name));
     let Some((_, first)) = extra.next() else { return Ok(()) };

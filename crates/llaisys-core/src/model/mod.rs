@@ -11,6 +11,7 @@ pub mod generation;
 mod gguf_config;
 pub mod info;
 mod quantized;
+pub mod rope;
 pub mod slot;
 pub mod tokenizer;
 pub mod weights;

@@ -1,0 +1,153 @@
+"""Which requests have room in the KV cells, and who gives way where there is none. Pure.
+
+A cell is free, or it can be had: the prefix cache lets go of what no running request uses. A request is
+admitted when the cells that it needs soon are there beside those that the running ones need soon; if all go
+on for long, somebody has to give way later. A *secured* request has been preempted often enough: it runs with
+its worst case set aside, which nobody else may take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from llaisys.engine.prefix import PrefixIndex
+from llaisys.engine.request import BrokenInvariant, Request, Running
+
+# Tokens of an answer for which a request needs room to be admitted: so many steps without a preemption.
+HEADROOM_TOKENS = 8
+
+
+def near_need(request: Request) -> int:
+    """Cells, beyond those of its computed tokens, that a request takes soon; the worst case if secured."""
+    if request.is_secured:
+        return request.token_limit - request.num_computed
+    return min(request.token_limit, len(request.token_ids) + HEADROOM_TOKENS) - request.num_computed
+
+
+def stream_of(request: Request) -> int:
+    """The arena of a running request."""
+    if not isinstance(request.state, Running):
+        raise BrokenInvariant(f"a request that is {request.state!r} has no arena")
+    return request.state.stream
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an admitted request starts: with its first `n_cached` tokens computed, in the arena `stream`.
+
+    They lie in the arena `source`: as the cells of the sibling `fork`, else as the prefix cache's; `n_pinned`
+    of the latter could have been evicted until now.
+    """
+
+    stream: int
+    n_cached: int = 0
+    source: int = 0
+    n_pinned: int = 0
+    fork: Request | None = None
+
+
+class Room:
+    """The cells of one plan, by arena: what can be had, less what the plan has given out.
+
+    - `left`: cells that are free or can be evicted. `taken`: cells that must be free when the batch runs.
+    - Invariant: `left` covers what is set aside for secured requests, if it did so at first.
+    """
+
+    def __init__(self, n_free: Sequence[int], prefix: PrefixIndex | None, running: Sequence[Request]) -> None:
+        self._prefix = prefix
+        self.left = [n + (0 if prefix is None else prefix.n_evictable(s)) for s, n in enumerate(n_free)]
+        self.taken = [0] * len(n_free)
+        self._aside = [0] * len(n_free)
+        for request in running:
+            if request.is_secured:
+                self._aside[stream_of(request)] += near_need(request)
+
+    def take_one_each(self, requests: Sequence[Request]) -> bool:
+        """Each of these running requests takes a cell, if there is plenty; False, and none does, if not."""
+        n = len(requests)
+        if any(n > left - aside for left, aside in zip(self.left, self._aside, strict=True)):
+            return False
+        if len(self.left) == 1 and not self._aside[0]:
+            self.left[0] -= n
+            self.taken[0] += n
+        else:
+            for request in requests:
+                self.take(request, stream_of(request), 1)
+        return True
+
+    def available(self, request: Request, stream: int) -> int:
+        """Cells that a request may take now."""
+        return self.left[stream] - (0 if request.is_secured else self._aside[stream])
+
+    def take(self, request: Request, stream: int, n_cells: int) -> None:
+        """A request takes cells, at most those available to it."""
+        self.left[stream] -= n_cells
+        self.taken[stream] += n_cells
+        if request.is_secured:
+            self._aside[stream] -= n_cells
+
+    def give_back(self, request: Request) -> None:
+        """A running request leaves: its own cells are free, and those that only its lock pins can be had.
+
+        A lower bound: cells that it shares with another that leaves too are not counted.
+        """
+        stream = stream_of(request)
+        private = 0 if request.lock is None or self._prefix is None else self._prefix.n_private(request.lock)
+        self.left[stream] += request.num_computed - request.num_shared + private
+        if request.is_secured:
+            self._aside[stream] -= near_need(request)
+
+    def admit(self, request: Request, place: Place) -> None:
+        """A waiting request goes to its place: what it reuses is pinned, and copied if it lies elsewhere."""
+        self.left[place.source] -= place.n_pinned
+        if request.is_secured:
+            self._aside[place.stream] += near_need(request) - place.n_cached
+        if place.stream != place.source:
+            self.left[place.stream] -= place.n_cached
+            self.taken[place.stream] += place.n_cached
+
+
+class Admission:
+    """Where the next request of the queue can run, beside those that run and those admitted before it."""
+
+    def __init__(self, room: Room, prefix: PrefixIndex | None, running: Sequence[Request]) -> None:
+        self._prefix = prefix
+        self._streams = range(len(room.left))
+        self.n_running = len(running)
+        # What can be had, less what those who run need soon; the cells that they took are part of that.
+        self._left = [left + taken for left, taken in zip(room.left, room.taken, strict=True)]
+        for request in running:
+            self._left[stream_of(request)] -= near_need(request)
+
+    def place(self, request: Request) -> Place | None:
+        """Where most of its prefix lies, if there is room, else the emptiest arena with room."""
+        best, n_cells = self._prefix_of(request), near_need(request)
+        if self._left[best.source] >= n_cells - best.n_cached + best.n_pinned:
+            return best
+        for stream in sorted(self._streams, key=lambda s: (-self._left[s], s)):
+            if stream != best.source and self._left[stream] >= n_cells:
+                # The cached part is copied, if its arena can do without it until then.
+                spare = self._left[best.source] >= best.n_pinned
+                return replace(best, stream=stream) if spare else Place(stream, source=stream)
+        return None
+
+    def take(self, request: Request, place: Place) -> None:
+        """The request will run there."""
+        linked = place.n_cached if place.stream == place.source else 0
+        self._left[place.stream] -= near_need(request) - linked
+        self._left[place.source] -= place.n_pinned
+
+    def _prefix_of(self, request: Request) -> Place:
+        """The longest computed prefix, where it lies, but for the last token: its logits are wanted."""
+        limit = len(request.token_ids) - 1
+        leader = request.leader
+        if self._prefix is not None:
+            match = self._prefix.match(request.source.cache_salt, request.token_ids, limit)
+            if match.n_tokens:
+                return Place(match.stream, match.n_tokens, match.stream, match.n_evictable)
+        elif leader is not None and isinstance(leader.state, Running):
+            n_shared = min(limit, request.num_prompt - 1, leader.num_computed)
+            return Place(leader.state.stream, n_shared, leader.state.stream, fork=leader)
+        emptiest = max(self._streams, key=lambda s: (self._left[s], -s))
+        return Place(emptiest, source=emptiest)

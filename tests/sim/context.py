@@ -1,0 +1,231 @@
+"""A context with the core's real books and no model: K and V are hashes, and the next token is one too.
+
+The content of a cell is a hash of all tokens up to its own, as K and V are. It goes where the books' cells
+go: along with forks, segments and copies. So a token depends on every cell that its row sees, and one wrong
+cell, position or seed changes an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fakes.core import N_PLAIN, NON_FINITE, REFUSED, VOCAB_SIZE, SamplerSpec
+from llaisys._core import Books
+from llaisys.errors import LlaisysError, RejectedError
+
+_MASK = (1 << 64) - 1
+_START = 0x243F6A8885A308D3
+_NAN = -1
+
+
+class InjectedFault(LlaisysError):
+    """A decode that failed once, for no reason of any request's."""
+
+
+def grow(content: int, token: int) -> int:
+    """The content of the next cell; what is not finite stays so."""
+    if content == _NAN or token == NON_FINITE:
+        return _NAN
+    content = (content ^ token) * 0x9E3779B97F4A7C15 & _MASK
+    return content ^ content >> 29
+
+
+def choose(content: int, spec: SamplerSpec, n_output: int) -> int:
+    """The token after a row: of what it sees, and with a temperature of (seed, choice, position)."""
+    draw = (spec.seed * 8 + spec.choice) * 4096 + n_output if spec.temperature > 0 else 0
+    mixed = (content ^ draw) * 0xD6E8FEB86659FD93 & _MASK
+    return (mixed ^ mixed >> 32) % N_PLAIN
+
+
+def answer(prompt: list[int], spec: SamplerSpec) -> Iterator[int]:
+    """What a request is told when it is alone, for ever."""
+    content = _START
+    for token in prompt:
+        content = grow(content, token)
+    n_output = 0
+    while True:
+        token = choose(content, spec, n_output)
+        yield token
+        content = grow(content, token)
+        n_output += 1
+
+
+@dataclass(slots=True)
+class _Sequence:
+    spec: SamplerSpec = field(default_factory=lambda: SamplerSpec(temperature=0.0))
+    n_output: int = 0
+    contents: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Segment:
+    start: int
+    contents: list[int]
+
+
+class SimContext:
+    """The calls that a Worker makes. `faults`: so many of the next decodes of several sequences fail as a
+    whole, and not in parts."""
+
+    isa, weight_bytes, vocab_size = "none", 0, VOCAB_SIZE
+
+    def __init__(self, *, n_cells: int, n_seq_max: int, n_streams: int = 1, lifo: bool = False) -> None:
+        self.books = Books(n_cells=n_cells, n_seq_max=n_seq_max, n_streams=n_streams, lifo=lifo)
+        self.n_cells = n_cells
+        self.faults = 0
+        self.n_decodes = self.n_rows = self.n_rows_max = 0
+        self._sequences: dict[int, _Sequence] = {}
+        self._segments: dict[int, _Segment] = {}
+        self.n_cells_free_in = self.books.n_cells_free_in
+        self.kv_seq_pos_max = self.books.kv_seq_pos_max
+        self.digest = self.books.digest
+
+    @property
+    def n_cells_free(self) -> int:
+        return self.books.n_cells_free
+
+    @property
+    def n_seq_free(self) -> int:
+        return self.books.n_seq_free
+
+    # --- sequences and cells ---
+
+    def seq_acquire(self, stream: int = 0) -> int:
+        seq_id = self.books.seq_acquire(stream)
+        self._sequences[seq_id] = _Sequence()
+        return seq_id
+
+    def seq_release(self, seq_id: int) -> None:
+        self.books.seq_release(seq_id)
+        del self._sequences[seq_id]
+
+    def set_sampler(
+        self, seq_id: int, spec: SamplerSpec, prompt_ids: NDArray[np.int32], output_ids: NDArray[np.int32]
+    ) -> None:
+        if REFUSED in prompt_ids and spec.temperature == 0:  # refused at admission; otherwise by the decode
+            raise RejectedError("the sampler refuses this prompt")
+        sequence = self._sequences[seq_id]
+        sequence.spec, sequence.n_output = spec, len(output_ids)
+
+    def kv_seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
+        assert p1 < 0, "the engine takes ends off"
+        self.books.kv_seq_rm(seq_id, p0, p1)
+        del self._sequences[seq_id].contents[max(p0, 0) :]
+
+    def kv_seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
+        self.books.kv_seq_cp(src, dst, p0, p1)
+        assert len(self._sequences[dst].contents) == p0
+        self._sequences[dst].contents += self._sequences[src].contents[p0:p1]
+
+    def kv_retain(self, segment: int, seq_id: int, p0: int, p1: int) -> None:
+        self.books.kv_retain(segment, seq_id, p0, p1)
+        self._segments[segment] = _Segment(p0, self._sequences[seq_id].contents[p0:p1])
+
+    def kv_attach(self, segment: int, seq_id: int, p0: int, p1: int) -> None:
+        self.books.kv_attach(segment, seq_id, p0, p1)
+        held = self._segments[segment]
+        self._sequences[seq_id].contents += held.contents[p0 - held.start : p1 - held.start]
+
+    def kv_segment_split(self, segment: int, at: int, tail: int) -> None:
+        self.books.kv_segment_split(segment, at, tail)
+        held = self._segments[segment]
+        self._segments[tail] = _Segment(at, held.contents[at - held.start :])
+        del held.contents[at - held.start :]
+
+    def kv_segment_trim(self, segment: int, at: int) -> None:
+        self.books.kv_segment_trim(segment, at)
+        held = self._segments[segment]
+        del held.contents[at - held.start :]
+        if not held.contents:
+            del self._segments[segment]
+
+    # --- decode ---
+
+    def decode(
+        self,
+        tokens: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        n_seq_id: NDArray[np.int32],
+        seq_ids: NDArray[np.int64],
+        wants_output: NDArray[np.uint8],
+    ) -> SimpleNamespace:
+        token_list, seq_list, wants = tokens.tolist(), seq_ids.tolist(), wants_output.tolist()
+        if self.faults and seq_list[0] != seq_list[-1]:
+            self.faults -= 1
+            raise InjectedFault("this decode was made to fail")
+        if REFUSED in token_list:
+            raise RejectedError(f"token {REFUSED} is refused")
+        contents = self._compute(token_list, seq_list)
+        if _NAN in contents:  # rows that cannot be sampled are not kept
+            good = np.array([not (wanted and c == _NAN) for wanted, c in zip(wants, contents, strict=True)])
+            positions, n_seq_id, seq_ids = positions[good], n_seq_id[good], seq_ids[good]
+        if len(positions):
+            self.books.extend(positions, n_seq_id, seq_ids)
+        self.n_decodes += 1
+        self.n_rows += len(contents)
+        self.n_rows_max = max(self.n_rows_max, len(contents))
+        return self._sample(contents, seq_list, wants)
+
+    def _compute(self, tokens: list[int], seq_ids: list[int]) -> list[int]:
+        """Each row's content: what its sequence's last cell holds, grown by its token."""
+        contents, last, end = [], None, _START
+        for token, seq_id in zip(tokens, seq_ids, strict=True):
+            if seq_id != last:
+                if seq_id not in self._sequences:
+                    self.books.kv_seq_pos_max(seq_id)  # is refused
+                held = self._sequences[seq_id].contents
+                last, end = seq_id, held[-1] if held else _START
+            end = grow(end, token)
+            contents.append(end)
+        return contents
+
+    def _sample(self, contents: list[int], seq_ids: list[int], wants: list[int]) -> SimpleNamespace:
+        rows, ids, faults = [], [], []
+        for row, (content, seq_id, wanted) in enumerate(zip(contents, seq_ids, wants, strict=True)):
+            sequence = self._sequences[seq_id]
+            if wanted:
+                rows.append(row)
+                if content == _NAN:
+                    ids.append(-1)
+                    faults.append((row, "non_finite"))
+                    continue
+                ids.append(choose(content, sequence.spec, sequence.n_output))
+                sequence.n_output += 1
+            sequence.contents.append(content)
+        return SimpleNamespace(
+            rows=np.array(rows, np.int32), token_ids=np.array(ids, np.int32), faults=faults, logprobs=[]
+        )
+
+    # --- checks ---
+
+    def check_integrity(self) -> None:
+        """The books' own check; then every cell has one content, whoever sees or holds it (I3), and a
+        sequence's positions are 0 to its length - 1 (I4)."""
+        self.books.check_integrity()
+        snapshot = self.books.snapshot()
+        held = {seq_id: (0, s.contents) for seq_id, s in self._sequences.items()}
+        seen = [(held[seq_id], runs) for seq_id, _, runs in snapshot.sequences]
+        assert len(seen) == len(self._sequences), "a sequence is lent that the engine does not have"
+        kept = [
+            ((s.start, s.contents), runs) for i, _, _, runs in snapshot.segments for s in [self._segments[i]]
+        ]
+        assert len(kept) == len(self._segments)
+        content_of: dict[int, int] = {}
+        for (start, contents), runs in (*seen, *kept):
+            position = start
+            for p0, cell, n in runs:
+                assert p0 == position, "positions have a gap"
+                for i in range(n):
+                    content = contents[position + i - start]
+                    assert content_of.setdefault(cell + i, content) == content, "a cell has two contents"
+                position += n
+            assert position == start + len(contents), "the books and the contents differ in length"
+        assert len(content_of) == self.n_cells - self.n_cells_free, "cells are lost"
+
+    def close(self) -> None:
+        """Nothing to free."""

@@ -1,0 +1,144 @@
+"""20,000 random requests through the real scheduler, prefix index and books; failures replay from their seed.
+
+SIM_SEED=13 pytest tests/sim/test_simulation.py     runs that seed alone
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from llaisys.engine import radix
+from llaisys.engine.plan import Plan, View
+from llaisys.engine.scheduler import plan
+from llaisys.errors import LlaisysError
+from sim.world import Mix, World, mix_of, output_length, prompt_length
+
+N_SEEDS = 20
+N_REQUESTS = 1000  # of each seed
+
+
+def seeds() -> list[int]:
+    chosen = os.environ.get("SIM_SEED")
+    return [*range(N_SEEDS)] if chosen is None else [int(chosen)]
+
+
+def run(seed: int, mix: Mix) -> World:
+    world = World(seed, mix)
+    try:
+        world.run()
+    except BaseException:
+        print(f"seed {seed} fails in step {world.n_steps}; replay: SIM_SEED={seed} pytest {__file__}")
+        raise
+    return world
+
+
+def test_the_mix_is_as_it_is_said() -> None:
+    rng = random.Random(0)
+    prompts = [prompt_length(rng) for _ in range(20_000)]
+    outputs = [output_length(rng) for _ in range(20_000)]
+    assert (min(prompts), max(prompts)) == (1, 256)
+    assert (min(outputs), max(outputs)) == (1, 64)
+    assert abs(sum(prompts) / 20_000 - 48) < 1
+    assert abs(sum(outputs) / 20_000 - 16) < 0.5
+    assert sum(mix_of(seed, 1).n_cells / mix_of(seed, 1).n_streams < 500 for seed in range(N_SEEDS)) == 10
+
+
+def test_twenty_thousand_requests() -> None:
+    ends: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
+    for seed in seeds():
+        world = run(seed, mix_of(seed, N_REQUESTS))
+        stats = world.engine.stats()
+        ends.update(world.n_ended)
+        totals.update(
+            requests=world.n_arrived,
+            refused=world.n_refused,
+            preempted=stats.num_preempted,
+            evicted=stats.num_evicted_cells,
+            hits=stats.prefix_hit_tokens,
+            cancels=world.n_cancels,
+        )
+        print(f"seed {seed}: {world.n_steps} steps, ends {world.n_ended}, trace {world.trace:08x}")
+    if len(seeds()) == N_SEEDS:  # nothing that can happen is missing
+        assert totals["requests"] == N_SEEDS * N_REQUESTS
+        assert totals["cancels"] >= 0.1 * totals["requests"]
+        assert totals["preempted"] > 50
+        assert min(totals[what] for what in ("refused", "evicted", "hits")) > 500
+        assert min(ends[reason] for reason in ("stop", "length", "abort", "timeout", "error")) > 100
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_equal_seeds_give_equal_traces(seed: int) -> None:
+    traces = {run(seed, mix_of(seed, 200)).trace for _ in range(2)}
+    assert len(traces) == 1
+    assert run(seed + 100, mix_of(seed, 200)).trace not in traces
+
+
+# --- the harness is alive: each of these worlds is wrong in one way, and is noticed ---
+
+
+def leak(world: World, _: pytest.MonkeyPatch) -> None:
+    """Ended sequences keep their ids and cells."""
+    world.context.seq_release = lambda _: None  # type: ignore[method-assign]
+
+
+def trust_the_first_token(_: World, patch: pytest.MonkeyPatch) -> None:
+    """A hit is not compared token by token."""
+    patch.setattr(radix, "n_common", lambda a, b: min(len(a), len(b)))
+
+
+def forget_the_draws(world: World, _: pytest.MonkeyPatch) -> None:
+    """A preempted request starts its draws anew."""
+    told = world.context.set_sampler
+    world.context.set_sampler = lambda i, spec, prompt, output: told(i, spec, prompt, output[:0])  # type: ignore[method-assign]
+
+
+def be_late(world: World, _: pytest.MonkeyPatch) -> None:
+    """The engine looks at the deadlines less often than it says."""
+    world.limits = replace(world.limits, timeout_scan_s=0.0)
+
+
+def preempt_the_first(_: World, patch: pytest.MonkeyPatch) -> None:
+    """The oldest request gives way, not the newest."""
+    patch.setattr("sim.world.plan", lambda view, now_s: swap_victims(view, plan(view, now_s)))
+
+
+def swap_victims(view: View, made: Plan) -> Plan:
+    oldest = min((r.ordinal for r in view.running), default=-1)
+    return replace(made, preempt=(oldest, *made.preempt[1:])) if made.preempt else made
+
+
+def swap_rows(world: World, _: pytest.MonkeyPatch) -> None:
+    """Rows are computed under the batch index: two sequences change places."""
+    decode = world.context.decode
+
+    def swapped(tokens: Any, positions: Any, n_seq_id: Any, seq_ids: Any, wants: Any) -> Any:
+        ids = seq_ids.copy()
+        if len(ids) > 1 and positions[0] == positions[1] and ids[0] != ids[1]:
+            ids[[0, 1]] = ids[[1, 0]]
+        return decode(tokens, positions, n_seq_id, ids, wants)
+
+    world.context.decode = swapped  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "spoil", [leak, trust_the_first_token, forget_the_draws, be_late, preempt_the_first, swap_rows]
+)
+def test_a_wrong_world_is_noticed(
+    spoil: Callable[[World, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(19, Mix(1000, n_cells=352, load=0.75, deadlines=0.3))
+    spoil(world, monkeypatch)
+    with pytest.raises((AssertionError, LlaisysError)):
+        world.run()
+
+
+def test_a_right_world_is_not() -> None:
+    World(19, Mix(1000, n_cells=352, load=0.75, deadlines=0.3)).run()

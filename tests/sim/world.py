@@ -1,0 +1,338 @@
+"""A simulated world: the real engine, scheduler, prefix index and books; made-up clients, time and tokens.
+
+Everything follows from one seed. After every step the counts must balance and every plan must keep the
+rules; every 64 steps everything is checked; at the end each request has had its one end, with the tokens that
+it gets when it is alone. The numbers in brackets are those of the design's invariants (reliability.md, 4).
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import islice
+from typing import Any
+
+import llaisys.engine.engine as engine_module
+from fakes.asks import ask, limits
+from fakes.core import N_PLAIN, NON_FINITE, REFUSED, SamplerSpec
+from llaisys.engine.engine import LLMEngine
+from llaisys.engine.executor import Executor
+from llaisys.engine.fairness import queue_key
+from llaisys.engine.outputs import EngineOutput
+from llaisys.engine.plan import Plan, View
+from llaisys.engine.request import PREEMPTIONS_MAX, EngineRequest, derive_seed
+from llaisys.engine.scheduler import plan
+from llaisys.engine.worker import Worker
+from llaisys.errors import ContextLengthError, QueueFullError
+from llaisys.types import FinishReason
+from sim.context import SimContext, answer
+
+STEPS_BETWEEN_CHECKS = 64
+PROMPT_MAX, OUTPUT_MAX = 256, 64
+FAR_S = 600.0
+# Five requests that the core refuses within a minute end the engine; a world stays below.
+N_REFUSED_MAX = 4
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What comes and what there is. Shares are of all requests; `load` is of what the engine can do."""
+
+    n_requests: int
+    n_cells: int = 2048
+    n_running: int = 32
+    n_streams: int = 1
+    load: float = 1.0
+    aborts: float = 0.13  # a tenth; the others have ended before
+    deadlines: float = 0.05
+    priorities: float = 0.2
+    choices: float = 0.05
+    shared: float = 0.4
+    trouble: float = 0.01
+    faults: float = 0.002
+    prefix_caching: bool = True
+
+
+def mix_of(seed: int, n_requests: int) -> Mix:
+    """The mix of a seed: half of them (the odd ones) are short of cells; one, two and four arenas; from a
+    load that leaves room to one that fills the queue; some without the prefix cache."""
+    n_streams = (1, 1, 2, 4)[seed // 2 % 4]
+    load = (0.8, 1.0, 1.5, 3.0, 1.0)[seed % 5]
+    return Mix(
+        n_requests,
+        n_cells=2048 if seed % 2 == 0 else 352 * n_streams,
+        n_streams=n_streams,
+        load=load if seed % 2 == 0 else load / 2,
+        prefix_caching=seed % 10 != 9,
+    )
+
+
+def prompt_length(rng: random.Random) -> int:
+    """1 to 256 tokens, 48 in the mean."""
+    return min(PROMPT_MAX, 1 + int(rng.expovariate(1 / 47.8)))
+
+
+def output_length(rng: random.Random) -> int:
+    """1 to 64 tokens, 16 in the mean."""
+    return min(OUTPUT_MAX, 1 + int(rng.expovariate(1 / 15.8)))
+
+
+@dataclass
+class Fate:
+    """What was submitted, and what came of each of its choices."""
+
+    request: EngineRequest
+    seed: int
+    tokens: list[list[int]]
+    reasons: list[FinishReason | None]
+    ended_s: float = 0.0
+    cancelled: bool = False
+    n_last: int = 0
+
+
+@dataclass
+class World:
+    """One run. `step` until `is_over`; `n_steps` and `trace` say what happened."""
+
+    seed: int
+    mix: Mix
+    now_s: float = 1000.0
+    n_steps: int = 0
+    n_submitted: int = 0
+    n_refused: int = 0
+    n_cancels: int = 0
+    n_ended: dict[str, int] = field(default_factory=dict)
+    trace: int = 0
+
+    def __post_init__(self) -> None:
+        mix, rng = self.mix, random.Random(self.seed)
+        self.rng = rng
+        self.limits = limits(
+            max_num_seqs=mix.n_running,
+            max_num_batched_tokens=rng.choice([64, 256, 512]),
+            max_num_queued_reqs=256,
+            max_model_len=PROMPT_MAX + OUTPUT_MAX,
+            n_cells=mix.n_cells,
+            n_streams=mix.n_streams,
+            max_batch_size=rng.choice([None, None, mix.n_running // 2]),
+            long_prefill_token_threshold=rng.choice([None, 32]),
+            enable_prefix_caching=mix.prefix_caching,
+            kv_eviction_threshold=rng.choice([1.0, 0.8]),
+            timeout_scan_s=0.5,
+        )
+        self.context = SimContext(
+            n_cells=mix.n_cells, n_seq_max=mix.n_running, n_streams=mix.n_streams, lifo=rng.random() < 0.5
+        )
+        worker = Worker(self.context, SamplerSpec, mix.n_streams)  # type: ignore[arg-type]
+        self.engine = LLMEngine(Executor(worker), self.limits, self.seed)
+        self.fates: dict[str, Fate] = {}  # of open requests
+        self.chats: list[tuple[str, list[int]]] = []
+        self.cancels: list[tuple[float, str]] = []
+        self.n_core_refused = 0
+        self.next_arrival_s = self.now_s
+        self._specs: dict[str, SamplerSpec] = {}
+
+    # --- clients ---
+
+    @property
+    def is_over(self) -> bool:
+        return self.n_arrived >= self.mix.n_requests and not self.fates
+
+    @property
+    def n_arrived(self) -> int:
+        return self.n_submitted + self.n_refused
+
+    def arrive(self) -> None:
+        """One random request; a refusal leaves nothing behind."""
+        rng, mix, name = self.rng, self.mix, f"r{self.n_arrived}"
+        salt, prompt = self._prompt()
+        facts: dict[str, Any] = {
+            "max_tokens": output_length(rng),
+            "client_id": f"c{min(int(rng.expovariate(0.5)), 7)}",
+            "priority": rng.choice([-1, 1]) if rng.random() < mix.priorities else 0,
+            "temperature": float(rng.random() < 0.5),
+            "cache_salt": salt,
+            "deadline_s": self.now_s + (rng.uniform(0.05, 2) if rng.random() < mix.deadlines else FAR_S),
+        }
+        if rng.random() < mix.choices:
+            facts["n"] = rng.choice([2, 3, 4])
+        if rng.random() < 0.3:
+            facts["stop_token_ids"] = [rng.randrange(N_PLAIN) for _ in range(4)]
+        if rng.random() < 0.3:
+            facts["seed"] = rng.randrange(2**63)
+        if rng.random() < mix.trouble:
+            self._spoil(prompt, facts)
+        request = ask(name, prompt, arrival_s=self.now_s, **facts)
+        try:
+            self.engine.submit(request)
+        except (QueueFullError, ContextLengthError):
+            self.n_refused += 1
+            return
+        seed = request.params.seed
+        seed = derive_seed(self.seed, self.n_submitted) if seed is None else seed
+        n = request.params.n
+        self.fates[name] = Fate(request, seed, [[] for _ in range(n)], [None] * n)
+        self.n_submitted += 1
+        if rng.random() < mix.aborts:
+            heappush(self.cancels, (self.now_s + rng.expovariate(12), name))
+
+    def _prompt(self) -> tuple[str, list[int]]:
+        """Often the head of an earlier chat goes on, or is edited."""
+        rng = self.rng
+        n_prompt = prompt_length(rng)
+        salt, prompt = rng.choice("ab"), []
+        if self.chats and rng.random() < self.mix.shared:
+            salt, chat = rng.choice(self.chats)
+            prompt = chat[: min(n_prompt, rng.choice([len(chat), rng.randint(1, len(chat))]))]
+        return salt, prompt + [rng.randrange(N_PLAIN) for _ in range(n_prompt - len(prompt))]
+
+    def _spoil(self, prompt: list[int], facts: dict[str, Any]) -> None:
+        """The request's own row comes out wrong, or the core refuses it, at the door or in a batch."""
+        token = self.rng.choice([NON_FINITE, REFUSED])
+        if token == REFUSED and facts["temperature"] > 0:
+            if self.n_core_refused == N_REFUSED_MAX:
+                token = NON_FINITE
+            else:
+                self.n_core_refused += 1
+        prompt[self.rng.randrange(len(prompt))] = token
+
+    def cancel(self, name: str) -> None:
+        """Somebody hangs up, perhaps after the end, perhaps twice."""
+        fate = self.fates.get(name)
+        if fate is not None:
+            fate.cancelled = True
+            self.n_cancels += 1
+        self.engine.cancel(name)
+
+    # --- time ---
+
+    def step(self) -> None:
+        """What clients do until now, one engine step, and the counts after it."""
+        rng = self.rng
+        rate = 65 * self.mix.load
+        while self.n_arrived < self.mix.n_requests and self.next_arrival_s <= self.now_s:
+            self.arrive()
+            self.next_arrival_s += rng.expovariate(rate)
+        while self.cancels and self.cancels[0][0] <= self.now_s:
+            self.cancel(heappop(self.cancels)[1])
+        if not self.engine.has_work():
+            self.now_s += 0.01
+            return
+        if rng.random() < self.mix.faults:
+            self.context.faults = 1
+        n_rows = self.context.n_rows
+        for output in self._engine_step():
+            self._take(output)
+        self.n_steps += 1
+        self._count()
+        if self.n_steps % STEPS_BETWEEN_CHECKS == 0:
+            self.engine.check()
+            self.trace = zlib.crc32(b"%d" % self.context.digest(), self.trace)
+        self.now_s += 0.004 + 0.0002 * (self.context.n_rows - n_rows)
+
+    def run(self) -> None:
+        """Until everybody has had an end; then nothing is held but the prefix cache [I14]."""
+        while not self.is_over:
+            self.step()
+        self.engine.check()
+        stats = self.engine.stats()
+        assert stats.num_running == stats.num_waiting == 0
+        assert stats.kv_cells_used == 0
+        assert stats.kv_cells_free + stats.kv_cells_retained == self.mix.n_cells
+        assert self.context.n_seq_free == self.mix.n_running
+        assert self.context.n_rows_max <= self.limits.max_num_batched_tokens
+
+    def _engine_step(self) -> list[EngineOutput]:
+        """One step, with an eye on its plan."""
+        engine_module.plan = self._plan  # type: ignore[assignment]
+        try:
+            return self.engine.step(self.now_s)
+        finally:
+            engine_module.plan = plan
+
+    # --- rules ---
+
+    def _plan(self, view: View, now_s: float) -> Plan:
+        made = plan(view, now_s)
+        n_tokens = len(made.decode) + sum(chunk.n_tokens for chunk in made.chunks)
+        assert n_tokens <= self.limits.max_num_batched_tokens
+        assert len(made.decode) + len(made.chunks) <= self.limits.n_seats
+        stayed = [r for r in view.running if r.ordinal not in made.expire]
+        preempted = [r for r in stayed if r.ordinal in made.preempt]
+        assert len(preempted) == len(made.preempt)
+        if preempted:  # [I11]
+            assert min(stayed, key=queue_key) not in preempted, "the oldest was preempted"
+            assert all(r.num_preempted < PREEMPTIONS_MAX for r in preempted), "one was preempted too often"
+        if not stayed and any(r.source.deadline_s > now_s for r in view.waiting):
+            assert made.admit, "nothing runs, somebody waits, and nobody was let in"  # [I10]
+        if self.n_steps % STEPS_BETWEEN_CHECKS == 0:
+            assert plan(view, now_s) == made, "equal views gave two plans"
+        self.trace = zlib.crc32(repr((made.admit, made.preempt, made.expire)).encode(), self.trace)
+        return made
+
+    def _count(self) -> None:
+        stats = self.engine.stats()
+        assert self.context.n_seq_free + stats.num_running == self.mix.n_running  # [I1, I6]
+        assert len(self.fates) <= self.limits.max_num_queued_reqs + self.mix.n_running  # [I9]
+        assert stats.kv_cells_free == self.context.n_cells_free  # [I2]
+        if not stats.num_running:
+            assert stats.kv_cells_used == 0
+            assert stats.kv_cells_free + stats.kv_cells_retained == self.mix.n_cells
+
+    def _take(self, output: EngineOutput) -> None:
+        """One output: nothing after an end [I8], one end for each choice and one last for all [I7, I12]."""
+        fate = self.fates[output.request_id]
+        assert fate.reasons[output.index] is None, "an output after the end"
+        fate.tokens[output.index] += output.new_token_ids
+        fate.reasons[output.index] = reason = output.finish_reason
+        assert output.num_cached_tokens < len(fate.request.prompt_token_ids)
+        assert (output.error is not None) == (reason in (FinishReason.TIMEOUT, FinishReason.ERROR))
+        self.trace = zlib.crc32(repr((output.request_id, output.new_token_ids, reason)).encode(), self.trace)
+        if reason is None:
+            assert not output.last
+            return
+        over = None not in fate.reasons
+        assert output.last == over, "the last output is the one that ends the last choice"
+        self._judge(fate, output)
+        if over:
+            self._forget(fate)
+
+    def _forget(self, fate: Fate) -> None:
+        request = fate.request
+        del self.fates[request.request_id]
+        if fate.reasons[0] in (FinishReason.STOP, FinishReason.LENGTH):
+            chat = (request.cache_salt, request.prompt_token_ids + fate.tokens[0])
+            if len(self.chats) < 48:
+                self.chats.append(chat)
+            else:
+                self.chats[self.rng.randrange(48)] = chat
+
+    def _judge(self, fate: Fate, output: EngineOutput) -> None:
+        """An end of the right kind, at the right time, with the tokens of the request alone [I3, I4]."""
+        request, tokens, reason = fate.request, fate.tokens[output.index], output.finish_reason
+        assert reason is not None
+        self.n_ended[reason.value] = self.n_ended.get(reason.value, 0) + 1
+        trouble = {NON_FINITE, REFUSED} & set(request.prompt_token_ids)
+        late_s = self.now_s - request.deadline_s
+        assert late_s <= self.limits.timeout_scan_s + 0.2, "it ended long after its deadline"  # [I13]
+        params = request.params
+        spec = SamplerSpec(temperature=params.temperature, seed=fate.seed, choice=output.index)
+        want = [*islice(answer(request.prompt_token_ids, spec), len(tokens))]
+        assert trouble or tokens == want, "not the tokens of the request alone"
+        match reason:
+            case FinishReason.STOP:
+                assert tokens[-1] in params.stop_token_ids
+                assert not set(tokens[:-1]) & set(params.stop_token_ids)
+                assert output.stop_reason == tokens[-1]
+            case FinishReason.LENGTH:
+                assert len(tokens) == params.max_tokens
+            case FinishReason.ERROR:
+                assert trouble, f"an innocent request failed: {output.error}"
+                assert tokens == []
+            case FinishReason.ABORT:
+                assert fate.cancelled
+            case FinishReason.TIMEOUT:
+                assert late_s >= 0
+                assert request.deadline_s - request.arrival_s < FAR_S, "starved"

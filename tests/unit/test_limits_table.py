@@ -1,0 +1,354 @@
+"""docs/limits.md is true: each row names its setting, and each row's answer is what the engine gives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fakes import core
+from fakes.asks import ask
+from fakes.engines import NOW, Engine
+from llaisys.cli.flags import flag_of
+from llaisys.config import Config, load_config
+from llaisys.engine.capacity import Capacity, size
+from llaisys.engine.worker import inspect_model
+from llaisys.errors import (
+    ContextLengthError,
+    LlaisysError,
+    QueueFullError,
+    RejectedError,
+    RequestTimeoutError,
+)
+from llaisys.server.errors import TABLE
+from llaisys.types import FinishReason
+
+ROOT = Path(__file__).parents[2]
+DESIGN = ROOT / "configs" / "concurrency-design.yaml"
+pytestmark = pytest.mark.usefixtures("fake_core")
+
+
+@dataclass(frozen=True)
+class Row:
+    flag: str
+    variable: str
+    default: str
+    design: str
+
+
+def rows() -> dict[str, Row]:
+    """The table, by key."""
+    table = {}
+    for line in (ROOT / "docs" / "limits.md").read_text("utf-8").splitlines():
+        cells = [cell.strip().strip("`") for cell in line.strip("|").split("|")]
+        if line.startswith("| `"):
+            table[cells[0]] = Row(*cells[1:5])
+    return table
+
+
+def sized(**settings: Any) -> Capacity:
+    info = replace(inspect_model(Path("fake")), max_position_embeddings=4096)
+    return size(load_config({"num_kv_cells": 4096, **settings}), info, 2**30, 2)
+
+
+def made(**settings: Any) -> Engine:
+    """An engine that is sized by the settings."""
+    return Engine(bounds=sized(**settings).limits)
+
+
+def status(error: LlaisysError | None) -> int:
+    return TABLE[type(error)].status if error is not None else 0
+
+
+def refusal(engine: Engine, **asked: Any) -> RejectedError:
+    with pytest.raises(RejectedError) as caught:
+        engine.submit("refused", **asked)
+    assert status(caught.value) == 400
+    return caught.value
+
+
+def start_refused(**settings: Any) -> None:
+    with pytest.raises(RejectedError) as caught:
+        sized(**settings)
+    assert caught.value.param in settings
+
+
+# --- a test for each row ---
+
+
+def max_num_queued_reqs() -> None:
+    engine = made(max_num_queued_reqs=3, max_num_seqs=2)
+    engine.submit(*"abcde")
+    with pytest.raises(QueueFullError) as caught:
+        engine.submit("f")
+    assert (status(caught.value), caught.value.retry_after_s >= 1) == (429, True)
+    engine.finish()
+
+
+def max_concurrent_requests() -> None:
+    engine = made(max_concurrent_requests=8)
+    engine.submit(*"abcdefghi", max_tokens=20)
+    engine.step(10)
+    stats = engine.engine.stats()
+    assert (stats.num_running, stats.num_waiting) == (8, 1)
+    start_refused(max_concurrent_requests=8, max_num_seqs=9)
+    start_refused(max_concurrent_requests=8, max_batch_size=9)
+
+
+def max_num_seqs() -> None:
+    engine = made(max_num_seqs=8)
+    engine.submit(*"abcdefghi", max_tokens=20)
+    engine.step(10)
+    assert engine.engine.stats().num_running == 8
+    engine.finish()
+    assert refusal(engine, n=9).param == "n"
+    engine.submit("choices", n=8)
+    engine.finish()
+    start_refused(max_num_seqs=257)
+    start_refused(max_num_seqs=0)
+
+
+def max_batch_size() -> None:
+    engine = made(max_num_seqs=8, max_batch_size=4)
+    engine.submit(*"abcdefgh", max_tokens=100)
+    while engine.engine.stats().num_running < 8:
+        engine.step()
+    had = Counter({name: len(tokens) for name, tokens in engine.tokens.items()})
+    rows_before = engine.context.n_rows
+    engine.step(20)
+    assert engine.context.n_rows - rows_before == 80
+    gained = {name: len(tokens) - had[name] for name, tokens in engine.tokens.items()}
+    assert set(gained.values()) <= {9, 10, 11}
+
+
+def max_num_batched_tokens() -> None:
+    engine = made(max_num_batched_tokens=512)
+    engine.submit(*"abc", prompt=[1] * 300)
+    engine.finish()
+    assert engine.context.n_rows_max == 512
+
+
+def max_input_tokens() -> None:
+    engine = made(max_input_tokens=128)
+    engine.submit("fits", prompt=[1] * 128)
+    assert isinstance(refusal(engine, prompt=[1] * 129), ContextLengthError)
+
+
+def max_output_tokens() -> None:
+    engine = made(max_output_tokens=256)
+    engine.submit("absent", max_tokens=None)
+    engine.submit("most", max_tokens=256)
+    assert refusal(engine, max_tokens=257).param == "max_tokens"
+    engine.finish()
+    assert {len(tokens) for tokens in engine.tokens.values()} == {256}
+
+
+def request_timeout_s() -> None:
+    assert load_config({"request_timeout_s": 60}).request_timeout_s == 60.0  # the doors add it to the arrival
+    engine = made(max_num_seqs=1)
+    engine.submit("runs", "waits", arrival_s=NOW, deadline_s=NOW + 60, max_tokens=None)
+    engine.step(1, NOW + 58.9)
+    engine.step(1, NOW + 60)
+    assert engine.reasons() == dict.fromkeys(("runs", "waits"), FinishReason.TIMEOUT)
+    assert all(isinstance(end.error, RequestTimeoutError) for end in engine.ends.values())
+    assert status(engine.ends["runs"].error) == 408
+
+
+def timeout_scan_s() -> None:
+    engine = made(timeout_scan_s=2.0)
+    engine.submit("a", deadline_s=NOW + 1, max_tokens=None)
+    engine.step(1, NOW)
+    engine.step(1, NOW + 1.9)
+    assert engine.reasons() == {}
+    engine.step(1, NOW + 2)
+    assert engine.reasons() == {"a": FinishReason.TIMEOUT}
+    start_refused(timeout_scan_s=0.4)
+    start_refused(timeout_scan_s=5.1)
+
+
+def num_kv_cells() -> None:
+    engine = made(num_kv_cells=100)
+    engine.submit("fits", prompt=[1] * 60, max_tokens=40)
+    assert isinstance(refusal(engine, prompt=[1] * 60, max_tokens=41), ContextLengthError)
+    engine.submit("waits", prompt=[2] * 60, max_tokens=10)
+    engine.step()
+    assert engine.engine.stats().num_waiting == 1
+    engine.finish()
+
+
+def kv_cache_memory_bytes() -> None:
+    assert sized(num_kv_cells=100, kv_cache_memory_bytes=400).limits.n_cells == 100
+    assert sized(num_kv_cells=100, kv_cache_memory_bytes=399).limits.n_cells == 99
+    assert sized(num_kv_cells=100, kv_cache_memory_bytes=10**6).limits.n_cells == 100
+
+
+def kv_eviction_policy() -> None:
+    with pytest.raises(RejectedError):
+        load_config({"kv_eviction_policy": "fifo"})
+    engine = made(num_kv_cells=100, kv_eviction_policy="lru")
+    for name in ("old", "new", "old again"):
+        engine.submit(name, prompt=[len(name.split()[0])] * 40 if name == "new" else [9] * 40, max_tokens=1)
+        engine.finish()
+    engine.submit("large", prompt=[7] * 50, max_tokens=1)
+    engine.finish()
+    engine.submit("old once more", prompt=[9] * 40, max_tokens=1)
+    engine.finish()
+    assert engine.cached["old once more"] == 39
+
+
+def kv_eviction_threshold() -> None:
+    engine = made(num_kv_cells=100, kv_eviction_threshold=0.8)
+    engine.submit("a", prompt=[1] * 90, max_tokens=5)
+    engine.step(1, NOW)
+    engine.step(1, NOW + 1)
+    assert engine.engine.stats().kv_cells_used == 91, "what a request uses is never evicted"
+    engine.finish()
+    engine.submit("b", prompt=[2], max_tokens=2)
+    engine.step(1, NOW + 2)
+    assert engine.engine.stats().kv_cells_free == 19, "down to 80, then one token"
+
+
+def kv_cleanup_interval_s() -> None:
+    engine = made(
+        num_kv_cells=100, kv_eviction_threshold=0.5, kv_cleanup_interval_s=3.0, max_step_time_s=1000.0
+    )
+    engine.submit("b", prompt=[2], max_tokens=50)
+    engine.step(1, NOW)
+    engine.submit("a", prompt=[1] * 80, max_tokens=1)
+    engine.step(1, NOW + 2.9)
+    assert engine.engine.stats().kv_cells_free < 50
+    engine.step(1, NOW + 3)
+    assert engine.engine.stats().kv_cells_free == 49
+
+
+def max_queue_wait_s() -> None:
+    engine = made(max_num_seqs=1, max_queue_wait_s=30)
+    engine.submit("busy", max_tokens=5)
+    engine.step()
+    engine.submit("old", arrival_s=NOW, priority=5)
+    engine.submit("urgent", arrival_s=NOW + 29, priority=-5, max_tokens=1)
+    engine.step(5, NOW + 29.9)
+    assert "urgent" in engine.ends
+    engine.submit("urgent too", arrival_s=NOW + 30, priority=-5)
+    engine.step(2, NOW + 30)
+    assert "old" in engine.tokens
+    assert "urgent too" not in engine.tokens
+
+
+def max_step_time_s() -> None:
+    engine = made(max_step_time_s=0.1, max_num_batched_tokens=100)
+    engine.submit("a", prompt=[1] * 1000)
+    engine.step(1, NOW)
+    engine.step(1, NOW + 1)  # the first 100 took a second
+    assert engine.engine.stats().step_prefill_tokens == 16, "10 would fit; prompts go on by 16 at least"
+    engine = made(max_step_time_s=0.5, max_num_batched_tokens=100)
+    engine.submit("a", prompt=[1] * 1000)
+    engine.step(1, NOW)
+    engine.step(1, NOW + 1)
+    assert engine.engine.stats().step_prefill_tokens == 50
+
+
+def long_prefill_token_threshold() -> None:
+    engine = made(long_prefill_token_threshold=20)
+    engine.submit("a", prompt=[1] * 100)
+    engine.submit("b", prompt=[2] * 5)
+    engine.step()
+    assert engine.engine.stats().step_prefill_tokens == 25
+    engine.finish()
+
+
+def max_client_tokens_per_step() -> None:
+    engine = made(max_client_tokens_per_step=20)
+    engine.submit("a", "b", prompt=[1] * 30, client_id="x")
+    engine.submit("c", prompt=[2] * 5, client_id="y")
+    engine.step()
+    assert engine.engine.stats().step_prefill_tokens == 25
+    engine.finish()
+
+
+def num_kv_streams() -> None:
+    engine = made(num_kv_cells=100, num_kv_streams=2)
+    engine.submit("fits", prompt=[1] * 40)
+    assert isinstance(refusal(engine, prompt=[1] * 41), ContextLengthError)
+    engine.finish()
+    assert engine.tokens["fits"] == core.answer([1] * 40, 10)
+    assert sized(num_kv_cells=101, num_kv_streams=2).limits.n_cells == 100
+
+
+def enable_prefix_caching() -> None:
+    for enabled in (True, False):
+        engine = made(enable_prefix_caching=enabled)
+        for name in "ab":
+            engine.submit(name, prompt=[1] * 30)
+            engine.finish()
+        assert engine.cached["b"] == (29 if enabled else 0)
+
+
+BEHAVIOURS: dict[str, Callable[[], None]] = {
+    test.__name__: test
+    for test in (
+        max_num_queued_reqs,
+        max_concurrent_requests,
+        max_num_seqs,
+        max_batch_size,
+        max_num_batched_tokens,
+        max_input_tokens,
+        max_output_tokens,
+        request_timeout_s,
+        timeout_scan_s,
+        num_kv_cells,
+        kv_cache_memory_bytes,
+        kv_eviction_policy,
+        kv_eviction_threshold,
+        kv_cleanup_interval_s,
+        max_queue_wait_s,
+        max_step_time_s,
+        long_prefill_token_threshold,
+        max_client_tokens_per_step,
+        num_kv_streams,
+        enable_prefix_caching,
+    )
+}
+
+
+@pytest.mark.parametrize("key", [*rows()])
+def test_each_row_is_what_happens(key: str) -> None:
+    BEHAVIOURS[key]()
+
+
+@pytest.mark.parametrize("key", [*rows()])
+def test_each_row_names_its_setting(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = rows()[key]
+    default = Config.model_fields[key].default
+    assert row.flag == flag_of(key)
+    assert row.default == ("none" if default is None else str(default))
+    value = row.design or row.default
+    monkeypatch.setenv(row.variable, "7" if value == "none" else value)
+    assert key in load_config().model_fields_set
+
+
+def test_the_design_s_file_is_the_design_s_column() -> None:
+    design = {key: str(value) for key, value in yaml.safe_load(DESIGN.read_text("utf-8")).items()}
+    assert design == {key: row.design for key, row in rows().items() if row.design}
+    config = load_config(yaml_path=DESIGN)
+    assert size(config, inspect_model(Path("fake")), 2**34, 2).limits.n_seats == 4
+
+
+def test_the_design_as_a_whole() -> None:
+    """Eight run, four a step; all are answered, in the order of a fair rotation."""
+    config = load_config(yaml_path=DESIGN)
+    info = replace(
+        inspect_model(Path("fake")), max_position_embeddings=4096, kv_bytes_per_cell={"bfloat16": 2**18}
+    )
+    engine = Engine(bounds=size(config, info, 2**34, 2).limits)
+    assert engine.engine.limits.n_cells == 4096, "1,024 MiB are fewer than 4 Mi cells"
+    prompts = {f"{i}": [i] * (i + 1) for i in range(100)}
+    for name, prompt in prompts.items():
+        engine.engine.submit(ask(name, prompt, max_tokens=20))
+    engine.finish()
+    assert engine.tokens == {name: core.answer(prompt, 20) for name, prompt in prompts.items()}
