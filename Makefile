@@ -13,7 +13,7 @@ ARGS   ?=
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name 'Cargo.toml') Cargo.toml Cargo.lock
 PAGE_SOURCES := $(shell find webui -type f -not -path '*/node_modules/*' -not -path 'webui/tests/*')
 
-.PHONY: help setup build serve check test lint fmt bench bench-load bench-serve bench-peers bench-ui screenshots fuzz faults-core wheel lock clean model browser
+.PHONY: help setup build serve check test lint fmt bench bench-load bench-serve bench-peers bench-ui screenshots fuzz faults-core mutants wheel lock clean model browser
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -109,6 +109,9 @@ bench-ui: build browser ## the page on a stream of 200 tokens a second: first pa
 
 screenshots: model browser ## the main views in docs/screenshots, for the README; look at them
 	$(PY) scripts/screenshots.py
+
+mutants: $(STAMPS)/python ## mutation testing: every mutant must fail a test (long; raw results in benches/results)
+	$(PY) benches/mutants_core.py --out benches/results/mutants-rust.txt
 
 # --- release and upkeep ---
 
