@@ -170,6 +170,9 @@ class Config(BaseSettings):
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="more names under which clients reach the server (Host header), port or not"
     )
+    chat_store: Path | None = Field(
+        None, description="an SQLite file that keeps the page's chats (default: the browser alone does)"
+    )
     strict_fields: bool = Field(False, description="refuse unknown request fields with 400")
     shutdown_timeout_s: float = Field(
         0.0, ge=0, description="seconds that open requests may go on after SIGTERM"

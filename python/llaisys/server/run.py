@@ -23,6 +23,7 @@ from llaisys.config import Config
 from llaisys.errors import RejectedError
 from llaisys.registry import ModelRegistry
 from llaisys.server.app import create_app
+from llaisys.server.chat_store import ChatStore
 from llaisys.server.gate import check_exposure
 from llaisys.server.state import ServerState
 
@@ -44,8 +45,18 @@ def serve(config: Config) -> int:
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    with contextlib.closing(bind(config)) as listener:
-        return asyncio.run(Lifecycle(config, listener).run())
+    with contextlib.closing(bind(config)) as listener, _chats(config) as chats:
+        return asyncio.run(Lifecycle(config, listener, chats).run())
+
+
+@contextlib.contextmanager
+def _chats(config: Config) -> Iterator[ChatStore | None]:
+    """The chat store, closed at the end; None without. Raises RejectedError for a file of another kind."""
+    if config.chat_store is None:
+        yield None
+        return
+    with contextlib.closing(ChatStore(config.chat_store)) as chats:
+        yield chats
 
 
 def bind(config: Config) -> socket.socket:
@@ -96,11 +107,11 @@ class Lifecycle:
     The first SIGINT or SIGTERM stops; a second one cuts the drain short; a third ends the process at once.
     """
 
-    def __init__(self, config: Config, listener: socket.socket) -> None:
+    def __init__(self, config: Config, listener: socket.socket, chats: ChatStore | None = None) -> None:
         self._config = config
         self._listener = listener
         self._port = int(listener.getsockname()[1])
-        self._state = ServerState(config)
+        self._state = ServerState(config, chats=chats)
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
 
