@@ -3,8 +3,8 @@
     python benches/simulate.py [--requests 20000]
 
 The mix is that of tests/sim: prompts of 1 to 256 tokens, answers of 1 to 64, half of the seeds short of
-cells, with aborts, timeouts, priorities, choices, shared prefixes and failures, and every plan checked. Prints one
-JSON line; the time is the process's own, so that other work on the machine does not count. Goal: 100,000.
+cells, with aborts, timeouts, priorities, choices, shared prefixes and failures, and every plan checked.
+Prints one JSON line; the time is the process's own: other work on the machine does not count. Goal: 100,000.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python scripts/mutants.py [prefix | scheduler]
 
-Works on a copy under target/. Writes benches/results/mutants-python.txt: what was caught (a mutant that never
-ends is), and each survivor with the reason why it may live; a reason is written into that file by hand and kept
-by the next run. Fails if less than 95 % are caught or a survivor has no reason.
+Works on a copy under target/. Writes benches/results/mutants-python.txt: what was caught (a mutant that
+never ends is), and each survivor with the reason why it may live; a reason is written into that file by hand
+and kept by the next run. Fails if less than 95 % are caught or a survivor has no reason.
 """
 
 from __future__ import annotations

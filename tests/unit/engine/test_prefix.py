@@ -138,6 +138,12 @@ def test_a_miss_says_why() -> None:
     assert index.match("a", [1, 2, 3, 4], limit=4).miss == Miss("differs", 3, 4, cached=5)
 
 
+def test_ones_own_salt_in_another_arena_is_not_another_salt() -> None:
+    index = PrefixIndex(2)
+    cache(index, [1, 2], salt="a", stream=1)
+    assert index.match("a", [1, 2], limit=2, stream=0).miss == Miss("empty", 0, 1)
+
+
 def test_a_miss_remembers_what_made_room() -> None:
     index = PrefixIndex()
     cache(index, [1, 2, 3])
