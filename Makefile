@@ -11,9 +11,9 @@ SUITE  ?=
 ARGS   ?=
 
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name 'Cargo.toml') Cargo.toml Cargo.lock
-PAGE_SOURCES := $(shell find webui -type f -not -path '*/node_modules/*' -not -path '*/dist/*')
+PAGE_SOURCES := $(shell find webui -type f -not -path '*/node_modules/*' -not -path 'webui/tests/*')
 
-.PHONY: help setup build serve check test lint fmt bench bench-engine bench-serve bench-peers soak mutants wheel lock clean model browser
+.PHONY: help setup build serve check test lint fmt bench bench-engine bench-load bench-serve bench-peers bench-ui screenshots soak mutants fuzz faults-core wheel lock clean model browser
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,8 +38,7 @@ $(STAMPS)/core: $(RUST_SOURCES) pyproject.toml $(STAMPS)/python
 	@touch $@
 
 $(STAMPS)/page: $(PAGE_SOURCES) | $(STAMPS)/tools
-	@npm --prefix webui ci --silent --no-audit --no-fund && npm --prefix webui run --silent build
-	@touch $@
+	@scripts/build-page.sh && { test ! -e python/llaisys/webui/index.html || touch $@; }
 
 build: $(STAMPS)/core $(STAMPS)/page ## the core, the package and the page, installed in .venv
 
@@ -53,26 +52,31 @@ serve: build ## the default model with the page and the OpenAI API (ARGS="--port
 
 # --- proof ---
 
-browser:
-	@scripts/ensure-browser.sh
+browser: $(STAMPS)/python
+	@scripts/ensure-browser.sh $(PY)
 
 lint: build ## rustfmt, clippy, ruff, mypy, stubtest, import rules, house rules
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
+	cargo clippy -p llaisys-py -p llaisys-core --features faults --lib --test faults --quiet -- -D warnings
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(PY) -m mypy.stubtest llaisys._core --ignore-missing-stub
 	$(VENV)/bin/lint-imports --no-cache
+	npm --prefix webui run --silent check
 	$(VENV)/bin/pytest -q tests/house
 
 check: lint ## lint and the fast tests (under 5 minutes)
 	cargo test -p llaisys-core --quiet --lib
+	npm --prefix webui test --silent
 	$(VENV)/bin/pytest -q tests/unit
 
 ifeq ($(SUITE),)
-test: lint model browser ## every test (SUITE=stage0|stage1|stage2: those acceptance tests only)
+test: lint model browser faults-core ## every test (SUITE=stage0|stage1|stage2: those acceptance tests only)
 	cargo test -p llaisys-core --quiet
+	npm --prefix webui test --silent
+	cargo test -p llaisys-core --quiet --features faults --test faults
 	$(VENV)/bin/pytest -q tests --ignore=tests/house
 else
 test: model browser
@@ -87,6 +91,11 @@ bench-engine: model ## the engine: simulator rate, a step's Python cost, second 
 	$(PY) benches/simulate.py | tee benches/results/engine.jsonl
 	$(PY) benches/engine.py | tee -a benches/results/engine.jsonl
 	$(PY) benches/turns.py | tee -a benches/results/engine.jsonl
+fuzz: ## each parser for MINUTES (default 10) with AFL++; results in benches/results/fuzz.txt
+	@scripts/fuzz.sh $(or $(MINUTES),10)
+
+bench-load: model ## time and memory to load a model; results in benches/results/load.jsonl
+	$(PY) benches/load.py $(ARGS)
 
 bench-serve: model ## load on a running server: first token, per token, throughput
 	$(PY) benches/serve.py $(ARGS)
@@ -107,20 +116,34 @@ mutants: build ## mutation tests of the scheduler and the prefix index; survivor
 bench-peers: model .venv-peers/stamp ## one stream against llama.cpp on the same file, alternated in one run
 	$(PY) benches/peers.py $(ARGS)
 
+bench-ui: build browser ## the page on a stream of 200 tokens a second: first paint, a long chat, long tasks
+	$(PY) benches/ui.py $(ARGS)
+
+screenshots: model browser ## the main views in docs/screenshots, for the README; look at them
+	$(PY) scripts/screenshots.py
+
 # --- release and upkeep ---
 
-wheel: build ## one abi3 wheel in dist/
-	$(VENV)/bin/maturin build --release --out dist
+faults-core: $(STAMPS)/faults-core ## the core with fault points, for tests/faults (an unoptimised build of its own)
+
+$(STAMPS)/faults-core: $(RUST_SOURCES) $(STAMPS)/python
+	@PYO3_PYTHON=$(CURDIR)/$(PY) cargo build -p llaisys-py --features faults,extension-module --quiet
+	@mkdir -p $(VENV)/faults && cp $${CARGO_TARGET_DIR:-target}/debug/lib_core.so $(VENV)/faults/_core.abi3.so
+	@touch $@
+
+wheel: $(STAMPS)/python $(STAMPS)/page ## one abi3 manylinux_2_28 wheel in dist/, the page in it
+	@scripts/wheel.sh $(VENV)/bin
 
 fmt: $(STAMPS)/python ## rustfmt and ruff, in place
 	cargo fmt --all
 	$(VENV)/bin/ruff check --fix-only --quiet .
 	$(VENV)/bin/ruff format --quiet .
+	npm --prefix webui run --silent fmt
 
 lock: ## requirements.lock from the versions in .venv
 	@scripts/lock-python.sh $(PY) > requirements.lock.new && mv requirements.lock.new requirements.lock
 
 clean: ## everything that a build made; the model cache stays
-	rm -rf $(VENV) .venv-peers target dist webui/node_modules webui/dist python/llaisys/webui
+	rm -rf $(VENV) .venv-peers target dist webui/node_modules python/llaisys/webui
 	find python tests benches -name __pycache__ -type d -prune -exec rm -rf {} +
 	find python -name '_core*.so' -delete

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Says, for each tool that a build needs and this machine lacks, what to do about it. Exit 1 if any is missing.
+# Node.js is not among them: scripts/build-page.sh does without.
 set -u
 missing=0
 
@@ -12,8 +13,6 @@ need() { # command, what it is for, how to get it
 need cargo "builds the core" "Install Rust 1.95 or newer: https://rustup.rs, then open a new shell."
 need cc "links the core" "Debian and Ubuntu: apt-get install build-essential"
 need python3 "runs the engine" "Install Python 3.10 or newer. Debian and Ubuntu: apt-get install python3 python3-venv"
-need node "builds the page" "Install Node.js 20 or newer. Debian and Ubuntu: apt-get install nodejs npm"
-need npm "builds the page" "It comes with Node.js; Debian and Ubuntu: apt-get install npm"
 
 if command -v cargo >/dev/null 2>&1; then
   have=$(rustc --version 2>/dev/null | awk '{print $2}')

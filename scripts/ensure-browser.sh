@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
-# The page is tested in a real Chromium. Finds one, or installs Debian's where this user may; else says how.
+# The page is tested in a real Chromium: an installed one, else Playwright's own; else says what to install.
 set -u
+python=${1:-python3}
 for name in chromium chromium-browser google-chrome; do
   command -v "$name" >/dev/null 2>&1 && exit 0
 done
-sudo=""
-[ "$(id -u)" = 0 ] || sudo="sudo -n"
-if command -v apt-get >/dev/null 2>&1; then
-  echo "installing Chromium for the tests of the page"
-  $sudo apt-get update -qq && DEBIAN_FRONTEND=noninteractive $sudo apt-get install -y -qq chromium >/dev/null && exit 0
-fi
+"$python" - <<'PY' && exit 0
+import os, sys
+from playwright.sync_api import sync_playwright
+with sync_playwright() as playwright:
+    sys.exit(not os.path.exists(playwright.chromium.executable_path))
+PY
 cat >&2 <<'MSG'
-llaisys: the tests of the page need Chromium, and it could not be installed from here.
-         Debian and Ubuntu: apt-get install chromium; then run make test again.
+llaisys: the tests of the page need a Chromium, and there is none on this machine.
+         Debian and Ubuntu: apt-get install chromium
+         Anywhere else: .venv/bin/playwright install chromium; then run make test again.
 MSG
 exit 1

@@ -64,10 +64,11 @@ def environment(**extra: str) -> Mapping[str, str]:
 
 
 @contextmanager
-def serving(folder: Path, model: str, *flags: str, key: str = "") -> Iterator[Server]:
-    """A server that is ready, killed at the end if it still runs. `folder` takes its log; `key`: `a,b`."""
+def serving(folder: Path, model: str | None, *flags: str, key: str = "") -> Iterator[Server]:
+    """A server that is ready, killed at the end if it still runs. `folder` takes its log; `key`: `a,b`.
+    `model` None: the flags name them."""
     log = folder / "server.log"
-    command = [*COMMAND, "serve", model, "--port", "0", *flags]
+    command = [*COMMAND, "serve", *([model] if model else []), "--port", "0", *flags]
     env = environment(LLAISYS_API_KEY=key) if key else environment()
     with (
         log.open("w", encoding="utf-8") as stderr,

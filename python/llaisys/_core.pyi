@@ -10,7 +10,8 @@ __version__: str
 def inspect(path: str) -> str:
     """Facts of a checkpoint from its headers: a JSON object with the fields of `types.ModelInfo`.
 
-    `path` is a Hugging Face folder or a `.gguf` file. Raises RejectedError (damaged) or UnsupportedError.
+    `path` is a Hugging Face folder or a `.gguf` file. Checks a folder's tokenizer and template files too, as
+    their readers trust them. Raises RejectedError (damaged) or UnsupportedError.
     """
 
 def available_isas() -> list[str]:
@@ -123,6 +124,79 @@ class Books:
     def digest(self) -> int: ...
 
 @final
+class Progress:
+    """What a context has done so far: counters that only grow. Any thread may read them, while a decode runs
+    and after the context is closed; nothing waits."""
+
+    @property
+    def n_steps_begun(self) -> int:
+        """Decodes that were called."""
+    @property
+    def n_steps_ended(self) -> int:
+        """Decodes that returned, whatever with."""
+    @property
+    def n_layers_begun(self) -> int:
+        """Layers that forward passes have reached."""
+    @property
+    def n_rows_committed(self) -> int:
+        """Rows computed for good."""
+    @property
+    def n_sequences_lent(self) -> int: ...
+    @property
+    def n_sequences_returned(self) -> int: ...
+
+@final
+class Watchdog:
+    """A native thread that decides whether the engine is stuck. It never takes the GIL and never waits; time
+    in which the process did not run does not count. The first verdict stays:
+
+    - V1 inside a decode, no layer begun for `step_s` (or `step_factor` predicted steps, if that is more)
+    - V2 requests wait, none runs, and no sequence was lent for `admit_s`
+    - V3 requests run, but no row was committed and no sequence returned for `commit_s` (or as V1)
+    - V4 a waiting request is past its deadline by `deadline_s`
+    - V5 no `beat` for `loop_s`, after the first one
+
+    It is readable as `verdict`, and once as a byte `1` to `5` from the pipe `fileno()`. If it is not
+    acknowledged within `exit_after_s` seconds, the process ends with code 70."""
+
+    def __new__(
+        cls,
+        progress: Progress,
+        *,
+        period_s: float = 0.25,
+        step_s: float = 30.0,
+        admit_s: float = 5.0,
+        commit_s: float = 30.0,
+        deadline_s: float = 5.0,
+        loop_s: float = 5.0,
+        step_factor: float = 20.0,
+        exit_after_s: float | None = None,
+    ) -> Watchdog:
+        """Starts the thread. Raises RejectedError for a span that is not above 0 and at most a day."""
+    def report(
+        self,
+        *,
+        waiting: int,
+        running: int,
+        seconds_to_deadline: float | None = None,
+        predicted_step_s: float = 0.0,
+    ) -> None:
+        """The engine's numbers, to be told after each of its turns: requests that wait for capacity, that
+        run, seconds until the earliest deadline of a waiting one, and what the next step is thought to
+        take."""
+    def beat(self) -> None:
+        """The event loop came round."""
+    @property
+    def verdict(self) -> str | None:
+        """`V1` to `V5`, or None."""
+    def fileno(self) -> int:
+        """The reading end of the pipe; it is closed with this object."""
+    def acknowledge(self) -> None:
+        """Somebody acts on the verdict: no exit."""
+    def close(self) -> None:
+        """Ends the thread; idempotent. The verdict stays readable."""
+
+@final
 class Context:
     """One model on one device with its KV cells. Built, used and closed on one thread; another thread gets
     a RejectedError. Every method but `close` raises RejectedError once closed.
@@ -167,6 +241,11 @@ class Context:
     def n_seq_free(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def attention_window(self) -> int | None:
+        """Positions that a row sees at most, its own included, if every layer has a sliding window: positions
+        below a sequence's last + 2 - this may be removed, no later row reads them. None: some layer sees all.
+        """
     @property
     def weight_bytes(self) -> int:
         """Bytes of the packed weights."""
@@ -237,6 +316,19 @@ class Context:
     def kv_segment_trim(self, segment: int, at: int) -> None:
         """The segment forgets positions from `at` (its start to its end); at its start it is gone. Raises
         RejectedError."""
+    def kv_export(self, segment: int, p0: int, p1: int) -> NDArray[np.uint8]:
+        """K and V of the segment's positions `p0 <= p < p1` (GIL released): for each layer K
+        `[p1 - p0][n_kv_heads][d_head]`, then V likewise, in the cells' type, little endian. Raises
+        RejectedError."""
+    def kv_import(self, segment: int, stream: int, p0: int, data: NDArray[np.uint8]) -> None:
+        """A new segment on fresh cells of a stream at positions from `p0`, with what `kv_export` gave on a
+        context of the same fingerprint (GIL released). Raises ExhaustedError (cells) or RejectedError,
+        nothing changed: a known segment, not the bytes of whole cells, positions past `max_model_len`."""
+    def fingerprint(self) -> str:
+        """What K and V depend on besides tokens and positions, as 32 hexadecimal digits: configuration, all
+        weights (replaced ones included), dtypes, cell layout, instruction set. The same in every process."""
+    def progress(self) -> Progress:
+        """What has been done so far, readable from any thread."""
     def snapshot(self) -> Snapshot:
         """Everything that sequences and segments hold. Costs the number of runs."""
     def digest(self) -> int:

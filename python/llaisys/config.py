@@ -7,6 +7,7 @@ Each field is a flag (`--max-num-seqs`), an environment variable (`LLAISYS_MAX_N
 from __future__ import annotations
 
 import os
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,10 +18,25 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 from llaisys.errors import RejectedError
 
 DEFAULT_MODEL = "smollm2"
+# What an entry of `models` cannot set, because all of them share it.
+_OF_THE_SERVER = frozenset(
+    {
+        "models",
+        "served_model_name",
+        "host",
+        "port",
+        "api_key",
+        "allowed_origins",
+        "allowed_hosts",
+        "strict_fields",
+        "shutdown_timeout_s",
+        "log_level",
+    }
+)
 
 
 class Config(BaseSettings):
-    """One model behind one engine and one server. Frozen once made."""
+    """One server and its models: one, or those of `models`. Frozen once made."""
 
     model_config = SettingsConfigDict(
         env_prefix="LLAISYS_", extra="forbid", frozen=True, protected_namespaces=()
@@ -28,10 +44,25 @@ class Config(BaseSettings):
 
     # model
     model: str = Field(
-        DEFAULT_MODEL, description="a model folder, a .gguf file, or the name of an embedded model"
+        DEFAULT_MODEL,
+        description="a folder, a .gguf file, an embedded model, or a Hugging Face id: org/name[:FILE.gguf]",
+    )
+    revision: str | None = Field(
+        None,
+        min_length=1,
+        description="branch, tag or commit of a Hugging Face id (default: its main branch)",
     )
     served_model_name: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="names that requests may use; the first is reported (default: the model)"
+    )
+    models: Annotated[tuple[dict[str, Any], ...], NoDecode] = Field(
+        (),
+        description="several models in one server, in place of model: each {name: ..., model: ...} and any "
+        "setting of its own",
+    )
+    preload: bool = Field(True, description="load the model at the start; no: at its first request")
+    idle_unload_s: float | None = Field(
+        None, gt=0, description="seconds without a request after which the model is unloaded (default: never)"
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="weights and products; auto keeps the checkpoint's own precision"
@@ -107,6 +138,10 @@ class Config(BaseSettings):
         None, ge=1, description="tokens of one client in a step, while it prefills (default: no bound)"
     )
 
+    engine_process: bool = Field(
+        False, description="run the engine in a process of its own, which is restarted if it dies"
+    )
+
     # cpu
     num_threads: int | None = Field(
         None, ge=1, le=1024, description="compute threads (default: the usable cores)"
@@ -143,6 +178,43 @@ class Config(BaseSettings):
             return value
         return tuple(part.strip() for part in value.split(",") if part.strip())
 
+    @field_validator("models", mode="before")
+    @classmethod
+    def _entries(cls, value: Any) -> Any:
+        """A list of mappings (YAML), each as YAML or JSON text (flags), or all as one text (environment)."""
+        try:
+            value = yaml.safe_load(value) if isinstance(value, str) else value
+            return tuple(yaml.safe_load(each) if isinstance(each, str) else each for each in value)
+        except (yaml.YAMLError, TypeError) as e:
+            raise ValueError(f"expected a list of {{name: ..., model: ...}} ({e})") from e
+
+    def each_model(self) -> tuple[Config, ...]:
+        """One configuration for each served model; the first is the one that requests mean by default.
+
+        Raises RejectedError naming the entry of `models` and what is wrong with it.
+        """
+        if not self.models:
+            return (self,)
+        if twice := {"model", "served_model_name"} & self.model_fields_set:
+            raise RejectedError(
+                f"models names them all; take out {' and '.join(sorted(twice))}", param="models"
+            )
+        shared = self.model_dump(include=self.model_fields_set - _OF_THE_SERVER)
+        made: dict[str, Config] = {}
+        for i, entry in enumerate(self.models):
+            where, own = f"models[{i}]", {key.replace("-", "_"): value for key, value in entry.items()}
+            name = own.pop("name", None)
+            if not isinstance(name, str) or not name or name in made:
+                raise RejectedError(f"{where}: name is {name!r}, expected a text of its own", param="models")
+            if wrong := sorted(map(str, own.keys() & _OF_THE_SERVER)):
+                raise RejectedError(f"{where}: {wrong[0]} is the server's, not a model's", param="models")
+            values = {**shared, **own, "served_model_name": (name,), "models": ()}
+            try:
+                made[name] = Config(**{"model": name, **values})
+            except ValidationError as e:
+                raise RejectedError(f"{where}.{_first_of(e)}", param="models") from e
+        return tuple(made.values())
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -166,11 +238,19 @@ def load_config(overrides: dict[str, Any] | None = None, yaml_path: Path | None 
         if f"LLAISYS_{key.upper()}" not in os.environ:
             values.setdefault(key, value)
     try:
-        return Config(**values)
+        config = Config(**values)
     except ValidationError as e:
-        first = e.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "configuration"
-        raise RejectedError(f"{key}: {first['msg']} (got {first['input']!r})", param=key) from e
+        text = _first_of(e)
+        raise RejectedError(text, param=text.partition(":")[0]) from e
+    config.each_model()
+    return config
+
+
+def _first_of(error: ValidationError) -> str:
+    """`key: what is wrong (got the value)` of its first complaint."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"]) or "configuration"
+    return f"{key}: {first['msg']} (got {first['input']!r})"
 
 
 def _read_yaml(path: Path | None) -> dict[str, Any]:
@@ -196,3 +276,11 @@ def home_folder() -> Path:
         return Path(home).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "llaisys"
+
+
+def package_version() -> str:
+    """The version that is installed now; `unknown` if LLAISYS runs from a source tree that is not."""
+    try:
+        return version("llaisys")
+    except PackageNotFoundError:
+        return "unknown"

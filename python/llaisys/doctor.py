@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from llaisys.config import home_folder
@@ -26,6 +29,9 @@ _FEATURES = (
     "avx512_bf16",
     "amx_bf16",
 )
+# Packages whose version decides what a user sees.
+_PACKAGES = ("numpy", "tokenizers", "huggingface_hub", "jinja2", "fastapi", "uvicorn")
+_CUDA_LIBRARY = "libcuda.so.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +48,15 @@ def examine() -> list[Finding]:
     return [
         Finding("python", f"{platform.python_version()} ({sys.executable})"),
         Finding("platform", f"{platform.system()} {platform.release()} {platform.machine()}"),
+        Finding("packages", ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)),
         _processor(),
         Finding("cores", f"{os.cpu_count()} in the machine, {usable_cores()} usable by this process"),
         _instruction_sets(),
         _memory(),
-        _cache(),
+        _cuda(_CUDA_LIBRARY),
+        _cache("model cache", home_folder(), "LLAISYS_HOME"),
+        _cache("hugging face cache", _hub_cache(), "HF_HOME"),
         *_models(),
-        Finding("cuda", "not supported by this build yet"),
     ]
 
 
@@ -74,17 +82,54 @@ def _memory() -> Finding:
     )
 
 
-def _cache() -> Finding:
-    home = home_folder()
-    existing = next(folder for folder in (home, *home.absolute().parents) if folder.exists())
+def _cuda(library: str) -> Finding:
+    """The NVIDIA driver, asked for its version: that needs no device and starts none."""
+    ours = "this build computes on the CPU only"
+    try:
+        driver = ctypes.CDLL(library)
+    except OSError:
+        device = "there is" if Path("/dev/nvidiactl").exists() else "there is no"
+        return Finding(
+            "cuda", f"no driver: the loader finds no {library}, and {device} /dev/nvidiactl; {ours}"
+        )
+    version = ctypes.c_int(0)
+    status = driver.cuDriverGetVersion(ctypes.byref(version))
+    if status != 0:
+        return Finding("cuda", f"{library} is there, but cuDriverGetVersion answers {status}; {ours}")
+    return Finding(
+        "cuda", f"driver for CUDA {version.value // 1000}.{version.value % 1000 // 10} ({library}); {ours}"
+    )
+
+
+def _hub_cache() -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE).expanduser()
+
+
+def _cache(subject: str, folder: Path, variable: str) -> Finding:
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not os.access(existing, os.W_OK):
-        return Finding("model cache", f"{home} cannot be written; LLAISYS_HOME chooses another", fine=False)
-    return Finding("model cache", f"{home}, {shutil.disk_usage(existing).free / 2**30:.1f} GiB free")
+        return Finding(subject, f"{folder} cannot be written; {variable} chooses another", fine=False)
+    used, free = sum(_sizes(folder)), shutil.disk_usage(existing).free
+    return Finding(subject, f"{folder}, {used / 1e6:.0f} MB in it, {free / 2**30:.1f} GiB free")
+
+
+def _sizes(folder: Path) -> Iterator[int]:
+    """Bytes of each file; a link costs nothing, a folder that is not there or not ours to read neither."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = Path(parent) / name
+            if not path.is_symlink():
+                yield path.stat().st_size
 
 
 def _models() -> list[Finding]:
     return [
-        Finding(f"model {row.entry.name}", str(row.path) if row.downloaded else "not pulled yet")
+        Finding(
+            f"model {row.names[0]}",
+            "not pulled yet" if row.path is None else f"{row.n_bytes / 1e6:.1f} MB, {row.path}",
+        )
         for row in list_models()
     ]
 

@@ -25,6 +25,7 @@ from llaisys.config import Config, load_config
 from llaisys.engine.client import EngineClient
 from llaisys.engine.outputs import EngineOutput
 from llaisys.engine.request import EngineRequest
+from llaisys.engine.start import start_engine
 from llaisys.errors import EngineDeadError, LlaisysError, RejectedError
 from llaisys.model import Model, open_model
 from llaisys.output import OutputProcessor, append, empty
@@ -88,7 +89,7 @@ class LLM:
         self._router = _Router(n_open)
         self._ordinals = itertools.count()
         # The engine knows the router and not this object, so that dropping an LLM frees its engine.
-        self._client = EngineClient.start(self._config, self._model.info, self._router.deliver)
+        self._client = start_engine(self._config, self._model.info, self._router.deliver)
         self._finalizer = weakref.finalize(self, self._client.close)
 
     @property

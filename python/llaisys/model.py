@@ -8,7 +8,7 @@ from typing import Any
 
 from llaisys.config import Config
 from llaisys.engine.worker import inspect_model
-from llaisys.errors import UnsupportedError
+from llaisys.errors import RejectedError, UnsupportedError
 from llaisys.hub import resolve_model
 from llaisys.text.template import ChatTemplate, load_chat_template
 from llaisys.text.tokenizer import Tokenizer, load_tokenizer
@@ -44,22 +44,30 @@ class Model:
         text = self.template.render(messages, **options)
         return text, self.tokenizer.encode(text, add_special_tokens=False)
 
+    def warm_up(self) -> None:
+        """Builds what the tokenizer builds at its first use, so that no request waits for it."""
+        self.tokenizer.decode(self.tokenizer.encode("Hello, world", add_special_tokens=True), True)
+
 
 def open_model(config: Config) -> Model:
-    """Finds `config.model` and reads all of it but the weights.
+    """Finds `config.model` and reads all of it but the weights; the tokenizer is warm.
 
     Raises RejectedError or UnsupportedError, naming the model or the setting.
     """
-    resolved = resolve_model(config.model)
+    if config.models:
+        raise RejectedError("models is for `llaisys serve`; give one model here", param="models")
+    resolved = resolve_model(config.model, config.revision)
     info = inspect_model(resolved.path)
     defaults: dict[str, Any] = {}
     if config.generation_config == "auto":
         defaults = {**resolved.sampling_defaults, **info.generation}
         SamplingParams(**defaults)  # a bad generation_config.json stops the start, not each request
-    return Model(
+    model = Model(
         name=resolved.name,
         info=info,
         tokenizer=load_tokenizer(info),
         template=load_chat_template(info, config.chat_template),
         sampling_defaults=defaults,
     )
+    model.warm_up()
+    return model

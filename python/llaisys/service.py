@@ -1,6 +1,6 @@
-"""The async door: submit, stream, cancel, drain. Lives on one event loop; the engine runs on its own thread.
+"""The async door: submit, stream, cancel, drain. Lives on one event loop; the engine does not.
 
-Data path: `generate` -> EngineClient -> engine thread -> one wake of the event loop a step -> OutputProcessor
+Data path: `generate` -> EngineClient -> engine -> one wake of the event loop a step -> OutputProcessor
 (text, stop strings) -> one bounded, coalescing mailbox per stream -> the caller's `async for`.
 """
 
@@ -8,32 +8,38 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any
 
 from llaisys.config import Config
 from llaisys.engine.client import EngineClient
 from llaisys.engine.outputs import EngineOutput
 from llaisys.engine.request import EngineRequest
-from llaisys.errors import EngineDeadError, RejectedError, RequestFailedError
+from llaisys.engine.start import start_engine
+from llaisys.errors import EngineDeadError, LlaisysError, RejectedError, RequestFailedError
 from llaisys.mailbox import MAILBOX_BYTES_MAX, Mailbox
 from llaisys.meter import Meter
 from llaisys.model import Model, open_model
 from llaisys.output import OutputProcessor
-from llaisys.stats import ServiceStats
+from llaisys.stats import EngineStats, ServiceStats
 from llaisys.types import FinishReason, ModelInfo, RequestId, RequestOutput, SamplingParams
 
 __all__ = ["AsyncLLM", "ServiceStats"]
+
+log = logging.getLogger(__name__)
 
 
 class AsyncLLM:
     """One model, many streams. Made by `start`; every method belongs to the event loop that called it.
 
-    Owns the open streams (mailboxes), the text state of each (OutputProcessor) and the counters. Errors that
-    a caller may meet: RejectedError (its input), ContextLengthError, QueueFullError (with `retry_after_s`),
-    RequestTimeoutError, RequestFailedError, EngineDeadError (also: shutting down).
+    Owns the open streams (mailboxes), the text state of each (OutputProcessor) and the counters. The engine
+    comes and goes: without `preload` it is loaded for the first request, and after `idle_unload_s` without
+    an open one it is unloaded. Invariant: while a stream is open the engine is loaded, or being so. Errors
+    that a caller may meet: RejectedError (its input), ContextLengthError, QueueFullError (with
+    `retry_after_s`), RequestTimeoutError, RequestFailedError, EngineDeadError (also: shutting down).
     """
 
     def __init__(self, config: Config, model: Model) -> None:
@@ -44,22 +50,25 @@ class AsyncLLM:
         self._processor = OutputProcessor(model.tokenizer)
         self._mailboxes: dict[RequestId, Mailbox] = {}
         self._arrivals: deque[list[EngineOutput]] = deque()
+        self._woken = False
         self._meter = Meter()
         self._client: EngineClient | None = None
-        self._admitting = False
+        self._change: asyncio.Task[None] | None = None  # the loading or unloading that is under way
+        self._idle: asyncio.TimerHandle | None = None
+        self._max_model_len = config.max_model_len or model.info.max_position_embeddings
+        self._admitting = True
+        self._closed = False
         self._all_ended = asyncio.Event()
 
     @classmethod
     async def start(cls, config: Config) -> AsyncLLM:
-        """Resolves and loads the model, starts the engine thread; returns when requests are welcome.
+        """Resolves the model, and loads it unless `preload` is off; returns when requests are welcome.
 
         Raises RejectedError or UnsupportedError (the model or a setting), naming it.
         """
         service = cls(config, await asyncio.to_thread(open_model, config))
-        service._client = await asyncio.to_thread(
-            EngineClient.start, config, service._model.info, service._deliver
-        )
-        service._admitting = True
+        if config.preload:
+            await service.load()
         return service
 
     # --- facts of the model ---
@@ -81,8 +90,9 @@ class AsyncLLM:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest request, prompt and answer together."""
-        return self._engine.limits.max_model_len
+        """Tokens of the longest request, prompt and answer together. Before the model was ever loaded: what
+        it was made for, which a small KV cache makes less."""
+        return self._max_model_len
 
     @property
     def default_sampling_params(self) -> dict[str, Any]:
@@ -117,7 +127,8 @@ class AsyncLLM:
         mailbox = self._open_stream(request_id, text, ids, params)
         try:
             arrival_s = time.monotonic()
-            self._engine.submit(
+            client = await self._loaded()
+            client.submit(
                 EngineRequest(
                     request_id=request_id,
                     prompt_token_ids=ids,
@@ -169,21 +180,37 @@ class AsyncLLM:
 
     def abort(self, request_id: RequestId) -> None:
         """Cancels a request; its stream ends with finish reason `abort`. An unknown id is ignored."""
-        self._engine.cancel(request_id)
+        self._cancel(request_id)
 
     # --- health ---
 
     def is_alive(self) -> bool:
-        """False once the engine is dead or closed."""
-        return self._client is not None and self._client.error is None
+        """False while the engine is dead, and once this is closed. A model that is not loaded is well."""
+        return not self._closed and (self._client is None or self._client.error is None)
+
+    def is_loaded(self) -> bool:
+        """True while there is an engine."""
+        return self._client is not None
 
     def is_ready(self) -> bool:
-        """True while new requests are welcome: loaded, alive, not draining."""
+        """True while new requests are welcome: alive, not draining."""
         return self._admitting and self.is_alive()
 
     def stats(self) -> ServiceStats:
         """Gauges and totals now."""
-        return self._meter.snapshot(self._engine.stats())
+        return self._meter.snapshot(EngineStats() if self._client is None else self._client.stats())
+
+    # --- life ---
+
+    async def load(self) -> None:
+        """Returns with the engine loaded; one load, however many wait for it.
+
+        Raises RejectedError or UnsupportedError (the model or a setting), EngineDeadError once closed.
+        """
+        while self._client is None:
+            if self._closed:
+                raise EngineDeadError("shutting down: no new requests")
+            await asyncio.shield(self._change or self._begin(self._load()))
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Stops admitting, lets open streams go on for `drain_s` seconds, ends the rest with EngineDeadError
@@ -193,16 +220,66 @@ class AsyncLLM:
             self._all_ended.clear()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._all_ended.wait(), drain_s)
+        self._closed = True
+        self._stop_idling()
+        if self._change is not None:
+            await asyncio.wait({self._change})
         if self._client is not None:
             await asyncio.to_thread(self._client.close)
 
     # --- inside ---
 
-    @property
-    def _engine(self) -> EngineClient:
-        if self._client is None:
-            raise EngineDeadError("the engine has not been started")
+    async def _loaded(self) -> EngineClient:
+        """The engine, for a request. What keeps it from loading is no fault of the request's."""
+        try:
+            await self.load()
+        except LlaisysError as error:
+            log.error("the model %s cannot be loaded: %s", self.model_names[0], error)
+            raise EngineDeadError(f"the model cannot be loaded: {error}") from error
+        assert self._client is not None
         return self._client
+
+    def _begin(self, change: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Makes a loading or an unloading the one that is under way; there is none."""
+        self._change = task = asyncio.ensure_future(change)
+        task.add_done_callback(self._changed)
+        return task
+
+    def _changed(self, task: asyncio.Task[None]) -> None:
+        self._change = None
+        if not task.cancelled():
+            task.exception()  # it is told to whoever waits; if all have gone, to nobody
+        self._start_idling()
+
+    async def _load(self) -> None:
+        self._client = await asyncio.to_thread(start_engine, self._config, self._model.info, self._deliver)
+        self._max_model_len = self._client.limits.max_model_len
+
+    async def _unload(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await asyncio.to_thread(client.close)
+            log.info("unloaded %s: no request for %s s", self.model_names[0], self._config.idle_unload_s)
+
+    def _start_idling(self) -> None:
+        """From now the idle time counts, unless a request is open."""
+        self._stop_idling()
+        if self._config.idle_unload_s is not None and not self._mailboxes and not self._closed:
+            self._idle = self._loop.call_later(self._config.idle_unload_s, self._on_idle)
+
+    def _stop_idling(self) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+
+    def _on_idle(self) -> None:
+        """A dead engine stays, so that the probes go on saying so."""
+        if self._client is not None and self._client.error is None and self._change is None:
+            self._begin(self._unload())
+
+    def _cancel(self, request_id: RequestId, index: int | None = None) -> None:
+        if self._client is not None:
+            self._client.cancel(request_id, index)
 
     async def _prompt(self, prompt: str | Sequence[int]) -> tuple[list[int], str | None]:
         if isinstance(prompt, str):
@@ -216,6 +293,7 @@ class AsyncLLM:
             raise EngineDeadError("shutting down: no new requests")
         if request_id in self._mailboxes:
             raise RejectedError(f"request id {request_id!r} is in use", param="request_id")
+        self._stop_idling()
         mailbox = self._mailboxes[request_id] = Mailbox()
         self._processor.add(request_id, text, ids, params)
         return mailbox
@@ -224,20 +302,29 @@ class AsyncLLM:
         """The only way out of a stream: after its end, its error, or its reader's leaving."""
         del self._mailboxes[request_id]
         if self._processor.discard(request_id):
-            self._engine.cancel(request_id)
+            self._cancel(request_id)
             self._meter.finished(request_id, FinishReason.ABORT.value, time.monotonic())
         if not self._mailboxes:
             self._all_ended.set()
+            self._start_idling()
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
-        """Called on the engine thread, once a step. What waits is bounded by the open requests' tokens."""
+        """Called on the client's thread, once a step. What waits is bounded by the open requests' tokens.
+
+        One wake is enough for all steps until the loop turns: a loop that is held up finds one call of ours
+        and one byte in its wake-up socket, not thousands.
+        """
         self._arrivals.append(outputs)
+        if self._woken:
+            return
+        self._woken = True
         try:
             self._loop.call_soon_threadsafe(self._drain)
         except RuntimeError:  # the event loop is closed: nobody reads any more
             self._arrivals.clear()
 
     def _drain(self) -> None:
+        self._woken = False  # before the first look: what comes after it wakes again
         now_s = time.monotonic()
         while self._arrivals:
             for event in self._arrivals.popleft():
@@ -247,26 +334,28 @@ class AsyncLLM:
         """One engine output into its stream's mailbox; what comes after the end of a stream is dropped."""
         request_id = event.request_id
         mailbox = self._mailboxes.get(request_id)
-        if mailbox is None or not self._processor.expects(event):
+        if mailbox is None or request_id not in self._processor:
             return
         if event.error is not None:  # one choice's error is the request's
             self._processor.discard(request_id)
             if not event.last:
-                self._engine.cancel(request_id)
+                self._cancel(request_id)
             mailbox.fail(event.error)
             reason = event.finish_reason or FinishReason.ERROR
             self._meter.finished(request_id, reason.value, now_s)
+            return
+        if not self._processor.expects(event):  # a choice that has met a stop string
             return
         delta = self._processor.process(event)
         answer = delta.outputs[0]
         self._meter.tokens(request_id, len(answer.token_ids), now_s)
         if not mailbox.put(delta):
             self._processor.discard(request_id)
-            self._engine.cancel(request_id)
+            self._cancel(request_id)
             mailbox.fail(RequestFailedError(f"the reader fell more than {MAILBOX_BYTES_MAX} bytes behind"))
             self._meter.finished(request_id, FinishReason.ERROR.value, now_s)
         elif answer.finish_reason is not None:
             if event.finish_reason is None:  # a stop string: the engine does not know yet
-                self._engine.cancel(request_id, event.index)
+                self._cancel(request_id, event.index)
             if delta.finished:
                 self._meter.finished(request_id, answer.finish_reason, now_s)

@@ -194,6 +194,8 @@ class GgufTokenizer:
     eos: int | None
     unk: int | None
     chat_template: str | None
+    scores: list[float] | None = None
+    add_space_prefix: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

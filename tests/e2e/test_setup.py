@@ -11,11 +11,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ("cargo", "rustc", "cc", "python3", "node", "npm")
-SHELL = ("bash", "awk", "head", "sort", "printf", "env")
+SHELL = ("bash", "awk", "dirname", "head", "sort", "printf", "env")
 
 
-def check(folder: Path, missing: str | None, **scripts: str) -> subprocess.CompletedProcess[str]:
-    """Runs the check with a PATH that has every tool but `missing`; `scripts` stand in for tools."""
+def check(
+    folder: Path, missing: str | None, script: str = "check-tools.sh", **scripts: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs `script` with a PATH that has every tool but `missing`; `scripts` stand in for tools."""
     for name in (*TOOLS, *SHELL):
         found = sys.executable if name == "python3" else shutil.which(name)
         if name in scripts:
@@ -25,7 +27,7 @@ def check(folder: Path, missing: str | None, **scripts: str) -> subprocess.Compl
             # A tool may look beside itself for its parts, so it is called where it lies.
             (folder / name).write_text(f'#!/bin/sh\nexec "{found}" "$@"\n', encoding="utf-8")
             (folder / name).chmod(0o755)
-    command = ["/bin/bash", str(ROOT / "scripts" / "check-tools.sh")]
+    command = ["/bin/bash", str(ROOT / "scripts" / script)]
     env = {"PATH": str(folder), "HOME": str(Path.home())}
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
 
@@ -41,8 +43,6 @@ def test_all_there_says_nothing(tmp_path: Path) -> None:
         ("cargo", "rustup.rs"),
         ("cc", "build-essential"),
         ("python3", "python3-venv"),
-        ("node", "nodejs"),
-        ("npm", "npm"),
     ],
 )
 def test_a_missing_tool_is_named_with_what_to_do(tmp_path: Path, tool: str, advice: str) -> None:
@@ -57,6 +57,43 @@ def test_an_old_compiler_is_named_with_what_to_do(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "1.70.0" in done.stderr
     assert "rustup update" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("missing", "stand_ins", "why"),
+    [
+        ("node", {}, "Node.js is not installed"),
+        ("npm", {}, "npm is not installed"),
+        (None, {"node": "echo v18.19.0"}, "Node.js is 18.19.0, too old"),
+        (None, {"node": "echo v20.11.1"}, "Node.js is 20.11.1, too old"),
+        (None, {"node": "echo v22.4.0"}, "Node.js is 22.4.0, too old"),
+    ],
+)
+def test_without_node_the_build_goes_on_and_says_what_is_missing(
+    tmp_path: Path, missing: str | None, stand_ins: dict[str, str], why: str
+) -> None:
+    done = check(tmp_path, missing, "build-page.sh", **stand_ins)
+    assert done.returncode == 0
+    assert why in done.stderr
+    assert "the API is served without it" in done.stderr
+    assert "install the wheel, or Node.js 20.19" in done.stderr
+
+
+@pytest.mark.parametrize("version", ["20.19.0", "22.12.0", "24.1.0"])
+def test_with_node_the_page_is_built(tmp_path: Path, version: str) -> None:
+    calls = tmp_path / "calls"
+    done = check(tmp_path, None, "build-page.sh", node=f"echo v{version}", npm=f'echo "$*" >> {calls}')
+    assert (done.returncode, done.stderr) == (0, "")
+    assert calls.read_text("utf-8").splitlines() == [
+        "--prefix webui ci --silent --no-audit --no-fund",
+        "--prefix webui run --silent build",
+    ]
+
+
+def test_a_registry_that_fails_says_what_to_do(tmp_path: Path) -> None:
+    done = check(tmp_path, None, "build-page.sh", npm="exit 1")
+    assert done.returncode == 1
+    assert "npm config get registry" in done.stderr
 
 
 def test_a_failing_package_index_says_what_to_do(tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ class Context:
             raise RejectedError(f"{n_cells} cells in {n_streams} arenas", param="n_cells")
         self.path, self.settings = path, settings
         self.isa, self.vocab_size, self.weight_bytes = "fake", VOCAB_SIZE, 0
+        self.attention_window = None
         self.n_cells, self._max_len, self._n_streams = n_cells, max_model_len, n_streams
         self._refs = [0] * n_cells
         self._stored = [-1] * n_cells

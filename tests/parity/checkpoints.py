@@ -36,7 +36,9 @@ def _float32(raw: bytes, dtype: str) -> NDArray[np.float32]:
 def read_shape(folder: Path) -> Shape:
     """The configuration of a folder, in either spelling."""
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    _, bias, norm = FAMILIES[config["model_type"]]
+    facts = FAMILIES[config["model_type"]]
+    rope = dict(config.get("rope_parameters") or {})
+    theta = config.get("rope_theta") or rope.pop("rope_theta")
     return Shape(
         n_layers=config["num_hidden_layers"],
         d_model=config["hidden_size"],
@@ -45,9 +47,10 @@ def read_shape(folder: Path) -> Shape:
         d_head=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
         d_ff=config["intermediate_size"],
         vocab_size=config["vocab_size"],
-        rope_theta=config.get("rope_theta") or config["rope_parameters"]["rope_theta"],
+        rope_theta=theta,
         rms_eps=config["rms_norm_eps"],
-        qkv_bias=bias,
-        qk_norm=norm,
+        qkv_bias=facts.qkv_bias,
+        qk_norm=facts.qk_norm,
         tied=config["tie_word_embeddings"],
+        rope=rope,
     )

@@ -20,6 +20,8 @@ TOLERANCE = 1e-4  # of the largest reference logit, as the requirements state
 def test_every_family_and_layout_is_here() -> None:
     assert FOLDERS == [
         "llama-untied-bf16",
+        "llama3-rope-bf16",
+        "mistral-bf16",
         "qwen2-f16",
         "qwen2-odd-f32-sharded",
         "qwen2-tied-bf16",

@@ -82,3 +82,61 @@ def test_the_home_of_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert home_folder() == tmp_path / "llaisys"
     monkeypatch.setenv("LLAISYS_HOME", str(tmp_path / "here"))
     assert home_folder() == tmp_path / "here"
+
+
+MODELS = """
+max_num_seqs: 7
+idle_unload_s: 60
+models:
+  - name: a
+    model: some/model
+    dtype: float32
+  - {name: b, preload: false, max-num-seqs: 3, idle_unload_s: null}
+"""
+
+
+def test_each_model_has_its_own_settings_over_the_shared_ones(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(MODELS)
+    config = load_config({"port": 1}, path)
+    a, b = config.each_model()
+    assert (a.model, a.served_model_name, a.dtype, a.max_num_seqs) == ("some/model", ("a",), "float32", 7)
+    assert (b.model, b.served_model_name, b.dtype, b.max_num_seqs) == ("b", ("b",), "auto", 3)
+    assert (a.preload, b.preload, a.idle_unload_s, b.idle_unload_s) == (True, False, 60, None)
+    assert a.models == b.models == ()
+
+
+def test_one_model_is_itself() -> None:
+    config = Config()
+    assert config.each_model() == (config,)
+
+
+@pytest.mark.parametrize("given", ["[{name: a}, {name: b}]", ["{name: a}", '{"name": "b"}']])
+def test_models_as_text(given: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [each.model for each in load_config({"models": given}).each_model()] == ["a", "b"]
+    if isinstance(given, str):
+        monkeypatch.setenv("LLAISYS_MODELS", given)
+        assert [each.model for each in load_config().each_model()] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("models", "says"),
+    [
+        ([{"model": "x"}], r"models\[0\]: name is None"),
+        ([{"name": "a"}, {"name": "a"}], r"models\[1\]: name is 'a', expected a text of its own"),
+        ([{"name": "a", "port": 3}], r"models\[0\]: port is the server's"),
+        ([{"name": "a", "dtype": "float8"}], r"models\[0\]\.dtype: .*float8"),
+        ([{"name": "a", "max_num_sqs": 3}], r"models\[0\]\.max_num_sqs"),
+        ("[{name: a}", "models: .*expected a list"),
+        (3, "models: .*expected a list"),
+        (["a"], "models"),
+    ],
+)
+def test_a_wrong_entry_is_named(models: object, says: str) -> None:
+    with pytest.raises(RejectedError, match=says):
+        load_config({"models": models})
+
+
+def test_model_and_models_are_one_too_many() -> None:
+    with pytest.raises(RejectedError, match="take out model"):
+        load_config({"models": [{"name": "a"}], "model": "b"})

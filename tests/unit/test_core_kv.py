@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,7 @@ from llaisys import _core
 from llaisys.errors import ExhaustedError, LlaisysError, RejectedError
 from runner import LOGITS, Runner
 
+TESTS = Path(__file__).parents[1]
 PROMPT = [(7 * i + 3) % 500 for i in range(40)]
 
 
@@ -57,6 +61,33 @@ def ends(positions: list[int], seq: int) -> tuple[Any, Any, Any]:
         np.ones(len(positions), np.int32),
         np.full(len(positions), seq, np.int64),
     )
+
+
+def test_saved_cells_serve_another_context_and_another_process() -> None:
+    code = f"""
+import sys
+sys.path.insert(0, {str(TESTS)!r})
+from golden import FOLDER
+from runner import Runner
+print(Runner(FOLDER).context.fingerprint())
+"""
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    with Runner(FOLDER) as runner, Runner(FOLDER, n_streams=2) as restored:
+        want = runner.greedy(PROMPT, 8)
+        assert runner.context.fingerprint() == restored.context.fingerprint() == other.stdout.strip()
+        seq = runner.context.seq_acquire()
+        runner.extend(seq, PROMPT, 0)
+        runner.context.kv_retain(1, seq, 0, 39)
+        data = runner.context.kv_export(1, 0, 39)
+        assert data.dtype == np.uint8
+        restored.context.kv_import(1, 1, 0, data)
+        seq = restored.context.seq_acquire(1)
+        restored.context.kv_attach(1, seq, 0, 39)
+        assert greedy_after(restored, seq, PROMPT, 39) == want
+        with pytest.raises(RejectedError, match=f"the data has {len(data) - 1} bytes"):
+            restored.context.kv_import(2, 0, 0, data[1:])
+        with pytest.raises(RejectedError, match="data is not contiguous"):
+            restored.context.kv_import(2, 0, 0, data[::2])
 
 
 def test_books_answer_as_a_context_does() -> None:

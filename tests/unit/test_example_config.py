@@ -17,3 +17,9 @@ def test_the_example_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(f"LLAISYS_{name.upper()}", raising=False)
     assert set(yaml.safe_load(EXAMPLE.read_text("utf-8"))) == set(Config.model_fields)
     assert load_config(yaml_path=EXAMPLE) == Config()
+
+
+def test_the_example_of_several_models_names_settings_that_exist() -> None:
+    first, second = load_config(yaml_path=EXAMPLE.with_name("models.yaml")).each_model()
+    assert (first.model, first.preload, first.idle_unload_s) == ("smollm2", True, 600)
+    assert (second.preload, second.engine_process, second.max_num_seqs) == (False, True, 8)

@@ -362,6 +362,89 @@ async def test_a_start_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> N
         await AsyncLLM.start(Config())
 
 
+async def test_a_lazy_model_is_loaded_once_for_all_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    init = core.Context.__init__
+
+    def counted(self: core.Context, path: str, **settings: Any) -> None:
+        made.append(path)
+        init(self, path, **settings)
+
+    monkeypatch.setattr(core.Context, "__init__", counted)
+    async with started(preload=False) as service:
+        assert (service.is_loaded(), service.is_ready(), made) == (False, True, [])
+        assert service.max_model_len == 128
+        assert service.stats().kv_cells == 0
+        outputs = await asyncio.gather(*(collect(service, f"{i}") for i in range(8)))
+        assert [o.outputs[0].token_ids for o in outputs] == [core.answer(PROMPT, 10)] * 8
+        assert (service.is_loaded(), made) == (True, ["fake"])
+
+
+async def test_an_idle_model_is_unloaded_and_loaded_again(gate: Gate) -> None:
+    async with started(idle_unload_s=0.05) as service:
+        gate.opened.clear()
+        task = asyncio.create_task(collect(service, "a", max_tokens=3))
+        await gate.reached()
+        await asyncio.sleep(0.1)  # twice the idle time, with an open request
+        assert service.is_loaded()
+        gate.opened.set()
+        await task
+        for turn in range(3):
+            while service.is_loaded():  # noqa: ASYNC110 -- the event is what is tested
+                await asyncio.sleep(0.01)
+            assert service.is_ready()
+            output = await collect(service, f"{turn}")
+            assert output.outputs[0].token_ids == core.answer(PROMPT, 10)
+        assert service.stats().finished == {"length": 4}
+
+
+async def test_a_dead_engine_is_not_unloaded() -> None:
+    async with started(idle_unload_s=0.01) as service:
+        with pytest.raises(EngineDeadError):
+            await collect(service, "bad", [core.DEADLY])
+        await asyncio.sleep(0.05)
+        assert service.is_loaded()
+        assert not service.is_alive()
+
+
+async def test_a_lazy_model_that_does_not_load_fails_the_request_and_may_load_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    init = core.Context.__init__
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise UnsupportedError("rope type 'odd'")
+
+    async with started(preload=False) as service:
+        monkeypatch.setattr(core.Context, "__init__", broken)
+        results = await asyncio.gather(*(collect(service, f"{i}") for i in range(3)), return_exceptions=True)
+        assert all(isinstance(r, EngineDeadError) and "odd" in str(r) for r in results)
+        assert service._mailboxes == {}
+        monkeypatch.setattr(core.Context, "__init__", init)
+        assert (await collect(service, "a")).finished
+
+
+async def test_close_while_it_loads_ends_who_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    init = core.Context.__init__
+    loading, go = threading.Event(), threading.Event()
+
+    def slow(self: core.Context, path: str, **settings: Any) -> None:
+        loading.set()
+        go.wait(30)
+        init(self, path, **settings)
+
+    monkeypatch.setattr(core.Context, "__init__", slow)
+    async with started(preload=False) as service:
+        task = asyncio.create_task(collect(service, "a", max_tokens=100))
+        assert await asyncio.to_thread(loading.wait, 30)
+        closing = asyncio.create_task(service.close())
+        await asyncio.sleep(0)
+        go.set()
+        with pytest.raises(EngineDeadError, match="shutting down"):
+            await task
+        await closing
+
+
 async def test_nothing_is_left_behind() -> None:
     before = set(threading.enumerate())
     async with started() as service:

@@ -30,7 +30,7 @@ fn context() -> OpContext {
 }
 
 fn check(input: &AttentionInput, got: &[f32]) {
-    let want = reference::attention::attention(&input.q, input.numbers(), input.rows());
+    let want = reference::attention::attention((&input.q, input.scoring), input.numbers(), input.rows());
     let bound = input.tolerance();
     let wrong = got.iter().zip(&want).filter(|(got, want)| (f64::from(**got) - **want).abs() > bound);
     assert_eq!(wrong.count(), 0, "what is timed is not attention");
@@ -54,17 +54,20 @@ fn attend(c: &mut Criterion) {
         let mut group = c.benchmark_group(format!("attention-{kind}"));
         for (name, sequences) in &batches {
             let sequences = sequences.clone();
-            let case = AttentionCase { heads: HEADS, d_head: D_HEAD, dtype, sequences, size: Size::Unit };
+            let case =
+                AttentionCase { heads: HEADS, d_head: D_HEAD, dtype, sequences, ..AttentionCase::plain() };
             for (placement, place) in [(Placement::InOrder, "in-order"), (Placement::Shuffled(1), "shuffled")]
             {
                 let input = case.build(placement).expect("memory for the cells");
                 let mut out = vec![0.0; input.q.len()];
-                attention(&mut cx, &input.q, input.layer(), input.rows(), &mut out);
+                attention(&mut cx, (&input.q, input.scoring), input.layer(), input.rows(), &mut out);
                 check(&input, &out);
                 let n_seen: u64 = input.rows().rows.iter().map(|row| u64::from(row.n_visible)).sum();
                 group.throughput(Throughput::Elements(n_seen * (2 * HEADS.0 * D_HEAD) as u64));
                 group.bench_function(BenchmarkId::new(*name, place), |b| {
-                    b.iter(|| attention(&mut cx, &input.q, input.layer(), input.rows(), &mut out));
+                    b.iter(|| {
+                        attention(&mut cx, (&input.q, input.scoring), input.layer(), input.rows(), &mut out)
+                    });
                 });
             }
         }

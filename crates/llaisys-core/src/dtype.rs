@@ -4,7 +4,8 @@ use serde::Serialize;
 
 /// Element type of a tensor in a file. Block types store `block_len` elements in `block_bytes` bytes.
 ///
-/// Block layouts are GGUF's (ggml `block_q8_0`, `block_q4_0`, `block_q4_1`); see `quant/`.
+/// Block layouts are GGUF's, each drawn in its file of `quant/`; [`DType::Int4`] is our own.
+#[allow(non_camel_case_types, reason = "GGUF's names")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DType {
@@ -24,25 +25,86 @@ pub enum DType {
     /// 32 elements: f16 scale, f16 minimum, 16 bytes of nibbles.
     #[serde(rename = "q4_1")]
     Q4_1,
+    /// 32 elements of 5 bits offset by 16: one f16 scale.
+    #[serde(rename = "q5_0")]
+    Q5_0,
+    /// 32 elements of 5 bits: f16 scale, f16 minimum.
+    #[serde(rename = "q5_1")]
+    Q5_1,
+    /// 32 elements of 4 bits that index a table of 16 numbers: one f16 scale.
+    #[serde(rename = "iq4_nl")]
+    IQ4_NL,
+    /// 256 elements of 2 bits: scale and minimum of 4 bits for each 16, f16 units of both.
+    #[serde(rename = "q2_k")]
+    Q2_K,
+    /// 256 elements of 3 bits offset by 4: signed scale of 6 bits for each 16, f16 unit.
+    #[serde(rename = "q3_k")]
+    Q3_K,
+    /// 256 elements of 4 bits: scale and minimum of 6 bits for each 32, f16 units of both.
+    #[serde(rename = "q4_k")]
+    Q4_K,
+    /// 256 elements of 5 bits: scale and minimum of 6 bits for each 32, f16 units of both.
+    #[serde(rename = "q5_k")]
+    Q5_K,
+    /// 256 elements of 6 bits offset by 32: signed scale of 8 bits for each 16, f16 unit.
+    #[serde(rename = "q6_k")]
+    Q6_K,
+    /// 32 elements of 4 bits: f32 scale, zero point of one byte. What GPTQ and AWQ tensors are turned into while
+    /// they are loaded; no file has it.
+    #[serde(rename = "int4")]
+    Int4,
+    /// Packed words of GPTQ and AWQ tensors, four bytes each; no weights by themselves.
+    #[serde(rename = "i32")]
+    I32,
 }
 
 impl DType {
+    /// Every type.
+    pub const ALL: [DType; 16] = [
+        DType::F32,
+        DType::F16,
+        DType::BF16,
+        DType::Q8_0,
+        DType::Q4_0,
+        DType::Q4_1,
+        DType::Q5_0,
+        DType::Q5_1,
+        DType::IQ4_NL,
+        DType::Q2_K,
+        DType::Q3_K,
+        DType::Q4_K,
+        DType::Q5_K,
+        DType::Q6_K,
+        DType::Int4,
+        DType::I32,
+    ];
+
     /// Elements in one block (1 for plain types).
     pub const fn block_len(self) -> usize {
         match self {
-            DType::F32 | DType::F16 | DType::BF16 => 1,
-            DType::Q8_0 | DType::Q4_0 | DType::Q4_1 => 32,
+            DType::F32 | DType::F16 | DType::BF16 | DType::I32 => 1,
+            DType::Q8_0 | DType::Q4_0 | DType::Q4_1 | DType::Q5_0 | DType::Q5_1 => 32,
+            DType::IQ4_NL | DType::Int4 => 32,
+            DType::Q2_K | DType::Q3_K | DType::Q4_K | DType::Q5_K | DType::Q6_K => 256,
         }
     }
 
     /// Bytes of one block (of one element for plain types).
     pub const fn block_bytes(self) -> usize {
         match self {
-            DType::F32 => 4,
+            DType::F32 | DType::I32 => 4,
             DType::F16 | DType::BF16 => 2,
             DType::Q8_0 => 34,
-            DType::Q4_0 => 18,
+            DType::Q4_0 | DType::IQ4_NL => 18,
             DType::Q4_1 => 20,
+            DType::Q5_0 => 22,
+            DType::Q5_1 => 24,
+            DType::Q2_K => 84,
+            DType::Q3_K => 110,
+            DType::Q4_K => 144,
+            DType::Q5_K => 176,
+            DType::Q6_K => 210,
+            DType::Int4 => 21,
         }
     }
 
@@ -68,6 +130,16 @@ impl DType {
             DType::Q8_0 => "q8_0",
             DType::Q4_0 => "q4_0",
             DType::Q4_1 => "q4_1",
+            DType::Q5_0 => "q5_0",
+            DType::Q5_1 => "q5_1",
+            DType::IQ4_NL => "iq4_nl",
+            DType::Q2_K => "q2_k",
+            DType::Q3_K => "q3_k",
+            DType::Q4_K => "q4_k",
+            DType::Q5_K => "q5_k",
+            DType::Q6_K => "q6_k",
+            DType::Int4 => "int4",
+            DType::I32 => "i32",
         }
     }
 }

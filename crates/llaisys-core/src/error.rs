@@ -35,6 +35,11 @@ pub enum Error {
     /// The machine failed (memory, device); the context must be rebuilt.
     #[error(transparent)]
     Device(#[from] DeviceError),
+    /// A test asked for it.
+    #[cfg(feature = "faults")]
+    #[error("fault point {point}")]
+    #[allow(missing_docs, reason = "the error text names the field")]
+    Injected { point: &'static str },
 }
 
 /// Wrong input.
@@ -65,6 +70,9 @@ pub enum Rejected {
     /// Arenas have equal sizes.
     #[error("n_cells is {n_cells}, which n_streams ({n_streams}) does not divide")]
     UnevenStreams { n_cells: usize, n_streams: usize },
+    /// Imported keys and values that are not those of one or more whole cells.
+    #[error("the data has {got} bytes; a cell has {of_cell}, and there must be one or more whole ones")]
+    CellBytes { got: usize, of_cell: usize },
     /// `replace_weight` names a tensor that the model does not have.
     #[error("the model has no weight named {name:?}")]
     NoSuchWeight { name: String },

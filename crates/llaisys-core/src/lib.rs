@@ -11,12 +11,14 @@ pub mod books;
 pub mod context;
 pub mod dtype;
 pub mod error;
+pub mod faults;
 #[allow(unsafe_code, reason = "maps model files into memory")]
 pub mod formats;
 pub mod kv;
 pub mod model;
 #[allow(unsafe_code, reason = "SIMD kernels and disjoint writes of panel-split outputs")]
 pub mod ops;
+pub mod progress;
 pub mod quant;
 pub mod sample;
 pub mod seq;
@@ -24,5 +26,6 @@ pub mod seq;
 pub mod tensor;
 #[allow(unsafe_code, reason = "hands borrowed jobs to worker threads")]
 pub mod threads;
+pub mod watch;
 
 pub use error::{Error, Result};

@@ -3,6 +3,7 @@
 use crate::dtype::{DType, KvDType};
 use crate::error::DeviceError;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::borrow::Cow;
 use std::ptr::NonNull;
 
 /// A borrowed row-major tensor of a model file. `bytes.len()` equals the product of `shape` in `dtype`; the
@@ -11,16 +12,17 @@ use std::ptr::NonNull;
 pub struct TensorView<'a> {
     /// Element type.
     pub dtype: DType,
-    /// Sizes, slowest first: `[n_rows, n_columns]` for a matrix, `[n]` for a vector.
+    /// Sizes, slowest first: `[n_rows, n_columns]` for a matrix, `[n]` for a vector, `[n, n_rows, n_columns]` for
+    /// a stack.
     pub shape: &'a [usize],
     /// The elements, little endian, not necessarily aligned.
     pub bytes: &'a [u8],
 }
 
 impl<'a> TensorView<'a> {
-    /// Rows of a matrix; 1 for a vector.
+    /// Rows of a matrix, of all of a stack of matrices; 1 for a vector.
     pub fn n_rows(&self) -> usize {
-        if self.shape.len() < 2 { 1 } else { self.shape[0] }
+        self.shape.split_last().map_or(1, |(_, above)| above.iter().product())
     }
 
     /// Length of a row (the last size).
@@ -34,6 +36,24 @@ impl<'a> TensorView<'a> {
     pub fn row(&self, i: usize) -> RowView<'a> {
         let n_bytes = self.bytes.len() / self.n_rows();
         RowView { dtype: self.dtype, bytes: &self.bytes[i * n_bytes..(i + 1) * n_bytes] }
+    }
+}
+
+/// A tensor ready to be packed: as a file stores it, or as blocks made of what the file stores.
+#[derive(Debug)]
+pub struct LoadedTensor<'a> {
+    /// Element type.
+    pub dtype: DType,
+    /// Sizes, slowest first.
+    pub shape: Vec<usize>,
+    /// The elements, as in [`TensorView`].
+    pub bytes: Cow<'a, [u8]>,
+}
+
+impl LoadedTensor<'_> {
+    /// A view of it.
+    pub fn view(&self) -> TensorView<'_> {
+        TensorView { dtype: self.dtype, shape: &self.shape, bytes: &self.bytes }
     }
 }
 

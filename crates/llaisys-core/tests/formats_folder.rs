@@ -246,6 +246,12 @@ fn the_hubs_cache_is_one_root() {
     check(&Checkpoint::open(&lay_out("models--owner--name")).unwrap());
     let other = Checkpoint::open(&lay_out("somewhere"));
     assert!(matches!(format_error(other), FormatError::OutsideFolder { .. }));
+    let snapshot = lay_out("models--owner--shared");
+    fs::create_dir_all(scratch.file("blobs/ab")).unwrap();
+    let blob = scratch.file("models--owner--shared/blobs/model.safetensors");
+    fs::rename(&blob, scratch.file("blobs/ab/abcd")).unwrap();
+    symlink("../../blobs/ab/abcd", &blob).unwrap();
+    check(&Checkpoint::open(&snapshot).unwrap());
     let snapshot = lay_out("models--owner--other");
     fs::remove_file(snapshot.join("config.json")).unwrap();
     symlink(folder.file("config.json"), snapshot.join("config.json")).unwrap();

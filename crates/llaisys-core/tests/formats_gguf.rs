@@ -212,6 +212,13 @@ fn rows_are_whole_blocks() {
     file.tensor("token_embd.weight").sizes = vec![16, 16];
     let want = GgufError::PartialBlock { name: "token_embd.weight".into(), columns: 16, block: 32 };
     assert_eq!(gguf_error(file.parse()), want);
+    for type_id in [10, 11, 12, 13, 14] {
+        let mut file = small();
+        let tensor = file.tensor("token_embd.weight");
+        (tensor.sizes, tensor.type_id) = (vec![128, 2], type_id);
+        let want = GgufError::PartialBlock { name: "token_embd.weight".into(), columns: 128, block: 256 };
+        assert_eq!(gguf_error(file.parse()), want);
+    }
 }
 
 #[test]
@@ -276,19 +283,25 @@ fn overlapping_tensors_are_refused() {
 #[test]
 fn other_tensor_types_are_refused_by_their_ggml_name() {
     for (type_id, name) in
-        [(6, "Q5_0"), (12, "Q4_K"), (14, "Q6_K"), (20, "IQ4_NL"), (28, "F64"), (39, "MXFP4"), (4, "number 4")]
+        [(9, "Q8_1"), (15, "Q8_K"), (23, "IQ4_XS"), (28, "F64"), (39, "MXFP4"), (4, "number 4")]
     {
         let mut file = small();
         file.tensor("blk.0.ffn_up.weight").type_id = type_id;
-        assert_names(&unsupported(file.parse()), &["blk.0.ffn_up.weight", name, "Q8_0, Q4_0, Q4_1"]);
+        assert_names(
+            &unsupported(file.parse()),
+            &["blk.0.ffn_up.weight", name, "Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K"],
+        );
     }
 }
 
 #[test]
 fn every_supported_tensor_type_is_placed() {
-    for (type_id, n_bytes) in [(F32, 128), (1, 64), (2, 18), (3, 20), (Q8_0, 34), (30, 64)] {
+    let of_32 = [(F32, 128), (1, 64), (2, 18), (3, 20), (6, 22), (7, 24), (Q8_0, 34), (20, 18), (30, 64)];
+    let of_256 = [(10, 84), (11, 110), (12, 144), (13, 176), (14, 210)];
+    let types = of_32.map(|t| (t, 32)).into_iter().chain(of_256.map(|t| (t, 256)));
+    for ((type_id, n_bytes), n) in types {
         let mut file = small();
-        file.vector("extra", 32);
+        file.vector("extra", n);
         let tensor = file.tensor("extra");
         (tensor.type_id, tensor.data) = (type_id, vec![0; n_bytes]);
         file.parse().unwrap();

@@ -2,11 +2,12 @@
 
 mod formats_common;
 
-use formats_common::gguf::{D_HEAD, Gguf, Meta, N_HEADS};
+use formats_common::gguf::{D_HEAD, Gguf, Meta, N_HEADS, array_head};
 use formats_common::{assert_names, check, format_error, gguf_error, unsupported};
 use llaisys_core::dtype::DType;
 use llaisys_core::formats::{FormatError, GgufError};
 use llaisys_core::model::family::{LayerSlot, Slot};
+use llaisys_core::model::rope::RopeScaling;
 use serde_json::json;
 
 fn small() -> Gguf {
@@ -19,7 +20,7 @@ fn facts_of_a_small_file() {
     let config = checkpoint.config();
     assert_eq!((config.n_layers, config.d_model, config.n_heads, config.n_kv_heads), (1, 32, 2, 1));
     assert_eq!((config.d_head, config.d_ff, config.vocab_size, config.max_positions), (16, 32, 8, 64));
-    assert_eq!((config.rms_eps, config.rope_theta), (1e-5, 1e5));
+    assert_eq!((config.rms_eps, config.rope.theta), (1e-5, 1e5));
     assert_eq!((config.tied_head, config.qkv_bias, config.qk_norm), (true, false, false));
     assert_eq!((config.bos, config.eos.as_slice()), (Some(5), [6].as_slice()));
     assert_eq!(checkpoint.tensor(Slot::Embed).unwrap().dtype, DType::Q8_0);
@@ -120,7 +121,7 @@ fn defaults_of_absent_keys() {
     let file = small().without("llama.rope.freq_base").without("llama.vocab_size");
     let checkpoint =
         file.without("tokenizer.ggml.token_type").without("tokenizer.chat_template").open().unwrap();
-    assert_eq!(checkpoint.config().rope_theta, 1e4);
+    assert_eq!(checkpoint.config().rope.theta, 1e4);
     let tokenizer = checkpoint.info().tokenizer.as_ref().unwrap();
     assert_eq!((tokenizer.token_types.len(), tokenizer.chat_template.as_ref()), (8, None));
 }
@@ -146,13 +147,13 @@ fn required_keys_are_named_when_missing() {
 
 #[test]
 fn unknown_architectures_are_refused_by_name() {
-    let error = unsupported(small().with("general.architecture", "gemma3").open());
-    assert_names(&error, &["gemma3", "llama, qwen2, qwen3"]);
+    let error = unsupported(small().with("general.architecture", "gemma3n").open());
+    assert_names(&error, &["gemma3n", "llama, qwen2, qwen3, phi3, olmo2, granite, gemma2, gemma3, llama"]);
 }
 
 #[test]
 fn tokenizers_are_refused_by_name() {
-    for model in ["llama", "bert", "t5"] {
+    for model in ["bert", "t5", "rwkv"] {
         let error = unsupported(small().with("tokenizer.ggml.model", model).open());
         assert_names(&error, &["tokenizer.ggml.model", model, "gpt2"]);
     }
@@ -165,6 +166,36 @@ fn tokenizers_are_refused_by_name() {
     for pre in ["smollm", "qwen2", "llama-bpe", "default"] {
         small().with("tokenizer.ggml.pre", pre).open().unwrap();
     }
+}
+
+#[test]
+fn scored_tokenizers_are_read() {
+    let scored = || {
+        let scores = [0.0_f32, -1.0, -2.0, -3.0, -4.0, 0.0, 0.0, 0.0];
+        let mut bytes = array_head(6, 8);
+        bytes.extend(scores.iter().flat_map(|score| score.to_le_bytes()));
+        let file = small().with("tokenizer.ggml.model", "llama").without("tokenizer.ggml.pre");
+        file.without("tokenizer.ggml.merges").with("tokenizer.ggml.scores", Meta::Raw(9, bytes))
+    };
+    let tokenizer = |file: Gguf| file.open().unwrap().info().tokenizer.clone().unwrap();
+    let facts = tokenizer(scored());
+    assert_eq!((facts.model.as_str(), facts.pre.as_str(), facts.merges.len()), ("llama", "default", 0));
+    assert_eq!(facts.scores.unwrap()[3], -3.0);
+    assert_eq!((facts.add_space_prefix, facts.add_bos), (Some(true), false));
+    let bare = scored().with("tokenizer.ggml.add_space_prefix", Meta::Bool(false));
+    assert_eq!(tokenizer(bare).add_space_prefix, Some(false));
+    assert!(tokenizer(scored().without("tokenizer.ggml.add_bos_token")).add_bos);
+    tokenizer(scored().with("tokenizer.ggml.pre", "default"));
+    let key = || "tokenizer.ggml.scores".to_owned();
+    assert_eq!(gguf_error(scored().without(&key()).open()), GgufError::KeyMissing { key: key() });
+    let short = scored().with(&key(), Meta::Raw(9, [array_head(6, 1), vec![0; 4]].concat()));
+    assert!(matches!(format_error(short.open()), FormatError::Disagree { got: 1, want: 8, .. }));
+    let nan = scored().with(&key(), Meta::Raw(9, [array_head(6, 8), vec![0xff; 32]].concat()));
+    assert!(matches!(format_error(nan.open()), FormatError::Bounds { what: "a token's score", .. }));
+    let pre = unsupported(scored().with("tokenizer.ggml.pre", "qwen2").open());
+    assert_names(&pre, &["tokenizer.ggml.pre", "qwen2", "default"]);
+    let squeezed = scored().with("tokenizer.ggml.remove_extra_whitespaces", Meta::Bool(true));
+    assert_names(&unsupported(squeezed.open()), &["remove_extra_whitespaces", "true"]);
 }
 
 #[test]
@@ -201,7 +232,7 @@ fn lists_of_unequal_length_are_refused() {
 
 #[test]
 fn rope_kinds_are_refused_by_name() {
-    for kind in ["linear", "yarn", "longrope"] {
+    for kind in ["longrope", "dynamic"] {
         let error = unsupported(small().with("llama.rope.scaling.type", kind).open());
         assert_names(&error, &["rope type", kind, "none"]);
     }
@@ -210,9 +241,9 @@ fn rope_kinds_are_refused_by_name() {
         let error = unsupported(small().with(&format!("llama.{key}"), Meta::F32(4.0)).open());
         assert_names(&error, &[key, "4"]);
     }
-    let mut llama3 = small();
-    llama3.vector("rope_freqs.weight", 8);
-    assert_names(&unsupported(llama3.open()), &["rope type", "llama3", "rope_freqs.weight"]);
+    let yarn = small().with("llama.rope.scaling.type", "yarn");
+    let yarn = yarn.with("llama.rope.scaling.yarn_log_multiplier", Meta::F32(0.1));
+    assert_names(&unsupported(yarn.open()), &["yarn_log_multiplier"]);
     let partial = small().with("llama.rope.dimension_count", Meta::U32(8));
     assert_names(&unsupported(partial.open()), &["8 of 16", "whole head"]);
     small().with("llama.rope.dimension_count", Meta::U32(16)).open().unwrap();
@@ -223,7 +254,6 @@ fn other_things_that_would_run_wrong_are_refused_by_name() {
     let refused = |key: &str, value: Meta, words: &[&str]| {
         assert_names(&unsupported(small().with(key, value).open()), words);
     };
-    refused("llama.expert_count", Meta::U32(8), &["mixture of experts", "8", "dense"]);
     refused("llama.attention.sliding_window", Meta::U32(32), &["sliding window", "32 of 64"]);
     refused("llama.attention.causal", Meta::Bool(false), &["causal"]);
     refused("llama.logit_scale", Meta::F32(8.0), &["llama.logit_scale = 8"]);
@@ -235,6 +265,48 @@ fn other_things_that_would_run_wrong_are_refused_by_name() {
     assert_names(&unsupported(unequal.open()), &["unequal width", "16 and 32"]);
     small().with("llama.attention.sliding_window", Meta::U32(64)).open().unwrap();
     small().with("llama.expert_count", Meta::U32(0)).open().unwrap();
+    let dense = Gguf::small("qwen2").with("qwen2.expert_count", Meta::U32(8));
+    assert_names(&unsupported(dense.open()), &["mixture of experts", "qwen2.expert_count = 8", "dense"]);
+    let sparse = Gguf::small("qwen3").with("general.architecture", "qwen3moe");
+    assert_names(&unsupported(sparse.open()), &["mixture of experts", "qwen3moe.expert_count = 0"]);
+    refused("llama.attn_logit_softcapping", Meta::F32(30.0), &["attn_logit_softcapping = 30"]);
+    let experts = |key: &str, value: Meta| {
+        let file = small().with("llama.expert_count", Meta::U32(4));
+        let file = file.with("llama.expert_used_count", Meta::U32(2)).with(key, value);
+        unsupported(file.open())
+    };
+    assert_names(&experts("llama.expert_shared_count", Meta::U32(1)), &["shared experts", "1"]);
+    assert_names(&experts("llama.expert_gating_func", Meta::U32(2)), &["expert_gating_func", "softmax"]);
+    assert_names(&experts("llama.expert_weights_scale", Meta::F32(2.5)), &["expert_weights_scale = 2.5"]);
+}
+
+#[test]
+fn rope_scalings_are_read() {
+    let rope = |file: Gguf| file.open().unwrap().config().rope.scaling.clone();
+    let linear = small().with("llama.rope.scaling.type", "linear");
+    let linear = linear.with("llama.rope.scaling.factor", Meta::F32(4.0));
+    assert_eq!(rope(linear), RopeScaling::Linear { factor: 4.0 });
+    let yarn = small().with("llama.rope.scaling.type", "yarn");
+    let yarn = yarn.with("llama.rope.scaling.factor", Meta::F32(4.0));
+    let yarn = yarn.with("llama.rope.scaling.original_context_length", Meta::U32(16));
+    let amplitude = 0.1 * 4_f64.ln() + 1.0;
+    let (factor, original) = (4.0, 16.0);
+    let want =
+        RopeScaling::Yarn { factor, beta_fast: 32.0, beta_slow: 1.0, original, truncate: true, amplitude };
+    assert_eq!(rope(yarn), want);
+    let mut llama3 = small();
+    llama3.vector("rope_freqs.weight", 8);
+    let want = RopeScaling::PerPair { factors: vec![1.0; 8], amplitude: 1.0 };
+    assert_eq!(rope(llama3), want);
+    let mut wrong = small();
+    wrong.vector("rope_freqs.weight", 7);
+    assert!(matches!(format_error(wrong.open()), FormatError::TensorShape { want, .. } if want == [8]));
+    let mut zero = small();
+    zero.vector("rope_freqs.weight", 8);
+    zero.tensor("rope_freqs.weight").data.fill(0);
+    assert!(matches!(format_error(zero.open()), FormatError::Bounds { what: "a rope factor", .. }));
+    let missing = small().with("llama.rope.scaling.type", "linear");
+    assert_eq!(gguf_error(missing.open()), GgufError::KeyMissing { key: "llama.rope.scaling.factor".into() });
 }
 
 #[test]
@@ -293,7 +365,7 @@ fn missing_extra_and_misshapen_tensors_are_refused() {
 
 #[test]
 fn the_architecture_is_named_before_the_tensor_types() {
-    let mut file = small().with("general.architecture", "phi3");
+    let mut file = small().with("general.architecture", "phi4");
     file.tensor("blk.0.ffn_up.weight").type_id = 12;
-    assert_names(&unsupported(file.open()), &["phi3"]);
+    assert_names(&unsupported(file.open()), &["phi4"]);
 }

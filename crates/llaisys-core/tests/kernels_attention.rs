@@ -2,10 +2,9 @@
 //! whatever else is in the batch, on any number of threads, wherever the cells lie.
 
 use llaisys_core::dtype::KvDType;
-use llaisys_core::ops::contract::Size;
 use llaisys_core::ops::contract::attention::{AttentionCase, AttentionInput, Placement, Sequence};
 use llaisys_core::ops::dispatch::{IsaName, Kernels};
-use llaisys_core::ops::{AttentionRows, OpContext, attention, reference};
+use llaisys_core::ops::{AttentionRow, AttentionRows, OpContext, attention, reference, window_span};
 use llaisys_core::threads::Pool;
 
 fn context(isa: IsaName, n_threads: usize) -> OpContext {
@@ -16,19 +15,29 @@ fn context(isa: IsaName, n_threads: usize) -> OpContext {
 
 fn compute(cx: &mut OpContext, input: &AttentionInput) -> Vec<f32> {
     let mut out = vec![f32::NAN; input.q.len()];
-    attention(cx, &input.q, input.layer(), input.rows(), &mut out);
+    attention(cx, (&input.q, input.scoring), input.layer(), input.rows(), &mut out);
     out
 }
 
-/// Each row in a call of its own.
+/// Each row in a call of its own; with a window, on a list that begins at the last cut before what it sees, and
+/// that has a seen cell's number where the row sees nothing.
 fn compute_alone(cx: &mut OpContext, input: &AttentionInput) -> Vec<f32> {
-    let AttentionRows { cells, rows } = input.rows();
+    let AttentionRows { cells, rows, window } = input.rows();
     let row_len = input.q.len() / rows.len().max(1);
     let mut out = vec![f32::NAN; input.q.len()];
     for (i, row) in rows.iter().enumerate() {
         let place = i * row_len..(i + 1) * row_len;
-        let rows = AttentionRows { cells, rows: std::slice::from_ref(row) };
-        attention(cx, &input.q[place.clone()], input.layer(), rows, &mut out[place]);
+        let (mut row, mut own) = (*row, cells.to_vec());
+        if let Some(window) = window {
+            let cut = row.n_hidden / window_span(window) as u32 * window_span(window) as u32;
+            let AttentionRow { start, n_hidden, n_visible } = row;
+            own[start as usize..][..n_hidden as usize].fill(cells[(start + n_hidden) as usize]);
+            let (n_hidden, n_visible) = (n_hidden - cut, n_visible - cut);
+            row = AttentionRow { start: start + cut, n_hidden, n_visible };
+        }
+        let rows = AttentionRows { cells: &own, rows: std::slice::from_ref(&row), window };
+        let q = (&input.q[place.clone()], input.scoring);
+        attention(cx, q, input.layer(), rows, &mut out[place]);
     }
     out
 }
@@ -47,7 +56,7 @@ fn attention_is_the_reference_within_its_roundings() {
             assert!(compute(&mut context(IsaName::Scalar, 1), &input).is_empty());
             continue;
         }
-        let want = reference::attention::attention(&input.q, input.numbers(), input.rows());
+        let want = reference::attention::attention((&input.q, input.scoring), input.numbers(), input.rows());
         let bound = input.tolerance();
         for isa in IsaName::available() {
             let got = compute(&mut context(isa, 2), &input);
@@ -90,13 +99,14 @@ fn a_row_is_bitwise_the_same_alone_in_any_batch_on_any_threads_and_in_any_cells(
 #[test]
 fn more_threads_than_work_change_nothing() {
     let one = |len| Sequence { len, n_rows: 1 };
-    for sequences in [vec![one(1)], vec![one(2500)], vec![one(700), one(129), one(3000)]] {
+    let lists = [vec![one(1)], vec![one(2500)], vec![one(700), one(129), one(3000)]];
+    for (sequences, window) in lists.into_iter().flat_map(|list| [(list.clone(), None), (list, Some(1100))]) {
         let case = AttentionCase {
             heads: (3, 1),
-            d_head: 64,
             dtype: KvDType::Bfloat16,
             sequences,
-            size: Size::Unit,
+            window,
+            ..AttentionCase::plain()
         };
         let input = case.build(Placement::Shuffled(3)).unwrap();
         for isa in IsaName::available() {
@@ -116,7 +126,7 @@ fn numbers_that_are_not_finite_reach_the_rows_that_see_them_and_no_others() {
             d_head: 32,
             dtype,
             sequences: sequences.clone(),
-            size: Size::Unit,
+            ..AttentionCase::plain()
         };
         let sound = case.build(Placement::InOrder).unwrap();
         let mut damaged = case.build(Placement::InOrder).unwrap();

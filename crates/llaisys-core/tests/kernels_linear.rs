@@ -7,7 +7,7 @@ use llaisys_core::ops::dispatch::{IsaName, Kernels};
 use llaisys_core::ops::packed::{PackedFormat, PackedMatrix};
 use llaisys_core::ops::{LinearPart, OpContext, linear, linear_add, reference};
 use llaisys_core::threads::Pool;
-use stored::{Rng, Stored};
+use stored::{Rng, Stored, f16_places};
 
 /// Rows from one tile to several, over the borders of every tile height (1, 2, 4, 6, 12) and of dynamic chunks.
 const N_ROWS: [usize; 14] = [1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 25, 31, 33];
@@ -17,13 +17,18 @@ fn context(isa: IsaName, n_threads: usize) -> OpContext {
     OpContext::new(kernels, Pool::new(n_threads).unwrap(), 64, 1536).unwrap()
 }
 
-/// Outputs and inputs of the test matrices: tails of panels, odd K for plain formats, whole groups for others.
+/// Outputs and inputs of the test matrices: tails of panels, odd K for plain formats, whole blocks for others.
 fn shapes(format: PackedFormat) -> &'static [(usize, usize)] {
-    if format.is_grouped() {
-        &[(1, 32), (31, 64), (32, 96), (33, 32), (100, 288), (65, 576)]
-    } else {
-        &[(1, 1), (5, 2), (31, 3), (32, 31), (33, 64), (100, 65), (65, 577)]
+    match format.dtype().block_len() {
+        1 => &[(1, 1), (5, 2), (31, 3), (32, 31), (33, 64), (100, 65), (65, 577)],
+        32 => &[(1, 32), (31, 64), (32, 96), (33, 32), (100, 288), (65, 576)],
+        _ => &[(1, 256), (31, 512), (33, 768), (65, 256)],
     }
+}
+
+/// The next size of at least `k` inputs that the format's own type has.
+fn whole(format: PackedFormat, k: usize) -> usize {
+    k.next_multiple_of(format.dtype().block_len())
 }
 
 /// `x W^T + b` by the reference on inputs rounded as the format's product rounds them, and for each output the
@@ -43,10 +48,13 @@ fn expected(format: PackedFormat, x: &[f32], weight: &Stored, bias: &[f32]) -> (
 }
 
 /// How many roundings of f32 an output's terms go through, at most: a sum of K products (each k a rounding, two
-/// for scalar, which rounds the product as well), or for groups, whose integer sums are exact, five for a group
+/// for scalar, which rounds the product as well), or for groups, whose integer sums are exact, five for each scale
 /// (its two scalings, the minimum's product, their two additions); then the bias.
 fn n_roundings(format: PackedFormat, k: usize) -> f64 {
-    let sums = if format.is_grouped() { k / 32 * 5 + 1 } else { k + 1 };
+    // These formats have a scale for 16 elements.
+    let is_halved = matches!(format, PackedFormat::Q6_K | PackedFormat::Q3_K | PackedFormat::Q2_K);
+    let n_scales = if is_halved { k / 16 } else { k / 32 };
+    let sums = if format.is_grouped() { n_scales * 5 + 1 } else { k + 1 };
     (sums + 1) as f64
 }
 
@@ -94,23 +102,24 @@ fn integer_kernels_do_not_saturate() {
         let mut cx = context(isa, 1);
         for format in PackedFormat::ALL.into_iter().filter(|format| format.is_grouped()) {
             for byte in [0x00_u8, 0x7f, 0x80, 0xff] {
-                // A scale of 1 (and minimum 0), then one extreme byte everywhere.
-                let mut block = vec![byte; format.dtype().block_bytes()];
-                block[..2].copy_from_slice(&0x3c00_u16.to_le_bytes());
-                if format == PackedFormat::Q4_1 {
-                    block[2..4].fill(0);
+                // A unit of 1 (and no minimum), then one extreme byte everywhere.
+                let dtype = format.dtype();
+                let mut block = vec![byte; dtype.block_bytes()];
+                for (number, &at) in [0x3c00_u16, 0].iter().zip(f16_places(dtype)) {
+                    block[at..at + 2].copy_from_slice(&number.to_le_bytes());
                 }
-                let row = block.repeat(2);
-                let view = llaisys_core::tensor::RowView { dtype: format.dtype(), bytes: &row };
-                let weight = PackedMatrix::pack(&cx.pool, format, 32, 64, &|_| view).unwrap();
-                let mut w = vec![0.0; 64];
+                let (row, k) = (block.repeat(2), 2 * dtype.block_len());
+                let view = llaisys_core::tensor::RowView { dtype, bytes: &row };
+                let weight = PackedMatrix::pack(&cx.pool, format, 32, k, &|_| view).unwrap();
+                let mut w = vec![0.0; k];
                 weight.read_row(0, &mut w);
                 for end in ends {
-                    let (x, mut y) = (vec![end; 4 * 64], vec![0.0; 4 * 32]);
+                    let (x, mut y) = (vec![end; 4 * k], vec![0.0; 4 * 32]);
                     linear(&mut cx, &x, &[LinearPart { weight: &weight, bias: None }], &mut [&mut y]);
                     let want: f32 = w.iter().map(|w| w * end).sum();
+                    let size: f32 = w.iter().map(|w| (w * end).abs()).sum();
                     assert!(
-                        y.iter().all(|y| (y - want).abs() <= want.abs() * 1e-5),
+                        y.iter().all(|y| (y - want).abs() <= size * 1e-5),
                         "{isa:?} {format:?} {byte:#x} x {end}: {y:?} instead of {want}"
                     );
                 }
@@ -125,7 +134,7 @@ fn rows_are_bitwise_the_same_in_any_batch_and_on_any_threads() {
     let batches: Vec<usize> = (1..=33).chain([64]).collect();
     for isa in IsaName::available() {
         for format in PackedFormat::ALL {
-            let (n, k) = if format.is_grouped() { (100, 160) } else { (100, 37) };
+            let (n, k) = (100, if format.is_grouped() { whole(format, 160) } else { 37 });
             let rng = &mut Rng(7);
             let x = rng.units(64 * k);
             let stored = Stored::random(rng, format.dtype(), n, k);
@@ -159,8 +168,8 @@ fn parts_of_one_call_are_the_same_as_calls() {
     for isa in IsaName::available() {
         let mut cx = context(isa, 2);
         let rng = &mut Rng(11);
-        let formats = [PackedFormat::Q4_1, PackedFormat::F32, PackedFormat::BF16, PackedFormat::Q8_0];
-        let (x, k) = (rng.units(5 * 96), 96);
+        let formats = [PackedFormat::Q4_1, PackedFormat::F32, PackedFormat::BF16, PackedFormat::Q6_K];
+        let (x, k) = (rng.units(5 * 256), 256);
         let weights: Vec<PackedMatrix> = formats
             .iter()
             .zip([40, 33, 7, 64])
@@ -188,7 +197,7 @@ fn linear_add_adds_to_what_is_there() {
         let mut cx = context(isa, 2);
         for format in PackedFormat::ALL {
             let rng = &mut Rng(13);
-            let (m, n, k) = (9, 70, 64);
+            let (m, n, k) = (9, 70, whole(format, 64));
             let weight = Stored::random(rng, format.dtype(), n, k).pack(&cx.pool, format);
             let (x, residual) = (rng.units(m * k), rng.units(m * n));
             let mut y = vec![0.0; m * n];
@@ -209,7 +218,7 @@ fn odd_numbers_stay_in_their_row() {
         let mut cx = context(isa, 1);
         for format in PackedFormat::ALL {
             let rng = &mut Rng(17);
-            let (m, n, k) = (8, 33, 64);
+            let (m, n, k) = (8, 33, whole(format, 64));
             let stored = Stored::random(rng, format.dtype(), n, k);
             let weight = stored.pack(&cx.pool, format);
             let part = [LinearPart { weight: &weight, bias: None }];

@@ -36,7 +36,7 @@ fn facts_of_the_goldens() {
             (600, 512, None, [599].as_slice())
         );
         let flags = (c.tied_head, c.qkv_bias, c.qk_norm);
-        ((c.n_layers, c.d_model, c.n_heads, c.n_kv_heads, c.d_head, c.d_ff), c.rope_theta, flags)
+        ((c.n_layers, c.d_model, c.n_heads, c.n_kv_heads, c.d_head, c.d_ff), c.rope.theta, flags)
     };
     assert_eq!(facts("llama-untied-bf16"), ((2, 64, 4, 2, 16, 176), 5e5, (false, false, false)));
     assert_eq!(facts("qwen2-f16"), ((2, 128, 2, 1, 64, 320), 1e6, (true, true, false)));
@@ -76,20 +76,20 @@ fn slots_and_names_of_every_family() {
 
 #[test]
 fn rope_base_in_old_and_new_spelling() {
-    assert_eq!(config_of(&small()).rope_theta, 1e4);
-    assert_eq!(config_of(&small().with("rope_theta", 5e5)).rope_theta, 5e5);
-    assert_eq!(config_of(&small().with("rope_theta", 1_000_000)).rope_theta, 1e6);
+    assert_eq!(config_of(&small()).rope.theta, 1e4);
+    assert_eq!(config_of(&small().with("rope_theta", 5e5)).rope.theta, 5e5);
+    assert_eq!(config_of(&small().with("rope_theta", 1_000_000)).rope.theta, 1e6);
     let new = json!({"rope_type": "default", "rope_theta": 2e5});
-    assert_eq!(config_of(&small().with("rope_parameters", new.clone())).rope_theta, 2e5);
-    assert_eq!(config_of(&small().with("rope_parameters", new).with("rope_theta", 5e5)).rope_theta, 2e5);
+    assert_eq!(config_of(&small().with("rope_parameters", new.clone())).rope.theta, 2e5);
+    assert_eq!(config_of(&small().with("rope_parameters", new).with("rope_theta", 5e5)).rope.theta, 2e5);
     let old = small().with("rope_theta", 5e5).with("rope_scaling", json!({"type": "default"}));
-    assert_eq!(config_of(&old).rope_theta, 5e5);
-    assert_eq!(config_of(&small().with("rope_scaling", Value::Null).with("rope_theta", 3e5)).rope_theta, 3e5);
+    assert_eq!(config_of(&old).rope.theta, 5e5);
+    assert_eq!(config_of(&small().with("rope_scaling", Value::Null).with("rope_theta", 3e5)).rope.theta, 3e5);
 }
 
 #[test]
 fn rope_kinds_are_refused_by_name() {
-    for kind in ["llama3", "yarn", "linear", "dynamic", "longrope", "mrope"] {
+    for kind in ["dynamic", "mrope", "su", "ntk"] {
         for (key, type_key) in
             [("rope_parameters", "rope_type"), ("rope_scaling", "rope_type"), ("rope_scaling", "type")]
         {
@@ -208,47 +208,38 @@ fn sampling_defaults_count_whatever_do_sample_says() {
 
 #[test]
 fn architectures_are_found_by_name() {
-    for (name, supported) in
-        [("MistralForCausalLM", "LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"), ("", "Llama")]
-    {
+    let supported = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM";
+    for (name, supported) in [("Gemma3ForConditionalGeneration", supported), ("", "Llama")] {
         let error = unsupported(small().with("architectures", json!([name])).open());
         assert_names(&error, &[name, supported]);
     }
-    for other in
-        ["Qwen2ForSequenceClassification", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM2"]
-    {
+    for other in [
+        "Qwen2ForSequenceClassification",
+        "Qwen2MoeForCausalLM",
+        "GraniteMoeForCausalLM",
+        "LlamaForCausalLM2",
+    ] {
         assert_names(&unsupported(small().with("architectures", json!([other])).open()), &[other]);
     }
     small().without("architectures").with("model_type", "llama").open().unwrap();
     small().with("architectures", json!([])).with("model_type", "llama").open().unwrap();
-    let error = unsupported(small().without("architectures").with("model_type", "mistral").open());
-    assert_names(&error, &["mistral", "llama, qwen2, qwen3"]);
+    let error = unsupported(small().without("architectures").with("model_type", "mamba").open());
+    assert_names(&error, &["mamba", "llama, mistral, qwen2, qwen3"]);
     let error = format_error(small().without("architectures").open());
     assert!(matches!(error, FormatError::KeyMissing { key: "architectures", .. }));
 }
 
 #[test]
-fn active_sliding_windows_are_refused_by_name() {
-    let qwen = || Folder::small("Qwen2ForCausalLM").with("sliding_window", 32);
-    qwen().open().unwrap();
-    qwen().with("use_sliding_window", false).open().unwrap();
-    let error = unsupported(qwen().with("use_sliding_window", true).open());
-    assert_names(&error, &["sliding window", "sliding_window = 32", "max_position_embeddings = 64"]);
-    qwen().with("use_sliding_window", true).with("sliding_window", 64).open().unwrap();
-    assert_names(&unsupported(small().with("sliding_window", 32).open()), &["sliding window", "32"]);
-    small().with("sliding_window", Value::Null).open().unwrap();
-    small().with("sliding_window", 4096).open().unwrap();
-    let layers = Folder::small("Qwen3ForCausalLM").with("layer_types", json!(["sliding_attention"]));
-    assert_names(&unsupported(layers.open()), &["layer type", "sliding_attention", "full_attention"]);
-    small().with("layer_types", json!(["full_attention"])).open().unwrap();
-}
-
-#[test]
-fn quantised_checkpoints_are_refused_by_name() {
-    for method in ["gptq", "awq", "fp8", "bitsandbytes", "compressed-tensors"] {
+fn other_quantised_checkpoints_are_refused_by_name() {
+    for method in ["fp8", "bitsandbytes", "compressed-tensors", "hqq", "GPTQ"] {
         let folder = small().with("quantization_config", json!({"quant_method": method, "bits": 4}));
-        assert_names(&unsupported(folder.open()), &["quantised", method, "BF16, F16 and F32"]);
+        assert_names(
+            &unsupported(folder.open()),
+            &["quantised", method, "GPTQ and AWQ", "BF16, F16 and F32"],
+        );
     }
+    let old = small().with("compression_config", json!({"quant_method": "sparseml"}));
+    assert_names(&unsupported(old.open()), &["quantised", "sparseml"]);
     assert_names(&unsupported(small().with("quantization_config", json!({})).open()), &["without a name"]);
     small().with("quantization_config", Value::Null).open().unwrap();
 }

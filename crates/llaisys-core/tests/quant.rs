@@ -57,9 +57,39 @@ fn plain_types_are_exact() {
 
 #[test]
 fn plain_types_have_no_blocks() {
-    for dtype in [DType::F32, DType::F16, DType::BF16] {
-        assert_eq!(Block::parse(dtype, &[0; 34]), None);
+    for dtype in [DType::F32, DType::F16, DType::BF16, DType::I32] {
+        assert_eq!(Block::parse(dtype, &[0; 34], 0), None);
     }
+}
+
+/// Random blocks and their values by the PyPI package gguf (`tests/data/quants/regenerate.py`), bit by bit.
+#[test]
+fn gguf_types_are_what_the_gguf_package_says() {
+    const N_VALUES: usize = 2048;
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/data/quants");
+    let types: Vec<DType> =
+        DType::ALL.into_iter().filter(|dtype| dtype.is_quantized() && *dtype != DType::Int4).collect();
+    assert_eq!(types.len(), 11);
+    for dtype in types {
+        let file = std::fs::read(format!("{folder}/{}.bin", dtype.name())).unwrap();
+        let (blocks, values) = file.split_at(dtype.bytes_of(N_VALUES).unwrap());
+        let want: Vec<f32> = values.as_chunks().0.iter().map(|&value| f32::from_le_bytes(value)).collect();
+        assert_eq!(want.len(), N_VALUES);
+        for (i, (got, want)) in dequantize(dtype, blocks, N_VALUES).into_iter().zip(want).enumerate() {
+            assert_eq!(got.to_bits(), want.to_bits(), "{dtype:?} element {i}: {got:e} instead of {want:e}");
+        }
+    }
+}
+
+/// Scale 0.5, zero point 9: nibbles 0, 9 and 15; the second half of the block lies in the high nibbles.
+#[test]
+fn int4_blocks_by_hand() {
+    let mut block = 0.5_f32.to_le_bytes().to_vec();
+    block.extend([9, 0x90, 0xf9]);
+    block.resize(21, 0x99);
+    let mut want = vec![0.0; 32];
+    (want[0], want[17]) = (-4.5, 3.0);
+    assert_eq!(dequantize(DType::Int4, &block, 32), want);
 }
 
 #[test]

@@ -8,10 +8,11 @@ use crate::convert::{OwnedArrays, OwnedMasks, compute_mode, count, isa, kv_dtype
 use crate::errors::{Fault, guarded, panic_message};
 use crate::output::DecodeOutput;
 use crate::sampler::SamplerSpec;
+use crate::watchdog::Progress;
 use llaisys_core::context::{Context as Core, ContextConfig, DecodeRequest};
 use llaisys_core::error::Rejected;
 use llaisys_core::seq::SeqId;
-use numpy::{PyReadonlyArray1, PyReadonlyArray2, PyReadonlyArrayDyn, PyUntypedArrayMethods};
+use numpy::{PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyReadonlyArrayDyn, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
@@ -193,6 +194,12 @@ impl Context {
         self.brief(py, |core| Ok(core.config().vocab_size))
     }
 
+    /// The window of attention if every layer has one.
+    #[getter]
+    fn attention_window(&self, py: Python<'_>) -> PyResult<Option<usize>> {
+        self.brief(py, |core| Ok(core.attention_window()))
+    }
+
     /// Bytes of the packed weights.
     #[getter]
     fn weight_bytes(&self, py: Python<'_>) -> PyResult<usize> {
@@ -314,6 +321,35 @@ impl Context {
     /// Forgets a segment's positions from `at`.
     fn kv_segment_trim(&self, py: Python<'_>, segment: u64, at: i32) -> PyResult<()> {
         self.brief(py, |core| core.kv_segment_trim(segment, at))
+    }
+
+    /// K and V of a segment's positions; the GIL is released.
+    fn kv_export(&self, py: Python<'_>, segment: u64, p0: i32, p1: i32) -> PyResult<Py<PyArray1<u8>>> {
+        let data = self.detached(py, |core| core.kv_export(segment, p0, p1))?;
+        Ok(PyArray1::from_vec(py, data).unbind())
+    }
+
+    /// A new segment with K and V from an export; the GIL is released.
+    fn kv_import(
+        &self,
+        py: Python<'_>,
+        segment: u64,
+        stream: i64,
+        p0: i32,
+        data: PyReadonlyArray1<'_, u8>,
+    ) -> PyResult<()> {
+        let data = owned("data", &data).map_err(|fault| fault.into_py(py))?;
+        self.detached(py, |core| core.kv_import(segment, natural("stream", stream)?, p0, &data))
+    }
+
+    /// What K and V depend on besides tokens.
+    fn fingerprint(&self, py: Python<'_>) -> PyResult<String> {
+        self.brief(py, |core| Ok(core.fingerprint()))
+    }
+
+    /// What has been done so far, readable from any thread.
+    fn progress(&self, py: Python<'_>) -> PyResult<Progress> {
+        self.brief(py, |core| Ok(core.progress().into()))
     }
 
     /// Everything that is held.

@@ -7,6 +7,9 @@ use pyo3::types::PyType;
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+/// Characters of a message that are shown.
+const MESSAGE_CHARS_MAX: usize = 1000;
+
 /// What a call into the core may end with.
 #[derive(Debug)]
 pub(crate) enum Fault {
@@ -36,7 +39,7 @@ impl Fault {
     /// The exception to raise.
     pub(crate) fn into_py(self, py: Python<'_>) -> PyErr {
         let (class, message) = match self {
-            Fault::Core(error) => (Class::of(&error), error.to_string()),
+            Fault::Core(error) => (Class::of(&error), shortened(error.to_string())),
             Fault::Whole(message) => {
                 (Class::CoreFault, format!("the core panicked and rolled back: {message}"))
             }
@@ -69,6 +72,14 @@ pub(crate) fn guarded<T>(call: impl FnOnce() -> Result<T, Error>) -> Result<T, F
     }
 }
 
+/// A message that fits a screen: it may show a value of a model file, which may be a megabyte.
+fn shortened(message: String) -> String {
+    match message.char_indices().nth(MESSAGE_CHARS_MAX) {
+        Some((end, _)) => format!("{} ...", &message[..end]),
+        None => message,
+    }
+}
+
 /// The text of a panic.
 pub(crate) fn panic_message(payload: &(dyn Any + Send)) -> String {
     let text = payload.downcast_ref::<&str>().copied();
@@ -93,6 +104,8 @@ impl Class {
             Error::Exhausted(_) => Class::Exhausted,
             Error::Unsupported(_) => Class::Unsupported,
             Error::Device(_) => Class::EngineDead,
+            #[cfg(feature = "faults")]
+            Error::Injected { .. } => Class::CoreFault,
         }
     }
 

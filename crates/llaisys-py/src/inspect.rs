@@ -11,8 +11,8 @@ use std::path::PathBuf;
 #[pyfunction]
 pub(crate) fn inspect(py: Python<'_>, path: PathBuf) -> PyResult<String> {
     let text = py.detach(|| {
-        let checkpoint = guarded(|| Checkpoint::open(&path))?;
-        serde_json::to_string(checkpoint.info()).map_err(|e| Fault::Argument(e.to_string()))
+        let info = guarded(|| Checkpoint::inspect(&path))?;
+        serde_json::to_string(&info).map_err(|e| Fault::Argument(e.to_string()))
     });
     text.map_err(|fault: Fault| fault.into_py(py))
 }

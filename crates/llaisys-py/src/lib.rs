@@ -12,9 +12,12 @@ mod books;
 mod context;
 mod convert;
 mod errors;
+#[cfg(feature = "faults")]
+mod faults;
 mod inspect;
 mod output;
 mod sampler;
+mod watchdog;
 
 /// The compiled core of LLAISYS. Its Python face is `_core.pyi`.
 #[pymodule]
@@ -25,12 +28,17 @@ mod _core {
     use super::books::{Books, Snapshot};
     #[pymodule_export]
     use super::context::Context;
+    #[cfg(feature = "faults")]
+    #[pymodule_export]
+    use super::faults::{fault_hits, fault_points, set_fault};
     #[pymodule_export]
     use super::inspect::{available_isas, inspect, philox4x32};
     #[pymodule_export]
     use super::output::DecodeOutput;
     #[pymodule_export]
     use super::sampler::SamplerSpec;
+    #[pymodule_export]
+    use super::watchdog::{Progress, Watchdog};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

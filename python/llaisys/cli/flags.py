@@ -24,6 +24,9 @@ SUFFIXES = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "
 SERVER_ONLY = frozenset(
     {
         "served_model_name",
+        "models",
+        "preload",
+        "idle_unload_s",
         "host",
         "port",
         "allowed_origins",

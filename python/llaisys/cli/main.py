@@ -7,8 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from llaisys.cli import chat, doctor, generate, models, pull, serve
-from llaisys.cli.parsing import Commands, Parser, installed_version
+from llaisys.cli import chat, doctor, generate, models, pull, rm, serve
+from llaisys.cli.parsing import Commands, Parser
+from llaisys.config import package_version
 from llaisys.errors import LlaisysError
 
 
@@ -29,6 +30,7 @@ COMMANDS: dict[str, Command] = {
     "generate": generate,
     "pull": pull,
     "models": models,
+    "rm": rm,
     "doctor": doctor,
 }
 
@@ -36,7 +38,7 @@ COMMANDS: dict[str, Command] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; `argv` without the program's name (default: the process's). Returns the exit code."""
     parser = Parser(prog="llaisys", description="LLM inference and serving")
-    parser.add_argument("--version", action="version", version=f"llaisys {installed_version()}")
+    parser.add_argument("--version", action="version", version=f"llaisys {package_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in COMMANDS.values():
         module.add_parser(commands)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from importlib import metadata
 from typing import Any, NoReturn, TypeAlias
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
@@ -23,14 +22,6 @@ class Parser(argparse.ArgumentParser):
         near = difflib.get_close_matches(arguments[0].split("=")[0], flags, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         self.error(f"unknown arguments: {' '.join(arguments)}{hint}")
-
-
-def installed_version() -> str:
-    """The version of the installed package."""
-    try:
-        return metadata.version("llaisys")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 def add_command(commands: Commands, name: str, summary: str, examples: str) -> Parser:

@@ -1,4 +1,4 @@
-"""`llaisys pull`: brings an embedded model into the cache."""
+"""`llaisys pull`: brings a model into its cache."""
 
 from __future__ import annotations
 
@@ -13,14 +13,21 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(
         commands,
         "pull",
-        "bring a model into the cache folder (LLAISYS_HOME, by default ~/.cache/llaisys)",
-        "llaisys pull smollm2\nLLAISYS_HOME=/data/llaisys llaisys pull smollm2 --quiet",
+        "bring a model into its cache: LLAISYS_HOME (by default ~/.cache/llaisys) for embedded models, "
+        "HF_HOME (by default ~/.cache/huggingface) for those of the Hugging Face Hub",
+        """
+        llaisys pull smollm2
+        llaisys pull Qwen/Qwen2.5-0.5B-Instruct --revision main
+        llaisys pull Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q8_0
+        HF_TOKEN=hf_... llaisys pull meta-llama/Llama-3.2-1B-Instruct --quiet
+        """,
     )
-    parser.add_argument("name", help="a name that `llaisys models` lists")
+    parser.add_argument("name", help="a name that `llaisys models` lists, or org/name, or org/name:FILE.gguf")
+    parser.add_argument("--revision", help="branch, tag or commit of a Hugging Face id")
     parser.add_argument("--quiet", action="store_true", help="no progress, only the path")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the file's path on stdout; progress goes to stderr."""
-    print(pull(arguments.name, progress=not arguments.quiet))
+    """Prints the path on stdout; progress goes to stderr."""
+    print(pull(arguments.name, arguments.revision, progress=not arguments.quiet))
     return 0

@@ -1,6 +1,6 @@
-"""How large the KV cache and the context are. Pure.
+"""How large the KV cache and the context are, and whether the model fits at all. Pure.
 
-Sized from the machine, and made smaller rather than failing.
+Sized from the machine, and made smaller rather than failing; what cannot fit is refused before it is loaded.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ _AS_CONFIGURED = (
     "max_client_tokens_per_step",
 )
 _WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
+_FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ def size(config: Config, info: ModelInfo, memory_bytes: int, n_cores: int) -> Ca
     n_cells, why = _n_cells(config, info, memory_bytes, cell_bytes, n_seqs * wanted_len)
     n_cells -= n_cells % config.num_kv_streams
     if n_cells < 1:
+        _refuse_what_does_not_fit(config, info, memory_bytes, cell_bytes)
         raise RejectedError(
             f"the KV cache has no room for a single token: one takes {cell_bytes} bytes ({why})",
             param="kv_cache_memory_bytes",
@@ -84,6 +86,7 @@ def size(config: Config, info: ModelInfo, memory_bytes: int, n_cores: int) -> Ca
         n_threads=config.num_threads or n_cores,
         n_streams=config.num_kv_streams,
     )
+    _refuse_what_does_not_fit(config, info, memory_bytes, n_cells * cell_bytes)
     n_mib = n_cells * cell_bytes / 2**20
     cut = f", cut from {wanted_len} to fit the cache" if limits.max_model_len < wanted_len else ""
     summary = (
@@ -134,8 +137,8 @@ def _n_cells(
         configured.append((n_cells, f"of {config.kv_cache_memory_bytes} B"))
     if configured:
         return min(configured)
-    weights = info.n_parameters * _WEIGHT_BYTES[config.dtype] if config.dtype != "auto" else info.weight_bytes
-    budget = max(0, memory_bytes - weights) // _KV_SHARE
+    weights = _weight_bytes(config, info)
+    budget = max(0, memory_bytes - weights - _workspace_bytes(config, info)) // _KV_SHARE
     n_cells = budget // cell_bytes
     n_cells -= n_cells % _RUN if n_cells > _RUN else 0
     if most <= n_cells:
@@ -143,3 +146,40 @@ def _n_cells(
         return most, f"all that {n_seqs} requests of {most // n_seqs} tokens can use"
     left = f"{memory_bytes / 2**30:.1f} GiB available, {weights / 2**30:.1f} GiB of them for weights"
     return n_cells, f"a fifth of the memory: {left}"
+
+
+def _weight_bytes(config: Config, info: ModelInfo) -> int:
+    """Bytes of the weights as the core packs them, but for the padding of panels."""
+    if config.dtype != "auto":
+        return info.n_parameters * _WEIGHT_BYTES[config.dtype]
+    # float16 has no packed form of its own and is held as float32.
+    return info.weight_bytes * (2 if info.dtype == "float16" else 1)
+
+
+def _workspace_bytes(config: Config, info: ModelInfo) -> int:
+    """Bytes of one step's activations, and of the logits of every request that may run."""
+    q, kv = info.n_heads * info.d_head, info.n_kv_heads * info.d_head
+    row = 2 * info.d_model + 2 * q + 2 * kv + 3 * info.d_ff + info.d_head
+    n_rows = config.max_num_batched_tokens
+    return _FLOAT_BYTES * (n_rows * row + min(n_rows, config.max_num_seqs) * info.vocab_size)
+
+
+def _refuse_what_does_not_fit(config: Config, info: ModelInfo, memory_bytes: int, kv_bytes: int) -> None:
+    """Raises RejectedError with the sum. Memory that is not there would end the process without a word."""
+    weights, workspace = _weight_bytes(config, info), _workspace_bytes(config, info)
+    needed = weights + kv_bytes + workspace
+    if needed <= memory_bytes:
+        return
+    parts = f"weights {_mib(weights)} + KV cache {_mib(kv_bytes)} + workspace {_mib(workspace)}"
+    if weights + workspace >= memory_bytes:
+        param, advice = "model", "take a smaller model, or one with fewer bits a weight"
+    else:
+        param, advice = "kv_cache_memory_bytes", "a smaller KV cache fits (--kv-cache-memory-bytes)"
+    raise RejectedError(
+        f"the model does not fit: {parts} = {_mib(needed)}, available are {_mib(memory_bytes)}; {advice}",
+        param=param,
+    )
+
+
+def _mib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**20:,.1f} MiB"

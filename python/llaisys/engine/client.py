@@ -1,70 +1,56 @@
-"""EngineClient: the only door to an engine. In process; a form over IPC will stand behind the same calls."""
+"""EngineClient: the only door to an engine, whether it runs on a thread of this process or in its own."""
 
 from __future__ import annotations
 
 import atexit
-import logging
-import time
+import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
+from typing import Protocol, TypeAlias
 
-from llaisys.config import Config
-from llaisys.engine.capacity import Capacity, size
-from llaisys.engine.engine import LLMEngine
-from llaisys.engine.executor import Executor
 from llaisys.engine.limits import Limits, token_limit
-from llaisys.engine.loop import Cancel, EngineLoop, Listener, Submit
-from llaisys.engine.machine import available_bytes, usable_cores
 from llaisys.engine.outputs import EngineOutput, refusal
 from llaisys.engine.request import EngineRequest
-from llaisys.engine.worker import open_worker
+from llaisys.engine.wire import Cancel, Submit
 from llaisys.errors import EngineDeadError, QueueFullError, RejectedError
 from llaisys.stats import EngineStats
-from llaisys.types import ModelInfo, RequestId, SamplingParams
+from llaisys.types import RequestId, SamplingParams
 
-log = logging.getLogger(__name__)
+Deliver: TypeAlias = Callable[[list[EngineOutput]], None]
+
+# A request sends one Submit, and one Cancel for each of its choices and for all of them together.
+MESSAGES_A_REQUEST = 10
 
 
-class EngineClient:
-    """Submits to an engine thread, and hears from it once a step.
+class Link(Protocol):
+    """One living engine, as messages reach it."""
+
+    def send(self, message: Submit | Cancel) -> None:
+        """Leaves a message for the engine's next step; from any thread, never waits."""
+
+
+class EngineClient(ABC):
+    """Submits to an engine, and hears from it once a step: the interface, and the books of both forms.
 
     Owns the set of open request ids: an id is in it from `submit` until its last output, and whoever takes it
-    out (the thread, or a `submit` that finds the engine dead) gives the request its one end. `submit` and
-    `cancel` may be called from any thread; `deliver` is called on the engine thread.
+    out (the engine's side, or a `submit` that finds the engine dead) gives the request its one end. `submit`
+    and `cancel` may be called from any thread; `deliver` is called on a thread of the client's own.
+
+    `_link` is the engine that lives now, None while there is none; a message to one that has died is lost,
+    and its request has been ended. A process forked from the owner has no engine.
     """
 
-    def __init__(
-        self,
-        build: Callable[[], LLMEngine],
-        limits: Limits,
-        deliver: Callable[[list[EngineOutput]], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Builds the engine on its own thread and waits for it. Raises what `build` raises."""
+    def __init__(self, limits: Limits, deliver: Deliver) -> None:
         self._limits = limits
         self._deliver = deliver
         self._open: set[RequestId] = set()
-        self._cancelled: set[RequestId] = set()
+        # What was cancelled of each open request: its choices, or None for all of them.
+        self._cancelled: dict[RequestId, set[int | None]] = {}
         self._open_max = limits.max_num_seqs + limits.max_num_queued_reqs
+        self._link: Link | None = None
         self._error: EngineDeadError | None = None
         self._stats = EngineStats(kv_cells=limits.n_cells)
-        # An id sends one Submit and one Cancel; between two readings of the inbox at most `_open_max` ids are
-        # open at first, and as many more may follow those that end.
-        self._loop = EngineLoop(build, Listener(self._step, self._ended, clock), 4 * self._open_max)
-        self._loop.start()
-        atexit.register(self.close)
-
-    @classmethod
-    def start(
-        cls, config: Config, info: ModelInfo, deliver: Callable[[list[EngineOutput]], None]
-    ) -> EngineClient:
-        """Sizes an engine for this machine and loads the model into it.
-
-        Raises RejectedError or UnsupportedError: a setting or the model, by name.
-        """
-        capacity = size(config, info, available_bytes(), usable_cores())
-        log.info("%s", capacity.summary)
-        return cls(partial(_build, capacity, config.seed), capacity.limits, deliver)
+        self._owner = os.getpid()
 
     @property
     def limits(self) -> Limits:
@@ -73,7 +59,7 @@ class EngineClient:
 
     @property
     def error(self) -> EngineDeadError | None:
-        """Why the engine is over (also: shutting down); None while it lives."""
+        """Why there is no engine now (dead, restarting or shutting down); None while it lives."""
         return self._error
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
@@ -86,8 +72,9 @@ class EngineClient:
         Raises RejectedError or ContextLengthError (could never run), QueueFullError, EngineDeadError. A queue
         that turns out full only at the engine is told by the request's one output instead.
         """
-        if self._error is not None:
-            raise _copy(self._error)
+        link = self._link
+        if link is None or not self._is_owner():
+            raise self._why_not()
         self.check(request.prompt_token_ids, request.params)
         request_id = request.request_id
         if request_id in self._open:
@@ -98,20 +85,26 @@ class EngineClient:
                 f"{self._limits.max_num_queued_reqs} wait"
             )
         self._open.add(request_id)
-        self._loop.send(Submit(request))
-        if self._error is not None and self._take_out(request_id):
-            raise _copy(self._error)  # it died meanwhile, and its end has not seen this request
+        try:
+            link.send(Submit(request))
+        except BaseException:
+            self._take_out(request_id)
+            raise
+        if self._link is not link and self._take_out(request_id):
+            raise self._why_not()  # it died meanwhile, and its end has not seen this request
 
     def cancel(self, request_id: RequestId, index: int | None = None) -> None:
         """Ends a request, or one choice of it, within one step; its ABORT output follows. An ended or unknown
         id is ignored."""
-        if index is not None:
-            self._loop.send(Cancel(request_id, index))
-        elif request_id in self._open and request_id not in self._cancelled:
-            self._cancelled.add(request_id)
-            self._loop.send(Cancel(request_id))
-            if request_id not in self._open:  # it ended meanwhile
-                self._cancelled.discard(request_id)
+        link = self._link
+        if link is None or not self._is_owner() or request_id not in self._open:
+            return
+        cancelled = self._cancelled.setdefault(request_id, set())
+        if not {index, None} & cancelled:
+            cancelled.add(index)
+            link.send(Cancel(request_id, index))
+        if request_id not in self._open:  # it ended meanwhile
+            self._cancelled.pop(request_id, None)
 
     def stats(self) -> EngineStats:
         """The engine's books after its newest step."""
@@ -120,21 +113,27 @@ class EngineClient:
     def close(self) -> None:
         """Ends the engine and every open request (EngineDeadError: shutting down); waits for it.
 
-        Idempotent.
+        Idempotent, and nothing in a process that was forked from the owner.
         """
-        atexit.unregister(self.close)
-        self._loop.stop()
+        atexit.unregister(self._close_at_exit)
+        if self._is_owner():
+            self._stop()
 
-    # --- inside ---
+    # --- for the two forms ---
 
-    def _take_out(self, request_id: RequestId) -> bool:
-        """True for the one caller that finds the id still open."""
-        try:
-            self._open.remove(request_id)
-        except KeyError:
-            return False
-        self._cancelled.discard(request_id)
-        return True
+    def _close_at_exit(self) -> None:
+        """Not cut short by Ctrl-C: a native thread that comes back into an interpreter that has ended aborts
+        the process. It takes a step at most."""
+        while True:
+            try:
+                self.close()
+                return
+            except KeyboardInterrupt:
+                continue
+
+    @abstractmethod
+    def _stop(self) -> None:
+        """Ends the engine and waits for its end."""
 
     def _step(self, outputs: list[EngineOutput], stats: EngineStats) -> None:
         self._stats = stats
@@ -145,7 +144,9 @@ class EngineClient:
             self._deliver(outputs)
 
     def _ended(self, error: EngineDeadError) -> None:
+        """The link is dead: every open request gets its end."""
         self._error = error
+        self._link = None
         self._stats = EngineStats(kv_cells=self._limits.n_cells)
         last = [
             refusal(request_id, _copy(error)) for request_id in list(self._open) if self._take_out(request_id)
@@ -153,16 +154,28 @@ class EngineClient:
         if last:
             self._deliver(last)
 
+    # --- inside ---
+
+    def _is_owner(self) -> bool:
+        return os.getpid() == self._owner
+
+    def _why_not(self) -> EngineDeadError:
+        if not self._is_owner():
+            return EngineDeadError("the engine belongs to the process that this one was forked from")
+        return _copy(self._error or EngineDeadError("the engine was restarted in this moment; try again"))
+
+    def _take_out(self, request_id: RequestId) -> bool:
+        """True for the one caller that finds the id still open."""
+        try:
+            self._open.remove(request_id)
+        except KeyError:
+            return False
+        self._cancelled.pop(request_id, None)
+        return True
+
 
 def _copy(error: EngineDeadError) -> EngineDeadError:
     """One for each request that raises it: a raised exception collects its raiser's frames."""
     copy = EngineDeadError(str(error))
     copy.__cause__ = error.__cause__
     return copy
-
-
-def _build(capacity: Capacity, seed: int) -> LLMEngine:
-    """Runs on the engine thread: the core belongs to the thread that made it."""
-    worker = open_worker(capacity.settings)
-    log.info("loaded %s: %s", capacity.settings.path, worker.describe())
-    return LLMEngine(Executor(worker), capacity.limits, seed)

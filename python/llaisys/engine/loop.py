@@ -15,33 +15,16 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from llaisys.engine.engine import LLMEngine
+from llaisys.engine.executor import Executor
+from llaisys.engine.limits import Limits
 from llaisys.engine.outputs import EngineOutput, refusal
 from llaisys.engine.request import EngineRequest
+from llaisys.engine.wire import Cancel, Shutdown, Submit
+from llaisys.engine.worker import WorkerSettings, open_worker
 from llaisys.errors import EngineDeadError, LlaisysError
 from llaisys.stats import EngineStats
-from llaisys.types import RequestId
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Submit:
-    """A request to take."""
-
-    request: EngineRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """A request whose client has gone, or one choice of it that nobody reads any more."""
-
-    request_id: RequestId
-    index: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Shutdown:
-    """The last message: end, whatever is open."""
 
 
 Message: TypeAlias = Submit | Cancel | Shutdown
@@ -79,8 +62,8 @@ class EngineLoop:
         self._thread.start()
         try:
             self._built.result()
-        except BaseException:
-            self._thread.join()
+        except BaseException:  # Ctrl-C too: then the thread is told to end when it has built
+            self.stop()
             raise
 
     def send(self, message: Submit | Cancel) -> None:
@@ -140,6 +123,13 @@ class EngineLoop:
                 yield self._inbox.get_nowait()
         except queue.Empty:
             return
+
+
+def build_engine(settings: WorkerSettings, limits: Limits, seed: int) -> LLMEngine:
+    """Loads the model. Runs on the engine thread: the core belongs to the thread that made it."""
+    worker = open_worker(settings)
+    log.info("loaded %s: %s", settings.path, worker.describe())
+    return LLMEngine(Executor(worker), limits, seed)
 
 
 def _submit(engine: LLMEngine, request: EngineRequest) -> list[EngineOutput]:

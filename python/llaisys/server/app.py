@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from llaisys.config import package_version
 from llaisys.errors import LlaisysError
 from llaisys.server import chat, completions, health, metrics, models, page
 from llaisys.server.auth import KeyGate
@@ -48,7 +49,7 @@ def create_app(state: ServerState, port: int) -> ASGIApp:
 def _routes(state: ServerState) -> FastAPI:
     app = FastAPI(
         title="LLAISYS",
-        version=health.package_version(),
+        version=package_version(),
         docs_url=None,
         redoc_url=None,
         openapi_url=None,

@@ -33,7 +33,7 @@ router = APIRouter()
 async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
     """Renders the conversation, generates one choice, answers as a stream or as one object."""
     state = state_of(request)
-    engine = state.serving()
+    engine = state.serving(body.model)
     model = served_name(engine, body.model)
     headers = ignored_headers(request, ignored_fields(body, CHAT_NEUTRAL, state.config.strict_fields))
     options = usage_options(body)

@@ -39,7 +39,7 @@ router = APIRouter()
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Generates one choice for each prompt, answers as a stream or as one object."""
     state = state_of(request)
-    engine = state.serving()
+    engine = state.serving(body.model)
     model = served_name(engine, body.model)
     headers = ignored_headers(request, ignored_fields(body, COMPLETION_NEUTRAL, state.config.strict_fields))
     options = usage_options(body)

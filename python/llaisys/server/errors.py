@@ -68,6 +68,9 @@ TABLE: Mapping[type[errors.LlaisysError], Row] = {
     errors.RequestFailedError: Row(
         500, SERVER_ERROR, "request_failed", "this request failed in the engine", retry=False
     ),
+    errors.CoreFaultError: Row(
+        500, SERVER_ERROR, "request_failed", "this request failed in the engine", retry=False
+    ),
     errors.EngineDeadError: Row(
         503, SERVER_ERROR, "engine_dead", "the engine has stopped; see the server's log"
     ),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from llaisys.config import package_version
 from llaisys.server.state import state_of
 
 router = APIRouter()
@@ -35,14 +34,6 @@ async def ready(request: Request) -> JSONResponse:
 async def show_version() -> JSONResponse:
     """The version of the installed package."""
     return JSONResponse({"version": package_version()})
-
-
-def package_version() -> str:
-    """`unknown` if LLAISYS runs from a source tree that is not installed."""
-    try:
-        return version("llaisys")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def _probe(ok: bool) -> JSONResponse:

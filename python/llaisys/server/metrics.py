@@ -6,7 +6,8 @@ engine never sees (refusals, HTTP answers) is counted here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter
 from prometheus_client import (
@@ -23,47 +24,58 @@ from starlette.responses import Response
 from llaisys.stats import HistogramData, ServiceStats
 from llaisys.types import FinishReason
 
+if TYPE_CHECKING:
+    from llaisys.server.state import ServerState
+
 LABELS = ("model_name", "engine")
 
 router = APIRouter()
 
 
 class EngineCollector:
-    """Turns one snapshot into metric families. `values` are those of LABELS."""
+    """Turns a snapshot of each model into metric families. `snapshots`: (values of LABELS, snapshot)."""
 
-    def __init__(self, stats: ServiceStats, values: tuple[str, str]) -> None:
-        self._stats = stats
-        self._values = values
+    def __init__(self, snapshots: Sequence[tuple[tuple[str, str], ServiceStats]]) -> None:
+        self._snapshots = snapshots
 
     def collect(self) -> Iterator[Metric]:
         """prometheus_client's collector protocol."""
-        stats = self._stats
-        used = stats.kv_cells_used / stats.kv_cells if stats.kv_cells else 0.0
-        yield self._gauge("vllm:num_requests_running", "Requests in the running batch.", stats.num_running)
-        yield self._gauge("vllm:num_requests_waiting", "Requests waiting to run.", stats.num_waiting)
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the KV cells in use, 0 to 1.", used)
-        yield self._counter("vllm:prompt_tokens", "Prompt tokens processed.", stats.prompt_tokens)
-        yield self._counter("vllm:generation_tokens", "Tokens generated.", stats.generation_tokens)
+        yield self._gauge("vllm:num_requests_running", "Requests in the running batch.", "num_running")
+        yield self._gauge("vllm:num_requests_waiting", "Requests waiting to run.", "num_waiting")
+        yield self._usage()
+        yield self._counter("vllm:prompt_tokens", "Prompt tokens processed.", "prompt_tokens")
+        yield self._counter("vllm:generation_tokens", "Tokens generated.", "generation_tokens")
         yield self._success()
         yield self._histogram(
-            "vllm:time_to_first_token_seconds", "Arrival to first token.", stats.time_to_first_token_s
+            "vllm:time_to_first_token_seconds", "Arrival to first token.", "time_to_first_token_s"
         )
         yield self._histogram(
-            "vllm:inter_token_latency_seconds", "Between tokens of one answer.", stats.inter_token_latency_s
+            "vllm:inter_token_latency_seconds", "Between tokens of one answer.", "inter_token_latency_s"
         )
         yield self._histogram(
-            "vllm:e2e_request_latency_seconds", "Arrival to last token.", stats.e2e_request_latency_s
+            "vllm:e2e_request_latency_seconds", "Arrival to last token.", "e2e_request_latency_s"
         )
         yield self._cells()
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
+    def _gauge(self, name: str, text: str, field: str) -> Metric:
+        """`field`: of ServiceStats."""
         family = GaugeMetricFamily(name, text, labels=LABELS)
-        family.add_metric(self._values, value)
+        for values, stats in self._snapshots:
+            family.add_metric(values, getattr(stats, field))
         return family
 
-    def _counter(self, name: str, text: str, value: float) -> Metric:
+    def _usage(self) -> Metric:
+        text = "Share of the KV cells in use, 0 to 1."
+        family = GaugeMetricFamily("vllm:kv_cache_usage_perc", text, labels=LABELS)
+        for values, stats in self._snapshots:
+            family.add_metric(values, stats.kv_cells_used / stats.kv_cells if stats.kv_cells else 0.0)
+        return family
+
+    def _counter(self, name: str, text: str, field: str) -> Metric:
+        """`field`: of ServiceStats."""
         family = CounterMetricFamily(name, text, labels=LABELS)
-        family.add_metric(self._values, value)
+        for values, stats in self._snapshots:
+            family.add_metric(values, getattr(stats, field))
         return family
 
     def _success(self) -> Metric:
@@ -71,19 +83,24 @@ class EngineCollector:
         family = CounterMetricFamily(
             "vllm:request_success", "Requests ended.", labels=(*LABELS, "finished_reason")
         )
-        for reason in FinishReason:
-            family.add_metric((*self._values, reason.value), self._stats.finished.get(reason.value, 0))
+        for values, stats in self._snapshots:
+            for reason in FinishReason:
+                family.add_metric((*values, reason.value), stats.finished.get(reason.value, 0))
         return family
 
-    def _histogram(self, name: str, text: str, data: HistogramData) -> Metric:
+    def _histogram(self, name: str, text: str, field: str) -> Metric:
+        """`field`: of ServiceStats."""
         family = HistogramMetricFamily(name, text, labels=LABELS)
-        family.add_metric(self._values, buckets=list(cumulative(data)), sum_value=data.sum)
+        for values, stats in self._snapshots:
+            data: HistogramData = getattr(stats, field)
+            family.add_metric(values, buckets=list(cumulative(data)), sum_value=data.sum)
         return family
 
     def _cells(self) -> Metric:
         family = GaugeMetricFamily("llaisys:kv_cells", "KV cells, one token each.", labels=(*LABELS, "state"))
-        family.add_metric((*self._values, "used"), self._stats.kv_cells_used)
-        family.add_metric((*self._values, "free"), self._stats.kv_cells - self._stats.kv_cells_used)
+        for values, stats in self._snapshots:
+            family.add_metric((*values, "used"), stats.kv_cells_used)
+            family.add_metric((*values, "free"), stats.kv_cells - stats.kv_cells_used)
         return family
 
 
@@ -119,18 +136,20 @@ class Metrics:
         """Counts an error by its wire code."""
         self._refused.labels(code).inc()
 
-    def page(self, engines: Iterable[EngineCollector]) -> bytes:
-        """The text format: our own counters, then each engine's."""
+    def page(self, engines: EngineCollector | None) -> bytes:
+        """The text format: our own counters, then the engines'."""
         registry = CollectorRegistry()
-        for engine in engines:
-            registry.register(engine)
+        if engines is not None:
+            registry.register(engines)
         return generate_latest(self._registry) + generate_latest(registry)
 
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Engine figures are absent until the model is loaded."""
-    state = request.app.state.server
-    engine = state.engine
-    engines = [] if engine is None else [EngineCollector(engine.stats(), (engine.model_names[0], "0"))]
+    """Engine figures are absent until the models are loaded; afterwards each model has its own."""
+    state: ServerState = request.app.state.server
+    engines = None
+    if state.models is not None:
+        services = state.models.services
+        engines = EngineCollector([((each.model_names[0], "0"), each.stats()) for each in services])
     return Response(state.metrics.page(engines), media_type=CONTENT_TYPE_LATEST)

@@ -17,21 +17,22 @@ router = APIRouter()
 async def list_models(request: Request) -> dict[str, Any]:
     """Every served name; the first is the one that answers report by default."""
     state = state_of(request)
-    return {"object": "list", "data": [_card(state, name) for name in state.serving().model_names]}
+    return {"object": "list", "data": [_card(state, name) for name in state.registry().names]}
 
 
 @router.get("/v1/models/{name:path}")
 async def show_model(request: Request, name: str) -> dict[str, Any]:
     """One served name, which may hold slashes; 404 for another."""
     state = state_of(request)
-    if name not in state.serving().model_names:
+    if name not in state.registry().names:
         raise model_not_found(name)
     return _card(state, name)
 
 
 def _card(state: ServerState, name: str) -> dict[str, Any]:
-    """`root` is the first served name and never a path."""
-    engine = state.serving()
+    """`root` is the model's first served name and never a path."""
+    engine = state.registry().find(name)
+    assert engine is not None
     return {
         "id": name,
         "object": "model",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +16,8 @@ from llaisys.server.errors import ApiError
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
-# Where the page may be: the built one inside the package, else its sources beside a source tree.
-PLACES = (PACKAGE / "webui", PACKAGE.parents[1] / "webui" / "src")
+# Where `make build` and the wheel put the built page.
+PLACE = PACKAGE / "webui"
 
 # Not `mimetypes`, which asks the machine; with `nosniff` a wrong type is a page without its script.
 MEDIA_TYPES = {
@@ -23,11 +26,12 @@ MEDIA_TYPES = {
     ".css": "text/css",
     ".svg": "image/svg+xml",
     ".png": "image/png",
-    ".woff2": "font/woff2",
 }
+COMPRESSIBLE = ("text/", "image/svg")
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+    "trusted-types svelte-trusted-html dompurify"
 )
 SECURITY_HEADERS = {
     "content-security-policy": CONTENT_SECURITY_POLICY,
@@ -38,35 +42,49 @@ SECURITY_HEADERS = {
 }
 ASSET_CACHE = "public, max-age=31536000, immutable"
 
+NOT_BUILT = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<title>LLAISYS</title>
+<h1>LLAISYS is running; its chat page is not built</h1>
+<p>The API at <code>/v1</code> works. For the page, install the LLAISYS wheel, which has it, or install
+Node.js 20.19 or newer and run <code>make serve</code> again.
+</html>
+"""
+
+log = logging.getLogger("llaisys.server")
 router = APIRouter()
 
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """One file of the page. `cache`: its Cache-Control."""
+    """One file of the page. `cache`: its Cache-Control; `gzipped`: None if it would not be smaller."""
 
     content: bytes
+    gzipped: bytes | None
     media_type: str
     cache: str
 
 
-def load_page(places: tuple[Path, ...] = PLACES) -> dict[str, Asset]:
-    """URL path -> file, of the first place that has an `index.html`; nothing if none has.
+def load_page(place: Path = PLACE) -> Mapping[str, Asset]:
+    """URL path -> file. Without a built page, `/` alone, which says how to get one.
 
-    Files under `assets/` of a build carry a hash in their name and may be kept for ever; sources may not.
+    Files under `assets/` carry a hash in their name and may be kept for ever.
     """
-    for place in places:
-        if (place / "index.html").is_file():
-            cache = ASSET_CACHE if place == PLACES[0] else "no-cache"
-            assets = {
-                f"/assets/{path.name}": _asset(path, cache) for path in sorted(place.glob("assets/*.*"))
-            }
-            return {"/": _asset(place / "index.html", "no-cache"), **assets}
-    return {}
+    if not (place / "index.html").is_file():
+        log.warning(
+            "the chat page is not built: install the wheel, or Node.js 20.19 and `make serve`; the API works"
+        )
+        return {"/": Asset(NOT_BUILT.encode(), None, "text/html", "no-cache")}
+    assets = {f"/assets/{path.name}": _asset(path, ASSET_CACHE) for path in sorted(place.glob("assets/*.*"))}
+    return {"/": _asset(place / "index.html", "no-cache"), **assets}
 
 
 def _asset(path: Path, cache: str) -> Asset:
-    return Asset(path.read_bytes(), MEDIA_TYPES.get(path.suffix, "application/octet-stream"), cache)
+    content = path.read_bytes()
+    media_type = MEDIA_TYPES.get(path.suffix, "application/octet-stream")
+    gzipped = gzip.compress(content, mtime=0) if media_type.startswith(COMPRESSIBLE) else b""
+    return Asset(content, gzipped if 0 < len(gzipped) < len(content) else None, media_type, cache)
 
 
 @router.api_route("/", methods=["GET", "HEAD"])
@@ -77,5 +95,9 @@ async def page(request: Request) -> Response:
     if asset is None:
         message = "There is no such file in the page; `make build` builds it."
         raise ApiError(404, message, code="not_found")
-    headers = {**SECURITY_HEADERS, "cache-control": asset.cache}
-    return Response(asset.content, media_type=asset.media_type, headers=headers)
+    headers = {**SECURITY_HEADERS, "cache-control": asset.cache, "vary": "accept-encoding"}
+    content = asset.content
+    if asset.gzipped is not None and "gzip" in request.headers.get("accept-encoding", ""):
+        headers["content-encoding"] = "gzip"
+        content = asset.gzipped
+    return Response(content, media_type=asset.media_type, headers=headers)

@@ -21,10 +21,10 @@ import uvicorn
 
 from llaisys.config import Config
 from llaisys.errors import RejectedError
+from llaisys.registry import ModelRegistry
 from llaisys.server.app import create_app
 from llaisys.server.gate import check_exposure
 from llaisys.server.state import ServerState
-from llaisys.service import AsyncLLM
 
 EXIT_OK, EXIT_ENGINE_DEAD, EXIT_KILLED = 0, 70, 130
 CLOSE_CONNECTIONS_S = 1
@@ -111,7 +111,7 @@ class Lifecycle:
         web = self._web_server()
         serving = asyncio.ensure_future(web.serve(sockets=[self._listener]))
         serving.add_done_callback(lambda _: self._stop.set())
-        loading = asyncio.ensure_future(AsyncLLM.start(self._config))
+        loading = asyncio.ensure_future(ModelRegistry.start(self._config))
         exit_code = EXIT_OK
         try:
             await _first_of(loading, self._stop)
@@ -145,22 +145,23 @@ class Lifecycle:
             )
         )
 
-    async def _serve_until_stopped(self, engine: AsyncLLM) -> int:
+    async def _serve_until_stopped(self, models: ModelRegistry) -> int:
         """Ready goes off before anything else; then the engine ends its streams, each with a terminator."""
-        self._state.engine = engine
+        self._state.models = models
         print(
-            f"LLAISYS serving {engine.model_names[0]} at {address_of(self._config.host, self._port)}",
+            f"LLAISYS serving {','.join(each.model_names[0] for each in models.services)} "
+            f"at {address_of(self._config.host, self._port)}",
             flush=True,
         )
         await self._stop.wait()
-        exit_code = EXIT_OK if engine.is_alive() else EXIT_ENGINE_DEAD
+        exit_code = EXIT_OK if models.is_alive() else EXIT_ENGINE_DEAD
         self._state.draining = True
-        closing = asyncio.ensure_future(engine.close(self._config.shutdown_timeout_s))
+        closing = asyncio.ensure_future(models.close(self._config.shutdown_timeout_s))
         await _first_of(closing, self._hurry)
         if not closing.done():
             closing.cancel()
             await asyncio.gather(closing, return_exceptions=True)
-            await engine.close()
+            await models.close()
         return exit_code
 
 

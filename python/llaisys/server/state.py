@@ -9,6 +9,7 @@ from starlette.requests import Request
 
 from llaisys.config import Config
 from llaisys.errors import EngineDeadError
+from llaisys.registry import ModelRegistry
 from llaisys.server.errors import (
     ApiError,
     engine_dead,
@@ -23,36 +24,45 @@ from llaisys.service import AsyncLLM
 
 @dataclass(slots=True)
 class ServerState:
-    """Where the server is in its life: loading (no engine yet), serving, draining.
+    """Where the server is in its life: loading (no models yet), serving, draining.
 
-    - `engine`: set once, when the model is in memory.
+    - `models`: set once, when the models that are to be preloaded are in memory.
     - `draining`: set once, at the first signal; new requests get 503 from then on.
     - `created_s`: Unix time of the start, reported as the model's `created`.
     """
 
     config: Config
     metrics: Metrics = field(default_factory=Metrics)
-    engine: AsyncLLM | None = None
+    models: ModelRegistry | None = None
     draining: bool = False
     created_s: int = field(default_factory=lambda: int(time.time()))
 
-    def serving(self) -> AsyncLLM:
-        """The engine, or the 503 that says why there is none for a request."""
+    def registry(self) -> ModelRegistry:
+        """The models, or the 503 that says why there are none for a request."""
         if self.draining:
             raise shutting_down()
-        if self.engine is None:
+        if self.models is None:
             raise loading()
-        if not self.engine.is_alive():
+        if not any(service.is_alive() for service in self.models.services):
             raise engine_dead()
-        return self.engine
+        return self.models
+
+    def serving(self, model: str | None) -> AsyncLLM:
+        """The model of this name (absent, empty, `default`: the first), 404, or the 503 that says why not."""
+        service = self.registry().find(model)
+        if service is None:
+            raise model_not_found(str(model))
+        if not service.is_alive():
+            raise engine_dead()
+        return service
 
     def is_healthy(self) -> bool:
-        """False once the engine is dead. Loading and draining are healthy."""
-        return self.engine is None or self.draining or self.engine.is_alive()
+        """False while an engine is dead. Loading and draining are healthy."""
+        return self.models is None or self.draining or self.models.is_alive()
 
     def is_ready(self) -> bool:
         """True while new requests are welcome."""
-        return not self.draining and self.engine is not None and self.engine.is_ready()
+        return not self.draining and self.models is not None and self.models.is_ready()
 
     def wire_error(self, error: Exception, request_id: str) -> ApiError:
         """What a client hears of an error. An engine that ends because we are draining is no failure."""
@@ -68,9 +78,5 @@ def state_of(request: Request) -> ServerState:
 
 
 def served_name(engine: AsyncLLM, model: str | None) -> str:
-    """The name to answer with. Absent, empty and `default` mean the first; an unknown one is a 404."""
-    if model in engine.model_names:
-        return str(model)
-    if not model or model == "default":
-        return engine.model_names[0]
-    raise model_not_found(model)
+    """The name to answer with: the one that was asked for, or the first."""
+    return str(model) if model in engine.model_names else engine.model_names[0]

@@ -30,7 +30,8 @@ def read_text(path: Path, bytes_max: int = CONFIG_BYTES_MAX) -> str:
             raise RejectedError(
                 f"{path.name} has {n_bytes} bytes, at most {bytes_max} are read", param="model"
             )
-        return path.read_bytes().decode("utf-8")
+        with path.open("rb") as file:
+            return file.read(bytes_max).decode("utf-8")
     except UnicodeDecodeError as e:
         raise RejectedError(f"{path.name} is not UTF-8 (byte {e.start})", param="model") from e
     except OSError as e:
@@ -43,7 +44,9 @@ def read_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(read_text(path))
-    except (json.JSONDecodeError, RecursionError) as e:
+    except (ValueError, RecursionError) as e:  # ValueError: no JSON, or a number of thousands of digits
+        if isinstance(e, RejectedError):
+            raise
         raise RejectedError(f"{path.name} is not valid JSON: {e}", param="model") from e
     if not isinstance(value, dict):
         raise RejectedError(f"{path.name} holds a {type(value).__name__}, expected an object", param="model")

@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from llaisys.errors import RejectedError, UnsupportedError
+from llaisys.text.spm import build_spm
 from llaisys.types import GgufTokenizer
 
 VOCAB_MAX = 1 << 20
@@ -56,9 +57,9 @@ def build_gguf(facts: GgufTokenizer) -> tokenizers.Tokenizer:
     Raises UnsupportedError naming an unknown `model` or `pre`, RejectedError if the facts contradict each
     other.
     """
-    if facts.model != "gpt2":
+    if facts.model not in ("gpt2", "llama"):
         raise UnsupportedError(
-            f"tokenizer.ggml.model is {facts.model!r}; supported is 'gpt2' (BPE)", param="model"
+            f"tokenizer.ggml.model is {facts.model!r}; supported are 'gpt2' and 'llama' (BPE)", param="model"
         )
     pre = _PRE.get(facts.pre)
     if pre is None:
@@ -66,6 +67,17 @@ def build_gguf(facts: GgufTokenizer) -> tokenizers.Tokenizer:
             f"tokenizer.ggml.pre is {facts.pre!r}; supported are {', '.join(_PRE)}", param="model"
         )
     _check(facts)
+    backend = build_spm(facts) if facts.model == "llama" else _byte_level(facts, pre)
+    backend.add_special_tokens(_added(facts, lambda kind: kind in (_UNKNOWN, _CONTROL), special=True))
+    backend.add_tokens(_added(facts, lambda kind: kind == _USER_DEFINED, special=False))
+    if facts.add_bos and facts.bos is not None:
+        backend.post_processor = processors.TemplateProcessing(
+            single="BOS $A", special_tokens=[("BOS", facts.bos)]
+        )
+    return backend
+
+
+def _byte_level(facts: GgufTokenizer, pre: _Pre) -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(_model(facts, pre))
     backend.normalizer = normalizers.NFC() if pre.nfc else None
     cuts: list[pre_tokenizers.PreTokenizer] = [
@@ -74,12 +86,6 @@ def build_gguf(facts: GgufTokenizer) -> tokenizers.Tokenizer:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, byte_level])
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(_added(facts, lambda kind: kind in (_UNKNOWN, _CONTROL), special=True))
-    backend.add_tokens(_added(facts, lambda kind: kind == _USER_DEFINED, special=False))
-    if facts.add_bos and facts.bos is not None:
-        backend.post_processor = processors.TemplateProcessing(
-            single="BOS $A", special_tokens=[("BOS", facts.bos)]
-        )
     return backend
 
 

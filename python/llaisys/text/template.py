@@ -15,11 +15,11 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from llaisys.errors import RejectedError
 from llaisys.text.files import read_object, read_text, special_strings
 from llaisys.text.messages import check_messages
+from llaisys.text.sandbox import FuelledEnvironment, fuelled
 from llaisys.types import GgufTokenizer, ModelInfo
 
 TEMPLATE_BYTES_MAX = 1 << 20
@@ -146,9 +146,9 @@ class _GenerationTag(Extension):
         return nodes.Scope(body).set_lineno(line)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _environment() -> FuelledEnvironment:
     """Jinja2 set up as transformers documents it for chat templates."""
-    environment = ImmutableSandboxedEnvironment(
+    environment = FuelledEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
     )
     environment.filters["tojson"] = _tojson
@@ -178,7 +178,7 @@ def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
-def _compile(environment: ImmutableSandboxedEnvironment, name: str, text: str) -> jinja2.Template:
+def _compile(environment: FuelledEnvironment, name: str, text: str) -> jinja2.Template:
     try:
         return environment.from_string(text)
     except jinja2.TemplateSyntaxError as e:
@@ -193,11 +193,14 @@ def _bounded_render(template: jinja2.Template, variables: dict[str, Any]) -> str
     pieces: list[str] = []
     n_output = 0
     try:
-        for piece in template.generate(variables):
-            pieces.append(piece)
-            n_output += len(piece)
-            if n_output > n_max:
-                raise RejectedError(f"the chat template gives more than {n_max} characters", param="messages")
+        with fuelled():
+            for piece in template.generate(variables):
+                pieces.append(piece)
+                n_output += len(piece)
+                if n_output > n_max:
+                    raise RejectedError(
+                        f"the chat template gives more than {n_max} characters", param="messages"
+                    )
     except jinja2.TemplateError as e:
         raise RejectedError(f"the chat template refuses these messages: {e.message}", param="messages") from e
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as e:

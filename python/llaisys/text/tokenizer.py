@@ -6,6 +6,7 @@ Invariant: a `Tokenizer` is never changed once made, so that any thread may use 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from llaisys.text.files import read_object, special_strings
 from llaisys.text.gguf import build_gguf
 from llaisys.types import ModelInfo
 
-# Bounds on an untrusted tokenizer.json. Its nesting is bounded (128) by the JSON reader of `tokenizers`, its
-# regular expressions by Oniguruma's retry limit (ten million), which `encode` turns into a refusal.
+# The core has checked tokenizer.json (`_core.inspect`): its size, nesting, counts, patterns and growth. What
+# a pattern may still cost is bounded by Oniguruma's retry limit (ten million), which `encode` refuses.
 FILE_BYTES_MAX = 64 << 20
 VOCAB_MAX = 1 << 20
 
@@ -35,14 +36,21 @@ def _byte_alphabet() -> dict[int, int]:
 
 
 _BYTE_OF_CHARACTER = _byte_alphabet()
+# How SentencePiece writes a space in a token, and the token of a byte.
+_SPACE = "\u2581"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Tokenizer:
-    """A byte-level BPE tokenizer: every token is a fixed string of bytes."""
+    """A BPE tokenizer, byte-level or SentencePiece's: every token is a fixed string of bytes.
+
+    SentencePiece's drops the space that it puts in front of a text when it decodes one; an answer is the
+    middle of a text, so its first space stays.
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         """Takes the backend over; nobody else may hold it. Raises UnsupportedError for another kind."""
-        _check_byte_level(backend)
+        self._is_spaced = _is_spaced(backend)
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -87,6 +95,9 @@ class Tokenizer:
     def id_to_bytes(self, id: int) -> bytes:
         """The bytes of one token; empty if there is no such token."""
         token = self._tokens[id] if 0 <= id < len(self._tokens) else ""
+        if self._is_spaced:
+            byte = None if id in self._added else _BYTE_TOKEN.fullmatch(token)
+            return token.replace(_SPACE, " ").encode("utf-8") if byte is None else bytes.fromhex(byte[1])
         if id in self._added:
             return token.encode("utf-8")
         try:
@@ -131,10 +142,7 @@ def _read_folder(folder: Path) -> tokenizers.Tokenizer:
 
 def _add_config_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
     """Adds the tokens that only `tokenizer_config.json` lists; each must get the id that is stated there."""
-    listed = config.get("added_tokens_decoder")
-    entries = sorted((int(id), entry) for id, entry in listed.items()) if isinstance(listed, dict) else []
-    for id, entry in entries:
-        content, special = entry.get("content"), bool(entry.get("special"))
+    for id, content, special in _listed_tokens(config.get("added_tokens_decoder")):
         if backend.token_to_id(content) is None:
             backend.add_tokens([tokenizers.AddedToken(content, special=special, normalized=False)])
         own_id = backend.token_to_id(content)
@@ -143,6 +151,22 @@ def _add_config_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) ->
                 f"tokenizer_config.json gives {content!r} the id {id}, tokenizer.json {own_id}",
                 param="model",
             )
+
+
+def _listed_tokens(listed: object) -> list[tuple[int, str, bool]]:
+    """Id, text and whether it is special of each token, by id. Raises RejectedError."""
+    if not isinstance(listed, dict):
+        return []
+    tokens = []
+    for id, entry in listed.items():
+        content = entry.get("content") if isinstance(entry, dict) else None
+        if not (id.isdecimal() and len(id) <= 9 and isinstance(content, str) and content):
+            raise RejectedError(
+                f"tokenizer_config.json: added_tokens_decoder has {id[:40]!r}, expected ids with content",
+                param="model",
+            )
+        tokens.append((int(id), content, bool(entry.get("special"))))
+    return sorted(tokens)
 
 
 def _add_bos(backend: tokenizers.Tokenizer, folder: Path) -> None:
@@ -159,13 +183,24 @@ def _add_bos(backend: tokenizers.Tokenizer, folder: Path) -> None:
         )
 
 
-def _check_byte_level(backend: tokenizers.Tokenizer) -> None:
-    state = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": "none"}
-    if state["type"] != "ByteLevel":
-        raise UnsupportedError(
-            f"the tokenizer's decoder is {state['type']}; ByteLevel is the one that is supported",
-            param="model",
-        )
+def _is_spaced(backend: tokenizers.Tokenizer) -> bool:
+    """False for a byte-level tokenizer, True for SentencePiece's. Raises UnsupportedError for another."""
+    decoder = backend.decoder
+    state: dict[str, Any] = {"type": "none"} if decoder is None else json.loads(decoder.__getstate__())
+    if state["type"] == "ByteLevel":
+        return False
+    steps: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else []
+    replace = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
+    bare = [replace, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    if steps in (bare, [*bare, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]):
+        return True
+    names = ", ".join(str(step["type"]) for step in steps)
+    kind = f"{state['type']} of {names}" if names else state["type"]
+    raise UnsupportedError(
+        f"the tokenizer's decoder is {kind}; supported are ByteLevel and SentencePiece's (Replace, "
+        "ByteFallback, Fuse, Strip)",
+        param="model",
+    )
 
 
 def _tokens_by_id(backend: tokenizers.Tokenizer) -> list[str]:

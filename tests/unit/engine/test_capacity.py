@@ -14,6 +14,8 @@ from llaisys.engine.worker import inspect_model
 from llaisys.errors import RejectedError, UnsupportedError
 
 MIB = 2**20
+# Of the fake model: 512 rows of ten sizes that are 1, 64 rows of 300 logits.
+WORKSPACE = 4 * (512 * 10 + 64 * 300)
 
 
 @pytest.fixture(autouse=True)
@@ -34,19 +36,19 @@ def test_no_more_cells_than_the_requests_can_use() -> None:
 
 
 def test_a_fifth_of_what_the_weights_leave_in_whole_runs() -> None:
-    made = sized(memory_bytes=4000 + 5 * 1000 * 4)
+    made = sized(memory_bytes=WORKSPACE + 4000 + 5 * 1000 * 4)
     assert made.limits.n_cells == 992
     assert "a fifth" in made.summary
-    assert sized(memory_bytes=4000 + 5 * 1000 * 8, dtype="float32").limits.n_cells == 992
-    assert sized(memory_bytes=2000 + 5 * 1000 * 4, dtype="bfloat16").limits.n_cells == 992
+    assert sized(memory_bytes=WORKSPACE + 4000 + 5 * 1000 * 8, dtype="float32").limits.n_cells == 992
+    assert sized(memory_bytes=WORKSPACE + 2000 + 5 * 1000 * 4, dtype="bfloat16").limits.n_cells == 992
 
 
 def test_little_memory_cuts_the_context_and_says_so() -> None:
-    made = sized(memory_bytes=4000 + 5 * 100 * 4)
+    made = sized(memory_bytes=WORKSPACE + 4000 + 5 * 100 * 4)
     assert (made.limits.n_cells, made.limits.max_model_len) == (96, 96)
     assert made.settings.max_model_len == 96
     assert "cut from 128" in made.summary
-    assert sized(memory_bytes=4000 + 5 * 20 * 4).limits.n_cells == 20
+    assert sized(memory_bytes=WORKSPACE + 4000 + 5 * 20 * 4).limits.n_cells == 20
 
 
 def test_settings_override_the_sum() -> None:
@@ -62,7 +64,8 @@ def test_settings_override_the_sum() -> None:
     ("settings", "memory_bytes", "param"),
     [
         ({"kv_cache_memory_bytes": 3}, 100 * MIB, "kv_cache_memory_bytes"),
-        ({}, 4000, "kv_cache_memory_bytes"),
+        ({}, 4000, "model"),
+        ({"num_kv_cells": 30 * MIB}, 100 * MIB, "kv_cache_memory_bytes"),
         ({"max_model_len": 129}, 100 * MIB, "max_model_len"),
     ],
 )
@@ -81,4 +84,37 @@ def test_cuda_is_not_in_this_build() -> None:
 
 def test_a_larger_model_leaves_less() -> None:
     info = replace(inspect_model(Path("fake")), weight_bytes=50 * MIB, kv_bytes_per_cell={"bfloat16": MIB})
-    assert size(Config(), info, 100 * MIB, 1).limits.n_cells == 10
+    assert size(Config(), info, 100 * MIB + WORKSPACE, 1).limits.n_cells == 10
+
+
+def test_a_model_larger_than_the_memory_is_refused_with_the_sum() -> None:
+    info = replace(inspect_model(Path("fake")), weight_bytes=90 * MIB, d_ff=4096, vocab_size=16384)
+    config = Config(kv_cache_memory_bytes=8 * MIB)
+    # 512 rows of 3 * 4096 numbers and a few; 64 rows of logits.
+    assert size(config, info, 200 * MIB, 1).limits.n_cells == 2 * MIB
+    words = (
+        r"weights 90\.0 MiB \+ KV cache 8\.0 MiB \+ workspace 28\.0 MiB = 126\.0 MiB, "
+        r"available are 120\.0 MiB; a smaller KV cache fits"
+    )
+    with pytest.raises(RejectedError, match=words):
+        size(config, info, 120 * MIB, 1)
+    with pytest.raises(RejectedError, match="take a smaller model") as caught:
+        size(Config(), info, 110 * MIB, 1)
+    assert caught.value.param == "model"
+    assert size(Config(), info, 130 * MIB, 1).limits.n_cells * 4 < 12 * MIB / 4
+
+
+def test_the_weights_are_counted_as_they_are_packed() -> None:
+    info = replace(inspect_model(Path("fake")), n_parameters=20 * MIB, weight_bytes=40 * MIB)
+    for settings, dtype, fits in (
+        ({"dtype": "bfloat16"}, "bfloat16", True),
+        ({"dtype": "float32"}, "bfloat16", False),
+        ({}, "bfloat16", True),
+        ({}, "float16", False),
+    ):
+        made = replace(info, dtype=dtype)
+        if fits:
+            size(Config(**settings), made, 60 * MIB, 1)
+        else:
+            with pytest.raises(RejectedError, match=r"weights 80\.0 MiB"):
+                size(Config(**settings), made, 60 * MIB, 1)

@@ -14,10 +14,11 @@ import pytest
 from fakes import core
 from fakes.asks import ask, limits
 from llaisys.config import Config
-from llaisys.engine.client import EngineClient
 from llaisys.engine.engine import LLMEngine
 from llaisys.engine.executor import Executor
+from llaisys.engine.inproc import InprocClient
 from llaisys.engine.outputs import EngineOutput
+from llaisys.engine.start import start_engine
 from llaisys.engine.worker import Worker, inspect_model
 from llaisys.errors import (
     ContextLengthError,
@@ -44,7 +45,7 @@ class Client:
         self.now_s = 1000.0
         self.thread = ""
         self.context: core.Context | None = None
-        self.client = EngineClient(self.build, self.bounds, self.deliver, clock=lambda: self.now_s)
+        self.client = InprocClient(self.build, self.bounds, self.deliver, clock=lambda: self.now_s)
 
     def build(self) -> LLMEngine:
         self.thread = threading.current_thread().name
@@ -212,14 +213,14 @@ def test_a_model_that_does_not_load_is_told_to_the_starter() -> None:
 
     before = threading.active_count()
     with pytest.raises(UnsupportedError, match="odd"):
-        EngineClient(build, limits(), lambda _: None)
+        InprocClient(build, limits(), lambda _: None)
     assert threading.active_count() == before
 
 
 @pytest.mark.usefixtures("fake_core")
 def test_start_sizes_and_loads(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        client = EngineClient.start(Config(num_kv_cells=96), inspect_model(Path("fake")), lambda _: None)
+        client = start_engine(Config(num_kv_cells=96), inspect_model(Path("fake")), lambda _: None)
     assert (client.limits.n_cells, client.limits.max_model_len) == (96, 96)
     lines = [record.message for record in caplog.records]
     assert any("KV cache: 96 cells" in line for line in lines)

@@ -219,7 +219,7 @@ def test_a_prefix_is_computed_anew_where_its_arena_cannot_keep_it_until_the_copy
     assert made.context.n_cells_free_in(0) == 0
     made.submit("b", prompt=[*CHAT, 9, 9], max_tokens=3)
     made.step()
-    assert [r.state.stream for r in made.engine._running] == [0, 1]  # type: ignore[union-attr]
+    assert [r.state.stream for r in made.engine.requests.running] == [0, 1]  # type: ignore[union-attr]
     made.finish()
     assert made.cached["b"] == 0
     assert made.tokens["a"] == core.answer([7] * 20, 30)

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp
 
 from fakes.service import FakeService
 from llaisys.config import Config
+from llaisys.registry import ModelRegistry
 from llaisys.server.app import create_app
 from llaisys.server.state import ServerState
 
@@ -24,7 +25,7 @@ def engine() -> FakeService:
 
 @pytest.fixture
 def state(engine: FakeService) -> ServerState:
-    return ServerState(Config(), engine=engine)  # type: ignore[arg-type]  # the fake has AsyncLLM's surface
+    return ServerState(Config(), models=ModelRegistry([engine]))  # type: ignore[list-item]  # the fake has AsyncLLM's surface
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ async def test_probes(state: ServerState, engine: FakeService, client: httpx.Asy
     state.draining = False
     engine.dead = True
     assert await probes(client) == DEAD
-    state.engine = None
+    state.models = None
     assert await probes(client) == LOADING
 
 
@@ -44,7 +44,7 @@ async def test_requests_are_told_why_not(
 ) -> None:
     state.draining = life == "draining"
     engine.dead = life == "dead"
-    state.engine = None if life == "loading" else state.engine
+    state.models = None if life == "loading" else state.models
     for answer in (
         await client.post("/v1/chat/completions", json=chat_body),
         await client.post("/v1/completions", json={"prompt": "Hi"}),

@@ -9,6 +9,7 @@ import pytest
 
 from fakes.service import FakeService
 from llaisys.config import Config
+from llaisys.registry import ModelRegistry
 from llaisys.server.protocol import (
     CHAT_NEUTRAL,
     COMPLETION_NEUTRAL,
@@ -181,7 +182,7 @@ async def test_unknown_fields_are_logged(
 
 
 async def test_strict_fields(engine: FakeService, make_client: Any, chat_body: dict[str, Any]) -> None:
-    async with make_client(ServerState(Config(strict_fields=True), engine=engine)) as client:
+    async with make_client(ServerState(Config(strict_fields=True), models=ModelRegistry([engine]))) as client:
         answer = await client.post(CHAT, json={**chat_body, "frobnicate": 1})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "frobnicate")
         assert (await client.post(CHAT, json={**chat_body, "user": "me", "tools": None})).status_code == 200

@@ -14,12 +14,13 @@ import pytest
 from fakes.service import FakeService
 from llaisys.config import Config
 from llaisys.errors import RejectedError
+from llaisys.registry import ModelRegistry
 from llaisys.server import run
 from llaisys.server.run import Lifecycle, address_of, bind
 
 
 class Loader:
-    """Stands for `AsyncLLM.start`: waits to be let through, then gives the engine or raises."""
+    """Stands for `ModelRegistry.start`: waits to be let through, then gives the engine or raises."""
 
     def __init__(self) -> None:
         self.go = asyncio.Event()
@@ -27,11 +28,11 @@ class Loader:
         self.error: Exception | None = None
         self.closed_with: list[float] = []
 
-    async def start(self, _: Config) -> FakeService:
+    async def start(self, _: Config) -> ModelRegistry:
         await self.go.wait()
         if self.error is not None:
             raise self.error
-        return self.engine
+        return ModelRegistry([self.engine])  # type: ignore[list-item]  # it has AsyncLLM's surface
 
     async def close(self, drain_s: float = 0.0) -> None:
         self.closed_with.append(drain_s)
@@ -44,7 +45,7 @@ class Left(BaseException):
 @pytest.fixture
 async def loader(monkeypatch: pytest.MonkeyPatch) -> Loader:
     made = Loader()
-    monkeypatch.setattr(run.AsyncLLM, "start", made.start)
+    monkeypatch.setattr(run.ModelRegistry, "start", made.start)
     monkeypatch.setattr(made.engine, "close", made.close, raising=False)
     return made
 

@@ -103,6 +103,28 @@ def test_output_is_capped() -> None:
     assert template("{{ messages[0].content }}").render([{"role": "user", "content": long}]) == long
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+        "{% set x = range(90000) | list %}{% for i in range(90000) %}{% set y = x | sum %}{% endfor %}",
+        "{% for i in range(90000) | select %}{% for j in range(90000) | reject %}{% endfor %}{% endfor %}",
+    ],
+)
+def test_a_template_that_works_without_end_is_stopped(text: str) -> None:
+    with pytest.raises(RejectedError, match="more than 500000 steps"):
+        template(text).render(USER)
+
+
+def test_a_long_conversation_has_fuel_enough() -> None:
+    messages = [{"role": "user", "content": "Hi " * 100}] * 2048
+    body = "{% for m in messages %}{{ m.role | trim }}{{ m.content | upper }}{{ loop.last }}{% endfor %}"
+    text = template(body).render(messages)
+    assert text.count("HI") == 2048 * 100
+    assert text.endswith("True")
+
+
 def test_a_template_that_does_not_parse_is_rejected_with_its_line() -> None:
     with pytest.raises(RejectedError, match="line 2"):
         template("x\n{% if %}")

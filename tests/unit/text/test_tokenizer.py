@@ -12,6 +12,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llaisys.engine.worker import inspect_model
 from llaisys.errors import RejectedError, UnsupportedError
 from llaisys.text import tokenizer as module
 from llaisys.text.tokenizer import Tokenizer, load_tokenizer
@@ -160,7 +161,50 @@ def test_tokens_that_only_the_configuration_lists(folder: Path, info: Info) -> N
         load_tokenizer(info(folder))
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, '"\ud800"'.encode("utf-8", "surrogatepass")])
+@pytest.mark.parametrize(
+    "listed",
+    [
+        {"x": {"content": "a"}},
+        {"-1": {"content": "a"}},
+        {"9" * 5000: {"content": "a"}},
+        {"600": {}},
+        {"600": {"content": ["a"]}},
+        {"600": {"content": ""}},
+        {"600": "a"},
+        {"600": None},
+    ],
+)
+def test_added_tokens_that_make_no_sense_are_named(folder: Path, info: Info, listed: dict[str, Any]) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": listed}), "utf-8")
+    with pytest.raises(RejectedError, match="expected ids with content"):
+        load_tokenizer(info(folder))
+
+
+def test_a_pattern_that_explodes_never_reaches_the_library(folder: Path) -> None:
+    for path in GOLDEN.iterdir():
+        if path.suffix in (".json", ".safetensors") and path.name != "tokenizer.json":
+            (folder / path.name).write_bytes(path.read_bytes())
+    inspect_model(folder)
+
+    def explode(stated: dict[str, Any]) -> None:
+        stated["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "(a+)+$"
+
+    edit(folder, explode)
+    with pytest.raises(RejectedError, match=r"tokenizer\.json has the pattern"):
+        inspect_model(folder)
+
+
+def test_a_refusal_shows_a_screen_of_a_file_at_most(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["x" * 500_000]}), "utf-8")
+    with pytest.raises(UnsupportedError, match=r"architecture .x{900}.*\.\.\.$") as caught:
+        inspect_model(tmp_path)
+    assert len(str(caught.value)) < 1100
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '{"x": ' + "9" * 5000 + "}", "[" * 100_000, '"\ud800"'.encode("utf-8", "surrogatepass")],
+)
 def test_a_damaged_configuration_is_rejected(folder: Path, info: Info, text: str | bytes) -> None:
     (folder / "tokenizer_config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(RejectedError, match=r"tokenizer_config\.json"):

@@ -5,21 +5,32 @@ use super::layout::Layout;
 use super::sampling::{LOGITS_ROWS, RowMasks, SampleRow, SamplerBank};
 use crate::batch::{Batch, BatchArrays, output};
 use crate::error::Result;
+use crate::faults::fault_point;
 use crate::kv::cells::Cells;
 use crate::kv::storage::Storage;
 use crate::model::decoder::{Decoder, ForwardRows, KvLayers, Workspace};
 use crate::ops::OpContext;
+use crate::progress::Progress;
 use crate::sample::{Logprobs, Outcome, RowFault};
 use crate::tensor::{KvLayer, KvLayerMut};
 use std::ops::Range;
+use std::sync::Arc;
 
-impl KvLayers for Storage {
+/// The cells' tensors as the forward pass sees them; reaching a layer counts as progress.
+struct Layers<'a> {
+    storage: &'a mut Storage,
+    progress: &'a Progress,
+}
+
+impl KvLayers for Layers<'_> {
     fn layer(&self, index: usize) -> KvLayer<'_> {
-        Storage::layer(self, index)
+        self.storage.layer(index)
     }
 
     fn layer_mut(&mut self, index: usize) -> KvLayerMut<'_> {
-        Storage::layer_mut(self, index)
+        self.progress.layer();
+        fault_point!(panic "decode.layer");
+        self.storage.layer_mut(index)
     }
 }
 
@@ -60,20 +71,26 @@ impl Context {
     ///
     /// Errors: a wrong row, a stale id, too few cells. On any error, and on a panic, nothing has changed.
     pub fn decode(&mut self, request: &DecodeRequest<'_>) -> Result<DecodeResult> {
+        let progress = Arc::clone(&self.progress);
+        let _step = progress.step();
+        fault_point!("decode.begin");
         let batch = Batch::new(request.arrays, self.limits())?;
         let vocab_size = self.config().vocab_size;
         let masks = request.masks.map(|masks| masks.by_row(&batch, vocab_size)).transpose()?;
         self.poison_freed();
+        fault_point!("decode.prepare");
         self.broken = true;
         let prepared = self.books.prepare(&batch);
+        fault_point!(panic "books.prepare");
         self.broken = false;
         let reservation = prepared?;
+        fault_point!("decode.placed");
         let mut step = Step {
             decoder: &self.decoder,
             ops: &mut self.ops,
             work: &mut self.work,
             layout: &mut self.layout,
-            storage: &mut self.storage,
+            layers: Layers { storage: &mut self.storage, progress: &progress },
             samplers: &mut self.samplers,
             batch: &batch,
             masks: masks.as_deref(),
@@ -85,16 +102,21 @@ impl Context {
         };
         for start in (0..batch.n_rows()).step_by(self.config.n_batch) {
             let rows = start..batch.n_rows().min(start + self.config.n_batch);
-            step.pass(reservation.cells(), reservation.placed(), rows);
+            step.pass(reservation.cells(), reservation.placed(), rows)?;
         }
         let mut result = step.result;
+        fault_point!("decode.commit");
         self.broken = true;
         if result.faults.is_empty() {
             reservation.commit();
+            progress.committed(batch.n_rows());
         } else {
             let faulty: Vec<usize> = result.faults.iter().map(|(row, _)| *row).collect();
-            result.forget(&reservation.commit_without(&faulty));
+            let lost_with = reservation.commit_without(&faulty);
+            progress.committed(lost_with.iter().filter(|culprit| culprit.is_none()).count());
+            result.forget(&lost_with);
         }
+        fault_point!(panic "books.commit");
         self.accept(&batch, &result);
         self.broken = false;
         Ok(result)
@@ -148,7 +170,7 @@ struct Step<'a> {
     ops: &'a mut OpContext,
     work: &'a mut Workspace,
     layout: &'a mut Layout,
-    storage: &'a mut Storage,
+    layers: Layers<'a>,
     samplers: &'a mut SamplerBank,
     batch: &'a Batch,
     /// By batch row.
@@ -158,24 +180,27 @@ struct Step<'a> {
 
 impl Step<'_> {
     /// Computes `rows`, at most `n_batch` of them, and their outputs.
-    fn pass(&mut self, cells: &Cells, placed: &[u32], rows: Range<usize>) {
+    fn pass(&mut self, cells: &Cells, placed: &[u32], rows: Range<usize>) -> Result<()> {
         self.layout.fill(cells, self.batch, placed, rows.clone());
         let forward = ForwardRows {
             tokens: &self.batch.tokens[rows.clone()],
             positions: &self.batch.positions[rows.clone()],
             cells: &placed[rows.clone()],
             attention: self.layout.attention(),
+            near: self.layout.near(),
         };
-        self.decoder.forward(self.ops, &forward, self.storage, self.work);
+        self.decoder.forward(self.ops, &forward, &mut self.layers, self.work);
+        fault_point!("decode.forward");
         let first_out = self.result.rows.partition_point(|&row| (row as usize) < rows.start);
         let end_out = self.result.rows.partition_point(|&row| (row as usize) < rows.end);
         for start in (first_out..end_out).step_by(LOGITS_ROWS) {
-            self.outputs(rows.start, start..end_out.min(start + LOGITS_ROWS));
+            self.outputs(rows.start, start..end_out.min(start + LOGITS_ROWS))?;
         }
+        Ok(())
     }
 
     /// Hidden states, logits and ids of the output rows `outs`; row 0 of the workspace is batch row `first_row`.
-    fn outputs(&mut self, first_row: usize, outs: Range<usize>) {
+    fn outputs(&mut self, first_row: usize, outs: Range<usize>) -> Result<()> {
         let wants =
             |out: &usize, flag: u8| self.batch.wants_output[self.result.rows[*out] as usize] & flag != 0;
         let sampled: Vec<usize> = outs.clone().filter(|out| wants(out, output::LOGITS)).collect();
@@ -194,7 +219,7 @@ impl Step<'_> {
             }
         }
         if sampled.is_empty() {
-            return;
+            return Ok(());
         }
         let logits = self.samplers.logits(sampled.len());
         self.decoder.logits(self.ops, &hidden[..sampled.len() * d_model], logits);
@@ -204,7 +229,10 @@ impl Step<'_> {
                 kept[out * width..(out + 1) * width].copy_from_slice(values);
             }
         }
+        fault_point!("decode.logits");
         self.sample(&sampled);
+        fault_point!("decode.sampled");
+        Ok(())
     }
 
     /// Ids of the output rows `outs`, whose logits lie in the sampler bank.

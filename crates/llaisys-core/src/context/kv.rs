@@ -3,6 +3,7 @@
 use super::Context;
 use crate::books::Snapshot;
 use crate::error::{Rejected, Result};
+use crate::faults::fault_point;
 use crate::ops::rope_shift;
 use crate::sample::{Sampler, SamplerSpec};
 use crate::seq::SeqId;
@@ -31,16 +32,25 @@ impl Context {
     /// Lends a sequence id with no cells and no sampler, to live in arena `stream`. Errors: all are lent, no such
     /// arena.
     pub fn seq_acquire(&mut self, stream: u32) -> Result<SeqId> {
-        self.change(|context| context.books.seq_acquire(stream))
+        fault_point!("seq.acquire");
+        let id = self.change(|context| context.books.seq_acquire(stream))?;
+        self.progress.lent();
+        Ok(id)
     }
 
     /// Takes the id back, with its cells and its sampler. Errors: it is stale.
     pub fn seq_release(&mut self, id: SeqId) -> Result<()> {
+        #[cfg(feature = "faults")]
+        if crate::faults::table::hit("seq.release")? {
+            return Ok(());
+        }
         self.change(|context| {
             context.books.seq_release(id)?;
             context.samplers.detach(id);
             Ok(())
-        })
+        })?;
+        self.progress.returned();
+        Ok(())
     }
 
     /// Attaches sampling to a sequence; without it rows are sampled greedily. `prompt` and `output` are the
@@ -52,6 +62,7 @@ impl Context {
         prompt: &[i32],
         output: &[i32],
     ) -> Result<()> {
+        fault_point!("seq.set_sampler");
         self.books.check_lent(id)?;
         let sampler = Sampler::new(spec, self.config().vocab_size, prompt, output).map_err(Rejected::from)?;
         self.samplers.attach(id, sampler);
@@ -60,6 +71,7 @@ impl Context {
 
     /// Forgets positions `p0 <= p < p1`; negative `p0`: from the start, negative `p1`: to the end.
     pub fn kv_seq_rm(&mut self, id: SeqId, p0: i32, p1: i32) -> Result<()> {
+        fault_point!("kv.seq_rm");
         self.change(|context| context.books.seq_rm(id, p0, p1))
     }
 
@@ -67,6 +79,7 @@ impl Context {
     /// arena, else copies of their keys and values in fresh cells.
     /// Errors: a stale id, `dst` has positions there, too few free cells for a copy.
     pub fn kv_seq_cp(&mut self, src: SeqId, dst: SeqId, p0: i32, p1: i32) -> Result<()> {
+        fault_point!("kv.seq_cp");
         self.change(|context| {
             let copies = context.books.seq_cp(src, dst, p0, p1)?;
             context.storage.copy(&copies);
@@ -76,6 +89,7 @@ impl Context {
 
     /// Forgets the cells of every sequence but this one; their ids stay lent, segments stay.
     pub fn kv_seq_keep(&mut self, id: SeqId) -> Result<()> {
+        fault_point!("kv.seq_keep");
         self.change(|context| context.books.seq_keep(id))
     }
 
@@ -83,6 +97,7 @@ impl Context {
     /// by it. Errors: a stale id, a cell shared with another sequence or held by a segment, a position taken,
     /// negative or past `max_model_len`.
     pub fn kv_seq_add(&mut self, id: SeqId, p0: i32, p1: i32, delta: i32) -> Result<()> {
+        fault_point!("kv.seq_add");
         self.books.check_lent(id)?;
         self.check_shift(id, (p0, p1), delta)?;
         self.change(|context| {
@@ -93,7 +108,7 @@ impl Context {
                     context.storage.layer_mut(layer),
                     &moved,
                     delta,
-                    context.decoder.rope(),
+                    context.decoder.rope(layer),
                 );
             }
             Ok(())
@@ -113,6 +128,7 @@ impl Context {
     /// Holds a sequence's cells at positions `p0 <= p < p1` as a new segment, whatever becomes of the sequence.
     /// Errors: a stale id, a known segment, an empty range, a position that is missing or held already.
     pub fn kv_retain(&mut self, segment: u64, id: SeqId, p0: i32, p1: i32) -> Result<()> {
+        fault_point!("kv.retain");
         self.change(|context| context.books.retain(segment, id, p0, p1))
     }
 
@@ -120,6 +136,7 @@ impl Context {
     /// arena, else copies of their keys and values in fresh cells.
     /// Errors: a stale id, an unknown segment, an empty range, a missing position, too few free cells for a copy.
     pub fn kv_attach(&mut self, segment: u64, id: SeqId, p0: i32, p1: i32) -> Result<()> {
+        fault_point!("kv.attach");
         self.change(|context| {
             let copies = context.books.attach(segment, id, p0, p1)?;
             context.storage.copy(&copies);
@@ -130,13 +147,45 @@ impl Context {
     /// Leaves positions below `at` to the segment and gives the others to the new segment `tail`.
     /// Errors: an unknown segment, a known tail, a part that would be empty.
     pub fn kv_segment_split(&mut self, segment: u64, at: i32, tail: u64) -> Result<()> {
+        fault_point!("kv.segment_split");
         self.change(|context| context.books.segment_split(segment, at, tail))
     }
 
     /// Forgets a segment's positions from `at`; from its first one on, the segment is gone.
     /// Errors: an unknown segment, `at` outside of it.
     pub fn kv_segment_trim(&mut self, segment: u64, at: i32) -> Result<()> {
+        fault_point!("kv.segment_trim");
         self.change(|context| context.books.segment_trim(segment, at))
+    }
+
+    /// The keys and values of a segment's positions `p0 <= p < p1`: for each layer the keys
+    /// `[p1 - p0][n_kv_heads][d_head]`, then the values likewise, in the cells' type, little endian.
+    /// Errors: an unknown segment, an empty range, a missing position.
+    pub fn kv_export(&self, segment: u64, p0: i32, p1: i32) -> Result<Vec<u8>> {
+        fault_point!("kv.export");
+        Ok(self.storage.read_cells(&self.books.cells().segment_cells(segment, p0, p1)?))
+    }
+
+    /// A new segment on fresh cells of arena `stream`, at positions from `p0`, with the contents that
+    /// [`Context::kv_export`] gave, of a context with the same [`Context::fingerprint`].
+    /// Errors: a known segment, no such arena, a number of bytes that is not that of whole cells, positions past
+    /// `max_model_len`, too few free cells.
+    pub fn kv_import(&mut self, segment: u64, stream: u32, p0: i32, data: &[u8]) -> Result<()> {
+        fault_point!("kv.import");
+        let of_cell = self.storage.n_bytes() / self.n_cells();
+        if data.is_empty() || !data.len().is_multiple_of(of_cell) {
+            return Err(Rejected::CellBytes { got: data.len(), of_cell }.into());
+        }
+        let n = data.len() / of_cell;
+        let (got, max) = (i64::from(p0) + n as i64, self.config.max_model_len as i64);
+        if got > max {
+            return Err(Rejected::OutOfRange { what: "the end of the positions", got, min: 1, max }.into());
+        }
+        self.change(|context| {
+            let cells = context.books.segment_create(segment, stream, p0, n)?;
+            context.storage.write_cells(&cells, data);
+            Ok(())
+        })
     }
 
     /// Everything that is held.
@@ -161,6 +210,7 @@ impl Context {
     pub(super) fn change<T>(&mut self, change: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         self.broken = true;
         let result = change(self);
+        fault_point!(panic "books.change");
         self.poison_freed();
         self.broken = false;
         result

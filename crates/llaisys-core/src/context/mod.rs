@@ -5,6 +5,7 @@
 //! must then never be used again; a panic in a forward pass leaves everything as it was.
 
 mod decode;
+mod fingerprint;
 mod kv;
 mod layout;
 mod sampling;
@@ -18,6 +19,7 @@ use crate::batch::BatchLimits;
 use crate::books::Books;
 use crate::dtype::{ComputeMode, KvDType};
 use crate::error::{Rejected, Result, Unsupported};
+use crate::faults::fault_point;
 use crate::kv::KvShape;
 use crate::kv::storage::Storage;
 use crate::model::checkpoint::{Checkpoint, WeightNames};
@@ -26,10 +28,13 @@ use crate::model::decoder::{Decoder, Workspace};
 use crate::model::weights::{Replacement, Weights};
 use crate::ops::dispatch::{IsaName, Kernels};
 use crate::ops::{MAX_D_HEAD, OpContext};
+use crate::progress::Progress;
 use crate::threads::Pool;
+use fingerprint::Fingerprint;
 use layout::Layout;
 use sampling::SamplerBank;
 use std::path::Path;
+use std::sync::Arc;
 
 /// Settings of a context. Every number is at least 1.
 #[derive(Debug, Clone, Copy)]
@@ -78,6 +83,8 @@ pub struct Context {
     books: Books,
     storage: Storage,
     samplers: SamplerBank,
+    fingerprint: Fingerprint,
+    progress: Arc<Progress>,
     broken: bool,
 }
 
@@ -96,13 +103,14 @@ impl Context {
         let kernels = Kernels::select(config.isa)?;
         let pool = Pool::new(config.n_threads)?;
         let weights = Weights::pack(&checkpoint, config.mode, &pool)?;
-        let names = checkpoint.into_names();
-        let max_columns = Workspace::max_columns(&model);
-        let ops = OpContext::new(kernels, pool, config.n_batch, max_columns)?;
         let kv_dtype = config.kv_dtype.unwrap_or(match config.mode {
             ComputeMode::Float32 => KvDType::Float32,
             ComputeMode::Auto | ComputeMode::Bfloat16 => KvDType::Bfloat16,
         });
+        let fingerprint = Fingerprint::new(&checkpoint, &config, &pool, (kv_dtype, kernels.isa()));
+        let names = checkpoint.into_names();
+        let max_columns = Workspace::max_columns(&model);
+        let ops = OpContext::new(kernels, pool, config.n_batch, max_columns)?;
         let mut storage =
             Storage::new(model.n_layers, config.n_cells, model.n_kv_heads, model.d_head, kv_dtype)?;
         let mut books = Books::new(config.kv_shape())?;
@@ -113,10 +121,12 @@ impl Context {
         }
         Ok(Self {
             work: Workspace::new(&model, config.n_batch)?,
-            layout: Layout::new(config.n_seq_max),
+            layout: Layout::new(config.n_seq_max, model.window),
             books,
             storage,
             samplers: SamplerBank::new(&config, model.vocab_size)?,
+            fingerprint,
+            progress: Arc::default(),
             broken: false,
             decoder: Decoder::new(model, weights),
             names,
@@ -130,14 +140,33 @@ impl Context {
         self.decoder.config()
     }
 
+    /// The window W if every layer has one. The next row of a sequence whose last position is p sees p + 2 - W
+    /// and later: [`Context::kv_seq_rm`] of what lies before changes no later result.
+    pub fn attention_window(&self) -> Option<usize> {
+        let config = self.config();
+        config.window.filter(|_| config.windowed.iter().all(|&windowed| windowed))
+    }
+
     /// The chosen instruction set.
     pub fn isa(&self) -> IsaName {
         self.ops.kernels.isa()
     }
 
+    /// What keys and values depend on besides tokens: configuration, all weights (replaced ones included), how they
+    /// are computed with, instruction set, type and layout of a cell. 32 hexadecimal digits, the same in every
+    /// process: cells may go from one context to another of the same fingerprint.
+    pub fn fingerprint(&self) -> String {
+        self.fingerprint.to_string()
+    }
+
     /// Bytes of the packed weights.
     pub fn weight_bytes(&self) -> usize {
         self.decoder.weights.n_bytes()
+    }
+
+    /// What has been done so far; any thread may read it, also while a decode runs.
+    pub fn progress(&self) -> Arc<Progress> {
+        Arc::clone(&self.progress)
     }
 
     /// True after a panic in the middle of a change: what the context holds can no longer be trusted.
@@ -150,6 +179,7 @@ impl Context {
     ///
     /// Errors, with nothing changed: no such name, another shape, a slot held in quantised blocks.
     pub fn replace_weight(&mut self, name: &str, shape: &[usize], values: &[f32]) -> Result<()> {
+        fault_point!("weights.replace");
         let Some(slot) = self.names.slot_named(name) else {
             return Err(Rejected::NoSuchWeight { name: name.to_owned() }.into());
         };
@@ -159,11 +189,14 @@ impl Context {
             let (name, want, got) = (name.to_owned(), want.to_vec(), shape.to_vec());
             return Err(Rejected::WeightShape { name, want, got }.into());
         }
-        let n_columns = if want.len() < 2 { 1 } else { want[1] };
+        let n_columns = if want.len() < 2 { 1 } else { want[want.len() - 1] };
         self.change(|context| {
             let stored_row = |n: usize| context.names.stored_row(slot, n);
-            let replacement = Replacement { name, values, n_columns, stored_row: &stored_row };
-            context.decoder.weights.replace(slot, &replacement)
+            let offset = context.names.offset(slot);
+            let replacement = Replacement { name, values, n_columns, stored_row: &stored_row, offset };
+            context.decoder.weights.replace(slot, &replacement)?;
+            context.fingerprint = context.fingerprint.with_replaced(name, values);
+            Ok(())
         })
     }
 

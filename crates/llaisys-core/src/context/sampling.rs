@@ -3,6 +3,7 @@
 use super::ContextConfig;
 use crate::batch::{Batch, BatchError, output};
 use crate::error::{DeviceError, Rejected, Result};
+use crate::faults::fault_point;
 use crate::sample::{Outcome, Sampler, Scratch, sample};
 use crate::seq::SeqId;
 use crate::tensor::AlignedBuf;
@@ -117,6 +118,7 @@ impl SamplerBank {
         pool.run_chunks(&mut shares, 1, &|_, share| {
             for (scratch, jobs) in share {
                 for job in jobs.iter_mut() {
+                    fault_point!(panic "sampler.row");
                     let (position, mask) = (job.row.n_before, job.row.mask);
                     job.outcome = Some(sample(scratch, job.logits, job.sampler, position, mask));
                 }

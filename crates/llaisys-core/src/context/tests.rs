@@ -71,7 +71,7 @@ fn a_panic_in_the_forward_pass_leaves_everything_as_it_was() {
     decode(&mut context, seq, &[0, 1, 2]).unwrap();
     let before = context.digest();
     // A norm of the wrong length trips the op's own check half-way through the layer, in the second pass too.
-    let norm = std::mem::replace(&mut context.decoder.weights.layers[0].ffn_norm, vec![1.0; 3]);
+    let norm = context.decoder.weights.layers[0].ffn_norm.replace(vec![1.0; 3]);
     let panicked = catch_unwind(AssertUnwindSafe(|| decode(&mut context, seq, &[3, 4, 5, 6, 7, 8])));
     assert!(panicked.is_err());
     assert!(!context.is_broken());

@@ -46,6 +46,12 @@ pub enum FormatError {
     /// A safetensors header that the format does not allow.
     #[error("{file} is not a valid safetensors file: {source}")]
     Safetensors { file: String, source: safetensors::SafeTensorError },
+    /// A tensor with too many dimensions.
+    #[error("{file}: tensor {name:?} has {n_dims} dimensions, at most {max} are read")]
+    Dimensions { file: String, name: String, n_dims: usize, max: usize },
+    /// A tensor name that no writer would make.
+    #[error("{file}: a tensor's name has {bytes} bytes, at most {max} are read")]
+    LongName { file: String, bytes: usize, max: usize },
     /// A shard name that is not a plain `*.safetensors` file name.
     #[error(
         "model.safetensors.index.json names the shard {shard:?}, which is not a plain *.safetensors file name"
@@ -57,6 +63,12 @@ pub enum FormatError {
     /// A tensor in a shard that the index does not place there.
     #[error("{shard:?} has the tensor {tensor:?}, which model.safetensors.index.json does not place there")]
     NotInIndex { tensor: String, shard: String },
+    /// A regular expression that can take forever.
+    #[error("tokenizer.json has the pattern {pattern:?}: {why}")]
+    Pattern { pattern: String, why: &'static str },
+    /// A tokenizer that makes a long text of a short one.
+    #[error("tokenizer.json: {what} is {got}, at most {max} are allowed")]
+    Growth { what: &'static str, got: u64, max: u64 },
     /// Damage in a GGUF file.
     #[error("the GGUF file is damaged: {0}")]
     Gguf(#[from] GgufError),
@@ -90,6 +102,9 @@ pub enum GgufError {
     /// An empty metadata key or tensor name.
     #[error("{what} at offset {at} is empty")]
     EmptyName { what: &'static str, at: usize },
+    /// A metadata key or tensor name that no writer would make.
+    #[error("{what} at offset {at} has {bytes} bytes, at most {max} are read")]
+    LongName { what: &'static str, at: usize, bytes: usize, max: usize },
     /// A value type that the format does not have, or not in an array.
     #[error("metadata key {key:?} has the value type {type_id}{}", if *in_array { " in an array" } else { "" })]
     UnknownValueType { key: String, type_id: u32, in_array: bool },

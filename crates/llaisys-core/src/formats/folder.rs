@@ -1,18 +1,18 @@
 //! A Hugging Face model folder: finds its files and keeps them inside it.
 
 use super::{FormatError, json};
-use std::fs::{self, File};
+use std::fs::{self, File, Metadata};
 use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
 /// Bytes of `config.json` and `generation_config.json` that are read.
 pub const CONFIG_BYTES_MAX: u64 = 1 << 20;
 
-/// A folder, and the root that its files must resolve into.
+/// A folder, and the roots of which one must hold what a file of it resolves to.
 #[derive(Debug)]
 pub struct ModelFolder {
     folder: PathBuf,
-    root: PathBuf,
+    roots: Vec<PathBuf>,
 }
 
 impl ModelFolder {
@@ -20,8 +20,8 @@ impl ModelFolder {
     pub fn open(path: &Path) -> Result<Self, FormatError> {
         let io = |source| FormatError::Io { path: path.to_owned(), source };
         let folder = fs::canonicalize(path).map_err(io)?;
-        let root = hub_cache_root(&folder).unwrap_or(&folder).to_owned();
-        Ok(Self { folder, root })
+        let roots = hub_cache_roots(&folder).unwrap_or_else(|| vec![folder.clone()]);
+        Ok(Self { folder, roots })
     }
 
     /// Where the folder lies, symbolic links resolved.
@@ -39,21 +39,24 @@ impl ModelFolder {
             Err(source) if source.kind() == ErrorKind::NotFound => return Ok(None),
             Err(source) => return Err(FormatError::Io { path: named, source }),
         };
-        if path.starts_with(&self.root) {
+        if self.roots.iter().any(|root| path.starts_with(root)) {
             Ok(Some(path))
         } else {
-            Err(FormatError::OutsideFolder { path: named, root: self.root.clone() })
+            Err(FormatError::OutsideFolder { path: named, root: self.folder.clone() })
         }
+    }
+
+    /// As [`Self::file`], with the system's facts. Errors: also [`FormatError::NotAFile`] for a pipe or a folder.
+    pub fn regular_file(&self, name: &str) -> Result<Option<(PathBuf, Metadata)>, FormatError> {
+        let Some(path) = self.file(name)? else { return Ok(None) };
+        let facts = fs::metadata(&path).map_err(|source| FormatError::Io { path: path.clone(), source })?;
+        if facts.is_file() { Ok(Some((path, facts))) } else { Err(FormatError::NotAFile { path }) }
     }
 
     /// The bytes of file `name`; None if there is none. Errors: more than `max` bytes, as [`Self::file`].
     pub fn read(&self, name: &str, max: u64) -> Result<Option<Vec<u8>>, FormatError> {
-        let Some(path) = self.file(name)? else { return Ok(None) };
+        let Some((path, facts)) = self.regular_file(name)? else { return Ok(None) };
         let io = |source| FormatError::Io { path: path.clone(), source };
-        let facts = fs::metadata(&path).map_err(io)?;
-        if !facts.is_file() {
-            return Err(FormatError::NotAFile { path });
-        }
         if facts.len() > max {
             return Err(FormatError::TooLarge { file: name.to_owned(), bytes: facts.len(), max });
         }
@@ -77,12 +80,14 @@ impl ModelFolder {
     }
 }
 
-/// The Hub's cache keeps `models--owner--name/snapshots/<revision>/*` as links into `models--owner--name/blobs`:
-/// there the repository's folder is the root.
-fn hub_cache_root(folder: &Path) -> Option<&Path> {
+/// The Hub's cache keeps `models--owner--name/snapshots/<revision>/*` as links into `models--owner--name/blobs`,
+/// and since huggingface_hub 2 what lies there may be a link into the `blobs` that all repositories share: there
+/// the repository's folder and the shared one are the roots.
+fn hub_cache_roots(folder: &Path) -> Option<Vec<PathBuf>> {
     let snapshots = folder.parent()?;
     let repository = snapshots.parent()?;
     let is_cache =
         snapshots.file_name()? == "snapshots" && repository.file_name()?.to_str()?.starts_with("models--");
-    is_cache.then_some(repository)
+    let shared = repository.parent()?.join("blobs");
+    is_cache.then(|| vec![repository.to_owned(), shared])
 }

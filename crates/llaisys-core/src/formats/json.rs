@@ -1,37 +1,53 @@
-//! JSON from untrusted files: a key may appear once, nesting is bounded.
+//! JSON from untrusted files: a key may appear once, nesting and the number of values are bounded.
 //!
 //! `serde_json` alone lets the last of two equal keys win, so two readers of one file could see two models.
 
 use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, de};
 use serde_json::{Map, Number, Value};
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::fmt;
 use std::marker::PhantomData;
 
-/// Levels of objects and arrays that a configuration may nest.
+/// Levels of objects and arrays that a file may nest.
 pub const DEPTH_MAX: u32 = 32;
+/// Values that a configuration may have: more than its bytes allow, so that depth is what binds.
+const VALUES_MAX: u32 = 1 << 20;
 
 /// Parses `bytes` as one JSON value.
 ///
 /// Errors: what `serde_json` refuses, a key twice in one object, more than [`DEPTH_MAX`] levels.
 pub fn parse(bytes: &[u8]) -> Result<Value, serde_json::Error> {
     let mut input = serde_json::Deserializer::from_slice(bytes);
-    let value = Strict { levels_left: DEPTH_MAX }.deserialize(&mut input)?;
+    let value = Strict::new(&Cell::new(VALUES_MAX), DEPTH_MAX).deserialize(&mut input)?;
     input.end()?;
     Ok(value)
 }
 
+/// Reads one value of at most so many levels, and counts its parts down from a budget that values may share.
 #[derive(Clone, Copy)]
-struct Strict {
+pub(super) struct Strict<'a> {
     levels_left: u32,
+    values_left: &'a Cell<u32>,
 }
 
-impl Strict {
+impl<'a> Strict<'a> {
+    pub(super) fn new(values_left: &'a Cell<u32>, levels_left: u32) -> Self {
+        Self { levels_left, values_left }
+    }
+
+    /// Takes one value from the budget.
+    fn count<E: Error>(self) -> Result<Self, E> {
+        let left = self.values_left.get().checked_sub(1).ok_or_else(|| E::custom("too many values"))?;
+        self.values_left.set(left);
+        Ok(self)
+    }
+
     fn deeper<E: Error>(self) -> Result<Self, E> {
         let refused = || E::custom(format_args!("nested deeper than {DEPTH_MAX} levels"));
-        Ok(Self { levels_left: self.levels_left.checked_sub(1).ok_or_else(refused)? })
+        Ok(Self { levels_left: self.levels_left.checked_sub(1).ok_or_else(refused)?, ..self })
     }
 }
 
@@ -39,15 +55,15 @@ fn repeated<E: Error>(key: &str) -> E {
     E::custom(format_args!("the key {key:?} is there twice"))
 }
 
-impl<'de> DeserializeSeed<'de> for Strict {
+impl<'de> DeserializeSeed<'de> for Strict<'_> {
     type Value = Value;
 
     fn deserialize<D: Deserializer<'de>>(self, input: D) -> Result<Value, D::Error> {
-        input.deserialize_any(self)
+        input.deserialize_any(self.count()?)
     }
 }
 
-impl<'de> Visitor<'de> for Strict {
+impl<'de> Visitor<'de> for Strict<'_> {
     type Value = Value;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -1,7 +1,7 @@
 //! A file mapped into memory, read-only.
 
 use super::FormatError;
-use memmap2::Mmap;
+use memmap2::{Mmap, UncheckedAdvice};
 use std::fs::{self, File};
 use std::path::Path;
 
@@ -25,6 +25,14 @@ impl MappedFile {
         // module documentation asks of the operator: a model file is replaced by renaming a new one over it.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
         Ok(Self { map })
+    }
+
+    /// Lets go of the pages that were read: they stay in the system's cache, but no longer count as this
+    /// process's memory, and come back when they are looked at. Whether the system obeys changes nothing else.
+    pub fn release_pages(&self) {
+        // SAFETY: the map is of a file, read-only and never written, so a page that is dropped has nothing in it
+        // that the file has not: every view reads the same bytes before and after.
+        drop(unsafe { self.map.unchecked_advise(UncheckedAdvice::DontNeed) });
     }
 
     /// The whole file.

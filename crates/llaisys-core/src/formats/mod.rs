@@ -20,5 +20,9 @@ pub mod json;
 pub mod mapped;
 pub mod safetensors;
 pub mod tensors;
+pub mod tokenizer_json;
 
 pub use error::{FormatError, GgufError};
+
+/// Bytes of a tensor's name or a metadata key.
+pub const NAME_BYTES_MAX: usize = 1024;

@@ -3,11 +3,11 @@
 //! The `safetensors` crate parses and checks the header (offsets contiguous, sizes equal to shape times type,
 //! the whole file covered); added here are unique names, the shard rules and the element types that we run.
 
-use super::FormatError;
 use super::folder::ModelFolder;
 use super::json::UniqueMap;
 use super::mapped::MappedFile;
 use super::tensors::{StoredTensor, TensorFiles};
+use super::{FormatError, NAME_BYTES_MAX};
 use crate::dtype::DType;
 use crate::error::{Result, Unsupported};
 use safetensors::{Dtype as FileType, SafeTensorError, SafeTensors};
@@ -22,6 +22,9 @@ pub const HEADER_BYTES_MAX: u64 = 8 << 20;
 /// Bytes of `model.safetensors.index.json` that are read.
 pub const INDEX_BYTES_MAX: u64 = 8 << 20;
 
+/// Dimensions of one tensor, as in GGUF.
+const DIMENSIONS_MAX: usize = 4;
+
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 /// Bytes of the header's length, in front of it.
@@ -30,7 +33,7 @@ const LENGTH_BYTES: usize = 8;
 /// Maps the tensors of a folder. `model.safetensors` is taken if both it and an index are there, as
 /// transformers does.
 ///
-/// Errors: [`FormatError`] for damage; [`Unsupported::TensorType`] for a type other than F32, F16, BF16.
+/// Errors: [`FormatError`] for damage; [`Unsupported::TensorType`] for a type other than F32, F16, BF16 and I32.
 pub fn open(folder: &ModelFolder) -> Result<TensorFiles> {
     if let Some(path) = folder.file(SINGLE)? {
         let file = MappedFile::open(&path)?;
@@ -112,6 +115,7 @@ fn tensors_of(file: &MappedFile, name: &str, index: usize) -> Result<Vec<StoredT
         let (start, end) = info.data_offsets;
         let place = |offset: usize| data_start.checked_add(offset).filter(|&at| at <= bytes.len());
         let (Some(start), Some(end)) = (place(start), place(end)) else { return Err(invalid().into()) };
+        check_entry(name, &tensor, info.shape.len())?;
         let dtype = dtype_of(&tensor, info.dtype)?;
         tensors.push(StoredTensor {
             name: tensor,
@@ -143,11 +147,26 @@ fn check_header(bytes: &[u8], name: &str) -> Result<(), FormatError> {
     }
 }
 
+/// A name and a shape that can be shown in an error, and that a model may have.
+fn check_entry(file: &str, tensor: &str, n_dims: usize) -> Result<(), FormatError> {
+    let file = || file.to_owned();
+    if tensor.len() > NAME_BYTES_MAX {
+        return Err(FormatError::LongName { file: file(), bytes: tensor.len(), max: NAME_BYTES_MAX });
+    }
+    if n_dims > DIMENSIONS_MAX {
+        let name = tensor.to_owned();
+        return Err(FormatError::Dimensions { file: file(), name, n_dims, max: DIMENSIONS_MAX });
+    }
+    Ok(())
+}
+
 fn dtype_of(tensor: &str, dtype: FileType) -> Result<DType, Unsupported> {
     match dtype {
         FileType::F32 => Ok(DType::F32),
         FileType::F16 => Ok(DType::F16),
         FileType::BF16 => Ok(DType::BF16),
+        // Packed integers of a quantised checkpoint, which refuses them as weights.
+        FileType::I32 => Ok(DType::I32),
         other => Err(Unsupported::TensorType {
             tensor: tensor.to_owned(),
             dtype: other.to_string(),

@@ -45,6 +45,11 @@ impl TensorFiles {
         self.tensors.binary_search_by(|tensor| tensor.name.as_str().cmp(name)).ok()
     }
 
+    /// As [`MappedFile::release_pages`], of every file.
+    pub fn release_pages(&self) {
+        self.files.iter().for_each(MappedFile::release_pages);
+    }
+
     /// Tensor `index` of [`Self::tensors`]. Panics if there is no such index.
     pub fn view(&self, index: usize) -> TensorView<'_> {
         let tensor = &self.tensors[index];

@@ -67,6 +67,35 @@ impl Storage {
         }
     }
 
+    /// The contents of `cells`: for each layer their keys, then their values, `[n][n_kv_heads][d_head]` each.
+    pub fn read_cells(&self, cells: &[u32]) -> Vec<u8> {
+        let n = self.bytes_of_cell();
+        let mut data = Vec::with_capacity(2 * self.layers.len() * cells.len() * n);
+        for tensor in self.layers.iter().flat_map(|layer| [&layer.k, &layer.v]) {
+            for &cell in cells {
+                data.extend_from_slice(&tensor.as_slice()[cell as usize * n..][..n]);
+            }
+        }
+        data
+    }
+
+    /// Puts what [`Storage::read_cells`] gave into as many `cells`. Panics if `data` has another size.
+    pub fn write_cells(&mut self, cells: &[u32], data: &[u8]) {
+        let n = self.bytes_of_cell();
+        assert_eq!(
+            data.len(),
+            2 * self.layers.len() * cells.len() * n,
+            "the contents of {} cells",
+            cells.len()
+        );
+        let parts = data.chunks_exact(cells.len() * n);
+        for (tensor, part) in self.tensors().zip(parts) {
+            for (&cell, values) in cells.iter().zip(part.chunks_exact(n)) {
+                tensor[cell as usize * n..][..n].copy_from_slice(values);
+            }
+        }
+    }
+
     /// Fills `cells` with NaN in all layers, so that one that is read before it is written shows in the logits.
     pub fn poison(&mut self, cells: &[u32]) {
         let n = self.bytes_of_cell();

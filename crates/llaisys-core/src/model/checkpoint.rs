@@ -1,20 +1,30 @@
 //! A checkpoint: configuration and tensors of a folder or a file, each tensor in its place.
 
-use crate::error::Result;
+use crate::dtype::DType;
+use crate::error::{DeviceError, Result, Unsupported};
 use crate::formats::FormatError;
 use crate::formats::folder::ModelFolder;
 use crate::formats::gguf::GgufFile;
 use crate::formats::safetensors;
-use crate::formats::tensors::TensorFiles;
+use crate::formats::tensors::{StoredTensor, TensorFiles};
+use crate::formats::tokenizer_json;
 use crate::model::config::ModelConfig;
 use crate::model::family::RopeRows;
 use crate::model::generation::GenerationConfig;
 use crate::model::info::{FileFormat, ModelInfo, Source, TensorSize};
-use crate::model::slot::{LayerSlot, NameTable, Slot};
+use crate::model::quantized::{Quantization, QuantizedMatrix};
+use crate::model::rope::RopeScaling;
+use crate::model::slot::{LayerSlot, Slot};
 use crate::model::{folder_config, gguf_config};
-use crate::tensor::TensorView;
-use std::collections::HashMap;
+use crate::quant::dequantize_row;
+use crate::tensor::{LoadedTensor, TensorView};
+use crate::threads::Pool;
+use std::borrow::Cow;
+use std::collections::{HashMap, HashSet};
 use std::path::Path;
+
+/// Files of a folder that Python reads.
+const READ_ELSEWHERE: [&str; 3] = ["tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"];
 
 /// An open checkpoint. Every slot of its configuration has a tensor of the right shape, and no tensor is left
 /// over. The files stay mapped as long as it lives.
@@ -23,8 +33,17 @@ pub struct Checkpoint {
     config: ModelConfig,
     info: ModelInfo,
     files: TensorFiles,
-    by_slot: HashMap<Slot, usize>,
+    by_slot: HashMap<Slot, Place>,
     names: WeightNames,
+}
+
+/// Where a slot's tensor is.
+#[derive(Debug, Clone, Copy)]
+enum Place {
+    /// The tensor of this index.
+    Stored(usize),
+    /// Several tensors that stand for a matrix.
+    Quantized(QuantizedMatrix),
 }
 
 /// Names, shapes and row order of a checkpoint's tensors, for weights that outlive the files.
@@ -49,10 +68,24 @@ impl Checkpoint {
         }
     }
 
+    /// Facts of a checkpoint. Of a folder, the files that are read elsewhere are checked as well: that they are
+    /// files of the folder, and `tokenizer.json` for the library that will trust it.
+    ///
+    /// Errors: as [`Self::open`], [`ModelFolder::regular_file`] and [`tokenizer_json::check`].
+    pub fn inspect(path: &Path) -> Result<ModelInfo> {
+        let checkpoint = Self::open(path)?;
+        if checkpoint.info.file_format == FileFormat::Safetensors {
+            let folder = ModelFolder::open(path)?;
+            READ_ELSEWHERE.into_iter().try_for_each(|name| folder.regular_file(name).map(drop))?;
+            tokenizer_json::check_folder(&folder)?;
+        }
+        Ok(checkpoint.info)
+    }
+
     fn open_folder(path: &Path) -> Result<Self> {
         let folder = ModelFolder::open(path)?;
         let generation = GenerationConfig::read(&folder)?;
-        let config = folder_config::read(&folder, &generation)?;
+        let (config, quantization) = folder_config::read(&folder, &generation)?;
         let files = safetensors::open(&folder)?;
         let source = Source {
             path: path.to_string_lossy().into_owned(),
@@ -60,8 +93,7 @@ impl Checkpoint {
             generation: generation.defaults,
             tokenizer: None,
         };
-        let names = config.family.folder_names;
-        Self::assemble(config, files, names, source)
+        Self::assemble(config, files, quantization, source)
     }
 
     fn open_gguf(path: &Path) -> Result<Self> {
@@ -75,24 +107,33 @@ impl Checkpoint {
             generation: Default::default(),
             tokenizer: Some(tokenizer),
         };
-        let names = config.family.gguf_names;
-        Self::assemble(config, file.into_files(tensors), names, source)
+        Self::assemble(config, file.into_files(tensors), None, source)
     }
 
-    /// Finds each slot's tensor. Errors: missing, left over, of another shape.
-    fn assemble(config: ModelConfig, files: TensorFiles, table: &NameTable, source: Source) -> Result<Self> {
-        let (by_slot, by_name) = find_slots(&config, &files, table)?;
-        refuse_extra(&config, &files, table, &by_name)?;
+    /// Finds each slot's tensor. Errors: missing, left over, of another shape or type.
+    fn assemble(
+        mut config: ModelConfig,
+        files: TensorFiles,
+        quantization: Option<Quantization>,
+        source: Source,
+    ) -> Result<Self> {
+        read_rope_factors(&mut config, &files)?;
+        let (by_slot, by_name) = find_slots(&config, &files, quantization)?;
+        refuse_extra(&config, &files, &by_slot)?;
         let mut sizes = Vec::new();
         for slot in config.slots() {
-            let stored = &files.tensors()[by_slot[&slot]];
-            let want = config.shape(slot);
-            if stored.shape != want {
-                let (name, got) = (stored.name.clone(), stored.shape.clone());
-                return Err(FormatError::TensorShape { name, got, want }.into());
-            }
-            let n_elements = want.iter().product();
-            sizes.push(TensorSize { dtype: stored.dtype, n_elements, n_bytes: stored.range.len() });
+            let n_elements = config.shape(slot).iter().product();
+            sizes.push(match by_slot[&slot] {
+                Place::Stored(index) => {
+                    let stored = &files.tensors()[index];
+                    check_stored(stored, config.shape(slot))?;
+                    TensorSize { dtype: stored.dtype, n_elements, n_bytes: stored.range.len() }
+                }
+                Place::Quantized(matrix) => {
+                    let n_bytes = matrix.indices().map(|index| files.tensors()[index].range.len()).sum();
+                    TensorSize { dtype: DType::Int4, n_elements, n_bytes }
+                }
+            });
         }
         let rope_rows = match source.file_format {
             FileFormat::Safetensors => RopeRows::HalfSplit,
@@ -113,14 +154,40 @@ impl Checkpoint {
         &self.info
     }
 
-    /// The tensor of `slot`, of the shape that the configuration gives it; None if the model has no such slot.
+    /// The tensor of `slot`, of the shape that the configuration gives it; None if the model has no such slot, or
+    /// the file has it in several tensors.
     pub fn tensor(&self, slot: Slot) -> Option<TensorView<'_>> {
-        self.by_slot.get(&slot).map(|&index| self.files.view(index))
+        match self.by_slot.get(&slot)? {
+            Place::Stored(index) => Some(self.files.view(*index)),
+            Place::Quantized(_) => None,
+        }
+    }
+
+    /// The tensor of `slot`: as the file has it, or made of several tensors. Errors: no memory.
+    ///
+    /// Panics if the model has no such slot.
+    pub fn load(&self, slot: Slot, pool: &Pool) -> Result<LoadedTensor<'_>, DeviceError> {
+        let shape = self.config.shape(slot);
+        match self.by_slot[&slot] {
+            Place::Stored(index) => {
+                let TensorView { dtype, bytes, .. } = self.files.view(index);
+                Ok(LoadedTensor { dtype, shape, bytes: Cow::Borrowed(bytes) })
+            }
+            Place::Quantized(matrix) => {
+                let (dtype, bytes) = matrix.load(&self.files, pool)?;
+                Ok(LoadedTensor { dtype, shape, bytes: Cow::Owned(bytes) })
+            }
+        }
+    }
+
+    /// As [`TensorFiles::release_pages`]: what was read of the weights no longer counts as our memory.
+    pub fn release_pages(&self) {
+        self.files.release_pages();
     }
 
     /// Every slot of this model.
-    pub fn slots(&self) -> impl Iterator<Item = Slot> {
-        self.config.slots().into_iter()
+    pub fn slots(&self) -> impl Iterator<Item = Slot> + '_ {
+        self.config.slots()
     }
 
     /// As [`WeightNames::slot_named`].
@@ -131,6 +198,11 @@ impl Checkpoint {
     /// As [`WeightNames::stored_row`].
     pub fn stored_row(&self, slot: Slot, n: usize) -> usize {
         self.names.stored_row(slot, n)
+    }
+
+    /// As [`WeightNames::offset`].
+    pub fn offset(&self, slot: Slot) -> f32 {
+        self.names.offset(slot)
     }
 
     /// Closes the files and keeps the names.
@@ -159,41 +231,104 @@ impl WeightNames {
             _ => n,
         }
     }
-}
 
-type Places = (HashMap<Slot, usize>, HashMap<String, Slot>);
-
-fn find_slots(config: &ModelConfig, files: &TensorFiles, table: &NameTable) -> Result<Places, FormatError> {
-    let (mut by_slot, mut by_name) = (HashMap::new(), HashMap::new());
-    let mut missing = Vec::new();
-    for slot in config.slots() {
-        let name = table.name(slot).expect("a family's slots have names in its tables");
-        match files.find(&name) {
-            Some(index) => {
-                by_slot.insert(slot, index);
-                by_name.insert(name, slot);
-            }
-            None => missing.push(name),
+    /// What the values of a slot are above those of its stored tensor.
+    pub fn offset(&self, slot: Slot) -> f32 {
+        match slot {
+            Slot::OutputNorm => self.config.norm_offset,
+            Slot::Layer(_, part) if part.is_norm() => self.config.norm_offset,
+            _ => 0.0,
         }
     }
-    let n_missing = missing.len();
-    match missing.into_iter().next() {
-        Some(first) => Err(FormatError::MissingTensors { n_missing, first }),
+}
+
+type Places = (HashMap<Slot, Place>, HashMap<String, Slot>);
+
+/// Takes the rope factors of a configuration that has them as a tensor.
+fn read_rope_factors(config: &mut ModelConfig, files: &TensorFiles) -> Result<(), FormatError> {
+    let RopeScaling::PerPair { factors, .. } = &mut config.rope.scaling else { return Ok(()) };
+    if !factors.is_empty() {
+        return Ok(());
+    }
+    let name = config.names.rope_factors;
+    let missing = || FormatError::MissingTensors { n_missing: 1, first: name.to_owned() };
+    let tensor = files.view(files.find(name).ok_or_else(missing)?);
+    let (got, want) = (tensor.shape.to_vec(), vec![config.d_head / 2]);
+    if got != want {
+        return Err(FormatError::TensorShape { name: name.to_owned(), got, want });
+    }
+    *factors = vec![0.0; want[0]];
+    dequantize_row(tensor.row(0), factors);
+    config.rope.check(config.d_head)
+}
+
+fn find_slots(
+    config: &ModelConfig,
+    files: &TensorFiles,
+    quantization: Option<Quantization>,
+) -> Result<Places> {
+    let (mut by_slot, mut by_name) = (HashMap::new(), HashMap::new());
+    let (mut n_missing, mut missing) = (0, None);
+    for slot in config.slots() {
+        let name = config.names.name(slot).expect("slots are those that the table names");
+        let place = match (files.find(&name), quantization) {
+            (Some(index), _) => Some(Place::Stored(index)),
+            (None, Some(quantization)) => {
+                quantization.find(files, &name, &config.shape(slot))?.map(Place::Quantized)
+            }
+            (None, None) => None,
+        };
+        match place {
+            Some(place) => {
+                by_slot.insert(slot, place);
+                by_name.insert(name, slot);
+            }
+            None => {
+                n_missing += 1;
+                missing.get_or_insert(name);
+            }
+        }
+    }
+    match missing {
+        Some(first) => Err(FormatError::MissingTensors { n_missing, first }.into()),
         None => Ok((by_slot, by_name)),
     }
+}
+
+/// Errors: another shape than the slot's; words in place of numbers.
+fn check_stored(stored: &StoredTensor, want: Vec<usize>) -> Result<()> {
+    let name = stored.name.clone();
+    if stored.dtype == DType::I32 {
+        let supported = "F32, F16, BF16";
+        return Err(Unsupported::TensorType { tensor: name, dtype: "I32".into(), supported }.into());
+    }
+    if stored.shape != want {
+        return Err(FormatError::TensorShape { name, got: stored.shape.clone(), want }.into());
+    }
+    Ok(())
 }
 
 fn refuse_extra(
     config: &ModelConfig,
     files: &TensorFiles,
-    table: &NameTable,
-    by_name: &HashMap<String, Slot>,
+    by_slot: &HashMap<Slot, Place>,
 ) -> Result<(), FormatError> {
+    let table = config.names;
+    let indices_of = |place: &Place| match place {
+        Place::Stored(index) => vec![*index],
+        Place::Quantized(matrix) => matrix.indices().collect(),
+    };
+    let known: HashSet<usize> = by_slot.values().flat_map(indices_of).collect();
+    let has_factors = matches!(config.rope.scaling, RopeScaling::PerPair { .. });
     // A tied head saved a second time is the embedding again: transformers ties it whatever the file holds.
-    let is_known = |name: &str| by_name.contains_key(name) || (config.tied_head && name == table.lm_head);
-    let names = files.tensors().iter().map(|tensor| tensor.name.as_str());
-    let mut extra = names.filter(|name| !is_known(name) && !table.ignores(name));
-    let Some(first) = extra.next() else { return Ok(()) };
+    let is_ignored = |name: &str| {
+        table.ignores(name)
+            || (config.tied_head && name == table.lm_head)
+            || (has_factors && name == table.rope_factors)
+    };
+    let tensors = files.tensors().iter().enumerate();
+    let mut extra = tensors.filter(|(i, tensor)| !known.contains(i) && !is_ignored(&tensor.name));
+    let Some((_, first)) = extra.next() else { return Ok(()) };
     let n_extra = extra.count().saturating_add(1);
-    Err(FormatError::ExtraTensors { n_extra, first: first.to_owned() })
+    Err(FormatError::ExtraTensors { n_extra, first: first.name.clone() })
 }

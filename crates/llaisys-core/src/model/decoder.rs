@@ -1,12 +1,18 @@
 //! The forward pass: one function for every family, a list of op calls in the order of the papers
-//! (pre-norm transformer with rotary positions, grouped queries and a gated feed-forward part;
-//! arXiv:2302.13971, arXiv:2305.13245).
+//! (transformer with rotary positions, grouped queries and a gated feed-forward part; arXiv:2302.13971,
+//! arXiv:2305.13245; norms before or after each part; experts: arXiv:2401.04088).
 
-use crate::error::{DeviceError, Result};
-use crate::model::config::ModelConfig;
-use crate::model::weights::Weights;
-use crate::ops::{self, AttentionRows, OpContext, RopeTable};
-use crate::tensor::{AlignedBuf, KvLayer, KvLayerMut};
+mod workspace;
+
+use crate::model::config::{Experts, ModelConfig};
+use crate::model::family::Activation;
+use crate::model::weights::{FeedForward, LayerWeights, Mlp, Weights};
+use crate::ops::packed::PackedMatrix;
+use crate::ops::{self, AttentionRows, OpContext, RopeTable, Scoring};
+use crate::tensor::{KvLayer, KvLayerMut};
+use workspace::{Activations, ExpertRows};
+
+pub use workspace::Workspace;
 
 /// The rows of one forward pass, at most the workspace's.
 #[derive(Debug, Clone, Copy)]
@@ -19,6 +25,8 @@ pub struct ForwardRows<'a> {
     pub cells: &'a [u32],
     /// What each row sees; its own cell is the last.
     pub attention: AttentionRows<'a>,
+    /// What it sees of that in layers with a sliding window, in a model that has some.
+    pub near: Option<AttentionRows<'a>>,
 }
 
 /// The keys and values of each layer; the forward pass knows no more of the cache.
@@ -36,13 +44,24 @@ pub struct Decoder {
     /// Replaceable by slot.
     pub weights: Weights,
     rope: RopeTable,
+    /// Of layers with a window, where it is another.
+    local_rope: Option<RopeTable>,
+    gate: Gate,
 }
+
+/// `swiglu` or an op that takes the same.
+type Gate = fn(&OpContext, &[f32], usize, &mut [f32]);
 
 impl Decoder {
     /// Joins packed weights with their configuration.
     pub fn new(config: ModelConfig, weights: Weights) -> Self {
-        let rope = RopeTable::new(config.d_head, config.rope_theta);
-        Self { config, weights, rope }
+        let rope = config.rope.table(config.d_head);
+        let local_rope = config.local_rope.as_ref().map(|rope| rope.table(config.d_head));
+        let gate = match config.family.activation {
+            Activation::Silu => ops::swiglu,
+            Activation::GeluTanh => ops::geglu,
+        };
+        Self { config, weights, rope, local_rope, gate }
     }
 
     /// Facts of the model.
@@ -50,9 +69,9 @@ impl Decoder {
         &self.config
     }
 
-    /// Rotation angles by position.
-    pub fn rope(&self) -> &RopeTable {
-        &self.rope
+    /// Rotation angles by position in a layer.
+    pub fn rope(&self, layer: usize) -> &RopeTable {
+        self.local_rope.as_ref().filter(|_| self.config.windowed[layer]).unwrap_or(&self.rope)
     }
 
     /// Runs all layers for `rows`: writes their keys and values into `kv` and leaves the last layer's output
@@ -64,29 +83,128 @@ impl Decoder {
         kv: &mut dyn KvLayers,
         work: &mut Workspace,
     ) {
-        let config = &self.config;
-        let w = work.rows(rows.tokens.len());
+        let mut w = work.rows(rows.tokens.len());
         ops::embed(cx, &self.weights.embed, rows.tokens, w.x);
+        ops::scale(cx, w.x, self.config.embed_scale);
         self.rope.angles(rows.positions, w.cos, w.sin);
-        for (index, layer) in self.weights.layers.iter().enumerate() {
-            ops::rms_norm(cx, w.x, &layer.attn_norm, config.rms_eps, w.normed);
-            let qkv = [layer.q.part(), layer.k.part(), layer.v.part()];
-            ops::linear(cx, w.normed, &qkv, &mut [&mut *w.q, &mut *w.k, &mut *w.v]);
-            if let (Some(q_norm), Some(k_norm)) = (&layer.q_norm, &layer.k_norm) {
-                ops::rms_norm_in_place(cx, w.q, q_norm, config.rms_eps);
-                ops::rms_norm_in_place(cx, w.k, k_norm, config.rms_eps);
-            }
-            ops::rope(cx, w.q, config.d_head, w.cos, w.sin);
-            ops::rope(cx, w.k, config.d_head, w.cos, w.sin);
-            ops::kv_store(cx, kv.layer_mut(index), rows.cells, w.k, w.v);
-            ops::attention(cx, w.q, kv.layer(index), rows.attention, w.attended);
-            ops::linear_add(cx, w.attended, &layer.o, w.x);
-            ops::rms_norm(cx, w.x, &layer.ffn_norm, config.rms_eps, w.normed);
-            let gate_up = ops::LinearPart { weight: &layer.gate_up, bias: None };
-            ops::linear(cx, w.normed, &[gate_up], &mut [&mut *w.gate_up]);
-            ops::swiglu(cx, w.gate_up, config.d_ff, w.inner);
-            ops::linear_add(cx, w.inner, &layer.down, w.x);
+        if let Some(rope) = &self.local_rope {
+            rope.angles(rows.positions, w.local_cos, w.local_sin);
         }
+        for (index, layer) in self.weights.layers.iter().enumerate() {
+            self.attention(cx, (index, layer), (rows, kv), &mut w);
+            self.feed_forward(cx, layer, &mut w);
+        }
+    }
+
+    /// Adds what layer `index`'s attention gives to the residual stream.
+    fn attention(
+        &self,
+        cx: &mut OpContext,
+        (index, layer): (usize, &LayerWeights),
+        (rows, kv): (&ForwardRows<'_>, &mut dyn KvLayers),
+        w: &mut Activations<'_>,
+    ) {
+        let config = &self.config;
+        let input = normed(cx, layer.attn_norm.as_ref(), config.rms_eps, (w.x, w.normed));
+        let qkv = [layer.q.part(), layer.k.part(), layer.v.part()];
+        ops::linear(cx, input, &qkv, &mut [&mut *w.q, &mut *w.k, &mut *w.v]);
+        if let (Some(q_norm), Some(k_norm)) = (&layer.q_norm, &layer.k_norm) {
+            ops::rms_norm_in_place(cx, w.q, q_norm, config.rms_eps);
+            ops::rms_norm_in_place(cx, w.k, k_norm, config.rms_eps);
+        }
+        let is_local = config.windowed[index] && self.local_rope.is_some();
+        let (cos, sin) = if is_local { (&*w.local_cos, &*w.local_sin) } else { (&*w.cos, &*w.sin) };
+        ops::rope(cx, w.q, config.d_head, cos, sin);
+        ops::rope(cx, w.k, config.d_head, cos, sin);
+        ops::kv_store(cx, kv.layer_mut(index), rows.cells, w.k, w.v);
+        let scoring = Scoring { scale: config.score_scale, soft_cap: config.attn_soft_cap };
+        let seen = rows.near.filter(|_| config.windowed[index]).unwrap_or(rows.attention);
+        ops::attention(cx, (w.q, scoring), kv.layer(index), seen, w.attended);
+        self.add(cx, (w.attended, &layer.o), layer.attn_post_norm.as_ref(), (w.x, w.normed));
+    }
+
+    /// Adds what the feed-forward part of a layer gives to the residual stream.
+    fn feed_forward(&self, cx: &mut OpContext, layer: &LayerWeights, w: &mut Activations<'_>) {
+        let input = normed(cx, layer.ffn_norm.as_ref(), self.config.rms_eps, (w.x, w.normed));
+        let norm = layer.ffn_post_norm.as_ref();
+        match (&layer.feed_forward, self.config.experts) {
+            (FeedForward::Experts { router, experts }, Some(facts)) => {
+                self.experts(cx, (router, experts, facts), &mut w.experts, (input, w.gate_up, w.inner));
+                self.add_branch(cx, w.experts.sum, norm, w.x);
+            }
+            (FeedForward::Dense(mlp), _) => {
+                self.inner(cx, mlp, input, (w.gate_up, w.inner));
+                self.add(cx, (w.inner, &mlp.down), norm, (w.x, w.normed));
+            }
+            (FeedForward::Experts { .. }, None) => unreachable!("experts are packed by the configuration"),
+        }
+    }
+
+    /// The weighted sum of what each row's experts make of it, in ascending order of the experts, so that it
+    /// does not depend on which rows are computed together.
+    fn experts(
+        &self,
+        cx: &mut OpContext,
+        (router, experts, facts): (&PackedMatrix, &[Mlp], Experts),
+        w: &mut ExpertRows<'_>,
+        (input, gate_up, inner): (&[f32], &mut [f32], &mut [f32]),
+    ) {
+        let (d_model, d_ff) = (self.config.d_model, self.config.d_ff);
+        let part = |weight| ops::LinearPart { weight, bias: None };
+        ops::linear(cx, input, &[part(router)], &mut [&mut *w.logits]);
+        ops::route(w.logits, facts.n, (facts.n_used, facts.normalise), w.routes);
+        w.sum.fill(0.0);
+        for (number, mlp) in experts.iter().enumerate() {
+            w.rows.clear();
+            w.weights.clear();
+            for (row, weight) in w.routes.of(number) {
+                w.rows.push(row as u32);
+                w.weights.push(weight);
+            }
+            let n = w.rows.len();
+            if n == 0 {
+                continue;
+            }
+            let (gathered, out) = (&mut w.gathered[..n * d_model], &mut w.out[..n * d_model]);
+            let inner = &mut inner[..n * d_ff];
+            ops::gather(cx, input, d_model, w.rows, gathered);
+            self.inner(cx, mlp, gathered, (&mut gate_up[..n * ops::gate_up_rows(d_ff)], inner));
+            ops::linear(cx, inner, &[part(&mlp.down)], &mut [&mut *out]);
+            ops::scatter_add(w.sum, d_model, (w.rows, w.weights), out);
+        }
+    }
+
+    /// `inner = G(gate x) * up x`.
+    fn inner(&self, cx: &mut OpContext, mlp: &Mlp, x: &[f32], (gate_up, inner): (&mut [f32], &mut [f32])) {
+        let part = ops::LinearPart { weight: &mlp.gate_up, bias: None };
+        ops::linear(cx, x, &[part], &mut [&mut *gate_up]);
+        (self.gate)(cx, gate_up, self.config.d_ff, inner);
+    }
+
+    /// Adds a product to the residual stream `x`, normed if `norm` says so; `room` is for it then.
+    fn add(
+        &self,
+        cx: &mut OpContext,
+        (input, matrix): (&mut [f32], &PackedMatrix),
+        norm: Option<&Vec<f32>>,
+        (x, room): (&mut [f32], &mut [f32]),
+    ) {
+        if norm.is_some() {
+            ops::linear(cx, input, &[ops::LinearPart { weight: matrix, bias: None }], &mut [&mut *room]);
+            self.add_branch(cx, room, norm, x);
+        } else {
+            ops::scale(cx, input, self.config.residual_scale);
+            ops::linear_add(cx, input, matrix, x);
+        }
+    }
+
+    /// Adds a branch to the residual stream.
+    fn add_branch(&self, cx: &mut OpContext, branch: &mut [f32], norm: Option<&Vec<f32>>, x: &mut [f32]) {
+        if let Some(norm) = norm {
+            ops::rms_norm_in_place(cx, branch, norm, self.config.rms_eps);
+        }
+        ops::scale(cx, branch, self.config.residual_scale);
+        ops::add(cx, x, branch);
     }
 
     /// The final hidden states `[rows.len(), d_model]` of `rows` of the last [`Decoder::forward`].
@@ -108,107 +226,26 @@ impl Decoder {
     /// Logits `[n, vocab_size]` of final hidden states `[n, d_model]`.
     pub fn logits(&self, cx: &mut OpContext, hidden: &[f32], logits: &mut [f32]) {
         let head = ops::LinearPart { weight: self.weights.head(), bias: None };
-        ops::linear(cx, hidden, &[head], &mut [logits]);
-    }
-}
-
-/// Activations of the rows of one forward pass, allocated once. Pages are touched as row counts grow.
-#[derive(Debug)]
-pub struct Workspace {
-    widths: Widths,
-    x: AlignedBuf,
-    normed: AlignedBuf,
-    q: AlignedBuf,
-    k: AlignedBuf,
-    v: AlignedBuf,
-    attended: AlignedBuf,
-    gate_up: AlignedBuf,
-    inner: AlignedBuf,
-    cos: AlignedBuf,
-    sin: AlignedBuf,
-}
-
-/// Elements of one row of each activation.
-#[derive(Debug, Clone, Copy)]
-struct Widths {
-    model: usize,
-    q: usize,
-    kv: usize,
-    gate_up: usize,
-    inner: usize,
-    angles: usize,
-}
-
-/// One pass's slices, each `[n, width]`.
-struct Activations<'a> {
-    x: &'a mut [f32],
-    normed: &'a mut [f32],
-    q: &'a mut [f32],
-    k: &'a mut [f32],
-    v: &'a mut [f32],
-    attended: &'a mut [f32],
-    gate_up: &'a mut [f32],
-    inner: &'a mut [f32],
-    cos: &'a mut [f32],
-    sin: &'a mut [f32],
-}
-
-impl Workspace {
-    /// Room for passes of up to `n_rows` rows. Errors: no memory.
-    pub fn new(config: &ModelConfig, n_rows: usize) -> Result<Self> {
-        let widths = Widths {
-            model: config.d_model,
-            q: config.n_heads * config.d_head,
-            kv: config.n_kv_heads * config.d_head,
-            gate_up: ops::gate_up_rows(config.d_ff),
-            inner: config.d_ff,
-            angles: config.d_head / 2,
-        };
-        let rows = |width: usize| -> Result<AlignedBuf, DeviceError> {
-            AlignedBuf::zeroed("activations", n_rows * width * size_of::<f32>())
-        };
-        Ok(Self {
-            widths,
-            x: rows(widths.model)?,
-            normed: rows(widths.model)?,
-            q: rows(widths.q)?,
-            k: rows(widths.kv)?,
-            v: rows(widths.kv)?,
-            attended: rows(widths.q)?,
-            gate_up: rows(widths.gate_up)?,
-            inner: rows(widths.inner)?,
-            cos: rows(widths.angles)?,
-            sin: rows(widths.angles)?,
-        })
-    }
-
-    /// The widest input of a product, for [`OpContext::new`].
-    pub fn max_columns(config: &ModelConfig) -> usize {
-        config.d_model.max(config.n_heads * config.d_head).max(config.d_ff)
-    }
-
-    fn rows(&mut self, n: usize) -> Activations<'_> {
-        let w = self.widths;
-        Activations {
-            x: first(&mut self.x, n * w.model),
-            normed: first(&mut self.normed, n * w.model),
-            q: first(&mut self.q, n * w.q),
-            k: first(&mut self.k, n * w.kv),
-            v: first(&mut self.v, n * w.kv),
-            attended: first(&mut self.attended, n * w.q),
-            gate_up: first(&mut self.gate_up, n * w.gate_up),
-            inner: first(&mut self.inner, n * w.inner),
-            cos: first(&mut self.cos, n * w.angles),
-            sin: first(&mut self.sin, n * w.angles),
+        ops::linear(cx, hidden, &[head], &mut [&mut *logits]);
+        ops::scale(cx, logits, self.config.logit_scale);
+        if let Some(cap) = self.config.logit_soft_cap {
+            ops::soft_cap(cx, logits, cap);
         }
     }
-
-    /// The last layer's output of all rows, and room for the final hidden states of `n` of them.
-    fn output(&mut self, n: usize) -> (&[f32], &mut [f32]) {
-        (self.x.as_slice(), first(&mut self.normed, n * self.widths.model))
-    }
 }
 
-fn first(buffer: &mut AlignedBuf, n: usize) -> &mut [f32] {
-    &mut buffer.as_mut_slice()[..n]
+/// `x` normed, in `room`, or as it is.
+fn normed<'a>(
+    cx: &OpContext,
+    norm: Option<&Vec<f32>>,
+    eps: f32,
+    (x, room): (&'a [f32], &'a mut [f32]),
+) -> &'a [f32] {
+    match norm {
+        None => x,
+        Some(norm) => {
+            ops::rms_norm(cx, x, norm, eps, room);
+            room
+        }
+    }
 }

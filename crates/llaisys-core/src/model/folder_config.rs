@@ -2,13 +2,18 @@
 //!
 //! What would change the output and is not implemented is refused by name; keys that do not are not looked at.
 
+mod options;
+mod window;
+
 use crate::error::{Result, Unsupported};
 use crate::formats::FormatError;
 use crate::formats::folder::ModelFolder;
-use crate::model::config::{ModelConfig, add_ids};
-use crate::model::family::{self, FamilyFacts};
+use crate::model::config::{Experts, ModelConfig, add_ids};
+use crate::model::family::{self, FamilyFacts, SoftCap};
 use crate::model::fields::Fields;
 use crate::model::generation::GenerationConfig;
+use crate::model::quantized::Quantization;
+use crate::model::rope::{self, RopeConfig};
 use serde_json::Value;
 
 const FILE: &str = "config.json";
@@ -16,44 +21,67 @@ const FILE: &str = "config.json";
 const ROPE_THETA_DEFAULT: f64 = 10_000.0;
 /// transformers' default of all families here.
 const RMS_EPS_DEFAULT: f64 = 1e-6;
-/// `Qwen2Config.sliding_window`, used if the switch is on and the window is not stated.
-const WINDOW_DEFAULT: usize = 4096;
 
-/// Reads `config.json`; ids that end an answer are the union of `generation`'s and its own.
+/// Reads `config.json`, and how matrices are quantised; ids that end an answer are the union of `generation`'s and
+/// its own.
 ///
 /// Errors: damage, a missing or wrong key; [`Unsupported`] for what the forward pass lacks.
-pub(super) fn read(folder: &ModelFolder, generation: &GenerationConfig) -> Result<ModelConfig> {
+pub(super) fn read(
+    folder: &ModelFolder,
+    generation: &GenerationConfig,
+) -> Result<(ModelConfig, Option<Quantization>)> {
     let missing = || FormatError::FileMissing { folder: folder.path().to_owned(), name: FILE };
     let map = folder.object(FILE)?.ok_or_else(missing)?;
     let fields = Fields { file: FILE, map: &map };
     let family = family_of(&fields)?;
-    refuse_unsupported(&fields, family)?;
+    options::refuse_unsupported(&fields, family)?;
 
+    let n_layers = fields.required_size("num_hidden_layers")?;
     let n_heads = fields.required_size("num_attention_heads")?;
     let d_model = fields.required_size("hidden_size")?;
+    let d_head = d_head(&fields, family, d_model, n_heads)?;
+    let stated_positions = fields.required_size("max_position_embeddings")?;
+    let ropes = ropes(&fields, family, stated_positions)?;
     let mut eos = generation.eos.clone();
     add_ids(&mut eos, &fields.token_ids("eos_token_id")?);
-    let config = ModelConfig {
+    let mut config = ModelConfig {
         family,
-        n_layers: fields.required_size("num_hidden_layers")?,
+        names: family.folder_names,
+        norm_offset: family.folder_norm_offset,
+        n_layers,
         d_model,
         n_heads,
         n_kv_heads: fields.size("num_key_value_heads")?.unwrap_or(n_heads),
-        d_head: d_head(&fields, family, d_model, n_heads)?,
-        d_ff: fields.required_size("intermediate_size")?,
+        d_head,
+        d_ff: fields.required_size(family.experts.map_or("intermediate_size", |keys| keys.d_ff))?,
         vocab_size: fields.required_size("vocab_size")?,
-        max_positions: fields.required_size("max_position_embeddings")?,
+        max_positions: ropes.max_positions,
         rms_eps: fields.number("rms_norm_eps")?.unwrap_or(RMS_EPS_DEFAULT) as f32,
-        rope_theta: rope_theta(&fields)?,
-        tied_head: fields.flag("tie_word_embeddings")?.unwrap_or(false),
+        rope: ropes.rope,
+        local_rope: ropes.local,
+        window: None,
+        windowed: Vec::new(),
+        score_scale: score_scale(&fields, family, d_head)?,
+        attn_soft_cap: soft_cap(&fields, "attn_logit_softcapping", family.attn_soft_cap)?,
+        logit_soft_cap: soft_cap(&fields, "final_logit_softcapping", family.logit_soft_cap)?,
+        embed_scale: if family.embed_sqrt {
+            (d_model as f32).sqrt()
+        } else {
+            multiplier(&fields, family, "embedding_multiplier")?
+        },
+        residual_scale: multiplier(&fields, family, "residual_multiplier")?,
+        logit_scale: 1.0 / multiplier(&fields, family, "logits_scaling")?,
+        experts: experts(&fields, family)?,
+        tied_head: fields.flag("tie_word_embeddings")?.unwrap_or(family.tied_default),
         qkv_bias: family.qkv_bias,
-        qk_norm: family.qk_norm,
+        qk_norm: family.qk_norm != family::QkNorm::None,
         bos: fields.token_ids("bos_token_id")?.first().copied(),
         eos,
     };
     config.check()?;
-    refuse_window(&fields, &config)?;
-    Ok(config)
+    (config.window, config.windowed) = window::read(&fields, &config)?;
+    config.check()?;
+    Ok((config, Quantization::read(&fields)?))
 }
 
 /// The first of `architectures`, or `model_type` if there are none.
@@ -87,99 +115,87 @@ fn d_head(
     d_model.checked_div(n_heads).filter(|_| d_model.is_multiple_of(n_heads)).ok_or(uneven)
 }
 
-/// New spelling: `rope_parameters.rope_theta`; old: `rope_theta` beside `rope_scaling`.
-fn rope_theta(fields: &Fields<'_>) -> Result<f64> {
-    let mut theta = fields.number("rope_theta")?;
-    refuse_partial_rotation(fields)?;
+/// Rotations, and for how many positions they are good.
+struct Ropes {
+    rope: RopeConfig,
+    local: Option<RopeConfig>,
+    max_positions: usize,
+}
+
+/// New spelling: `rope_parameters`, one set or, where layers with a window turn otherwise, one for each type of
+/// layer; old: `rope_theta` and `rope_local_base_freq` beside `rope_scaling`, which is for the other layers.
+fn ropes(fields: &Fields<'_>, family: &FamilyFacts, max_positions: usize) -> Result<Ropes> {
+    rope::refuse_partial_rotation(fields)?;
+    // The base of layers without a window: transformers' default for Gemma 3 is another.
+    let theta_default = if family.local_theta.is_some() { 1e6 } else { ROPE_THETA_DEFAULT };
+    let theta = fields.number("rope_theta")?.unwrap_or(theta_default);
+    let context = rope::Context { fields: *fields, max_positions };
+    let mut ropes = Ropes { rope: RopeConfig::plain(theta), local: None, max_positions };
+    if let Some(default) = family.local_theta {
+        let theta = fields.number("rope_local_base_freq")?.unwrap_or(default);
+        ropes.local = Some(RopeConfig::plain(theta));
+    }
     for key in ["rope_scaling", "rope_parameters"] {
-        let Some(rope) = fields.object(key)? else { continue };
-        if rope.map.values().any(Value::is_object) {
+        let Some(set) = fields.object(key)? else { continue };
+        if !set.map.values().any(Value::is_object) {
+            (ropes.rope, ropes.max_positions) = rope::read_set(&set, ropes.rope.theta, context)?;
+            continue;
+        }
+        let Some(local) = &mut ropes.local else {
             return Err(unsupported(key, "one set for each layer type", "one set for all layers").into());
+        };
+        if let Some(set) = set.object("full_attention")? {
+            (ropes.rope, ropes.max_positions) = rope::read_set(&set, ropes.rope.theta, context)?;
         }
-        refuse_partial_rotation(&rope)?;
-        let kind = rope.text("rope_type")?.or(rope.text("type")?);
-        // A set without a type is the default one as long as it scales nothing.
-        let kind =
-            kind.unwrap_or(if rope.get("factor").is_some() { "factor without a type" } else { "default" });
-        if kind != "default" {
-            return Err(unsupported("the rope type", kind, "default").into());
+        if let Some(set) = set.object("sliding_attention")? {
+            *local = rope::read_set(&set, local.theta, context)?.0;
         }
-        theta = rope.number("rope_theta")?.or(theta);
     }
-    Ok(theta.unwrap_or(ROPE_THETA_DEFAULT))
+    Ok(ropes)
 }
 
-fn refuse_partial_rotation(fields: &Fields<'_>) -> Result<()> {
-    match fields.number("partial_rotary_factor")? {
-        Some(factor) if factor != 1.0 => {
-            Err(unsupported("partial_rotary_factor", factor, "1.0 (the whole head is rotated)").into())
-        }
-        _ => Ok(()),
+/// `1 / sqrt(d_head)` unless the family says otherwise.
+fn score_scale(fields: &Fields<'_>, family: &FamilyFacts, d_head: usize) -> Result<f32> {
+    if family.multipliers {
+        return multiplier(fields, family, "attention_multiplier");
+    }
+    let Some(scalar) = family.query_scalar else { return Ok(1.0 / (d_head as f32).sqrt()) };
+    let scalar = fields.number("query_pre_attn_scalar")?.unwrap_or(scalar.default as f64);
+    Ok(scalar.powf(-0.5) as f32)
+}
+
+/// What the file multiplies with, in a family that does.
+fn multiplier(fields: &Fields<'_>, family: &FamilyFacts, key: &'static str) -> Result<f32> {
+    let stated = fields.number(key)?.unwrap_or(1.0);
+    if family.multipliers || stated == 1.0 {
+        return Ok(stated as f32);
+    }
+    Err(unsupported(key, stated, "1.0 in this family").into())
+}
+
+/// A cap that the file states; null means none.
+fn soft_cap(fields: &Fields<'_>, key: &'static str, rule: SoftCap) -> Result<Option<f32>> {
+    let stated = fields.number(key)?;
+    match rule {
+        SoftCap::Stated(default) if !fields.map.contains_key(key) => Ok(default.map(|cap| cap as f32)),
+        SoftCap::Stated(_) => Ok(stated.map(|cap| cap as f32)),
+        SoftCap::Refused => match stated {
+            None => Ok(None),
+            Some(cap) => Err(unsupported(key, cap, "null in this family").into()),
+        },
     }
 }
 
-fn refuse_unsupported(fields: &Fields<'_>, family: &FamilyFacts) -> Result<()> {
-    for key in ["quantization_config", "compression_config"] {
-        if let Some(quantization) = fields.object(key)? {
-            let method = quantization.text("quant_method")?.unwrap_or("without a name");
-            return Err(unsupported("a checkpoint quantised by", method, "BF16, F16 and F32 tensors").into());
-        }
-    }
-    for key in ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"] {
-        if let Some(n_experts) = fields.get(key).filter(|value| value.as_u64() != Some(0)) {
-            return Err(
-                unsupported("a mixture of experts", format!("{key} = {n_experts}"), "dense models").into()
-            );
-        }
-    }
-    let act = fields.text("hidden_act")?.unwrap_or("silu");
-    if !matches!(act, "silu" | "swish") {
-        return Err(unsupported("hidden_act", act, "silu").into());
-    }
-    // In Llama and Qwen3 this adds a bias to the output projection too; Qwen2 has no such key.
-    if fields.flag("attention_bias")? == Some(true) && !family.qkv_bias {
-        return Err(unsupported("attention_bias", true, "false").into());
-    }
-    if fields.flag("mlp_bias")? == Some(true) {
-        return Err(unsupported("mlp_bias", true, "false").into());
-    }
-    if fields.flag("is_causal")? == Some(false) {
-        return Err(unsupported("is_causal", false, "true").into());
-    }
-    for key in ["dtype", "torch_dtype"] {
-        if let Some(dtype) = fields.text(key)?
-            && !matches!(dtype.trim_start_matches("torch."), "float32" | "float16" | "bfloat16")
-        {
-            return Err(unsupported("the checkpoint's dtype", dtype, "float32, float16, bfloat16").into());
-        }
-    }
-    Ok(())
-}
-
-/// A window that is at least as long as the context hides nothing; any other would be needed.
-fn refuse_window(fields: &Fields<'_>, config: &ModelConfig) -> Result<()> {
-    const FULL: &str = "full_attention";
-    for kind in fields.list("layer_types")?.unwrap_or_default() {
-        if kind.as_str() != Some(FULL) {
-            return Err(unsupported("the layer type", kind.as_str().unwrap_or("not a string"), FULL).into());
-        }
-    }
-    let stated = fields.size("sliding_window")?;
-    let window = match fields.flag("use_sliding_window")? {
-        Some(false) => None,
-        Some(true) => Some(stated.unwrap_or(WINDOW_DEFAULT)),
-        None if config.family.window_needs_switch => None,
-        None => stated,
-    };
-    match window {
-        Some(window) if window < config.max_positions => Err(unsupported(
-            "a sliding window of attention",
-            format!("sliding_window = {window}, max_position_embeddings = {}", config.max_positions),
-            "attention over the whole context",
-        )
-        .into()),
-        _ => Ok(()),
-    }
+fn experts(fields: &Fields<'_>, family: &FamilyFacts) -> Result<Option<Experts>> {
+    let Some(keys) = family.experts else { return Ok(None) };
+    Ok(Some(Experts {
+        n: fields.required_size(keys.n)?,
+        n_used: fields.required_size("num_experts_per_tok")?,
+        normalise: match keys.normalise {
+            Some(key) => fields.flag(key)?.unwrap_or(false),
+            None => true,
+        },
+    }))
 }
 
 fn unsupported(what: &'static str, value: impl ToString, supported: &'static str) -> Unsupported {

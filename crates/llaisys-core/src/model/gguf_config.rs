@@ -7,8 +7,9 @@ use crate::error::{Result, Unsupported};
 use crate::formats::gguf::Header;
 use crate::formats::gguf::metadata::{Metadata, Value};
 use crate::formats::{FormatError, GgufError};
-use crate::model::config::{ModelConfig, add_ids};
-use crate::model::family;
+use crate::model::config::{Experts, ModelConfig, add_ids, bounded};
+use crate::model::family::{self, FamilyFacts, QkNorm, SoftCap, WindowRule};
+use crate::model::rope::{RopeConfig, RopeScaling, longrope_amplitude, yarn_amplitude};
 use crate::model::tokenizer::GgufTokenizer;
 
 /// llama.cpp's default where a file names no base.
@@ -22,9 +23,12 @@ const EOS_KEYS: [&str; 3] =
 pub(super) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> {
     let metadata = &header.metadata;
     let architecture = required(metadata.str("general.architecture")?, "general.architecture")?;
-    let family = family::find(architecture, |family| family.gguf_architecture)?;
+    // An unknown architecture is named before its keys are looked at.
+    family::find(architecture, |family| family.gguf_architecture)?;
     let keys = Keys { metadata, architecture };
-    refuse_unsupported(&keys, header)?;
+    let n_experts = keys.size("expert_count")?.unwrap_or(0);
+    let family = family::find_gguf(architecture, n_experts)?;
+    refuse_unsupported(&keys, family)?;
     let tokenizer = GgufTokenizer::read(metadata)?;
 
     let n_heads = keys.required_size("attention.head_count")?;
@@ -35,27 +39,51 @@ pub(super) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
         let id = metadata.uint(key)?.map(|id| u32::try_from(id).unwrap_or(u32::MAX));
         add_ids(&mut eos, id.as_slice());
     }
-    let config = ModelConfig {
+    let d_head = d_head(&keys, d_model, n_heads)?;
+    let n_layers = keys.required_size("block_count")?;
+    let stated_positions = keys.required_size("context_length")?;
+    let (rope, max_positions) = rope(&keys, header, (family, stated_positions))?;
+    let expert_d_ff = keys.size("expert_feed_forward_length")?.filter(|_| n_experts > 0);
+    let mut config = ModelConfig {
         family,
-        n_layers: keys.required_size("block_count")?,
+        names: family.gguf_names,
+        norm_offset: 0.0,
+        n_layers,
         d_model,
         n_heads,
         n_kv_heads: keys.size("attention.head_count_kv")?.unwrap_or(n_heads),
-        d_head: d_head(&keys, d_model, n_heads)?,
-        d_ff: keys.required_size("feed_forward_length")?,
+        d_head,
+        d_ff: match expert_d_ff {
+            Some(d_ff) => d_ff,
+            None => keys.required_size("feed_forward_length")?,
+        },
         vocab_size,
-        max_positions: keys.required_size("context_length")?,
+        max_positions,
         rms_eps: keys.required_float("attention.layer_norm_rms_epsilon")? as f32,
-        rope_theta: keys.float("rope.freq_base")?.unwrap_or(ROPE_THETA_DEFAULT),
+        rope,
+        local_rope: local_rope(&keys, family)?,
+        window: None,
+        windowed: Vec::new(),
+        score_scale: score_scale(&keys, family, (n_layers, d_model, n_heads, d_head))?,
+        attn_soft_cap: keys.soft_cap("attn_logit_softcapping", family.attn_soft_cap)?,
+        logit_soft_cap: keys.soft_cap("final_logit_softcapping", family.logit_soft_cap)?,
+        embed_scale: if family.embed_sqrt {
+            (d_model as f32).sqrt()
+        } else {
+            keys.multiplier("embedding_scale")?
+        },
+        residual_scale: keys.multiplier("residual_scale")?,
+        logit_scale: 1.0 / keys.multiplier("logit_scale")?,
+        experts: experts(&keys, n_experts)?,
         tied_head: !header.tensor_names().any(|name| name == family.gguf_names.lm_head),
         qkv_bias: family.qkv_bias,
-        qk_norm: family.qk_norm,
+        qk_norm: family.qk_norm != QkNorm::None,
         bos: tokenizer.bos,
         eos,
     };
     config.check()?;
     keys.expect_whole_head_rotated(config.d_head)?;
-    keys.refuse_window(config.max_positions)?;
+    (config.window, config.windowed) = window(&keys, (family, n_layers, max_positions))?;
     if tokenizer.tokens.len() != vocab_size {
         let (got, want) = (tokenizer.tokens.len() as u64, vocab_size as u64);
         let disagree = FormatError::Disagree { what: "the number of tokens", got, other: "vocab_size", want };
@@ -82,6 +110,121 @@ fn d_head(keys: &Keys<'_>, d_model: usize, n_heads: usize) -> Result<usize> {
     let (what, of) = ("embedding_length", "attention.head_count");
     let uneven = FormatError::NotAMultiple { what, got: d_model, of, divisor: n_heads };
     Ok(d_model.checked_div(n_heads).filter(|_| d_model.is_multiple_of(n_heads)).ok_or(uneven)?)
+}
+
+/// The rotation of layers without a window, and for how many positions it is good.
+fn rope(
+    keys: &Keys<'_>,
+    header: &Header<'_>,
+    (family, max_positions): (&FamilyFacts, usize),
+) -> Result<(RopeConfig, usize)> {
+    let theta = keys.float("rope.freq_base")?.unwrap_or(ROPE_THETA_DEFAULT);
+    let original = keys.size("rope.scaling.original_context_length")?;
+    // llama.cpp's converter writes the frequency factors of llama3 and longrope as a tensor; no key tells.
+    let has = |name: &str| header.tensor_names().any(|tensor| tensor == name);
+    let has_factors = has(family.gguf_names.rope_factors);
+    let kind = keys.metadata.str(&keys.full("rope.scaling.type"))?.unwrap_or("none");
+    let factor = keys.float("rope.scaling.factor")?.filter(|&factor| factor != 0.0);
+    let attn_factor = keys.float("rope.scaling.attn_factor")?.filter(|&factor| factor != 0.0);
+    let scaling = match kind {
+        "none" | "longrope" if has_factors => {
+            let long = has("rope_factors_long.weight");
+            let good = original.filter(|_| long).unwrap_or(max_positions).min(max_positions);
+            let derived = longrope_amplitude(max_positions as f64 / good as f64, good);
+            let rope = RopeScaling::PerPair { factors: vec![], amplitude: attn_factor.unwrap_or(derived) };
+            return Ok((RopeConfig { theta, scaling: rope }, good));
+        }
+        "none" => {
+            keys.expect_neutral("rope.scaling.factor", &[0.0, 1.0])?;
+            keys.expect_neutral("rope.scale_linear", &[0.0, 1.0])?;
+            RopeScaling::None
+        }
+        "linear" => RopeScaling::Linear { factor: required(factor, &keys.full("rope.scaling.factor"))? },
+        "yarn" => {
+            keys.expect_neutral("rope.scaling.yarn_log_multiplier", &[0.0])?;
+            let beta = |name: &str| keys.float(&format!("rope.scaling.yarn_beta_{name}"));
+            let factor = required(factor, &keys.full("rope.scaling.factor"))?;
+            RopeScaling::Yarn {
+                factor,
+                beta_fast: beta("fast")?.unwrap_or(32.0),
+                beta_slow: beta("slow")?.unwrap_or(1.0),
+                original: original.unwrap_or(max_positions) as f64,
+                truncate: true,
+                amplitude: yarn_amplitude(factor, 1.0) * attn_factor.unwrap_or(1.0),
+            }
+        }
+        other => {
+            return Err(unsupported("the rope type", other, "none, linear, yarn, factors as a tensor").into());
+        }
+    };
+    Ok((RopeConfig { theta, scaling }, max_positions))
+}
+
+/// The rotation of layers with a window where the family has one of its own.
+fn local_rope(keys: &Keys<'_>, family: &FamilyFacts) -> Result<Option<RopeConfig>> {
+    let Some(default) = family.local_theta else { return Ok(None) };
+    Ok(Some(RopeConfig::plain(keys.float("rope.freq_base_swa")?.unwrap_or(default))))
+}
+
+/// The window and which layers have it.
+fn window(
+    keys: &Keys<'_>,
+    (family, n_layers, max_positions): (&FamilyFacts, usize, usize),
+) -> Result<(Option<usize>, Vec<bool>)> {
+    const KEY: &str = "attention.sliding_window";
+    let stated = keys.size(KEY)?.filter(|&window| window > 0);
+    let every = |n: usize| (0..n_layers).map(|layer| !(layer + 1).is_multiple_of(n)).collect();
+    let windowed: Vec<bool> = match family.window {
+        WindowRule::All(_) => vec![true; n_layers],
+        WindowRule::AllButEvery(default) => {
+            let n = keys.size("attention.sliding_window_pattern")?.unwrap_or(default);
+            bounded("attention.sliding_window_pattern", n as f64, 1.0, f64::from(u32::MAX))?;
+            every(n)
+        }
+        WindowRule::Refused | WindowRule::Switched | WindowRule::SwitchedFromLayer => vec![false; n_layers],
+    };
+    let active = stated.filter(|&window| window < max_positions);
+    match active {
+        Some(window) if !windowed.contains(&true) => Err(unsupported(
+            "a sliding window of attention",
+            format!("{window} of {max_positions} positions"),
+            "none in this family",
+        )
+        .into()),
+        active => Ok((active, windowed)),
+    }
+}
+
+/// Granite states the scale of scores; Gemma's follows from the size.
+fn score_scale(
+    keys: &Keys<'_>,
+    family: &FamilyFacts,
+    (n_layers, d_model, n_heads, d_head): (usize, usize, usize, usize),
+) -> Result<f32> {
+    if family.multipliers {
+        let stated = keys.float("attention.scale")?.filter(|&scale| scale != 0.0);
+        return Ok(stated.map_or(1.0 / (d_head as f32).sqrt(), |scale| scale as f32));
+    }
+    keys.expect_neutral("attention.scale", &[0.0])?;
+    let by_width = family.query_scalar.is_some_and(|scalar| scalar.layers_by_width == n_layers);
+    let by_width = d_model.checked_div(n_heads).filter(|_| by_width);
+    Ok(1.0 / (by_width.unwrap_or(d_head) as f32).sqrt())
+}
+
+fn experts(keys: &Keys<'_>, n: usize) -> Result<Option<Experts>> {
+    if n == 0 {
+        return Ok(None);
+    }
+    keys.expect_neutral("expert_weights_scale", &[0.0, 1.0])?;
+    if let Some(shared) = keys.size("expert_shared_count")?.filter(|&shared| shared > 0) {
+        return Err(unsupported("shared experts", shared, "none").into());
+    }
+    // 0 is unset, 1 is softmax.
+    if let Some(gating) = keys.size("expert_gating_func")?.filter(|&gating| gating > 1) {
+        return Err(unsupported("expert_gating_func", gating, "1 (softmax)").into());
+    }
+    let normalise = keys.metadata.bool(&keys.full("expert_weights_norm"))?.unwrap_or(true);
+    Ok(Some(Experts { n, n_used: keys.required_size("expert_used_count")?, normalise }))
 }
 
 /// The keys below `<architecture>.`.
@@ -137,47 +280,38 @@ impl Keys<'_> {
         }
     }
 
-    fn refuse_window(&self, max_positions: usize) -> Result<()> {
-        match self.size("attention.sliding_window")? {
-            Some(window) if window > 0 && window < max_positions => Err(unsupported(
-                "a sliding window of attention",
-                format!("{window} of {max_positions} positions"),
-                "attention over the whole context",
-            )
-            .into()),
-            _ => Ok(()),
+    /// What values are multiplied with; 0 is unset.
+    fn multiplier(&self, key: &str) -> Result<f32> {
+        Ok(self.float(key)?.filter(|&scale| scale != 0.0).unwrap_or(1.0) as f32)
+    }
+
+    /// A cap that the file states, else the family's; 0 is none.
+    fn soft_cap(&self, key: &str, rule: SoftCap) -> Result<Option<f32>> {
+        let stated = self.float(key)?;
+        match rule {
+            SoftCap::Refused => self.expect_neutral(key, &[0.0]).map(|()| None),
+            SoftCap::Stated(default) => {
+                Ok(stated.or(default).filter(|&cap| cap != 0.0).map(|cap| cap as f32))
+            }
         }
     }
 }
 
-fn refuse_unsupported(keys: &Keys<'_>, header: &Header<'_>) -> Result<()> {
+fn refuse_unsupported(keys: &Keys<'_>, family: &FamilyFacts) -> Result<()> {
     match keys.metadata.str("general.type")? {
         None | Some("model") => {}
         Some(other) => return Err(unsupported("a GGUF file of the type", other, "model").into()),
     }
-    if let Some(n_experts) = keys.size("expert_count")?
-        && n_experts > 0
-    {
-        return Err(unsupported("a mixture of experts", n_experts, "dense models").into());
-    }
     if keys.metadata.bool(&keys.full("attention.causal"))? == Some(false) {
         return Err(unsupported("attention.causal", false, "causal attention").into());
     }
-    match keys.metadata.str(&keys.full("rope.scaling.type"))? {
-        None | Some("none") => {
-            keys.expect_neutral("rope.scaling.factor", &[0.0, 1.0])?;
-            keys.expect_neutral("rope.scale_linear", &[0.0, 1.0])?;
-        }
-        Some(kind) => return Err(unsupported("the rope type", kind, "none").into()),
-    }
-    // The frequency factors of the llama3 rope come as a tensor, and no key tells.
-    if let Some(factors) = header.tensor_names().find(|name| name.starts_with("rope_f")) {
-        return Err(unsupported("the rope type", format!("llama3 ({factors})"), "none").into());
+    if family.multipliers {
+        return Ok(());
     }
     for key in ["logit_scale", "embedding_scale", "residual_scale"] {
         keys.expect_neutral(key, &[0.0, 1.0])?;
     }
-    keys.expect_neutral("attention.scale", &[0.0])
+    Ok(())
 }
 
 fn required<T>(value: Option<T>, key: &str) -> Result<T> {

@@ -120,6 +120,5 @@ pub fn kv_bytes_per_cell(config: &ModelConfig, dtype: KvDType) -> usize {
 
 fn main_dtype(sizes: &[TensorSize]) -> DType {
     let bytes_of = |dtype: DType| sizes.iter().filter(|s| s.dtype == dtype).map(|s| s.n_bytes).sum::<usize>();
-    let all = [DType::F32, DType::F16, DType::BF16, DType::Q8_0, DType::Q4_0, DType::Q4_1];
-    all.into_iter().max_by_key(|&dtype| bytes_of(dtype)).expect("the list of types is not empty")
+    DType::ALL.into_iter().max_by_key(|&dtype| bytes_of(dtype)).expect("the list of types is not empty")
 }

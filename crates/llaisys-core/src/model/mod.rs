@@ -10,6 +10,8 @@ mod folder_config;
 pub mod generation;
 mod gguf_config;
 pub mod info;
+mod quantized;
+pub mod rope;
 pub mod slot;
 pub mod tokenizer;
 pub mod weights;

@@ -3,11 +3,11 @@
 use crate::dtype::{ComputeMode, DType};
 use crate::error::{DeviceError, Result, Unsupported};
 use crate::model::checkpoint::Checkpoint;
-use crate::model::family::{LayerSlot, Slot};
+use crate::model::family::{ExpertPart, LayerSlot, Slot};
 use crate::ops::packed::{PackedFormat, PackedMatrix};
 use crate::ops::{LinearPart, gate_up_row, gate_up_rows};
 use crate::quant::dequantize_row;
-use crate::tensor::{RowView, TensorView};
+use crate::tensor::{LoadedTensor, RowView};
 use crate::threads::Pool;
 
 /// A product with an optional bias.
@@ -30,21 +30,46 @@ impl Projection {
 #[derive(Debug)]
 pub struct LayerWeights {
     /// Norm before attention, `[d_model]`.
-    pub attn_norm: Vec<f32>,
+    pub attn_norm: Option<Vec<f32>>,
+    /// Norm of what attention adds, `[d_model]`.
+    pub attn_post_norm: Option<Vec<f32>>,
     /// `[n_heads * d_head, d_model]`.
     pub q: Projection,
     /// `[n_kv_heads * d_head, d_model]`.
     pub k: Projection,
     /// `[n_kv_heads * d_head, d_model]`.
     pub v: Projection,
-    /// Norm of each query head, `[d_head]`.
+    /// Norm of each query head, `[d_head]`, or of all together, `[n_heads * d_head]`.
     pub q_norm: Option<Vec<f32>>,
-    /// Norm of each key head, `[d_head]`.
+    /// Norm of each key head, `[d_head]`, or of all together, `[n_kv_heads * d_head]`.
     pub k_norm: Option<Vec<f32>>,
     /// `[d_model, n_heads * d_head]`.
     pub o: PackedMatrix,
     /// Norm before the feed-forward part, `[d_model]`.
-    pub ffn_norm: Vec<f32>,
+    pub ffn_norm: Option<Vec<f32>>,
+    /// Norm of what the feed-forward part adds, `[d_model]`.
+    pub ffn_post_norm: Option<Vec<f32>>,
+    /// The feed-forward part.
+    pub feed_forward: FeedForward,
+}
+
+/// The feed-forward part of a layer.
+#[derive(Debug)]
+pub enum FeedForward {
+    /// One for all tokens.
+    Dense(Mlp),
+    /// Each token chooses some.
+    Experts {
+        /// What they choose by, `[n_experts, d_model]`, in f32: a small error would choose others.
+        router: PackedMatrix,
+        /// By number.
+        experts: Vec<Mlp>,
+    },
+}
+
+/// A gated feed-forward network.
+#[derive(Debug)]
+pub struct Mlp {
     /// Gate and up, interleaved 16 by 16 as [`gate_up_row`] says, `[gate_up_rows(d_ff), d_model]`.
     pub gate_up: PackedMatrix,
     /// `[d_model, d_ff]`.
@@ -94,68 +119,175 @@ impl Weights {
     /// that holds logical row `n`. `n_columns` is the length of a row (1 for a vector). The caller has checked
     /// the number of values. Errors: the slot is held in blocks; nothing has changed then.
     pub fn replace(&mut self, slot: Slot, values: &Replacement<'_>) -> Result<()> {
-        match self.place(slot) {
-            Place::Vector(vector) => {
-                for (n, value) in vector.iter_mut().enumerate() {
-                    *value = values.row(n)[0];
+        let mut places = self.places(slot);
+        for (place, _) in &places {
+            place.matrix().map_or(Ok(()), |matrix| values.check_format(matrix))?;
+        }
+        for (place, first) in &mut places {
+            let held = place.held();
+            match place {
+                Place::Vector(vector) => {
+                    for (n, value) in vector.iter_mut().enumerate() {
+                        *value = values.row(n)[0] + values.offset;
+                    }
                 }
-            }
-            Place::Matrix(matrix) => {
-                values.check_format(matrix)?;
-                let rows: Vec<usize> = (0..matrix.n_rows()).collect();
-                let gathered: Vec<f32> = rows.iter().flat_map(|&n| values.row(n)).copied().collect();
-                matrix.repack_rows(&rows, &gathered);
-            }
-            Place::GateOrUp { matrix, is_up } => {
-                values.check_format(matrix)?;
-                let n_inner = values.n_rows();
-                let ours = |&n: &usize| {
-                    gate_up_row(n_inner, n).filter(|&(up, _)| up == is_up).map(|(_, row)| (n, row))
-                };
-                let pairs: Vec<(usize, usize)> =
-                    (0..matrix.n_rows()).collect::<Vec<_>>().iter().filter_map(ours).collect();
-                let rows: Vec<usize> = pairs.iter().map(|&(n, _)| n).collect();
-                let gathered: Vec<f32> =
-                    pairs.iter().flat_map(|&(_, row)| values.row(row)).copied().collect();
-                matrix.repack_rows(&rows, &gathered);
+                Place::Matrix(matrix) | Place::GateOrUp { matrix, .. } | Place::BothGateUp { matrix, .. } => {
+                    let rows: Vec<usize> = held.iter().map(|&(row, _)| row).collect();
+                    let gathered: Vec<f32> =
+                        held.iter().flat_map(|&(_, n)| values.row(*first + n)).copied().collect();
+                    matrix.repack_rows(&rows, &gathered);
+                }
             }
         }
         Ok(())
     }
 
-    /// Where a slot's values are held. Panics on a slot that the model does not have: names were checked.
-    fn place(&mut self, slot: Slot) -> Place<'_> {
-        const ABSENT: &str = "the slot was found by its name in this model's checkpoint";
+    /// Where a slot's values are held, and from which stored row on. Panics on a slot that the model does not
+    /// have: names were checked.
+    fn places(&mut self, slot: Slot) -> Vec<(Place<'_>, usize)> {
         let (index, part) = match slot {
-            Slot::Embed => return Place::Matrix(&mut self.embed),
-            Slot::LmHead => return Place::Matrix(self.lm_head.as_mut().expect(ABSENT)),
-            Slot::OutputNorm => return Place::Vector(&mut self.output_norm),
+            Slot::Embed => return vec![(Place::Matrix(&mut self.embed), 0)],
+            Slot::LmHead => return vec![(Place::Matrix(self.lm_head.as_mut().expect(ABSENT)), 0)],
+            Slot::OutputNorm => return vec![(Place::Vector(&mut self.output_norm), 0)],
             Slot::Layer(index, part) => (index, part),
         };
         let layer = &mut self.layers[index];
-        match part {
-            LayerSlot::AttnNorm => Place::Vector(&mut layer.attn_norm),
+        let place = match part {
+            LayerSlot::AttnNorm => vector(&mut layer.attn_norm),
+            LayerSlot::AttnPostNorm => vector(&mut layer.attn_post_norm),
+            LayerSlot::FfnNorm => vector(&mut layer.ffn_norm),
+            LayerSlot::FfnPostNorm => vector(&mut layer.ffn_post_norm),
+            LayerSlot::Qkv => {
+                let (q, k) = (layer.q.matrix.n_rows(), layer.k.matrix.n_rows());
+                return vec![
+                    (Place::Matrix(&mut layer.q.matrix), 0),
+                    (Place::Matrix(&mut layer.k.matrix), q),
+                    (Place::Matrix(&mut layer.v.matrix), q + k),
+                ];
+            }
             LayerSlot::Q => Place::Matrix(&mut layer.q.matrix),
             LayerSlot::K => Place::Matrix(&mut layer.k.matrix),
             LayerSlot::V => Place::Matrix(&mut layer.v.matrix),
-            LayerSlot::QBias => Place::Vector(layer.q.bias.as_mut().expect(ABSENT)),
-            LayerSlot::KBias => Place::Vector(layer.k.bias.as_mut().expect(ABSENT)),
-            LayerSlot::VBias => Place::Vector(layer.v.bias.as_mut().expect(ABSENT)),
+            LayerSlot::QBias => vector(&mut layer.q.bias),
+            LayerSlot::KBias => vector(&mut layer.k.bias),
+            LayerSlot::VBias => vector(&mut layer.v.bias),
             LayerSlot::O => Place::Matrix(&mut layer.o),
-            LayerSlot::QNorm => Place::Vector(layer.q_norm.as_mut().expect(ABSENT)),
-            LayerSlot::KNorm => Place::Vector(layer.k_norm.as_mut().expect(ABSENT)),
-            LayerSlot::FfnNorm => Place::Vector(&mut layer.ffn_norm),
-            LayerSlot::Gate => Place::GateOrUp { matrix: &mut layer.gate_up, is_up: false },
-            LayerSlot::Up => Place::GateOrUp { matrix: &mut layer.gate_up, is_up: true },
-            LayerSlot::Down => Place::Matrix(&mut layer.down),
+            LayerSlot::QNorm => vector(&mut layer.q_norm),
+            LayerSlot::KNorm => vector(&mut layer.k_norm),
+            other => return layer.feed_forward.places(other),
+        };
+        vec![(place, 0)]
+    }
+}
+
+const ABSENT: &str = "the slot was found by its name in this model's checkpoint";
+
+fn vector(vector: &mut Option<Vec<f32>>) -> Place<'_> {
+    Place::Vector(vector.as_mut().expect(ABSENT))
+}
+
+impl FeedForward {
+    /// As [`Weights::places`].
+    fn places(&mut self, part: LayerSlot) -> Vec<(Place<'_>, usize)> {
+        match (self, part) {
+            (FeedForward::Dense(mlp), LayerSlot::GateUp) => {
+                let (d_ff, matrix) = (mlp.down.n_columns(), &mut mlp.gate_up);
+                vec![(Place::BothGateUp { matrix, d_ff }, 0)]
+            }
+            (FeedForward::Dense(mlp), LayerSlot::Gate) => vec![(mlp.place(ExpertPart::Gate), 0)],
+            (FeedForward::Dense(mlp), LayerSlot::Up) => vec![(mlp.place(ExpertPart::Up), 0)],
+            (FeedForward::Dense(mlp), LayerSlot::Down) => vec![(mlp.place(ExpertPart::Down), 0)],
+            (FeedForward::Experts { router, .. }, LayerSlot::Router) => vec![(Place::Matrix(router), 0)],
+            (FeedForward::Experts { experts, .. }, LayerSlot::Expert(expert, matrix)) => {
+                vec![(experts[expert].place(matrix), 0)]
+            }
+            (FeedForward::Experts { experts, .. }, LayerSlot::Experts(matrix)) => {
+                let places = experts.iter_mut().enumerate();
+                places
+                    .map(|(e, mlp)| {
+                        let n = mlp.n_rows(matrix);
+                        (mlp.place(matrix), e * n)
+                    })
+                    .collect()
+            }
+            _ => panic!("{ABSENT}"),
         }
+    }
+
+    fn n_bytes(&self) -> usize {
+        match self {
+            FeedForward::Dense(mlp) => mlp.n_bytes(),
+            FeedForward::Experts { router, experts } => {
+                router.n_bytes() + experts.iter().map(Mlp::n_bytes).sum::<usize>()
+            }
+        }
+    }
+}
+
+impl Mlp {
+    fn n_rows(&self, matrix: ExpertPart) -> usize {
+        match matrix {
+            ExpertPart::Gate | ExpertPart::Up => self.down.n_columns(),
+            ExpertPart::Down => self.down.n_rows(),
+        }
+    }
+
+    fn place(&mut self, part: ExpertPart) -> Place<'_> {
+        let d_ff = self.down.n_columns();
+        match part {
+            ExpertPart::Gate => Place::GateOrUp { matrix: &mut self.gate_up, is_up: false, d_ff },
+            ExpertPart::Up => Place::GateOrUp { matrix: &mut self.gate_up, is_up: true, d_ff },
+            ExpertPart::Down => Place::Matrix(&mut self.down),
+        }
+    }
+
+    fn n_bytes(&self) -> usize {
+        self.gate_up.n_bytes() + self.down.n_bytes()
     }
 }
 
 enum Place<'a> {
     Vector(&'a mut Vec<f32>),
     Matrix(&'a mut PackedMatrix),
-    GateOrUp { matrix: &'a mut PackedMatrix, is_up: bool },
+    /// The gate's rows of a matrix of both, or up's.
+    GateOrUp {
+        matrix: &'a mut PackedMatrix,
+        is_up: bool,
+        d_ff: usize,
+    },
+    /// The rows of both, the gate's first.
+    BothGateUp {
+        matrix: &'a mut PackedMatrix,
+        d_ff: usize,
+    },
+}
+
+impl Place<'_> {
+    fn matrix(&self) -> Option<&PackedMatrix> {
+        match self {
+            Place::Vector(_) => None,
+            Place::Matrix(matrix) | Place::GateOrUp { matrix, .. } | Place::BothGateUp { matrix, .. } => {
+                Some(matrix)
+            }
+        }
+    }
+
+    /// The packed rows that a tensor's rows lie in, with the numbers of those.
+    fn held(&self) -> Vec<(usize, usize)> {
+        let n_rows = self.matrix().map_or(0, PackedMatrix::n_rows);
+        let rows = 0..n_rows;
+        match *self {
+            Place::Vector(_) | Place::Matrix(_) => rows.map(|n| (n, n)).collect(),
+            Place::GateOrUp { is_up, d_ff, .. } => {
+                let ours = |n| gate_up_row(d_ff, n).filter(|&(up, _)| up == is_up).map(|(_, row)| (n, row));
+                rows.filter_map(ours).collect()
+            }
+            Place::BothGateUp { d_ff, .. } => {
+                let both = |n| gate_up_row(d_ff, n).map(|(up, row)| (n, if up { d_ff + row } else { row }));
+                rows.filter_map(both).collect()
+            }
+        }
+    }
 }
 
 /// New values of one tensor, in the checkpoint's own row order.
@@ -168,13 +300,11 @@ pub struct Replacement<'a> {
     pub n_columns: usize,
     /// The row that holds a logical row.
     pub stored_row: &'a dyn Fn(usize) -> usize,
+    /// Added to a vector's values.
+    pub offset: f32,
 }
 
 impl Replacement<'_> {
-    fn n_rows(&self) -> usize {
-        self.values.len() / self.n_columns
-    }
-
     fn row(&self, logical: usize) -> &[f32] {
         let start = (self.stored_row)(logical) * self.n_columns;
         &self.values[start..start + self.n_columns]
@@ -183,9 +313,7 @@ impl Replacement<'_> {
     fn check_format(&self, matrix: &PackedMatrix) -> Result<()> {
         let stored = match matrix.format() {
             PackedFormat::F32 | PackedFormat::BF16 => return Ok(()),
-            PackedFormat::Q8_0 => "q8_0 blocks",
-            PackedFormat::Q4_0 => "q4_0 blocks",
-            PackedFormat::Q4_1 => "q4_1 blocks",
+            format => format.dtype().name(),
         };
         Err(Unsupported::ReplaceWeight { name: self.name.to_owned(), stored, given: "float32 values" }.into())
     }
@@ -193,23 +321,21 @@ impl Replacement<'_> {
 
 impl LayerWeights {
     fn n_bytes(&self) -> usize {
-        let matrices = [&self.q.matrix, &self.k.matrix, &self.v.matrix, &self.o, &self.gate_up, &self.down];
+        let matrices = [&self.q.matrix, &self.k.matrix, &self.v.matrix, &self.o];
+        let norms = [&self.attn_norm, &self.attn_post_norm, &self.ffn_norm, &self.ffn_post_norm];
         let vectors = [&self.q.bias, &self.k.bias, &self.v.bias, &self.q_norm, &self.k_norm];
-        let n_values = self.attn_norm.len()
-            + self.ffn_norm.len()
-            + vectors.into_iter().flatten().map(Vec::len).sum::<usize>();
-        matrices.into_iter().map(PackedMatrix::n_bytes).sum::<usize>() + n_values * size_of::<f32>()
+        let n_values = norms.into_iter().chain(vectors).flatten().map(Vec::len).sum::<usize>();
+        let n_bytes = matrices.into_iter().map(PackedMatrix::n_bytes).sum::<usize>();
+        n_bytes + n_values * size_of::<f32>() + self.feed_forward.n_bytes()
     }
 }
 
 /// The format in which `mode` holds a matrix stored as `dtype` with rows of `n_columns`.
 pub fn packed_format(mode: ComputeMode, dtype: DType, n_columns: usize) -> PackedFormat {
-    let wanted = match (mode, dtype) {
-        (ComputeMode::Float32, _) | (ComputeMode::Auto, DType::F32 | DType::F16) => PackedFormat::F32,
-        (ComputeMode::Bfloat16, _) | (ComputeMode::Auto, DType::BF16) => PackedFormat::BF16,
-        (ComputeMode::Auto, DType::Q8_0) => PackedFormat::Q8_0,
-        (ComputeMode::Auto, DType::Q4_0) => PackedFormat::Q4_0,
-        (ComputeMode::Auto, DType::Q4_1) => PackedFormat::Q4_1,
+    let wanted = match mode {
+        ComputeMode::Float32 => PackedFormat::F32,
+        ComputeMode::Bfloat16 => PackedFormat::BF16,
+        ComputeMode::Auto => PackedFormat::of(dtype),
     };
     if PackedMatrix::can_pack(wanted, n_columns) { wanted } else { PackedFormat::F32 }
 }
@@ -220,49 +346,83 @@ struct Packer<'a> {
     pool: &'a Pool,
 }
 
+/// Rows of a stored tensor that make up a matrix of ours.
+struct Source<'a> {
+    tensor: LoadedTensor<'a>,
+    first: usize,
+    n_rows: usize,
+}
+
+impl Source<'_> {
+    fn row(&self, n: usize) -> RowView<'_> {
+        self.tensor.view().row(self.first + n)
+    }
+
+    fn n_columns(&self) -> usize {
+        self.tensor.view().n_columns()
+    }
+}
+
 impl<'a> Packer<'a> {
     fn layer(&self, index: usize) -> Result<LayerWeights> {
         let at = |part| Slot::Layer(index, part);
         let config = self.checkpoint.config();
         let (bias, norm) = (config.qkv_bias, config.qk_norm);
+        let (pre, post) = (config.family.pre_norms, config.family.post_norms);
+        let some = |wanted: bool, part| wanted.then(|| self.vector(at(part)));
         Ok(LayerWeights {
-            attn_norm: self.vector(at(LayerSlot::AttnNorm)),
-            q: self.projection(at(LayerSlot::Q), bias.then(|| at(LayerSlot::QBias)))?,
-            k: self.projection(at(LayerSlot::K), bias.then(|| at(LayerSlot::KBias)))?,
-            v: self.projection(at(LayerSlot::V), bias.then(|| at(LayerSlot::VBias)))?,
-            q_norm: norm.then(|| self.vector(at(LayerSlot::QNorm))),
-            k_norm: norm.then(|| self.vector(at(LayerSlot::KNorm))),
+            attn_norm: some(pre, LayerSlot::AttnNorm),
+            attn_post_norm: some(post, LayerSlot::AttnPostNorm),
+            q: Projection { matrix: self.matrix(at(LayerSlot::Q))?, bias: some(bias, LayerSlot::QBias) },
+            k: Projection { matrix: self.matrix(at(LayerSlot::K))?, bias: some(bias, LayerSlot::KBias) },
+            v: Projection { matrix: self.matrix(at(LayerSlot::V))?, bias: some(bias, LayerSlot::VBias) },
+            q_norm: some(norm, LayerSlot::QNorm),
+            k_norm: some(norm, LayerSlot::KNorm),
             o: self.matrix(at(LayerSlot::O))?,
-            ffn_norm: self.vector(at(LayerSlot::FfnNorm)),
-            gate_up: self.gate_up(index)?,
-            down: self.matrix(at(LayerSlot::Down))?,
+            ffn_norm: some(pre, LayerSlot::FfnNorm),
+            ffn_post_norm: some(post, LayerSlot::FfnPostNorm),
+            feed_forward: self.feed_forward(index)?,
         })
     }
 
-    fn projection(&self, matrix: Slot, bias: Option<Slot>) -> Result<Projection> {
-        Ok(Projection { matrix: self.matrix(matrix)?, bias: bias.map(|slot| self.vector(slot)) })
+    fn feed_forward(&self, index: usize) -> Result<FeedForward, DeviceError> {
+        let mlp = |[gate, up, down]: [LayerSlot; 3]| -> Result<Mlp, DeviceError> {
+            let gate_up = self.gate_up(Slot::Layer(index, gate), Slot::Layer(index, up))?;
+            Ok(Mlp { gate_up, down: self.matrix(Slot::Layer(index, down))? })
+        };
+        let Some(experts) = self.checkpoint.config().experts else {
+            return mlp([LayerSlot::Gate, LayerSlot::Up, LayerSlot::Down]).map(FeedForward::Dense);
+        };
+        let parts = [ExpertPart::Gate, ExpertPart::Up, ExpertPart::Down];
+        let expert = |e| mlp(parts.map(|part| LayerSlot::Expert(e, part)));
+        Ok(FeedForward::Experts {
+            router: self.matrix_as(Slot::Layer(index, LayerSlot::Router), Some(PackedFormat::F32))?,
+            experts: (0..experts.n).map(expert).collect::<Result<_, _>>()?,
+        })
     }
 
     fn matrix(&self, slot: Slot) -> Result<PackedMatrix, DeviceError> {
-        let tensor = self.tensor(slot);
-        let format = packed_format(self.mode, tensor.dtype, tensor.n_columns());
-        let source = |n: usize| tensor.row(self.checkpoint.stored_row(slot, n));
-        PackedMatrix::pack(self.pool, format, tensor.n_rows(), tensor.n_columns(), &source)
+        self.matrix_as(slot, None)
     }
 
-    /// Both matrices in one, so that one region reads the input once. Different types meet in f32.
-    fn gate_up(&self, index: usize) -> Result<PackedMatrix, DeviceError> {
-        let gate = self.tensor(Slot::Layer(index, LayerSlot::Gate));
-        let up = self.tensor(Slot::Layer(index, LayerSlot::Up));
-        let (n_inner, n_columns) = (gate.n_rows(), gate.n_columns());
-        let format = if gate.dtype == up.dtype {
-            packed_format(self.mode, gate.dtype, n_columns)
-        } else {
-            PackedFormat::F32
-        };
+    /// A matrix in a format, or in the one that the mode asks for.
+    fn matrix_as(&self, slot: Slot, format: Option<PackedFormat>) -> Result<PackedMatrix, DeviceError> {
+        let source = self.source(slot)?;
+        let n_columns = source.n_columns();
+        let format = format.unwrap_or_else(|| packed_format(self.mode, source.tensor.dtype, n_columns));
+        let row = |n: usize| source.row(self.checkpoint.stored_row(slot, n));
+        PackedMatrix::pack(self.pool, format, source.n_rows, n_columns, &row)
+    }
+
+    /// Both matrices in one, so that one region reads the input once. Different formats meet in f32.
+    fn gate_up(&self, gate: Slot, up: Slot) -> Result<PackedMatrix, DeviceError> {
+        let (gate, up) = (self.source(gate)?, self.source(up)?);
+        let (n_inner, n_columns) = (gate.n_rows, gate.n_columns());
+        let formats = [&gate, &up].map(|source| packed_format(self.mode, source.tensor.dtype, n_columns));
+        let format = if formats[0] == formats[1] { formats[0] } else { PackedFormat::F32 };
         // Zero bytes are zeros in every type (a block's scale is zero too): the rows that fill the last panel.
-        let zeros = vec![0_u8; gate.bytes.len() / n_inner];
-        let padding = RowView { dtype: gate.dtype, bytes: &zeros };
+        let zeros = vec![0_u8; gate.row(0).bytes.len()];
+        let padding = RowView { dtype: gate.tensor.dtype, bytes: &zeros };
         let source = |n: usize| match gate_up_row(n_inner, n) {
             Some((false, row)) => gate.row(row),
             Some((true, row)) => up.row(row),
@@ -273,13 +433,27 @@ impl<'a> Packer<'a> {
 
     /// A norm's or a bias's values in logical order.
     fn vector(&self, slot: Slot) -> Vec<f32> {
-        let tensor = self.tensor(slot);
+        const STORED: &str = "opening the checkpoint checked that every slot is there, vectors as they are";
+        let tensor = self.checkpoint.tensor(slot).expect(STORED);
         let mut stored = vec![0.0; tensor.n_columns()];
         dequantize_row(tensor.row(0), &mut stored);
-        (0..stored.len()).map(|n| stored[self.checkpoint.stored_row(slot, n)]).collect()
+        let offset = self.checkpoint.offset(slot);
+        (0..stored.len()).map(|n| stored[self.checkpoint.stored_row(slot, n)] + offset).collect()
     }
 
-    fn tensor(&self, slot: Slot) -> TensorView<'a> {
-        self.checkpoint.tensor(slot).expect("opening the checkpoint checked that every slot is there")
+    /// Where a matrix of ours is stored: by itself, or within another one. The pages of what was read before,
+    /// which is packed by now, are let go.
+    fn source(&self, slot: Slot) -> Result<Source<'a>, DeviceError> {
+        self.checkpoint.release_pages();
+        let config = self.checkpoint.config();
+        let (stored, first) = match slot {
+            Slot::Layer(index, part) => {
+                let (stored, first) = config.stored_in(part);
+                (Slot::Layer(index, stored), first)
+            }
+            other => (other, 0),
+        };
+        let tensor = self.checkpoint.load(stored, self.pool)?;
+        Ok(Source { tensor, first, n_rows: config.shape(slot)[0] })
     }
 }

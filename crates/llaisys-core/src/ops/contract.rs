@@ -175,6 +175,28 @@ pub fn swiglu_tolerance(up: f64, want: f64) -> f64 {
     (2e-7 + 3.0 * ROUNDING) * want.abs() + 1e-36 * up.abs() + UNDERFLOW
 }
 
+/// How far `geglu` may be from `want`, given gate and up.
+///
+/// The exponent, of size `|x| (1.6 + 0.072 x^2)`, goes through three roundings besides those of its constants;
+/// its error is the relative error of e^.. . The rest as in [`swiglu_tolerance`].
+pub fn geglu_tolerance((gate, up): (f32, f32), want: f64) -> f64 {
+    let x = f64::from(gate.abs());
+    let exponent = (x * (1.6 + 0.072 * x * x)).min(110.0);
+    (2e-7 + (3.0 + 5.0 * exponent) * ROUNDING) * want.abs() + 1e-36 * f64::from(up.abs()) + UNDERFLOW
+}
+
+/// How far `soft_cap` may be from `want`: tanh is right to 6e-7 (argued where it is computed), the quotient
+/// before it and the product after it round once each.
+pub fn soft_cap_tolerance(want: f64) -> f64 {
+    (6e-7 + 2.0 * ROUNDING) * want.abs() + UNDERFLOW
+}
+
+/// How far the weight of an expert may be from `want`: differences of logits below 18 round once, which is the
+/// relative error of e^.. with its own rounding; so many are summed, and the quotient rounds once.
+pub fn route_tolerance(n_experts: usize, want: f64) -> f64 {
+    (2.0 * (18.0 + 2.0) + n_experts as f64) * ROUNDING * want
+}
+
 /// Rows of logits whose largest value is once, twice, at the ends, in the last part of a search, absent.
 pub fn argmax_cases() -> Vec<Vec<f32>> {
     let draw = &mut Draw::new(31);

@@ -7,10 +7,28 @@
 //! ```text
 //! F32   element (n, k) at (p*K + k)*32 + c                    one k = 128 bytes
 //! BF16  element (n, k) at ((p*(K'/2) + k/2)*32 + c)*2 + k%2   K' = K rounded up to even, the odd one zero
-//! Q*    per 32 k a group: f16 scale[32] (Q4_1: then f16 min[32]), then the integers; i = k % 32:
-//!   Q8_0        byte (i/4)*128 + c*4 + i%4, unsigned: q + 128             16 + 1 lines a group
-//!   Q4_0, Q4_1  byte (i/8)*128 + c*4 + i%4, low nibble for even i/4, high for odd; 8 + 1 and 8 + 2 lines
+//! Q*    per 32 k a group: f16 scale[32] for each half of the group that has its own, minima likewise, then the
+//!       integers, unsigned; i = k % 32, B bits:
+//!   B = 8   byte (i/4)*128 + c*4 + i%4
+//!   B >= 4  low four bits: byte (i/8)*128 + c*4 + i%4, low nibble for even i/4, high for odd
+//!           then each higher bit a plane of 128 bytes: byte c*4 + i%4, bit i/4
+//!   B < 4   each bit such a plane, lowest first
 //! ```
+//!
+//! | format | B | scales, minima | value | lines a group | bits an element |
+//! | --- | --- | --- | --- | --- | --- |
+//! | Q8_0 | 8 | 1, 0 | `scale * (q - 128)` | 17 | 8.5 |
+//! | Q4_0, Q4_1 | 4 | 1, 0 and 1, 1 | `scale * (q - 8)`, `scale * q + min` | 9, 10 | 4.5, 5 |
+//! | Q5_0, Q5_1 | 5 | 1, 0 and 1, 1 | `scale * (q - 16)`, `scale * q + min` | 11, 12 | 5.5, 6 |
+//! | Q6_K | 6 | 2, 0 | `scale * (q - 32)` | 14 | 7 |
+//! | Q3_K | 3 | 2, 0 | `scale * (q - 4)` | 8 | 4 |
+//! | Q2_K | 2 | 2, 2 | `scale * q + min` | 8 | 4 |
+//!
+//! Integers are kept as the file has them. Scales and minima of the types with 32 elements are f16 in the file
+//! and kept too; those of the K types (and of Int4) are products of 15 to 19 significant bits and rounded to f16,
+//! each off by at most 2^-11 of itself. So no value is off by more than a 64th of the distance to its neighbour
+//! and 2^-11 of the minimum: a quarter of what rounding activations to 8 bits does. A product beyond f16's 65504
+//! becomes infinite, and so does what is computed from it.
 
 mod fill;
 mod pages;
@@ -28,6 +46,9 @@ use crate::threads::Pool;
 pub(crate) const PANEL: usize = 32;
 
 /// How a packed matrix holds its elements.
+///
+/// Grouped formats hold integers in groups of 32, and activations are rounded to 8 bits in groups of 32; the table
+/// above tells them apart.
 #[allow(non_camel_case_types, reason = "the block types keep the names of DType, which are GGUF's")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum PackedFormat {
@@ -35,20 +56,57 @@ pub enum PackedFormat {
     F32,
     /// Pairs of bf16; activations are rounded to bf16, sums are f32.
     BF16,
-    /// 8-bit integers in groups of 32; activations are rounded to 8 bits in groups of 32.
+    /// 8-bit integers; IQ4_NL too, whose table holds 8-bit numbers.
     Q8_0,
-    /// 4-bit integers around 8, otherwise as `Q8_0`.
+    /// 4-bit integers around 8.
     Q4_0,
-    /// 4-bit integers above a minimum, otherwise as `Q8_0`.
+    /// 4-bit integers above a minimum; Q4_K and Int4 too.
     Q4_1,
+    /// 5-bit integers around 16.
+    Q5_0,
+    /// 5-bit integers above a minimum; Q5_K too.
+    Q5_1,
+    /// 6-bit integers around 32, a scale for each half group.
+    Q6_K,
+    /// 3-bit integers around 4, a scale for each half group.
+    Q3_K,
+    /// 2-bit integers, scale and minimum for each half group.
+    Q2_K,
 }
 
 impl PackedFormat {
     /// Every format.
-    pub const ALL: [PackedFormat; 5] =
-        [PackedFormat::F32, PackedFormat::BF16, PackedFormat::Q8_0, PackedFormat::Q4_0, PackedFormat::Q4_1];
+    pub const ALL: [PackedFormat; 10] = [
+        PackedFormat::F32,
+        PackedFormat::BF16,
+        PackedFormat::Q8_0,
+        PackedFormat::Q4_0,
+        PackedFormat::Q4_1,
+        PackedFormat::Q5_0,
+        PackedFormat::Q5_1,
+        PackedFormat::Q6_K,
+        PackedFormat::Q3_K,
+        PackedFormat::Q2_K,
+    ];
 
-    /// The element type that this format stores without loss.
+    /// The format that holds a type as it is: the same integers, scales and minima (those of K types and Int4
+    /// rounded to f16).
+    pub const fn of(dtype: DType) -> Self {
+        match dtype {
+            DType::F32 | DType::F16 | DType::I32 => PackedFormat::F32,
+            DType::BF16 => PackedFormat::BF16,
+            DType::Q8_0 | DType::IQ4_NL => PackedFormat::Q8_0,
+            DType::Q4_0 => PackedFormat::Q4_0,
+            DType::Q4_1 | DType::Q4_K | DType::Int4 => PackedFormat::Q4_1,
+            DType::Q5_0 => PackedFormat::Q5_0,
+            DType::Q5_1 | DType::Q5_K => PackedFormat::Q5_1,
+            DType::Q6_K => PackedFormat::Q6_K,
+            DType::Q3_K => PackedFormat::Q3_K,
+            DType::Q2_K => PackedFormat::Q2_K,
+        }
+    }
+
+    /// The type after which the format is named.
     pub const fn dtype(self) -> DType {
         match self {
             PackedFormat::F32 => DType::F32,
@@ -56,30 +114,63 @@ impl PackedFormat {
             PackedFormat::Q8_0 => DType::Q8_0,
             PackedFormat::Q4_0 => DType::Q4_0,
             PackedFormat::Q4_1 => DType::Q4_1,
+            PackedFormat::Q5_0 => DType::Q5_0,
+            PackedFormat::Q5_1 => DType::Q5_1,
+            PackedFormat::Q6_K => DType::Q6_K,
+            PackedFormat::Q3_K => DType::Q3_K,
+            PackedFormat::Q2_K => DType::Q2_K,
         }
     }
 
     /// True for the formats of integers in groups.
     pub const fn is_grouped(self) -> bool {
-        self.dtype().is_quantized()
+        self.bits() > 0
     }
 
-    /// Bytes of scales (and minima) in front of a group's integers; 0 for plain formats.
-    pub(crate) const fn header_bytes(self) -> usize {
+    /// Bits of an integer; 0 for plain formats.
+    pub(crate) const fn bits(self) -> usize {
         match self {
             PackedFormat::F32 | PackedFormat::BF16 => 0,
-            PackedFormat::Q8_0 | PackedFormat::Q4_0 => PANEL * 2,
-            PackedFormat::Q4_1 => PANEL * 4,
+            PackedFormat::Q2_K => 2,
+            PackedFormat::Q3_K => 3,
+            PackedFormat::Q4_0 | PackedFormat::Q4_1 => 4,
+            PackedFormat::Q5_0 | PackedFormat::Q5_1 => 5,
+            PackedFormat::Q6_K => 6,
+            PackedFormat::Q8_0 => 8,
         }
+    }
+
+    /// The integer that stands for zero, or for the minimum.
+    pub(crate) const fn offset(self) -> u8 {
+        match self {
+            PackedFormat::Q3_K | PackedFormat::Q4_0 | PackedFormat::Q5_0 => 1 << (self.bits() - 1),
+            PackedFormat::Q6_K | PackedFormat::Q8_0 => 1 << (self.bits() - 1),
+            _ => 0,
+        }
+    }
+
+    /// True if weights have a minimum.
+    pub(crate) const fn has_min(self) -> bool {
+        self.is_grouped() && self.offset() == 0
+    }
+
+    /// Scales of a column in a group: 2 if each half has its own. As many minima, if there are any.
+    pub(crate) const fn n_scales(self) -> usize {
+        match self {
+            PackedFormat::Q6_K | PackedFormat::Q3_K | PackedFormat::Q2_K => 2,
+            _ => 1,
+        }
+    }
+
+    /// Bytes of scales and minima in front of a group's integers; 0 for plain formats.
+    pub(crate) const fn header_bytes(self) -> usize {
+        let n_numbers = if self.has_min() { 2 * self.n_scales() } else { self.n_scales() };
+        if self.is_grouped() { PANEL * 2 * n_numbers } else { 0 }
     }
 
     /// Bytes of a group with its header; 0 for plain formats.
     pub(crate) const fn group_bytes(self) -> usize {
-        match self {
-            PackedFormat::F32 | PackedFormat::BF16 => 0,
-            PackedFormat::Q8_0 => self.header_bytes() + PANEL * BLOCK_LEN,
-            PackedFormat::Q4_0 | PackedFormat::Q4_1 => self.header_bytes() + PANEL * BLOCK_LEN / 2,
-        }
+        self.header_bytes() + PANEL * BLOCK_LEN / 8 * self.bits()
     }
 
     /// Bytes of a panel of `n_columns` inputs, a multiple of 64.
@@ -109,7 +200,8 @@ impl PackedMatrix {
 
     /// Packs a matrix, its panels in parallel. `source(n)` is the stored row of output `n`; a row without bytes
     /// stands for zeros (padding). Plain types convert to either plain format (to bf16 rounding to nearest
-    /// even), block types dequantise to them, and a grouped format takes its own block type only, unchanged.
+    /// even), block types dequantise to them, and a grouped format takes only the types that it is
+    /// [`PackedFormat::of`].
     ///
     /// Errors: [`DeviceError::Allocation`]. Panics if [`Self::can_pack`] says no, if a row has another length,
     /// or a grouped format another type: the loader has chosen the format by the tensor's type.

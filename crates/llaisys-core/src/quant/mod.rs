@@ -1,13 +1,23 @@
 //! Block-quantised types: what the bytes of a file mean.
 //!
-//! 32 consecutive elements of a row form a block: integers and one or two f16 numbers. All three types are
-//! read into one [`Block`], whose integers are unsigned as the kernels want them:
-//! `value[i] = scale * (q[i] - offset) + min`.
+//! Whatever a type stores, it is read in [`Block`]s of 32 consecutive elements of a row, whose integers are
+//! unsigned as the kernels want them: `value[i] = scale * (q[i] - offset) + min`, with a scale (and a minimum)
+//! for each half of the block. The K types store 256 elements together (a super-block of eight [`Block`]s), whose
+//! scales are small integers with one f16 unit for all; a scale here is their product, which f32 holds exactly.
 //!
-//! Source: GGUF, ggml `block_q8_0`, `block_q4_0`, `block_q4_1`; bytes are little endian.
+//! One file for each type. Source: GGUF, the `block_*` structures of ggml-common.h; bytes are little endian.
 
+pub mod int4;
+pub mod iq4_nl;
+pub mod q2_k;
+pub mod q3_k;
 pub mod q4_0;
 pub mod q4_1;
+pub mod q4_k;
+pub mod q5_0;
+pub mod q5_1;
+pub mod q5_k;
+pub mod q6_k;
 pub mod q8_0;
 
 use crate::dtype::DType;
@@ -16,37 +26,70 @@ use half::{bf16, f16};
 
 /// Elements of a block, of every type.
 pub const BLOCK_LEN: usize = 32;
+/// Elements of a half block, the fewest that share a scale.
+pub const HALF_LEN: usize = BLOCK_LEN / 2;
 
 /// One block in integers.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Block {
-    /// Distance of two neighbouring values.
-    pub scale: f16,
-    /// Added to every value; zero for types without one.
-    pub min: f16,
-    /// The integer that stands for `min`: 128 for 8 bits, 8 for Q4_0, 0 for Q4_1.
+    /// Distance of two neighbouring values, of each half of the block.
+    pub scale: [f32; 2],
+    /// Added to every value of a half; zero for types without one.
+    pub min: [f32; 2],
+    /// The integer that stands for `min`: 0 for types with minima.
     pub offset: u8,
     /// The integers, in order of the elements.
     pub q: [u8; BLOCK_LEN],
 }
 
 impl Block {
-    /// The block that `bytes` holds, or `None` if `dtype` is not a block type.
+    /// Block `i` of the `dtype.block_len() / 32` that `bytes` holds, or `None` if `dtype` is not a block type.
     ///
-    /// Panics if `bytes` is not one block long: rows are checked when a file is parsed.
-    pub fn parse(dtype: DType, bytes: &[u8]) -> Option<Self> {
+    /// Panics if `bytes` is not one stored block long: rows are checked when a file is parsed.
+    pub fn parse(dtype: DType, bytes: &[u8], i: usize) -> Option<Self> {
         match dtype {
-            DType::F32 | DType::F16 | DType::BF16 => None,
+            DType::F32 | DType::F16 | DType::BF16 | DType::I32 => None,
             DType::Q8_0 => Some(q8_0::parse(bytes)),
             DType::Q4_0 => Some(q4_0::parse(bytes)),
             DType::Q4_1 => Some(q4_1::parse(bytes)),
+            DType::Q5_0 => Some(q5_0::parse(bytes)),
+            DType::Q5_1 => Some(q5_1::parse(bytes)),
+            DType::IQ4_NL => Some(iq4_nl::parse(bytes)),
+            DType::Q2_K => Some(q2_k::parse(bytes, i)),
+            DType::Q3_K => Some(q3_k::parse(bytes, i)),
+            DType::Q4_K => Some(q4_k::parse(bytes, i)),
+            DType::Q5_K => Some(q5_k::parse(bytes, i)),
+            DType::Q6_K => Some(q6_k::parse(bytes, i)),
+            DType::Int4 => Some(int4::parse(bytes)),
         }
     }
 
-    /// The value that integer `q` of this block stands for: product, then sum, each rounded to f32.
-    pub fn value(&self, q: u8) -> f32 {
-        let scaled = self.scale.to_f32() * f32::from(i16::from(q) - i16::from(self.offset));
-        if self.offset == 0 { scaled + self.min.to_f32() } else { scaled }
+    /// Calls `each` with every block of `row` in turn and its number. Panics if the row's type has no blocks.
+    pub fn for_each(row: RowView<'_>, mut each: impl FnMut(usize, &Self)) {
+        let n_parts = row.dtype.block_len() / BLOCK_LEN;
+        for (i, bytes) in row.bytes.chunks_exact(row.dtype.block_bytes()).enumerate() {
+            for part in 0..n_parts {
+                let block = Self::parse(row.dtype, bytes, part).expect("the row's type has blocks");
+                each(i * n_parts + part, &block);
+            }
+        }
+    }
+
+    /// The value of element `i`: product, then sum, each rounded to f32.
+    pub fn value(&self, i: usize) -> f32 {
+        let half = i / HALF_LEN;
+        let scaled = self.scale[half] * f32::from(i16::from(self.q[i]) - i16::from(self.offset));
+        if self.offset == 0 { scaled + self.min[half] } else { scaled }
+    }
+
+    /// A block without minima and with one scale.
+    fn scaled(scale: f32, offset: u8, q: [u8; BLOCK_LEN]) -> Self {
+        Self { scale: [scale; 2], min: [0.0; 2], offset, q }
+    }
+
+    /// A block with one scale and one minimum.
+    fn with_min(scale: f32, min: f32, q: [u8; BLOCK_LEN]) -> Self {
+        Self { scale: [scale; 2], min: [min; 2], offset: 0, q }
     }
 }
 
@@ -59,15 +102,12 @@ pub fn dequantize_row(row: RowView<'_>, out: &mut [f32]) {
         DType::F32 => plain(row.bytes, out, f32::from_le_bytes),
         DType::F16 => plain(row.bytes, out, |b| f16::from_le_bytes(b).to_f32()),
         DType::BF16 => plain(row.bytes, out, |b| bf16::from_le_bytes(b).to_f32()),
-        DType::Q8_0 | DType::Q4_0 | DType::Q4_1 => {
-            let blocks = row.bytes.chunks_exact(row.dtype.block_bytes());
-            for (bytes, values) in blocks.zip(out.chunks_exact_mut(BLOCK_LEN)) {
-                let block = Block::parse(row.dtype, bytes).expect("the match arm names block types");
-                for (value, &q) in values.iter_mut().zip(&block.q) {
-                    *value = block.value(q);
-                }
+        DType::I32 => unreachable!("opening a checkpoint refuses weights of this type"),
+        _ => Block::for_each(row, |i, block| {
+            for (j, value) in out[i * BLOCK_LEN..][..BLOCK_LEN].iter_mut().enumerate() {
+                *value = block.value(j);
             }
-        }
+        }),
     }
 }
 
@@ -79,8 +119,8 @@ fn plain<const N: usize>(bytes: &[u8], out: &mut [f32], decode: impl Fn([u8; N])
 }
 
 /// The f16 at the start of `bytes`.
-fn f16_at(bytes: &[u8]) -> f16 {
-    f16::from_le_bytes([bytes[0], bytes[1]])
+fn f16_at(bytes: &[u8]) -> f32 {
+    f16::from_le_bytes([bytes[0], bytes[1]]).to_f32()
 }
 
 /// 16 bytes as 32 nibbles: byte `j` holds element `j` in its low half and element `j + 16` in its high half.
@@ -91,4 +131,31 @@ fn nibbles(bytes: &[u8]) -> [u8; BLOCK_LEN] {
         q[j + BLOCK_LEN / 2] = byte >> 4;
     }
     q
+}
+
+/// 20 bytes as 32 integers of 5 bits: the high bit of element `j` is bit `j` of the first four, [`nibbles`] follow.
+fn five_bits(bytes: &[u8]) -> [u8; BLOCK_LEN] {
+    let mut q = nibbles(&bytes[4..]);
+    for (j, q) in q.iter_mut().enumerate() {
+        *q |= (bytes[j / 8] >> (j % 8) & 1) << 4;
+    }
+    q
+}
+
+/// 64 bytes as 256 integers of 2 bits, of which part `i` (32 elements): a run of 32 bytes holds four parts, the
+/// first in the lowest bits.
+fn two_bits(bytes: &[u8], i: usize) -> [u8; BLOCK_LEN] {
+    std::array::from_fn(|j| bytes[i / 4 * BLOCK_LEN + j] >> (2 * (i % 4)) & 3)
+}
+
+/// Scale and minimum `i` of the eight pairs of 6 bits in the 12 bytes of Q4_K and Q5_K: the first four lie in the
+/// low bits of bytes 0..4 and 4..8; the others' low nibbles share bytes 8..12, their high bits are the upper two
+/// of bytes 0..4 and 4..8.
+fn six_bit_pair(bytes: &[u8], i: usize) -> [f32; 2] {
+    let pair = if i < 4 {
+        [bytes[i] & 63, bytes[i + 4] & 63]
+    } else {
+        [bytes[i + 4] & 15 | bytes[i - 4] >> 6 << 4, bytes[i + 4] >> 4 | bytes[i] >> 6 << 4]
+    };
+    pair.map(f32::from)
 }

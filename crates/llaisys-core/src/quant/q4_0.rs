@@ -2,10 +2,9 @@
 //! element.
 
 use super::{BLOCK_LEN, Block, f16_at, nibbles};
-use half::f16;
 
 /// The block in `bytes`. Panics unless there are 18.
 pub fn parse(bytes: &[u8]) -> Block {
     assert_eq!(bytes.len(), 2 + BLOCK_LEN / 2, "a Q4_0 block has 18 bytes");
-    Block { scale: f16_at(bytes), min: f16::ZERO, offset: 8, q: nibbles(&bytes[2..]) }
+    Block::scaled(f16_at(bytes), 8, nibbles(&bytes[2..]))
 }

@@ -6,5 +6,5 @@ use super::{BLOCK_LEN, Block, f16_at, nibbles};
 /// The block in `bytes`. Panics unless there are 20.
 pub fn parse(bytes: &[u8]) -> Block {
     assert_eq!(bytes.len(), 4 + BLOCK_LEN / 2, "a Q4_1 block has 20 bytes");
-    Block { scale: f16_at(bytes), min: f16_at(&bytes[2..]), offset: 0, q: nibbles(&bytes[4..]) }
+    Block::with_min(f16_at(bytes), f16_at(&bytes[2..]), nibbles(&bytes[4..]))
 }

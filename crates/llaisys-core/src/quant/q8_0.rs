@@ -1,14 +1,9 @@
 //! Q8_0: `scale` f16, then 32 signed bytes; `value = scale * byte`. 34 bytes a block, 8.5 bits an element.
 
 use super::{BLOCK_LEN, Block, f16_at};
-use half::f16;
 
 /// The block in `bytes`; the signed bytes become `byte + 128`. Panics unless there are 34.
 pub fn parse(bytes: &[u8]) -> Block {
     assert_eq!(bytes.len(), 2 + BLOCK_LEN, "a Q8_0 block has 34 bytes");
-    let mut q = [0; BLOCK_LEN];
-    for (q, &byte) in q.iter_mut().zip(&bytes[2..]) {
-        *q = byte ^ 0x80;
-    }
-    Block { scale: f16_at(bytes), min: f16::ZERO, offset: 128, q }
+    Block::scaled(f16_at(bytes), 128, std::array::from_fn(|j| bytes[2 + j] ^ 0x80))
 }

@@ -22,6 +22,8 @@ pub(crate) struct Tiny {
     pub(crate) vocab_size: usize,
     pub(crate) tied_head: bool,
     pub(crate) max_positions: usize,
+    /// More keys of `config.json`, each with a comma in front.
+    pub(crate) more_keys: String,
     pub(crate) tensors: BTreeMap<String, (Vec<usize>, Vec<f32>)>,
 }
 
@@ -55,6 +57,7 @@ impl Tiny {
             vocab_size: 71,
             tied_head,
             max_positions: 512,
+            more_keys: String::new(),
             tensors: BTreeMap::new(),
         };
         change(&mut model);
@@ -128,7 +131,7 @@ impl Tiny {
             r#"{{"architectures": ["{}"], "model_type": "{model_type}", "hidden_size": {}, "num_hidden_layers": {},
             "num_attention_heads": {}, "num_key_value_heads": {}, "head_dim": {}, "intermediate_size": {},
             "vocab_size": {}, "tie_word_embeddings": {}, "max_position_embeddings": {}, "rope_theta": {ROPE_THETA},
-            "rms_norm_eps": {RMS_EPS}, "hidden_act": "silu", "torch_dtype": "float32", "eos_token_id": 1}}"#,
+            "rms_norm_eps": {RMS_EPS}, "hidden_act": "silu", "torch_dtype": "float32", "eos_token_id": 1{}}}"#,
             self.architecture,
             self.d_model,
             self.n_layers,
@@ -139,7 +142,36 @@ impl Tiny {
             self.vocab_size,
             self.tied_head,
             self.max_positions,
+            self.more_keys,
         )
+    }
+
+    /// A Mixtral of `n` experts of which two compute a token: the feed-forward parts of as many layers of a Llama.
+    pub(crate) fn experts(n: usize) -> Self {
+        let mut model = Self::sized("MixtralForCausalLM", true, |model| model.n_layers = n);
+        let take = |model: &mut Self, name: String| model.tensors.remove(&name).unwrap();
+        let taken: Vec<_> = (0..n)
+            .map(|e| {
+                ["gate", "down", "up"]
+                    .map(|part| take(&mut model, format!("model.layers.{e}.mlp.{part}_proj.weight")))
+            })
+            .collect();
+        model.n_layers = 2;
+        model.tensors.retain(|name, _| !(2..n).any(|i| name.starts_with(&format!("model.layers.{i}."))));
+        let mut random = Random(3);
+        for layer in 0..model.n_layers {
+            let moe = format!("model.layers.{layer}.block_sparse_moe");
+            let router = (0..n * model.d_model).map(|_| random.unit()).collect();
+            model.tensors.insert(format!("{moe}.gate.weight"), (vec![n, model.d_model], router));
+            for (e, matrices) in taken.iter().enumerate() {
+                for (i, matrix) in matrices.iter().enumerate() {
+                    let name = format!("{moe}.experts.{e}.w{}.weight", i + 1);
+                    model.tensors.insert(name, matrix.clone());
+                }
+            }
+        }
+        model.more_keys = format!(r#", "num_local_experts": {n}, "num_experts_per_tok": 2"#);
+        model
     }
 
     /// Deterministic token ids.

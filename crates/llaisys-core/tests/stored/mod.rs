@@ -4,7 +4,7 @@
 use half::{bf16, f16};
 use llaisys_core::dtype::DType;
 use llaisys_core::ops::packed::{PackedFormat, PackedMatrix};
-use llaisys_core::quant::Block;
+use llaisys_core::quant::{BLOCK_LEN, Block, HALF_LEN};
 use llaisys_core::tensor::RowView;
 use llaisys_core::threads::Pool;
 
@@ -47,13 +47,7 @@ impl Stored {
                 DType::F32 => bytes.extend(rng.unit().to_le_bytes()),
                 DType::F16 => bytes.extend(f16::from_f32(rng.unit()).to_le_bytes()),
                 DType::BF16 => bytes.extend(bf16::from_f32(rng.unit()).to_le_bytes()),
-                _ => {
-                    let n_f16 = if dtype == DType::Q4_1 { 2 } else { 1 };
-                    for _ in 0..n_f16 {
-                        bytes.extend(f16::from_f32(rng.unit() / 8.0).to_le_bytes());
-                    }
-                    bytes.extend((2 * n_f16..dtype.block_bytes()).map(|_| rng.bits() as u8));
-                }
+                _ => bytes.extend(random_block(rng, dtype)),
             }
         }
         Self { dtype, n_rows, n_columns, bytes }
@@ -68,7 +62,7 @@ impl Stored {
         PackedMatrix::pack(pool, format, self.n_rows, self.n_columns, &|n| self.row(n)).unwrap()
     }
 
-    /// The exact values `[n_rows, n_columns]`.
+    /// The values `[n_rows, n_columns]` that a packed matrix of the type's own format holds.
     pub fn values(&self) -> Vec<f64> {
         self.parts().into_iter().map(|(scaled, min)| scaled + min).collect()
     }
@@ -88,13 +82,51 @@ impl Stored {
             DType::BF16 => {
                 blocks.map(|b| (bf16::from_le_bytes(b.try_into().unwrap()).to_f64(), 0.0)).collect()
             }
-            _ => blocks.flat_map(|bytes| block_parts(&Block::parse(self.dtype, bytes).unwrap())).collect(),
+            _ => {
+                let mut parts = Vec::new();
+                let row = RowView { dtype: self.dtype, bytes: &self.bytes };
+                Block::for_each(row, |_, block| parts.extend(block_parts(block)));
+                parts
+            }
         }
     }
 }
 
+/// The f16 numbers of a block lie at these bytes.
+pub fn f16_places(dtype: DType) -> &'static [usize] {
+    match dtype {
+        DType::Q4_1 | DType::Q5_1 | DType::Q4_K | DType::Q5_K => &[0, 2],
+        DType::Q2_K => &[80, 82],
+        DType::Q3_K => &[108],
+        DType::Q6_K => &[208],
+        _ => &[0],
+    }
+}
+
+fn random_block(rng: &mut Rng, dtype: DType) -> Vec<u8> {
+    let mut block: Vec<u8> = (0..dtype.block_bytes()).map(|_| rng.bits() as u8).collect();
+    if dtype == DType::Int4 {
+        block[..4].copy_from_slice(&f16::from_f32(rng.unit() / 8.0).to_f32().to_le_bytes());
+        block[4] %= 17;
+        return block;
+    }
+    for &at in f16_places(dtype) {
+        block[at..at + 2].copy_from_slice(&f16::from_f32(rng.unit() / 8.0).to_le_bytes());
+    }
+    block
+}
+
+/// A block as it is packed: scales and minima rounded to f16, which changes those of K types and Int4 only.
+pub fn as_packed(block: &Block) -> Block {
+    let round = |x: f32| f16::from_f32(x).to_f32();
+    Block { scale: block.scale.map(round), min: block.min.map(round), ..*block }
+}
+
 fn block_parts(block: &Block) -> Vec<(f64, f64)> {
-    let value =
-        |&q: &u8| (block.scale.to_f64() * (f64::from(q) - f64::from(block.offset)), block.min.to_f64());
-    block.q.iter().map(value).collect()
+    let block = as_packed(block);
+    let part = |i: usize| {
+        let (scale, min) = (block.scale[i / HALF_LEN], block.min[i / HALF_LEN]);
+        (f64::from(scale) * (f64::from(block.q[i]) - f64::from(block.offset)), f64::from(min))
+    };
+    (0..BLOCK_LEN).map(part).collect()
 }

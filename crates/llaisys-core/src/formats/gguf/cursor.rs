@@ -1,6 +1,6 @@
 //! Reads numbers and strings from the front of a byte slice, never past its end.
 
-use crate::formats::GgufError;
+use crate::formats::{GgufError, NAME_BYTES_MAX};
 
 /// Bytes of one string (a chat template or one token); longer ones are not sensible.
 pub(super) const STRING_BYTES_MAX: u64 = 16 << 20;
@@ -77,11 +77,14 @@ impl<'a> Cursor<'a> {
         std::str::from_utf8(bytes).map_err(|_| GgufError::Utf8 { what, at })
     }
 
-    /// A string that names something.
+    /// A string that names something: short enough to be shown in an error.
     pub(super) fn name(&mut self, what: &'static str) -> Result<&'a str, GgufError> {
         let at = self.at;
         match self.string(what)? {
             "" => Err(GgufError::EmptyName { what, at }),
+            name if name.len() > NAME_BYTES_MAX => {
+                Err(GgufError::LongName { what, at, bytes: name.len(), max: NAME_BYTES_MAX })
+            }
             name => Ok(name),
         }
     }

@@ -237,6 +237,17 @@ impl<'a> Metadata<'a> {
         let number = |value| if let Value::Int(value) = value { i32::try_from(value).ok() } else { None };
         Ok(Some(array.values().filter_map(number).collect()))
     }
+
+    /// The value of `key` if it is an array of 32-bit floats. Errors: it is something else.
+    pub fn floats(&self, key: &str) -> Result<Option<Vec<f32>>, GgufError> {
+        let array = match self.get(key) {
+            None => return Ok(None),
+            Some(Value::Array(array)) if array.kind == Kind::F32 => array,
+            Some(other) => return Err(wrong_type(key, "an array of 32-bit floats", other)),
+        };
+        let number = |value| if let Value::Float(value) = value { Some(value as f32) } else { None };
+        Ok(Some(array.values().filter_map(number).collect()))
+    }
 }
 
 fn wrong_type(key: &str, expected: &'static str, found: &Value<'_>) -> GgufError {

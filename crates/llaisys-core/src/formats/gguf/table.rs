@@ -11,6 +11,8 @@ use std::ops::Range;
 /// The shortest entry: a name of one byte, one size.
 pub(super) const ENTRY_BYTES_MIN: u64 = 33;
 const DIMENSIONS_MAX: u32 = 4;
+/// The types that run, for the error message.
+const SUPPORTED: &str = "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL";
 
 /// An entry as the file states it.
 #[derive(Debug)]
@@ -71,35 +73,35 @@ fn dtype_of(entry: &TensorEntry<'_>) -> Result<DType, Unsupported> {
         1 => DType::F16,
         2 => DType::Q4_0,
         3 => DType::Q4_1,
+        6 => DType::Q5_0,
+        7 => DType::Q5_1,
         8 => DType::Q8_0,
+        10 => DType::Q2_K,
+        11 => DType::Q3_K,
+        12 => DType::Q4_K,
+        13 => DType::Q5_K,
+        14 => DType::Q6_K,
+        20 => DType::IQ4_NL,
         30 => DType::BF16,
         other => {
             return Err(Unsupported::TensorType {
                 tensor: entry.name.to_owned(),
                 dtype: ggml_type_name(other),
-                supported: "F32, F16, BF16, Q8_0, Q4_0, Q4_1",
+                supported: SUPPORTED,
             });
         }
     })
 }
 
-/// The name of a `ggml_type` (ggml.h), for the error message.
+/// The name of a `ggml_type` (ggml.h) that does not run, for the error message.
 fn ggml_type_name(type_id: u32) -> String {
     let name = match type_id {
-        6 => "Q5_0",
-        7 => "Q5_1",
         9 => "Q8_1",
-        10 => "Q2_K",
-        11 => "Q3_K",
-        12 => "Q4_K",
-        13 => "Q5_K",
-        14 => "Q6_K",
         15 => "Q8_K",
         16 => "IQ2_XXS",
         17 => "IQ2_XS",
         18 => "IQ3_XXS",
         19 => "IQ1_S",
-        20 => "IQ4_NL",
         21 => "IQ3_S",
         22 => "IQ2_S",
         23 => "IQ4_XS",

@@ -5,7 +5,7 @@ use crate::dtype::KvDType;
 use crate::error::DeviceError;
 use crate::ops::reference::attention::Cells;
 use crate::ops::reference::kv_store::stored;
-use crate::ops::{AttentionRow, AttentionRows};
+use crate::ops::{AttentionRow, AttentionRows, Scoring, window_span};
 use crate::tensor::{AlignedBuf, KvLayer};
 
 /// One sequence: how long it is, and how many of its last positions are rows of the batch.
@@ -13,12 +13,12 @@ use crate::tensor::{AlignedBuf, KvLayer};
 pub struct Sequence {
     /// Cells, the new rows' included.
     pub len: usize,
-    /// Rows, `1..=len`; row i sees the cells up to its own.
+    /// Rows, `1..=len`; row i sees the cells up to its own, or the last of them that a window leaves.
     pub n_rows: usize,
 }
 
 /// A batch.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct AttentionCase {
     /// Query heads, heads of K and V.
     pub heads: (usize, usize),
@@ -30,6 +30,10 @@ pub struct AttentionCase {
     pub sequences: Vec<Sequence>,
     /// Size of queries and keys; scores of huge ones pick single cells.
     pub size: Size,
+    /// Cells that a row sees at most.
+    pub window: Option<usize>,
+    /// Of scores.
+    pub soft_cap: Option<f32>,
 }
 
 /// Where cells lie.
@@ -52,7 +56,7 @@ impl AttentionCase {
         let mut add = |heads, d_head, sequences: &Vec<Sequence>| {
             for dtype in [KvDType::Float32, KvDType::Bfloat16] {
                 let sequences = sequences.clone();
-                cases.push(Self { heads, d_head, dtype, sequences, size: Size::Unit });
+                cases.push(Self { heads, d_head, dtype, sequences, ..Self::plain() });
             }
         };
         for d_head in [2, 16, 24, 32, 64, 80, 96, 128, 256] {
@@ -68,11 +72,44 @@ impl AttentionCase {
         add((3, 1), 16, &one(2100, 70));
         add((4, 2), 16, &vec![]);
         for size in [Size::Zero, Size::Tiny, Size::Outliers] {
-            let case =
-                Self { heads: (6, 2), d_head: 64, dtype: KvDType::Float32, sequences: mixed.clone(), size };
-            cases.push(case);
+            cases.push(Self { heads: (6, 2), sequences: mixed.clone(), size, ..Self::plain() });
+        }
+        cases.extend(Self::with_windows(&mixed));
+        cases
+    }
+
+    /// Windows of one position, around blocks and spans, and longer than any sequence; soft caps of scores that
+    /// reach far beyond them and of some that do not.
+    fn with_windows(mixed: &[Sequence]) -> Vec<Self> {
+        let one = |len, n_rows| vec![Sequence { len, n_rows }];
+        let mut cases = Vec::new();
+        for window in [1, 2, 5, 16, 64, 127, 128, 129, 300, 1025, 5000] {
+            for sequences in [mixed.to_vec(), one(2300, 1), one(2300, 150)] {
+                let window = Some(window);
+                let heads = (4, 2);
+                let dtype = if cases.len() % 2 == 0 { KvDType::Bfloat16 } else { KvDType::Float32 };
+                cases.push(Self { heads, d_head: 16, dtype, sequences, window, ..Self::plain() });
+            }
+        }
+        for soft_cap in [0.5, 50.0] {
+            let (sequences, soft_cap) = (mixed.to_vec(), Some(soft_cap));
+            cases.push(Self { sequences: sequences.clone(), soft_cap, window: Some(20), ..Self::plain() });
+            cases.push(Self { sequences, soft_cap, ..Self::plain() });
         }
         cases
+    }
+
+    /// Two kv heads of three query heads each, f32, no window, no cap.
+    pub fn plain() -> Self {
+        Self {
+            heads: (6, 2),
+            d_head: 64,
+            dtype: KvDType::Float32,
+            sequences: Vec::new(),
+            size: Size::Unit,
+            window: None,
+            soft_cap: None,
+        }
     }
 
     /// Rows of the batch.
@@ -102,15 +139,29 @@ impl AttentionCase {
         AttentionInput::new(self, (q, k, v), cells)
     }
 
-    fn rows(&self) -> Vec<AttentionRow> {
-        let mut rows = Vec::new();
-        let mut start = 0;
+    /// The list of cells that the rows are given, and what each sees of it. With a window the list begins
+    /// at the last multiple of the span before it.
+    fn lists(&self, cells: &[u32]) -> (Vec<u32>, Vec<AttentionRow>) {
+        let (mut listed, mut rows) = (Vec::new(), Vec::new());
+        let mut cells = cells;
         for sequence in &self.sequences {
-            let seen = sequence.len - sequence.n_rows + 1..=sequence.len;
-            rows.extend(seen.map(|n| AttentionRow { start, n_visible: n as u32 }));
-            start += sequence.len as u32;
+            let (own, rest) = cells.split_at(sequence.len);
+            cells = rest;
+            let hidden = |n: usize| self.window.map_or(0, |window| n.saturating_sub(window));
+            let first_n = sequence.len - sequence.n_rows + 1;
+            let base = self.window.map_or(0, |window| {
+                let span = window_span(window);
+                hidden(first_n) / span * span
+            });
+            let start = listed.len() as u32;
+            listed.extend_from_slice(&own[base..]);
+            rows.extend((first_n..=sequence.len).map(|n| AttentionRow {
+                start,
+                n_hidden: (hidden(n) - base) as u32,
+                n_visible: (n - base) as u32,
+            }));
         }
-        rows
+        (listed, rows)
     }
 }
 
@@ -131,6 +182,9 @@ pub struct AttentionInput {
     pub q: Vec<f32>,
     cells: Vec<u32>,
     rows: Vec<AttentionRow>,
+    window: Option<usize>,
+    /// How scores come about.
+    pub scoring: Scoring,
     /// The numbers that the cells hold.
     numbers: (Vec<f32>, Vec<f32>),
     tensors: (AlignedBuf, AlignedBuf),
@@ -147,10 +201,13 @@ impl AttentionInput {
     ) -> Result<Self, DeviceError> {
         let numbers = |x: Vec<f32>| -> Vec<f32> { x.into_iter().map(|x| stored(case.dtype, x)).collect() };
         let (k, v) = (numbers(k), numbers(v));
+        let (listed, rows) = case.lists(&cells);
         Ok(Self {
             q,
-            cells,
-            rows: case.rows(),
+            cells: listed,
+            rows,
+            window: case.window,
+            scoring: Scoring { scale: 1.0 / (case.d_head as f32).sqrt(), soft_cap: case.soft_cap },
             tensors: (tensor(case.dtype, &k)?, tensor(case.dtype, &v)?),
             numbers: (k, v),
             dtype: case.dtype,
@@ -173,7 +230,7 @@ impl AttentionInput {
 
     /// What the batch's rows see.
     pub fn rows(&self) -> AttentionRows<'_> {
-        AttentionRows { cells: &self.cells, rows: &self.rows }
+        AttentionRows { cells: &self.cells, rows: &self.rows, window: self.window }
     }
 
     /// Makes every key and value of `cell` equal to `x`.
@@ -203,6 +260,9 @@ impl AttentionInput {
         let (d, n) = (self.d_head as f64, self.rows.iter().map(|row| row.n_visible).max().unwrap_or(0));
         let partial_sum = 4.0 * d.sqrt() * q.rms * k.rms + q.largest * k.largest;
         let score = 3.5 * (2.0 * d + 2.0).sqrt() * ROUNDING * partial_sum / d.sqrt();
+        // A cap's own error is relative to the capped score.
+        let capped = self.scoring.soft_cap.map_or(0.0, |cap| f64::from(cap).min(partial_sum / d.sqrt()));
+        let score = score + 6e-7 * capped;
         let sums = 3.5 * (2.0 * 128.0 + 3.0 * f64::from(n / 128 + 16)).sqrt() * ROUNDING;
         v.largest * (4.0 * score + 4e-7 + 2.0 * sums)
     }

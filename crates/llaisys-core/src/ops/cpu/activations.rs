@@ -69,15 +69,11 @@ impl Form {
 pub(crate) struct GroupInput {
     /// The integers' unit: absmax / 127.
     pub(crate) scale: f32,
-    /// `scale` times the sum of the integers, for formats with a minimum.
-    pub(crate) scaled_sum: f32,
-    /// -128 times the sum of the integers: takes back the offset of unsigned 8-bit weights.
-    pub(crate) init_8: i32,
-    /// -8 times the sum of the integers: the same for 4-bit weights.
-    pub(crate) init_4: i32,
+    /// The sum of the integers of each half: what an offset or a minimum of the weights is multiplied by.
+    pub(crate) sums: [i32; 2],
 }
 
-// SAFETY: four 4-byte numbers without padding, any bits allowed, alignment 4.
+// SAFETY: three 4-byte numbers without padding, any bits allowed, alignment 4.
 unsafe impl Plain for GroupInput {}
 
 /// How rows are cut into blocks of nearly equal height: 16 rows of at most 12 make 8 + 8, not 12 + 4.

@@ -1,11 +1,13 @@
-//! `attention`: out[t, h] = sum_j softmax_j(q[t, h] . K[j] / sqrt(d_head)) V[j] over the cells j that row t
-//! sees. Meaning: `ops/reference/attention.rs`.
+//! `attention`: out[t, h] = sum_j softmax_j(cap(scale * q[t, h] . K[j])) V[j] over the cells j that row t sees.
+//! Meaning: `ops/reference/attention.rs`.
 //!
 //! Arithmetic, all in f32, of one row and head; it depends on nothing but the row's own list of cells:
 //!
 //! 1. The list is cut into blocks of 128 from its start, and blocks into spans: at most 16 of equal length,
-//!    as many as the list's length asks for ([`AttentionRow::span_len`]).
-//! 2. A score is one sum over the dimensions in ascending order, of q scaled by 1/sqrt(d_head) times k.
+//!    as many as the list's length asks for, or, with a window, of the length that [`window_span`] gives it.
+//!    With a window lists begin at multiples of that length, counted in the sequence, so that the cuts stay
+//!    where they are while the window moves on; what a row does not see of its first block is left out.
+//! 2. A score is one sum over the dimensions in ascending order, of q times the scale times k, then capped.
 //! 3. A span keeps a running maximum m, a sum l of e^(s - m) and the weighted values; each block rescales them
 //!    by e^(old m - new m) (online softmax, arXiv:1805.02867). Within a block, weights are summed in N lanes, and
 //!    each output is one sum over the cells in ascending order.
@@ -27,6 +29,7 @@ use crate::tensor::KvLayer;
 use crate::threads::{Chunks, Disjoint};
 use item::{Compute, Item, MergeSpans, STATE};
 use scratch::{AREA, Chunk};
+use std::ops::Range;
 
 pub(crate) use scratch::Scratch;
 
@@ -48,35 +51,67 @@ const MAX_SPLIT_ROWS: usize = 16;
 /// What every row sees.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionRows<'a> {
-    /// The cells of each sequence in position order, one sequence after the other.
+    /// The cells of each sequence in position order, one sequence after the other. With a window the list of a
+    /// sequence begins at a multiple of its [`window_span`] (positions that lie before those seen repeat a cell
+    /// that is).
     pub cells: &'a [u32],
     /// One per query row. Rows of one sequence that follow each other share work.
     pub rows: &'a [AttentionRow],
+    /// The sliding window that the rows keep to; None: they see everything before them.
+    pub window: Option<usize>,
 }
 
-/// A row sees `cells[start..start + n_visible]`.
+/// A row sees `cells[start + n_hidden..start + n_visible]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AttentionRow {
     /// Where the row's sequence begins in the list of cells.
     pub start: u32,
-    /// Cells that the row sees, its own included: at least 1.
+    /// Cells of the sequence's list before those that the row sees; 0 without a window.
+    pub n_hidden: u32,
+    /// Cells of the list up to the row's own, which is the last that it sees: more than `n_hidden`.
     pub n_visible: u32,
 }
 
+/// How the numbers of scores come about.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Scoring {
+    /// Products of queries and keys are multiplied by this.
+    pub scale: f32,
+    /// Scores beyond are bent back: `cap * tanh(score / cap)`.
+    pub soft_cap: Option<f32>,
+}
+
+/// Cells of a span where a window of this many positions moves over a sequence: a power of two of blocks, so
+/// that a window, and some rows more, touch at most 16 spans.
+pub fn window_span(window: usize) -> usize {
+    BLOCK * window.div_ceil(BLOCK * MAX_SPANS / 2).next_power_of_two()
+}
+
 impl AttentionRow {
-    /// Cells that the row sees.
+    /// Cells of the list up to the row's own.
     fn n(self) -> usize {
         self.n_visible as usize
     }
 
-    /// Cells of a span: whole blocks, a power of two of them.
-    fn span_len(self) -> usize {
-        BLOCK * self.n().div_ceil(BLOCK * MAX_SPANS).next_power_of_two()
+    /// Cells of the list that the row does not see.
+    fn hidden(self) -> usize {
+        self.n_hidden as usize
+    }
+}
+
+impl AttentionRows<'_> {
+    /// Cells of a span of `row`: whole blocks, a power of two of them.
+    fn span_len(&self, row: AttentionRow) -> usize {
+        match self.window {
+            Some(window) => window_span(window),
+            None => BLOCK * row.n().div_ceil(BLOCK * MAX_SPANS).next_power_of_two(),
+        }
     }
 
-    /// Spans of the row.
-    fn n_spans(self) -> usize {
-        self.n().div_ceil(self.span_len())
+    /// The spans of its list that `row` sees.
+    fn spans(&self, row: AttentionRow) -> Range<usize> {
+        let len = self.span_len(row);
+        row.hidden() / len..row.n().div_ceil(len)
     }
 }
 
@@ -90,7 +125,7 @@ impl AttentionRow {
 /// context's scratch is for, or `d_head` is odd or above [`MAX_D_HEAD`].
 pub fn attention(
     cx: &mut OpContext,
-    q: &[f32],
+    (q, scoring): (&[f32], Scoring),
     layer: KvLayer<'_>,
     rows: AttentionRows<'_>,
     out: &mut [f32],
@@ -102,10 +137,12 @@ pub fn attention(
     assert!(q.len() == rows.rows.len() * heads.row_len() && out.len() == q.len(), "queries of another shape");
     match layer.dtype {
         KvDType::Float32 => {
-            run(cx, &Job { q, k: layer.k.as_slice::<f32>(), v: layer.v.as_slice(), heads, rows }, out);
+            let (k, v) = (layer.k.as_slice::<f32>(), layer.v.as_slice());
+            run(cx, &Job { q, scoring, k, v, heads, rows }, out);
         }
         KvDType::Bfloat16 => {
-            run(cx, &Job { q, k: layer.k.as_slice::<u16>(), v: layer.v.as_slice(), heads, rows }, out);
+            let (k, v) = (layer.k.as_slice::<u16>(), layer.v.as_slice());
+            run(cx, &Job { q, scoring, k, v, heads, rows }, out);
         }
     }
 }
@@ -152,6 +189,7 @@ impl Heads {
 #[derive(Clone, Copy)]
 struct Job<'a, T> {
     q: &'a [f32],
+    scoring: Scoring,
     k: &'a [T],
     v: &'a [T],
     heads: Heads,
@@ -190,13 +228,14 @@ fn cut<T>(job: &Job<'_, T>, (n_threads, n_partials): (usize, usize), chunks: &mu
     let rows = job.rows.rows;
     let n_items = rows.len() * job.heads.items();
     let wanted = ITEMS_PER_THREAD * n_threads;
-    let n_spans = rows.iter().map(|row| row.n_spans()).max().unwrap_or(1);
+    let n_spans = rows.iter().map(|&row| job.rows.spans(row).end).max().unwrap_or(1);
     let split = n_threads > 1
         && n_items < wanted
         && rows.len() <= MAX_SPLIT_ROWS
+        && n_spans <= MAX_SPANS
         && rows.len() * partials_of_row(job.heads) <= n_partials;
     let highest = MAX_ITEM_ROWS / job.heads.group().min(MAX_ITEM_HEADS);
-    scratch::cut_rows(rows, n_items.div_ceil(wanted).clamp(1, highest), chunks);
+    scratch::cut_rows(job.rows, n_items.div_ceil(wanted).clamp(1, highest), chunks);
     if split { n_spans } else { 1 }
 }
 

@@ -167,7 +167,7 @@ fn form(isa: Isa, format: PackedFormat) -> Form {
         #[cfg(target_arch = "x86_64")]
         (PackedFormat::BF16, Isa::Avx512(_)) => Form::Pairs,
         (PackedFormat::BF16, _) => Form::Rounded,
-        (PackedFormat::Q8_0 | PackedFormat::Q4_0 | PackedFormat::Q4_1, _) => Form::Groups,
+        _ => Form::Groups,
     }
 }
 

@@ -1,14 +1,21 @@
 //! The CPU kernels: each op once, with a body per instruction set where that pays.
 
 pub(super) mod activations;
+pub(super) mod add;
 pub(super) mod argmax;
 pub(super) mod attention;
 pub(super) mod embed;
+pub(super) mod gather;
+pub(super) mod geglu;
 pub(super) mod isa;
 mod kv_element;
 pub(super) mod kv_store;
 pub(super) mod linear;
 pub(super) mod rms_norm;
 pub(super) mod rope;
+pub(super) mod route;
 mod rows;
+pub(super) mod scale;
+pub(super) mod scatter_add;
+pub(super) mod soft_cap;
 pub(super) mod swiglu;

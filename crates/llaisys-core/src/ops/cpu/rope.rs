@@ -9,11 +9,13 @@ use crate::dtype::KvDType;
 use crate::ops::OpContext;
 use crate::tensor::KvLayerMut;
 
-/// The frequencies of a model's rotary positions.
+/// The frequencies of a model's rotary positions, and how much longer its rotated rows are.
 #[derive(Debug, Clone)]
 pub struct RopeTable {
     /// Radians per position of each pair, `[d_head / 2]`.
     frequencies: Vec<f32>,
+    /// Cosine and sine of a row are multiplied by this.
+    amplitude: f32,
 }
 
 impl RopeTable {
@@ -29,17 +31,35 @@ impl RopeTable {
             let exponent = (2 * i) as f32 / d_head as f32;
             1.0 / theta.powf(f64::from(exponent)) as f32
         };
-        Self { frequencies: (0..d_head / 2).map(frequency).collect() }
+        Self { frequencies: (0..d_head / 2).map(frequency).collect(), amplitude: 1.0 }
     }
 
-    /// Cosine and sine of every pair's angle at each position (a negative one turns back).
+    /// The table whose pair `i` turns by `change(i, frequency)`, rounded once, and whose rows are `amplitude`
+    /// times as long.
+    pub fn scaled(mut self, amplitude: f32, change: impl Fn(usize, f64) -> f64) -> Self {
+        for (i, frequency) in self.frequencies.iter_mut().enumerate() {
+            *frequency = change(i, f64::from(*frequency)) as f32;
+        }
+        self.amplitude *= amplitude;
+        self
+    }
+
+    /// Cosine and sine of every pair's angle at each position, times the amplitude.
     ///
     /// - `positions`: `[n]`; `cos`, `sin`: `[n, d_head / 2]`
     /// - the angle is the f32 product of position and frequency, as transformers rounds it; its cosine and sine
-    ///   are taken in f64 and rounded once
+    ///   are taken in f64, and they and their product with the amplitude are rounded once
     ///
     /// Panics if shapes disagree.
     pub fn angles(&self, positions: &[i32], cos: &mut [f32], sin: &mut [f32]) {
+        self.turns(positions, cos, sin);
+        if self.amplitude != 1.0 {
+            cos.iter_mut().chain(sin).for_each(|x| *x *= self.amplitude);
+        }
+    }
+
+    /// As [`RopeTable::angles`] without the amplitude; a negative position turns back.
+    fn turns(&self, positions: &[i32], cos: &mut [f32], sin: &mut [f32]) {
         let half = self.frequencies.len();
         assert!(cos.len() == positions.len() * half && sin.len() == cos.len(), "angles of another shape");
         let rows = cos.chunks_exact_mut(half).zip(sin.chunks_exact_mut(half));
@@ -87,7 +107,8 @@ pub fn rope_shift(cx: &OpContext, layer: KvLayerMut<'_>, cells: &[u32], delta: i
     assert_eq!(layer.d_head, 2 * half, "table for other heads");
     let (mut cos, mut sin) = ([0.0; MAX_HALF], [0.0; MAX_HALF]);
     let (cos, sin) = (&mut cos[..half], &mut sin[..half]);
-    table.angles(&[delta], cos, sin);
+    // The stored keys have the amplitude.
+    table.turns(&[delta], cos, sin);
     let width = layer.n_kv_heads * layer.d_head;
     // On the calling thread: shifts are rare, and nothing here says that all cells differ.
     let isa = cx.kernels.proof();

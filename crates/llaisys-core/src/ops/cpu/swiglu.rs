@@ -7,6 +7,7 @@
 use super::isa::lanes::{Kernel, Lanes, exp};
 use super::rows::for_row_runs;
 use crate::ops::OpContext;
+use std::marker::PhantomData;
 
 /// Columns of gate, then of up, in one panel of the interleaved matrix.
 const HALF_PANEL: usize = 16;
@@ -30,22 +31,34 @@ pub fn gate_up_row(d_ff: usize, n: usize) -> Option<(bool, usize)> {
 ///
 /// Panics if shapes disagree. Source: arXiv:2002.05202.
 pub fn swiglu(cx: &OpContext, gate_up: &[f32], d_ff: usize, out: &mut [f32]) {
+    gated::<Silu>(cx, gate_up, d_ff, out);
+}
+
+/// What the gate goes through.
+pub(super) trait GateFunction {
+    /// Of `N` gates.
+    fn of<L: Lanes>(lanes: L, x: L::F) -> L::F;
+}
+
+/// `out[t, f] = G(gate[t, f]) * up[t, f]`, of interleaved gates and ups.
+pub(super) fn gated<G: GateFunction>(cx: &OpContext, gate_up: &[f32], d_ff: usize, out: &mut [f32]) {
     let width = gate_up_rows(d_ff);
     let n_rows = out.len() / d_ff;
     assert!(out.len() == n_rows * d_ff && gate_up.len() == n_rows * width, "gate and up of another shape");
     let isa = cx.kernels.proof();
     for_row_runs(&cx.pool, out, d_ff, &|first, rows| {
-        isa.run(Gate { gate_up: &gate_up[first * width..], d_ff, out: rows });
+        isa.run(Gate::<G> { gate_up: &gate_up[first * width..], d_ff, out: rows, function: PhantomData });
     });
 }
 
-struct Gate<'a> {
+struct Gate<'a, G> {
     gate_up: &'a [f32],
     d_ff: usize,
     out: &'a mut [f32],
+    function: PhantomData<G>,
 }
 
-impl Kernel for Gate<'_> {
+impl<G: GateFunction> Kernel for Gate<'_, G> {
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
         let gate_up = self.gate_up.chunks_exact(gate_up_rows(self.d_ff));
@@ -54,7 +67,7 @@ impl Kernel for Gate<'_> {
                 let (gate, up) = panel.split_at(HALF_PANEL);
                 let parts = gate.chunks_exact(L::N).zip(up.chunks_exact(L::N));
                 for ((gate, up), out) in parts.zip(out.chunks_mut(L::N)) {
-                    let y = lanes.mul(silu(lanes, lanes.load(gate)), lanes.load(up));
+                    let y = lanes.mul(G::of(lanes, lanes.load(gate)), lanes.load(up));
                     lanes.store_first(y, out);
                 }
             }
@@ -62,8 +75,12 @@ impl Kernel for Gate<'_> {
     }
 }
 
-#[inline(always)]
-fn silu<L: Lanes>(lanes: L, x: L::F) -> L::F {
-    let negative = lanes.sub(lanes.splat(0.0), x);
-    lanes.div(x, lanes.add(lanes.splat(1.0), exp(lanes, negative)))
+struct Silu;
+
+impl GateFunction for Silu {
+    #[inline(always)]
+    fn of<L: Lanes>(lanes: L, x: L::F) -> L::F {
+        let negative = lanes.sub(lanes.splat(0.0), x);
+        lanes.div(x, lanes.add(lanes.splat(1.0), exp(lanes, negative)))
+    }
 }

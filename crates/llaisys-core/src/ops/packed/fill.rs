@@ -4,7 +4,7 @@ use super::{PANEL, PackedFormat, PackedMatrix};
 use crate::quant::{BLOCK_LEN, Block, dequantize_row};
 use crate::tensor::{AlignedBuf, RowView};
 use crate::threads::Pool;
-use half::bf16;
+use half::{bf16, f16};
 
 /// The stored row of an output; `None` past the last output.
 type Source<'a> = &'a (dyn Fn(usize) -> Option<RowView<'a>> + Sync);
@@ -38,7 +38,7 @@ pub(super) fn fill(
                 put_bf16(panel, c, &values);
             }
         }),
-        PackedFormat::Q8_0 | PackedFormat::Q4_0 | PackedFormat::Q4_1 => {
+        _ => {
             pool.run_chunks(panels.as_mut_slice::<u8>(), n_bytes, &|p, panel| {
                 for (c, row) in rows(p) {
                     put_blocks(format, panel, c, row);
@@ -64,33 +64,57 @@ fn put_bf16(panel: &mut [u16], c: usize, values: &[f32]) {
     }
 }
 
-/// Writes column `c` of a grouped panel from a row of the same block type. The nibbles of the column are zero
-/// before.
+/// Writes column `c` of a grouped panel from a row of a type that the format is made for. The integers of the
+/// column are zero before.
 fn put_blocks(format: PackedFormat, panel: &mut [u8], c: usize, row: RowView<'_>) {
-    assert_eq!(row.dtype, format.dtype(), "a grouped format takes its own block type only");
-    let n_groups = panel.len() / format.group_bytes();
-    assert_eq!(row.bytes.len(), n_groups * row.dtype.block_bytes(), "row of another length");
-    let blocks = row.bytes.chunks_exact(row.dtype.block_bytes());
-    for (group, bytes) in panel.chunks_exact_mut(format.group_bytes()).zip(blocks) {
-        let block = Block::parse(row.dtype, bytes).expect("a grouped format's type is a block type");
+    assert_eq!(PackedFormat::of(row.dtype), format, "a grouped format takes its own block types only");
+    let n_columns = panel.len() / format.group_bytes() * BLOCK_LEN;
+    assert_eq!(row.dtype.bytes_of(n_columns), Some(row.bytes.len()), "row of another length");
+    Block::for_each(row, |g, block| {
+        let group = &mut panel[g * format.group_bytes()..][..format.group_bytes()];
         let (header, integers) = group.split_at_mut(format.header_bytes());
-        header[2 * c..2 * c + 2].copy_from_slice(&block.scale.to_le_bytes());
-        if format == PackedFormat::Q4_1 {
-            let min = 2 * PANEL + 2 * c;
-            header[min..min + 2].copy_from_slice(&block.min.to_le_bytes());
+        let n_scales = format.n_scales();
+        for half in 0..n_scales {
+            put_f16(header, half, c, block.scale[half]);
+            if format.has_min() {
+                put_f16(header, n_scales + half, c, block.min[half]);
+            }
         }
-        for i in 0..BLOCK_LEN {
-            let (byte, shift) = integer_place(format, c, i);
-            integers[byte] |= block.q[i] << shift;
+        for (low, bits) in digits(format) {
+            for (i, &q) in block.q.iter().enumerate() {
+                let (byte, shift) = digit_place(format, low, c, i);
+                integers[byte] |= (q >> low & (0xff >> (8 - bits))) << shift;
+            }
         }
-    }
+    });
 }
 
-/// Where element `i` of column `c` lies in a group's integers: its byte, and the bits below it there.
-pub(super) const fn integer_place(format: PackedFormat, c: usize, i: usize) -> (usize, u32) {
-    match format {
-        PackedFormat::Q8_0 => ((i / 4) * 4 * PANEL + c * 4 + i % 4, 0),
-        _ => ((i / 8) * 4 * PANEL + c * 4 + i % 4, if (i / 4).is_multiple_of(2) { 0 } else { 4 }),
+/// Writes number `line` of column `c` in a group's header, rounded to f16.
+fn put_f16(header: &mut [u8], line: usize, c: usize, value: f32) {
+    let at = 2 * (line * PANEL + c);
+    header[at..at + 2].copy_from_slice(&f16::from_f32(value).to_le_bytes());
+}
+
+/// The parts in which an integer is stored: the lowest bit of each and how many bits it has.
+pub(super) fn digits(format: PackedFormat) -> impl Iterator<Item = (usize, usize)> {
+    let whole = match format.bits() {
+        8 => 8,
+        4.. => 4,
+        _ => 0,
+    };
+    let planes = (whole..format.bits()).map(|bit| (bit, 1));
+    (whole > 0).then_some((0, whole)).into_iter().chain(planes)
+}
+
+/// Where the part of an integer that starts at bit `low` lies, of element `i` of column `c`, in a group's
+/// integers: its byte, and the bits below it there.
+pub(super) const fn digit_place(format: PackedFormat, low: usize, c: usize, i: usize) -> (usize, usize) {
+    const LINE: usize = 4 * PANEL;
+    let at = c * 4 + i % 4;
+    match (format.bits(), low) {
+        (8, _) => (i / 4 * LINE + at, 0),
+        (4.., 0) => (i / 8 * LINE + at, i / 4 % 2 * 4),
+        (_, low) => (low * LINE + at, i / 4),
     }
 }
 

@@ -1,6 +1,6 @@
 //! Values back out of panels.
 
-use super::fill::integer_place;
+use super::fill::{digit_place, digits};
 use super::{PANEL, PackedFormat, PackedMatrix};
 use crate::quant::{BLOCK_LEN, Block};
 use half::{bf16, f16};
@@ -33,8 +33,8 @@ impl PackedMatrix {
                 let groups = bytes.chunks_exact(format.group_bytes());
                 for (values, group) in out.chunks_exact_mut(BLOCK_LEN).zip(groups) {
                     let block = read_block(format, group, c);
-                    for (value, &q) in values.iter_mut().zip(&block.q) {
-                        *value = block.value(q);
+                    for (i, value) in values.iter_mut().enumerate() {
+                        *value = block.value(i);
                     }
                 }
             }
@@ -44,17 +44,21 @@ impl PackedMatrix {
 
 /// Column `c` of a group: the block that was packed there.
 pub(crate) fn read_block(format: PackedFormat, group: &[u8], c: usize) -> Block {
-    let f16_at = |at: usize| f16::from_le_bytes([group[at], group[at + 1]]);
-    let (min, offset, mask) = match format {
-        PackedFormat::Q8_0 => (f16::ZERO, 128, 0xff),
-        PackedFormat::Q4_0 => (f16::ZERO, 8, 15),
-        PackedFormat::Q4_1 => (f16_at(2 * PANEL + 2 * c), 0, 15),
-        PackedFormat::F32 | PackedFormat::BF16 => unreachable!("plain formats have no groups"),
+    let (header, integers) = group.split_at(format.header_bytes());
+    let number = |line: usize| {
+        let at = 2 * (line * PANEL + c);
+        f16::from_le_bytes([header[at], header[at + 1]]).to_f32()
     };
+    let n_scales = format.n_scales();
+    // The line of the number that a half has, of those that start at line `first`.
+    let halves = |first: usize| [number(first), number(first + n_scales - 1)];
     let mut q = [0; BLOCK_LEN];
-    for (i, q) in q.iter_mut().enumerate() {
-        let (byte, shift) = integer_place(format, c, i);
-        *q = (group[format.header_bytes() + byte] >> shift) & mask;
+    for (low, bits) in digits(format) {
+        for (i, q) in q.iter_mut().enumerate() {
+            let (byte, shift) = digit_place(format, low, c, i);
+            *q |= (integers[byte] >> shift & (0xff >> (8 - bits))) << low;
+        }
     }
-    Block { scale: f16_at(2 * c), min, offset, q }
+    let min = if format.has_min() { halves(n_scales) } else { [0.0; 2] };
+    Block { scale: halves(0), min, offset: format.offset(), q }
 }

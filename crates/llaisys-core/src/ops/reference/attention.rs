@@ -1,6 +1,6 @@
 //! What `attention` means.
 
-use crate::ops::AttentionRows;
+use crate::ops::{AttentionRows, Scoring};
 
 /// Keys and values as numbers: `[cell][kv_head][d_head]` each.
 #[derive(Debug, Clone, Copy)]
@@ -15,20 +15,24 @@ pub struct Cells<'a> {
     pub v: &'a [f32],
 }
 
-/// `y[t, h] = sum_j w_j V[j] / sum_j w_j` with `w_j = e^(q[t, h] . K[j] / sqrt(d_head))` over the cells `j` that
-/// row `t` sees, in f64. Query head `h` reads kv head `h / (n_heads / n_kv_heads)`.
+/// `y[t, h] = sum_j w_j V[j] / sum_j w_j` with `w_j = e^(cap(scale * q[t, h] . K[j]))` over the cells `j` that
+/// row `t` sees, in f64; `cap(s) = c tanh(s / c)`, or `s` without a soft cap c. Query head `h` reads kv head `h / (n_heads / n_kv_heads)`.
 ///
 /// - `q`: `[n, n_heads, d_head]`; returns as `q`
-pub fn attention(q: &[f32], cells: Cells<'_>, rows: AttentionRows<'_>) -> Vec<f64> {
+pub fn attention((q, scoring): (&[f32], Scoring), cells: Cells<'_>, rows: AttentionRows<'_>) -> Vec<f64> {
     let d = cells.d_head;
     let n_heads = q.len() / rows.rows.len() / d;
     let mut y = Vec::with_capacity(q.len());
     for (i, q) in q.chunks_exact(d).enumerate() {
         let (row, kv_head) = (rows.rows[i / n_heads], i % n_heads * cells.n_kv_heads / n_heads);
-        let seen = &rows.cells[row.start as usize..][..row.n_visible as usize];
+        let seen = &rows.cells[row.start as usize..][row.n_hidden as usize..row.n_visible as usize];
         let place = |cell: u32| (cell as usize * cells.n_kv_heads + kv_head) * d;
-        let scores: Vec<f64> =
-            seen.iter().map(|&cell| dot(q, &cells.k[place(cell)..][..d]) / (d as f64).sqrt()).collect();
+        let cap = |score: f64| match scoring.soft_cap.map(f64::from) {
+            Some(cap) => cap * (score / cap).tanh(),
+            None => score,
+        };
+        let score = |&cell: &u32| cap(f64::from(scoring.scale) * dot(q, &cells.k[place(cell)..][..d]));
+        let scores: Vec<f64> = seen.iter().map(score).collect();
         let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let weights: Vec<f64> = scores.iter().map(|score| (score - max).exp()).collect();
         let total: f64 = weights.iter().sum();

@@ -1,10 +1,17 @@
 //! The meaning of every op: plain loops, never optimised. Kernels are tested against these.
 
+pub mod add;
 pub mod argmax;
 pub mod attention;
 pub mod embed;
+pub mod gather;
+pub mod geglu;
 pub mod kv_store;
 pub mod linear;
 pub mod rms_norm;
 pub mod rope;
+pub mod route;
+pub mod scale;
+pub mod scatter_add;
+pub mod soft_cap;
 pub mod swiglu;

@@ -155,16 +155,15 @@ fn round_group<R: Round>(round: R, values: &[f32; BLOCK_LEN]) -> (GroupInput, [u
     let max = f32::from_bits(round.largest_size(values));
     let inverse = 127.0 / max;
     if !max.is_finite() {
-        let group = GroupInput { scale: f32::NAN, scaled_sum: f32::NAN, init_8: 0, init_4: 0 };
+        let group = GroupInput { scale: f32::NAN, sums: [0; 2] };
         return (group, [0; BLOCK_LEN / 4]);
     }
     if !inverse.is_finite() {
         // Zeros, or so small that 127/max overflows: below 2^-120, nothing beside any weight.
         return (GroupInput::default(), [0; BLOCK_LEN / 4]);
     }
-    let (sum, words) = round.integers(values, inverse);
-    let scale = max / 127.0;
-    (GroupInput { scale, scaled_sum: scale * sum as f32, init_8: -128 * sum, init_4: -8 * sum }, words)
+    let (sums, words) = round.integers(values, inverse);
+    (GroupInput { scale: max / 127.0, sums }, words)
 }
 
 /// The two steps of [`round_group`] that compilers do not turn into good vector code. Every implementation
@@ -173,9 +172,9 @@ trait Round: Copy {
     /// The largest of the values' bits without sign.
     fn largest_size(self, values: &[f32; BLOCK_LEN]) -> u32;
 
-    /// `values * inverse` (at most 127) rounded to nearest even: the sum, and the bytes four to a word, first in
-    /// the low byte.
-    fn integers(self, values: &[f32; BLOCK_LEN], inverse: f32) -> (i32, [u32; BLOCK_LEN / 4]);
+    /// `values * inverse` (at most 127) rounded to nearest even: the sum of each half, and the bytes four to a
+    /// word, first in the low byte.
+    fn integers(self, values: &[f32; BLOCK_LEN], inverse: f32) -> ([i32; 2], [u32; BLOCK_LEN / 4]);
 }
 
 /// Plain loops.
@@ -193,18 +192,18 @@ impl Round for Portable {
     }
 
     #[inline(always)]
-    fn integers(self, values: &[f32; BLOCK_LEN], inverse: f32) -> (i32, [u32; BLOCK_LEN / 4]) {
+    fn integers(self, values: &[f32; BLOCK_LEN], inverse: f32) -> ([i32; 2], [u32; BLOCK_LEN / 4]) {
         // Adding 1.5 * 2^23 leaves the integer, rounded to nearest even, in the low bits of the sum.
         const ROUND: f32 = 12_582_912.0;
-        let (mut sum, mut words) = (0, [0; BLOCK_LEN / 4]);
-        for (word, values) in words.iter_mut().zip(values.as_chunks::<4>().0) {
+        let (mut sums, mut words) = ([0; 2], [0; BLOCK_LEN / 4]);
+        for (quad, values) in values.as_chunks::<4>().0.iter().enumerate() {
             for (i, value) in values.iter().enumerate() {
                 let integer = (value * inverse + ROUND).to_bits().wrapping_sub(ROUND.to_bits());
-                *word |= (integer & 0xff) << (8 * i);
-                sum += integer.cast_signed();
+                words[quad] |= (integer & 0xff) << (8 * i);
+                sums[2 * quad / words.len()] += integer.cast_signed();
             }
         }
-        (sum, words)
+        (sums, words)
     }
 }
 
@@ -221,7 +220,7 @@ mod avx512 {
         }
 
         #[inline(always)]
-        fn integers(self, values: &[f32; BLOCK_LEN], inverse: f32) -> (i32, [u32; BLOCK_LEN / 4]) {
+        fn integers(self, values: &[f32; BLOCK_LEN], inverse: f32) -> ([i32; 2], [u32; BLOCK_LEN / 4]) {
             // SAFETY: as above.
             unsafe { integers(values, inverse) }
         }
@@ -246,17 +245,17 @@ mod avx512 {
 
     #[inline]
     #[target_feature(enable = "avx512f")]
-    fn integers(values: &[f32; BLOCK_LEN], inverse: f32) -> (i32, [u32; BLOCK_LEN / 4]) {
+    fn integers(values: &[f32; BLOCK_LEN], inverse: f32) -> ([i32; 2], [u32; BLOCK_LEN / 4]) {
         let ([a, b], inverse) = (load(values), _mm512_set1_ps(inverse));
         let a = _mm512_cvtps_epi32(_mm512_mul_ps(a, inverse));
         let b = _mm512_cvtps_epi32(_mm512_mul_ps(b, inverse));
-        let sum = _mm512_reduce_add_epi32(_mm512_add_epi32(a, b));
+        let sums = [_mm512_reduce_add_epi32(a), _mm512_reduce_add_epi32(b)];
         let mut words = [0; BLOCK_LEN / 4];
         // SAFETY: the array has 32 bytes, 16 for each half; the stores ask for no alignment.
         unsafe {
             _mm_storeu_si128(words.as_mut_ptr().cast(), _mm512_cvtepi32_epi8(a));
             _mm_storeu_si128(words.as_mut_ptr().add(4).cast(), _mm512_cvtepi32_epi8(b));
         }
-        (sum, words)
+        (sums, words)
     }
 }

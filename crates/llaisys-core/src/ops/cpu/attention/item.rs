@@ -5,6 +5,7 @@ use super::tile::{self, HeadRows, Packed, Scores, Stored, Values, Weighted};
 use super::{AttentionRow, BLOCK, Heads, Job, MAX_ITEM_HEADS, MAX_SPANS};
 use crate::ops::cpu::isa::lanes::{Kernel, Lanes, exp};
 use crate::ops::cpu::kv_element::KvElement;
+use crate::ops::cpu::soft_cap::Cap;
 use crate::threads::Disjoint;
 use std::ops::Range;
 
@@ -48,9 +49,16 @@ impl<'a> Item<'a> {
         self.rows[i / self.heads.len()]
     }
 
-    /// How many cells of the block that begins at `start` row `i` sees.
-    fn n_cells(&self, i: usize, start: usize) -> usize {
-        self.row(i).n().saturating_sub(start).min(BLOCK)
+    /// Which cells of the block that begins at `start` row `i` sees; an empty range if none.
+    fn seen(&self, i: usize, start: usize) -> Range<usize> {
+        let row = self.row(i);
+        let end = row.n().saturating_sub(start).min(BLOCK);
+        row.hidden().saturating_sub(start).min(end)..end
+    }
+
+    /// Cells of the list that no row sees.
+    fn n_hidden(&self) -> usize {
+        self.rows.iter().map(|row| row.hidden()).min().unwrap_or(0)
     }
 
     /// The cells that any row sees.
@@ -75,15 +83,17 @@ impl<T: KvElement> Kernel for Compute<'_, T> {
         let Compute { job, item, area, target } = self;
         let item = &item;
         let d = job.heads.d_head;
-        assert!(item.rows.iter().all(|row| row.n_visible > 0), "a row that sees nothing");
+        assert!(item.rows.iter().all(|row| row.n_visible > row.n_hidden), "a row that sees nothing");
         let area = Area::new(area, item.n_rows(), (d, d.next_multiple_of(L::N)));
         let head = |data| HeadRows { data, cell_len: job.heads.cell_len(), offset: item.kv_head * d, d };
         let cells = item.cells(job);
-        let mut pass = Pass { lanes, item, cells, keys: head(job.k), values: head(job.v), area };
-        pass.scale_queries(job.q, job.heads.row_len());
-        let span_len = item.rows[0].span_len();
-        let n_spans = cells.len().div_ceil(span_len);
-        let spans = item.span.map_or(0..n_spans, |span| span..n_spans.min(span + 1));
+        let (n_hidden, soft_cap) = (item.n_hidden(), job.scoring.soft_cap);
+        let (keys, values) = (head(job.k), head(job.v));
+        let mut pass = Pass { lanes, item, cells, n_hidden, soft_cap, keys, values, area };
+        pass.scale_queries((job.q, job.scoring.scale), job.heads.row_len());
+        let span_len = job.rows.span_len(item.rows[0]);
+        let all = n_hidden / span_len..cells.len().div_ceil(span_len);
+        let spans = item.span.map_or(all.clone(), |span| span.max(all.start)..all.end.min(span + 1));
         for span in spans.clone() {
             pass.span(span * span_len..((span + 1) * span_len).min(cells.len()), span == spans.start);
         }
@@ -130,17 +140,20 @@ struct Pass<'a, L, T> {
     item: &'a Item<'a>,
     /// Every cell that a row of the item sees.
     cells: &'a [u32],
+    /// How many of them, from the first on, no row sees.
+    n_hidden: usize,
+    soft_cap: Option<f32>,
     keys: HeadRows<'a, T>,
     values: HeadRows<'a, T>,
     area: Area<'a>,
 }
 
 impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
-    /// Queries times 1/sqrt(d_head).
+    /// Queries times the scale of scores.
     #[inline(always)]
-    fn scale_queries(&mut self, q: &[f32], row_len: usize) {
+    fn scale_queries(&mut self, (q, scale): (&[f32], f32), row_len: usize) {
         let (item, d) = (self.item, self.keys.d);
-        let scale = self.lanes.splat(1.0 / (d as f32).sqrt());
+        let scale = self.lanes.splat(scale);
         for (i, out) in self.area.queries.chunks_exact_mut(d).enumerate() {
             let row = (item.first_row + i / item.heads.len()) * row_len;
             let head = &q[row + (item.heads.start + i % item.heads.len()) * d..][..d];
@@ -157,12 +170,14 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
             std::mem::swap(&mut self.area.total, &mut self.area.span);
         }
         self.area.total.reset();
-        for start in span.clone().step_by(BLOCK) {
+        // From the first block on of which a row sees something.
+        let first_block = self.n_hidden.max(span.start) / BLOCK * BLOCK;
+        for start in (first_block..span.end).step_by(BLOCK) {
             self.block(start, span.end);
         }
         if !first {
             std::mem::swap(&mut self.area.total, &mut self.area.span);
-            self.merge(span.start);
+            self.merge(span);
         }
     }
 
@@ -196,7 +211,7 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
         let tiles = self.area.queries.chunks(L::TILE_ROWS * d);
         for (t, (queries, out)) in tiles.zip(self.area.scores.chunks_mut(L::TILE_ROWS)).enumerate() {
             let rows = t * L::TILE_ROWS..t * L::TILE_ROWS + out.len();
-            let n_cells = rows.map(|i| item.n_cells(i, start)).max().unwrap_or(0).saturating_sub(offset);
+            let n_cells = rows.map(|i| item.seen(i, start).end).max().unwrap_or(0).saturating_sub(offset);
             let n_vectors = n_cells.div_ceil(L::N).min(TILE_VECTORS);
             let (lanes, keys) = (self.lanes, &self.area.keys[..d * TILE_VECTORS * L::N]);
             tile::run::<L, _>(out.len(), Scores { lanes, queries, keys, n_vectors, out, offset });
@@ -208,14 +223,17 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
     fn weigh(&mut self, start: usize) {
         let (lanes, state) = (self.lanes, &mut self.area.total);
         for (i, scores) in self.area.scores.iter_mut().enumerate() {
-            let n = self.item.n_cells(i, start);
-            if n == 0 {
+            let seen = self.item.seen(i, start);
+            if seen.is_empty() {
                 continue;
             }
-            let (m, scores) = (state.m[i], &mut scores[..n.next_multiple_of(L::N)]);
-            let largest = largest(lanes, scores, n);
+            let (m, scores) = (state.m[i], &mut scores[..seen.end.next_multiple_of(L::N)]);
+            if let Some(cap) = self.soft_cap {
+                Cap { x: scores, cap }.run(lanes);
+            }
+            let largest = largest(lanes, scores, seen.clone());
             let new_m = if m > largest { m } else { largest };
-            let sum = weights(lanes, scores, (n, new_m));
+            let sum = weights(lanes, scores, (seen, new_m));
             let rescale = exp(lanes, lanes.splat(m - new_m));
             let l = lanes.mul_add(lanes.splat(state.l[i]), rescale, lanes.splat(sum));
             lanes.store_first(rescale, &mut self.area.rescale[i..=i]);
@@ -231,28 +249,36 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
         let padded = self.values.d.next_multiple_of(L::N);
         let mut first = 0;
         while first < item.n_rows() {
-            let n_cells = item.n_cells(first, start);
-            let same = |i: &usize| item.n_cells(*i, start) == n_cells;
+            let seen = item.seen(first, start);
+            let same = |i: &usize| item.seen(*i, start) == seen;
             let highest = item.n_rows().min(first + L::TILE_ROWS);
             let end = first + (first..highest).take_while(same).count();
-            if n_cells > 0 {
+            if !seen.is_empty() {
                 let weights = &self.area.scores[first..end];
                 let rescale = &self.area.rescale[first..end];
                 let out = &mut self.area.total.v[first * padded..end * padded];
-                tile::run::<L, _>(end - first, Weighted { lanes, values, weights, n_cells, rescale, out });
+                tile::run::<L, _>(end - first, Weighted { lanes, values, weights, seen, rescale, out });
             }
             first = end;
         }
     }
 
-    /// Merges `span` into `total`, for the rows that see past `start`.
+    /// Merges the span `cells` into `total`, for the rows that see some of it. A row that sees nothing before it
+    /// takes it as it is, as it does where the item begins with this span.
     #[inline(always)]
-    fn merge(&mut self, start: usize) {
+    fn merge(&mut self, cells: Range<usize>) {
         let padded = self.values.d.next_multiple_of(L::N);
         let (total, span) = (&mut self.area.total, &self.area.span);
         for (i, (v, span_v)) in total.v.chunks_exact_mut(padded).zip(span.v.chunks_exact(padded)).enumerate()
         {
-            if self.item.row(i).n() > start {
+            let row = self.item.row(i);
+            if row.n() <= cells.start || row.hidden() >= cells.end {
+                continue;
+            }
+            if row.hidden() >= cells.start {
+                (total.m[i], total.l[i]) = (span.m[i], span.l[i]);
+                v.copy_from_slice(span_v);
+            } else {
                 let of_total = (&mut total.m[i], &mut total.l[i], v);
                 merge(self.lanes, of_total, (span.m[i], span.l[i], span_v));
             }
@@ -260,25 +286,32 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
     }
 }
 
-/// The largest of the first `n` scores.
+/// Lanes `seen` of vector `v`, the others of `other`.
 #[inline(always)]
-fn largest<L: Lanes>(lanes: L, scores: &[f32], n: usize) -> f32 {
+fn keep<L: Lanes>(lanes: L, x: L::F, (seen, v): (&Range<usize>, usize), other: L::F) -> L::F {
+    let x = lanes.keep_first(x, seen.end - v * L::N, other);
+    if seen.start > v * L::N { lanes.keep_first(other, seen.start - v * L::N, x) } else { x }
+}
+
+/// The largest of the scores `seen`.
+#[inline(always)]
+fn largest<L: Lanes>(lanes: L, scores: &[f32], seen: Range<usize>) -> f32 {
     let least = lanes.splat(f32::NEG_INFINITY);
     let mut max = least;
     for (v, part) in scores.chunks_exact(L::N).enumerate() {
-        max = lanes.max(max, lanes.keep_first(lanes.load(part), n - v * L::N, least));
+        max = lanes.max(max, keep(lanes, lanes.load(part), (&seen, v), least));
     }
     lanes.largest(max)
 }
 
-/// Replaces the first `n` scores by e^(score - m), the rest of the last vector by zeros; returns their sum.
+/// Replaces the scores `seen` by e^(score - m), the others by zeros; returns their sum.
 #[inline(always)]
-fn weights<L: Lanes>(lanes: L, scores: &mut [f32], (n, m): (usize, f32)) -> f32 {
+fn weights<L: Lanes>(lanes: L, scores: &mut [f32], (seen, m): (Range<usize>, f32)) -> f32 {
     let (m, zero) = (lanes.splat(m), lanes.splat(0.0));
     let mut sum = zero;
     for (v, part) in scores.chunks_exact_mut(L::N).enumerate() {
         let weight = exp(lanes, lanes.sub(lanes.load(part), m));
-        let weight = lanes.keep_first(weight, n - v * L::N, zero);
+        let weight = keep(lanes, weight, (&seen, v), zero);
         lanes.store(weight, part);
         sum = lanes.add(sum, weight);
     }
@@ -318,8 +351,8 @@ impl<T> Kernel for MergeSpans<'_, T> {
         let len = heads.d_head + STATE;
         let spans = self.partials.chunks_exact_mut(MAX_SPANS * len);
         for (i, (out, spans)) in self.out.chunks_exact_mut(heads.d_head).zip(spans).enumerate() {
-            let n_spans = rows[i / heads.n_heads].n_spans();
-            let (total, later) = spans[..n_spans * len].split_at_mut(len);
+            let seen = self.job.rows.spans(rows[i / heads.n_heads]);
+            let (total, later) = spans[seen.start * len..seen.end * len].split_at_mut(len);
             let [m, l, v @ ..] = total else { unreachable!("a state is longer than two") };
             for later in later.chunks_exact(len) {
                 merge(lanes, (m, l, v), (later[0], later[1], &later[STATE..]));

@@ -1,6 +1,6 @@
 //! Memory that attention computes in, and how rows are cut into chunks.
 
-use super::{AttentionRow, BLOCK, MAX_D_HEAD, MAX_ITEM_ROWS, MAX_SPANS, MAX_SPLIT_ROWS};
+use super::{AttentionRows, BLOCK, MAX_D_HEAD, MAX_ITEM_ROWS, MAX_SPANS, MAX_SPLIT_ROWS};
 use crate::error::DeviceError;
 use crate::ops::cpu::isa::lanes::MAX_LANES;
 use crate::tensor::AlignedBuf;
@@ -51,12 +51,13 @@ impl Scratch {
 
 /// Cuts `rows` into runs of at most `highest` rows with the same list and the same spans, those with the most
 /// to do first.
-pub(super) fn cut_rows(rows: &[AttentionRow], highest: usize, chunks: &mut Vec<Chunk>) {
+pub(super) fn cut_rows(all: AttentionRows<'_>, highest: usize, chunks: &mut Vec<Chunk>) {
+    let rows = all.rows;
     chunks.clear();
     for (i, row) in rows.iter().enumerate() {
         if let Some(chunk) = chunks.last_mut() {
             let last = rows[i - 1];
-            let same = last.start == row.start && last.span_len() == row.span_len();
+            let same = last.start == row.start && all.span_len(last) == all.span_len(*row);
             if same && (chunk.n as usize) < highest {
                 chunk.n += 1;
                 continue;
@@ -64,8 +65,11 @@ pub(super) fn cut_rows(rows: &[AttentionRow], highest: usize, chunks: &mut Vec<C
         }
         chunks.push(Chunk { first: i as u32, n: 1 });
     }
-    let last_row = |chunk: &Chunk| rows[(chunk.first + chunk.n - 1) as usize];
-    chunks.sort_unstable_by_key(|chunk| std::cmp::Reverse(chunk.n as usize * last_row(chunk).n()));
+    let seen = |chunk: &Chunk| {
+        let row = rows[(chunk.first + chunk.n - 1) as usize];
+        row.n().saturating_sub(row.hidden())
+    };
+    chunks.sort_unstable_by_key(|chunk| std::cmp::Reverse(chunk.n as usize * seen(chunk)));
 }
 
 /// The memory of one item: "rows" are its rows x query heads, in this order.

@@ -6,6 +6,7 @@ use super::BLOCK;
 use super::scratch::TILE_VECTORS;
 use crate::ops::cpu::isa::lanes::{Lanes, MAX_LANES, prefetch_all};
 use crate::ops::cpu::kv_element::KvElement;
+use std::ops::Range;
 
 /// A tile whose code depends on its number of rows.
 pub(super) trait Tile {
@@ -168,8 +169,8 @@ pub(super) struct Weighted<'a, L, V> {
     pub(super) values: &'a V,
     /// R rows.
     pub(super) weights: &'a [[f32; BLOCK]],
-    /// Cells of the block that the rows see.
-    pub(super) n_cells: usize,
+    /// Which cells of the block the rows see.
+    pub(super) seen: Range<usize>,
     /// By what the sums so far are multiplied: `[R]`.
     pub(super) rescale: &'a [f32],
     /// R rows of whole vectors.
@@ -198,7 +199,7 @@ impl<L: Lanes, V: Values<L>> Weighted<'_, L, V> {
         let lanes = self.lanes;
         let weights: &[[f32; BLOCK]; R] = self.weights.as_chunks().0.first().expect("R rows of weights");
         let mut sums = [[lanes.splat(0.0); C]; R];
-        for j in 0..self.n_cells.min(BLOCK) {
+        for j in self.seen.start..self.seen.end.min(BLOCK) {
             if at == 0 {
                 self.values.look_ahead(lanes, j);
             }

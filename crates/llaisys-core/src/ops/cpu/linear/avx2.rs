@@ -3,7 +3,7 @@
 //! A panel is four vectors wide; 16 registers do not hold a tile of all four, so a tile takes `T` vectors of
 //! columns at a time and passes over the panel `4 / T` times.
 
-use super::formats::{Group, GroupInputs, Q4_0, Q4_1, Q8_0, QUADS};
+use super::formats::{self, Group, GroupInputs, QUADS, for_group};
 use super::{Ahead, Panel, Tile};
 use crate::ops::cpu::activations::{GroupInput, Inputs};
 use crate::ops::cpu::isa::Avx2;
@@ -52,14 +52,8 @@ fn dispatch(panel: &Panel<'_>, (n_rows, inputs): (usize, Inputs<'_>), out: &mut 
         (PackedFormat::BF16, Inputs::Plain(x)) => {
             plain_rows!(n_rows, bf16_tile(panel, x, out));
         }
-        (PackedFormat::Q8_0, Inputs::Groups(x, groups)) => {
-            group_rows::<Q8_0>(panel, n_rows, (x, groups), out)
-        }
-        (PackedFormat::Q4_0, Inputs::Groups(x, groups)) => {
-            group_rows::<Q4_0>(panel, n_rows, (x, groups), out)
-        }
-        (PackedFormat::Q4_1, Inputs::Groups(x, groups)) => {
-            group_rows::<Q4_1>(panel, n_rows, (x, groups), out)
+        (format, Inputs::Groups(x, groups)) => {
+            for_group!(format, group_rows(panel, n_rows, (x, groups), out))
         }
         (format, _) => unreachable!("`form` gives {format:?} another form of inputs"),
     }
@@ -153,7 +147,8 @@ fn group_rows<G: Group>(panel: &Panel<'_>, n_rows: usize, x: GroupInputs<'_>, ou
     }
 }
 
-/// Groups: an exact integer sum of each group, scaled by the weights' and the inputs' units into the f32 sum.
+/// Groups: an exact integer sum of each part of a group, scaled by the weights' and the inputs' units into the
+/// f32 sum.
 #[target_feature(enable = "avx2,fma,f16c")]
 fn group_tile<const R: usize, const T: usize, G: Group>(
     panel: &Panel<'_>,
@@ -167,27 +162,28 @@ fn group_tile<const R: usize, const T: usize, G: Group>(
         for ((group, x), inputs) in panel.bytes.chunks_exact(G::BYTES).zip(x).zip(inputs.as_chunks::<R>().0) {
             ahead.prefetch();
             let (header, weights) = group.split_at(G::HEADER);
-            let weights = weights.as_chunks().0;
-            let acc = if G::NIBBLES {
-                sum_nibbles::<R, T, G>(weights, first, x, inputs)
-            } else {
-                sum_bytes::<R, T>(weights, first, x)
-            };
-            let header = header.as_chunks().0;
-            let scale = load_f16::<T>(&header[0], first);
-            for r in 0..R {
-                let unit = _mm256_set1_ps(inputs[r].scale);
-                for t in 0..T {
-                    let value = _mm256_mul_ps(_mm256_cvtepi32_ps(acc[r][t]), unit);
-                    sums[r][t] = _mm256_fmadd_ps(value, scale[t], sums[r][t]);
-                }
-            }
-            if G::HAS_MIN {
-                let min = load_f16::<T>(&header[1], first);
+            let (header, weights) = (header.as_chunks().0, weights.as_chunks().0);
+            for part in 0..G::PARTS {
+                let acc = if G::BITS == 8 {
+                    sum_bytes::<R, T>(weights, first, x)
+                } else {
+                    sum_bits::<R, T, G>(weights, first, part, (x, inputs))
+                };
+                let scale = load_f16::<T>(&header[part], first);
                 for r in 0..R {
-                    let input_sum = _mm256_set1_ps(inputs[r].scaled_sum);
+                    let unit = _mm256_set1_ps(inputs[r].scale);
                     for t in 0..T {
-                        sums[r][t] = _mm256_fmadd_ps(min[t], input_sum, sums[r][t]);
+                        let value = _mm256_mul_ps(_mm256_cvtepi32_ps(acc[r][t]), unit);
+                        sums[r][t] = _mm256_fmadd_ps(value, scale[t], sums[r][t]);
+                    }
+                }
+                if G::HAS_MIN {
+                    let min = load_f16::<T>(&header[G::PARTS + part], first);
+                    for r in 0..R {
+                        let input_sum = _mm256_set1_ps(inputs[r].scale * G::sum(inputs[r], part) as f32);
+                        for t in 0..T {
+                            sums[r][t] = _mm256_fmadd_ps(min[t], input_sum, sums[r][t]);
+                        }
                     }
                 }
             }
@@ -222,34 +218,71 @@ fn sum_bytes<const R: usize, const T: usize>(
     acc
 }
 
-/// The integer sums of a 4-bit group: 16-bit sums hold a whole one, 8 quads of at most 2 * 15 * 127.
+/// The integer sums of part `part` of a group of up to 6 bits. 16-bit sums hold all 8 quads of up to 4 bits, each
+/// at most 2 * 15 * 127; of 5 or 6 bits they hold one pair of quads (4 * 63 * 127 is 32004).
 #[inline]
 #[target_feature(enable = "avx2")]
-fn sum_nibbles<const R: usize, const T: usize, G: Group>(
+fn sum_bits<const R: usize, const T: usize, G: Group>(
     weights: &[[u8; STEP]],
     first: usize,
-    x: &[[u32; R]; QUADS],
-    inputs: &[GroupInput; R],
+    part: usize,
+    (x, inputs): (&[[u32; R]; QUADS], &[GroupInput; R]),
 ) -> [[__m256i; T]; R] {
-    let (low, ones) = (_mm256_set1_epi8(15), _mm256_set1_epi16(1));
+    let ones = _mm256_set1_epi16(1);
     let mut acc = [[_mm256_setzero_si256(); T]; R];
-    for (w, x) in weights.iter().zip(x.as_chunks::<2>().0) {
-        let w = load::<T>(w, first);
+    for pair in G::pairs(part) {
+        let [even, odd] = load_pair::<T, G>(weights, first, pair);
         for r in 0..R {
-            let x = x.map(|x| _mm256_set1_epi32(x[r].cast_signed()));
+            let x = [2 * pair, 2 * pair + 1].map(|quad| _mm256_set1_epi32(x[quad][r].cast_signed()));
             for t in 0..T {
-                let high = _mm256_and_si256(_mm256_srli_epi16::<4>(w[t]), low);
-                let pairs = _mm256_maddubs_epi16(_mm256_and_si256(w[t], low), x[0]);
-                acc[r][t] = _mm256_add_epi16(acc[r][t], pairs);
-                acc[r][t] = _mm256_add_epi16(acc[r][t], _mm256_maddubs_epi16(high, x[1]));
+                let even = _mm256_maddubs_epi16(even[t], x[0]);
+                let odd = _mm256_maddubs_epi16(odd[t], x[1]);
+                acc[r][t] = if G::BITS <= 4 {
+                    _mm256_add_epi16(_mm256_add_epi16(acc[r][t], even), odd)
+                } else {
+                    let both = _mm256_madd_epi16(_mm256_add_epi16(even, odd), ones);
+                    _mm256_add_epi32(acc[r][t], both)
+                };
             }
         }
     }
     for r in 0..R {
-        let init = _mm256_set1_epi32(G::init(inputs[r]));
+        let init = _mm256_set1_epi32(G::init(inputs[r], part));
         for acc in &mut acc[r] {
-            *acc = _mm256_add_epi32(_mm256_madd_epi16(*acc, ones), init);
+            let sum = if G::BITS <= 4 { _mm256_madd_epi16(*acc, ones) } else { *acc };
+            *acc = _mm256_add_epi32(sum, init);
         }
     }
     acc
+}
+
+/// The weights of quads `2 * pair` and `2 * pair + 1` of a group, a byte each.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn load_pair<const T: usize, G: Group>(
+    weights: &[[u8; STEP]],
+    first: usize,
+    pair: usize,
+) -> [[__m256i; T]; 2] {
+    let mut quads = [[_mm256_setzero_si256(); T]; 2];
+    if G::BITS >= 4 {
+        let low = _mm256_set1_epi8(15);
+        let w = load::<T>(&weights[pair], first);
+        quads = [
+            w.map(|w| _mm256_and_si256(w, low)),
+            w.map(|w| _mm256_and_si256(_mm256_srli_epi16::<4>(w), low)),
+        ];
+    }
+    for bit in G::BITS / 4 * 4..G::BITS {
+        let plane = load::<T>(&weights[bit], first);
+        let value = _mm256_set1_epi8(1 << bit);
+        for (i, quad) in quads.iter_mut().enumerate() {
+            let place = _mm256_set1_epi8((1_u8 << (2 * pair + i)).cast_signed());
+            for (w, plane) in quad.iter_mut().zip(plane) {
+                let is_set = _mm256_cmpeq_epi8(_mm256_and_si256(plane, place), place);
+                *w = _mm256_or_si256(*w, _mm256_and_si256(is_set, value));
+            }
+        }
+    }
+    quads
 }

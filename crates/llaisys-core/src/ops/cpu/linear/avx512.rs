@@ -3,7 +3,7 @@
 //! A panel is two vectors wide. A tile keeps two accumulators a row (groups: two of integers and two of f32),
 //! so 12 rows of plain formats and 6 of grouped ones fill the 32 registers.
 
-use super::formats::{Group, GroupInputs, Q4_0, Q4_1, Q8_0, QUADS};
+use super::formats::{self, Group, GroupInputs, QUADS, for_group};
 use super::{Panel, Tile};
 use crate::ops::cpu::activations::Inputs;
 use crate::ops::cpu::isa::Avx512;
@@ -43,14 +43,8 @@ fn dispatch(panel: &Panel<'_>, (n_rows, inputs): (usize, Inputs<'_>), out: &mut 
         (PackedFormat::BF16, Inputs::Pairs(x)) => {
             plain_rows!(n_rows, [1 2 3 4 5 6 7 8 9 10 11 12], bf16_tile(panel, x, out));
         }
-        (PackedFormat::Q8_0, Inputs::Groups(x, groups)) => {
-            group_rows::<Q8_0>(panel, n_rows, (x, groups), out)
-        }
-        (PackedFormat::Q4_0, Inputs::Groups(x, groups)) => {
-            group_rows::<Q4_0>(panel, n_rows, (x, groups), out)
-        }
-        (PackedFormat::Q4_1, Inputs::Groups(x, groups)) => {
-            group_rows::<Q4_1>(panel, n_rows, (x, groups), out)
+        (format, Inputs::Groups(x, groups)) => {
+            for_group!(format, group_rows(panel, n_rows, (x, groups), out))
         }
         (format, _) => unreachable!("`form` gives {format:?} another form of inputs"),
     }
@@ -148,7 +142,8 @@ fn group_rows<G: Group>(panel: &Panel<'_>, n_rows: usize, x: GroupInputs<'_>, ou
     }
 }
 
-/// Groups: an exact integer sum of each group, scaled by the weights' and the inputs' units into the f32 sum.
+/// Groups: an exact integer sum of each part of a group, scaled by the weights' and the inputs' units into the
+/// f32 sum.
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
 fn group_tile<const R: usize, G: Group>(panel: &Panel<'_>, (x, inputs): GroupInputs<'_>, out: &mut Tile) {
     let mut sums = [[_mm512_setzero_ps(); 2]; R];
@@ -157,42 +152,59 @@ fn group_tile<const R: usize, G: Group>(panel: &Panel<'_>, (x, inputs): GroupInp
     for ((group, x), inputs) in panel.bytes.chunks_exact(G::BYTES).zip(x).zip(inputs.as_chunks::<R>().0) {
         ahead.prefetch();
         let (header, weights) = group.split_at(G::HEADER);
-        let weights = weights.as_chunks().0.iter();
-        let mut acc = [[_mm512_setzero_si512(); 2]; R];
-        for (acc, &input) in acc.iter_mut().zip(inputs) {
-            *acc = [_mm512_set1_epi32(G::init(input)); 2];
-        }
-        if G::NIBBLES {
-            for (w, x) in weights.zip(x.as_chunks::<2>().0) {
-                let [low, high] = nibbles(load(w));
-                dot(&mut acc, low, &x[0]);
-                dot(&mut acc, high, &x[1]);
+        let (header, weights) = (header.as_chunks().0, weights.as_chunks().0);
+        for part in 0..G::PARTS {
+            let mut acc = [[_mm512_setzero_si512(); 2]; R];
+            for (acc, &input) in acc.iter_mut().zip(inputs) {
+                *acc = [_mm512_set1_epi32(G::init(input, part)); 2];
             }
-        } else {
-            for (w, x) in weights.zip(x) {
-                dot(&mut acc, load(w), x);
+            for pair in G::pairs(part) {
+                let [even, odd] = load_pair::<G>(weights, pair);
+                dot(&mut acc, even, &x[2 * pair]);
+                dot(&mut acc, odd, &x[2 * pair + 1]);
             }
-        }
-        let header = header.as_chunks().0;
-        let scale = load_f16(&header[0]);
-        for r in 0..R {
-            let unit = _mm512_set1_ps(inputs[r].scale);
-            for t in 0..2 {
-                let value = _mm512_mul_ps(_mm512_cvtepi32_ps(acc[r][t]), unit);
-                sums[r][t] = _mm512_fmadd_ps(value, scale[t], sums[r][t]);
-            }
-        }
-        if G::HAS_MIN {
-            let min = load_f16(&header[1]);
+            let scale = load_f16(&header[part]);
             for r in 0..R {
-                let input_sum = _mm512_set1_ps(inputs[r].scaled_sum);
+                let unit = _mm512_set1_ps(inputs[r].scale);
                 for t in 0..2 {
-                    sums[r][t] = _mm512_fmadd_ps(min[t], input_sum, sums[r][t]);
+                    let value = _mm512_mul_ps(_mm512_cvtepi32_ps(acc[r][t]), unit);
+                    sums[r][t] = _mm512_fmadd_ps(value, scale[t], sums[r][t]);
+                }
+            }
+            if G::HAS_MIN {
+                let min = load_f16(&header[G::PARTS + part]);
+                for r in 0..R {
+                    let input_sum = _mm512_set1_ps(inputs[r].scale * G::sum(inputs[r], part) as f32);
+                    for t in 0..2 {
+                        sums[r][t] = _mm512_fmadd_ps(min[t], input_sum, sums[r][t]);
+                    }
                 }
             }
         }
     }
     store(sums, out);
+}
+
+/// The weights of quads `2 * pair` and `2 * pair + 1` of a group, a byte each.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn load_pair<G: Group>(weights: &[[u8; STEP]], pair: usize) -> [[__m512i; 2]; 2] {
+    if G::BITS == 8 {
+        return [load(&weights[2 * pair]), load(&weights[2 * pair + 1])];
+    }
+    let mut quads =
+        if G::BITS >= 4 { nibbles(load(&weights[pair])) } else { [[_mm512_setzero_si512(); 2]; 2] };
+    for bit in G::BITS / 4 * 4..G::BITS {
+        let plane = load(&weights[bit]);
+        let value = _mm512_set1_epi8(1 << bit);
+        for (i, quad) in quads.iter_mut().enumerate() {
+            let place = _mm512_set1_epi8((1_u8 << (2 * pair + i)).cast_signed());
+            for (w, plane) in quad.iter_mut().zip(plane) {
+                *w = _mm512_mask_add_epi8(*w, _mm512_test_epi8_mask(plane, place), *w, value);
+            }
+        }
+    }
+    quads
 }
 
 /// Adds four products a column: unsigned weights `w` times the signed bytes of `x[r]`.

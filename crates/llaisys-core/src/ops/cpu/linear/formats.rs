@@ -3,6 +3,7 @@
 use crate::ops::cpu::activations::GroupInput;
 use crate::ops::packed::PackedFormat;
 use crate::quant::BLOCK_LEN;
+use std::ops::Range;
 
 /// Words of four inputs in a group.
 pub(super) const QUADS: usize = BLOCK_LEN / 4;
@@ -10,56 +11,65 @@ pub(super) const QUADS: usize = BLOCK_LEN / 4;
 /// The inputs of a block for a grouped format: integers `[k/4][r]`, groups `[k/32][r]`.
 pub(super) type GroupInputs<'a> = (&'a [u32], &'a [GroupInput]);
 
-/// What a kernel knows of a grouped format when it is compiled.
+/// What a kernel knows of a grouped format when it is compiled; `ops/packed.rs` draws the layouts.
 pub(super) trait Group {
     /// Which one.
     const FORMAT: PackedFormat;
-    /// Two weights a byte, low nibbles first; otherwise one.
-    const NIBBLES: bool;
-    /// Weights have a minimum, which meets the sum of the inputs.
-    const HAS_MIN: bool;
+    /// Bits of a weight.
+    const BITS: usize = Self::FORMAT.bits();
+    /// Scales of a column: parts of a group that are summed and scaled apart.
+    const PARTS: usize = Self::FORMAT.n_scales();
+    /// Weights have minima, which meet the sums of the inputs.
+    const HAS_MIN: bool = Self::FORMAT.has_min();
     /// Bytes of a group.
     const BYTES: usize = Self::FORMAT.group_bytes();
     /// Bytes of its f16 numbers, which come first.
     const HEADER: usize = Self::FORMAT.header_bytes();
 
+    /// The pairs of quads of part `part`.
+    #[inline(always)]
+    fn pairs(part: usize) -> Range<usize> {
+        let n = QUADS / 2 / Self::PARTS;
+        part * n..(part + 1) * n
+    }
+
+    /// The sum of part `part` of the inputs' integers.
+    #[inline(always)]
+    fn sum(input: GroupInput, part: usize) -> i32 {
+        if Self::PARTS == 2 { input.sums[part] } else { input.sums[0] + input.sums[1] }
+    }
+
     /// Where the sum of `weight * input` starts, so that the stored weights may be unsigned.
-    fn init(input: GroupInput) -> i32;
-}
-
-/// [`PackedFormat::Q8_0`].
-pub(super) struct Q8_0;
-/// [`PackedFormat::Q4_0`].
-pub(super) struct Q4_0;
-/// [`PackedFormat::Q4_1`].
-pub(super) struct Q4_1;
-
-impl Group for Q8_0 {
-    const FORMAT: PackedFormat = PackedFormat::Q8_0;
-    const NIBBLES: bool = false;
-    const HAS_MIN: bool = false;
-
-    fn init(input: GroupInput) -> i32 {
-        input.init_8
+    #[inline(always)]
+    fn init(input: GroupInput, part: usize) -> i32 {
+        -i32::from(Self::FORMAT.offset()) * Self::sum(input, part)
     }
 }
 
-impl Group for Q4_0 {
-    const FORMAT: PackedFormat = PackedFormat::Q4_0;
-    const NIBBLES: bool = true;
-    const HAS_MIN: bool = false;
+/// Defines a type for each format, and the macro that calls a kernel's instance for a format.
+macro_rules! groups {
+    ($($name:ident)*) => {
+        $(
+            #[doc = concat!("[`PackedFormat::", stringify!($name), "`].")]
+            #[allow(non_camel_case_types, reason = "the formats' names")]
+            pub(super) struct $name;
 
-    fn init(input: GroupInput) -> i32 {
-        input.init_4
-    }
+            impl Group for $name {
+                const FORMAT: PackedFormat = PackedFormat::$name;
+            }
+        )*
+
+        /// Calls `$kernel::<G>($args)` with the type of `$format`, which is grouped.
+        macro_rules! for_group {
+            ($format:expr, $kernel:ident $args:tt) => {
+                match $format {
+                    $(PackedFormat::$name => $kernel::<formats::$name> $args,)*
+                    PackedFormat::F32 | PackedFormat::BF16 => unreachable!("a plain format has no groups"),
+                }
+            };
+        }
+    };
 }
 
-impl Group for Q4_1 {
-    const FORMAT: PackedFormat = PackedFormat::Q4_1;
-    const NIBBLES: bool = true;
-    const HAS_MIN: bool = true;
-
-    fn init(_: GroupInput) -> i32 {
-        0
-    }
-}
+groups!(Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q6_K Q3_K Q2_K);
+pub(super) use for_group;

@@ -41,26 +41,28 @@ fn plain(panel: &Panel<'_>, n_rows: usize, x: &[f32], out: &mut Tile) {
     }
 }
 
-/// Groups of integers: an exact integer sum of a group, scaled, added to the f32 sum.
+/// Groups of integers: an exact integer sum of each part of a group, scaled, added to the f32 sum.
 fn grouped(panel: &Panel<'_>, n_rows: usize, (words, groups): (&[u32], &[GroupInput]), out: &mut Tile) {
     let group_words = words.chunks_exact(BLOCK_LEN / 4 * n_rows);
     let group_bytes = panel.bytes.chunks_exact(panel.format.group_bytes());
+    let n_parts = panel.format.n_scales();
+    let part_len = BLOCK_LEN / n_parts;
     for ((bytes, words), inputs) in group_bytes.zip(group_words).zip(groups.chunks_exact(n_rows)) {
         for c in 0..PANEL {
             let block = read_block(panel.format, bytes, c);
             for (r, (sums, input)) in out.0.iter_mut().zip(inputs).enumerate() {
-                let mut sum = match panel.format {
-                    PackedFormat::Q8_0 => input.init_8,
-                    PackedFormat::Q4_0 => input.init_4,
-                    _ => 0,
-                };
-                for (i, &q) in block.q.iter().enumerate() {
-                    let x = words[i / 4 * n_rows + r].to_le_bytes()[i % 4] as i8;
-                    sum += i32::from(q) * i32::from(x);
-                }
-                sums[c] += sum as f32 * input.scale * block.scale.to_f32();
-                if panel.format == PackedFormat::Q4_1 {
-                    sums[c] += block.min.to_f32() * input.scaled_sum;
+                for part in 0..n_parts {
+                    let elements = part * part_len..(part + 1) * part_len;
+                    let (mut dot, mut sum) = (0, 0);
+                    for i in elements {
+                        let x = i32::from(words[i / 4 * n_rows + r].to_le_bytes()[i % 4] as i8);
+                        dot += (i32::from(block.q[i]) - i32::from(block.offset)) * x;
+                        sum += x;
+                    }
+                    sums[c] += dot as f32 * input.scale * block.scale[part];
+                    if panel.format.has_min() {
+                        sums[c] += block.min[part] * (input.scale * sum as f32);
+                    }
                 }
             }
         }

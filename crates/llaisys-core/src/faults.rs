@@ -1,0 +1,158 @@
+//! Places where a test can make the core fail (cargo feature `faults`, in no shipped build).
+//!
+//! One static table of atomics, and the macro `fault_point!`, which is nothing without the feature.
+
+#[cfg(feature = "faults")]
+pub use table::{Action, SetError, hits, names, set};
+
+/// Fails here if a test has asked for it: returns `Err` from the function (not in the form `panic`), panics or waits.
+/// The name is one of the table's.
+macro_rules! fault_point {
+    ($name:literal) => {
+        #[cfg(feature = "faults")]
+        crate::faults::table::hit($name)?;
+    };
+    (panic $name:literal) => {
+        #[cfg(feature = "faults")]
+        crate::faults::table::hit($name).expect("points that cannot return an error take none");
+    };
+}
+pub(crate) use fault_point;
+
+#[cfg(feature = "faults")]
+pub(crate) mod table {
+    use crate::error::{Error, Result};
+    use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+    use std::time::Duration;
+
+    /// What a point does when its turn comes.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub enum Action {
+        /// Nothing; ends a pause.
+        Off = 0,
+        /// [`Error::Injected`].
+        Error = 1,
+        /// A panic.
+        Panic = 2,
+        /// Waits until the point is set to something else.
+        Pause = 3,
+        /// Says that it has worked, and has not.
+        Leak = 4,
+    }
+
+    impl Action {
+        /// `off`, `error`, `panic`, `pause` or `leak`.
+        pub fn parse(word: &str) -> Option<Self> {
+            let all =
+                [("off", Self::Off), ("error", Self::Error), ("panic", Self::Panic), ("pause", Self::Pause)];
+            all.into_iter().chain([("leak", Self::Leak)]).find(|(name, _)| *name == word).map(|(_, it)| it)
+        }
+    }
+
+    /// A point that cannot be set so.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub enum SetError {
+        /// No point has the name.
+        NoSuchPoint,
+        /// The point cannot do that: an error would have to undo a change, or there is nothing to leak.
+        NoSuchAction,
+    }
+
+    struct Point {
+        name: &'static str,
+        actions: &'static [Action],
+        action: AtomicU8,
+        /// Passes until it acts; it acts once.
+        n_left: AtomicU64,
+        n_hits: AtomicU64,
+    }
+
+    /// Anything but a leak: where the call may still be refused.
+    const DOOR: &[Action] = &[Action::Off, Action::Error, Action::Panic, Action::Pause];
+    /// In the middle of work that returns no error.
+    const INSIDE: &[Action] = &[Action::Off, Action::Panic, Action::Pause];
+    const LEAKS: &[Action] = &[Action::Off, Action::Error, Action::Panic, Action::Pause, Action::Leak];
+
+    const fn point(name: &'static str, actions: &'static [Action]) -> Point {
+        let (action, n_left, n_hits) = (AtomicU8::new(0), AtomicU64::new(0), AtomicU64::new(0));
+        Point { name, actions, action, n_left, n_hits }
+    }
+
+    static TABLE: [Point; 26] = [
+        point("seq.acquire", DOOR),
+        point("seq.release", LEAKS),
+        point("seq.set_sampler", DOOR),
+        point("decode.begin", DOOR),
+        point("decode.prepare", DOOR),
+        point("decode.placed", DOOR),
+        point("decode.layer", INSIDE),
+        point("decode.forward", DOOR),
+        point("decode.logits", DOOR),
+        point("sampler.row", INSIDE),
+        point("decode.sampled", DOOR),
+        point("decode.commit", DOOR),
+        point("kv.seq_rm", DOOR),
+        point("kv.seq_cp", DOOR),
+        point("kv.seq_keep", DOOR),
+        point("kv.seq_add", DOOR),
+        point("kv.retain", DOOR),
+        point("kv.attach", DOOR),
+        point("kv.segment_split", DOOR),
+        point("kv.segment_trim", DOOR),
+        point("kv.export", DOOR),
+        point("kv.import", DOOR),
+        point("weights.replace", DOOR),
+        // A panic at one of these leaves the books half-changed: the context is lost.
+        point("books.change", INSIDE),
+        point("books.prepare", INSIDE),
+        point("books.commit", INSIDE),
+    ];
+
+    /// The points, in the order of the table.
+    pub fn names() -> impl Iterator<Item = &'static str> {
+        TABLE.iter().map(|point| point.name)
+    }
+
+    /// How often the point was passed since the process began.
+    pub fn hits(name: &str) -> Option<u64> {
+        find(name).map(|point| point.n_hits.load(Ordering::SeqCst))
+    }
+
+    /// Lets the point do `action` the `nth` time (from 1) that it is passed from now on, once.
+    /// Errors: no such point, or it cannot do that.
+    pub fn set(name: &str, action: Action, nth: u64) -> Result<(), SetError> {
+        let point = find(name).ok_or(SetError::NoSuchPoint)?;
+        if !point.actions.contains(&action) {
+            return Err(SetError::NoSuchAction);
+        }
+        point.n_left.store(nth.max(1), Ordering::SeqCst);
+        point.action.store(action as u8, Ordering::SeqCst);
+        Ok(())
+    }
+
+    fn find(name: &str) -> Option<&'static Point> {
+        TABLE.iter().find(|point| point.name == name)
+    }
+
+    /// Passes a point. True: leak.
+    pub(crate) fn hit(name: &'static str) -> Result<bool> {
+        let point = find(name).expect("every point is in the table");
+        point.n_hits.fetch_add(1, Ordering::SeqCst);
+        let action = point.action.load(Ordering::SeqCst);
+        if action == Action::Off as u8 || point.n_left.fetch_sub(1, Ordering::SeqCst) != 1 {
+            return Ok(false);
+        }
+        while point.action.load(Ordering::SeqCst) == Action::Pause as u8 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        point.action.store(Action::Off as u8, Ordering::SeqCst);
+        if action == Action::Panic as u8 {
+            panic!("fault point {name}");
+        }
+        if action == Action::Error as u8 {
+            Err(Error::Injected { point: name })
+        } else {
+            Ok(action == Action::Leak as u8)
+        }
+    }
+}

@@ -1,0 +1,334 @@
+//! Quantised matrices of Hugging Face folders: GPTQ and AWQ with 4 bits.
+//!
+//! A matrix `[N outputs, K inputs]` is stored as three or four tensors in place of its `.weight`. Words are 32 bits
+//! with eight integers, the first in the lowest bits; there are `G = ceil(K / group_size)` groups of inputs.
+//!
+//! ```text
+//!           GPTQ                                  AWQ (version "gemm")
+//! .qweight  I32 [K/8, N], 8 inputs a word         I32 [K, N/8], 8 outputs a word in the order 0 2 4 6 1 3 5 7
+//! .qzeros   I32 [G, N/8], 8 outputs a word        I32 [G, N/8], as above
+//! .scales   [G, N]                                [G, N]
+//! .g_idx    I32 [K]: the group of each input      -
+//! ```
+//! `value = scale * (q - zero)`. A GPTQ checkpoint of the format "gptq" stores each word of zero points less
+//! 0x11111111, "gptq_v2" as it is. Source: the packing of AutoGPTQ and GPTQModel (`qlinear`), and of AutoAWQ (`gemm`).
+
+use crate::dtype::DType;
+use crate::error::{DeviceError, Result, Unsupported};
+use crate::formats::FormatError;
+use crate::formats::tensors::TensorFiles;
+use crate::model::fields::Fields;
+use crate::quant::{BLOCK_LEN, int4};
+use crate::tensor::TensorView;
+use crate::threads::Pool;
+use half::{bf16, f16};
+
+/// Integers of a word.
+const PER_WORD: usize = 8;
+/// Where in its word the integer of output `n % 8` lies, in AWQ.
+const AWQ_PLACES: [usize; PER_WORD] = [0, 4, 1, 5, 2, 6, 3, 7];
+/// A word of zero points that are all 8.
+const SYMMETRIC: u32 = 0x8888_8888;
+/// Rows that are converted together: their words share cache lines.
+const ROWS_AT_ONCE: usize = 16;
+
+/// How the matrices of a folder are quantised.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Quantization {
+    layout: Layout,
+    /// Inputs that share a scale; None: all of a row.
+    group_size: Option<usize>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Layout {
+    /// What is added to a stored word of zero points.
+    Gptq {
+        zeros_less: u32,
+    },
+    Awq,
+}
+
+impl Quantization {
+    /// Reads `quantization_config` of `config.json`; None if there is none.
+    ///
+    /// Errors: another method, number of bits or layout, by name.
+    pub(super) fn read(fields: &Fields<'_>) -> Result<Option<Self>> {
+        if let Some(other) = fields.object("compression_config")? {
+            return Err(other_method(other.text("quant_method")?.unwrap_or("compressed-tensors")).into());
+        }
+        let Some(config) = fields.object("quantization_config")? else { return Ok(None) };
+        let layout = match config.text("quant_method")?.unwrap_or("without a name") {
+            "gptq" => gptq_layout(&config)?,
+            "awq" => awq_layout(&config)?,
+            other => return Err(other_method(other).into()),
+        };
+        if let Some(bits) = config.number("bits")?.or(config.number("w_bit")?)
+            && bits != 4.0
+        {
+            return Err(unsupported("GPTQ or AWQ with bits", bits, "4").into());
+        }
+        let missing = FormatError::KeyMissing { file: config.file, key: "group_size" };
+        let group_size = config.integer("group_size")?.or(config.integer("q_group_size")?).ok_or(missing)?;
+        let group_size = match usize::try_from(group_size) {
+            Err(_) if group_size == -1 => None,
+            Ok(size) if size > 0 && size.is_multiple_of(BLOCK_LEN) => Some(size),
+            _ => return Err(unsupported("group_size", group_size, "-1 and multiples of 32").into()),
+        };
+        Ok(Some(Self { layout, group_size }))
+    }
+
+    /// The tensors that stand for the matrix `name` (ending in `.weight`) of `shape`; None if there are none.
+    ///
+    /// Errors: one is missing or has another shape or type than the matrix needs; inputs out of order.
+    pub(super) fn find(
+        &self,
+        files: &TensorFiles,
+        name: &str,
+        shape: &[usize],
+    ) -> Result<Option<QuantizedMatrix>> {
+        let (Some(module), &[n_rows, n_columns]) = (name.strip_suffix(".weight"), shape) else {
+            return Ok(None);
+        };
+        let find = |part: &str| files.find(&format!("{module}.{part}"));
+        let Some(qweight) = find("qweight") else { return Ok(None) };
+        let required = |part: &str| {
+            let first = format!("{module}.{part}");
+            find(part).ok_or(FormatError::MissingTensors { n_missing: 1, first })
+        };
+        if !n_columns.is_multiple_of(BLOCK_LEN) || !n_rows.is_multiple_of(PER_WORD) {
+            let what = format!("{module} of {n_rows} x {n_columns}");
+            return Err(unsupported("a quantised matrix", what, "multiples of 8 x multiples of 32").into());
+        }
+        let matrix = QuantizedMatrix {
+            quantization: *self,
+            n_rows,
+            n_columns,
+            qweight,
+            qzeros: required("qzeros")?,
+            scales: required("scales")?,
+            g_idx: find("g_idx").filter(|_| self.layout != Layout::Awq),
+            // Packers write a bias for every module; one of zeros adds nothing.
+            zero_bias: find("bias").filter(|&index| files.view(index).bytes.iter().all(|&byte| byte == 0)),
+        };
+        matrix.check(files)?;
+        Ok(Some(matrix))
+    }
+}
+
+fn gptq_layout(config: &Fields<'_>) -> Result<Layout> {
+    if config.flag("is_marlin_format")? == Some(true) {
+        return Err(unsupported("the GPTQ format", "marlin", "gptq, gptq_v2").into());
+    }
+    // Other bits or groups for some of the modules.
+    if let Some(rules) = config.object("dynamic")?
+        && let Some(module) = rules.map.keys().next()
+    {
+        return Err(unsupported("GPTQ's dynamic rule", module, "the same bits and groups everywhere").into());
+    }
+    match config.text("checkpoint_format")?.or(config.text("format")?).unwrap_or("gptq") {
+        "gptq" => Ok(Layout::Gptq { zeros_less: 0x1111_1111 }),
+        "gptq_v2" => Ok(Layout::Gptq { zeros_less: 0 }),
+        other => Err(unsupported("the GPTQ format", other, "gptq, gptq_v2").into()),
+    }
+}
+
+fn awq_layout(config: &Fields<'_>) -> Result<Layout> {
+    let version = config.text("version")?.unwrap_or("gemm");
+    if !version.eq_ignore_ascii_case("gemm") {
+        return Err(unsupported("the AWQ version", version, "gemm").into());
+    }
+    if config.flag("zero_point")? == Some(false) {
+        return Err(unsupported("AWQ's zero_point", false, "true").into());
+    }
+    Ok(Layout::Awq)
+}
+
+fn other_method(name: &str) -> Unsupported {
+    unsupported(
+        "a checkpoint quantised by",
+        name,
+        "GPTQ and AWQ with 4 bits, BF16, F16 and F32 tensors, and GGUF files",
+    )
+}
+
+fn unsupported(what: &'static str, value: impl ToString, supported: &'static str) -> Unsupported {
+    Unsupported::Feature { what, value: value.to_string(), supported }
+}
+
+/// A quantised matrix: where its tensors are. Their shapes and types were checked.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct QuantizedMatrix {
+    quantization: Quantization,
+    n_rows: usize,
+    n_columns: usize,
+    qweight: usize,
+    qzeros: usize,
+    scales: usize,
+    g_idx: Option<usize>,
+    zero_bias: Option<usize>,
+}
+
+impl QuantizedMatrix {
+    /// The indices of its tensors.
+    pub(super) fn indices(&self) -> impl Iterator<Item = usize> {
+        [self.qweight, self.qzeros, self.scales].into_iter().chain(self.g_idx).chain(self.zero_bias)
+    }
+
+    fn check(&self, files: &TensorFiles) -> Result<()> {
+        let (n, k) = (self.n_rows, self.n_columns);
+        let n_groups = self.quantization.group_size.map_or(1, |size| k.div_ceil(size));
+        let words = match self.quantization.layout {
+            Layout::Gptq { .. } => [k / PER_WORD, n],
+            Layout::Awq => [k, n / PER_WORD],
+        };
+        check_tensor(files, self.qweight, &words, &[DType::I32])?;
+        check_tensor(files, self.qzeros, &[n_groups, n / PER_WORD], &[DType::I32])?;
+        check_tensor(files, self.scales, &[n_groups, n], &[DType::F16, DType::BF16, DType::F32])?;
+        let Some(g_idx) = self.g_idx else { return Ok(()) };
+        check_tensor(files, g_idx, &[k], &[DType::I32])?;
+        let groups = files.view(g_idx).bytes.as_chunks().0.iter().map(|&word| u32::from_le_bytes(word));
+        let size = self.quantization.group_size.unwrap_or(k);
+        if groups.enumerate().any(|(k, group)| group as usize != k / size) {
+            let name = files.tensors()[g_idx].name.clone();
+            return Err(
+                unsupported("GPTQ with inputs out of order (desc_act)", name, "desc_act false").into()
+            );
+        }
+        Ok(())
+    }
+
+    /// The matrix as rows of blocks, and their type: Q4_0 if every zero point is 8, else Int4. Neither loses
+    /// anything. Errors: no memory.
+    pub(super) fn load(&self, files: &TensorFiles, pool: &Pool) -> Result<(DType, Vec<u8>), DeviceError> {
+        let tensors = Tensors {
+            matrix: self,
+            qweight: Words::new(files.view(self.qweight)),
+            qzeros: Words::new(files.view(self.qzeros)),
+            scales: files.view(self.scales),
+        };
+        let dtype = if tensors.is_symmetric() { DType::Q4_0 } else { DType::Int4 };
+        let row_bytes = self.n_columns / BLOCK_LEN * dtype.block_bytes();
+        let n_bytes = self.n_rows * row_bytes;
+        let mut rows = Vec::new();
+        let refused = |_| DeviceError::Allocation { what: "a quantised matrix", bytes: n_bytes };
+        rows.try_reserve_exact(n_bytes).map_err(refused)?;
+        rows.resize(n_bytes, 0);
+        pool.run_chunks(&mut rows, ROWS_AT_ONCE * row_bytes, &|i, rows| {
+            for b in 0..self.n_columns / BLOCK_LEN {
+                for (r, row) in rows.chunks_exact_mut(row_bytes).enumerate() {
+                    let block = &mut row[b * dtype.block_bytes()..][..dtype.block_bytes()];
+                    tensors.write_block(dtype, b, i * ROWS_AT_ONCE + r, block);
+                }
+            }
+        });
+        Ok((dtype, rows))
+    }
+}
+
+/// Errors: another shape or type.
+fn check_tensor(files: &TensorFiles, index: usize, shape: &[usize], types: &[DType]) -> Result<()> {
+    let stored = &files.tensors()[index];
+    if !types.contains(&stored.dtype) {
+        let (tensor, dtype) = (stored.name.clone(), stored.dtype.name().to_uppercase());
+        let supported = if types.contains(&DType::I32) { "I32" } else { "F16, BF16, F32" };
+        return Err(Unsupported::TensorType { tensor, dtype, supported }.into());
+    }
+    if stored.shape != shape {
+        let (name, got) = (stored.name.clone(), stored.shape.clone());
+        return Err(FormatError::TensorShape { name, got, want: shape.to_vec() }.into());
+    }
+    Ok(())
+}
+
+/// A tensor of words.
+struct Words<'a> {
+    words: &'a [[u8; 4]],
+    n_columns: usize,
+}
+
+impl<'a> Words<'a> {
+    fn new(tensor: TensorView<'a>) -> Self {
+        Self { words: tensor.bytes.as_chunks().0, n_columns: tensor.n_columns() }
+    }
+
+    fn at(&self, row: usize, column: usize) -> u32 {
+        u32::from_le_bytes(self.words[row * self.n_columns + column])
+    }
+}
+
+/// Integer `place` of a word.
+fn integer(word: u32, place: usize) -> u8 {
+    (word >> (4 * place) & 15) as u8
+}
+
+/// The mapped tensors of a matrix.
+struct Tensors<'a> {
+    matrix: &'a QuantizedMatrix,
+    qweight: Words<'a>,
+    qzeros: Words<'a>,
+    scales: TensorView<'a>,
+}
+
+impl Tensors<'_> {
+    /// Whether Q4_0 holds it: f16 scales, and every zero point is 8.
+    fn is_symmetric(&self) -> bool {
+        let mut zeros = self.qzeros.words.iter().map(|&word| self.zeros(u32::from_le_bytes(word)));
+        self.scales.dtype == DType::F16 && zeros.all(|word| word == SYMMETRIC)
+    }
+
+    /// The zero points of a stored word.
+    fn zeros(&self, word: u32) -> u32 {
+        match self.matrix.quantization.layout {
+            Layout::Gptq { zeros_less } => word.wrapping_add(zeros_less),
+            Layout::Awq => word,
+        }
+    }
+
+    /// Block `b` of row `n`, as `dtype`.
+    fn write_block(&self, dtype: DType, b: usize, n: usize, block: &mut [u8]) {
+        let group = self.matrix.quantization.group_size.map_or(0, |size| b * BLOCK_LEN / size);
+        let at = group * self.matrix.n_rows + n;
+        let nibbles = match dtype {
+            DType::Q4_0 => {
+                block[..2].copy_from_slice(&self.scales.bytes[2 * at..2 * at + 2]);
+                &mut block[2..]
+            }
+            _ => {
+                let zeros = self.zeros(self.qzeros.at(group, n / PER_WORD));
+                block[..4].copy_from_slice(&scale(self.scales, at).to_le_bytes());
+                block[4] = integer(zeros, self.place(n));
+                &mut block[int4::BYTES - BLOCK_LEN / 2..]
+            }
+        };
+        for (j, byte) in nibbles.iter_mut().enumerate() {
+            let k = b * BLOCK_LEN + j;
+            *byte = self.weight(k, n) | self.weight(k + BLOCK_LEN / 2, n) << 4;
+        }
+    }
+
+    fn weight(&self, k: usize, n: usize) -> u8 {
+        match self.matrix.quantization.layout {
+            Layout::Gptq { .. } => integer(self.qweight.at(k / PER_WORD, n), k % PER_WORD),
+            Layout::Awq => integer(self.qweight.at(k, n / PER_WORD), self.place(n)),
+        }
+    }
+
+    /// Where output `n` lies in a word of eight outputs.
+    fn place(&self, n: usize) -> usize {
+        match self.matrix.quantization.layout {
+            Layout::Gptq { .. } => n % PER_WORD,
+            Layout::Awq => AWQ_PLACES[n % PER_WORD],
+        }
+    }
+}
+
+/// Element `at` of a tensor of scales.
+fn scale(scales: TensorView<'_>, at: usize) -> f32 {
+    let bytes = &scales.bytes[at * scales.dtype.block_bytes()..];
+    match scales.dtype {
+        DType::F32 => f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
+        DType::BF16 => bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
+        _ => f16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
+    }
+}

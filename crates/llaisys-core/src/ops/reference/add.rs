@@ -1,0 +1,6 @@
+//! What `add` means.
+
+/// `x[i] + y[i]`, in f64.
+pub fn add(x: &[f32], y: &[f32]) -> Vec<f64> {
+    x.iter().zip(y).map(|(&x, &y)| f64::from(x) + f64::from(y)).collect()
+}

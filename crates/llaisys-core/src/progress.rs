@@ -1,0 +1,84 @@
+//! What a context has done so far, in numbers that any thread may read: liveness is progress, not a running thread.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Counters that only grow. The thread that owns the context writes them, others read; no lock is involved. Each
+/// number is exact by itself; two of them read one after the other may lie a moment apart.
+#[derive(Debug, Default)]
+pub struct Progress {
+    n_steps_begun: AtomicU64,
+    n_steps_ended: AtomicU64,
+    n_layers_begun: AtomicU64,
+    n_rows_committed: AtomicU64,
+    n_sequences_lent: AtomicU64,
+    n_sequences_returned: AtomicU64,
+}
+
+/// The counters at one moment.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ProgressSample {
+    /// Decodes that were called.
+    pub n_steps_begun: u64,
+    /// Decodes that returned, whatever with. Equal to the former: the context is outside a step.
+    pub n_steps_ended: u64,
+    /// Layers that a forward pass has reached, over all passes: ticks within a step.
+    pub n_layers_begun: u64,
+    /// Rows whose cells were committed: tokens computed for good.
+    pub n_rows_committed: u64,
+    /// Sequence ids lent.
+    pub n_sequences_lent: u64,
+    /// Sequence ids returned.
+    pub n_sequences_returned: u64,
+}
+
+impl Progress {
+    /// The counters now.
+    pub fn sample(&self) -> ProgressSample {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Acquire);
+        // The end before the beginning: a step that begins in between is seen as begun, never as ended only.
+        let n_steps_ended = read(&self.n_steps_ended);
+        ProgressSample {
+            n_steps_begun: read(&self.n_steps_begun),
+            n_steps_ended,
+            n_layers_begun: read(&self.n_layers_begun),
+            n_rows_committed: read(&self.n_rows_committed),
+            n_sequences_lent: read(&self.n_sequences_lent),
+            n_sequences_returned: read(&self.n_sequences_returned),
+        }
+    }
+
+    /// A step that ends when the guard is dropped: on return, on error and on panic.
+    pub(crate) fn step(&self) -> StepGuard<'_> {
+        add(&self.n_steps_begun, 1);
+        StepGuard(self)
+    }
+
+    pub(crate) fn layer(&self) {
+        add(&self.n_layers_begun, 1);
+    }
+
+    pub(crate) fn committed(&self, n_rows: usize) {
+        add(&self.n_rows_committed, n_rows as u64);
+    }
+
+    pub(crate) fn lent(&self) {
+        add(&self.n_sequences_lent, 1);
+    }
+
+    pub(crate) fn returned(&self) {
+        add(&self.n_sequences_returned, 1);
+    }
+}
+
+fn add(counter: &AtomicU64, n: u64) {
+    counter.fetch_add(n, Ordering::Release);
+}
+
+/// See [`Progress::step`].
+pub(crate) struct StepGuard<'a>(&'a Progress);
+
+impl Drop for StepGuard<'_> {
+    fn drop(&mut self) {
+        add(&self.0.n_steps_ended, 1);
+    }
+}

@@ -1,0 +1,16 @@
+//! Q5_K: `d` f16, `dmin` f16, 12 bytes of scales and minima, 32 bytes of high bits, 128 bytes of nibbles;
+//! `value = d * scale * q - dmin * min`. 176 bytes for 256 elements, 5.5 bits an element.
+
+use super::q4_k::nibbles_of;
+use super::{Block, f16_at, six_bit_pair};
+
+/// Block `i` of 8 in `bytes`; bit `i` of the high bits' bytes is its own. Panics unless there are 176.
+pub fn parse(bytes: &[u8], i: usize) -> Block {
+    assert_eq!(bytes.len(), 176, "a Q5_K block has 176 bytes");
+    let [scale, min] = six_bit_pair(&bytes[4..16], i);
+    let mut q = nibbles_of(&bytes[48..], i);
+    for (q, high) in q.iter_mut().zip(&bytes[16..48]) {
+        *q |= (high >> i & 1) << 4;
+    }
+    Block::with_min(f16_at(bytes) * scale, -(f16_at(&bytes[2..]) * min), q)
+}

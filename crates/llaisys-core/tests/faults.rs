@@ -1,0 +1,224 @@
+//! Every fault point, hit once with each of its actions in a run of every call: what a caller is told, what has
+//! changed, and whether the context goes on. Needs the feature `faults` (`make test` gives it).
+#![cfg(feature = "faults")]
+
+mod common;
+
+use common::{Loaded, Outputs, Rows, Tiny, feed, load, settings};
+use llaisys_core::Error;
+use llaisys_core::context::{Context, ContextConfig};
+use llaisys_core::error::Result;
+use llaisys_core::faults::{Action, SetError, hits, names, set};
+use llaisys_core::sample::SamplerSpec;
+use llaisys_core::seq::SeqId;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Points after which nothing of the context may be read any more.
+const BREAKING: [&str; 3] = ["books.change", "books.prepare", "books.commit"];
+
+/// The table is one for the process; tests take turns.
+fn turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn model() -> Tiny {
+    Tiny::odd("Qwen2ForCausalLM", true)
+}
+
+fn config() -> ContextConfig {
+    ContextConfig { n_streams: 2, n_batch: 5, lifo: true, ..settings() }
+}
+
+/// A context in which every call has something to do: two sequences at home, one abroad, a segment.
+struct Scene {
+    loaded: Loaded,
+    a: SeqId,
+    b: SeqId,
+    abroad: SeqId,
+    data: Vec<u8>,
+}
+
+fn scene() -> Scene {
+    let tokens = model().tokens(1, 20);
+    let mut loaded = load(&model(), config());
+    let context = &mut loaded.context;
+    let (a, b) = (context.seq_acquire(0).unwrap(), context.seq_acquire(0).unwrap());
+    let abroad = context.seq_acquire(1).unwrap();
+    feed(context, a, &tokens, 20);
+    feed(context, b, &tokens[..7], 7);
+    context.kv_retain(1, a, 0, 12).unwrap();
+    let data = context.kv_export(1, 0, 12).unwrap();
+    Scene { loaded, a, b, abroad, data }
+}
+
+type Call = (&'static str, fn(&mut Scene) -> Result<()>);
+
+/// Every call of the context that has a fault point.
+const CALLS: [Call; 16] = [
+    ("seq_acquire", |s| s.loaded.context.seq_acquire(0).map(drop)),
+    ("seq_release", |s| s.loaded.context.seq_release(s.b)),
+    ("set_sampler", |s| s.loaded.context.set_sampler(s.b, SamplerSpec::default(), &[1], &[])),
+    ("decode", |s| both(s).decode(&mut s.loaded.context).map(drop)),
+    ("kv_seq_rm", |s| s.loaded.context.kv_seq_rm(s.b, 3, -1)),
+    ("kv_seq_cp", |s| s.loaded.context.kv_seq_cp(s.a, s.b, 7, 10)),
+    ("kv_seq_cp abroad", |s| s.loaded.context.kv_seq_cp(s.a, s.abroad, 0, 10)),
+    ("kv_seq_keep", |s| s.loaded.context.kv_seq_keep(s.a)),
+    ("kv_seq_add", |s| s.loaded.context.kv_seq_add(s.b, 0, -1, 3)),
+    ("kv_retain", |s| s.loaded.context.kv_retain(2, s.a, 12, 15)),
+    ("kv_attach", |s| s.loaded.context.kv_attach(1, s.abroad, 0, 9)),
+    ("kv_segment_split", |s| s.loaded.context.kv_segment_split(1, 5, 2)),
+    ("kv_segment_trim", |s| s.loaded.context.kv_segment_trim(1, 5)),
+    ("kv_export", |s| s.loaded.context.kv_export(1, 0, 12).map(drop)),
+    ("kv_import", |s| s.loaded.context.kv_import(3, 1, 0, &s.data)),
+    ("replace_weight", |s| {
+        let (shape, values) = model().tensors["model.norm.weight"].clone();
+        s.loaded.context.replace_weight("model.norm.weight", &shape, &values)
+    }),
+];
+
+/// A decode of several passes over both sequences at home.
+fn both(scene: &Scene) -> Rows {
+    let tokens = model().tokens(1, 20);
+    Rows::default().run(scene.a, 20, &[7, 8, 9]).run(scene.b, 7, &tokens[7..15])
+}
+
+fn bits(context: &mut Context, rows: &Rows) -> Outputs {
+    let mut outputs = Outputs::default();
+    outputs.push(&rows.decode(context).unwrap());
+    outputs
+}
+
+/// The points that a call passes when nothing fails.
+fn passed(call: Call) -> Vec<&'static str> {
+    let mut scene = scene();
+    let before: Vec<_> = names().map(hits).collect();
+    (call.1)(&mut scene).unwrap();
+    names().zip(before).filter(|(point, before)| hits(point) > *before).map(|(point, _)| point).collect()
+}
+
+/// Error and panic at every point that a call passes: the caller is told, nothing has changed, and what comes next
+/// is as if the call had not been made; but in the middle of a change the context says that it is lost.
+#[test]
+fn every_point_of_every_call_leaves_all_or_says_so() {
+    let _turn = turn();
+    let mut reference = scene();
+    let rows = both(&reference);
+    let want = bits(&mut reference.loaded.context, &rows);
+    let mut reached = std::collections::BTreeSet::new();
+    for call in CALLS {
+        for point in passed(call) {
+            reached.insert(point);
+            fail_at(call, point, Action::Panic, &want);
+            if set(point, Action::Error, 1).is_ok() {
+                set(point, Action::Off, 1).unwrap();
+                fail_at(call, point, Action::Error, &want);
+            }
+        }
+    }
+    let missed: Vec<_> = names().filter(|point| !reached.contains(point)).collect();
+    assert!(missed.is_empty(), "no call reaches {missed:?}");
+}
+
+fn fail_at(call: Call, point: &'static str, action: Action, want: &Outputs) {
+    let mut scene = scene();
+    let before = scene.loaded.context.digest();
+    let name = format!("{} with {action:?} at {point}", call.0);
+    set(point, action, 1).unwrap();
+    match (action, catch_unwind(AssertUnwindSafe(|| (call.1)(&mut scene)))) {
+        (Action::Error, Ok(Err(Error::Injected { point: p }))) => assert_eq!(p, point, "{name}"),
+        (Action::Panic, Err(_)) => {}
+        (_, result) => panic!("{name}: {result:?}"),
+    }
+    let context = &mut scene.loaded.context;
+    assert_eq!(context.is_broken(), BREAKING.contains(&point), "{name}");
+    if context.is_broken() {
+        return;
+    }
+    assert_eq!(context.digest(), before, "{name} left a trace");
+    context.check_integrity();
+    let progress = context.progress().sample();
+    assert_eq!(progress.n_steps_begun, progress.n_steps_ended, "{name}");
+    let rows = both(&scene);
+    assert!(&bits(&mut scene.loaded.context, &rows) == want, "{name}: the next decode is another");
+}
+
+#[test]
+fn a_fault_in_any_pass_or_layer_rolls_back() {
+    let _turn = turn();
+    let mut reference = scene();
+    let rows = both(&reference);
+    let before = reference.loaded.context.digest();
+    // Eleven rows in passes of five: three passes, two layers each.
+    for (point, n_hits) in
+        [("decode.forward", 3), ("decode.layer", 6), ("decode.logits", 3), ("sampler.row", 11)]
+    {
+        for nth in 1..=n_hits {
+            set(point, Action::Panic, nth).unwrap();
+            let context = &mut reference.loaded.context;
+            let result = catch_unwind(AssertUnwindSafe(|| rows.decode(context)));
+            assert!(result.is_err(), "{point} {nth}");
+            assert_eq!(reference.loaded.context.digest(), before, "{point} {nth}");
+        }
+        let mut fresh = scene();
+        set(point, Action::Panic, n_hits + 1).unwrap();
+        let rows = both(&fresh);
+        rows.decode(&mut fresh.loaded.context).unwrap();
+        set(point, Action::Off, 1).unwrap();
+    }
+}
+
+#[test]
+fn a_leaked_release_is_told_as_done_and_is_not() {
+    let _turn = turn();
+    let mut scene = scene();
+    let free = (scene.loaded.context.n_cells_free(), scene.loaded.context.n_seq_free());
+    set("seq.release", Action::Leak, 1).unwrap();
+    scene.loaded.context.seq_release(scene.b).unwrap();
+    assert_eq!((scene.loaded.context.n_cells_free(), scene.loaded.context.n_seq_free()), free);
+    let leaked: Vec<SeqId> = scene.loaded.context.snapshot().sequences.iter().map(|held| held.id).collect();
+    assert!(leaked.contains(&scene.b), "the snapshot names it");
+}
+
+#[test]
+fn a_pause_holds_the_step_until_it_is_ended() {
+    let _turn = turn();
+    let mut scene = scene();
+    let progress = scene.loaded.context.progress();
+    set("decode.placed", Action::Pause, 1).unwrap();
+    let rows = both(&scene);
+    std::thread::scope(|scope| {
+        let step = scope.spawn(|| rows.decode(&mut scene.loaded.context).unwrap());
+        while progress.sample().n_steps_begun == progress.sample().n_steps_ended {
+            std::thread::yield_now();
+        }
+        assert!(!step.is_finished());
+        set("decode.placed", Action::Off, 1).unwrap();
+        step.join().unwrap();
+    });
+    assert_eq!(progress.sample().n_steps_begun, progress.sample().n_steps_ended);
+}
+
+#[test]
+fn points_that_are_not_there_are_refused() {
+    assert_eq!(set("nowhere", Action::Panic, 1), Err(SetError::NoSuchPoint));
+    assert_eq!(set("decode.layer", Action::Error, 1), Err(SetError::NoSuchAction));
+    assert_eq!(set("kv.attach", Action::Leak, 1), Err(SetError::NoSuchAction));
+    assert_eq!((hits("nowhere"), Action::parse("explode")), (None, None));
+}
+
+/// The table and the source say the same.
+#[test]
+fn every_point_of_the_table_is_in_the_source_once() {
+    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src/context");
+    let source: String = std::fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| std::fs::read_to_string(entry.unwrap().path()).unwrap())
+        .collect();
+    for point in names() {
+        assert_eq!(source.matches(&format!("{point:?})")).count(), 1, "{point}");
+    }
+    let n_points = source.matches("fault_point!(").count() + source.matches("table::hit(").count();
+    assert_eq!(n_points, names().count());
+}

@@ -1,0 +1,173 @@
+//! The verdicts as a function of samples and times: each fires inside its window, and a busy engine never gets one.
+
+mod seeded;
+
+use llaisys_core::progress::ProgressSample;
+use llaisys_core::watch::{Judge, Sample, Verdict, Windows};
+use proptest::prelude::*;
+
+const PERIOD_S: f64 = 0.25;
+
+const IDLE: Sample = Sample {
+    progress: ProgressSample {
+        n_steps_begun: 0,
+        n_steps_ended: 0,
+        n_layers_begun: 0,
+        n_rows_committed: 0,
+        n_sequences_lent: 0,
+        n_sequences_returned: 0,
+    },
+    n_waiting: 0,
+    n_running: 0,
+    deadline_s: f64::INFINITY,
+    predicted_step_s: 0.0,
+    n_beats: 0,
+};
+
+/// Looks every period for `seconds`; `change` sees the time. The first verdict and when.
+fn watch(seconds: f64, mut sample: Sample, change: impl Fn(f64, &mut Sample)) -> Option<(Verdict, f64)> {
+    let mut judge = Judge::new(Windows::default());
+    let n_looks = (seconds / PERIOD_S) as u32;
+    (0..=n_looks).find_map(|i| {
+        let now_s = f64::from(i) * PERIOD_S;
+        change(now_s, &mut sample);
+        judge.look(&sample, now_s).map(|verdict| (verdict, now_s))
+    })
+}
+
+/// It fires later than `window_s` after `from_s`, by one look.
+fn fires(verdict: Verdict, from_s: f64, window_s: f64, found: Option<(Verdict, f64)>) {
+    let expected = from_s + window_s + PERIOD_S;
+    assert_eq!(found, Some((verdict, expected)));
+}
+
+#[test]
+fn an_idle_engine_is_well() {
+    assert_eq!(watch(3600.0, IDLE, |_, _| ()), None);
+}
+
+#[test]
+fn a_step_without_a_layer_stalls() {
+    let begin = |now: f64, s: &mut Sample| s.progress.n_steps_begun = u64::from(now >= 10.0);
+    fires(Verdict::StalledStep, 10.0, 30.0, watch(100.0, IDLE, begin));
+    let ticks_until_20 = |now: f64, s: &mut Sample| {
+        begin(now, s);
+        s.progress.n_layers_begun = now.min(20.0) as u64;
+    };
+    fires(Verdict::StalledStep, 20.0, 30.0, watch(100.0, IDLE, ticks_until_20));
+    let ticks = |now: f64, s: &mut Sample| {
+        begin(now, s);
+        s.progress.n_layers_begun = (now / 29.0) as u64;
+    };
+    assert_eq!(watch(3600.0, IDLE, ticks), None, "slow, and moving");
+}
+
+#[test]
+fn a_slow_step_that_was_predicted_is_no_stall() {
+    let sample = Sample { predicted_step_s: 4.0, ..IDLE };
+    let begin = |_: f64, s: &mut Sample| s.progress.n_steps_begun = 1;
+    fires(Verdict::StalledStep, 0.0, 80.0, watch(200.0, sample, begin));
+    let running = Sample { n_running: 1, ..sample };
+    fires(Verdict::NoProgress, 0.0, 80.0, watch(200.0, running, |_, _| ()));
+}
+
+#[test]
+fn waiting_alone_without_admission_is_a_deadlock() {
+    let wait = |now: f64, s: &mut Sample| s.n_waiting = u64::from(now >= 3.0);
+    fires(Verdict::NothingAdmitted, 3.0, 5.0, watch(60.0, IDLE, wait));
+    let lent_at_6 = |now: f64, s: &mut Sample| {
+        wait(now, s);
+        s.progress.n_sequences_lent = u64::from(now >= 6.0);
+    };
+    fires(Verdict::NothingAdmitted, 6.0, 5.0, watch(60.0, IDLE, lent_at_6));
+    let running = |now: f64, s: &mut Sample| {
+        wait(now, s);
+        s.n_running = 1;
+        s.progress.n_rows_committed = now as u64;
+    };
+    assert_eq!(watch(3600.0, IDLE, running), None, "a queue behind running requests is load");
+}
+
+#[test]
+fn an_iteration_counter_is_no_progress() {
+    let livelock = |now: f64, s: &mut Sample| {
+        s.n_running = 2;
+        s.progress.n_steps_begun = (now * 4.0) as u64;
+        s.progress.n_steps_ended = s.progress.n_steps_begun;
+        s.progress.n_layers_begun = (now * 8.0) as u64;
+    };
+    fires(Verdict::NoProgress, 0.0, 30.0, watch(60.0, IDLE, livelock));
+    let ends = |now: f64, s: &mut Sample| {
+        livelock(now, s);
+        s.progress.n_sequences_returned = (now / 25.0) as u64;
+    };
+    assert_eq!(watch(600.0, IDLE, ends), None);
+}
+
+#[test]
+fn a_deadline_that_nobody_keeps() {
+    let sample = Sample { deadline_s: 10.0, n_waiting: 1, n_running: 1, ..IDLE };
+    let moving = |now: f64, s: &mut Sample| s.progress.n_rows_committed = now as u64;
+    fires(Verdict::Overdue, 10.0, 5.0, watch(60.0, sample, moving));
+    let ended_late = |now: f64, s: &mut Sample| {
+        moving(now, s);
+        // Each waiting one ends three seconds late, and the next one is due by then.
+        s.deadline_s = now - now % 4.0 + 1.0;
+    };
+    assert_eq!(watch(600.0, sample, ended_late), None);
+}
+
+#[test]
+fn a_loop_that_stops_coming_round() {
+    let beats_until_8 = |now: f64, s: &mut Sample| s.n_beats = now.min(8.0) as u64;
+    fires(Verdict::LoopLag, 8.0, 5.0, watch(60.0, IDLE, beats_until_8));
+    assert_eq!(watch(600.0, IDLE, |now, s| s.n_beats = (now / 4.5) as u64 + 1), None);
+}
+
+#[test]
+fn time_in_which_nobody_ran_does_not_count() {
+    let mut judge = Judge::new(Windows::default());
+    let stuck = Sample { n_waiting: 1, n_running: 0, deadline_s: 2.0, n_beats: 1, ..IDLE };
+    assert_eq!(judge.look(&stuck, 0.0), None);
+    assert_eq!(judge.look(&stuck, 10_000.0), None, "the process was stopped");
+    assert_eq!(judge.look(&stuck, 10_004.0), None, "one second of these counts, and one of those before");
+    let found = (0..20).find_map(|i| judge.look(&stuck, 10_004.0 + f64::from(i) * PERIOD_S));
+    assert_eq!(found, Some(Verdict::NothingAdmitted));
+    // A clock that goes back counts for nothing.
+    assert_eq!(Judge::new(Windows::default()).look(&IDLE, -5.0), None);
+}
+
+#[test]
+fn verdicts_have_numbers_and_names() {
+    for (code, name) in [(1, "V1"), (2, "V2"), (3, "V3"), (4, "V4"), (5, "V5")] {
+        let verdict = Verdict::from_code(code).unwrap();
+        assert_eq!((verdict as u8, verdict.name()), (code, name));
+    }
+    assert_eq!((Verdict::from_code(0), Verdict::from_code(6)), (None, None));
+}
+
+/// Whatever an engine does, it is well as long as each thing moves inside its window.
+#[test]
+fn who_moves_in_time_is_never_blamed() {
+    let spans = prop::collection::vec((0.25_f64..4.9, 0_u64..3, any::<bool>()), 1..200);
+    seeded::check(300, spans, |spans| {
+        let mut judge = Judge::new(Windows::default());
+        let (mut now_s, mut sample) = (0.0, IDLE);
+        for (span_s, n_running, in_step) in spans {
+            sample.n_running = n_running;
+            sample.n_waiting = 1;
+            sample.n_beats += 1;
+            sample.deadline_s = now_s + 1.0;
+            sample.progress.n_steps_begun += 1;
+            sample.progress.n_steps_ended = sample.progress.n_steps_begun - u64::from(in_step);
+            sample.progress.n_rows_committed += 1;
+            sample.progress.n_sequences_lent += 1;
+            let end_s = now_s + span_s;
+            while now_s < end_s {
+                prop_assert_eq!(judge.look(&sample, now_s), None);
+                now_s += PERIOD_S;
+            }
+        }
+        Ok(())
+    });
+}

@@ -1,0 +1,257 @@
+//! `Progress` and `Watchdog`: is the engine stuck? A native thread that never touches Python looks at atomics; what it
+//! finds is an atomic too, and a byte in a pipe for whoever waits.
+
+use crate::errors::Fault;
+use llaisys_core::progress::Progress as CoreProgress;
+use llaisys_core::watch::{Judge, Sample, Verdict, Windows};
+use pyo3::prelude::*;
+use std::io::{PipeReader, Write};
+use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// What the process ends with if nobody acts on a verdict.
+const EXIT_CODE: i32 = 70;
+
+/// What a context has done so far. Any thread may read it, while a decode runs and after the context is closed.
+#[pyclass(frozen, module = "llaisys._core")]
+pub(crate) struct Progress {
+    core: Arc<CoreProgress>,
+}
+
+impl From<Arc<CoreProgress>> for Progress {
+    fn from(core: Arc<CoreProgress>) -> Self {
+        Self { core }
+    }
+}
+
+#[pymethods]
+impl Progress {
+    /// Decodes that were called.
+    #[getter]
+    fn n_steps_begun(&self) -> u64 {
+        self.core.sample().n_steps_begun
+    }
+
+    /// Decodes that returned.
+    #[getter]
+    fn n_steps_ended(&self) -> u64 {
+        self.core.sample().n_steps_ended
+    }
+
+    /// Layers that forward passes have reached.
+    #[getter]
+    fn n_layers_begun(&self) -> u64 {
+        self.core.sample().n_layers_begun
+    }
+
+    /// Rows committed.
+    #[getter]
+    fn n_rows_committed(&self) -> u64 {
+        self.core.sample().n_rows_committed
+    }
+
+    /// Sequence ids lent.
+    #[getter]
+    fn n_sequences_lent(&self) -> u64 {
+        self.core.sample().n_sequences_lent
+    }
+
+    /// Sequence ids returned.
+    #[getter]
+    fn n_sequences_returned(&self) -> u64 {
+        self.core.sample().n_sequences_returned
+    }
+}
+
+/// What the thread reads and writes. All of it lock-free.
+struct Shared {
+    progress: Arc<CoreProgress>,
+    born: Instant,
+    n_waiting: AtomicU64,
+    n_running: AtomicU64,
+    /// Bits of seconds since `born`.
+    deadline_s: AtomicU64,
+    /// Bits of seconds.
+    predicted_step_s: AtomicU64,
+    n_beats: AtomicU64,
+    /// Number of the first verdict, 0: none.
+    verdict: AtomicU8,
+    acknowledged: AtomicBool,
+    stop: AtomicBool,
+}
+
+impl Shared {
+    fn now_s(&self) -> f64 {
+        self.born.elapsed().as_secs_f64()
+    }
+
+    fn sample(&self) -> Sample {
+        let seconds = |bits: &AtomicU64| f64::from_bits(bits.load(Ordering::Acquire));
+        Sample {
+            progress: self.progress.sample(),
+            n_waiting: self.n_waiting.load(Ordering::Acquire),
+            n_running: self.n_running.load(Ordering::Acquire),
+            deadline_s: seconds(&self.deadline_s),
+            predicted_step_s: seconds(&self.predicted_step_s),
+            n_beats: self.n_beats.load(Ordering::Acquire),
+        }
+    }
+
+    /// Looks until there is a verdict or nobody wants one. A panic in here would be a watchdog that is silently
+    /// gone, so nothing in here can.
+    fn watch(&self, mut judge: Judge, period: Duration, mut pipe: impl Write, exit_after: Option<Duration>) {
+        let verdict = loop {
+            if self.stop.load(Ordering::Acquire) {
+                return;
+            }
+            if let Some(verdict) = judge.look(&self.sample(), self.now_s()) {
+                break verdict;
+            }
+            std::thread::park_timeout(period);
+        };
+        self.verdict.store(verdict as u8, Ordering::Release);
+        // If nobody holds the other end there is nobody to tell; the atomic stays.
+        let _ = pipe.write_all(&[b'0' + verdict as u8]);
+        let Some(exit_after) = exit_after else { return };
+        let given_s = self.now_s();
+        while self.now_s() - given_s < exit_after.as_secs_f64() {
+            if self.acknowledged.load(Ordering::Acquire) || self.stop.load(Ordering::Acquire) {
+                return;
+            }
+            std::thread::park_timeout(period);
+        }
+        std::process::exit(EXIT_CODE);
+    }
+}
+
+/// Watches one context's progress, the engine's numbers and the event loop.
+#[pyclass(frozen, module = "llaisys._core")]
+pub(crate) struct Watchdog {
+    shared: Arc<Shared>,
+    pipe: PipeReader,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+#[pymethods]
+impl Watchdog {
+    #[new]
+    #[pyo3(signature = (
+        progress, *, period_s = 0.25, step_s = 30.0, admit_s = 5.0, commit_s = 30.0, deadline_s = 5.0, loop_s = 5.0,
+        step_factor = 20.0, exit_after_s = None
+    ))]
+    fn new(
+        py: Python<'_>,
+        progress: &Progress,
+        period_s: f64,
+        step_s: f64,
+        admit_s: f64,
+        commit_s: f64,
+        deadline_s: f64,
+        loop_s: f64,
+        step_factor: f64,
+        exit_after_s: Option<f64>,
+    ) -> PyResult<Self> {
+        let start = || -> Result<Self, Fault> {
+            let period = seconds("period_s", period_s)?;
+            let exit_after = exit_after_s.map(|s| seconds("exit_after_s", s)).transpose()?;
+            for (what, value) in [
+                ("step_s", step_s),
+                ("admit_s", admit_s),
+                ("commit_s", commit_s),
+                ("deadline_s", deadline_s),
+                ("loop_s", loop_s),
+                ("step_factor", step_factor),
+            ] {
+                seconds(what, value)?;
+            }
+            let longest_look_s = Windows::default().longest_look_s.max(2.0 * period_s);
+            let windows =
+                Windows { step_s, admit_s, commit_s, deadline_s, loop_s, step_factor, longest_look_s };
+            let shared = Arc::new(shared(&progress.core));
+            let (reader, writer) = std::io::pipe().map_err(|e| Fault::Argument(format!("no pipe: {e}")))?;
+            let watching = Arc::clone(&shared);
+            let thread = std::thread::Builder::new()
+                .name("llaisys-watchdog".to_owned())
+                .spawn(move || watching.watch(Judge::new(windows), period, writer, exit_after))
+                .map_err(|e| Fault::Argument(format!("cannot start the watchdog's thread: {e}")))?;
+            Ok(Self { shared, pipe: reader, thread: Mutex::new(Some(thread)) })
+        };
+        start().map_err(|fault| fault.into_py(py))
+    }
+
+    /// The engine's numbers, after each of its turns.
+    #[pyo3(signature = (*, waiting, running, seconds_to_deadline = None, predicted_step_s = 0.0))]
+    fn report(&self, waiting: u64, running: u64, seconds_to_deadline: Option<f64>, predicted_step_s: f64) {
+        let deadline_s = seconds_to_deadline.map_or(f64::INFINITY, |s| self.shared.now_s() + s);
+        self.shared.deadline_s.store(deadline_s.to_bits(), Ordering::Release);
+        self.shared.predicted_step_s.store(predicted_step_s.to_bits(), Ordering::Release);
+        self.shared.n_running.store(running, Ordering::Release);
+        self.shared.n_waiting.store(waiting, Ordering::Release);
+    }
+
+    /// The event loop came round.
+    fn beat(&self) {
+        self.shared.n_beats.fetch_add(1, Ordering::Release);
+    }
+
+    /// `V1` to `V5`, or None.
+    #[getter]
+    fn verdict(&self) -> Option<&'static str> {
+        Verdict::from_code(self.shared.verdict.load(Ordering::Acquire)).map(Verdict::name)
+    }
+
+    /// The reading end of the pipe.
+    fn fileno(&self) -> i32 {
+        self.pipe.as_raw_fd()
+    }
+
+    /// Somebody acts on the verdict.
+    fn acknowledge(&self) {
+        self.shared.acknowledged.store(true, Ordering::Release);
+    }
+
+    /// Ends the thread; idempotent.
+    fn close(&self, py: Python<'_>) {
+        self.shared.stop.store(true, Ordering::Release);
+        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(thread) = thread {
+            thread.thread().unpark();
+            // It touches no Python, so this cannot wait for the GIL; what it may have panicked with is of no use.
+            let _ = py.detach(|| thread.join());
+        }
+    }
+}
+
+/// Without `close`: the thread is told and not waited for (after a fork it does not exist).
+impl Drop for Watchdog {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+    }
+}
+
+#[allow(clippy::disallowed_methods, reason = "the watchdog's one clock; the core is given its seconds")]
+fn shared(progress: &Arc<CoreProgress>) -> Shared {
+    Shared {
+        progress: Arc::clone(progress),
+        born: Instant::now(),
+        n_waiting: AtomicU64::new(0),
+        n_running: AtomicU64::new(0),
+        deadline_s: AtomicU64::new(f64::INFINITY.to_bits()),
+        predicted_step_s: AtomicU64::new(0.0_f64.to_bits()),
+        n_beats: AtomicU64::new(0),
+        verdict: AtomicU8::new(0),
+        acknowledged: AtomicBool::new(false),
+        stop: AtomicBool::new(false),
+    }
+}
+
+/// A span of time that can be one: above 0, at most a day.
+fn seconds(what: &str, value: f64) -> Result<Duration, Fault> {
+    if value > 0.0 && value <= 86_400.0 {
+        return Ok(Duration::from_secs_f64(value));
+    }
+    Err(Fault::Argument(format!("{what} is {value}, allowed are above 0 to 86400")))
+}

@@ -1,0 +1,143 @@
+//! One target for each parser. The input is a whole file, put where the parser looks for it.
+
+use crate::formats_common::folder::{Folder, safetensors};
+use crate::formats_common::gguf::Gguf;
+use crate::formats_common::{Scratch, check};
+use llaisys_core::batch::{Batch, BatchArrays, BatchLimits};
+use llaisys_core::formats::gguf::Header;
+use llaisys_core::formats::tokenizer_json;
+use llaisys_core::model::checkpoint::Checkpoint;
+
+/// The last must fail: it shows that a failure is noticed.
+pub const NAMES: [&str; 8] =
+    ["safetensors", "gguf", "index", "config", "generation", "tokenizer", "batch", "canary"];
+
+pub fn find(name: &str) -> Target {
+    let (kind, file) = match name {
+        "safetensors" => (Kind::Folder, "model.safetensors"),
+        "index" => (Kind::Folder, "model.safetensors.index.json"),
+        "config" => (Kind::Folder, "config.json"),
+        "generation" => (Kind::Folder, "generation_config.json"),
+        "gguf" => (Kind::Gguf, "x.gguf"),
+        "tokenizer" => (Kind::Tokenizer, "tokenizer.json"),
+        "batch" => (Kind::Batch, ""),
+        "canary" => (Kind::Canary, ""),
+        other => panic!("no target {other}; targets: {}", NAMES.join(" ")),
+    };
+    let scratch = Scratch::new();
+    let mut folder = Folder::small(FAMILIES[0]);
+    folder.generation = Some(serde_json::json!({"eos_token_id": [2, 3], "temperature": 0.7, "top_k": 20}));
+    if file == "model.safetensors.index.json" {
+        folder.write_sharded(&scratch, 2);
+    } else {
+        folder.write(&scratch);
+    }
+    Target { kind, file, scratch }
+}
+
+const FAMILIES: [&str; 3] = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"];
+
+enum Kind {
+    Folder,
+    Gguf,
+    Tokenizer,
+    Batch,
+    Canary,
+}
+
+pub struct Target {
+    kind: Kind,
+    file: &'static str,
+    scratch: Scratch,
+}
+
+impl Target {
+    /// One run: refused or sound, and no third.
+    pub fn run(&mut self, input: &[u8]) {
+        match self.kind {
+            Kind::Tokenizer => drop(tokenizer_json::check(input)),
+            Kind::Batch => run_batch(input),
+            // Twice what is allowed, for inputs that begin with an odd byte.
+            Kind::Canary => drop(vec![0_u8; input.first().map_or(0, |b| usize::from(b % 2) * (128 << 20))]),
+            Kind::Folder | Kind::Gguf => {
+                if matches!(self.kind, Kind::Gguf) {
+                    drop(Header::parse(input).and_then(|header| header.place()));
+                }
+                let path = self.scratch.write(self.file, input);
+                let opened =
+                    if matches!(self.kind, Kind::Gguf) { path.as_path() } else { self.scratch.path() };
+                match Checkpoint::open(opened) {
+                    Ok(checkpoint) => check(&checkpoint),
+                    // The message is part of what a file can make large.
+                    Err(error) => assert!(error.to_string().len() <= 8 * input.len() + 4096),
+                }
+            }
+        }
+    }
+
+    /// Small sound files.
+    pub fn seeds(&self) -> Vec<Vec<u8>> {
+        match self.kind {
+            Kind::Gguf => ["llama", "qwen2", "qwen3"].map(|family| Gguf::small(family).bytes()).into(),
+            Kind::Tokenizer => vec![small_tokenizer()],
+            Kind::Canary => vec![vec![0; 4]],
+            Kind::Batch => vec![vec![2, 1, 2, 7, 0, 0, 0, 99, 0, 0, 0, 0, 0, 0, 0, 15, 0, 0, 0], vec![0; 64]],
+            Kind::Folder if self.file == "model.safetensors" => {
+                FAMILIES.map(|family| safetensors(&Folder::small(family).tensors)).into()
+            }
+            Kind::Folder if self.file == "config.json" => {
+                let mut seeds: Vec<Vec<u8>> = FAMILIES
+                    .map(|f| serde_json::to_vec(&Folder::small(f).config).expect("it is JSON"))
+                    .into();
+                let real = include_bytes!("../../tests/data/goldens/qwen2-tied-bf16/config.json");
+                seeds.push(real.to_vec());
+                seeds
+            }
+            Kind::Folder => {
+                vec![std::fs::read(self.scratch.file(self.file)).expect("`find` has written it")]
+            }
+        }
+    }
+}
+
+fn small_tokenizer() -> Vec<u8> {
+    br#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[{"id":3,"content":"<s>","special":true}],
+"normalizer":{"type":"Sequence","normalizers":[{"type":"NFC"},{"type":"Replace","pattern":{"String":" "},"content":"_"}]},
+"pre_tokenizer":{"type":"Split","pattern":{"Regex":"(?i:'s|'t)|[^\\r\\n\\p{L}]?\\p{L}+|\\p{N}{1,3}|\\s+(?!\\S)|\\s+"},"behavior":"Isolated"},
+"post_processor":{"type":"TemplateProcessing","single":[{"SpecialToken":{"id":"<s>"}},{"Sequence":{"id":"A","type_id":0}}],"special_tokens":{"<s>":{"ids":[3]}}},
+"decoder":{"type":"ByteLevel"},"model":{"type":"BPE","dropout":null,"vocab":{"a":0,"b":1,"ab":2},"merges":["a b",["a","b"]]}}"#
+        .to_vec()
+}
+
+/// The input as arrays: three lengths, then their bytes; what is missing is zero.
+fn run_batch(input: &[u8]) {
+    let mut bytes = input.iter().copied().chain(std::iter::repeat(0));
+    let mut next = |n: usize| -> Vec<u8> { bytes.by_ref().take(n).collect() };
+    let sizes = next(3);
+    let (n_rows, n_ids, n_streams) = (sizes[0] as usize, sizes[1] as usize, sizes[2] as usize % 4);
+    let mut ints = |n: usize| -> Vec<i32> {
+        next(4 * n).chunks_exact(4).map(|b| i32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+    };
+    let (tokens, positions, n_seq_id) = (ints(n_rows), ints(n_rows), ints(n_rows));
+    let wide = ints(2 * n_ids);
+    let seq_ids: Vec<i64> =
+        wide.chunks_exact(2).map(|pair| (i64::from(pair[0]) << 32) | i64::from(pair[1] as u32)).collect();
+    let stream: Vec<u32> =
+        ints(if n_streams == 0 { 0 } else { n_rows }).into_iter().map(|n| n as u32).collect();
+    let wants_output: Vec<u8> = ints(n_rows).into_iter().map(|n| n as u8).collect();
+    let arrays = BatchArrays {
+        tokens: &tokens,
+        positions: &positions,
+        n_seq_id: &n_seq_id,
+        seq_ids: &seq_ids,
+        stream: &stream,
+        wants_output: &wants_output,
+    };
+    let limits =
+        BatchLimits { vocab_size: 100, max_positions: 16, n_seq_max: 4, n_streams: n_streams.max(1) };
+    if let Ok(batch) = Batch::new(arrays, limits) {
+        for row in 0..batch.n_rows() {
+            assert!(!batch.row_seqs(row).is_empty() && (0..100).contains(&batch.tokens[row]));
+        }
+    }
+}

@@ -1,0 +1,30 @@
+"""From a configuration to a running engine: sized for this machine, on a thread or in a process."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+from llaisys.config import Config
+from llaisys.engine.capacity import size
+from llaisys.engine.client import Deliver, EngineClient
+from llaisys.engine.inproc import InprocClient
+from llaisys.engine.loop import build_engine
+from llaisys.engine.machine import available_bytes, usable_cores
+from llaisys.engine.process import ProcessClient
+from llaisys.types import ModelInfo
+
+log = logging.getLogger(__name__)
+
+
+def start_engine(config: Config, info: ModelInfo, deliver: Deliver) -> EngineClient:
+    """Sizes an engine, loads the model into it, and returns when requests are welcome.
+
+    Raises RejectedError or UnsupportedError: a setting or the model, by name.
+    """
+    capacity = size(config, info, available_bytes(), usable_cores())
+    log.info("%s", capacity.summary)
+    if config.engine_process:
+        return ProcessClient(capacity, config.seed, deliver)
+    build = partial(build_engine, capacity.settings, capacity.limits, config.seed)
+    return InprocClient(build, capacity.limits, deliver)

@@ -1,0 +1,167 @@
+"""The messages between a client and its engine, and their bytes where the engine is in its own process.
+
+Each is a tagged struct of plain dataclasses, checked field by field when it is read. Both ends are of one
+package version, which `Start` carries, so there is no other versioning.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+import zmq
+
+from llaisys import errors
+from llaisys.engine.limits import Limits
+from llaisys.engine.outputs import EngineOutput
+from llaisys.engine.request import EngineRequest
+from llaisys.engine.worker import WorkerSettings
+from llaisys.errors import EngineDeadError, LlaisysError, QueueFullError
+from llaisys.stats import EngineStats
+from llaisys.types import RequestId
+
+# --- to the engine ---
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """The first message: what to load. `log_level`: a number of `logging`."""
+
+    version: str
+    settings: WorkerSettings
+    limits: Limits
+    seed: int
+    inbox_max: int
+    log_level: int
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """A request to take."""
+
+    request: EngineRequest
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """A request whose client has gone, or one choice of it that nobody reads any more."""
+
+    request_id: RequestId
+    index: int | None = None
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """The last message: end, whatever is open."""
+
+
+# --- from the engine ---
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """The model is loaded; requests are welcome."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The model could not be loaded; the process ends."""
+
+    error: LlaisysError
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """What one step gave, and the books after it."""
+
+    outputs: list[EngineOutput]
+    stats: EngineStats
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """The engine is over, for this reason; no output follows."""
+
+    error: EngineDeadError
+
+
+ToEngine: TypeAlias = Start | Submit | Cancel | Shutdown
+FromEngine: TypeAlias = Started | Refused | Step | Ended
+
+
+class _Error(msgspec.Struct, frozen=True):
+    """An exception of ours. `kind`: its class's name."""
+
+    kind: str
+    text: str
+    param: str | None
+    retry_after_s: int | None
+
+
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, LlaisysError):
+        retry_after_s = getattr(value, "retry_after_s", None)
+        return _Error(type(value).__name__, str(value), value.param, retry_after_s)
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} has no form on the wire")
+
+
+def _from_plain(wanted: type, value: Any) -> Any:
+    if issubclass(wanted, LlaisysError):
+        return _error(msgspec.convert(value, _Error))
+    if wanted is Path and isinstance(value, str):
+        return Path(value)
+    raise TypeError(f"{wanted.__name__} has no form on the wire")
+
+
+def _error(plain: _Error) -> LlaisysError:
+    """The same class again; one that is not of `llaisys.errors` becomes its plain base."""
+    kind = getattr(errors, plain.kind, None)
+    if not (isinstance(kind, type) and issubclass(kind, LlaisysError)):
+        kind = LlaisysError
+    if kind is QueueFullError and plain.retry_after_s is not None:
+        return QueueFullError(plain.text, retry_after_s=plain.retry_after_s)
+    return kind(plain.text, param=plain.param)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_plain)
+_TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine, dec_hook=_from_plain)
+_FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine, dec_hook=_from_plain)
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    """A message as bytes. Raises TypeError for a value that is of no plain type."""
+    return _ENCODER.encode(message)
+
+
+def decode_to_engine(raw: bytes) -> ToEngine:
+    """Raises msgspec.DecodeError or LlaisysError for anything but a whole message to an engine."""
+    return _TO_ENGINE.decode(raw)
+
+
+def decode_from_engine(raw: bytes) -> FromEngine:
+    """Raises msgspec.DecodeError for anything but a whole message from an engine."""
+    return _FROM_ENGINE.decode(raw)
+
+
+# --- the sockets: one for each direction, of one reader and one writer ---
+
+Socket: TypeAlias = "zmq.Socket[bytes]"
+Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
+
+
+def parent_sockets(context: Context, folder: str) -> tuple[Socket, Socket]:
+    """The client's ends, to send and to receive on; `folder` must be private."""
+    push, pull = _socket(context, zmq.PUSH), _socket(context, zmq.PULL)
+    push.bind(f"ipc://{folder}/to-engine")
+    pull.bind(f"ipc://{folder}/from-engine")
+    return push, pull
+
+
+def child_sockets(context: Context, folder: str) -> tuple[Socket, Socket]:
+    """The engine's ends, to receive and to send on."""
+    pull, push = _socket(context, zmq.PULL), _socket(context, zmq.PUSH)
+    pull.connect(f"ipc://{folder}/to-engine")
+    push.connect(f"ipc://{folder}/from-engine")
+    return pull, push
+
+
+def _socket(context: Context, kind: int) -> Socket:
+    """Without a bound of its own: the open requests bound what can be under way, and no end may ever wait."""
+    socket = context.socket(kind)
+    socket.sndhwm = socket.rcvhwm = 0
+    return socket

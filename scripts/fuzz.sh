@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# Fuzzes each parser for so many minutes with AFL++, on the stable toolchain: fuzz.sh [MINUTES [TARGET...]].
+# Writes one line a target to benches/results/fuzz.txt; exit 1 if anything was found (it stays in target/fuzz).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+minutes=${1:-10}
+shift || true
+targets=("$@")
+[ ${#targets[@]} -gt 0 ] || targets=(safetensors gguf index config generation tokenizer batch)
+
+home=$PWD/target/fuzz
+memory=/dev/shm/llaisys-fuzz # fuzz/.cargo/config.toml names it too
+export XDG_DATA_HOME=$home/data PATH=$home/bin:$PATH
+export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$home/build}
+if ! command -v cargo-afl >/dev/null; then
+  echo "installing cargo-afl (AFL++) into target/fuzz, a few minutes once"
+  cargo install --quiet --locked --root "$home" cargo-afl
+fi
+[ -d "$XDG_DATA_HOME/afl.rs" ] || cargo afl config --build >"$home/afl-build.log" 2>&1
+(cd fuzz && cargo afl build --release --quiet)
+binary=$CARGO_TARGET_DIR/release/llaisys-fuzz
+
+mkdir -p "$memory"
+trap 'rm -rf "$memory"' EXIT
+export AFL_NO_UI=1 AFL_SKIP_CPUFREQ=1 AFL_I_DONT_CARE_ABOUT_MISSING_CRASHES=1 AFL_NO_AFFINITY=1
+results=benches/results/fuzz.txt
+{
+  echo "# make fuzz MINUTES=$minutes: AFL++, one process a target; a run fails on a panic, a second, or an allocation"
+  echo "# of more than 4 times the input and 64 MiB. $(rustc --version), $(date -u +%F), $(uname -m), commit $(git rev-parse --short HEAD)"
+  printf '%-12s %12s %8s %8s %8s %8s\n' target executions corpus edges crashes hangs
+} >"$results"
+stat() { awk -F' *: *' -v key="$2" '$1 == key { print $2 }' "$home/out-$1/default/fuzzer_stats"; }
+
+fuzz() { # target, seconds
+  rm -rf "$home/out-$1" "$home/in-$1" && mkdir -p "$home/in-$1"
+  "$binary" seeds "$1" "$home/in-$1"
+  timeout --kill-after=10 $(($2 + 60)) cargo afl fuzz -i "$home/in-$1" -o "$home/out-$1" -V "$2" -t 1000 -m none \
+    -- "$binary" "$1" >"$home/$1.log" 2>&1 || { tail -20 "$home/$1.log" >&2; exit 1; }
+}
+
+fuzz canary 5
+[ "$(stat canary saved_crashes)" != 0 ] || { echo "the canary lives: failures are not noticed" >&2; exit 1; }
+found=0
+for target in "${targets[@]}"; do
+  fuzz "$target" $((minutes * 60))
+  printf '%-12s %12s %8s %8s %8s %8s\n' "$target" "$(stat "$target" execs_done)" "$(stat "$target" corpus_count)" \
+    "$(stat "$target" edges_found)" "$(stat "$target" saved_crashes)" "$(stat "$target" saved_hangs)" | tee -a "$results"
+  [ "$(stat "$target" saved_crashes)" = 0 ] && [ "$(stat "$target" saved_hangs)" = 0 ] || found=1
+done
+exit "$found"

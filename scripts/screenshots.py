@@ -1,0 +1,86 @@
+"""The README's pictures of the page: SmolLM2 answers for real, greedily, in a few sessions. Look at them."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from playwright.sync_api import Browser, expect, sync_playwright
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from chatpage import FLAGS, Chat, find_browser  # noqa: E402 -- the tests' folder is on the path only now
+from serving import Server, serving  # noqa: E402 -- as above
+
+OUT = ROOT / "docs" / "screenshots"
+BYTES_MAX = 150_000
+OTHERS = ("Name three rivers of France", "What is a KV cache?", "Translate “good morning” to Italian")
+MAIN = (
+    "What does the Fibonacci sequence begin with?",
+    "Write a Python function that returns the first n Fibonacci numbers, with a short explanation.",
+)
+
+
+def shoot(chat: Chat, name: str) -> None:
+    """Writes the picture; no picture may weigh more than BYTES_MAX."""
+    path = OUT / f"{name}.png"
+    chat.page.mouse.move(0, 0)
+    chat.page.screenshot(path=path, animations="disabled", caret="hide")
+    size = path.stat().st_size
+    assert size <= BYTES_MAX, f"{path} has {size} bytes, {BYTES_MAX} is the limit"
+
+
+def ask(chat: Chat, question: str, max_tokens: int) -> None:
+    """A greedy answer, waited for."""
+    chat.reach_server()
+    chat.with_fields(temperature=0, max_tokens=max_tokens)
+    chat.send(question)
+    expect(chat.answer.locator(".usage")).to_be_visible(timeout=120_000)
+
+
+def desktop(browser: Browser, server: Server) -> None:
+    """Light with the status panel, dark without; the same conversation."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800}, color_scheme="light")
+    chat = Chat.open(context, server.url)
+    for question in OTHERS:
+        ask(chat, question, 24)
+        chat.button("New chat").first.click()
+    chat.menu("KV cache", "Pin")
+    for question in MAIN:
+        ask(chat, question, 230)
+    chat.button("Server status").click()
+    ask(chat, "Thank you. Which numbers come after 55 and 89?", 60)
+    expect(chat.page.get_by_role("complementary").locator("polyline").first).to_be_attached()
+    shoot(chat, "light")
+    chat.button("Server status").click()
+    chat.page.emulate_media(color_scheme="dark")
+    shoot(chat, "dark")
+    context.close()
+
+
+def phone(browser: Browser, server: Server) -> None:
+    """One conversation on a narrow screen."""
+    context = browser.new_context(
+        viewport={"width": 390, "height": 780}, device_scale_factor=2, has_touch=True, is_mobile=True
+    )
+    chat = Chat.open(context, server.url)
+    ask(chat, "Explain how tides work, in a few sentences.", 120)
+    shoot(chat, "phone")
+    context.close()
+
+
+def main() -> None:
+    """Makes all pictures anew."""
+    OUT.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=find_browser(), args=FLAGS)
+        with serving(Path(folder), "smollm2", "--num-kv-cells", "8192") as server:
+            desktop(browser, server)
+            phone(browser, server)
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()

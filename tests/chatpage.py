@@ -1,0 +1,171 @@
+"""The page in a real browser: what a reader does with it, in a test's words."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from playwright.sync_api import BrowserContext, Locator, Page, Route, expect
+
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-sync",
+    "--no-first-run",
+]
+COMPLETIONS = "**/v1/chat/completions"
+
+# Puts the next answer's stream into the test's hands: `feed.text("...")`, `feed.end()`.
+FEED = """
+(() => {
+  const real = window.fetch;
+  const encoder = new TextEncoder();
+  window.fetch = (url, options) => {
+    if (!String(url).endsWith("/v1/chat/completions")) return real(url, options);
+    const body = new ReadableStream({
+      start(control) {
+        const send = (data) => control.enqueue(encoder.encode(`data: ${data}\\n\\n`));
+        window.feed = {
+          text: (content) => send(JSON.stringify({ choices: [{ delta: { content } }] })),
+          end: () => { send("[DONE]"); control.close(); },
+        };
+        const stop = () => control.error(new DOMException("stopped", "AbortError"));
+        options.signal.addEventListener("abort", stop);
+      },
+    });
+    return Promise.resolve(new Response(body, { headers: { "content-type": "text/event-stream" } }));
+  };
+})();
+"""
+
+
+def find_browser() -> str | None:
+    """An installed Chromium; None stands for Playwright's own."""
+    installed = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
+    return next(filter(None, installed), None)
+
+
+@dataclass
+class Chat:
+    """One page of a browser context. `complaints`: what its console said, violations of the policy too."""
+
+    page: Page
+    url: str
+    complaints: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def open(context: BrowserContext, url: str, *, feed: bool = False) -> Chat:
+        """A page of the server at `url`, once it knows the model. `feed`: streams are the test's own."""
+        chat = Chat(context.new_page(), url)
+        chat.page.on("console", lambda message: chat.complaints.append(message.text))
+        chat.page.on("pageerror", lambda error: chat.complaints.append(str(error)))
+        if feed:
+            chat.page.add_init_script(FEED)
+        chat.page.goto(url)
+        expect(chat.page.get_by_label("Model", exact=True)).to_be_visible()
+        return chat
+
+    @property
+    def message(self) -> Locator:
+        return self.page.get_by_role("textbox", name="Message", exact=True)
+
+    @property
+    def answers(self) -> Locator:
+        return self.page.get_by_role("article", name="Assistant")
+
+    @property
+    def answer(self) -> Locator:
+        """The last answer."""
+        return self.answers.last
+
+    @property
+    def text(self) -> Locator:
+        """What the last answer says."""
+        return self.answer.locator(".prose").last
+
+    @property
+    def questions(self) -> Locator:
+        return self.page.get_by_role("article", name="You")
+
+    @property
+    def asked(self) -> Locator:
+        """What the questions say."""
+        return self.questions.locator(".bubble")
+
+    @property
+    def sessions(self) -> Locator:
+        return self.page.get_by_role("navigation", name="Chats").get_by_role("link")
+
+    def button(self, name: str) -> Locator:
+        return self.page.get_by_role("button", name=name, exact=True)
+
+    def send(self, text: str) -> None:
+        self.message.fill(text)
+        self.message.press("Enter")
+
+    def done(self) -> None:
+        """Waits for the end of the answer."""
+        expect(self.button("Send")).to_be_visible()
+
+    def menu(self, title: str, action: str) -> None:
+        """An action of a session's menu."""
+        row = self.page.get_by_role("navigation", name="Chats").get_by_role("listitem").filter(has_text=title)
+        row.hover()
+        row.get_by_role("button", name=re.compile("^Actions for")).click()
+        self.page.get_by_role("menuitem", name=action, exact=True).click()
+
+    def with_fields(self, **fields: Any) -> None:
+        """Adds fields to every request; the answer is the real server's."""
+
+        def patch(route: Route) -> None:
+            route.continue_(post_data=json.dumps({**route.request.post_data_json, **fields}))
+
+        self.page.route(COMPLETIONS, patch)
+
+    def answer_with(self, *pieces: str | Mapping[str, Any], finish: str = "stop") -> None:
+        """Lets the server answer every chat with these deltas (a text is a `content`)."""
+        deltas = [{"content": piece} if isinstance(piece, str) else dict(piece) for piece in pieces]
+        chunks: list[Any] = [{"choices": [{"delta": delta}]} for delta in deltas]
+        chunks.append({"choices": [{"delta": {}, "finish_reason": finish}]})
+        usage = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 5}}
+        chunks.append({"choices": [], "usage": usage})
+        body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+        self._fulfill(body=body, headers={"content-type": "text/event-stream"})
+
+    def fail_with(self, status: int, code: str, message: str, **headers: str) -> None:
+        """Lets the server refuse every chat."""
+        body = json.dumps({"error": {"message": message, "type": "x", "param": None, "code": code}})
+        self._fulfill(status=status, body=body, headers={"content-type": "application/json", **headers})
+
+    def _fulfill(self, **answer: Any) -> None:
+        self.page.unroute(COMPLETIONS)
+        self.page.route(COMPLETIONS, lambda route: route.fulfill(**answer))
+
+    def reach_server(self) -> None:
+        """Ends all of the above: the real server answers."""
+        self.page.unroute(COMPLETIONS)
+
+    def feed(self, *texts: str) -> None:
+        """Sends pieces of the answer that was opened with `feed=True`, a frame for each."""
+        self.page.evaluate(
+            """async (texts) => {
+                const frame = () => new Promise((done) => requestAnimationFrame(done));
+                while (!window.feed) await frame();
+                for (const text of texts) {
+                    feed.text(text);
+                    await frame();
+                    await frame();
+                }
+            }""",
+            list(texts),
+        )
+
+    def end(self) -> None:
+        """Ends a fed answer."""
+        self.page.evaluate("feed.end(); window.feed = null")
+        self.done()

@@ -1,0 +1,100 @@
+"""A program with an engine, that ends in the way of its first argument. Run by `test_exit.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from llaisys import LLM, AsyncLLM, Config, SamplingParams
+from llaisys.errors import EngineDeadError
+
+LONG = SamplingParams(max_tokens=60_000, temperature=0.0, ignore_eos=True)
+
+
+def fork(use: Callable[[], Any], leave: Callable[[int], Any]) -> None:
+    """The engine is not the forked process's: it says so, and ends like any program."""
+    child = os.fork()
+    if child == 0:
+        try:
+            use()
+        except EngineDeadError:
+            leave(0)
+        leave(9)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def end(
+    how: str, close: Callable[[], Any], use: Callable[[], Any], leave: Callable[[int], Any] = sys.exit
+) -> None:
+    """Ends the program in this way, or lets it go on to its last line."""
+    match how:
+        case "return":
+            close()
+        case "sys.exit":
+            sys.exit(3)
+        case "exception":
+            raise ValueError("on purpose")
+        case "SIGINT x2":
+            print("waiting", flush=True)
+            signal.pause()
+        case "close twice":
+            close()
+            close()
+        case "close from another thread":
+            closer = threading.Thread(target=close)
+            closer.start()
+            closer.join()
+        case "fork":
+            fork(use, leave)
+        case _:
+            assert how == "no close"
+
+
+def blocking(how: str, work: str, settings: dict[str, Any]) -> None:
+    """With `LLM`; streaming: a daemon thread is in the middle of an answer."""
+    llm = LLM(**settings)
+    llm.generate("Hello", SamplingParams(max_tokens=2))
+    if work == "streaming":
+
+        def answer() -> None:
+            with contextlib.suppress(EngineDeadError):
+                llm.generate("Hello", LONG)
+
+        threading.Thread(target=answer, daemon=True).start()
+        while llm._client.stats().num_running == 0:
+            pass
+    end(how, llm.close, lambda: llm.generate("Hello", SamplingParams(max_tokens=2)))
+
+
+async def asynchronous(how: str, settings: dict[str, Any]) -> None:
+    """With `AsyncLLM`, a stream open; its loop may not wait for another thread's `close`."""
+    service = await AsyncLLM.start(Config(**settings))
+    stream = service.generate("Hello", LONG, "open")
+    await anext(stream)
+    client = service._client
+    assert client is not None
+    if how == "SIGINT x2":  # asyncio turns the first into a cancellation
+        print("waiting", flush=True)
+        await asyncio.Event().wait()
+    # A forked process must not close the event loop: the selector is its parent's too.
+    end(how, client.close, lambda: client.submit(None), os._exit)  # type: ignore[arg-type]  # refused unread
+
+
+def main() -> None:
+    """`exits.py HOW WORK MODEL thread|process`."""
+    how, work, model, form = sys.argv[1:]
+    settings = {"model": model, "num_kv_cells": 65536, "engine_process": form == "process"}
+    if work == "async":
+        asyncio.run(asynchronous(how, settings))
+    else:
+        blocking(how, work, settings)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""However a program with an engine ends, it ends by itself: no crash, no hang, no panic, no process left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from serving import long_model
+
+SCRIPT = Path(__file__).with_name("exits.py")
+FORMS = ("thread", "thread", "process")
+# Python itself ends with the signal when nothing catches a Ctrl-C.
+CODES = {"sys.exit": {3}, "exception": {1}, "SIGINT x2": {-signal.SIGINT, 1, 130}}
+WAYS = (
+    "return",
+    "no close",
+    "sys.exit",
+    "exception",
+    "SIGINT x2",
+    "close twice",
+    "close from another thread",
+    "fork",
+)
+HANG_S = 30  # ten seconds are the bound, on a machine that does nothing else
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(long_model(tmp_path_factory.mktemp("exit")))
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    """The engine's process of a program that has ended has ended, too, or does so now."""
+    yield
+    for each in psutil.process_iter(["cmdline"]):
+        if any("llaisys.engine.child" in part for part in each.info["cmdline"] or ()):
+            each.wait(timeout=HANG_S)
+
+
+@pytest.mark.parametrize("work", ["idle", "streaming", "async"])
+@pytest.mark.parametrize("how", WAYS)
+def test_a_program_ends(model: str, how: str, work: str) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONFAULTHANDLER": "1"}
+    with ExitStack() as stack:
+        programs = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, str(SCRIPT), how, work, model, form],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    env=env,
+                )
+            )
+            for form in FORMS
+        ]
+        for program in programs:
+            stack.callback(program.kill)
+        for program in programs:
+            if how == "SIGINT x2":
+                assert program.stdout is not None
+                assert program.stdout.readline() == "waiting\n"
+                program.send_signal(signal.SIGINT)
+                program.send_signal(signal.SIGINT)
+        for program, form in zip(programs, FORMS, strict=True):
+            _, errors = program.communicate(timeout=HANG_S)
+            assert program.returncode in CODES.get(how, {0}), (form, errors)
+            for bad in ("PanicException", "panicked", "Fatal Python error", "Exception ignored"):
+                assert bad not in errors, (form, errors)

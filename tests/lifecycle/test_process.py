@@ -1,0 +1,292 @@
+"""The engine in its own process, with the real core: the same answers, and one end for each request whatever
+is killed, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import queue
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from golden import FOLDER, load_golden
+from llaisys import LLM
+from llaisys.config import Config
+from llaisys.engine import process
+from llaisys.engine.capacity import Capacity, size
+from llaisys.engine.outputs import EngineOutput
+from llaisys.engine.process import ProcessClient, Restarts
+from llaisys.engine.request import EngineRequest
+from llaisys.engine.wire import Cancel
+from llaisys.engine.worker import inspect_model
+from llaisys.errors import EngineDeadError, LlaisysError, RejectedError
+from llaisys.service import AsyncLLM
+from llaisys.types import FinishReason, SamplingParams
+
+SEED = 20
+N_KILLS, N_STREAMS = 20, 32
+SETTINGS: dict[str, Any] = {"model": str(FOLDER), "dtype": "float32", "num_kv_cells": 4096}
+
+
+def capacity(**settings: Any) -> Capacity:
+    return size(Config(**{**SETTINGS, **settings}), inspect_model(FOLDER), 2**30, 1)
+
+
+class Client:
+    """A process client whose outputs are collected."""
+
+    def __init__(self, made: Capacity | None = None) -> None:
+        self.outputs: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()
+        self.now_s = 0.0
+        self.client = ProcessClient(made or capacity(), 0, self.deliver, lambda: self.now_s)
+
+    def deliver(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            self.outputs.put(output)
+
+    def submit(self, name: str, max_tokens: int = 200) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        self.client.submit(
+            EngineRequest(
+                request_id=name,
+                prompt_token_ids=load_golden().prompts[0],
+                params=params,
+                eos_token_ids=(),
+                arrival_s=0.0,
+                deadline_s=float("inf"),
+            )
+        )
+
+    def end_of(self, name: str) -> EngineOutput:
+        while True:
+            output = self.outputs.get(timeout=60)
+            assert output.request_id == name
+            if output.finish_reason is not None:
+                return output
+
+    def child(self) -> psutil.Process:
+        (found,) = psutil.Process().children()
+        return found
+
+    def back(self) -> None:
+        """Returns when a new child is ready."""
+        while True:
+            with suppress(EngineDeadError):
+                self.submit("back", max_tokens=1)
+                assert self.end_of("back").finish_reason is FinishReason.LENGTH
+                return
+
+
+@pytest.fixture
+def made() -> Iterator[Client]:
+    client = Client()
+    yield client
+    client.client.close()
+    assert psutil.Process().children() == []
+
+
+def test_the_answers_are_those_of_the_engine_in_this_process() -> None:
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=3),
+        SamplingParams(temperature=1.0, seed=7, max_tokens=24, ignore_eos=True, logprobs=0),
+        SamplingParams(temperature=1.0, top_p=0.9, max_tokens=24),
+    ]
+    asks = [(prompt, each) for prompt in load_golden().prompts for each in params]
+    answers = []
+    for engine_process in (False, True):
+        with LLM(**SETTINGS, engine_process=engine_process) as llm:
+            answers.append(llm.generate([prompt for prompt, _ in asks], [each for _, each in asks]))
+    assert answers[0] == answers[1]
+    assert answers[1][0].outputs[0].token_ids == load_golden().greedy[0]
+
+
+async def test_kill_9_at_random_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of 32 open streams gets its one end, the next request is answered, and one child is there."""
+    monkeypatch.setattr(process, "RESTARTS_MAX", N_KILLS)
+    service = await AsyncLLM.start(Config(**SETTINGS, engine_process=True))
+    chance = random.Random(SEED)
+    prompt = load_golden().prompts[0]
+    try:
+        for turn in range(N_KILLS):
+            (child,) = psutil.Process().children()
+            kill_at, n_deltas = chance.randrange(400), 0
+            ends: list[str | BaseException] = []
+
+            async def stream(name: str) -> None:
+                nonlocal n_deltas
+                params = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
+                try:
+                    async for delta in service.generate(prompt, params, name):
+                        if delta.finished:
+                            ends.append(str(delta.outputs[0].finish_reason))  # noqa: B023 -- awaited in the turn
+                        if n_deltas == kill_at:  # noqa: B023 -- as above
+                            child.kill()  # noqa: B023 -- as above
+                        n_deltas += 1
+                except LlaisysError as error:
+                    ends.append(error)  # noqa: B023 -- as above
+
+            await asyncio.gather(*(stream(f"{turn}-{i}") for i in range(N_STREAMS)))
+            assert n_deltas > kill_at, f"seed {SEED}, turn {turn}: nothing was killed"
+            assert len(ends) == N_STREAMS, f"seed {SEED}, turn {turn}"
+            assert all(end == "length" or isinstance(end, EngineDeadError) for end in ends), ends
+            assert any(isinstance(end, EngineDeadError) for end in ends)
+            assert service._mailboxes == {}
+            child.wait()
+            while not service.is_alive():  # noqa: ASYNC110 -- it yields, it does not wait for time
+                await asyncio.sleep(0)
+            params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+            ids = [i async for d in service.generate(prompt, params, "next") for i in d.outputs[0].token_ids]
+            assert ids == load_golden().greedy[0]
+    finally:
+        await service.close()
+    assert psutil.Process().children() == []
+
+
+def test_a_child_that_dies_again_and_again_is_given_up(made: Client) -> None:
+    for _ in range(process.RESTARTS_MAX):
+        made.submit("open")
+        made.child().kill()
+        end = made.end_of("open")
+        assert isinstance(end.error, EngineDeadError)
+        assert "SIGKILL" in str(end.error)
+        made.back()
+    made.submit("open")
+    made.child().kill()
+    assert "restarted 3 times, no more" in str(made.end_of("open").error)
+    with pytest.raises(EngineDeadError, match="no more"):
+        made.submit("late")
+    assert made.client.error is not None
+
+
+def test_restarts_are_counted_within_ten_minutes() -> None:
+    now_s = 0.0
+    restarts = Restarts(lambda: now_s)
+    assert [restarts.take() for _ in range(4)] == [True, True, True, False]
+    now_s = 599.0
+    assert not restarts.take()
+    now_s = 600.0
+    assert [restarts.take() for _ in range(4)] == [True, True, True, False]
+
+
+def test_a_malformed_message_ends_the_child_and_not_the_parent(made: Client) -> None:
+    made.submit("open")
+    link = made.client._link
+    assert isinstance(link, process._Child)
+    link._outgoing.put(b"\xc1")
+    made.client.cancel("unknown")
+    link.send(Cancel("unknown"))
+    end = made.end_of("open")
+    assert isinstance(end.error, EngineDeadError)
+    assert "exit code 70" in str(end.error)
+    made.back()
+
+
+def test_a_child_that_sends_no_message_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    boot = (
+        "import sys; sys.path[:] = {}; import zmq; from llaisys.engine.wire import child_sockets;"
+        "_, push = child_sockets(zmq.Context(), {!r}); push.send(b'hello'); sys.stdin.read({})"
+    )
+    monkeypatch.setattr(process, "_BOOT", boot)
+    with pytest.raises(EngineDeadError, match="sent no message"):
+        Client()
+    assert psutil.Process().children() == []
+
+
+def test_a_model_that_cannot_be_loaded_is_told_to_the_starter(tmp_path: Path) -> None:
+    good = capacity()
+    bad = replace(good, settings=replace(good.settings, path=tmp_path / "gone"))
+    with pytest.raises(RejectedError, match="gone"):
+        Client(bad)
+    assert psutil.Process().children() == []
+
+
+def test_a_package_that_was_changed_on_the_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "package_version", lambda: "0.0.0")
+    with pytest.raises(RejectedError, match=r"changed on the disk \(it ran 0\.0\.0"):
+        Client()
+
+
+def test_close_ends_what_is_open_once_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gc.collect()
+    n_fds = psutil.Process().num_fds()
+    made = Client()
+    assert list(tmp_path.iterdir()) == [], "the sockets' folder is gone as soon as it has served"
+    made.submit("open", max_tokens=400)
+    made.client.close()
+    made.client.close()
+    assert "shutting down" in str(made.end_of("open").error)
+    assert made.outputs.empty()
+    with pytest.raises(EngineDeadError, match="shutting down"):
+        made.submit("late")
+    assert psutil.Process().children() == []
+    del made
+    gc.collect()
+    assert psutil.Process().num_fds() == n_fds
+
+
+PARENT = f"""
+import sys
+from llaisys import LLM, SamplingParams
+with LLM({str(FOLDER)!r}, engine_process=True, num_kv_cells=4096) as llm:
+    print(llm._client._link.pid, flush=True)
+    while sys.argv[1] == "streaming":
+        llm.generate("Hello", SamplingParams(max_tokens=400, ignore_eos=True))
+    sys.stdin.read()
+"""
+# Its child's stdin stays open in a third process: only the death signal can tell.
+HELD_OPEN = """
+import subprocess, sys, tempfile
+from llaisys.engine import process
+child, _ = process._spawn(tempfile.mkdtemp())
+subprocess.Popen(["sleep", "600"], pass_fds=[child.stdin.fileno()], stdout=subprocess.DEVNULL)
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "argument"),
+    [(PARENT, "idle"), (PARENT, "streaming"), (HELD_OPEN, "")],
+    ids=["idle", "streaming", "stdin held open"],
+)
+def test_kill_9_of_the_parent_leaves_no_child(script: str, argument: str) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", script, argument]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env=env) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        others = [each for each in psutil.Process(parent.pid).children() if each != child]
+        parent.kill()
+        child.wait(timeout=30)
+        for other in others:
+            other.kill()
+
+
+def test_the_end_of_its_stdin_ends_a_child(tmp_path: Path) -> None:
+    child, sentinel = process._spawn(str(tmp_path))
+    os.close(sentinel)
+    assert child.stdin is not None
+    child.stdin.close()
+    assert child.wait(timeout=30) == 70
+
+
+def test_signals_are_the_parents_to_answer(made: Client) -> None:
+    made.submit("open", max_tokens=100)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        made.child().send_signal(number)
+    assert made.end_of("open").finish_reason is FinishReason.LENGTH

@@ -1,0 +1,184 @@
+"""An abort storm on the tiny golden model: ten thousand requests, 30 % given up at a random moment.
+Nothing is left of any, and what was not given up is what a request alone would have said."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections import Counter
+from typing import Any
+
+import psutil
+import pytest
+
+from golden import FOLDER, load_golden
+from llaisys.config import Config
+from llaisys.engine.capacity import size
+from llaisys.engine.client import EngineClient
+from llaisys.engine.engine import LLMEngine
+from llaisys.engine.loop import build_engine
+from llaisys.engine.outputs import EngineOutput
+from llaisys.engine.request import EngineRequest
+from llaisys.engine.worker import inspect_model
+from llaisys.service import AsyncLLM
+from llaisys.types import SamplingParams
+
+SEED = 4
+N_REQUESTS, N_AT_ONCE, ABORTED = 10_000, 64, 0.3
+SETTINGS: dict[str, Any] = {
+    "model": str(FOLDER),
+    "dtype": "float32",
+    "num_kv_cells": 1024,
+    "max_num_seqs": 24,
+    "max_num_batched_tokens": 96,
+}
+
+
+class Watch:
+    """What leaves the engine of this process: the last outputs of each request, and how many steps after its
+    client's word a cancelled one has returned its sequence."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.engine: LLMEngine | None = None
+        self.ends: Counter[str] = Counter()
+        self.lag_steps: Counter[int] = Counter()
+        self.n_seq_free = 0
+        self._asked_at: dict[str, int] = {}
+        build, step, cancel, ask = build_engine, LLMEngine.step, LLMEngine.cancel, EngineClient.cancel
+
+        def built(*arguments: Any) -> LLMEngine:
+            self.engine = build(*arguments)
+            return self.engine
+
+        def asked(client: EngineClient, request_id: str, index: int | None = None) -> None:
+            if self.engine is not None:
+                self._asked_at.setdefault(request_id, self.engine._tally.num_steps)
+            ask(client, request_id, index)
+
+        def cancelled(engine: LLMEngine, request_id: str, index: int | None = None) -> None:
+            cancel(engine, request_id, index)
+            assert all(each.request_id != request_id for each in engine._running)
+            assert engine._worker.n_seq_free == engine.limits.max_num_seqs - len(engine._running)
+            self.lag_steps[engine._tally.num_steps - self._asked_at[request_id]] += 1
+
+        def stepped(engine: LLMEngine, now_s: float) -> list[EngineOutput]:
+            outputs = step(engine, now_s)
+            self.ends.update(output.request_id for output in outputs if output.last)
+            self.n_seq_free = engine._worker.n_seq_free
+            return outputs
+
+        monkeypatch.setattr("llaisys.engine.start.build_engine", built)
+        monkeypatch.setattr(LLMEngine, "step", stepped)
+        monkeypatch.setattr(LLMEngine, "cancel", cancelled)
+        monkeypatch.setattr(EngineClient, "cancel", asked)
+
+
+def asks() -> list[tuple[list[int], SamplingParams]]:
+    """A hundred different requests: prompts of 1 to 40 tokens, shared prefixes, greedy and sampled."""
+    chance = random.Random(SEED)
+    prompts = [list(prompt) for prompt in load_golden().prompts]
+    made = []
+    for i in range(100):
+        prompt = (chance.choice(prompts) + chance.choice(prompts))[: chance.randint(1, 40)]
+        params = SamplingParams(
+            temperature=chance.choice([0.0, 1.0]), seed=i, max_tokens=chance.randint(1, 12), ignore_eos=True
+        )
+        made.append((prompt, params))
+    return made
+
+
+async def answer(service: AsyncLLM, ask: tuple[list[int], SamplingParams], name: str) -> list[int]:
+    return [i async for delta in service.generate(*ask, name) for i in delta.outputs[0].token_ids]
+
+
+@pytest.mark.parametrize("form", ["thread", "process"])
+async def test_abort_storm(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    n_requests = N_REQUESTS if form == "thread" else N_REQUESTS // 10
+    watch = Watch(monkeypatch)
+    service = await AsyncLLM.start(Config(**SETTINGS, engine_process=form == "process"))
+    asked, chance = asks(), random.Random(SEED)
+    reference = [await answer(service, ask, f"alone-{i}") for i, ask in enumerate(asked)]
+    before = asyncio.all_tasks(), threading.active_count(), psutil.Process().num_fds()
+    outcomes: Counter[str] = Counter()
+    names = iter(range(n_requests))
+
+    async def one(i: int) -> None:
+        which = chance.randrange(len(asked))
+        task = asyncio.create_task(answer(service, asked[which], f"{i}"))
+        if chance.random() < ABORTED:
+            for _ in range(chance.randrange(60)):  # turns of the loop: in the queue, in a prefill, in decode
+                await asyncio.sleep(0)
+            if chance.random() < 0.2:
+                service.abort(f"{i}")
+            else:
+                task.cancel()
+            (result,) = await asyncio.gather(task, return_exceptions=True)
+            assert isinstance(result, (list, asyncio.CancelledError)), result
+            if isinstance(result, list):
+                assert result == reference[which][: len(result)], f"seed {SEED}, request {i}"
+            outcomes["given up"] += 1
+        else:
+            assert await task == reference[which], f"seed {SEED}, request {i}"
+            outcomes["whole"] += 1
+
+    async def client() -> None:
+        for i in names:
+            await one(i)
+
+    await asyncio.gather(*(client() for _ in range(N_AT_ONCE)))
+    assert outcomes["whole"] + outcomes["given up"] == n_requests
+    assert 0.25 * n_requests < outcomes["given up"] < 0.35 * n_requests
+    await answer(service, asked[0], "last")  # every cancel has been heard before this one's end
+    assert service._mailboxes == {}
+    assert not service._processor._asked
+    assert service._client is not None
+    assert not service._client._open
+    assert not service._client._cancelled
+    stats = service._client.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv_cells_used) == (0, 0, 0)
+    assert stats.kv_cells_free + stats.kv_cells_retained == stats.kv_cells
+    after = asyncio.all_tasks(), threading.active_count(), psutil.Process().num_fds()
+    assert after == before
+    if watch.engine is not None:
+        assert set(watch.ends.values()) == {1}
+        assert not watch.engine._open
+        assert not watch.engine._choices
+        assert watch.n_seq_free == SETTINGS["max_num_seqs"]
+        assert max(watch.lag_steps) <= 1, watch.lag_steps
+        assert watch.lag_steps.total() > n_requests // 10
+    await service.close()
+    assert psutil.Process().children() == []
+
+
+@pytest.mark.parametrize("n_steps", range(6), ids=lambda n: f"after {n} steps")
+def test_the_cells_of_a_cancelled_request_are_free_one_step_later(n_steps: int) -> None:
+    """Beside a request that goes on: in the queue (0), in its prefill (1 to 3), in its answer (from 4)."""
+    config = Config(**{**SETTINGS, "max_num_batched_tokens": 16, "enable_prefix_caching": False})
+    made = size(config, inspect_model(FOLDER), 2**30, 1)
+    engine = build_engine(made.settings, made.limits, 0)
+    for name, n_prompt in (("stays", 2), ("goes", 40)):
+        prompt = (load_golden().prompts[0] * 40)[:n_prompt]
+        params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+        engine.submit(
+            EngineRequest(
+                request_id=name,
+                prompt_token_ids=prompt,
+                params=params,
+                eos_token_ids=(),
+                arrival_s=0.0,
+                deadline_s=600.0,
+            )
+        )
+        if name == "stays":
+            engine.step(0.0)
+    for _ in range(n_steps):
+        engine.step(0.0)
+    before = engine.stats().kv_cells_used
+    engine.cancel("goes")
+    engine.step(0.0)
+    assert engine.stats().kv_cells_used == 2 + n_steps + 1
+    assert (before > 2 + n_steps) == (n_steps > 0)
+    assert engine.stats().num_running == 1
+    engine.check()
+    engine.close()

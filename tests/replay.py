@@ -1,0 +1,92 @@
+"""A server with the real page whose model replays a recorded answer at a steady rate, always the same.
+
+`python tests/replay.py` serves it until it is killed; its first line is its address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+
+from llaisys.server import page
+
+TOKENS_PER_S = 200
+PARAGRAPH = "The tide table of a harbour is made from a year of readings, and every harbour needs its own. "
+CODE = "```python\ndef tide(t, parts):\n    return sum(a * cos(w * t + p) for a, w, p in parts)\n```"
+TABLE = "| part | hours |\n|------|------:|\n| M2 | 12.42 |\n| S2 | 12.00 |\n| K1 | 23.93 |"
+ANSWER = "\n\n".join(
+    part
+    for i in range(8)
+    for part in (
+        f"## Part {i + 1}",
+        PARAGRAPH * 3,
+        f"- **one**: {PARAGRAPH}\n- two",
+        CODE,
+        TABLE,
+        PARAGRAPH * 2,
+    )
+)
+
+
+def pieces() -> list[str]:
+    """The answer in pieces of about a token: four characters."""
+    return [ANSWER[at : at + 4] for at in range(0, len(ANSWER), 4)]
+
+
+async def frames() -> AsyncIterator[str]:
+    """One frame every 1 / TOKENS_PER_S seconds, by the clock, so that a late one does not shift the rest."""
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    for i, piece in enumerate(pieces()):
+        await asyncio.sleep(max(0.0, start + i / TOKENS_PER_S - loop.time()))
+        usage = {"prompt_tokens": 9, "completion_tokens": i + 1}
+        yield _frame({"choices": [{"delta": {"content": piece}}], "usage": usage})
+    yield _frame({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+    yield "data: [DONE]\n\n"
+
+
+def _frame(chunk: dict[str, Any]) -> str:
+    return f"data: {json.dumps(chunk)}\n\n"
+
+
+app = FastAPI()
+app.state.page = page.load_page()
+app.include_router(page.router)
+
+
+@app.get("/v1/models")
+async def models() -> dict[str, Any]:
+    """One model."""
+    return {"data": [{"id": "replay", "max_model_len": 65536}]}
+
+
+@app.get("/metrics")
+async def metrics() -> Response:
+    """Nothing to tell."""
+    return PlainTextResponse("")
+
+
+@app.post("/v1/chat/completions")
+async def chat(request: Request) -> Response:
+    """The recorded answer, whatever is asked."""
+    await request.body()
+    return StreamingResponse(frames(), media_type="text/event-stream")
+
+
+def main() -> None:
+    """Serves on a free port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
+        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run([listener])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""What goes over the wire comes out the same, and what is no message is refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fakes.asks import ask, limits
+from llaisys import errors
+from llaisys.engine.outputs import EngineOutput, TokenLogprobs
+from llaisys.engine.wire import (
+    Cancel,
+    Ended,
+    FromEngine,
+    Refused,
+    Shutdown,
+    Start,
+    Started,
+    Step,
+    Submit,
+    ToEngine,
+    decode_from_engine,
+    decode_to_engine,
+    encode,
+)
+from llaisys.engine.worker import WorkerSettings
+from llaisys.stats import EngineStats
+from llaisys.types import FinishReason
+
+SETTINGS = WorkerSettings(
+    path=Path("/a/model"),
+    dtype="auto",
+    kv_dtype="bfloat16",
+    isa="auto",
+    n_cells=256,
+    n_seq_max=4,
+    n_batch=16,
+    max_model_len=64,
+    n_threads=2,
+)
+OUTPUT = EngineOutput(
+    "a", [1, 2], [TokenLogprobs(1, -math.inf, 1, [(1, -0.5)])], FinishReason.LENGTH, 7, num_cached_tokens=3
+)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Start("1", SETTINGS, limits(), 2**63 - 1, 30, 20),
+        Submit(
+            ask(deadline_s=math.inf, logit_bias={3: 1.5}, seed=-7, logprobs=2, client_id="k", priority=-1)
+        ),
+        Cancel("a"),
+        Shutdown(),
+    ],
+)
+def test_to_the_engine(message: ToEngine) -> None:
+    assert encode(decode_to_engine(encode(message))) == encode(message)
+    assert type(decode_to_engine(encode(message))) is type(message)
+
+
+@pytest.mark.parametrize("message", [Started(), Step([OUTPUT], EngineStats(num_running=3, kv_cells=9))])
+def test_from_the_engine(message: FromEngine) -> None:
+    assert decode_from_engine(encode(message)) == message
+
+
+def refused(error: errors.LlaisysError) -> errors.LlaisysError:
+    came = decode_from_engine(encode(Refused(error)))
+    assert isinstance(came, Refused)
+    assert type(came.error) is type(error)
+    assert str(came.error) == str(error)
+    return came.error
+
+
+CLASSES = [
+    each for each in vars(errors).values() if isinstance(each, type) and each.__module__ == errors.__name__
+]
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_an_error_keeps_its_class_and_words(kind: type[errors.LlaisysError]) -> None:
+    refused(kind("so it is"))
+
+
+def test_what_an_error_carries_is_kept() -> None:
+    assert refused(errors.ContextLengthError("x", param="prompt")).param == "prompt"
+    full = refused(errors.QueueFullError("x", retry_after_s=7))
+    assert isinstance(full, errors.QueueFullError)
+    assert full.retry_after_s == 7
+
+
+def test_the_end_of_an_engine() -> None:
+    came = decode_from_engine(encode(Ended(errors.EngineDeadError("a panic"))))
+    assert isinstance(came, Ended)
+    assert isinstance(came.error, errors.EngineDeadError)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"\xc1",
+        b"\x80",
+        msgspec.msgpack.encode({"type": "Nothing"}),
+        msgspec.msgpack.encode({"type": "Submit"}),
+        encode(Submit(ask(prompt=[1, 2])))[:-3],
+        msgspec.msgpack.encode({"type": "Cancel", "request_id": 3}),
+        encode(Submit(ask(max_tokens=3))).replace(b"max_tokens\x03", b"max_tokens\x00"),
+    ],
+)
+def test_what_is_no_message(raw: bytes) -> None:
+    with pytest.raises((msgspec.DecodeError, UnicodeDecodeError)):
+        decode_to_engine(raw)
+
+
+def test_a_value_of_no_plain_type_is_refused_where_it_is_sent() -> None:
+    with pytest.raises(TypeError, match="object has no form"):
+        encode(Submit(ask(prompt=[object()])))  # type: ignore[list-item]

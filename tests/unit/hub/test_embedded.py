@@ -1,0 +1,325 @@
+"""Names become files: real pip, on a wheel made here."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import logging
+import shutil
+import threading
+import zipfile
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from llaisys.config import home_folder
+from llaisys.errors import RejectedError
+from llaisys.hub import PullError, embedded, list_models, pull, remove_model, resolve_model
+from llaisys.hub.embedded import CATALOGUE, CatalogueEntry
+
+CONTENT = b"GGUF, as far as this test goes\n" * 1000
+MEMBER = "llaisys_pretend/pretend.gguf"
+
+
+def make_wheel(folder: Path, content: bytes = CONTENT, member: str = MEMBER) -> Path:
+    """A wheel that pip accepts, with one file in it."""
+    info = "llaisys_pretend-1.0.dist-info"
+    path = folder / "llaisys_pretend-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(member, content)
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llaisys-pretend\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return path
+
+
+def entry_for(wheel: Path) -> CatalogueEntry:
+    return CatalogueEntry(
+        name="pretend",
+        aliases=("Pretend-1B",),
+        package="llaisys-pretend",
+        version="1.0",
+        member=MEMBER,
+        sha256=hashlib.sha256(CONTENT).hexdigest(),
+        wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        n_bytes=len(CONTENT),
+        licence="Apache-2.0",
+        sampling_defaults={"temperature": 0.5},
+    )
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder of ours and of the Hub, and pip confined to `tmp_path/index`."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "index").mkdir()
+    monkeypatch.setenv("LLAISYS_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def pretend(home: Path, monkeypatch: pytest.MonkeyPatch) -> CatalogueEntry:
+    """A catalogue of one model, whose wheel pip finds."""
+    entry = entry_for(make_wheel(home.parent / "index"))
+    monkeypatch.setattr(embedded, "CATALOGUE", (entry,))
+    return entry
+
+
+def files(home: Path) -> list[str]:
+    return sorted(str(path.relative_to(home)) for path in home.rglob("*") if path.is_file())
+
+
+# --- pull ---
+
+
+def test_pull_brings_the_file_and_nothing_else(pretend: CatalogueEntry, home: Path) -> None:
+    assert list_models()[0].path is None
+    path = pull("pretend", progress=False)
+    assert path == home / "models" / "pretend" / "pretend.gguf"
+    assert path.read_bytes() == CONTENT
+    assert files(home) == ["models/pretend/.lock", "models/pretend/pretend.gguf"]
+    assert list_models()[0].path == path
+    assert list_models()[0].names == (pretend.name, *pretend.aliases)
+
+
+@pytest.mark.usefixtures("pretend")
+def test_pull_again_keeps_a_whole_file_and_needs_no_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = pull("pretend", progress=False)
+    before = path.stat()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert pull("Pretend-1B", progress=False) == path
+    assert (path.stat().st_mtime_ns, path.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
+
+
+@pytest.mark.usefixtures("pretend")
+def test_pull_mends_a_damaged_file_and_clears_an_interrupted_one(home: Path) -> None:
+    path = pull("pretend", progress=False)
+    path.write_bytes(b"x" + CONTENT[1:])
+    (path.parent / ".partial").mkdir()
+    (path.parent / ".partial" / "llaisys_pretend-0.9-py3-none-any.whl").write_bytes(b"half")
+    assert pull("pretend", progress=False).read_bytes() == CONTENT
+    assert files(home) == ["models/pretend/.lock", "models/pretend/pretend.gguf"]
+
+
+@pytest.mark.usefixtures("pretend")
+def test_progress_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    pull("pretend", progress=True)
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert "llaisys_pretend-1.0" in captured.err
+    assert "unpacking pretend" in captured.err
+
+
+@pytest.mark.usefixtures("pretend")
+def test_a_second_pull_waits_for_the_first(home: Path) -> None:
+    waiting = threading.Event()
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "waiting" in record.getMessage():
+                waiting.set()
+
+    listener = Listener()
+    logging.getLogger("llaisys.hub.embedded").addHandler(listener)
+    folder = home / "models" / "pretend"
+    folder.mkdir(parents=True)
+    results: list[Path] = []
+    second = threading.Thread(target=lambda: results.append(pull("pretend", progress=False)))
+    try:
+        with (folder / ".lock").open("w") as first:
+            fcntl.flock(first, fcntl.LOCK_EX)
+            second.start()
+            assert waiting.wait(timeout=60)
+            assert not results
+            (folder / "pretend.gguf").write_bytes(CONTENT)
+            inode = (folder / "pretend.gguf").stat().st_ino
+        second.join(timeout=60)
+    finally:
+        logging.getLogger("llaisys.hub.embedded").removeHandler(listener)
+    assert results == [folder / "pretend.gguf"]
+    assert results[0].stat().st_ino == inode, "the second pull takes what the first one brought"
+
+
+# --- what can go wrong ---
+
+
+def refused(words: str) -> None:
+    """`pull` fails with these words and leaves nothing that could be taken for a model."""
+    with pytest.raises(PullError, match=words):
+        pull("pretend", progress=False)
+    (entry,) = embedded.CATALOGUE
+    assert not embedded.target(entry).exists()
+    assert not (embedded.target(entry).parent / ".partial").exists()
+
+
+@pytest.mark.usefixtures("pretend")
+def test_no_network(home: Path) -> None:
+    shutil.rmtree(home.parent / "index")
+    refused(r"could not fetch llaisys-pretend==1\.0 .*No matching distribution.*Check the network")
+
+
+@pytest.mark.usefixtures("pretend")
+def test_no_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    refused("no pip.*ensurepip")
+
+
+@pytest.mark.usefixtures("pretend")
+def test_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 40, 0, 2 * len(CONTENT) - 1))
+    refused("LLAISYS_HOME chooses another folder")
+
+
+@pytest.mark.usefixtures("pretend")
+def test_a_cache_that_cannot_be_made(home: Path) -> None:
+    home.parent.mkdir(exist_ok=True)
+    home.write_text("in the way")
+    with pytest.raises(PullError, match="LLAISYS_HOME chooses another folder"):
+        pull("pretend", progress=False)
+
+
+def test_a_disk_that_fills_under_pip(pretend: CatalogueEntry) -> None:
+    stderr = "ERROR: Could not install: [Errno 28] No space left on device\n"
+    assert "disk is full" in embedded._explain_pip(pretend, stderr)
+    assert "no reason given" in embedded._explain_pip(pretend, "")
+
+
+def test_another_wheel_than_the_published_one(pretend: CatalogueEntry, home: Path) -> None:
+    make_wheel(home.parent / "index", content=CONTENT[:-1] + b"!")
+    refused(f"expected {pretend.wheel_sha256}: it is not the published file")
+
+
+@pytest.mark.parametrize(
+    ("content", "member", "words"),
+    [
+        (CONTENT[:-1] + b"!", MEMBER, "has SHA-256"),
+        (CONTENT[:-1], MEMBER, f"has {len(CONTENT) - 1} bytes"),
+        (CONTENT, "other.gguf", "holds no readable"),
+    ],
+)
+def test_another_file_than_the_published_one(
+    home: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, member: str, words: str
+) -> None:
+    wheel = make_wheel(home.parent / "index", content, member)
+    monkeypatch.setattr(embedded, "CATALOGUE", (entry_for(wheel),))
+    refused(words)
+
+
+def test_a_wheel_that_is_no_archive(pretend: CatalogueEntry, tmp_path: Path) -> None:
+    (tmp_path / "x.whl").write_bytes(b"not a zip")
+    with pytest.raises(PullError, match="holds no readable"):
+        embedded._unpack(pretend, tmp_path / "x.whl", tmp_path / "out", progress=False)
+
+
+# --- rm ---
+
+
+@pytest.mark.usefixtures("pretend")
+def test_rm_takes_away_what_pull_brought(home: Path) -> None:
+    path = pull("pretend", progress=False)
+    assert remove_model("Pretend-1B") == (path, len(CONTENT))
+    assert files(home) == []
+    with pytest.raises(
+        RejectedError, match="'pretend' is not the name of a model in the cache; there: nothing"
+    ):
+        remove_model("pretend")
+
+
+@pytest.mark.usefixtures("pretend")
+@pytest.mark.parametrize("name", ["models/pretend", "models/pretend/pretend.gguf", "..", "/", ""])
+def test_rm_never_takes_a_path(name: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = pull("pretend", progress=False)
+    monkeypatch.chdir(home)
+    with pytest.raises(RejectedError, match="is not the name of a model in the cache; there: pretend"):
+        remove_model(name)
+    assert path.exists()
+
+
+@pytest.mark.usefixtures("pretend")
+def test_an_embedded_model_has_no_revisions() -> None:
+    with pytest.raises(RejectedError, match="has one version only"):
+        pull("pretend", "main")
+
+
+# --- resolve ---
+
+
+@pytest.mark.usefixtures("pretend")
+def test_a_name_is_pulled_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = resolve_model("PRETEND")
+    assert (found.path, found.name) == (home / "models" / "pretend" / "pretend.gguf", "pretend")
+    assert found.sampling_defaults == {"temperature": 0.5}
+    monkeypatch.setattr(embedded, "fetch", lambda *_: pytest.fail("it is there already"))
+    assert resolve_model("pretend-1b") == found
+
+
+@pytest.mark.usefixtures("pretend")
+def test_paths_win_over_names(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "pretend").mkdir(parents=True)
+    (home / "my.gguf").write_bytes(b"")
+    monkeypatch.chdir(home)
+    assert resolve_model("pretend").path == Path("pretend")
+    found = resolve_model(str(home / "my.gguf"))
+    assert (found.path, found.name, found.sampling_defaults) == (home / "my.gguf", "my", {})
+    assert resolve_model(".").name == "home"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("pretent", "one of: pretend, Pretend-1B. Did you mean pretend"),
+        ("zzzzzz", r"one of: pretend, Pretend-1B\.$"),
+        ("", "expected a model folder"),
+        ("no.gguf", "no file or folder no.gguf"),
+        ("./pretend", "no file or folder ./pretend"),
+    ],
+)
+@pytest.mark.usefixtures("pretend")
+def test_what_cannot_be_found_is_named(name: str, words: str) -> None:
+    with pytest.raises(RejectedError, match=words):
+        resolve_model(name)
+
+
+@pytest.mark.usefixtures("pretend")
+def test_another_kind_of_file_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"")
+    with pytest.raises(RejectedError, match=r"expected a model folder or a \.gguf file"):
+        resolve_model(str(tmp_path / "model.bin"))
+
+
+def test_pull_of_an_unknown_name(pretend: CatalogueEntry) -> None:
+    assert pretend.name == "pretend"
+    with pytest.raises(RejectedError, match="no model 'nothing'"):
+        pull("nothing")
+
+
+# --- where ---
+
+
+def test_home_folder_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/h")
+    monkeypatch.setenv("LLAISYS_HOME", "~/models")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert home_folder() == Path("/h/models")
+    monkeypatch.delenv("LLAISYS_HOME")
+    assert home_folder() == Path("/x/llaisys")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert home_folder() == Path("/h/.cache/llaisys")
+
+
+def test_the_catalogue_is_well_formed() -> None:
+    names = [name.lower() for entry in CATALOGUE for name in (entry.name, *entry.aliases)]
+    assert len(names) == len(set(names))
+    for entry in CATALOGUE:
+        assert entry == replace(entry)
+        assert entry.member.endswith(".gguf")
+        for digest in (entry.sha256, entry.wheel_sha256):
+            assert len(bytes.fromhex(digest)) == 32

@@ -1,0 +1,70 @@
+"""Which model answers, and what all of them together say of themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fakes import core
+from fakes.service import FakeService
+from llaisys.config import Config
+from llaisys.errors import RejectedError
+from llaisys.registry import ModelRegistry
+from llaisys.service import AsyncLLM
+from llaisys.types import SamplingParams
+
+A, B = FakeService(model_names=("a", "a2")), FakeService(model_names=("b", "default/b"))
+
+
+def registry(*services: Any) -> ModelRegistry:
+    return ModelRegistry(services)
+
+
+def test_names_route() -> None:
+    both = registry(A, B)
+    assert both.names == ("a", "a2", "b", "default/b")
+    for name, service in (("a", A), ("a2", A), ("b", B), ("", A), (None, A), ("default", A)):
+        assert both.find(name) is service
+    assert both.find("c") is None
+    named = FakeService(model_names=("default",))
+    assert registry(A, named).find("default") is named
+
+
+def test_health_is_of_all() -> None:
+    dead = FakeService(dead=True)
+    assert registry(A, B).is_alive()
+    assert registry(A, B).is_ready()
+    assert not registry(A, dead).is_alive()
+    assert not registry(A, dead).is_ready()
+
+
+@pytest.mark.usefixtures("fake_model")
+async def test_each_entry_gets_its_engine() -> None:
+    config = Config(
+        models=({"name": "a", "num_kv_cells": 100}, {"name": "b", "num_kv_cells": 200, "preload": False})
+    )
+    both = await ModelRegistry.start(config)
+    a, b = both.services
+    assert (both.names, a.is_loaded(), b.is_loaded()) == (("a", "b"), True, False)
+    params = SamplingParams(temperature=0.0, max_tokens=3)
+    for service in (a, b):
+        ids = [i async for d in service.generate([1], params, "r") for i in d.outputs[0].token_ids]
+        assert ids == core.answer([1], 3)
+    assert (a.stats().kv_cells, b.stats().kv_cells) == (100, 200)
+    await both.close()
+    assert not both.is_alive()
+
+
+@pytest.mark.usefixtures("fake_model")
+async def test_a_start_that_fails_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[core.Context] = []
+    monkeypatch.setattr(core.Context, "close", lambda context: closed.append(context))
+    with pytest.raises(RejectedError, match="max_model_len"):
+        await ModelRegistry.start(Config(models=({"name": "a"}, {"name": "b", "max_model_len": 4096})))
+    assert len(closed) == 1
+
+
+async def test_several_models_are_for_a_server() -> None:
+    with pytest.raises(RejectedError, match="llaisys serve"):
+        await AsyncLLM.start(Config(models=({"name": "a"},)))

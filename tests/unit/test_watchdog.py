@@ -1,0 +1,105 @@
+"""The watchdog's thread: it looks by itself, tells once, holds nobody up. The verdicts are tested in Rust."""
+
+from __future__ import annotations
+
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from golden import FOLDER
+from llaisys import _core
+from llaisys.errors import RejectedError
+from runner import Runner
+
+TESTS = Path(__file__).parents[1]
+TOO_LONG_S = 60  # bound of every wait; nothing is measured
+
+
+@pytest.fixture
+def progress() -> Iterator[_core.Progress]:
+    with Runner(FOLDER) as runner:
+        yield runner.context.progress()
+
+
+def told(watchdog: _core.Watchdog) -> bytes:
+    readable, _, _ = select.select([watchdog], [], [], TOO_LONG_S)
+    assert readable, "no verdict"
+    with open(watchdog.fileno(), "rb", closefd=False) as pipe:
+        return pipe.read(1)
+
+
+def test_progress_counts_what_was_done() -> None:
+    with Runner(FOLDER) as runner:
+        progress = runner.context.progress()
+        seq = runner.context.seq_acquire()
+        runner.extend(seq, [1, 2, 3], 0)
+        with pytest.raises(RejectedError):
+            runner.extend(seq, [1], 7)
+        counts = (progress.n_steps_begun, progress.n_steps_ended, progress.n_rows_committed)
+        assert counts == (2, 2, 3)
+        assert progress.n_layers_begun > 0
+        runner.context.seq_release(seq)
+        seen: list[int] = []
+        thread = threading.Thread(target=lambda: seen.append(progress.n_sequences_returned))
+        thread.start()
+        thread.join()
+        assert (progress.n_sequences_lent, seen) == (1, [1])
+    assert progress.n_rows_committed == 3, "readable after the context is closed"
+
+
+def test_waiting_without_admission_is_told_once(progress: _core.Progress) -> None:
+    watchdog = _core.Watchdog(progress, period_s=0.01, admit_s=0.05)
+    assert watchdog.verdict is None
+    watchdog.report(waiting=3, running=0)
+    assert told(watchdog) == b"2"
+    assert watchdog.verdict == "V2"
+    watchdog.close()
+    watchdog.close()
+    with open(watchdog.fileno(), "rb", closefd=False) as pipe:
+        assert pipe.read() == b"", "the thread has closed its end"
+
+
+def test_a_deadline_and_a_loop_are_watched(progress: _core.Progress) -> None:
+    late = _core.Watchdog(progress, period_s=0.01, deadline_s=0.05, commit_s=1000)
+    late.report(waiting=1, running=1, seconds_to_deadline=0.01)
+    assert told(late) == b"4"
+    late.close()
+    still = _core.Watchdog(progress, period_s=0.01, loop_s=0.05)
+    still.beat()
+    assert told(still) == b"5"
+    still.close()
+
+
+@pytest.mark.parametrize("acknowledged", [True, False])
+def test_a_verdict_that_nobody_acts_on_ends_the_process(acknowledged: bool) -> None:
+    """Also while the main thread holds the GIL for good: here inside one call of C that takes ages."""
+    code = f"""
+import re, sys
+sys.path.insert(0, {str(TESTS)!r})
+from golden import FOLDER
+from runner import Runner
+from llaisys import _core
+runner = Runner(FOLDER)
+watchdog = _core.Watchdog(runner.context.progress(), period_s=0.01, admit_s=0.05, exit_after_s=0.1)
+watchdog.report(waiting=1, running=0)
+if {acknowledged}:
+    open(watchdog.fileno(), "rb", closefd=False).read(1)
+    watchdog.acknowledge()
+    watchdog.close()
+    sys.exit(3)
+re.match("(a+)+$", "a" * 60 + "b")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, check=False)
+    assert done.returncode == (3 if acknowledged else 70), done.stderr
+
+
+@pytest.mark.parametrize("setting", ["period_s", "admit_s", "step_factor", "exit_after_s"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), 1e9])
+def test_spans_that_cannot_be_are_refused(progress: _core.Progress, setting: str, value: float) -> None:
+    with pytest.raises(RejectedError, match=setting):
+        _core.Watchdog(progress, **{setting: value})

@@ -1,0 +1,141 @@
+"""SentencePiece tokens of a GGUF against the plain algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders
+
+from llaisys.errors import RejectedError, UnsupportedError
+from llaisys.text.gguf import build_gguf
+from llaisys.text.tokenizer import Tokenizer, load_tokenizer
+from llaisys.types import GgufTokenizer, ModelInfo
+
+SPACE = "\u2581"
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+LETTERS = ["a", "b", "c", SPACE, "\u00e9"]
+
+
+def facts(pieces: list[str], **changes: Any) -> GgufTokenizer:
+    """`<unk>` (0), `<s>` (1), `</s>` (2), the bytes, single letters, then `pieces`, better ones first."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *LETTERS, *pieces]
+    n_fixed = 3 + 256
+    stated: dict[str, Any] = {
+        "model": "llama",
+        "pre": "default",
+        "tokens": tokens,
+        "token_types": [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * (len(tokens) - n_fixed)],
+        "merges": [],
+        "scores": [0.0] * (n_fixed + len(LETTERS)) + [float(-i) for i in range(len(pieces))],
+        "add_space_prefix": True,
+        "add_bos": False,
+        "bos": 1,
+        "eos": 2,
+        "unk": 0,
+        "chat_template": None,
+    }
+    return GgufTokenizer(**(stated | changes))
+
+
+def plain(facts: GgufTokenizer, text: str) -> list[int]:
+    """The algorithm as it is told: join the best neighbours, the leftmost of equal ones."""
+    assert facts.scores is not None
+    entries = zip(facts.tokens, facts.scores, facts.token_types, strict=True)
+    scores = {token: score for token, score, kind in entries if kind in (NORMAL, USER_DEFINED)}
+    ids = {token: id for id, token in enumerate(facts.tokens)}
+    symbols = list(((SPACE if facts.add_space_prefix and text else "") + text).replace(" ", SPACE))
+    while True:
+        pairs = [(scores[a + b], -i) for i, (a, b) in enumerate(pairwise(symbols)) if a + b in scores]
+        if not pairs:
+            break
+        at = -max(pairs)[1]
+        symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
+    out = []
+    for symbol in symbols:
+        out += [ids[symbol]] if symbol in scores else [ids[f"<0x{byte:02X}>"] for byte in symbol.encode()]
+    return out
+
+
+letters = st.text("abc \u00e9\u4f60\n", max_size=30)
+pieces = st.lists(
+    st.text("abc" + SPACE, min_size=2, max_size=4).filter(lambda piece: piece not in LETTERS),
+    max_size=25,
+    unique=True,
+)
+
+
+@given(pieces=pieces, text=letters, prefix=st.booleans())
+def test_ids_are_those_of_the_plain_algorithm(pieces: list[str], text: str, prefix: bool) -> None:
+    stated = facts(pieces, add_space_prefix=prefix)
+    assert build_gguf(stated).encode(text, add_special_tokens=False).ids == plain(stated, text)
+
+
+@given(pieces=pieces, text=letters, prefix=st.booleans())
+def test_text_comes_back(pieces: list[str], text: str, prefix: bool) -> None:
+    backend = build_gguf(facts(pieces, add_space_prefix=prefix))
+    assert backend.decode(backend.encode(text).ids) == text
+
+
+@given(pieces=pieces, text=letters, prefix=st.booleans())
+def test_tokens_are_fixed_bytes(pieces: list[str], text: str, prefix: bool) -> None:
+    """So an answer streams token by token; the space in front of a text stays."""
+    tokenizer = Tokenizer(build_gguf(facts(pieces, add_space_prefix=prefix)))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == (" " if prefix and text else "") + text
+    assert b"".join(map(tokenizer.id_to_bytes, ids)).decode() == (" " if prefix and text else "") + text
+
+
+def test_byte_and_special_tokens() -> None:
+    tokenizer = Tokenizer(build_gguf(facts(["ab"])))
+    assert tokenizer.id_to_bytes(3 + 0xE4) == b"\xe4"
+    assert (tokenizer.id_to_bytes(2), tokenizer.is_special(2)) == (b"</s>", True)
+    assert tokenizer.decode([2, 3 + 0x0A], skip_special_tokens=True) == "\n"
+
+
+def test_another_sequence_of_decoders_is_refused_by_name() -> None:
+    backend = build_gguf(facts(["ab"]))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    with pytest.raises(UnsupportedError, match="Sequence of ByteFallback, Fuse"):
+        Tokenizer(backend)
+
+
+def test_a_better_score_wins_over_a_longer_token() -> None:
+    stated = facts(["bc", "ab", "abc"], add_space_prefix=False)
+    tokens = build_gguf(stated).encode("abc").tokens
+    assert tokens == ["abc"]
+    stated = facts(["bc", "ab", "cab"], add_space_prefix=False)
+    assert build_gguf(stated).encode("abc").tokens == ["a", "bc"]
+
+
+def test_control_tokens_are_not_joined_and_unused_ones_never_made() -> None:
+    stated = facts(["ab", "<tool>", "bc"], add_space_prefix=False)
+    kinds = [*stated.token_types[:-3], UNUSED, USER_DEFINED, NORMAL]
+    backend = build_gguf(facts(["ab", "<tool>", "bc"], token_types=kinds, add_space_prefix=False))
+    assert backend.encode("abc").tokens == ["a", "bc"]
+    assert backend.encode("a<tool></s>").ids == [stated.tokens.index("a"), len(stated.tokens) - 2, 2]
+
+
+def test_bos_goes_in_front_when_the_file_says_so(info: Callable[..., ModelInfo]) -> None:
+    tokenizer = load_tokenizer(info(Path("x.gguf"), facts(["ab"], add_bos=True)))
+    assert tokenizer.encode("ab", add_special_tokens=True)[0] == 1
+    assert tokenizer.encode("", add_special_tokens=True) == [1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"scores": None}, "score"), ({"scores": [0.0]}, "score")],
+)
+def test_scores_that_do_not_fit_are_rejected(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(RejectedError, match=words):
+        build_gguf(facts(["ab"], **changes))
+
+
+def test_a_token_of_unlikely_length_is_rejected() -> None:
+    with pytest.raises(RejectedError, match="token of 513 characters"):
+        build_gguf(facts(["a" * 513]))

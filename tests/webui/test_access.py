@@ -1,0 +1,174 @@
+"""Reachable by everyone: axe finds nothing, the keyboard reaches everything, a phone shows all of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, expect
+
+from chatpage import Chat
+from serving import Server
+
+AXE = Path(__file__).parents[2] / "webui" / "node_modules" / "axe-core" / "axe.min.js"
+RICH = (
+    "Text with `code`, a [link](https://example.com) and $x^2$.\n\n"
+    "```python\nprint(1)  # one\n```\n\n| a |\n|---|\n| 1 |"
+)
+
+
+def violations(chat: Chat) -> list[str]:
+    """What axe finds on the page as it is: rule, help and place."""
+    chat.page.evaluate(AXE.read_text("utf-8"))
+    found: dict[str, Any] = chat.page.evaluate("axe.run()")
+    return [
+        f"{rule['id']}: {rule['help']}: {node['target']} {node['failureSummary']}"
+        for rule in found["violations"]
+        for node in rule["nodes"]
+    ]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_in_the_main_views(chat: Chat, scheme: str) -> None:
+    chat.page.emulate_media(color_scheme="dark" if scheme == "dark" else "light", reduced_motion="reduce")
+    views = {"welcome": violations(chat)}
+    chat.answer_with({"reasoning_content": "hm"}, RICH)
+    chat.send("A question")
+    expect(chat.text.locator("math")).to_have_count(1)
+    expect(chat.text.locator(".hljs-comment")).to_have_count(1)
+    chat.answer.get_by_text("Reasoning").click()
+    views["conversation"] = violations(chat)
+    chat.fail_with(429, "server_overloaded", "all places are taken")
+    chat.send("Another")
+    expect(chat.page.get_by_role("alert")).to_be_visible()
+    chat.answers.first.get_by_role("button", name="Regenerate").click()
+    chat.button("Server status").click()
+    expect(chat.page.get_by_role("complementary")).to_contain_text("KV cells")
+    views["error, branches and status"] = violations(chat)
+    chat.page.keyboard.press("Control+,")
+    chat.page.get_by_text("More parameters").click()
+    views["settings"] = violations(chat)
+    chat.page.keyboard.press("Escape")
+    chat.page.keyboard.press("Control+K")
+    chat.page.get_by_role("searchbox").fill("question")
+    expect(chat.page.get_by_role("dialog").get_by_role("listitem")).not_to_have_count(0)
+    views["search"] = violations(chat)
+    chat.page.keyboard.press("Escape")
+    chat.page.keyboard.press("Control+/")
+    views["help"] = violations(chat)
+    chat.page.keyboard.press("Escape")
+    chat.page.get_by_role("navigation").get_by_role("button", name="Actions for").first.click()
+    expect(chat.page.get_by_role("menuitem", name="Rename")).to_be_focused()
+    views["menu"] = violations(chat)
+    assert {name: found for name, found in views.items() if found} == {}
+
+
+def test_a_phone_shows_all_of_it(browser: Browser, tiny: Server) -> None:
+    context = browser.new_context(viewport={"width": 360, "height": 640}, has_touch=True, is_mobile=True)
+    chat = Chat.open(context, tiny.url)
+    chat.answer_with("x" * 300 + "\n\n" + RICH)
+    chat.send("y" * 300)
+    expect(chat.text).to_contain_text("x" * 300)
+    assert chat.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    expect(chat.button("Send")).to_be_in_viewport(ratio=1)
+    expect(chat.answer.get_by_role("button", name="Regenerate")).to_be_visible()
+    expect(chat.sessions).to_have_count(0)
+    chat.button("Chat list").tap()
+    expect(chat.sessions).to_have_count(1)
+    assert violations(chat) == []
+    chat.button("New chat").first.tap()
+    expect(chat.sessions).to_have_count(0)
+    expect(chat.questions).to_have_count(0)
+    for name in ("Server status", "Settings"):
+        chat.button(name).tap()
+        assert chat.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert violations(chat) == []
+        chat.button("Close").first.tap()
+    context.close()
+
+
+def test_everything_by_keyboard(chat: Chat) -> None:
+    """No mouse at all: a conversation, its edits, the list, the menu, the dialogs."""
+    keyboard = chat.page.keyboard
+    chat.answer_with("yes")
+    expect(chat.message).to_be_focused()
+    keyboard.type("one")
+    keyboard.press("Enter")
+    expect(chat.text).to_have_text("yes")
+    chat.done()
+    # Edit the last message from an empty field.
+    keyboard.press("ArrowUp")
+    expect(chat.page.get_by_role("textbox", name="Edit message")).to_be_focused()
+    keyboard.press("Escape")
+    expect(chat.page.get_by_role("textbox", name="Edit message")).to_have_count(0)
+    chat.message.focus()
+    keyboard.press("ArrowUp")
+    keyboard.type(" more")
+    keyboard.press("Control+Enter")
+    expect(chat.asked).to_have_text(["one more"])
+    # Every button of an answer is in the order of tabs.
+    chat.answer.get_by_role("button", name="Copy").focus()
+    reached = []
+    for _ in range(4):
+        keyboard.press("Tab")
+        reached.append(chat.page.evaluate("document.activeElement.getAttribute('aria-label')"))
+    assert reached == ["Regenerate", "Edit answer", "Fork from here", "Delete message"]
+    # The menu of a session: arrows walk it, Enter chooses.
+    chat.sessions.first.focus()
+    keyboard.press("Tab")
+    keyboard.press("Enter")
+    expect(chat.page.get_by_role("menuitem", name="Rename")).to_be_focused()
+    keyboard.press("ArrowDown")
+    expect(chat.page.get_by_role("menuitem", name="Pin")).to_be_focused()
+    keyboard.press("ArrowUp")
+    keyboard.press("Enter")
+    expect(chat.page.get_by_role("textbox", name="Rename")).to_be_focused()
+    keyboard.type("by keyboard")
+    keyboard.press("Enter")
+    expect(chat.sessions).to_have_text(["by keyboard"])
+    # Dialogs by their shortcuts, and out again.
+    for shortcut, name in (
+        ("Control+k", "Search"),
+        ("Control+,", "Settings"),
+        ("Control+/", "Keyboard shortcuts"),
+    ):
+        keyboard.press(shortcut)
+        expect(chat.page.get_by_role("dialog", name=name)).to_be_visible()
+        keyboard.press("Escape")
+        expect(chat.page.get_by_role("dialog")).to_have_count(0)
+    keyboard.press("Control+b")
+    expect(chat.sessions).to_have_count(0)
+    keyboard.press("Control+b")
+    expect(chat.sessions).to_have_count(1)
+    keyboard.press("Control+Shift+O")
+    expect(chat.questions).to_have_count(0)
+    expect(chat.message).to_be_focused()
+
+
+def test_escape_stops_the_answer(chat: Chat, tiny: Server) -> None:
+    chat.with_fields(ignore_eos=True)
+    chat.send("Hello")
+    expect(chat.text).not_to_be_empty()
+    chat.page.keyboard.press("Escape")
+    expect(chat.answer).to_contain_text("stopped by you")
+    tiny.until("vllm:num_requests_running", 0)
+
+
+def test_the_help_sheet_names_the_shortcuts(chat: Chat) -> None:
+    chat.page.keyboard.press("Control+/")
+    sheet = chat.page.get_by_role("dialog", name="Keyboard shortcuts")
+    for action in ("New chat", "Search", "Stop the answer", "Edit the last message", "Send", "New line"):
+        expect(sheet.get_by_role("term").filter(has_text=action).first).to_be_visible()
+
+
+def test_a_screen_reader_hears_the_end_and_not_every_word(fed: Chat) -> None:
+    live = fed.page.locator("[aria-live=polite]")
+    fed.send("q")
+    fed.feed("one ", "two ")
+    expect(live).to_have_text("")
+    assert fed.text.evaluate("(prose) => prose.closest('[aria-live], [role=log], [role=status]')") is None
+    expect(fed.answer).to_have_attribute("aria-busy", "true")
+    fed.end()
+    expect(live).to_have_text("Answer finished. one two")
+    expect(fed.answer).to_have_attribute("aria-busy", "false")

@@ -1,0 +1,265 @@
+"""A conversation: streaming, stopping, editing, branches, forks, continuing; against real servers."""
+
+from __future__ import annotations
+
+import re
+
+import httpx
+import pytest
+from playwright.sync_api import BrowserContext, expect
+
+from chatpage import COMPLETIONS, Chat
+from serving import Server
+
+GREEDY = {"temperature": 0}
+
+
+def reference(server: Server, *contents: str, **fields: object) -> str:
+    """What the server answers to this conversation without a stream."""
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
+    body = {"messages": messages, **GREEDY, **fields}
+    answer = server.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == httpx.codes.OK, answer.text
+    text: str = answer.json()["choices"][0]["message"]["content"]
+    return text
+
+
+def stored(chat: Chat) -> list[str]:
+    """The contents of all messages in the browser's store, oldest first."""
+    found: list[str] = chat.page.evaluate(
+        """() => new Promise((done) => {
+            indexedDB.open("llaisys").onsuccess = ({ target }) => {
+                const db = target.result;
+                db.transaction("messages").objectStore("messages").getAll().onsuccess = (event) => {
+                    db.close();
+                    const all = event.target.result.sort((a, b) => a.createdMs - b.createdMs);
+                    done(all.map(({ content }) => content));
+                };
+            };
+        })"""
+    )
+    return found
+
+
+def test_an_answer_streams_from_smollm2(smollm2: Server, context: BrowserContext) -> None:
+    chat = Chat.open(context, smollm2.url)
+    chat.with_fields(**GREEDY, max_tokens=24)
+    chat.send("What is gravity?")
+    chat.done()
+    expected = reference(smollm2, "What is gravity?", max_tokens=24)
+    expect(chat.text).to_have_text(" ".join(expected.split()))
+    usage = chat.answer.locator(".usage")
+    expect(usage).to_contain_text("prompt tokens")
+    expect(usage).to_contain_text("24 tokens")
+    expect(usage).to_contain_text("first after")
+    expect(usage).to_contain_text("tokens/s")
+    expect(usage).to_contain_text("cut: length limit")
+    expect(chat.page.get_by_role("heading", level=1)).to_have_text("What is gravity?")
+    assert chat.complaints == []
+
+
+def test_stop_frees_the_server_and_keeps_the_text(chat: Chat, tiny: Server) -> None:
+    aborted = tiny.metric("vllm:request_success_total", finished_reason="abort")
+    chat.with_fields(ignore_eos=True)
+    chat.send("Hello")
+    expect(chat.text).not_to_be_empty()
+    tiny.until("vllm:num_requests_running", 1)
+    chat.button("Stop").click()
+    tiny.until("vllm:num_requests_running", 0)
+    assert tiny.metric("vllm:request_success_total", finished_reason="abort") == aborted + 1
+    expect(chat.answer).to_contain_text("stopped by you")
+    expect(chat.answer.locator(".usage")).to_contain_text("prompt tokens")
+    _, kept = stored(chat)
+    assert chat.complaints == []
+    chat.page.reload()
+    expect(chat.text).not_to_be_empty()
+    expect(chat.answer).to_contain_text("stopped by you")
+    assert kept
+    assert stored(chat) == ["Hello", kept]
+
+
+def test_two_sessions_stream_at_once_and_never_mix(chat: Chat, tiny: Server) -> None:
+    """Each answer is bit for bit the one that its question gets alone."""
+    fields = {**GREEDY, "ignore_eos": True, "max_tokens": 1500}
+    chat.with_fields(**fields)
+    chat.send("first question")
+    expect(chat.text).not_to_be_empty()
+    chat.button("New chat").first.click()
+    expect(chat.questions).to_have_count(0)
+    chat.send("second question")
+    expect(chat.text).not_to_be_empty()
+    assert tiny.metric("vllm:num_requests_running") == 2
+    expect(chat.page.get_by_role("img", name="Answering")).to_have_count(2)
+    chat.done()
+    expect(chat.asked).to_have_text("second question")
+    tiny.until("vllm:num_requests_running", 0)
+    expect(chat.page.get_by_role("img", name="New answer")).to_have_count(1)
+    chat.sessions.filter(has_text="first question").click()
+    expect(chat.asked).to_have_text("first question")
+    expect(chat.page.get_by_role("img", name="New answer")).to_have_count(0)
+    first = reference(tiny, "first question", **fields)
+    second = reference(tiny, "second question", **fields)
+    assert first != second
+    answers = [text for text in stored(chat) if "question" not in text]
+    assert answers == [first, second]
+
+
+def test_the_conversation_is_sent_along(chat: Chat) -> None:
+    chat.answer_with("Hi 天")
+    chat.send("first")
+    expect(chat.text).to_have_text("Hi 天")
+    with chat.page.expect_request(COMPLETIONS) as asked:
+        chat.send("second")
+    contents = [message["content"] for message in asked.value.post_data_json["messages"]]
+    assert contents == ["first", "Hi 天", "second"]
+    expect(chat.answer.locator(".usage")).to_contain_text("7 prompt tokens, 5 cached")
+
+
+def test_editing_a_question_makes_a_branch(chat: Chat, tiny: Server) -> None:
+    fields = {**GREEDY, "max_tokens": 12, "ignore_eos": True}
+    chat.with_fields(**fields)
+    for question in ("one", "two"):
+        chat.send(question)
+        chat.done()
+    first = chat.questions.first
+    first.hover()
+    first.get_by_role("button", name="Edit message").click()
+    box = chat.page.get_by_role("textbox", name="Edit message")
+    expect(box).to_be_focused()
+    expect(box).to_have_value("one")
+    box.fill("three")
+    box.press("Control+Enter")
+    expect(chat.asked).to_have_text(["three"])
+    chat.done()
+    assert stored(chat)[-1] == reference(tiny, "three", **fields)
+    # The arrows walk the branches; each has what followed it.
+    chat.questions.first.get_by_role("button", name="Previous version").click()
+    expect(chat.asked).to_have_text(["one", "two"])
+    expect(chat.answers).to_have_count(2)
+    chat.page.reload()
+    expect(chat.asked).to_have_text(["one", "two"])
+    chat.questions.first.get_by_role("button", name="Next version").click()
+    expect(chat.asked).to_have_text(["three"])
+
+
+def test_regenerating_keeps_the_other_answer(chat: Chat) -> None:
+    chat.answer_with("one")
+    chat.send("q")
+    expect(chat.text).to_have_text("one")
+    chat.answer_with("two")
+    with chat.page.expect_request(COMPLETIONS) as asked:
+        chat.answer.get_by_role("button", name="Regenerate").click()
+    assert [message["content"] for message in asked.value.post_data_json["messages"]] == ["q"]
+    expect(chat.text).to_have_text("two")
+    expect(chat.answer.get_by_role("group", name="Versions")).to_have_text("2/2")
+    chat.answer.get_by_role("button", name="Previous version").click()
+    expect(chat.text).to_have_text("one")
+
+
+def test_a_cut_answer_is_continued(chat: Chat, tiny: Server) -> None:
+    """The text after the cut is what the model gives to the text before it."""
+    chat.with_fields(**GREEDY, max_tokens=8, ignore_eos=True)
+    chat.send("Hello")
+    chat.done()
+    before = stored(chat)[-1]
+    with chat.page.expect_request(COMPLETIONS) as asked:
+        chat.answer.get_by_role("button", name="Continue").click()
+    sent = asked.value.post_data_json
+    assert sent["continue_final_message"] is True
+    assert sent["add_generation_prompt"] is False
+    assert sent["messages"][-1] == {"role": "assistant", "content": before}
+    chat.done()
+    fields = {"max_tokens": 8, "ignore_eos": True, "continue_final_message": True}
+    rest = reference(tiny, "Hello", before, add_generation_prompt=False, **fields)
+    assert stored(chat) == ["Hello", before + rest]
+    expect(chat.answers).to_have_count(1)
+
+
+def test_a_reload_keeps_what_came_and_offers_to_continue(chat: Chat, tiny: Server) -> None:
+    chat.with_fields(ignore_eos=True)
+    chat.send("Hello")
+    expect(chat.text).to_have_text(re.compile(".{200}", re.DOTALL))
+    chat.page.reload()
+    tiny.until("vllm:num_requests_running", 0)
+    expect(chat.answer).to_contain_text("interrupted")
+    _, kept = stored(chat)
+    assert kept
+    chat.page.unroute(COMPLETIONS)
+    chat.with_fields(ignore_eos=True, max_tokens=5)
+    with chat.page.expect_request(COMPLETIONS) as asked:
+        chat.answer.get_by_role("button", name="Continue").click()
+    assert asked.value.post_data_json["messages"][-1] == {"role": "assistant", "content": kept}
+    chat.done()
+    assert stored(chat)[-1].startswith(kept)
+    expect(chat.answer).to_contain_text("cut: length limit")
+
+
+def test_an_answer_is_edited(chat: Chat) -> None:
+    chat.answer_with("theirs")
+    chat.send("q")
+    expect(chat.text).to_have_text("theirs")
+    chat.answer.get_by_role("button", name="Edit answer").click()
+    box = chat.page.get_by_role("textbox", name="Edit answer")
+    box.fill("mine")
+    chat.button("Save").click()
+    expect(chat.text).to_have_text("mine")
+    expect(chat.answer).to_contain_text("edited by you")
+    with chat.page.expect_request(COMPLETIONS) as asked:
+        chat.send("next")
+    assert [message["content"] for message in asked.value.post_data_json["messages"]] == ["q", "mine", "next"]
+    chat.answers.first.get_by_role("button", name="Previous version").click()
+    expect(chat.text).to_have_text("theirs")
+
+
+def test_a_conversation_is_forked_from_a_message(chat: Chat) -> None:
+    chat.answer_with("yes")
+    for question in ("one", "two"):
+        chat.send(question)
+        expect(chat.text).to_have_text("yes")
+        chat.done()
+    chat.answers.first.hover()
+    chat.answers.first.get_by_role("button", name="Fork from here").click()
+    expect(chat.asked).to_have_text(["one"])
+    expect(chat.page.get_by_role("heading", level=1)).to_have_text("Fork: one")
+    expect(chat.sessions).to_have_count(2)
+    chat.send("three")
+    expect(chat.asked).to_have_text(["one", "three"])
+    chat.sessions.filter(has_not_text="Fork").click()
+    expect(chat.asked).to_have_text(["one", "two"])
+
+
+def test_a_deleted_message_comes_back(chat: Chat) -> None:
+    chat.answer_with("yes")
+    for question in ("one", "two"):
+        chat.send(question)
+        chat.done()
+    expect(chat.answers).to_have_count(2)
+    chat.questions.last.hover()
+    chat.questions.last.get_by_role("button", name="Delete message").click()
+    expect(chat.asked).to_have_text(["one"])
+    assert sorted(stored(chat)) == ["one", "yes"]
+    chat.button("Undo").click()
+    expect(chat.asked).to_have_text(["one", "two"])
+    assert sorted(stored(chat)) == ["one", "two", "yes", "yes"]
+
+
+def test_an_answer_is_copied(chat: Chat) -> None:
+    chat.answer_with("**bold** 天")
+    chat.send("q")
+    chat.answer.get_by_role("button", name="Copy").click()
+    expect(chat.answer.get_by_role("button", name="Copied")).to_be_visible()
+    assert chat.page.evaluate("navigator.clipboard.readText()") == "**bold** 天"
+
+
+@pytest.mark.parametrize("key", ["Shift+Enter", "Enter"])
+def test_enter_sends_and_shift_enter_is_a_new_line(chat: Chat, key: str) -> None:
+    chat.answer_with("yes")
+    chat.message.fill("one")
+    chat.message.press(key)
+    if key == "Enter":
+        expect(chat.asked).to_have_text(["one"])
+    else:
+        chat.message.press_sequentially("two")
+        expect(chat.message).to_have_value("one\ntwo")
+        expect(chat.questions).to_have_count(0)

@@ -1,0 +1,101 @@
+"""What the page costs, counted: bytes of the first load, nodes touched by a piece of a stream."""
+
+from __future__ import annotations
+
+import gzip
+import re
+from pathlib import Path
+
+from playwright.sync_api import BrowserContext, expect
+
+import llaisys
+from chatpage import Chat
+from serving import Server
+
+FIRST_LOAD_BYTES_MAX = 400_000
+
+# Counts nodes that come and go inside answers; `window.touched()` gives the count since the last call.
+COUNT = """
+() => {
+    let touched = 0;
+    const inside = (node) => 1 + (node.querySelectorAll?.("*").length ?? 0);
+    const size = (nodes) => [...nodes].reduce((sum, node) => sum + inside(node), 0);
+    const count = (records) => {
+        for (const record of records) {
+            touched += record.type === "childList" ? size(record.addedNodes) + size(record.removedNodes) : 1;
+        }
+    };
+    const observer = new MutationObserver(count);
+    observer.observe(document.querySelector("main"), { subtree: true, childList: true, characterData: true });
+    window.touched = () => {
+        count(observer.takeRecords());
+        const now = touched;
+        touched = 0;
+        return now;
+    };
+}
+"""
+
+
+def test_the_first_load_is_small(tiny: Server, context: BrowserContext) -> None:
+    """What the browser asks for until the page is ready, each file as gzip makes it."""
+    loaded: list[str] = []
+    context.on("request", lambda request: loaded.append(request.url))
+    Chat.open(context, tiny.url)
+    files = [url for url in loaded if not url.endswith("/v1/models")]
+    assert all(url.startswith(tiny.url) for url in files)
+    assert any(url.endswith(".js") for url in files)
+    total = sum(len(gzip.compress(tiny.http.get(url).content)) for url in files)
+    assert total <= FIRST_LOAD_BYTES_MAX, f"{total} bytes: {files}"
+
+
+def test_the_server_sends_it_compressed(tiny: Server) -> None:
+    page = tiny.http.get("/")
+    names = re.findall(r'"(/assets/[^"]+\.js)"', page.text)
+    assert names
+    for name in names:
+        with tiny.http.stream("GET", name, headers={"accept-encoding": "gzip"}) as answer:
+            raw = b"".join(answer.iter_raw())
+        assert answer.headers["content-encoding"] == "gzip"
+        plain = tiny.http.get(name, headers={"accept-encoding": "identity"})
+        assert "content-encoding" not in plain.headers
+        assert gzip.decompress(raw) == plain.content
+        assert len(raw) < len(plain.content)
+
+
+def test_a_piece_of_a_stream_touches_the_last_block_only(fed: Chat) -> None:
+    """After 300 paragraphs, code and tables, a word costs what it costs in the first one."""
+    fed.send("q")
+    fed.feed("begin ")
+    fed.page.evaluate(COUNT)
+    fed.feed("word ")
+    first = fed.page.evaluate("touched()")
+    assert first > 0
+    long = "".join(f"paragraph {i} with **bold** text\n\n| a |\n|---|\n| {i} |\n\n" for i in range(150))
+    fed.feed("\n\n" + long, "```python\nx = 1\n```\n\nlast ")
+    expect(fed.text.locator(".block")).to_have_count(303)
+    fed.page.evaluate("touched()")
+    for _ in range(5):
+        fed.feed("word ")
+        assert fed.page.evaluate("touched()") <= first
+    fed.end()
+
+
+def test_pieces_within_one_frame_are_drawn_once(fed: Chat) -> None:
+    """200 pieces that come at once cost a handful of frames, not 200 drawings."""
+    fed.send("q")
+    fed.feed("begin ")
+    fed.page.evaluate(COUNT)
+    fed.feed("word ")
+    one = fed.page.evaluate("touched()")
+    fed.page.evaluate("for (let i = 0; i < 200; i++) feed.text(`w${i} `)")
+    expect(fed.text).to_contain_text("w199")
+    assert fed.page.evaluate("touched()") <= 10 * one
+    fed.end()
+
+
+def test_the_wheel_would_hold_the_page() -> None:
+    """The built page lies inside the package, where the wheel takes it from."""
+    built = Path(llaisys.__file__).parent / "webui"
+    assert (built / "index.html").is_file()
+    assert list(built.glob("assets/*.js"))

@@ -1,0 +1,202 @@
+"""What goes wrong is said plainly, can be tried again, and costs no text."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import BrowserContext, Route, expect
+
+from chatpage import COMPLETIONS, Chat
+from serving import GOLDENS, Server, serving
+
+
+def test_a_busy_server_is_tried_again_after_a_countdown(chat: Chat) -> None:
+    chat.fail_with(429, "server_overloaded", "all places are taken", **{"retry-after": "2"})
+    chat.send("Hello")
+    expect(chat.page.get_by_role("alert")).to_contain_text("The server is busy")
+    expect(chat.page.get_by_role("alert")).to_contain_text("all places are taken")
+    waiting = chat.page.get_by_role("button", name=re.compile("Try again in [12] s"))
+    expect(waiting).to_be_disabled()
+    chat.answer_with("now it works")
+    retry = chat.button("Try again")
+    expect(retry).to_be_enabled()
+    retry.click()
+    expect(chat.text).to_have_text("now it works")
+    expect(chat.answers).to_have_count(1)
+    expect(chat.page.get_by_role("alert")).to_have_count(0)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "title"),
+    [
+        (408, "request_timeout", "The request took too long"),
+        (500, "request_failed", "The request failed"),
+        (503, "engine_dead", "The request failed"),
+    ],
+)
+def test_a_refusal_is_shown_in_the_servers_words(chat: Chat, status: int, code: str, title: str) -> None:
+    chat.fail_with(status, code, f"what the server says of {status}")
+    chat.send("Hello")
+    alert = chat.page.get_by_role("alert")
+    expect(alert).to_contain_text(title)
+    expect(alert).to_contain_text(f"what the server says of {status}")
+    expect(chat.asked).to_have_text(["Hello"])
+    chat.answer_with("yes")
+    chat.button("Try again").click()
+    expect(chat.text).to_have_text("yes")
+
+
+def test_an_error_inside_a_stream_keeps_what_came(chat: Chat) -> None:
+    piece = '{"choices":[{"delta":{"content":"Hel"}}]}'
+    error = '{"error":{"message":"It broke.","code":"request_timeout"}}'
+    body = f"data: {piece}\n\ndata: {error}\n\ndata: [DONE]\n\n"
+    headers = {"content-type": "text/event-stream"}
+    chat.page.route(COMPLETIONS, lambda route: route.fulfill(body=body, headers=headers))
+    chat.send("Hello")
+    expect(chat.page.get_by_role("alert")).to_contain_text("It broke.")
+    expect(chat.text).to_have_text("Hel")
+    chat.answer_with("lo")
+    with chat.page.expect_request(COMPLETIONS) as asked:
+        chat.button("Try again").click()
+    assert asked.value.post_data_json["continue_final_message"] is True
+    expect(chat.text).to_have_text("Hello")
+
+
+def test_a_stream_that_breaks_off_is_noticed(chat: Chat) -> None:
+    body = 'data: {"choices":[{"delta":{"content":"Hel"}}]}\n\n'
+    headers = {"content-type": "text/event-stream"}
+    chat.page.route(COMPLETIONS, lambda route: route.fulfill(body=body, headers=headers))
+    chat.send("Hello")
+    expect(chat.page.get_by_role("alert")).to_contain_text("The connection ended before the answer did")
+    expect(chat.text).to_have_text("Hel")
+    expect(chat.answer.get_by_role("button", name="Continue")).to_be_visible()
+
+
+def test_a_server_that_goes_and_comes_back(context: BrowserContext, tmp_path: Path) -> None:
+    """The server ends for real; the question and the draft stay, and the next one on the port is found."""
+    with serving(tmp_path, str(GOLDENS / "qwen2-tied-bf16")) as server:
+        chat = Chat.open(context, server.url)
+        port = server.url.rsplit(":", 1)[1]
+        assert server.stop() == 0
+    chat.send("are you there?")
+    alert = chat.answer.get_by_role("alert")
+    expect(alert).to_contain_text("The server cannot be reached")
+    expect(chat.page.get_by_text("Trying again; your text is kept.")).to_be_visible()
+    chat.message.fill("a draft")
+    with serving(tmp_path, str(GOLDENS / "qwen2-tied-bf16"), "--port", port):
+        expect(chat.page.get_by_text("Trying again; your text is kept.")).to_have_count(0, timeout=20_000)
+        expect(chat.asked).to_have_text(["are you there?"])
+        expect(chat.message).to_have_value("a draft")
+        chat.with_fields(max_tokens=5, ignore_eos=True)
+        chat.button("Try again").click()
+        expect(chat.text).not_to_be_empty()
+        chat.done()
+        chat.page.close()
+
+
+def test_a_question_that_is_too_long_is_shown_with_both_numbers(
+    short: Server, context: BrowserContext
+) -> None:
+    chat = Chat.open(context, short.url)
+    chat.send("word " * 400)
+    alert = chat.page.get_by_role("alert")
+    expect(alert).to_contain_text(re.compile(r"Too long: \d+ tokens asked for, the context holds 512"))
+    chat.button("Drop the oldest turns and try again").click()
+    expect(chat.page.get_by_text("There is no older turn to drop: shorten the message.")).to_be_visible()
+    expect(chat.asked).to_have_text(["word " * 400])
+
+
+def test_a_full_context_is_said_and_its_oldest_turns_dropped(short: Server, context: BrowserContext) -> None:
+    chat = Chat.open(context, short.url)
+    chat.with_fields(max_tokens=100, ignore_eos=True, temperature=0)
+    for i in range(8):
+        chat.send(f"turn {i}: " + "a b c d " * 5)
+        chat.done()
+        if chat.page.get_by_role("alert").count():
+            break
+    expect(chat.page.get_by_role("alert")).to_contain_text("the context holds 512")
+    with chat.page.expect_request(COMPLETIONS) as asked:
+        chat.button("Drop the oldest turns and try again").click()
+    sent = asked.value.post_data_json["messages"]
+    assert sent[0]["role"] == "user"
+    assert not sent[0]["content"].startswith("turn 0")
+    expect(chat.text).not_to_be_empty()
+    chat.done()
+    expect(chat.page.get_by_role("alert")).to_have_count(0)
+    chat.page.reload()
+    expect(chat.page.get_by_text("Not sent to the model above this line")).to_be_attached()
+
+
+def test_an_answer_cut_by_the_context_says_so(short: Server, context: BrowserContext) -> None:
+    chat = Chat.open(context, short.url)
+    chat.with_fields(max_tokens=60, ignore_eos=True, temperature=0)
+    for i in range(2):
+        chat.send(f"turn {i}")
+        chat.done()
+    chat.page.unroute(COMPLETIONS)
+    chat.with_fields(ignore_eos=True, temperature=0)
+    chat.send("go on for ever")
+    expect(chat.page.get_by_text("The context is full: 512 of 512 tokens.")).to_be_visible()
+    with chat.page.expect_request(COMPLETIONS) as asked:
+        chat.button("Drop the oldest turns and go on").click()
+    sent = asked.value.post_data_json
+    assert sent["continue_final_message"] is True
+    assert sent["messages"][0]["content"] != "turn 0"
+    assert sent["messages"][-2]["content"] == "go on for ever"
+
+
+def test_a_key_is_asked_for_and_kept_in_memory_only(context: BrowserContext, tmp_path: Path) -> None:
+    with serving(tmp_path, str(GOLDENS / "qwen2-tied-bf16"), key="secret-1") as server:
+        page = context.new_page()
+        page.goto(server.url)
+        chat = Chat(page, server.url)
+        expect(page.get_by_text("This server asks for an API key.")).to_be_visible()
+        page.get_by_label("API key").fill("wrong")
+        page.get_by_label("API key").press("Enter")
+        page.get_by_label("API key").fill("secret-1")
+        page.get_by_label("API key").press("Enter")
+        expect(page.get_by_label("Model", exact=True)).to_be_visible()
+        chat.with_fields(max_tokens=5, ignore_eos=True)
+        chat.send("Hello")
+        expect(chat.text).not_to_be_empty()
+        chat.done()
+        assert page.evaluate("localStorage.length + sessionStorage.length + document.cookie.length") == 0
+        kept = page.evaluate(
+            """async () => {
+                const settled = (request) => new Promise((done) => {
+                    request.onsuccess = ({ target }) => done(target.result);
+                });
+                const db = await settled(indexedDB.open("llaisys"));
+                const read = (name) => settled(db.transaction(name).objectStore(name).getAll());
+                const all = await Promise.all([...db.objectStoreNames].map(read));
+                db.close();
+                return JSON.stringify(all);
+            }"""
+        )
+        assert "Hello" in kept
+        assert "secret-1" not in kept
+        page.reload()
+        expect(page.get_by_text("This server asks for an API key.")).to_be_visible()
+
+
+def test_a_refused_key_is_said_at_the_answer(chat: Chat) -> None:
+    chat.fail_with(401, "invalid_api_key", "Incorrect or missing API key")
+    chat.send("Hello")
+    expect(chat.answer.get_by_role("alert")).to_contain_text("The server does not accept the API key")
+    expect(chat.page.get_by_label("API key")).to_be_visible()
+
+
+def test_a_page_that_comes_before_the_model_waits_for_it(tiny: Server, context: BrowserContext) -> None:
+    page = context.new_page()
+    body = '{"error":{"message":"The model is still loading","code":"model_loading"}}'
+
+    def loading(route: Route) -> None:
+        route.fulfill(status=503, body=body)
+
+    page.route("**/v1/models", loading)
+    page.goto(tiny.url)
+    expect(page.get_by_text("The model is still loading.")).to_be_visible()
+    page.unroute("**/v1/models")
+    expect(page.get_by_label("Model", exact=True)).to_be_visible()

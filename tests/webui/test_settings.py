@@ -1,0 +1,253 @@
+"""Settings: what is sent, their bounds and meanings, presets, scopes, and how the page looks."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from playwright.sync_api import Locator, expect
+
+from chatpage import COMPLETIONS, Chat
+from llaisys.errors import RejectedError
+from llaisys.types import SamplingParams
+
+
+def settings(chat: Chat) -> Locator:
+    chat.page.keyboard.press("Control+,")
+    return chat.page.get_by_role("dialog", name="Settings")
+
+
+def asked(chat: Chat, question: str) -> dict[str, Any]:
+    """Sends a question; the body of its request."""
+    with chat.page.expect_request(COMPLETIONS) as request:
+        chat.send(question)
+    chat.done()
+    body: dict[str, Any] = request.value.post_data_json
+    return body
+
+
+VALUES: dict[str, tuple[str, Any]] = {
+    "temperature": ("0.7", 0.7),
+    "top_p": ("0.9", 0.9),
+    "top_k": ("40", 40),
+    "min_p": ("0.05", 0.05),
+    "max_tokens": ("4", 4),
+    "seed": ("7", 7),
+    "stop": ("END\n\\n\\n", ["END", "\n\n"]),
+    "repetition_penalty": ("1.1", 1.1),
+    "presence_penalty": ("0.5", 0.5),
+    "frequency_penalty": ("-0.5", -0.5),
+    "typical_p": ("0.95", 0.95),
+    "min_tokens": ("2", 2),
+    "stop_token_ids": ("1, 2", [1, 2]),
+    "logit_bias": ("5: 1.5\n7: -100", {"5": 1.5, "7": -100}),
+}
+
+
+def test_every_parameter_is_sent_and_served(chat: Chat) -> None:
+    """Against the real server: it takes each of them."""
+    dialog = settings(chat)
+    dialog.get_by_text("More parameters").click()
+    for name, (typed, _) in VALUES.items():
+        field = dialog.get_by_label(name, exact=True)
+        field.fill(typed)
+        field.blur()
+    dialog.get_by_label("ignore_eos", exact=True).select_option("true")
+    chat.page.keyboard.press("Escape")
+    body = asked(chat, "Hello")
+    for name, (_, value) in VALUES.items():
+        assert body[name] == value, name
+    assert body["ignore_eos"] is True
+    assert "skip_special_tokens" not in body
+    expect(chat.text).not_to_be_empty()
+    expect(chat.page.get_by_role("alert")).to_have_count(0)
+
+
+def test_each_field_is_told_with_its_meaning_and_checked(chat: Chat) -> None:
+    dialog = settings(chat)
+    field = dialog.get_by_label("temperature", exact=True)
+    expect(field).to_have_accessible_description(re.compile("How freely words are drawn.*From 0 to 2"))
+    field.fill("3")
+    expect(field).to_have_attribute("aria-invalid", "true")
+    field.fill("0.5")
+    expect(field).to_have_attribute("aria-invalid", "false")
+    dialog.get_by_role("button", name="Use default").click()
+    expect(field).to_have_value("")
+    chat.page.keyboard.press("Escape")
+    chat.answer_with("yes")
+    assert "temperature" not in asked(chat, "Hello")
+
+
+@pytest.mark.parametrize(
+    "name", ["temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
+)
+def test_the_bounds_are_the_servers(chat: Chat, name: str) -> None:
+    """What the page says a number may be is what SamplingParams takes, and one step further is refused."""
+    field = settings(chat).get_by_label(name, exact=True)
+    if not field.is_visible():
+        chat.page.get_by_text("More parameters").click()
+    low, high = _bounds(field)
+    SamplingParams(**{name: low})
+    SamplingParams(**{name: high})
+    for outside in (low - 0.02, high + 0.02):
+        with pytest.raises(RejectedError):
+            SamplingParams(**{name: outside})
+        field.fill(str(outside))
+        expect(field).to_have_attribute("aria-invalid", "true")
+
+
+def _bounds(field: Locator) -> tuple[float, float]:
+    described = field.evaluate(
+        "(input) => document.getElementById(input.getAttribute('aria-describedby')).textContent"
+    )
+    found = re.search(r"From (-?[\d.]+) to ([\d.]+)\.", described)
+    assert found, described
+    return float(found[1]), float(found[2])
+
+
+def test_a_system_prompt_is_sent_first(chat: Chat) -> None:
+    chat.answer_with("yes")
+    field = settings(chat).get_by_label("System prompt")
+    field.fill("Be brief.")
+    field.blur()
+    chat.page.keyboard.press("Escape")
+    assert asked(chat, "Hello")["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello"},
+    ]
+
+
+def test_a_chat_may_have_its_own_settings(chat: Chat) -> None:
+    chat.answer_with("yes")
+    asked(chat, "mine")
+    dialog = settings(chat)
+    dialog.get_by_role("button", name="This chat").click()
+    dialog.get_by_label("temperature", exact=True).fill("0.1")
+    dialog.get_by_role("button", name="All chats", exact=True).click()
+    dialog.get_by_label("temperature", exact=True).fill("0.9")
+    chat.page.keyboard.press("Escape")
+    assert asked(chat, "again")["temperature"] == 0.1
+    chat.button("New chat").first.click()
+    assert asked(chat, "other")["temperature"] == 0.9
+    chat.page.reload()
+    assert asked(chat, "after a reload")["temperature"] == 0.9
+    chat.sessions.filter(has_text="mine").click()
+    expect(chat.asked.first).to_have_text("mine")
+    assert asked(chat, "still its own")["temperature"] == 0.1
+    dialog = settings(chat)
+    dialog.get_by_role("button", name="Follow all chats again").click()
+    chat.page.keyboard.press("Escape")
+    assert asked(chat, "no longer")["temperature"] == 0.9
+
+
+def test_presets_are_chosen_and_saved(chat: Chat) -> None:
+    chat.answer_with("yes")
+    dialog = settings(chat)
+    preset = dialog.get_by_role("combobox", name="Preset", exact=True)
+    preset.select_option(label="Precise")
+    expect(dialog.get_by_label("temperature", exact=True)).to_have_value("0")
+    dialog.get_by_label("top_k", exact=True).fill("3")
+    expect(preset.locator("option:checked")).to_have_text("Your own values")
+    dialog.get_by_label("Name of a new preset").fill("mine")
+    dialog.get_by_role("button", name="Save as preset", exact=True).click()
+    expect(preset.locator("option:checked")).to_have_text("mine")
+    dialog.get_by_role("button", name="Reset", exact=True).click()
+    expect(preset.locator("option:checked")).to_have_text("Model's defaults")
+    chat.page.reload()
+    dialog = settings(chat)
+    dialog.get_by_role("combobox", name="Preset", exact=True).select_option(label="mine")
+    chat.page.keyboard.press("Escape")
+    body = asked(chat, "Hello")
+    assert (body["temperature"], body["top_k"]) == (0, 3)
+    dialog = settings(chat)
+    dialog.get_by_role("button", name="Delete preset mine").click()
+    expect(dialog.get_by_role("combobox", name="Preset", exact=True).locator("option")).not_to_contain_text(
+        ["mine"]
+    )
+
+
+def test_the_model_is_switched_for_one_chat(chat: Chat) -> None:
+    chat.with_fields(max_tokens=3, ignore_eos=True)
+    model = chat.page.get_by_label("Model", exact=True)
+    expect(model).to_have_value("tiny")
+    model.select_option("other")
+    assert asked(chat, "Hello")["model"] == "other"
+    expect(chat.answer.locator(".usage")).to_contain_text("other")
+    chat.button("New chat").first.click()
+    expect(model).to_have_value("tiny")
+
+
+def test_the_page_speaks_chinese(chat: Chat) -> None:
+    dialog = settings(chat)
+    dialog.get_by_label("Language").select_option("zh")
+    expect(chat.page.get_by_role("dialog", name="设置")).to_be_visible()
+    assert chat.page.evaluate("document.documentElement.lang") == "zh-CN"
+    chat.page.keyboard.press("Escape")
+    chat.page.reload()
+    expect(chat.page.get_by_role("textbox", name="消息")).to_be_visible()
+
+
+def test_the_browsers_language_is_the_first_choice(chat: Chat) -> None:
+    browser = chat.page.context.browser
+    assert browser is not None
+    context = browser.new_context(locale="zh-CN")
+    page = context.new_page()
+    page.goto(chat.url)
+    expect(page.get_by_role("textbox", name="消息")).to_be_visible()
+    context.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_themes(chat: Chat, scheme: str) -> None:
+    """The system's at first; a chosen one stays, whatever the system says."""
+    grounds = {"light": "rgb(255, 255, 255)", "dark": "rgb(23, 24, 28)"}
+    other = "light" if scheme == "dark" else "dark"
+    body = chat.page.locator("body")
+    chat.page.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
+    expect(body).to_have_css("background-color", grounds[scheme])
+    settings(chat).get_by_label("Theme").select_option(other)
+    expect(body).to_have_css("background-color", grounds[other])
+    chat.page.reload()
+    expect(body).to_have_css("background-color", grounds[other])
+
+
+def test_the_font_grows(chat: Chat) -> None:
+    settings(chat).get_by_label("Font size").select_option("20")
+    expect(chat.page.locator("html")).to_have_css("font-size", "20px")
+    chat.page.reload()
+    expect(chat.page.locator("html")).to_have_css("font-size", "20px")
+
+
+def test_the_status_panel_shows_the_servers_figures(chat: Chat) -> None:
+    chat.with_fields(ignore_eos=True)
+    chat.send("Hello")
+    expect(chat.text).not_to_be_empty()
+    chat.button("Server status").click()
+    panel = chat.page.get_by_role("complementary", name="Server status")
+    expect(panel).to_contain_text("tiny")
+    expect(panel).to_contain_text("131,072")
+    expect(panel.get_by_role("img", name="Running: 1")).to_be_visible()
+    expect(panel.get_by_role("img", name=re.compile("Tokens generated a second: [1-9]"))).to_be_visible()
+    expect(panel.locator("polyline").first).to_be_attached()
+    chat.button("Stop").click()
+    expect(panel.get_by_role("img", name="Running: 0")).to_be_visible()
+    panel.get_by_role("button", name="Close").click()
+    expect(panel).to_have_count(0)
+
+
+def test_settings_are_in_the_store_as_plain_values(chat: Chat) -> None:
+    settings(chat).get_by_label("temperature", exact=True).fill("0.3")
+    kept = chat.page.evaluate(
+        """() => new Promise((done) => {
+            indexedDB.open("llaisys").onsuccess = ({ target }) => {
+                const db = target.result;
+                db.transaction("values").objectStore("values").get("settings").onsuccess = (event) => {
+                    db.close();
+                    done(JSON.stringify(event.target.result));
+                };
+            };
+        })"""
+    )
+    assert json.loads(kept)["chat"]["params"] == {"temperature": 0.3}

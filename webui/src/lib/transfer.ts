@@ -1,0 +1,207 @@
+// Export and import. JSON holds whole sessions with all branches; Markdown holds the chosen path of one.
+
+import { newId } from "./id";
+import { cleanTitle, titleOf } from "./title";
+import { fromMessages } from "./tree";
+import type { ChatSettings, End, Message, Params, Role, Session, ToolCall } from "./types";
+
+const FORMAT = "llaisys-chats";
+const VERSION = 1;
+
+export interface Whole {
+  session: Session;
+  messages: Message[];
+}
+
+/** A file that cannot be read; the message is a key of the page's texts. */
+export class ImportError extends Error {
+  constructor(
+    readonly key: "import_not_json" | "import_not_chats" | "import_newer" | "import_empty",
+    readonly detail = "",
+  ) {
+    super(`${key} ${detail}`);
+  }
+}
+
+export function newSession(nowMs: number, fields: Partial<Session> = {}): Session {
+  return {
+    id: newId(),
+    title: "",
+    renamed: false,
+    pinned: false,
+    folder: "",
+    createdMs: nowMs,
+    updatedMs: nowMs,
+    chosen: {},
+    draft: "",
+    settings: null,
+    contextFrom: null,
+    ...fields,
+  };
+}
+
+export function toJson(sessions: readonly Whole[]): string {
+  const chats = sessions.map(({ session, messages }) => ({ ...session, messages }));
+  return JSON.stringify({ format: FORMAT, version: VERSION, chats }, null, 1);
+}
+
+/** The sessions of an export, with new ids, so that importing twice never overwrites. Throws ImportError. */
+export function fromJson(text: string, nowMs: number): Whole[] {
+  let root: unknown;
+  try {
+    root = JSON.parse(text);
+  } catch {
+    throw new ImportError("import_not_json");
+  }
+  if (!isObject(root) || root.format !== FORMAT || !Array.isArray(root.chats)) {
+    throw new ImportError("import_not_chats");
+  }
+  if (typeof root.version !== "number" || root.version > VERSION) {
+    throw new ImportError("import_newer", String(root.version));
+  }
+  const chats = root.chats.filter(isObject).map((chat) => wholeOf(chat, nowMs));
+  if (chats.length === 0) throw new ImportError("import_empty");
+  return chats;
+}
+
+type Json = Record<string, unknown>;
+
+function isObject(value: unknown): value is Json {
+  return typeof value === "object" && value !== null && !Array.isArray(value);
+}
+const text = (value: unknown) => (typeof value === "string" ? value : "");
+const time = (value: unknown, otherwise: number) =>
+  typeof value === "number" && Number.isFinite(value) && value > 0 ? value : otherwise;
+
+/** One chat of a file. Nothing is believed: each field is taken only if it has the right type. */
+function wholeOf(chat: Json, nowMs: number): Whole {
+  const ids = new Map<string, string>();
+  const raw = (Array.isArray(chat.messages) ? chat.messages : []).filter(isObject);
+  for (const message of raw) ids.set(text(message.id), newId());
+  const read = raw.map((message, i) => messageOf(message, ids, nowMs + i)).filter((m) => m !== null);
+  const chosen: Record<string, string> = {};
+  if (isObject(chat.chosen)) {
+    for (const [parent, child] of Object.entries(chat.chosen)) {
+      const [from, to] = [parent === "" ? "" : ids.get(parent), ids.get(text(child))];
+      if (from !== undefined && to !== undefined) chosen[from] = to;
+    }
+  }
+  // Only what hangs together is kept.
+  const tree = fromMessages(read, chosen);
+  const messages = [...tree.messages.values()];
+  const session = newSession(nowMs, {
+    title: cleanTitle(text(chat.title)) || titleOf(messages[0]?.content ?? ""),
+    renamed: chat.renamed === true,
+    pinned: chat.pinned === true,
+    folder: cleanTitle(text(chat.folder)),
+    createdMs: time(chat.createdMs, nowMs),
+    updatedMs: time(chat.updatedMs, nowMs),
+    chosen,
+    draft: text(chat.draft),
+    settings: settingsOf(chat.settings),
+    contextFrom: ids.get(text(chat.contextFrom)) ?? null,
+  });
+  return { session, messages };
+}
+
+const ROLES: readonly string[] = ["system", "user", "assistant", "tool"];
+const ENDS: readonly string[] = ["stop", "length", "stopped", "error", "running", "edited", "tool_calls"];
+
+function messageOf(value: Json, ids: ReadonlyMap<string, string>, nowMs: number): Message | null {
+  if (typeof value.role !== "string" || !ROLES.includes(value.role)) return null;
+  if (typeof value.content !== "string") return null;
+  const message: Message = {
+    id: ids.get(text(value.id))!,
+    parent: value.parent === null ? null : (ids.get(text(value.parent)) ?? "lost"),
+    role: value.role as Role,
+    content: value.content,
+    createdMs: time(value.createdMs, nowMs),
+  };
+  if (text(value.reasoning)) message.reasoning = text(value.reasoning);
+  if (text(value.model)) message.model = text(value.model);
+  if (text(value.toolCallId)) message.toolCallId = text(value.toolCallId);
+  if (ENDS.includes(text(value.end))) message.end = value.end as End;
+  if (Array.isArray(value.toolCalls)) message.toolCalls = value.toolCalls.filter(isObject).map(toolCallOf);
+  const usage = numbersOf(value.usage, ["promptTokens", "cachedTokens", "completionTokens"] as const);
+  if (usage) message.usage = usage;
+  const timing = numbersOf(value.timing, ["firstTokenMs", "totalMs"] as const);
+  if (timing) message.timing = timing;
+  return message;
+}
+
+function toolCallOf(value: Json): ToolCall {
+  return { id: text(value.id), name: text(value.name), arguments: text(value.arguments) };
+}
+
+function numbersOf<K extends string>(value: unknown, names: readonly K[]): Record<K, number> | null {
+  if (!isObject(value) || !names.every((name) => Number.isFinite(value[name]))) return null;
+  return Object.fromEntries(names.map((name) => [name, value[name]])) as Record<K, number>;
+}
+
+function settingsOf(value: unknown): ChatSettings | null {
+  if (!isObject(value)) return null;
+  const params = isObject(value.params) ? (value.params as Params) : {};
+  return { model: text(value.model), system: text(value.system), params };
+}
+
+// --- Markdown: a heading, then each message under a comment that says whose it is ---
+
+const MARK = /^<!-- llaisys: (system|user|assistant|tool) -->$/;
+const ANY_MARK = /^(\\*)(<!-- llaisys: (?:system|user|assistant|tool) -->)$/gm;
+const NAMES: Record<Role, string> = { system: "System", user: "You", assistant: "Assistant", tool: "Tool" };
+
+/** A conversation as a readable file, which `fromMarkdown` reads back. */
+export function toMarkdown(title: string, path: readonly Message[]): string {
+  const parts = path.map(({ role, content, reasoning }) => {
+    const thought = reasoning ? `<think>\n${reasoning}\n</think>\n` : "";
+    const body = (thought + content).replace(ANY_MARK, "\\$1$2");
+    return `<!-- llaisys: ${role} -->\n**${NAMES[role]}**\n\n${body}\n`;
+  });
+  return [`# ${title}\n`, ...parts].join("\n");
+}
+
+/** The session of a file that `toMarkdown` made. Throws ImportError. */
+export function fromMarkdown(file: string, nowMs: number): Whole {
+  const messages: Message[] = [];
+  let title = "";
+  let current: { role: Role; lines: string[] } | null = null;
+  const close = () => {
+    if (current === null) return;
+    // After the mark: the name in bold and an empty line; after the body: one line's end.
+    const body = current.lines.slice(2).join("\n").replace(/\n$/, "");
+    messages.push({
+      id: newId(),
+      parent: messages.at(-1)?.id ?? null,
+      role: current.role,
+      content: body.replace(ANY_MARK, (whole) => whole.slice(1)),
+      createdMs: nowMs + messages.length,
+      ...(current.role === "assistant" ? { end: "stop" as const } : {}),
+    });
+  };
+  for (const line of file.replaceAll("\r\n", "\n").split("\n")) {
+    const role = MARK.exec(line)?.[1] as Role | undefined;
+    if (role !== undefined) {
+      close();
+      current = { role, lines: [] };
+    } else if (current !== null) {
+      current.lines.push(line);
+    } else if (title === "" && line.startsWith("# ")) {
+      title = cleanTitle(line.slice(2));
+    }
+  }
+  close();
+  if (messages.length === 0) throw new ImportError("import_not_chats");
+  const named = title || titleOf(messages[0]!.content);
+  return { session: newSession(nowMs, { title: named, renamed: title !== "" }), messages };
+}
+
+/** The file's sessions, whichever of the two forms it has. Throws ImportError. */
+export function fromFile(name: string, content: string, nowMs: number): Whole[] {
+  return /\.(md|markdown)$/i.test(name) ? [fromMarkdown(content, nowMs)] : fromJson(content, nowMs);
+}
+
+/** A name for a file: letters and digits of the title, the form's ending. */
+export function fileName(title: string, ending: "json" | "md"): string {
+  const safe = title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-+|-+$/g, "");
+  return `${safe.slice(0, 50) || "chats"}.${ending}`;
+}

@@ -1,0 +1,196 @@
+// All sessions: the list, which is always in memory, and the conversations that are open or being answered.
+
+import { newId } from "../lib/id";
+import { Db } from "../lib/db";
+import { matches, snippet, words, type Snippet } from "../lib/search";
+import { cleanTitle } from "../lib/title";
+import { newSession, type Whole } from "../lib/transfer";
+import * as trees from "../lib/tree";
+import type { ChatSettings, Message, Session } from "../lib/types";
+import { Conversation } from "./conversation.svelte";
+import { t, ui } from "./ui.svelte";
+
+export interface Hit {
+  session: Session;
+  /** Null: the title has the words. */
+  messageId: string | null;
+  snippet: Snippet | null;
+}
+
+const HITS_MAX = 200;
+
+export class Library {
+  db: Db | null = null;
+  sessions = $state.raw<ReadonlyMap<string, Session>>(new Map());
+  /** Conversations in memory: the current one and those that are being answered. */
+  open = $state.raw<ReadonlyMap<string, Conversation>>(new Map());
+  current = $state.raw<Conversation | null>(null);
+  /** Sessions whose answer ended while another one was being read. */
+  unread = $state.raw<ReadonlySet<string>>(new Set());
+  /** What stands in the composer of a chat that does not exist yet. */
+  newDraft = $state("");
+  /** The settings of a chat that does not exist yet. */
+  newSettings = $state.raw<ChatSettings | null>(null);
+  /** The message to bring into view after opening. */
+  target = $state<string | null>(null);
+
+  async load(db: Db | null): Promise<void> {
+    this.db = db;
+    this.sessions = new Map((await db?.sessions())?.map((session) => [session.id, session]));
+    this.newDraft = (await db?.value<string>("draft")) ?? "";
+  }
+
+  get(id: string): Session | undefined {
+    return this.sessions.get(id);
+  }
+
+  /** Shows a session; null is the place for a new one. */
+  async show(id: string | null, target: string | null = null): Promise<void> {
+    const conversation = id === null ? null : await this.#opened(id);
+    this.current = conversation;
+    this.target = target;
+    const kept = [...this.open.values()].filter((other) => other === conversation || other.running);
+    this.open = new Map(kept.map((other) => [other.id, other]));
+    if (conversation) this.unread = new Set([...this.unread].filter((other) => other !== conversation.id));
+    history.replaceState(null, "", conversation ? `#/chat/${conversation.id}` : "#/");
+  }
+
+  async #opened(id: string): Promise<Conversation | null> {
+    const session = this.sessions.get(id);
+    if (!session) return null;
+    const known = this.open.get(id);
+    if (known) return known;
+    const made = new Conversation(this, id, (await this.db?.messages(id)) ?? [], session.chosen);
+    this.keep(made);
+    return made;
+  }
+
+  /** A question that begins a session, or goes on with the current one. */
+  send(text: string): void {
+    if (this.current === null) {
+      const session = newSession(Date.now(), { settings: this.newSettings });
+      this.#put(session);
+      const made = new Conversation(this, session.id, [], {});
+      this.keep(made);
+      this.current = made;
+      this.newSettings = null;
+      history.replaceState(null, "", `#/chat/${session.id}`);
+    }
+    this.current.send(text);
+  }
+
+  change(id: string, fields: Partial<Session>): void {
+    const session = this.sessions.get(id);
+    if (session) this.#put({ ...session, ...fields });
+  }
+
+  rename(id: string, title: string): void {
+    const clean = cleanTitle(title);
+    if (clean) this.change(id, { title: clean, renamed: true });
+  }
+
+  /** Into a folder; "" is none. */
+  move(id: string, folder: string): void {
+    this.change(id, { folder: cleanTitle(folder) });
+  }
+
+  /** Takes a session away; the toast brings them back. */
+  async delete(id: string): Promise<void> {
+    const session = this.sessions.get(id);
+    if (!session) return;
+    const whole = await this.whole(session);
+    this.open.get(id)?.stop();
+    if (this.current?.id === id) await this.show(null);
+    const rest = new Map(this.sessions);
+    rest.delete(id);
+    this.sessions = rest;
+    this.open = new Map([...this.open].filter(([other]) => other !== id));
+    await this.db?.deleteSession(id);
+    const undo = () => void this.add([whole]);
+    ui.toast(t("chat_deleted", { title: session.title || t("new_chat") }), { label: t("undo"), run: undo });
+  }
+
+  /** A session of its own with the messages from the first to this one. */
+  async fork(from: Conversation, message: Message): Promise<void> {
+    const title = cleanTitle(t("fork_of", { title: from.session?.title ?? "" }));
+    const session = newSession(Date.now(), {
+      title,
+      renamed: true,
+      folder: from.session?.folder ?? "",
+      settings: from.session?.settings ?? null,
+    });
+    const ids = new Map([["", null as string | null]]);
+    const messages = trees.pathTo(from.tree, message.id).map((old) => {
+      const id = newId();
+      ids.set(old.id, id);
+      return { ...old, id, parent: ids.get(old.parent ?? "") ?? null };
+    });
+    session.contextFrom = ids.get(from.session?.contextFrom ?? "") ?? null;
+    await this.add([{ session, messages }]);
+    await this.show(session.id);
+  }
+
+  /** Whole sessions from a file or an undo. */
+  async add(wholes: readonly Whole[]): Promise<void> {
+    const all = new Map(this.sessions);
+    for (const { session } of wholes) all.set(session.id, session);
+    this.sessions = all;
+    await this.db?.putAll(wholes);
+    if (this.db) return;
+    for (const { session, messages } of wholes) {
+      this.keep(new Conversation(this, session.id, messages, session.chosen));
+    }
+  }
+
+  async whole(session: Session): Promise<Whole> {
+    const open = this.open.get(session.id);
+    const messages = open ? [...open.tree.messages.values()] : ((await this.db?.messages(session.id)) ?? []);
+    return { session, messages };
+  }
+
+  /** Sessions with all words in their title, then messages with all of them, as they are found. */
+  async *search(query: string): AsyncGenerator<Hit[]> {
+    const wanted = words(query);
+    if (wanted.length === 0) return;
+    const titled = [...this.sessions.values()].filter(({ title, folder }) =>
+      matches([title, folder], wanted),
+    );
+    titled.sort((a, b) => b.updatedMs - a.updatedMs);
+    yield titled.slice(0, HITS_MAX).map((session) => ({ session, messageId: null, snippet: null }));
+    if (!this.db) return;
+    for await (const batch of this.db.allMessages()) {
+      const hits: Hit[] = [];
+      for (const { session: id, id: messageId, content } of batch) {
+        const session = this.sessions.get(id);
+        if (!session || !matches([content], wanted)) continue;
+        hits.push({ session, messageId, snippet: snippet(content, wanted) });
+      }
+      yield hits;
+    }
+  }
+
+  keep(conversation: Conversation): void {
+    this.open = new Map(this.open).set(conversation.id, conversation);
+  }
+
+  ended(conversation: Conversation): void {
+    if (this.current === conversation) return;
+    this.unread = new Set(this.unread).add(conversation.id);
+  }
+
+  setDraft(id: string | null, draft: string): void {
+    if (id !== null) {
+      this.change(id, { draft });
+      return;
+    }
+    this.newDraft = draft;
+    void this.db?.putValue("draft", draft);
+  }
+
+  #put(session: Session): void {
+    this.sessions = new Map(this.sessions).set(session.id, session);
+    void this.db?.putSession(session);
+  }
+}
+
+export const library = new Library();
