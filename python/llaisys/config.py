@@ -77,6 +77,16 @@ class Config(BaseSettings):
     chat_template: Path | None = Field(
         None, description="a Jinja file that replaces the model's chat template"
     )
+    enable_auto_tool_choice: bool = Field(
+        False, description="let the model decide when to call a tool; needs tool_call_parser"
+    )
+    tool_call_parser: Literal["hermes", "llama3_json"] | None = Field(
+        None, description="how the model writes calls of tools (Qwen writes them as hermes does)"
+    )
+    reasoning_parser: Literal["deepseek_r1", "qwen3"] | None = Field(
+        None,
+        description="how the model marks its reasoning: deepseek_r1 begins with it, qwen3 may with <think>",
+    )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="seed of requests that bring none")
 
     # capacity

@@ -89,7 +89,10 @@ class LLM:
         self._router = _Router(n_open)
         self._ordinals = itertools.count()
         # The engine knows the router and not this object, so that dropping an LLM frees its engine.
-        self._client = start_engine(self._config, self._model.info, self._router.deliver)
+        self._grammars = self._model.grammars()
+        self._client = start_engine(
+            self._config, self._model.info, self._router.deliver, grammars=self._grammars
+        )
         self._finalizer = weakref.finalize(self, self._client.close)
 
     @property
@@ -197,6 +200,8 @@ class LLM:
         ]
         for ask in asks:
             self._client.check(ask.ids, ask.params)
+            if ask.params.structured_outputs is not None:
+                self._grammars.compile(ask.params.structured_outputs)
         with tqdm(total=len(asks), desc="Processed prompts", disable=not use_tqdm) as progress:
             return _Run(self._client, self._model, self._router, self._timeout_s()).answer(asks, progress)
 

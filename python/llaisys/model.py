@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llaisys.config import Config
+from llaisys.engine.grammar import Grammars, GrammarTokens
 from llaisys.engine.worker import inspect_model
 from llaisys.errors import RejectedError, UnsupportedError
 from llaisys.hub import resolve_model
@@ -43,6 +44,12 @@ class Model:
             )
         text = self.template.render(messages, **options)
         return text, self.tokenizer.encode(text, add_special_tokens=False)
+
+    def grammars(self) -> Grammars:
+        """For structured outputs of this model."""
+        info = self.info
+        eos = tuple(info.eos_token_ids)
+        return Grammars(GrammarTokens(self.tokenizer.to_json(), eos, info.vocab_size))
 
     def warm_up(self) -> None:
         """Builds what the tokenizer builds at its first use, so that no request waits for it."""

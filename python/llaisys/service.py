@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,17 @@ from llaisys.meter import Meter
 from llaisys.model import Model, open_model
 from llaisys.output import OutputProcessor
 from llaisys.stats import EngineStats, ServiceStats
-from llaisys.types import FinishReason, ModelInfo, RequestId, RequestOutput, SamplingParams
+from llaisys.text.reasoning import AnswerParser
+from llaisys.text.tools import ToolFormat, tool_grammar, tool_parser
+from llaisys.types import (
+    FinishReason,
+    ModelInfo,
+    PartParser,
+    RequestId,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 __all__ = ["AsyncLLM", "ServiceStats"]
 
@@ -49,6 +59,7 @@ class AsyncLLM:
         self._model = model
         self._loop = asyncio.get_running_loop()
         self._processor = OutputProcessor(model.tokenizer)
+        self._grammars = model.grammars()
         self._mailboxes: dict[RequestId, Mailbox] = {}
         self._arrivals: deque[list[EngineOutput]] = deque()
         self._woken = False
@@ -127,6 +138,8 @@ class AsyncLLM:
 
         Nothing is submitted before the first `anext`; what refuses the request is raised there.
         """
+        if params.structured_outputs is not None:
+            await self.compile_grammar(params.structured_outputs)
         ids, text = await self._prompt(prompt)
         mailbox = self._open_stream(request_id, text, ids, params)
         try:
@@ -173,6 +186,32 @@ class AsyncLLM:
             "tools": tools,
         }
         return (await asyncio.to_thread(self._model.chat_prompt, messages, options))[1]
+
+    async def compile_grammar(self, spec: StructuredOutputsParams) -> None:
+        """Compiles a grammar for the requests that bring it, off the loop.
+
+        Raises RejectedError naming the field of `structured_outputs`, or UnsupportedError.
+        """
+        await asyncio.to_thread(self._grammars.compile, spec)
+
+    def tool_grammar(
+        self, tools: Mapping[str, Mapping[str, Any]], *, parallel: bool
+    ) -> StructuredOutputsParams:
+        """The grammar of an answer that calls tools (name -> JSON schema of the arguments), once or, with
+        `parallel`, several times; in the format of `tool_call_parser`, by default hermes."""
+        return StructuredOutputsParams(grammar=tool_grammar(self._tool_format, tools, parallel=parallel))
+
+    def answer_parser(self, params: SamplingParams, tools: Collection[str]) -> PartParser | None:
+        """What divides the text of one choice into reasoning, content and calls of these tools; None: it is
+        content as a whole. An answer under a grammar has no reasoning."""
+        reasoning = None if params.structured_outputs is not None else self._config.reasoning_parser
+        if reasoning is None and not tools:
+            return None
+        return AnswerParser(reasoning, tool_parser(self._tool_format, tools) if tools else None)
+
+    @property
+    def _tool_format(self) -> ToolFormat:
+        return self._config.tool_call_parser or "hermes"
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, off the loop."""
@@ -265,8 +304,8 @@ class AsyncLLM:
         self._start_idling()
 
     async def _load(self) -> None:
-        start = partial(start_engine, self._config, self._model.info, self._deliver, exits=self._exits)
-        self._client = await asyncio.to_thread(start)
+        start = partial(start_engine, self._config, self._model.info, self._deliver)
+        self._client = await asyncio.to_thread(start, exits=self._exits, grammars=self._grammars)
         self._max_model_len = self._client.limits.max_model_len
 
     async def _unload(self) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from llaisys.errors import RejectedError
 
@@ -20,6 +22,8 @@ BIASES_MAX = 1024
 TOKENS_MAX = 2**31 - 1
 # The largest `max_num_seqs`; an engine refuses more choices than it can run at a time.
 CHOICES_MAX = 256
+GRAMMAR_BYTES_MAX = 64 << 10
+GRAMMAR_DEPTH_MAX = 64
 
 
 class FinishReason(str, Enum):
@@ -46,6 +50,91 @@ def _whole(name: str, value: int, low: int, high: int) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What an answer must look like; exactly one is set. Names are vLLM's. Hashable.
+
+    - `json`: a JSON schema, an object or its text. `json_object`: any JSON object.
+    - `regex`: a regular expression (Rust's `regex`, no look-around) that the whole answer matches.
+    - `choice`: one of these texts. `grammar`: Lark, in the dialect of llguidance.
+
+    Raises RejectedError naming the field: none or several, longer than 64 KiB, nested deeper than 64.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.json, Mapping):
+            object.__setattr__(self, "json", _schema_text(self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _choices(self.choice))
+        if self.json_object is False:
+            object.__setattr__(self, "json_object", None)
+        named = {name: getattr(self, name) for name in ("json", "regex", "choice", "grammar", "json_object")}
+        given = {name: value for name, value in named.items() if value is not None}
+        if len(given) != 1:
+            raise RejectedError(
+                f"structured_outputs sets {', '.join(given) or 'nothing'}; give exactly one of "
+                f"{', '.join(named)}",
+                param="structured_outputs",
+            )
+        for name in ("json", "regex", "grammar"):
+            if name in given:
+                _check_grammar_text(f"structured_outputs.{name}", given[name])
+
+    @property
+    def field(self) -> str:
+        """Which one is set."""
+        named = ("json", "regex", "choice", "grammar")
+        return next((name for name in named if getattr(self, name) is not None), "json_object")
+
+
+def _schema_text(schema: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(schema, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as e:
+        where = "structured_outputs.json"
+        raise RejectedError(f"{where} is no JSON schema: {e}", param=where) from e
+
+
+def _choices(choices: Sequence[str]) -> tuple[str, ...]:
+    where = "structured_outputs.choice"
+    if isinstance(choices, str) or not choices or not all(isinstance(c, str) and c for c in choices):
+        raise RejectedError(f"{where} must be a list of texts that are not empty", param=where)
+    for choice in choices:
+        _check_unicode(where, choice)
+    n_bytes = sum(len(choice.encode()) for choice in choices)
+    if n_bytes > GRAMMAR_BYTES_MAX:
+        raise RejectedError(f"{where} has {n_bytes} bytes, at most {GRAMMAR_BYTES_MAX}", param=where)
+    return tuple(choices)
+
+
+def _check_grammar_text(where: str, text: str) -> None:
+    """Size and nesting, which the compiler's recursion follows."""
+    if not isinstance(text, str) or not text:
+        raise RejectedError(f"{where} must be a text that is not empty", param=where)
+    _check_unicode(where, text)
+    n_bytes = len(text.encode())
+    if n_bytes > GRAMMAR_BYTES_MAX:
+        raise RejectedError(f"{where} has {n_bytes} bytes, at most {GRAMMAR_BYTES_MAX}", param=where)
+    depth = 0
+    for bracket in re.findall(r"[\[\](){}]", text):
+        depth += 1 if bracket in "[({" else -1
+        if depth > GRAMMAR_DEPTH_MAX:
+            raise RejectedError(f"{where} is nested deeper than {GRAMMAR_DEPTH_MAX}", param=where)
+
+
+def _check_unicode(where: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise RejectedError(f"{where} is not valid Unicode at character {e.start}", param=where) from e
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled. Names, meanings and defaults are vLLM's.
 
@@ -62,6 +151,8 @@ class SamplingParams:
       of the above); `prompt_logprobs` is not implemented yet.
     - `max_tokens` None: until the context ends.
     - `logit_bias`: token id -> added to the logit, -100 to 100.
+    - `structured_outputs`: the grammar that the answer keeps; not with `ignore_eos` or `min_tokens`, which
+      would have it go on where the grammar has ended.
     """
 
     n: int = 1
@@ -83,6 +174,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -92,6 +184,14 @@ class SamplingParams:
         self._check_lengths()
         self._check_numbers()
         self._check_lists()
+        if self.structured_outputs is not None:
+            for name in ("ignore_eos", "min_tokens"):
+                if getattr(self, name):
+                    raise RejectedError(f"{name} cannot be used with structured outputs", param=name)
+
+    def with_grammar(self, grammar: StructuredOutputsParams) -> SamplingParams:
+        """The same, and the answer keeps the grammar. Raises RejectedError where that cannot be."""
+        return replace(self, structured_outputs=grammar)
 
     def _check_lengths(self) -> None:
         _whole("n", self.n, 1, CHOICES_MAX)
@@ -178,6 +278,57 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
+
+
+# How JSON under a grammar is written (options of llguidance): on one line, as Python's `json.dumps` does it;
+# whitespace without end would be a legal answer otherwise. A keyword of a schema that cannot be kept is an
+# error and not passed over.
+JSON_STYLE: Mapping[str, Any] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "whitespace_pattern": None,
+    "coerce_one_of": False,
+    "lenient": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A part of an answer that is meant for the reader."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """A part of an answer that thinks aloud."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A whole call of a function. `arguments`: a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+
+Part: TypeAlias = Content | Reasoning | ToolCall
+
+
+class PartParser(Protocol):
+    """Divides the text of one answer into its parts.
+
+    The parts, with neighbours of one kind joined, are the same however the text was cut into pushes.
+    """
+
+    def push(self, text: str) -> list[Part]:
+        """The parts that are certain once the answer goes on with this text."""
+
+    def finish(self) -> list[Part]:
+        """The rest: the answer is over."""
 
 
 @dataclass(frozen=True, slots=True)

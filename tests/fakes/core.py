@@ -58,14 +58,21 @@ class SamplerSpec:
                 raise RejectedError(f"logit_bias holds token {token}", param="logit_bias")
 
 
-def next_token(tokens: Iterable[int], spec: SamplerSpec | None, n_output: int) -> int:
-    """The model: a hash of the tokens so far, and of the seed where there is a temperature."""
+def next_token(
+    tokens: Iterable[int], spec: SamplerSpec | None, n_output: int, mask: NDArray[np.uint32] | None = None
+) -> int:
+    """The model: a hash of the tokens so far, and of the seed where there is a temperature; among the tokens
+    that the mask allows, if there is one."""
     spec = spec or SamplerSpec(temperature=0.0)
     for token, bias in spec.logit_bias:
         if bias == 100.0:
             return token
     draw = (spec.seed + 7919 * spec.choice) % 2**31 if spec.temperature > 0 else 0
     state = np.array([*tokens, draw], np.int32).tobytes()
+    if mask is not None:
+        assert mask.shape == (-(-VOCAB_SIZE // 32),)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        return int(allowed[zlib.crc32(state) % len(allowed)])
     while True:
         token = zlib.crc32(state) % N_PLAIN
         if n_output >= spec.min_tokens or token not in spec.stop_ids:
@@ -196,9 +203,13 @@ class Context:
         n_seq_id: NDArray[np.int32],
         seq_ids: NDArray[np.int64],
         wants_output: NDArray[np.uint8],
+        *,
+        logits_mask: tuple[NDArray[np.int32], NDArray[np.uint32]] | None = None,
     ) -> SimpleNamespace:
         self._check()
         n_rows = len(tokens)
+        masks = {} if logits_mask is None else dict(zip(logits_mask[0].tolist(), logits_mask[1], strict=True))
+        assert all(wants_output[row] for row in masks), "a mask of a row that gives no id"
         dtypes = [a.dtype for a in (tokens, positions, n_seq_id, seq_ids, wants_output)]
         assert dtypes == [np.int32, np.int32, np.int32, np.int64, np.uint8]
         assert len(positions) == len(n_seq_id) == len(wants_output) == n_rows > 0
@@ -219,7 +230,8 @@ class Context:
             assert -1 not in seen, "a free cell was read"
             faulty = NON_FINITE in seen
             rows.append(row)
-            ids.append(-1 if faulty else next_token(seen, sequence.spec, len(seen) - sequence.n_prompt))
+            n_output = len(seen) - sequence.n_prompt
+            ids.append(-1 if faulty else next_token(seen, sequence.spec, n_output, masks.get(row)))
             if faulty:
                 faults.append((row, "non_finite"))
             elif sequence.spec is not None and sequence.spec.top_logprobs >= 0:

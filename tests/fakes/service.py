@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from llaisys.config import Config
 from llaisys.errors import EngineDeadError
 from llaisys.stats import HistogramData, ServiceStats
-from llaisys.types import CompletionOutput, Logprob, RequestOutput, SamplingParams
+from llaisys.text.reasoning import AnswerParser
+from llaisys.text.tools import tool_grammar, tool_parser
+from llaisys.types import (
+    CompletionOutput,
+    Logprob,
+    PartParser,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 STATS = ServiceStats(
     num_running=2,
@@ -61,6 +71,8 @@ class FakeService:
     dead: bool = False
     stuck: bool = False
     n_beats: int = 0
+    config: Config = field(default_factory=Config)
+    grammar_error: Exception | None = None
 
     def is_alive(self) -> bool:
         return not self.dead
@@ -82,6 +94,18 @@ class FakeService:
             raise self.chat_error
         self.chats.append(([dict(message) for message in messages], options))
         return [1, 2, 3]
+
+    async def compile_grammar(self, spec: StructuredOutputsParams) -> None:  # noqa: ARG002 -- as AsyncLLM's
+        if self.grammar_error is not None:
+            raise self.grammar_error
+
+    def tool_grammar(
+        self, tools: Mapping[str, Mapping[str, Any]], *, parallel: bool
+    ) -> StructuredOutputsParams:
+        return StructuredOutputsParams(grammar=tool_grammar("hermes", tools, parallel=parallel))
+
+    def answer_parser(self, params: SamplingParams, tools: Collection[str]) -> PartParser:  # noqa: ARG002 -- as above
+        return AnswerParser(self.config.reasoning_parser, tool_parser("hermes", tools) if tools else None)
 
     async def generate(
         self, prompt: str | Sequence[int], params: SamplingParams, request_id: str, *, client_id: str = ""

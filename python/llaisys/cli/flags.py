@@ -32,6 +32,9 @@ SERVER_ONLY = frozenset(
         "allowed_origins",
         "allowed_hosts",
         "strict_fields",
+        "enable_auto_tool_choice",
+        "tool_call_parser",
+        "reasoning_parser",
         "shutdown_timeout_s",
         "log_level",
     }

@@ -6,6 +6,7 @@ thread by PR_SET_PDEATHSIG, its process by the end of stdin) this process ends a
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import logging
@@ -19,6 +20,7 @@ from typing import NoReturn
 import zmq
 
 from llaisys.config import package_version
+from llaisys.engine.grammar import Grammars
 from llaisys.engine.loop import EngineLoop, Listener, build_engine
 from llaisys.engine.outputs import EngineOutput
 from llaisys.engine.watch import Watch
@@ -106,8 +108,9 @@ def _serve(wire: _Wire) -> None:
 
     watch = Watch(start.watchdog_window_s, exits=True)
 
+    grammars = None if start.grammar_tokens is None else Grammars(start.grammar_tokens)
     loop = EngineLoop(
-        partial(build_engine, start.settings, start.limits, start.seed),
+        partial(build_engine, start.settings, start.limits, start.seed, grammars),
         Listener(step, ended, time.monotonic),
         start.inbox_max,
         watch,
@@ -126,7 +129,18 @@ def _serve(wire: _Wire) -> None:
             case Start():
                 raise TypeError("a second Start")
             case message:
+                _compile_first(grammars, message)
                 loop.send(message)
+
+
+def _compile_first(grammars: Grammars | None, message: Submit | Cancel) -> None:
+    """A grammar is compiled here, so that the engine's steps do not wait for it. The door has compiled it
+    before; should it fail here, the engine finds that too, and ends its request."""
+    if isinstance(message, Submit) and grammars is not None:
+        spec = message.request.params.structured_outputs
+        if spec is not None:
+            with contextlib.suppress(LlaisysError):
+                grammars.compile(spec)
 
 
 def _die_with(parent: int) -> None:

@@ -6,6 +6,7 @@ from llaisys.engine.cells import Room, near_need, stream_of
 from llaisys.engine.chronicle import Chronicle
 from llaisys.engine.executor import Executor
 from llaisys.engine.fairness import FairState
+from llaisys.engine.grammar import Grammars, Guides, Mask
 from llaisys.engine.limits import Limits, token_limit
 from llaisys.engine.outputs import EngineOutput, TokenLogprobs
 from llaisys.engine.plan import Admit, Plan, View
@@ -41,6 +42,7 @@ from llaisys.errors import (
     QueueFullError,
     RejectedError,
     RequestFailedError,
+    UnsupportedError,
 )
 from llaisys.stats import EngineStats
 from llaisys.types import RequestId
@@ -55,7 +57,9 @@ class LLMEngine:
     """Invariants: only running choices hold a sequence id, cells and a pinned prefix; each choice of a taken
     request gets exactly one output with a finish reason; the last of these is the request's `last`."""
 
-    def __init__(self, executor: Executor, limits: Limits, seed: int) -> None:
+    def __init__(
+        self, executor: Executor, limits: Limits, seed: int, grammars: Grammars | None = None
+    ) -> None:
         self._executor = executor
         self._worker = executor.worker
         self._limits = limits
@@ -63,6 +67,7 @@ class LLMEngine:
         self._retention = (
             Retention(executor.worker, limits.n_streams) if limits.enable_prefix_caching else None
         )
+        self._guides = None if grammars is None else Guides(grammars)
         self._requests = OpenRequests()
         self._open = self._requests.by_ordinal
         self._restoring: set[str] = set()
@@ -108,6 +113,8 @@ class LLMEngine:
         Raises RejectedError, ContextLengthError (could never run) or QueueFullError; then it is not taken.
         """
         limit = token_limit(source.prompt_token_ids, source.params, self._limits)
+        if source.params.structured_outputs is not None and self._guides is None:
+            raise UnsupportedError("this engine has no tokenizer for grammars", param="structured_outputs")
         if source.request_id in self._requests:
             raise RejectedError(f"request id {source.request_id!r} is in use", param="request_id")
         seed = source.params.seed
@@ -121,6 +128,8 @@ class LLMEngine:
         for index in range(1, source.params.n):
             choices.append(Request(source, leader.ordinal + index, seed, limit, index, leader))
             self._chronicle.arrive(choices[-1], [leader])
+        if self._guides is not None and source.params.structured_outputs is not None:
+            self._guides.begin(choices)
         self._requests.add(choices)
         self._num_submitted += 1
         self._num_choices += len(choices)
@@ -177,7 +186,7 @@ class LLMEngine:
         made = plan(self._view(), now_s)
         outputs += self._prepare(made, now_s)
         self._chronicle.plan(made, self._open, len(self._requests.running), now_s)
-        batch = self._batch(made)
+        batch = self._batch(made, outputs)
         if len(batch):
             result = self._executor.run(batch, now_s)
             self._settle(batch, result, outputs)
@@ -337,8 +346,8 @@ class LLMEngine:
         self._tally.num_preempted += 1
         self._requests.put_back(request)
 
-    def _batch(self, made: Plan) -> Batch:
-        """Rows of those who are still there: an admission may have failed."""
+    def _batch(self, made: Plan, outputs: list[EngineOutput]) -> Batch:
+        """Rows of those who are still there: an admission may have failed, or a grammar."""
         decode = [self._open[ordinal] for ordinal in made.decode]
         chunks = []
         for each in made.chunks:
@@ -346,7 +355,25 @@ class LLMEngine:
             if request is not None:
                 tokens = request.token_ids[each.start : each.start + each.n_tokens]
                 chunks.append(Chunk(request, each.start, tokens, each.samples))
-        return Batch(decode, chunks)
+        batch = Batch(decode, chunks)
+        if self._guides is None or not self._guides.ordinals:
+            return batch
+        for request in [each for each in batch.sampling() if each.ordinal in self._guides.ordinals]:
+            mask = self._mask(self._guides, request, outputs)
+            if mask is None:
+                batch.decode = [each for each in batch.decode if each is not request]
+                batch.chunks = [each for each in batch.chunks if each.request is not request]
+            else:
+                batch.masks[request.ordinal] = mask
+        return batch
+
+    def _mask(self, guides: Guides, request: Request, outputs: list[EngineOutput]) -> Mask | None:
+        """What may follow; None if the grammar fails, which ends its request alone."""
+        try:
+            return guides.mask(request)
+        except RequestFailedError as error:
+            outputs.append(self._finish(request, Failed(error)))
+            return None
 
     def _fail_stuck(self, now_s: float) -> EngineOutput:
         """Nobody could go on, which cannot be. With sound books the head of the queue is given up, once."""
@@ -416,6 +443,8 @@ class LLMEngine:
         if self._retention is not None:
             (self._retention.leave if trusted else self._retention.forget)(request)
         self._worker.close_sequence(sequence_of(request))
+        if self._guides is not None:
+            self._guides.rest(request)
         request.num_computed = request.num_shared = 0
 
     def _finish(self, request: Request, event: Event, last: EngineOutput | None = None) -> EngineOutput:
@@ -426,6 +455,8 @@ class LLMEngine:
         if not isinstance(state, Finished):
             raise BrokenInvariant(f"{event!r} does not end a request")
         is_last = self._requests.remove(request)
+        if self._guides is not None:
+            self._guides.end(request)
         self._fair = self._fair.charge(request, request.num_output)
         self._tally.ended(state.reason)
         self._chronicle.end(request, self._now_s)

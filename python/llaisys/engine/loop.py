@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 from llaisys.engine.engine import LLMEngine
 from llaisys.engine.executor import Executor
+from llaisys.engine.grammar import Grammars
 from llaisys.engine.limits import Limits
 from llaisys.engine.outputs import EngineOutput, refusal
 from llaisys.engine.request import EngineRequest
@@ -149,11 +150,13 @@ class EngineLoop:
             return
 
 
-def build_engine(settings: WorkerSettings, limits: Limits, seed: int) -> LLMEngine:
+def build_engine(
+    settings: WorkerSettings, limits: Limits, seed: int, grammars: Grammars | None = None
+) -> LLMEngine:
     """Loads the model. Runs on the engine thread: the core belongs to the thread that made it."""
     worker = open_worker(settings)
     log.info("loaded %s: %s", settings.path, worker.describe())
-    return LLMEngine(Executor(worker), limits, seed)
+    return LLMEngine(Executor(worker), limits, seed, grammars)
 
 
 def _submit(engine: LLMEngine, request: EngineRequest) -> list[EngineOutput]:

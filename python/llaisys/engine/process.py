@@ -29,6 +29,7 @@ import zmq
 from llaisys.config import Config, package_version
 from llaisys.engine.capacity import Capacity
 from llaisys.engine.client import MESSAGES_A_REQUEST, Deliver, EngineClient
+from llaisys.engine.grammar import GrammarTokens
 from llaisys.engine.wire import (
     Cancel,
     Ended,
@@ -83,6 +84,8 @@ class ProcessClient(EngineClient):
         config: Config,
         deliver: Deliver,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        grammar_tokens: GrammarTokens | None = None,
     ) -> None:
         """Starts the process and waits until the model is loaded.
 
@@ -97,6 +100,7 @@ class ProcessClient(EngineClient):
             watchdog_window_s=config.watchdog_window_s,
             inbox_max=2 * MESSAGES_A_REQUEST * self._open_max,
             log_level=logging.getLogger().getEffectiveLevel(),
+            grammar_tokens=grammar_tokens,
         )
         self._restarts = Restarts(clock)
         self._closing = threading.Event()

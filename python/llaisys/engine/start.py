@@ -8,6 +8,7 @@ from functools import partial
 from llaisys.config import Config
 from llaisys.engine.capacity import size
 from llaisys.engine.client import Deliver, EngineClient
+from llaisys.engine.grammar import Grammars
 from llaisys.engine.inproc import InprocClient
 from llaisys.engine.loop import build_engine
 from llaisys.engine.machine import available_bytes, usable_cores
@@ -18,16 +19,25 @@ from llaisys.types import ModelInfo
 log = logging.getLogger(__name__)
 
 
-def start_engine(config: Config, info: ModelInfo, deliver: Deliver, *, exits: bool = False) -> EngineClient:
+def start_engine(
+    config: Config,
+    info: ModelInfo,
+    deliver: Deliver,
+    *,
+    exits: bool = False,
+    grammars: Grammars | None = None,
+) -> EngineClient:
     """Sizes an engine, loads the model into it, and returns when requests are welcome.
 
-    `exits`: this process is a server, and ends if its engine is stuck.
+    `exits`: this process is a server, and ends if its engine is stuck. `grammars`: of the model; None: it
+    refuses requests that have one.
 
     Raises RejectedError or UnsupportedError: a setting or the model, by name.
     """
     capacity = size(config, info, available_bytes(), usable_cores())
     log.info("%s", capacity.summary)
     if config.engine_process:
-        return ProcessClient(capacity, config, deliver)
-    build = partial(build_engine, capacity.settings, capacity.limits, config.seed)
+        tokens = None if grammars is None else grammars.tokens
+        return ProcessClient(capacity, config, deliver, grammar_tokens=tokens)
+    build = partial(build_engine, capacity.settings, capacity.limits, config.seed, grammars)
     return InprocClient(build, capacity.limits, deliver, watch=Watch(config.watchdog_window_s, exits=exits))

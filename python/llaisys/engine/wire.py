@@ -13,6 +13,7 @@ import msgspec
 import zmq
 
 from llaisys import errors
+from llaisys.engine.grammar import GrammarTokens
 from llaisys.engine.limits import Limits
 from llaisys.engine.outputs import EngineOutput
 from llaisys.engine.request import EngineRequest
@@ -25,7 +26,7 @@ from llaisys.types import RequestId
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """The first message: what to load. `log_level`: a number of `logging`."""
+    """The first message: what to load. `log_level`: a number of `logging`. `grammar_tokens`: for grammars."""
 
     version: str
     settings: WorkerSettings
@@ -34,6 +35,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     watchdog_window_s: float
     inbox_max: int
     log_level: int
+    grammar_tokens: GrammarTokens | None = None
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):

@@ -6,12 +6,13 @@ A worker is built, used and closed on one thread: the core checks it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llaisys.engine.outputs import TokenLogprobs
 from llaisys.engine.prefix import CacheEdit, Retain, Split, Trim
@@ -60,11 +61,13 @@ class Chunk:
 class Batch:
     """One step: the newest token of each request of `decode`, which gives an id, then `chunks`.
 
-    An *item* is a request of `decode` or a chunk, counted in this order.
+    An *item* is a request of `decode` or a chunk, counted in this order. `masks`: by ordinal, what may follow
+    in a request with a grammar (bit `id % 32` of word `id / 32`).
     """
 
     decode: Sequence[Request]
     chunks: Sequence[Chunk]
+    masks: dict[int, NDArray[np.uint32]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         """Items."""
@@ -73,7 +76,12 @@ class Batch:
     def part(self, first: int, end: int) -> Batch:
         """The items `first <= i < end`."""
         n = len(self.decode)
-        return Batch(self.decode[first:end], self.chunks[max(0, first - n) : max(0, end - n)])
+        return Batch(self.decode[first:end], self.chunks[max(0, first - n) : max(0, end - n)], self.masks)
+
+    def sampling(self) -> Iterator[Request]:
+        """The requests that get an id, in the order of their rows."""
+        yield from self.decode
+        yield from (chunk.request for chunk in self.chunks if chunk.samples)
 
     def request(self, item: int) -> Request:
         """Whose item it is."""
@@ -199,12 +207,15 @@ class Worker:
             seq_ids += [sequence_of(chunk.request)] * n
             wants += bytes(n)
             wants[-1] = _LOGITS if chunk.samples else 0
+        wants_output = np.frombuffer(wants, np.uint8)
+        masks: dict[str, Any] = {"logits_mask": _masks(batch, wants_output)} if batch.masks else {}
         output = self._context.decode(
             np.array(tokens, np.int32),
             np.array(positions, np.int32),
             np.ones(len(tokens), np.int32),
             np.array(seq_ids, np.int64),
-            np.frombuffer(wants, np.uint8),
+            wants_output,
+            **masks,
         )
         return _result(batch, output)
 
@@ -293,6 +304,21 @@ def sequence_of(request: Request) -> int:
     if not isinstance(request.state, Running):
         raise BrokenInvariant(f"a request that is {request.state!r} has no sequence")
     return request.state.seq_id
+
+
+def _masks(
+    batch: Batch, wants_output: NDArray[np.uint8]
+) -> tuple[NDArray[np.int32], NDArray[np.uint32]] | None:
+    """Rows with a mask, and their bits `[n, ceil(vocab / 32)]`."""
+    rows = np.flatnonzero(wants_output).tolist()
+    masked = [
+        (row, batch.masks[request.ordinal])
+        for row, request in zip(rows, batch.sampling(), strict=True)
+        if request.ordinal in batch.masks
+    ]
+    if not masked:
+        return None
+    return np.array([row for row, _ in masked], np.int32), np.stack([bits for _, bits in masked])
 
 
 def _result(batch: Batch, output: DecodeOutput) -> StepResult:

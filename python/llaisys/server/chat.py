@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from fastapi import APIRouter
@@ -21,7 +22,9 @@ from llaisys.server.protocol import (
     sampling_params,
     usage_options,
 )
+from llaisys.server.response_format import with_grammar
 from llaisys.server.state import served_name, state_of
+from llaisys.server.tools import AnswerParts, message_of, tool_use
 from llaisys.server.trace import client_id_of, ignored_headers
 from llaisys.server.usage import Usage
 from llaisys.types import RequestOutput
@@ -38,14 +41,21 @@ async def chat_completions(body: ChatCompletionRequest, request: Request) -> Res
     headers = ignored_headers(request, ignored_fields(body, CHAT_NEUTRAL, state.config.strict_fields))
     options = usage_options(body)
     params = sampling_params(body, engine.default_sampling_params, max_tokens=None)
+    tools = tool_use(body, engine)
+    params = await with_grammar(engine, params, tools.grammar)
     add, continue_final = generation_prompt(body.add_generation_prompt, body.continue_final_message)
     prompt = await engine.chat_prompt(
         template_messages(body.messages),
         add_generation_prompt=add,
         continue_final_message=continue_final,
+        tools=tools.shown,
         template_kwargs=template_kwargs(body.chat_template_kwargs),
     )
-    shape = ChatShape(Head.new("chatcmpl", model), options, params.logprobs)
+
+    def parts() -> AnswerParts:
+        return AnswerParts(engine.answer_parser(params, tools.names), only_first=tools.only_first)
+
+    shape = ChatShape(Head.new("chatcmpl", model), options, params.logprobs, parts)
     shape.usage.prompt(0, len(prompt))
     stream = engine.generate(prompt, params, shape.head.id, client_id=client_id_of(request))
     answer = Answer(request, [stream], shape, headers)
@@ -55,32 +65,37 @@ async def chat_completions(body: ChatCompletionRequest, request: Request) -> Res
 class ChatShape:
     """`chat.completion.chunk` objects of one answer, and the `chat.completion` that they add up to.
 
-    `n_top`: best candidates a token if logprobs were asked for, else None.
+    `n_top`: best candidates a token if logprobs were asked for, else None. `parts`: makes what divides the
+    text of one choice.
     """
 
-    def __init__(self, head: Head, options: UsageOptions, n_top: int | None) -> None:
+    def __init__(
+        self, head: Head, options: UsageOptions, n_top: int | None, parts: Callable[[], AnswerParts]
+    ) -> None:
         self.head = head
         self.usage = Usage()
         self._options = options
         self._n_top = n_top
+        self._parts = defaultdict[int, AnswerParts](parts)
 
     def opening(self) -> list[Json]:
         """The chunk that names the role."""
         return [self._chunk(0, {"role": "assistant", "content": ""})]
 
     def chunks(self, index: int, delta: RequestOutput) -> list[Json]:
-        """A content chunk if there is any, then one with the finish reason at the end."""
+        """Chunks of content, reasoning and calls as they come, then one with the finish reason."""
         answer = delta.outputs[0]
         logprobs = None
         if self._n_top is not None and answer.logprobs:
             logprobs = chat_logprobs(answer.token_ids, answer.logprobs, self._n_top)
-        out = []
-        if answer.text or logprobs:
-            out.append(self._chunk(index, {"content": answer.text}, logprobs=logprobs))
+        parts = self._parts[index]
+        deltas = parts.deltas(answer.text, ended=answer.finish_reason is not None)
+        if logprobs and not deltas:
+            deltas = [{"content": ""}]
+        out = [self._chunk(index, delta, logprobs=None if i else logprobs) for i, delta in enumerate(deltas)]
         if answer.finish_reason is not None:
-            out.append(
-                self._chunk(index, {}, finish_reason=answer.finish_reason, stop_reason=answer.stop_reason)
-            )
+            reason = parts.finish_reason(answer.finish_reason)
+            out.append(self._chunk(index, {}, finish_reason=reason, stop_reason=answer.stop_reason))
         return out
 
     def closing(self) -> list[Json]:
@@ -91,14 +106,14 @@ class ChatShape:
 
     def whole(self, chunks: Iterable[Json]) -> Json:
         """The collected answer."""
-        text, content, last = [], [], {}
+        deltas, content, last = [], [], {}
         for choice in (chunk["choices"][0] for chunk in chunks):
-            text.append(choice["delta"].get("content", ""))
+            deltas.append(choice["delta"])
             content += (choice["logprobs"] or {}).get("content", [])
             last = choice
         choice = {
             "index": 0,
-            "message": {"role": "assistant", "content": "".join(text), "refusal": None},
+            "message": message_of(deltas),
             "logprobs": None if self._n_top is None else {"content": content},
             "finish_reason": last["finish_reason"],
             "stop_reason": last["stop_reason"],

@@ -22,6 +22,7 @@ from llaisys.server.protocol import (
     sampling_params,
     usage_options,
 )
+from llaisys.server.response_format import grammar_of, with_grammar
 from llaisys.server.state import served_name, state_of
 from llaisys.server.trace import client_id_of, ignored_headers
 from llaisys.server.usage import Usage
@@ -44,6 +45,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     headers = ignored_headers(request, ignored_fields(body, COMPLETION_NEUTRAL, state.config.strict_fields))
     options = usage_options(body)
     params = sampling_params(body, engine.default_sampling_params, max_tokens=MAX_TOKENS_DEFAULT)
+    params = await with_grammar(engine, params, grammar_of(body))
     shape = CompletionShape(Head.new("cmpl", model), options, params.logprobs)
     streams = [
         engine.generate(prompt, params, f"{shape.head.id}-{index}", client_id=client_id_of(request))

@@ -28,7 +28,6 @@ NO_EFFECT = frozenset(
         "metadata",
         "store",
         "service_tier",
-        "parallel_tool_calls",
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
@@ -43,12 +42,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
     "early_stopping": (False,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
+    "guided_whitespace_pattern": (),
     "structural_tag": (),
     "prompt_logprobs": (),
     "logprob_token_ids": ([],),
@@ -74,8 +68,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 CHAT_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **NEUTRAL,
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "audio": (),
@@ -136,6 +128,12 @@ class GenerationRequest(BaseModel):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -148,6 +146,9 @@ class ChatCompletionRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class CompletionRequest(GenerationRequest):

@@ -64,6 +64,10 @@ class Tokenizer:
         """One more than the largest id. A model may be wider (padded rows); such ids have no text."""
         return len(self._tokens)
 
+    def to_json(self) -> str:
+        """The tokenizer in the form of `tokenizer.json`, whatever it was read from."""
+        return self._backend.to_str()
+
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text; `add_special_tokens` puts in front what the model wants there (bos, if any).
 

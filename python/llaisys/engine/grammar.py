@@ -1,0 +1,215 @@
+"""Grammars that answers keep: compiled at the door, followed token by token in the engine, by llguidance.
+
+Data path: spec (plain) -> `Grammars.compile`, off the engine's thread -> a prototype in a cache -> `Guides`
+copies it for each running choice and fills the masks of each step.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from numpy.typing import NDArray
+
+from llaisys.engine.request import Request
+from llaisys.errors import LlaisysError, RejectedError, RequestFailedError, UnsupportedError
+from llaisys.types import JSON_STYLE, StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+Mask = NDArray[np.uint32]
+
+# CPU time that one grammar may take to compile. It cannot be interrupted, so its fuel ends it soon after.
+COMPILE_S_MAX = 0.5
+PROTOTYPES_MAX = 256
+
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=400_000, max_grammar_size=200_000, max_lexer_states=50_000, verbose_errors=False
+)
+_JSON_STYLE = cast("JsonCompileOptions", JSON_STYLE)
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarTokens:
+    """What grammars need to know of a model, plain: its tokenizer as the JSON of `tokenizer.json`, the ids
+    that end an answer, and how many logits a row has."""
+
+    tokenizer: str
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+
+
+class Grammars:
+    """The compiled grammars of one model. Usable from any thread.
+
+    The tokenizer's table (some hundred milliseconds) is built at the first use.
+    """
+
+    def __init__(self, tokens: GrammarTokens) -> None:
+        self.tokens = tokens
+        self._lock = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._prototypes: OrderedDict[StructuredOutputsParams, LLMatcher] = OrderedDict()
+
+    def compile(self, spec: StructuredOutputsParams) -> None:
+        """Checks a grammar and keeps it for the requests that follow.
+
+        Raises RejectedError naming the field of `structured_outputs` (it is no grammar, asks for what cannot
+        be kept, or takes more than 0.5 s), UnsupportedError for a model without an end-of-text token.
+        """
+        self._prototype(spec)
+
+    def matcher(self, spec: StructuredOutputsParams) -> LLMatcher:
+        """A matcher at the start of an answer. Raises as `compile`."""
+        return self._prototype(spec).deep_copy()
+
+    def _prototype(self, spec: StructuredOutputsParams) -> LLMatcher:
+        with self._lock:
+            found = self._prototypes.get(spec)
+            if found is not None:
+                self._prototypes.move_to_end(spec)
+                return found
+            tokenizer = self._table()
+        made = _compiled(tokenizer, spec)
+        with self._lock:
+            self._prototypes[spec] = made
+            if len(self._prototypes) > PROTOTYPES_MAX:
+                self._prototypes.popitem(last=False)
+        return made
+
+    def _table(self) -> LLTokenizer:
+        """The tokenizer's; the lock is held."""
+        if self._tokenizer is None:
+            tokens = self.tokens
+            if not tokens.eos_token_ids:
+                raise UnsupportedError(
+                    "this model has no end-of-text token, which structured outputs need",
+                    param="structured_outputs",
+                )
+            try:
+                self._tokenizer = LLTokenizer(
+                    tokens.tokenizer, n_vocab=tokens.vocab_size, eos_token=list(tokens.eos_token_ids)
+                )
+            except Exception as e:  # llguidance names no classes
+                raise UnsupportedError(
+                    f"structured outputs do not work with this model's tokenizer: {e}",
+                    param="structured_outputs",
+                ) from e
+        return self._tokenizer
+
+
+class Guides:
+    """A matcher for each running choice with a grammar; the engine thread owns it.
+
+    `ordinals`: open choices with a grammar; while it is empty, a step costs nothing more. Invariant: a
+    matcher has read as many of the answer's tokens as it says; one that is gone (preemption) is made again
+    and reads them all.
+    """
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self._n_words = -(-grammars.tokens.vocab_size // 32)
+        self._matchers: dict[int, tuple[LLMatcher, int]] = {}
+        self.ordinals: set[int] = set()
+
+    def mask(self, request: Request) -> Mask:
+        """`[ceil(vocab / 32)]`: the tokens that may follow; eos among them where the answer may end.
+
+        Raises RequestFailedError: the grammar cannot be followed any further.
+        """
+        bits = np.zeros(self._n_words, np.uint32)
+        matcher = self._at_end(request)
+        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        _check(matcher)
+        return bits
+
+    def begin(self, choices: Sequence[Request]) -> None:
+        """New choices with a grammar."""
+        self.ordinals |= {choice.ordinal for choice in choices}
+
+    def rest(self, request: Request) -> None:
+        """The choice runs no more, or not now."""
+        self._matchers.pop(request.ordinal, None)
+
+    def end(self, request: Request) -> None:
+        """The choice is over."""
+        self.ordinals.discard(request.ordinal)
+
+    def _at_end(self, request: Request) -> LLMatcher:
+        """The request's matcher, which has read the whole answer so far."""
+        held = self._matchers.get(request.ordinal)
+        if held is None:
+            spec = request.source.params.structured_outputs
+            assert spec is not None
+            try:
+                held = (self._grammars.matcher(spec), 0)
+            except LlaisysError as e:
+                raise RequestFailedError(f"the request's grammar does not compile in the engine: {e}") from e
+        matcher, n_read = held
+        answer: Sequence[int] = request.token_ids[request.num_prompt + n_read :]
+        if answer:
+            matcher.consume_tokens(list(answer))
+            _check(matcher)
+        self._matchers[request.ordinal] = (matcher, n_read + len(answer))
+        return matcher
+
+
+def _check(matcher: LLMatcher) -> None:
+    """Raises RequestFailedError for a matcher in error, whose masks mean nothing."""
+    if matcher.is_error():
+        raise RequestFailedError(f"the request's grammar cannot be followed: {_first_line(matcher)}")
+
+
+def _compiled(tokenizer: LLTokenizer, spec: StructuredOutputsParams) -> LLMatcher:
+    where = f"structured_outputs.{spec.field}"
+    begin_s = time.thread_time()
+    try:
+        matcher = LLMatcher(tokenizer, _source(spec), log_level=0, limits=_LIMITS)
+    except ValueError as e:
+        raise RejectedError(f"{where} is no grammar: {e}", param=where) from e
+    if matcher.is_error():
+        raise RejectedError(f"{where} cannot be kept: {_first_line(matcher)}", param=where)
+    took_s = time.thread_time() - begin_s
+    if took_s > COMPILE_S_MAX:
+        raise RejectedError(
+            f"{where} takes {took_s:.1f} s to compile, at most {COMPILE_S_MAX} s are allowed", param=where
+        )
+    return matcher
+
+
+def _source(spec: StructuredOutputsParams) -> str:
+    """The grammar in llguidance's own form. Raises ValueError."""
+    if spec.regex is not None:
+        return LLMatcher.grammar_from_regex(spec.regex)
+    if spec.choice is not None:
+        return LLMatcher.grammar_from_regex("|".join(map(_literal, spec.choice)))
+    if spec.grammar is not None:
+        return LLMatcher.grammar_from_lark(spec.grammar)
+    try:
+        schema = {"type": "object"} if spec.json is None else json.loads(str(spec.json))
+    except RecursionError as e:
+        raise ValueError("nested too deep") from e
+    if not isinstance(schema, dict):
+        raise ValueError("a schema is an object")
+    return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_STYLE)
+
+
+def _literal(text: str) -> str:
+    """A regular expression for this text alone."""
+    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
+
+
+def _first_line(matcher: LLMatcher) -> str:
+    """What llguidance says is wrong; the lines after the first show its inside."""
+    lines = [line.strip() for line in matcher.get_error().splitlines() if line.strip()]
+    said = lines[0] if lines else "unknown reason"
+    reason = next((line for line in lines[1:] if line.startswith("error:")), "")
+    return f"{said} {reason}".strip()[:300]
