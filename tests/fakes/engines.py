@@ -8,6 +8,7 @@ from fakes import core
 from fakes.asks import ask, limits
 from llaisys.engine.engine import LLMEngine
 from llaisys.engine.executor import Executor
+from llaisys.engine.grammar import Grammars
 from llaisys.engine.limits import Limits
 from llaisys.engine.outputs import EngineOutput
 from llaisys.engine.worker import Worker
@@ -19,7 +20,9 @@ NOW = 1000.0
 class Engine:
     """`tokens` and `ends` are by request id, or by (request id, index) for the choices after the first."""
 
-    def __init__(self, seed: int = 0, bounds: Limits | None = None, **changes: Any) -> None:
+    def __init__(
+        self, seed: int = 0, bounds: Limits | None = None, grammars: Grammars | None = None, **changes: Any
+    ) -> None:
         bounds = bounds or limits(**changes)
         self.context = core.Context(
             "fake",
@@ -29,7 +32,7 @@ class Engine:
             n_streams=bounds.n_streams,
         )
         worker = Worker(self.context, core.SamplerSpec, bounds.n_streams)  # type: ignore[arg-type]
-        self.engine = LLMEngine(Executor(worker), bounds, seed)
+        self.engine = LLMEngine(Executor(worker), bounds, seed, grammars)
         self.tokens: dict[Any, list[int]] = {}
         self.ends: dict[Any, EngineOutput] = {}
         self.cached: dict[RequestId, int] = {}

@@ -59,10 +59,11 @@ class _ObjectEnd:
     depth: int = 0
     in_string: bool = False
     escaped: bool = False
+    end: int | None = None
 
     def find(self, text: str) -> int | None:
         """The index behind the object, None while it is open. `text` begins with `{`, and only grows."""
-        while self.at < len(text):
+        while self.end is None and self.at < len(text):
             character = text[self.at]
             self.at += 1
             if self.in_string:
@@ -75,8 +76,8 @@ class _ObjectEnd:
             elif character in "}]":
                 self.depth -= 1
                 if self.depth == 0:
-                    return self.at
-        return None
+                    self.end = self.at
+        return self.end
 
 
 class HermesParser:

@@ -1,0 +1,295 @@
+"""Grammars in the engine, on the fake core: real matchers, the fake's tokens drawn among those allowed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from fakes import core, text
+from fakes.asks import ask
+from fakes.engines import Engine
+from llaisys.engine.grammar import COMPILE_S_MAX, Grammars, GrammarTokens
+from llaisys.engine.wire import Submit, decode_to_engine, encode
+from llaisys.errors import RejectedError, RequestFailedError, UnsupportedError
+from llaisys.types import GRAMMAR_BYTES_MAX, FinishReason, SamplingParams
+from llaisys.types import StructuredOutputsParams as Spec
+
+TOKENS = GrammarTokens(text.tokenizer().to_json(), (text.EOS, text.EOT), core.VOCAB_SIZE)
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "string", "maxLength": 6}, "b": {"enum": ["é", 1, None]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+JSON = Spec(json=SCHEMA)
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(TOKENS)
+
+
+def shown(ids: list[int]) -> str:
+    return text.tokenizer().decode([id for id in ids if id not in TOKENS.eos_token_ids], False)
+
+
+def asked(spec: Spec, **changes: Any) -> dict[str, Any]:
+    return {"structured_outputs": spec, "temperature": 1.0, "max_tokens": 200, **changes}
+
+
+def engine(grammars: Grammars | None, **changes: Any) -> Engine:
+    """With room for long answers."""
+    return Engine(grammars=grammars, **{"max_model_len": 512, "n_cells": 2048, **changes})
+
+
+def alone(grammars: Grammars, **changes: Any) -> list[int]:
+    made = engine(grammars)
+    made.submit("a", **changes)
+    made.finish()
+    return made.tokens["a"]
+
+
+# --- answers ---
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_answer_keeps_its_schema(grammars: Grammars, seed: int) -> None:
+    made = engine(grammars)
+    made.submit("a", **asked(JSON, seed=seed))
+    made.finish()
+    assert made.ends["a"].finish_reason is FinishReason.STOP
+    jsonschema.validate(json.loads(shown(made.tokens["a"])), SCHEMA)
+    assert made.tokens["a"][-1] in TOKENS.eos_token_ids, "the end is sampled as any other token"
+
+
+@pytest.mark.parametrize(
+    ("spec", "answers"),
+    [
+        (Spec(regex="(ab|c|d)e"), {"abe", "ce", "de"}),
+        (
+            Spec(choice=["yes", 'n"o\\\n\x7f', "é😀", "(a|b)*", " "]),
+            {"yes", 'n"o\\\n\x7f', "é😀", "(a|b)*", " "},
+        ),
+        (Spec(grammar='start: "x" ("1" | "2")'), {"x1", "x2"}),
+    ],
+)
+def test_every_answer_of_a_small_grammar_and_no_other(
+    grammars: Grammars, spec: Spec, answers: set[str]
+) -> None:
+    found = {shown(alone(grammars, **asked(spec, seed=seed))) for seed in range(60)}
+    assert found == answers
+
+
+def test_an_answer_that_could_end_may_go_on(grammars: Grammars) -> None:
+    found = {shown(alone(grammars, **asked(Spec(regex="a{1,3}"), seed=seed))) for seed in range(40)}
+    assert found == {"a", "aa", "aaa"}
+
+
+def test_any_json_object(grammars: Grammars) -> None:
+    ids = alone(grammars, **asked(Spec(json_object=True), seed=3, max_tokens=500))
+    assert shown(ids).startswith("{")
+
+
+def test_mates_of_a_batch_are_as_if_alone(grammars: Grammars) -> None:
+    plain = {"temperature": 1.0, "seed": 4, "max_tokens": 30}
+    want = {
+        "free": core.answer([1, 2, 3], 30, core.SamplerSpec(seed=4)),
+        "b": alone(grammars, **asked(JSON, seed=9)),
+    }
+    made = engine(grammars)
+    made.submit("free", **plain)
+    made.step(3)
+    made.submit("a", **asked(Spec(regex="[ab]{20}"), seed=1))
+    made.submit("b", **asked(JSON, seed=9))
+    made.finish()
+    assert {name: made.tokens[name] for name in want} == want
+
+
+def test_each_choice_follows_the_grammar_by_itself(grammars: Grammars) -> None:
+    made = engine(grammars)
+    made.submit("a", **asked(JSON, seed=2, n=4))
+    made.finish()
+    answers = [shown(ids) for ids in made.tokens.values()]
+    assert len(set(answers)) > 1
+    for answer in answers:
+        jsonschema.validate(json.loads(answer), SCHEMA)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_preemption_changes_nothing(grammars: Grammars, caching: bool) -> None:
+    spec = Spec(regex="[a-z]{40}!")
+    want = {
+        f"r{i}": alone(grammars, **asked(spec, seed=i, prompt=[10 + i] * 20, max_tokens=60)) for i in range(4)
+    }
+    made = engine(grammars, n_cells=96, max_model_len=96, max_num_seqs=4, enable_prefix_caching=caching)
+    for i, name in enumerate(want):
+        made.submit(name, **asked(spec, seed=i, prompt=[10 + i] * 20, max_tokens=60))
+    made.finish()
+    assert made.engine.stats().num_preempted > 0
+    assert made.tokens == want
+
+
+# --- what fails, and whom ---
+
+
+class Broken(Grammars):
+    """A grammar that is lost behind the door."""
+
+    def matcher(self, spec: Spec) -> Any:
+        if spec.regex == "lost":
+            raise RejectedError("it is gone", param="structured_outputs.regex")
+        return super().matcher(spec)
+
+
+def test_a_grammar_that_fails_ends_its_request_alone() -> None:
+    grammars = Broken(TOKENS)
+    want = alone(grammars, **asked(JSON, seed=9))
+    made = engine(grammars)
+    made.submit("b", **asked(JSON, seed=9))
+    made.submit("a", **asked(Spec(regex="lost")))
+    made.finish()
+    assert made.tokens["b"] == want
+    assert made.ends["a"].finish_reason is FinishReason.ERROR
+    assert isinstance(made.ends["a"].error, RequestFailedError)
+
+
+def test_a_matcher_in_error_gives_no_mask(grammars: Grammars) -> None:
+    """An answer that is not of the grammar cannot be; were it so, its request alone would end."""
+    made = engine(grammars)
+    made.submit("b", **asked(JSON, seed=9))
+    made.submit("a", **asked(Spec(regex="abc")))
+    made.step(2)
+    (request,) = (r for r in made.engine.requests.running if r.request_id == "a")
+    request.token_ids[-1] = ord("z")
+    made.finish()
+    assert isinstance(made.ends["a"].error, RequestFailedError)
+    assert "grammar cannot be followed" in str(made.ends["a"].error)
+    assert made.ends["b"].finish_reason is FinishReason.STOP
+
+
+def test_an_engine_without_a_tokenizer_refuses() -> None:
+    made = engine(None)
+    with pytest.raises(UnsupportedError, match="no tokenizer for grammars"):
+        made.submit("a", **asked(JSON))
+
+
+def test_a_model_without_an_end_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="no end-of-text token"):
+        Grammars(GrammarTokens(TOKENS.tokenizer, (), core.VOCAB_SIZE)).compile(JSON)
+
+
+def test_no_grammar_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars(TOKENS)
+    monkeypatch.setattr(grammars, "matcher", None)
+    made = engine(grammars)
+    made.submit("a", "b")
+    made.finish()
+    assert made.reasons() == {"a": FinishReason.LENGTH, "b": FinishReason.LENGTH}
+
+
+def test_matchers_go_with_their_choices(grammars: Grammars) -> None:
+    made = engine(grammars)
+    made.submit("a", "b", **asked(Spec(regex="[ab]{100}"), n=2))
+    made.step(5)
+    guides = made.engine._guides
+    assert guides is not None
+    assert len(guides._matchers) == len(guides.ordinals) == 4
+    made.engine.cancel("a")
+    made.step()
+    assert len(guides._matchers) == len(guides.ordinals) == 2
+    made.finish()
+    assert not guides._matchers
+    assert not guides.ordinals
+
+
+# --- the door ---
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"regex": "("}, "regex"),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"regex": ".*" * 2000}, "regex"),
+        ({"json": "[1]"}, "a schema is an object"),
+        ({"json": "{"}, "json"),
+        ({"json": {"type": "nope"}}, "Invalid type: nope"),
+        ({"json": {"not": {}}}, "Unimplemented keys"),
+        ({"json": {"enum": []}}, "Unsatisfiable"),
+        ({"json": {"type": "object", "x-guidance": {"lenient": True}, "not": {}}}, "Unimplemented keys"),
+        ({"json": {"$ref": "https://example.org/schema"}}, "does not fetch"),
+        ({"grammar": "start: nobody"}, "unknown name"),
+        ({"grammar": 'begin: "a"'}, "no start rule"),
+    ],
+)
+def test_bad_grammars_are_refused_by_name(grammars: Grammars, values: dict[str, Any], says: str) -> None:
+    (field,) = values
+    with pytest.raises(RejectedError, match=says) as error:
+        grammars.compile(Spec(**values))
+    assert error.value.param == f"structured_outputs.{field}"
+    assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"regex": "a", "json_object": True},
+        {"json_object": False},
+        {"regex": ""},
+        {"regex": 5},
+        {"regex": "a" * (GRAMMAR_BYTES_MAX + 1)},
+        {"regex": "(" * 65 + ")" * 65},
+        {"json": {"enum": ["a" * GRAMMAR_BYTES_MAX]}},
+        {"json": {"a": float}},
+        {"choice": []},
+        {"choice": "yes"},
+        {"choice": [""]},
+        {"choice": ["a" * GRAMMAR_BYTES_MAX, "b"]},
+        {"choice": ["\ud800"]},
+        {"grammar": "\ud800"},
+    ],
+)
+def test_what_is_no_spec_is_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(RejectedError) as error:
+        Spec(**values)
+    assert error.value.param is not None
+    assert error.value.param.startswith("structured_outputs")
+
+
+def test_a_schema_is_nested_at_most_64_deep() -> None:
+    def nested(depth: int) -> Spec:
+        schema: dict[str, Any] = {}
+        for _ in range(depth - 1):
+            schema = {"not_a_keyword": schema}
+        return Spec(json=schema)
+
+    nested(64)
+    with pytest.raises(RejectedError, match="deeper than 64"):
+        nested(65)
+
+
+def test_time_to_compile_is_bounded(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter([0.0, COMPILE_S_MAX, 0.0, COMPILE_S_MAX + 0.1])
+    monkeypatch.setattr("llaisys.engine.grammar.time.thread_time", lambda: next(ticks))
+    grammars.compile(Spec(regex="in time"))
+    with pytest.raises(RejectedError, match=r"0\.6 s to compile"):
+        grammars.compile(Spec(regex="too late"))
+
+
+@pytest.mark.parametrize("field", ["ignore_eos", "min_tokens"])
+def test_what_would_go_on_behind_the_end_is_refused(field: str) -> None:
+    with pytest.raises(RejectedError) as error:
+        SamplingParams(structured_outputs=JSON, **{field: 1})
+    assert error.value.param == field
+
+
+def test_it_travels_as_plain_data() -> None:
+    for spec in (JSON, Spec(choice=["a", "b"]), Spec(json_object=True)):
+        message = decode_to_engine(encode(Submit(ask("a", **asked(spec)))))
+        assert isinstance(message, Submit)
+        assert message.request.params.structured_outputs == spec
+        assert hash(message.request.params.structured_outputs) == hash(spec)
