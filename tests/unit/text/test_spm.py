@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLTokenizer
 from tokenizers import decoders
 
+from llaisys.engine.grammar import Grammars, GrammarTokens
 from llaisys.errors import RejectedError, UnsupportedError
 from llaisys.text.gguf import build_gguf
 from llaisys.text.tokenizer import Tokenizer, load_tokenizer
-from llaisys.types import GgufTokenizer, ModelInfo
+from llaisys.types import GgufTokenizer, ModelInfo, StructuredOutputsParams
 
 SPACE = "\u2581"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -139,3 +141,17 @@ def test_scores_that_do_not_fit_are_rejected(changes: dict[str, Any], words: str
 def test_a_token_of_unlikely_length_is_rejected() -> None:
     with pytest.raises(RejectedError, match="token of 513 characters"):
         build_gguf(facts(["a" * 513]))
+
+
+def test_grammars_see_the_bytes_that_we_write() -> None:
+    """llguidance's table of a SentencePiece tokenizer is ours, token by token."""
+    made = Tokenizer(build_gguf(facts([SPACE + "ab", "abc"])))
+    table = LLTokenizer(made.to_json(), n_vocab=made.vocab_size + 3, eos_token=[2])
+    for id in range(3, made.vocab_size):
+        if made.id_to_bytes(id) != b"\xff":  # in no UTF-8
+            assert table.decode_bytes([id]) == made.id_to_bytes(id)
+    grammars = Grammars(GrammarTokens(made.to_json(), (2,), made.vocab_size + 3))
+    matcher = grammars.matcher(StructuredOutputsParams(choice=["abc ab", "xyz"]))
+    ids = [id for id in range(3, made.vocab_size) if made.id_to_bytes(id) in (b"abc", b" ab")]
+    assert matcher.try_consume_tokens(sorted(ids, key=made.id_to_bytes, reverse=True)) == 2
+    assert matcher.is_accepting()

@@ -1,0 +1,93 @@
+"""Structured outputs and tools through the official client, on SmolLM2 (which learnt no tools: the grammar
+writes the calls)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from schemas import schema
+from serving import Server
+
+pytestmark = pytest.mark.model
+CHAT: Any = [{"role": "user", "content": "Make up a record as JSON."}]
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "set_colour",
+        "parameters": {
+            "type": "object",
+            "properties": {"colour": {"enum": ["red", "green"]}},
+            "required": ["colour"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.fixture
+def api(smollm2: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{smollm2.url}/v1", api_key="EMPTY", max_retries=0) as made:
+        yield made
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_schema_whole_and_streamed(api: openai.OpenAI, seed: int) -> None:
+    format: Any = {"type": "json_schema", "json_schema": {"name": "record", "schema": schema(seed)}}
+    asked: Any = {
+        "model": "smollm2",
+        "messages": CHAT,
+        "seed": seed,
+        "max_tokens": 96,
+        "response_format": format,
+    }
+    whole = api.chat.completions.create(**asked).choices[0]
+    assert whole.finish_reason == "stop"
+    jsonschema.validate(json.loads(whole.message.content or ""), schema(seed))
+    stream = api.chat.completions.create(**asked, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole.message.content
+
+
+def test_completions_choose(api: openai.OpenAI) -> None:
+    extra = {"structured_outputs": {"choice": ["blue", "red"]}}
+    answer = api.completions.create(model="smollm2", prompt=["The sky is", "Blood is"], extra_body=extra)
+    assert all(choice.text in ("blue", "red") for choice in answer.choices)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_does_not_compile_is_a_400(api: openai.OpenAI, stream: bool) -> None:
+    with pytest.raises(openai.BadRequestError) as error:
+        api.chat.completions.create(
+            model="smollm2",
+            messages=CHAT,
+            stream=stream,
+            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}},
+        )
+    assert error.value.param == "response_format.json_schema.schema"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "set_colour"}}])
+def test_a_call_that_must_be(api: openai.OpenAI, choice: Any) -> None:
+    asked: Any = {
+        "model": "smollm2",
+        "messages": CHAT,
+        "tools": [TOOL],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "max_tokens": 64,
+        "seed": 1,
+    }
+    whole = api.chat.completions.create(**asked).choices[0]
+    assert whole.finish_reason == "tool_calls"
+    (call,) = whole.message.tool_calls or []
+    assert call.type == "function"
+    assert json.loads(call.function.arguments)["colour"] in ("red", "green")
+    pieces = [c.choices[0].delta.tool_calls for c in api.chat.completions.create(**asked, stream=True)]
+    functions = [piece.function for calls in pieces for piece in calls or [] if piece.function]
+    assert functions[0].name == call.function.name
+    assert "".join(function.arguments or "" for function in functions) == call.function.arguments
