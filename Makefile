@@ -91,6 +91,7 @@ bench-engine: model ## the engine: simulator rate, a step's Python cost, second 
 	$(PY) benches/simulate.py | tee benches/results/engine.jsonl
 	$(PY) benches/engine.py | tee -a benches/results/engine.jsonl
 	$(PY) benches/turns.py | tee -a benches/results/engine.jsonl
+
 fuzz: ## each parser for MINUTES (default 10) with AFL++; results in benches/results/fuzz.txt
 	@scripts/fuzz.sh $(or $(MINUTES),10)
 
@@ -104,9 +105,10 @@ soak: build ## a million simulated requests over 400 seeds: memory stays flat, n
 	SIM_REQUESTS=1000000 $(VENV)/bin/pytest -q -s --timeout 7200 tests/sim/test_memory.py
 	SIM_SEEDS=400 $(VENV)/bin/pytest -q --timeout 7200 tests/sim/test_simulation.py -k twenty
 
-mutants: build ## mutation tests of the scheduler and the prefix index; survivors in benches/results
+mutants: build ## mutation tests of scheduler, prefix index, cells and ids (long); survivors in benches/results
 	$(VENV)/bin/pip install --quiet mutmut
 	$(PY) scripts/mutants.py $(ARGS)
+	$(PY) benches/mutants_core.py --out benches/results/mutants-rust.txt
 
 .venv-peers/stamp:
 	python3 -m venv .venv-peers
