@@ -58,18 +58,18 @@ def test_taking_counts_what_must_be_free() -> None:
 
 
 def test_what_is_set_aside_is_for_the_secured() -> None:
-    """Two of them, with 6 and 4 tokens to come at worst."""
-    first = request(1, [1] * 4, computed=4, secured=True, limit=10)
+    """Two of them, with 7 and 4 tokens to come at worst."""
+    first = request(1, [1] * 4, computed=4, secured=True, limit=11)
     second = request(2, [1] * 4, computed=4, secured=True, limit=8)
     room, other = Room((20,), None, [first, second]), request(3, [1], computed=1)
-    assert room.available(other, 0) == 20 - 10
+    assert room.available(other, 0) == 20 - 11
     assert room.available(first, 0) == 20
     room.take(first, 0, 2)
-    assert (room.left, room.available(other, 0)) == ([18], 18 - 8)
+    assert (room.left, room.available(other, 0)) == ([18], 18 - 9)
     room.take(other, 0, 1)
-    assert room.available(other, 0) == 17 - 8
+    assert room.available(other, 0) == 17 - 9
     room.give_back(second)
-    assert room.available(other, 0) == 17 + 4 - 4
+    assert room.available(other, 0) == 17 + 4 - 5
 
 
 def test_one_cell_for_each_if_there_is_one_for_each() -> None:
@@ -113,9 +113,11 @@ def test_who_leaves_gives_its_own_cells_and_what_it_alone_pins() -> None:
     assert room.left == [1 + 2], "one of its own, and two of the four that it pins"
     room.give_back(sharer)
     assert room.left == [3 + 1], "what both pinned counts for neither"
-    room = Room((0,), None, ())
-    room.give_back(request(3, [1, 2], computed=2))
-    assert room.left == [2]
+    for prefix in (index, None):
+        room = Room((0,), prefix, ())
+        n_before = room.left[0]
+        room.give_back(request(3, [1, 2], computed=2))
+        assert room.left == [n_before + 2]
 
 
 def test_an_admitted_request_pins_and_sets_aside() -> None:
