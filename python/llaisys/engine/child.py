@@ -21,7 +21,10 @@ import zmq
 from llaisys.config import package_version
 from llaisys.engine.loop import EngineLoop, Listener, build_engine
 from llaisys.engine.outputs import EngineOutput
+from llaisys.engine.sessions import SessionAnswer
 from llaisys.engine.wire import (
+    Answer,
+    Ask,
     Cancel,
     Ended,
     FromEngine,
@@ -75,7 +78,7 @@ class _Wire:
         """Waits until everything is sent."""
         self._context.destroy()
 
-    def receive(self) -> Start | Submit | Cancel | Shutdown:
+    def receive(self) -> Start | Submit | Cancel | Ask | Shutdown:
         """Raises msgspec.DecodeError or LlaisysError for what is no message."""
         return decode_to_engine(self._inbox.recv())
 
@@ -97,12 +100,15 @@ def _serve(wire: _Wire) -> None:
     def step(outputs: list[EngineOutput], stats: EngineStats) -> None:
         wire.send(Step(outputs, stats))
 
+    def answer(answer: SessionAnswer) -> None:
+        wire.send(Answer(answer))
+
     def ended(error: EngineDeadError) -> None:
         wire.send(Ended(error))
 
     loop = EngineLoop(
         partial(build_engine, start.settings, start.limits, start.seed),
-        Listener(step, ended, time.monotonic),
+        Listener(step, answer, ended, time.monotonic),
         start.inbox_max,
     )
     try:
