@@ -221,6 +221,11 @@ class Config(BaseSettings):
                 made[name] = Config(**{"model": name, **values})
             except ValidationError as e:
                 raise RejectedError(f"{where}.{_first_of(e)}", param="models") from e
+        stores = [config.session_store.resolve() for config in made.values() if config.session_store]
+        if len(stores) > len(set(stores)):
+            raise RejectedError(
+                "two models have the same session_store: give each its own", param="session_store"
+            )
         return tuple(made.values())
 
     @classmethod

@@ -125,10 +125,10 @@ class EngineLoop:
                     case Shutdown():
                         return
             calls.turn()
-            for answer in calls.take_answers():
-                self._listener.answer(answer)
             outputs = engine.step(self._listener.clock()) if engine.wait_s() is not None else []
             self._listener.step(refused + outputs, engine.stats())
+            for answer in calls.take_answers():  # after the books that it changed
+                self._listener.answer(answer)
 
     def _take(self, wait_s: float | None) -> Iterator[Message]:
         """All messages that are there; waits so long for the first (None: until there is one)."""
