@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import threading
 from concurrent.futures import wait
 from pathlib import Path
@@ -445,3 +447,49 @@ def test_a_restore_that_waits_has_its_requests_deadline(
     assert desk.reasons() == {"late": FinishReason.TIMEOUT}
     gate.set()
     desk.end()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_sessions_do_answers_stay_and_books_agree(tmp_path: Path, seed: int) -> None:
+    """Requests, forks, trims, saves and restores at random, under pressure; checked after every step."""
+    chance = random.Random(seed)
+    desk = Desk(
+        n_cells=chance.choice([64, 96, 160]),
+        n_streams=chance.choice([1, 1, 2]),
+        max_model_len=32,
+        max_sessions=6,
+        session_kv_share=chance.choice([0.3, 0.5, 1.0]),
+        session_store=tmp_path,
+        max_num_queued_reqs=100,
+    )
+    calls, prompts, n_answers, n_calls = desk.engine.session_calls, {}, 0, 0
+    for i in range(250):
+        if chance.random() < 0.3:
+            kind = chance.choice(["create", "fork", "trim", "delete", "save", "restore", "list"])
+            n_tokens = chance.choice([None, 0, 5, 12])
+            desk.begin(kind, chance.choice("abcd"), chance.choice("abcd"), n_tokens)
+            n_calls += 1
+        elif len(prompts) - len(desk.ends) < 12:
+            prompt = [chance.randrange(3)] * chance.randrange(1, 12) + [chance.randrange(5)] * 5
+            prompts[f"{i}"] = prompt
+            with contextlib.suppress(ExhaustedError):
+                desk.submit(f"{i}", prompt=prompt, session_id=chance.choice(["", *"abcd"]))
+                continue
+            del prompts[f"{i}"]
+        calls.turn()
+        n_answers += len(calls.take_answers())
+        desk.step()
+    while n_answers < n_calls:
+        wait([transfer.work for transfer in calls._transfers], 30)
+        calls.turn()
+        n_answers += len(calls.take_answers())
+        desk.engine.check()
+    desk.finish()
+    assert n_answers == n_calls
+    for name, prompt in prompts.items():
+        end = desk.ends[name]  # a restore that failed took its requests along
+        assert end.error is not None or desk.tokens[name] == core.answer(prompt, 10)
+    assert sum(end.error is None for end in desk.ends.values()) > len(prompts) / 2
+    for name in "abcd":
+        desk.begin("delete", name)
+    assert desk.engine.stats().kv_cells_session == desk.engine.stats().kv_cells_used == 0
