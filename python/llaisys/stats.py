@@ -62,8 +62,9 @@ class EngineStats:
     - `num_submitted`: requests it has taken from its inbox, refused ones included.
     - `num_waiting`: all that wait; `waiting_by_reason`: in the queue `capacity` and `preempted`, outside it
       `sibling` (another choice's prompt), `remote_kv` (a session that is being restored).
-    - Of the `kv_cells`, `kv_cells_used` hold what running requests use, `kv_cells_free` hold nothing, and the
-      others can be evicted; the prefix cache holds `kv_cells_retained`, used or not.
+    - Of the `kv_cells`, `kv_cells_used` hold what running requests use or sessions pin (`kv_cells_session`),
+      `kv_cells_free` hold nothing, and the others can be evicted; the prefix cache holds `kv_cells_retained`,
+      used or not.
     - `prefix_query_tokens`: prompt tokens of all admitted requests; `prefix_hit_tokens`: those found cached.
     - `step_prefill_tokens`, `step_decode_tokens`: of the newest step. `step_s`: seconds of the one before it,
       until the newest began.
@@ -78,6 +79,8 @@ class EngineStats:
     kv_cells_used: int = 0
     kv_cells_retained: int = 0
     kv_cells_free: int = 0
+    kv_cells_session: int = 0
+    num_sessions: int = 0
     num_preempted: int = 0
     num_evicted_cells: int = 0
     prefix_query_tokens: int = 0

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llaisys.engine.outputs import TokenLogprobs
 from llaisys.engine.prefix import CacheEdit, Retain, Split, Trim
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from llaisys._core import Context, DecodeOutput, SamplerSpec
     from llaisys._core import Watchdog as Watchdog
 
+# Ids of segments that live within one call; the prefix index counts its own up from 1.
+_FIRST_PASSING_SEGMENT = 2**63
 _LOGITS = 1  # `wants_output`: logits and a sampled id
 _FAULTS = {
     "non_finite": "the model gave a number that is not finite for this request",
@@ -111,6 +114,7 @@ class Worker:
         self._context = context
         self._make_spec = make_spec
         self._n_streams = n_streams
+        self._n_passing = 0
 
     @property
     def vocab_size(self) -> int:
@@ -181,6 +185,28 @@ class Worker:
                     self._context.kv_segment_split(segment, at, tail)
                 case Trim(segment, at):
                     self._context.kv_segment_trim(segment, at)
+
+    def fingerprint(self) -> str:
+        """What K and V depend on besides tokens and positions. The first call hashes the weights."""
+        return self._context.fingerprint()
+
+    def export_cells(self, segment: int, p0: int, p1: int) -> NDArray[np.uint8]:
+        """K and V of positions of a segment, as bytes."""
+        return self._context.kv_export(segment, p0, p1)
+
+    def import_cells(self, wanted: Retain, stream: int, at: int, data: NDArray[np.uint8]) -> None:
+        """The segment that an edit wants, on fresh cells, from exported `data` of positions from `at` on.
+
+        The data may begin before the segment: then all of it is imported, and its head let go of.
+        """
+        if wanted.p0 == at:
+            self._context.kv_import(wanted.segment, stream, at, data)
+            return
+        passing = _FIRST_PASSING_SEGMENT + self._n_passing
+        self._n_passing += 1
+        self._context.kv_import(passing, stream, at, data)
+        self._context.kv_segment_split(passing, wanted.p0, wanted.segment)
+        self._context.kv_segment_trim(passing, at)
 
     def run(self, batch: Batch) -> StepResult:
         """One decode of all items (one FFI crossing, GIL released).

@@ -11,7 +11,10 @@ import pytest
 from fakes.asks import ask, limits
 from llaisys import errors
 from llaisys.engine.outputs import EngineOutput, TokenLogprobs
+from llaisys.engine.sessions import SessionAnswer, SessionCall
 from llaisys.engine.wire import (
+    Answer,
+    Ask,
     Cancel,
     Ended,
     FromEngine,
@@ -28,7 +31,7 @@ from llaisys.engine.wire import (
 )
 from llaisys.engine.worker import WorkerSettings
 from llaisys.stats import EngineStats
-from llaisys.types import FinishReason
+from llaisys.types import FinishReason, SessionInfo
 
 SETTINGS = WorkerSettings(
     path=Path("/a/model"),
@@ -49,11 +52,12 @@ OUTPUT = EngineOutput(
 @pytest.mark.parametrize(
     "message",
     [
-        Start("1", SETTINGS, limits(), 2**63 - 1, 30.0, 30, 20),
+        Start("1", SETTINGS, limits(session_store=Path("/a/store")), 2**63 - 1, 30.0, 30, 20),
         Submit(
             ask(deadline_s=math.inf, logit_bias={3: 1.5}, seed=-7, logprobs=2, client_id="k", priority=-1)
         ),
         Cancel("a"),
+        Ask(SessionCall(kind="fork", client_id="k", name="a", other="b", n_tokens=3, call_id=7)),
         Shutdown(),
     ],
 )
@@ -62,7 +66,14 @@ def test_to_the_engine(message: ToEngine) -> None:
     assert type(decode_to_engine(encode(message))) is type(message)
 
 
-@pytest.mark.parametrize("message", [Started(), Step([OUTPUT], EngineStats(num_running=3, kv_cells=9))])
+@pytest.mark.parametrize(
+    "message",
+    [
+        Started(),
+        Step([OUTPUT], EngineStats(num_running=3, kv_cells=9)),
+        Answer(SessionAnswer(7, [SessionInfo("a", 3, 2, 1, True)])),
+    ],
+)
 def test_from_the_engine(message: FromEngine) -> None:
     assert decode_from_engine(encode(message)) == message
 
@@ -83,6 +94,15 @@ CLASSES = [
 @pytest.mark.parametrize("kind", CLASSES)
 def test_an_error_keeps_its_class_and_words(kind: type[errors.LlaisysError]) -> None:
     refused(kind("so it is"))
+
+
+def test_a_call_s_refusal_keeps_its_class() -> None:
+    came = decode_from_engine(
+        encode(Answer(SessionAnswer(7, [], errors.RejectedError("no such", param="x"))))
+    )
+    assert isinstance(came, Answer)
+    assert isinstance(came.answer.error, errors.RejectedError)
+    assert (came.answer.call_id, came.answer.error.param) == (7, "x")
 
 
 def test_what_an_error_carries_is_kept() -> None:
@@ -108,6 +128,7 @@ def test_the_end_of_an_engine() -> None:
         msgspec.msgpack.encode({"type": "Submit"}),
         encode(Submit(ask(prompt=[1, 2])))[:-3],
         msgspec.msgpack.encode({"type": "Cancel", "request_id": 3}),
+        msgspec.msgpack.encode({"type": "Ask", "call": {"kind": "burn"}}),
         encode(Submit(ask(max_tokens=3))).replace(b"max_tokens\x03", b"max_tokens\x00"),
     ],
 )
