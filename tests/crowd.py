@@ -1,5 +1,5 @@
-"""Eight requests that run together: prefix hits, a fork, chunked prompts and preemptions. For tests that make
-the core fail while they run."""
+"""Eight requests that run together, and one after them: prefix hits, a fork, chunked prompts, preemptions.
+For tests that make the core fail while they run."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ COMERS = {
     "b": (0, 0, 11),
     "two": (1, 0, 9),  # n = 2
     "c": (2, 12, 4),
-    "d": (4, 6, 7),
+    "d": (3, 6, 7),
+    "f": (2, 0, 3),
     "e": (6, 0, 21),
     "late": (60, 12, 5),  # when all others have ended
 }
 
 
-def bounds(*, prefix: bool, n_streams: int = 1, n_cells: int = 128) -> Limits:
-    """Less room than the eight need in the end, or they would not be preempted."""
+def bounds(*, prefix: bool, n_streams: int = 1, n_cells: int = 144) -> Limits:
+    """Less room than they need in the end, or they would not be preempted."""
     return limits(
         max_num_seqs=8,
         max_num_batched_tokens=16,
@@ -45,7 +46,7 @@ def bounds(*, prefix: bool, n_streams: int = 1, n_cells: int = 128) -> Limits:
 
 
 def requests() -> dict[str, EngineRequest]:
-    """The eight, greedy and drawn, some with logprobs."""
+    """All of them, greedy and drawn, some with logprobs."""
     made = {}
     for i, (name, (_, n_shared, n_own)) in enumerate(COMERS.items()):
         prompt = [(7 * j + 3) % VOCAB_SIZE for j in range(n_shared)]
@@ -65,8 +66,8 @@ def requests() -> dict[str, EngineRequest]:
 
 @dataclass
 class Answers:
-    """What came, by (request, choice): tokens with their logprobs, and the end. `n_together`: choices that ran
-    at once, at most. `stats`: at the end."""
+    """What came, by (request, choice): tokens with their logprobs, and the end. `n_together`: choices that
+    ran at once, at most. `stats`: at the end."""
 
     tokens: dict[tuple[str, int], list[Any]] = field(default_factory=dict)
     ends: dict[tuple[str, int], EngineOutput] = field(default_factory=dict)
@@ -95,7 +96,7 @@ def make_engine(context: Any, spec: Any, limits: Limits) -> LLMEngine:
 
 
 def run(engine: LLMEngine, context: Any) -> Answers:
-    """The eight from arrival to end, with every check after every step. Raises what ends the engine."""
+    """All of them from arrival to end, with every check after every step. Raises what ends the engine."""
     answers, todo = Answers(), requests()
     for n in range(STEPS_MAX):
         for name in [name for name in todo if COMERS[name][0] <= n]:

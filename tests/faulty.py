@@ -14,7 +14,7 @@ CORE = Path(__file__).parents[1] / ".venv" / "faults" / "_core.abi3.so"
 
 
 def load() -> ModuleType:
-    """The module with `fault_points`, `fault_hits` and `set_fault`. Once for a process: modules of Rust stay."""
+    """The module with `fault_points`, `fault_hits` and `set_fault`. Once a process: it stays."""
     loader = importlib.machinery.ExtensionFileLoader("llaisys._core", str(CORE))
     spec = importlib.util.spec_from_loader("llaisys._core", loader)
     assert spec is not None
