@@ -11,6 +11,7 @@ from llaisys.errors import EngineDeadError
 from llaisys.stats import EngineStats, HistogramData, ServiceStats
 from llaisys.types import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
+FIRST_ID = 100
 STATS = ServiceStats(
     engine=EngineStats(
         num_running=2,
@@ -99,7 +100,7 @@ class FakeService:
             raise EngineDeadError("shutting down")
         call = Call(prompt if isinstance(prompt, str) else list(prompt), params, request_id, client_id)
         self.calls.append(call)
-        token_id = 100
+        token_id = FIRST_ID
         try:
             for piece in self.script:
                 if isinstance(piece, Exception):
@@ -127,8 +128,9 @@ class FakeService:
             finish_reason=piece.finish,
             stop_reason=piece.stop_reason,
         )
+        n_cached = 1 if first_id == FIRST_ID else 0
         return RequestOutput(
-            call.request_id, None, prompt_ids, [completion], piece.finish is not None, num_cached_tokens=1
+            call.request_id, None, prompt_ids, [completion], piece.finish is not None, n_cached
         )
 
 

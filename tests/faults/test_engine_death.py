@@ -89,12 +89,16 @@ async def test_an_engine_process_is_started_anew(
     assert psutil.Process().children() == []
 
 
-def test_a_server_answers_503_and_exits_70(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fault", ["books.commit panic 20", "seq.release leak 1"])
+def test_a_server_answers_503_and_exits_70(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A panic in the middle of the answer, or a leak that is seen at its end."""
     order = tmp_path / "order"
-    order.write_text("books.commit panic 20", "utf-8")
+    order.write_text(fault, "utf-8")
     code = f"{boot(order)} from llaisys.cli.main import main; sys.exit(main())"
     monkeypatch.setattr(server_process, "COMMAND", (sys.executable, "-c", code))
-    ask = {"prompt": "Hello", "max_tokens": 1000, "ignore_eos": True}
+    ask = {"prompt": "Hello", "max_tokens": 30, "ignore_eos": True}
     flags = ("--num-kv-cells", "8192", "--dtype", "float32")
     with serving(tmp_path, str(long_model(tmp_path)), *flags) as server:
         with server.http.stream("POST", "/v1/completions", json={**ask, "stream": True}) as stream:

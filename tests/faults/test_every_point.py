@@ -19,6 +19,7 @@ from crowd import Answers, judge
 from golden import FOLDER
 from llaisys.engine.limits import Limits
 from llaisys.errors import EngineDeadError
+from llaisys.types import FinishReason
 
 SOURCE = Path(__file__).parents[2] / "crates" / "llaisys-core" / "src"
 # What can be done at each point. `door`: error or panic; `inside`: panic; `lost`: a panic that ends the core.
@@ -118,6 +119,8 @@ def test_the_runs_have_all_that_can_happen_and_the_same_answers(
         assert not answers.failed()
         judge(answers, want)
         assert answers.n_together == 8
+        assert answers.ends["gone", 0].finish_reason is FinishReason.ABORT
+        assert answers.tokens["gone", 0], "it had begun"
         assert answers.stats.num_preempted > 0
         assert answers.stats.prefix_hit_tokens > 0
         assert answers.stats.num_evicted_cells > 0 or scene == "no prefix cache"
