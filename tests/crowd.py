@@ -23,23 +23,23 @@ COMERS = {
     "twin": (0, 12, 4),
     "b": (0, 0, 11),
     "two": (1, 0, 9),  # n = 2
+    "gone": (1, 0, 4),  # cancelled while it runs
     "c": (2, 12, 4),
     "d": (3, 6, 7),
     "f": (2, 0, 3),
     "e": (6, 0, 21),
-    "gone": (3, 0, 4),  # cancelled while it runs
     "late": (60, 12, 5),  # when all others have ended
 }
 
 
-def bounds(*, prefix: bool, n_streams: int = 1, n_cells: int = 144) -> Limits:
+def bounds(*, prefix: bool, n_streams: int = 1) -> Limits:
     """Less room than they need in the end, or they would not be preempted."""
     return limits(
         max_num_seqs=8,
         max_num_batched_tokens=16,
         max_num_queued_reqs=16,
         max_model_len=64,
-        n_cells=n_cells,
+        n_cells=160,
         vocab_size=VOCAB_SIZE,
         n_streams=n_streams,
         enable_prefix_caching=prefix,
@@ -59,7 +59,7 @@ def requests() -> dict[str, EngineRequest]:
             temperature=0.0 if i % 2 == 0 else 1.0,
             seed=i,
             logprobs=1 if i % 3 == 0 else None,
-            max_tokens=20 - i,
+            max_tokens=24 - i,
             eos_token_ids=(),
         )
     return made

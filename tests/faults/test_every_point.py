@@ -51,7 +51,7 @@ NOT_THE_ENGINES = {"kv.seq_keep", "kv.seq_add", "kv.export", "kv.import", "weigh
 SCENES = {
     "one arena": crowd.bounds(prefix=True),
     "two arenas": crowd.bounds(prefix=True, n_streams=2),
-    "no prefix cache": crowd.bounds(prefix=False, n_cells=160),
+    "no prefix cache": crowd.bounds(prefix=False),
 }
 # Of a point that a run passes more often, so many passes are chosen, the first and the last among them.
 N_PASSES = 24

@@ -19,7 +19,7 @@ from sim.context import SimContext
 SCENES = {
     "one arena": crowd.bounds(prefix=True),
     "two arenas": crowd.bounds(prefix=True, n_streams=2),
-    "no prefix cache": crowd.bounds(prefix=False, n_cells=160),
+    "no prefix cache": crowd.bounds(prefix=False),
 }
 LOOKS = {"n_cells_free", "n_cells_free_in", "n_seq_free"}
 CHANGES = {
