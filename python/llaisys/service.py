@@ -390,7 +390,7 @@ class AsyncLLM:
             return
         delta = self._processor.process(event)
         answer = delta.outputs[0]
-        self._meter.tokens(request_id, len(answer.token_ids), now_s)
+        self._meter.tokens(request_id, len(answer.token_ids), now_s, event.queued_s)
         if not mailbox.put(delta):
             self._processor.discard(request_id)
             self._cancel(request_id)

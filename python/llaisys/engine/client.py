@@ -57,7 +57,7 @@ class EngineClient(ABC):
         self._open_max = limits.max_num_seqs + limits.max_num_queued_reqs
         self._link: Link | None = None
         self._error: EngineDeadError | None = None
-        self._stats = EngineStats(kv_cells=limits.n_cells)
+        self._stats = EngineStats(kv_cells=limits.n_cells, kv_cells_free=limits.n_cells)
         self._owner = os.getpid()
 
     @property
@@ -202,7 +202,7 @@ class EngineClient(ABC):
         """The link is dead: every open request gets its end."""
         self._error = error
         self._link = None
-        self._stats = EngineStats(kv_cells=self._limits.n_cells)
+        self._stats = EngineStats(kv_cells=self._limits.n_cells, kv_cells_free=self._limits.n_cells)
         last = [
             refusal(request_id, _copy(error)) for request_id in list(self._open) if self._take_out(request_id)
         ]

@@ -226,6 +226,8 @@ class LLMEngine:
             step_prefill_tokens=tally.step_prefill_tokens,
             step_decode_tokens=tally.step_decode_tokens,
             step_s=tally.step_s,
+            tokens_of_steps=tally.tokens_of_steps.data(),
+            seconds_of_steps=tally.seconds_of_steps.data(),
             waiting_by_reason=self._requests.waiting_by_reason(),
             finished=dict(tally.finished),
         )
@@ -348,6 +350,7 @@ class LLMEngine:
             self._fork(request, self._open[admit.fork], admit.n_cached)
         if request.num_cached is None:
             request.num_cached = request.num_computed
+            request.queued_s = self._now_s - request.source.arrival_s
             self._tally.admitted(request.num_prompt, request.num_computed)
         return []
 
@@ -394,8 +397,7 @@ class LLMEngine:
     def _settle(self, batch: Batch, result: StepResult, outputs: list[EngineOutput]) -> None:
         """What the batch gave becomes the requests'."""
         step, tally = self._tally.num_steps, self._tally
-        tally.step_decode_tokens = len(batch.decode)
-        tally.step_prefill_tokens = sum(len(chunk.token_ids) for chunk in batch.chunks)
+        tally.computed(sum(len(chunk.token_ids) for chunk in batch.chunks), len(batch.decode))
         ids, logprobs = result.token_ids, result.logprobs
         for item, request in enumerate(batch.decode):
             if item in result.errors:
@@ -434,6 +436,7 @@ class LLMEngine:
         if is_first and request.index == 0:
             output.num_cached_tokens = request.num_cached or 0
         if is_first:
+            output.queued_s = request.queued_s
             for follower in self._requests.followers(request):
                 self._requests.join(follower)
         self._chronicle.begin_decoding(request)

@@ -283,6 +283,8 @@ def test_stats_tell_what_waits_and_what_was_computed() -> None:
     assert (stats.num_running, stats.num_waiting, stats.step_decode_tokens) == (2, 1, 2)
     assert stats.step_prefill_tokens == 0
     assert stats.step_s == 0.25
+    assert (stats.seconds_of_steps.count, stats.seconds_of_steps.sum) == (1, 0.25)
+    assert (stats.tokens_of_steps.count, stats.tokens_of_steps.sum) == (2, 12 + 2)
     made.finish()
     stats = made.engine.stats()
     assert (stats.finished, stats.num_submitted) == ({"length": 3}, 3)
@@ -332,3 +334,14 @@ def test_a_restore_has_the_deadline_and_can_be_cancelled() -> None:
     made.engine.cancel("b")
     made.step(1, NOW + 5)
     assert made.reasons() == {"a": FinishReason.TIMEOUT, "b": FinishReason.ABORT}
+
+
+def test_the_first_output_alone_says_how_long_it_waited() -> None:
+    made = Engine(max_num_seqs=1)
+    made.submit("a", "b", max_tokens=2)
+    waited = [
+        (output.request_id, output.queued_s)
+        for now_s in (NOW + 0.5, NOW + 1, NOW + 3, NOW + 4)
+        for output in made.engine.step(now_s)
+    ]
+    assert waited == [("a", 0.5), ("a", 0), ("b", 3), ("b", 0)]

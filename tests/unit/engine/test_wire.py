@@ -30,7 +30,7 @@ from llaisys.engine.wire import (
     encode,
 )
 from llaisys.engine.worker import WorkerSettings
-from llaisys.stats import EngineStats
+from llaisys.stats import EngineStats, HistogramData
 from llaisys.types import FinishReason, SessionInfo
 
 SETTINGS = WorkerSettings(
@@ -44,8 +44,20 @@ SETTINGS = WorkerSettings(
     max_model_len=64,
     n_threads=2,
 )
+STATS = EngineStats(
+    num_running=3,
+    kv_cells=9,
+    tokens_of_steps=HistogramData((1.0, 8.0), (1, 2, 3), 20.0),
+    waiting_by_reason={"capacity": 1},
+)
 OUTPUT = EngineOutput(
-    "a", [1, 2], [TokenLogprobs(1, -math.inf, 1, [(1, -0.5)])], FinishReason.LENGTH, 7, num_cached_tokens=3
+    "a",
+    [1, 2],
+    [TokenLogprobs(1, -math.inf, 1, [(1, -0.5)])],
+    FinishReason.LENGTH,
+    7,
+    num_cached_tokens=3,
+    queued_s=0.5,
 )
 
 
@@ -67,12 +79,7 @@ def test_to_the_engine(message: ToEngine) -> None:
 
 
 @pytest.mark.parametrize(
-    "message",
-    [
-        Started(),
-        Step([OUTPUT], EngineStats(num_running=3, kv_cells=9)),
-        Answer(SessionAnswer(7, [SessionInfo("a", 3, 2, 1, True)])),
-    ],
+    "message", [Started(), Step([OUTPUT], STATS), Answer(SessionAnswer(7, [SessionInfo("a", 3, 2, 1, True)]))]
 )
 def test_from_the_engine(message: FromEngine) -> None:
     assert decode_from_engine(encode(message)) == message
