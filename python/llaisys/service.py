@@ -24,6 +24,7 @@ from llaisys.mailbox import MAILBOX_BYTES_MAX, Mailbox
 from llaisys.meter import Meter
 from llaisys.model import Model, open_model
 from llaisys.output import OutputProcessor
+from llaisys.prompt import bad_word_ids, truncated
 from llaisys.stats import EngineStats, ServiceStats
 from llaisys.types import FinishReason, ModelInfo, RequestId, RequestOutput, SamplingParams
 
@@ -109,11 +110,14 @@ class AsyncLLM:
         *,
         client_id: str = "",
         priority: int = 0,
+        cache_salt: str = "",
+        add_special_tokens: bool = True,
     ) -> AsyncIterator[RequestOutput]:
         """Yields deltas: `text`, `token_ids` and `logprobs` of `outputs` are what is new since the last one.
 
-        - `prompt`: text (tokenised off the loop, special tokens added) or token ids.
-        - `priority`: lower goes first. `client_id`: whom fairness is counted for.
+        - `prompt`: text (tokenised off the loop, with `add_special_tokens`) or token ids.
+        - `priority`: lower goes first. `client_id`: whom fairness is counted for. `cache_salt`: cached
+          prefixes are shared with requests of the same salt only.
         - With `n` > 1 a delta holds the choices that have news, by their `index`.
         - A choice's last delta alone has its `finish_reason` (`stop`, `length` or `abort`), the request's
           last alone `finished`. Usage: `prompt_token_ids`, the sum of the deltas' `token_ids`,
@@ -123,7 +127,11 @@ class AsyncLLM:
 
         Nothing is submitted before the first `anext`; what refuses the request is raised there.
         """
-        ids, text = await self._prompt(prompt)
+        ids = await self.prompt_ids(prompt, params, add_special_tokens=add_special_tokens)
+        text = prompt if isinstance(prompt, str) else None
+        words: tuple[tuple[int, ...], ...] = ()
+        if params.bad_words:
+            words = await asyncio.to_thread(bad_word_ids, self._model.tokenizer, params.bad_words)
         mailbox = self._open_stream(request_id, text, ids, params)
         try:
             arrival_s = time.monotonic()
@@ -138,6 +146,8 @@ class AsyncLLM:
                     deadline_s=arrival_s + self._config.request_timeout_s,
                     client_id=client_id,
                     priority=priority,
+                    cache_salt=cache_salt,
+                    bad_word_ids=words,
                 )
             )
             self._meter.submitted(request_id, len(ids), arrival_s)
@@ -155,10 +165,12 @@ class AsyncLLM:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        add_special_tokens: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, by the model's chat template, off the loop.
+        """Token ids of a conversation, by the model's chat template, off the loop. Templates write their own
+        special tokens; `add_special_tokens` adds the tokenizer's.
 
         Raises UnsupportedError if the model has no template, RejectedError for messages it refuses.
         """
@@ -168,7 +180,19 @@ class AsyncLLM:
             "continue_final_message": continue_final_message,
             "tools": tools,
         }
-        return (await asyncio.to_thread(self._model.chat_prompt, messages, options))[1]
+        text, ids = await asyncio.to_thread(self._model.chat_prompt, messages, options)
+        return await self.encode(text) if add_special_tokens else ids
+
+    async def prompt_ids(
+        self, prompt: str | Sequence[int], params: SamplingParams, *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """The token ids that `generate` uses of a prompt: encoded if it is text, cut by
+        `truncate_prompt_tokens`."""
+        if isinstance(prompt, str):
+            ids = await self.encode(prompt, add_special_tokens=add_special_tokens)
+        else:
+            ids = list(prompt)
+        return truncated(ids, params, self._max_model_len)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, off the loop."""
@@ -280,11 +304,6 @@ class AsyncLLM:
     def _cancel(self, request_id: RequestId, index: int | None = None) -> None:
         if self._client is not None:
             self._client.cancel(request_id, index)
-
-    async def _prompt(self, prompt: str | Sequence[int]) -> tuple[list[int], str | None]:
-        if isinstance(prompt, str):
-            return await self.encode(prompt), prompt
-        return list(prompt), None
 
     def _open_stream(
         self, request_id: RequestId, text: str | None, ids: list[int], params: SamplingParams

@@ -378,6 +378,7 @@ class LLMEngine:
                 outputs.append(self._finish(request, Failed(result.errors[item])))
                 continue
             request.num_computed += len(chunk.token_ids)
+            request.prompt_logprobs += result.prompt_logprobs.get(item, ())
             request.last_step = step
             if chunk.samples:
                 outputs.append(self._first_token(request, ids[item], logprobs.get(item)))
@@ -393,6 +394,8 @@ class LLMEngine:
         )
         if is_first and request.index == 0:
             output.num_cached_tokens = request.num_cached or 0
+            if request.wants_prompt_logprobs:
+                output.new_prompt_logprobs = request.prompt_logprobs
         if is_first:
             for follower in self._requests.followers(request):
                 self._requests.join(follower)

@@ -24,7 +24,7 @@ class Usage:
         """Counts one delta."""
         self._prompt_tokens[index] = len(delta.prompt_token_ids)
         self._cached_tokens[index] = delta.num_cached_tokens
-        self.completion_tokens += len(delta.outputs[0].token_ids)
+        self.completion_tokens += sum(len(answer.token_ids) for answer in delta.outputs)
 
     @property
     def prompt_tokens(self) -> int:
