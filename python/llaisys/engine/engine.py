@@ -363,8 +363,11 @@ class LLMEngine:
                 continue
             request.num_computed += 1
             request.last_step = step
-            event = request.append(ids[item])
             entry = logprobs.get(item)
+            if request.num_output == 0:  # the chunks before left one token of the prompt
+                outputs.append(self._first_token(request, ids[item], entry))
+                continue
+            event = request.append(ids[item])
             output = EngineOutput(
                 request.source.request_id,
                 [ids[item]],
