@@ -13,7 +13,7 @@ ARGS   ?=
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name 'Cargo.toml') Cargo.toml Cargo.lock
 PAGE_SOURCES := $(shell find webui -type f -not -path '*/node_modules/*' -not -path 'webui/tests/*')
 
-.PHONY: help setup build serve check test lint fmt bench bench-load bench-serve bench-peers bench-ui screenshots fuzz faults-core wheel lock clean model browser
+.PHONY: help setup build serve check test lint fmt bench bench-engine bench-load bench-serve bench-peers bench-ui screenshots soak mutants fuzz faults-core wheel lock clean model browser
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,6 +87,11 @@ bench: build ## kernels and the decode step (criterion); results in target/crite
 	cargo bench -p llaisys-core --bench kernels --bench attention --bench decode -- \
 		--warm-up-time 0.3 --measurement-time 1
 
+bench-engine: model ## the engine: simulator rate, a step's Python cost, second turn, reclaim time
+	$(PY) benches/simulate.py | tee benches/results/engine.jsonl
+	$(PY) benches/engine.py | tee -a benches/results/engine.jsonl
+	$(PY) benches/turns.py | tee -a benches/results/engine.jsonl
+
 fuzz: ## each parser for MINUTES (default 10) with AFL++; results in benches/results/fuzz.txt
 	@scripts/fuzz.sh $(or $(MINUTES),10)
 
@@ -95,6 +100,15 @@ bench-load: model ## time and memory to load a model; results in benches/results
 
 bench-serve: model ## load on a running server: first token, per token, throughput
 	$(PY) benches/serve.py $(ARGS)
+
+soak: build ## a million simulated requests over 400 seeds: memory stays flat, no invariant breaks
+	SIM_REQUESTS=1000000 $(VENV)/bin/pytest -q -s --timeout 7200 tests/sim/test_memory.py
+	SIM_SEEDS=400 $(VENV)/bin/pytest -q --timeout 7200 tests/sim/test_simulation.py -k twenty
+
+mutants: build ## mutation tests of scheduler, prefix index, cells and ids (long); survivors in benches/results
+	$(VENV)/bin/pip install --quiet mutmut
+	$(PY) scripts/mutants.py $(ARGS)
+	$(PY) benches/mutants_core.py --out benches/results/mutants-rust.txt
 
 .venv-peers/stamp:
 	python3 -m venv .venv-peers

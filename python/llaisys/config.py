@@ -142,6 +142,14 @@ class Config(BaseSettings):
         False, description="run the engine in a process of its own, which is restarted if it dies"
     )
 
+    watchdog_window_s: float = Field(
+        30.0,
+        gt=0,
+        le=86400,
+        description="seconds without progress after which the engine is stuck and ends with exit code 70; a "
+        "sixth of it without an admission, or of the event loop",
+    )
+
     # cpu
     num_threads: int | None = Field(
         None, ge=1, le=1024, description="compute threads (default: the usable cores)"
@@ -161,6 +169,9 @@ class Config(BaseSettings):
     )
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="more names under which clients reach the server (Host header), port or not"
+    )
+    chat_store: Path | None = Field(
+        None, description="an SQLite file that keeps the page's chats (default: the browser alone does)"
     )
     strict_fields: bool = Field(False, description="refuse unknown request fields with 400")
     shutdown_timeout_s: float = Field(

@@ -19,14 +19,15 @@ class ModelRegistry:
 
     @classmethod
     async def start(cls, config: Config) -> ModelRegistry:
-        """Opens every model, one after the other, and loads those that are to be preloaded.
+        """Opens every model, one after the other, and loads those that are to be preloaded. For a server: the
+        process may be ended with a stuck engine.
 
         Raises RejectedError or UnsupportedError, naming the model or the setting; then nothing is left open.
         """
         services: list[AsyncLLM] = []
         try:
             for each in config.each_model():
-                services.append(await AsyncLLM.start(each))
+                services.append(await AsyncLLM.start(each, exits=True))
         except BaseException:
             await cls(services).close()
             raise
@@ -50,6 +51,15 @@ class ModelRegistry:
     def is_ready(self) -> bool:
         """True while requests for every model are welcome."""
         return all(service.is_ready() for service in self.services)
+
+    def is_stuck(self) -> bool:
+        """True once an engine of this process was given up: the process should end."""
+        return any(service.is_stuck() for service in self.services)
+
+    def beat(self) -> None:
+        """The event loop came round."""
+        for service in self.services:
+            service.beat()
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Closes every service, at the same time; see `AsyncLLM.close`."""

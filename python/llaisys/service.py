@@ -12,6 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from llaisys.config import Config
@@ -59,15 +60,18 @@ class AsyncLLM:
         self._max_model_len = config.max_model_len or model.info.max_position_embeddings
         self._admitting = True
         self._closed = False
+        self._exits = False
         self._all_ended = asyncio.Event()
 
     @classmethod
-    async def start(cls, config: Config) -> AsyncLLM:
+    async def start(cls, config: Config, *, exits: bool = False) -> AsyncLLM:
         """Resolves the model, and loads it unless `preload` is off; returns when requests are welcome.
 
+        `exits`: this process is a server, and may be ended where its engine is stuck and its loop is, too.
         Raises RejectedError or UnsupportedError (the model or a setting), naming it.
         """
         service = cls(config, await asyncio.to_thread(open_model, config))
+        service._exits = exits
         if config.preload:
             await service.load()
         return service
@@ -220,6 +224,15 @@ class AsyncLLM:
         """True while new requests are welcome: alive, not draining."""
         return self._admitting and self.is_alive()
 
+    def is_stuck(self) -> bool:
+        """True once the watchdog has given up an engine of this process, which should end, then."""
+        return self._client is not None and self._client.stuck
+
+    def beat(self) -> None:
+        """The event loop came round; once this is called, it must be called again and again."""
+        if self._client is not None:
+            self._client.beat()
+
     def stats(self) -> ServiceStats:
         """Gauges and totals now."""
         return self._meter.snapshot(EngineStats() if self._client is None else self._client.stats())
@@ -276,7 +289,8 @@ class AsyncLLM:
         self._start_idling()
 
     async def _load(self) -> None:
-        self._client = await asyncio.to_thread(start_engine, self._config, self._model.info, self._deliver)
+        start = partial(start_engine, self._config, self._model.info, self._deliver, exits=self._exits)
+        self._client = await asyncio.to_thread(start)
         self._max_model_len = self._client.limits.max_model_len
 
     async def _unload(self) -> None:

@@ -45,13 +45,12 @@ def test_inspect_reads_the_facts() -> None:
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
-        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "sliding"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "yarn"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, "dynamic"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "bits": 4}}, "bitsandbytes"),
         ({"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "num_experts": 8}, "(?i)moe"),
         ({"hidden_act": "gelu"}, "gelu"),
     ],
-    ids=["sliding window", "rope type", "gptq", "moe", "activation"],
+    ids=["rope type", "quantisation", "moe", "activation"],
 )
 def test_what_would_run_wrong_is_refused_by_name(tmp_path: Path, edit: dict[str, Any], says: str) -> None:
     folder = tmp_path / "m"

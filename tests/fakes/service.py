@@ -66,9 +66,17 @@ class FakeService:
     chats: list[tuple[list[dict[str, Any]], dict[str, Any]]] = field(default_factory=list)
     chat_error: Exception | None = None
     dead: bool = False
+    stuck: bool = False
+    n_beats: int = 0
 
     def is_alive(self) -> bool:
         return not self.dead
+
+    def is_stuck(self) -> bool:
+        return self.stuck
+
+    def beat(self) -> None:
+        self.n_beats += 1
 
     def is_ready(self) -> bool:
         return not self.dead

@@ -50,7 +50,7 @@ class Client:
     def __init__(self, made: Capacity | None = None) -> None:
         self.outputs: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()
         self.now_s = 0.0
-        self.client = ProcessClient(made or capacity(), 0, self.deliver, lambda: self.now_s)
+        self.client = ProcessClient(made or capacity(), Config(**SETTINGS), self.deliver, lambda: self.now_s)
 
     def deliver(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
@@ -102,6 +102,7 @@ def test_the_answers_are_those_of_the_engine_in_this_process() -> None:
         SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=3),
         SamplingParams(temperature=1.0, seed=7, max_tokens=24, ignore_eos=True, logprobs=0),
         SamplingParams(temperature=1.0, top_p=0.9, max_tokens=24),
+        SamplingParams(n=3, temperature=1.0, seed=3, max_tokens=12, stop=["a"]),
     ]
     asks = [(prompt, each) for prompt in load_golden().prompts for each in params]
     answers = []

@@ -58,8 +58,8 @@ class Watch:
 
         def cancelled(engine: LLMEngine, request_id: str, index: int | None = None) -> None:
             cancel(engine, request_id, index)
-            assert all(each.request_id != request_id for each in engine._running)
-            assert engine._worker.n_seq_free == engine.limits.max_num_seqs - len(engine._running)
+            assert all(each.request_id != request_id for each in engine.requests.running)
+            assert engine._worker.n_seq_free == engine.limits.max_num_seqs - len(engine.requests.running)
             self.lag_steps[engine._tally.num_steps - self._asked_at[request_id]] += 1
 
         def stepped(engine: LLMEngine, now_s: float) -> list[EngineOutput]:
@@ -92,6 +92,7 @@ async def answer(service: AsyncLLM, ask: tuple[list[int], SamplingParams], name:
     return [i async for delta in service.generate(*ask, name) for i in delta.outputs[0].token_ids]
 
 
+@pytest.mark.timeout(900)  # twenty seconds on two quiet cores
 @pytest.mark.parametrize("form", ["thread", "process"])
 async def test_abort_storm(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     n_requests = N_REQUESTS if form == "thread" else N_REQUESTS // 10
@@ -142,8 +143,8 @@ async def test_abort_storm(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     assert after == before
     if watch.engine is not None:
         assert set(watch.ends.values()) == {1}
-        assert not watch.engine._open
-        assert not watch.engine._choices
+        assert not watch.engine.requests.by_ordinal
+        assert not watch.engine.requests._choices
         assert watch.n_seq_free == SETTINGS["max_num_seqs"]
         assert max(watch.lag_steps) <= 1, watch.lag_steps
         assert watch.lag_steps.total() > n_requests // 10

@@ -229,8 +229,8 @@ def test_the_books_check_sees_a_leak_when_the_engine_falls_idle() -> None:
     assert world.context.n_seq_free == N_IDS - 1
 
 
-def test_the_lemma_sees_a_leak_in_the_step_that_should_admit_the_ninth() -> None:
-    """Nothing runs and nobody can be let in: once, that is the request's end; twice, it is the engine's."""
+def test_the_admission_sees_a_leak_in_the_step_that_should_admit_the_ninth() -> None:
+    """The engine's own count says that an id is free, and the core has none."""
     world = leaking()
     world.engine.check = lambda: None  # type: ignore[method-assign]
     for i in range(1, 9):
@@ -239,11 +239,7 @@ def test_the_lemma_sees_a_leak_in_the_step_that_should_admit_the_ninth() -> None
             world.engine.step(world.now_s)
     assert world.context.n_seq_free == 0
     world.submit(request_of(9, "length", world.now_s))
-    (output,) = world.engine.step(world.now_s)
-    assert output.finish_reason is FinishReason.ERROR
-    assert "no room" in str(output.error)
-    world.submit(request_of(10, "length", world.now_s))
-    with pytest.raises(BrokenInvariant, match="none gets on"):
+    with pytest.raises(BrokenInvariant, match="sequence id"):
         world.engine.step(world.now_s)
 
 

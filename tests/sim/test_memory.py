@@ -1,6 +1,6 @@
 """Memory stays flat over many requests: counted by tracemalloc, and seen in the process's resident size.
 
-`make test` runs a part of them; `SIM_REQUESTS=200000` (`make soak`) runs the whole.
+`SIM_REQUESTS=1000000 pytest tests/sim/test_memory.py` (`make soak`) runs more of them.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from llaisys.engine.scheduler import plan
 from llaisys.errors import LlaisysError
 from sim.world import Mix, World, mix_of, output_length, prompt_length
 
-N_SEEDS = 20
+N_SEEDS = int(os.environ.get("SIM_SEEDS", "20"))
 N_REQUESTS = 1000  # of each seed
 
 
@@ -47,7 +47,7 @@ def test_the_mix_is_as_it_is_said() -> None:
     assert (min(outputs), max(outputs)) == (1, 64)
     assert abs(sum(prompts) / 20_000 - 48) < 1
     assert abs(sum(outputs) / 20_000 - 16) < 0.5
-    assert sum(mix_of(seed, 1).n_cells / mix_of(seed, 1).n_streams < 500 for seed in range(N_SEEDS)) == 10
+    assert sum(mix_of(seed, 1).n_cells / mix_of(seed, 1).n_streams < 500 for seed in range(20)) == 10
 
 
 def test_twenty_thousand_requests() -> None:
@@ -66,7 +66,7 @@ def test_twenty_thousand_requests() -> None:
             cancels=world.n_cancels,
         )
         print(f"seed {seed}: {world.n_steps} steps, ends {world.n_ended}, trace {world.trace:08x}")
-    if len(seeds()) == N_SEEDS:  # nothing that can happen is missing
+    if len(seeds()) >= 20:  # nothing that can happen is missing
         assert totals["requests"] == N_SEEDS * N_REQUESTS
         assert totals["cancels"] >= 0.1 * totals["requests"]
         assert totals["preempted"] > 50

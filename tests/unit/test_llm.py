@@ -250,11 +250,13 @@ def test_close_is_idempotent_and_final() -> None:
 def test_a_dropped_llm_frees_its_engine() -> None:
     before = set(threading.enumerate())
     made = LLM("fake")
-    (engine,) = set(threading.enumerate()) - before
+    threads = set(threading.enumerate()) - before
+    assert {thread.name for thread in threads} == {"llaisys-engine", "llaisys-verdict"}
     del made
     gc.collect()
-    engine.join(30)
-    assert not engine.is_alive()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 def test_the_package_is_lazy_and_lists_its_names() -> None:

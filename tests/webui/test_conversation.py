@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import httpx
 import pytest
-from playwright.sync_api import BrowserContext, expect
+from playwright.sync_api import BrowserContext, Route, expect
 
 from chatpage import COMPLETIONS, Chat
 from serving import Server
+from sse import chunks
 
 GREEDY = {"temperature": 0}
 
@@ -141,6 +143,34 @@ def test_editing_a_question_makes_a_branch(chat: Chat, tiny: Server) -> None:
     expect(chat.asked).to_have_text(["one", "two"])
     chat.questions.first.get_by_role("button", name="Next version").click()
     expect(chat.asked).to_have_text(["three"])
+
+
+def test_after_an_edit_the_page_shows_what_came_from_the_cache(chat: Chat) -> None:
+    """The figure is the server's own, of this very request."""
+    chat.with_fields(**GREEDY, max_tokens=6, ignore_eos=True)
+    for question in ("one", "two"):
+        chat.send(question)
+        chat.done()
+    answered: list[bytes] = []
+
+    def listen(route: Route) -> None:
+        """The real answer, whole, on its way to the page."""
+        asked = {**route.request.post_data_json, **GREEDY, "max_tokens": 6, "ignore_eos": True}
+        answer = route.fetch(post_data=json.dumps(asked))
+        answered.append(answer.body())
+        route.fulfill(response=answer)
+
+    chat.page.unroute(COMPLETIONS)
+    chat.page.route(COMPLETIONS, listen)
+    chat.message.press("ArrowUp")
+    chat.page.get_by_role("textbox", name="Edit message").fill("two, differently")
+    chat.page.keyboard.press("Control+Enter")
+    expect(chat.asked).to_have_text(["one", "two, differently"])
+    chat.done()
+    *_, last = chunks(answered[-1])
+    cached = last["usage"]["prompt_tokens_details"]["cached_tokens"]
+    shown = f"{last['usage']['prompt_tokens']} prompt tokens" + (f", {cached} cached" if cached else "")
+    expect(chat.answer.locator(".usage span").nth(1)).to_have_text(shown)
 
 
 def test_regenerating_keeps_the_other_answer(chat: Chat) -> None:

@@ -6,6 +6,7 @@ import "./styles/prose.css";
 import { library } from "./state/library.svelte";
 import { settings } from "./state/look.svelte";
 import { server } from "./state/server.svelte";
+import { Sync } from "./state/sync.svelte";
 import { t, ui } from "./state/ui.svelte";
 
 void server.connect();
@@ -14,5 +15,6 @@ await settings.load(db);
 await library.load(db);
 const wanted = /^#\/chat\/([\w-]+)$/.exec(location.hash)?.[1] ?? null;
 await library.show(wanted);
+if (db !== null) void new Sync(db, library).start();
 mount(App, { target: document.getElementById("app")! });
 if (db === null) ui.toast(t("no_store"));

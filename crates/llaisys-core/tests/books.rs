@@ -50,7 +50,10 @@ fn sizes_have_bounds_and_arenas_are_equal() {
 #[test]
 fn a_sequence_lives_in_its_arena() {
     let mut books = books();
-    let (a, b) = (books.seq_acquire(0).unwrap(), books.seq_acquire(1).unwrap());
+    let empty = books.digest();
+    let a = books.seq_acquire(0).unwrap();
+    assert_ne!(books.digest(), empty, "a lease is part of the state");
+    let b = books.seq_acquire(1).unwrap();
     assert_eq!(kv(books.seq_acquire(2)), KvError::Stream { stream: 2, n_streams: 2 });
     assert_eq!(books.n_seq_free(), 2, "a refused ask lends nothing");
     extend(&mut books, a, 3).unwrap();

@@ -69,14 +69,14 @@ struct World {
 #[derive(Debug, PartialEq, Eq)]
 enum No {
     Stale,
-    NoIds,
+    IdsGone,
     Cells(Refusal),
 }
 
 fn no(error: Error) -> No {
     match error {
         Error::Rejected(Rejected::StaleSequence { .. }) => No::Stale,
-        Error::Exhausted(Exhausted::SequenceIds { .. }) => No::NoIds,
+        Error::Exhausted(Exhausted::SequenceIds { .. }) => No::IdsGone,
         other => No::Cells(refusal(other)),
     }
 }
@@ -145,7 +145,7 @@ impl World {
         }
         let result = match op {
             Op::Acquire(stream) => {
-                let slot = self.free.pop_front().ok_or(No::NoIds)?;
+                let slot = self.free.pop_front().ok_or(No::IdsGone)?;
                 self.lent[slot as usize] = true;
                 self.model.set_stream(slot, stream)
             }

@@ -3,12 +3,17 @@
 
 mod common;
 
-use common::{Outputs, Rows, Tiny, feed, load, settings};
+use common::{Outputs, Rows, Tiny, feed, load};
 use llaisys_core::Error;
 use llaisys_core::context::{Context, ContextConfig};
 use llaisys_core::dtype::{ComputeMode, KvDType};
 use llaisys_core::error::{Exhausted, Rejected};
 use llaisys_core::kv::KvError;
+
+/// One thread: the number of threads changes no bit (`context.rs`), and many small decodes are faster so.
+fn settings() -> ContextConfig {
+    ContextConfig { n_threads: 1, ..common::settings() }
+}
 
 fn model() -> Tiny {
     Tiny::odd("Qwen2ForCausalLM", true)

@@ -31,6 +31,10 @@ class StepSpeed:
         each = max(0.0, seconds - (self.step_s or 0.0)) / n_prefill
         return StepSpeed(self.step_s, _mean(self.prefill_token_s, each))
 
+    def longest_s(self, n_prefill: int) -> float:
+        """Seconds of a step with so many prompt tokens; 0 before the first observation."""
+        return (self.step_s or 0.0) + (self.prefill_token_s or 0.0) * n_prefill
+
     def prefill_tokens(self, limit_s: float, most: int) -> int:
         """Prompt tokens, at most `most`, that a step of `limit_s` seconds has time for."""
         left_s = limit_s - (self.step_s or 0.0)

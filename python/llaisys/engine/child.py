@@ -21,6 +21,7 @@ import zmq
 from llaisys.config import package_version
 from llaisys.engine.loop import EngineLoop, Listener, build_engine
 from llaisys.engine.outputs import EngineOutput
+from llaisys.engine.watch import Watch
 from llaisys.engine.wire import (
     Cancel,
     Ended,
@@ -98,12 +99,18 @@ def _serve(wire: _Wire) -> None:
         wire.send(Step(outputs, stats))
 
     def ended(error: EngineDeadError) -> None:
+        if watch.stuck:  # the socket is the engine thread's, which is in there; the parent sees the exit
+            logging.shutdown()
+            os._exit(EXIT_BROKEN)
         wire.send(Ended(error))
+
+    watch = Watch(start.watchdog_window_s, exits=True)
 
     loop = EngineLoop(
         partial(build_engine, start.settings, start.limits, start.seed),
         Listener(step, ended, time.monotonic),
         start.inbox_max,
+        watch,
     )
     try:
         loop.start()

@@ -110,6 +110,14 @@ class EngineClient(ABC):
         """The engine's books after its newest step."""
         return self._stats
 
+    @property
+    def stuck(self) -> bool:
+        """True once the watchdog has given up an engine of this process, which should end, then."""
+        return False
+
+    def beat(self) -> None:  # noqa: B027 -- nobody watches for it where the engine has a process of its own
+        """The caller's event loop came round; once this is called, it must be called again and again."""
+
     def close(self) -> None:
         """Ends the engine and every open request (EngineDeadError: shutting down); waits for it.
 

@@ -33,7 +33,7 @@ from llaisys.engine.retention import Retention
 from llaisys.engine.scheduler import plan
 from llaisys.engine.tally import Tally
 from llaisys.engine.timeline import Timeline
-from llaisys.engine.worker import Batch, Chunk, StepResult, sequence_of
+from llaisys.engine.worker import Batch, Chunk, StepResult, Worker, sequence_of
 from llaisys.errors import (
     EngineDeadError,
     ExhaustedError,
@@ -89,6 +89,16 @@ class LLMEngine:
     def requests(self) -> OpenRequests:
         """Who is open, and where; only to be read."""
         return self._requests
+
+    @property
+    def worker(self) -> Worker:
+        """The model it runs."""
+        return self._worker
+
+    @property
+    def longest_step_s(self) -> float:
+        """Seconds that a full step is thought to take."""
+        return self._tally.speed.longest_s(self._limits.max_num_batched_tokens)
 
     # --- requests come and go ---
 

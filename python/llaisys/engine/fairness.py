@@ -51,6 +51,10 @@ class WaitingQueue:
         """Who stands where. Only to be read."""
         return self._lines
 
+    def first_deadline_s(self) -> float | None:
+        """The earliest deadline of them; None if nobody waits."""
+        return min((r.source.deadline_s for line in self._lines.values() for r in line), default=None)
+
     def add(self, request: Request) -> None:
         """Takes its place by arrival."""
         insort(self._lines.setdefault(_line_key(request), []), request, key=_ordinal)

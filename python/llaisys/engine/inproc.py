@@ -10,6 +10,7 @@ from llaisys.engine.client import MESSAGES_A_REQUEST, Deliver, EngineClient
 from llaisys.engine.engine import LLMEngine
 from llaisys.engine.limits import Limits
 from llaisys.engine.loop import EngineLoop, Listener
+from llaisys.engine.watch import Watch
 
 
 class InprocClient(EngineClient):
@@ -21,13 +22,15 @@ class InprocClient(EngineClient):
         limits: Limits,
         deliver: Deliver,
         clock: Callable[[], float] = time.monotonic,
+        watch: Watch | None = None,
     ) -> None:
         """Builds the engine on its own thread and waits for it. Raises what `build` raises."""
         super().__init__(limits, deliver)
         # Between two readings of the inbox at most `_open_max` ids are open at first, and as many more may
         # follow those that end.
         inbox_max = 2 * MESSAGES_A_REQUEST * self._open_max
-        self._loop = EngineLoop(build, Listener(self._step, self._ended, clock), inbox_max)
+        self._loop = EngineLoop(build, Listener(self._step, self._ended, clock), inbox_max, watch)
+        self._watch = watch
         self._link = self._loop
         # From the start: a program that is interrupted while the model loads waits for the thread, too.
         atexit.register(self._close_at_exit)
@@ -36,6 +39,16 @@ class InprocClient(EngineClient):
         except BaseException:
             atexit.unregister(self._close_at_exit)
             raise
+
+    @property
+    def stuck(self) -> bool:
+        """As the watchdog says."""
+        return self._watch is not None and self._watch.stuck
+
+    def beat(self) -> None:
+        """For the watchdog."""
+        if self._watch is not None:
+            self._watch.beat()
 
     def _stop(self) -> None:
         self._loop.stop()

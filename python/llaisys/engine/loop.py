@@ -6,11 +6,12 @@ last output, and the engine is closed.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -19,6 +20,7 @@ from llaisys.engine.executor import Executor
 from llaisys.engine.limits import Limits
 from llaisys.engine.outputs import EngineOutput, refusal
 from llaisys.engine.request import EngineRequest
+from llaisys.engine.watch import Watch
 from llaisys.engine.wire import Cancel, Shutdown, Submit
 from llaisys.engine.worker import WorkerSettings, open_worker
 from llaisys.errors import EngineDeadError, LlaisysError
@@ -35,7 +37,8 @@ class Listener:
     """How the loop speaks; all three are called on the engine thread and must not raise.
 
     - `step`: the outputs and the books after each step.
-    - `ended`: the loop is over, for this reason; no output follows. Called once.
+    - `ended`: the loop is over, for this reason; no output follows. Called once; where the engine is stuck,
+      on the thread that found it.
     - `clock`: monotonic seconds, the one that requests' times are of.
     """
 
@@ -47,9 +50,13 @@ class Listener:
 class EngineLoop:
     """One thread, one engine, one inbox. `inbox_max` bounds the messages that wait for the next step."""
 
-    def __init__(self, build: Callable[[], LLMEngine], listener: Listener, inbox_max: int) -> None:
+    def __init__(
+        self, build: Callable[[], LLMEngine], listener: Listener, inbox_max: int, watch: Watch | None = None
+    ) -> None:
         self._build = build
         self._listener = listener
+        self._watch = watch
+        self._end: Future[EngineDeadError] = Future()  # whoever sets it tells the listener
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._inbox_max = inbox_max
         self._built: Future[LLMEngine] = Future()
@@ -78,12 +85,21 @@ class EngineLoop:
         Always has room in the inbox: a full one must not keep an engine alive.
         """
         self._inbox.put(Shutdown())
-        if threading.current_thread() is not self._thread:
+        stuck = self._watch is not None and self._watch.stuck  # then it may never end
+        if threading.current_thread() is not self._thread and not stuck:
             self._thread.join()
+
+    def _tell_end(self, error: EngineDeadError) -> None:
+        """To the listener, for the first that comes."""
+        with contextlib.suppress(InvalidStateError):
+            self._end.set_result(error)
+            self._listener.ended(error)
 
     def _run(self) -> None:
         try:
             engine = self._build()
+            if self._watch is not None:
+                self._watch.begin(engine, self._tell_end)
         except BaseException as error:  # noqa: BLE001 -- the starter gets it, whatever it is
             self._built.set_exception(error)
             return
@@ -94,8 +110,10 @@ class EngineLoop:
         except BaseException as error:  # a panic is one too; nothing may pass silently
             log.exception("the engine is dead")
             cause = error if isinstance(error, EngineDeadError) else _dead(error)
-        self._listener.ended(cause)
+        self._tell_end(cause)
         try:
+            if self._watch is not None:
+                self._watch.end()
             engine.close()
         except BaseException:  # the end is told already; the log has the rest
             log.exception("closing the engine failed")
@@ -112,8 +130,14 @@ class EngineLoop:
                         engine.cancel(request_id, index)
                     case Shutdown():
                         return
-            outputs = engine.step(self._listener.clock()) if engine.wait_s() is not None else []
-            self._listener.step(refused + outputs, engine.stats())
+            now_s = self._listener.clock()
+            outputs = engine.step(now_s) if engine.wait_s() is not None else []
+            stats = engine.stats()
+            if self._end.done():  # it was given up while it was in there
+                return
+            self._listener.step(refused + outputs, stats)
+            if self._watch is not None:
+                self._watch.report(engine, stats, now_s)
 
     def _take(self, wait_s: float | None) -> Iterator[Message]:
         """All messages that are there; waits so long for the first (None: until there is one)."""

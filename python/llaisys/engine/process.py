@@ -26,7 +26,7 @@ from concurrent.futures import Future
 import msgspec
 import zmq
 
-from llaisys.config import package_version
+from llaisys.config import Config, package_version
 from llaisys.engine.capacity import Capacity
 from llaisys.engine.client import MESSAGES_A_REQUEST, Deliver, EngineClient
 from llaisys.engine.wire import (
@@ -78,7 +78,11 @@ class ProcessClient(EngineClient):
     """
 
     def __init__(
-        self, capacity: Capacity, seed: int, deliver: Deliver, clock: Callable[[], float] = time.monotonic
+        self,
+        capacity: Capacity,
+        config: Config,
+        deliver: Deliver,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Starts the process and waits until the model is loaded.
 
@@ -89,7 +93,8 @@ class ProcessClient(EngineClient):
             version=package_version(),
             settings=capacity.settings,
             limits=capacity.limits,
-            seed=seed,
+            seed=config.seed,
+            watchdog_window_s=config.watchdog_window_s,
             inbox_max=2 * MESSAGES_A_REQUEST * self._open_max,
             log_level=logging.getLogger().getEffectiveLevel(),
         )

@@ -12,19 +12,22 @@ from llaisys.engine.inproc import InprocClient
 from llaisys.engine.loop import build_engine
 from llaisys.engine.machine import available_bytes, usable_cores
 from llaisys.engine.process import ProcessClient
+from llaisys.engine.watch import Watch
 from llaisys.types import ModelInfo
 
 log = logging.getLogger(__name__)
 
 
-def start_engine(config: Config, info: ModelInfo, deliver: Deliver) -> EngineClient:
+def start_engine(config: Config, info: ModelInfo, deliver: Deliver, *, exits: bool = False) -> EngineClient:
     """Sizes an engine, loads the model into it, and returns when requests are welcome.
+
+    `exits`: this process is a server, and ends if its engine is stuck.
 
     Raises RejectedError or UnsupportedError: a setting or the model, by name.
     """
     capacity = size(config, info, available_bytes(), usable_cores())
     log.info("%s", capacity.summary)
     if config.engine_process:
-        return ProcessClient(capacity, config.seed, deliver)
+        return ProcessClient(capacity, config, deliver)
     build = partial(build_engine, capacity.settings, capacity.limits, config.seed)
-    return InprocClient(build, capacity.limits, deliver)
+    return InprocClient(build, capacity.limits, deliver, watch=Watch(config.watchdog_window_s, exits=exits))

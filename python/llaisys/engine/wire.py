@@ -31,6 +31,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     settings: WorkerSettings
     limits: Limits
     seed: int
+    watchdog_window_s: float
     inbox_max: int
     log_level: int
 

@@ -21,6 +21,7 @@ from llaisys.types import GgufTokenizer, ModelInfo
 
 if TYPE_CHECKING:
     from llaisys._core import Context, DecodeOutput, SamplerSpec
+    from llaisys._core import Watchdog as Watchdog
 
 _LOGITS = 1  # `wants_output`: logits and a sampled id
 _FAULTS = {
@@ -217,6 +218,22 @@ class Worker:
             np.frombuffer(wants, np.uint8),
         )
         return _result(batch, output)
+
+    def watchdog(self, window_s: float, exit_after_s: float | None) -> Watchdog:
+        """A watchdog of this context: `window_s` for layers and tokens, a sixth of it for the rest."""
+        from llaisys import _core  # as in `open_worker`
+
+        short_s = window_s / 6
+        return _core.Watchdog(
+            self._context.progress(),
+            period_s=min(0.25, short_s / 2),
+            step_s=window_s,
+            commit_s=window_s,
+            admit_s=short_s,
+            deadline_s=short_s,
+            loop_s=short_s,
+            exit_after_s=exit_after_s,
+        )
 
     def check(self) -> None:
         """Checks the core's invariants; raises EngineDeadError if one is broken."""

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from llaisys.config import package_version
 from llaisys.errors import LlaisysError
-from llaisys.server import chat, completions, health, metrics, models, page
+from llaisys.server import chat, chats, completions, health, metrics, models, page
 from llaisys.server.auth import KeyGate
 from llaisys.server.errors import ApiError, to_json
 from llaisys.server.gate import PROBES, HostGate, HostRule
@@ -38,7 +38,7 @@ def create_app(state: ServerState, port: int) -> ASGIApp:
         app = CORSMiddleware(
             app,
             allow_origins=state.config.allowed_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "PUT", "DELETE"),
             allow_headers=("*",),
             expose_headers=EXPOSED_HEADERS,
         )
@@ -56,8 +56,9 @@ def _routes(state: ServerState) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.server = state
+    app.state.chats = state.chats
     app.state.page = page.load_page()
-    for module in (chat, completions, models, health, metrics, page):
+    for module in (chat, chats, completions, models, health, metrics, page):
         app.include_router(module.router)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_error)

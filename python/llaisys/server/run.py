@@ -23,11 +23,13 @@ from llaisys.config import Config
 from llaisys.errors import RejectedError
 from llaisys.registry import ModelRegistry
 from llaisys.server.app import create_app
+from llaisys.server.chat_store import ChatStore
 from llaisys.server.gate import check_exposure
 from llaisys.server.state import ServerState
 
 EXIT_OK, EXIT_ENGINE_DEAD, EXIT_KILLED = 0, 70, 130
 CLOSE_CONNECTIONS_S = 1
+PULSES_A_WINDOW = 24  # of `watchdog_window_s`, a sixth of which without one is a verdict
 HEADER_BYTES_MAX = 32 * 1024
 CONNECTIONS_MAX = 1024
 
@@ -43,8 +45,18 @@ def serve(config: Config) -> int:
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    with contextlib.closing(bind(config)) as listener:
-        return asyncio.run(Lifecycle(config, listener).run())
+    with contextlib.closing(bind(config)) as listener, _chats(config) as chats:
+        return asyncio.run(Lifecycle(config, listener, chats).run())
+
+
+@contextlib.contextmanager
+def _chats(config: Config) -> Iterator[ChatStore | None]:
+    """The chat store, closed at the end; None without. Raises RejectedError for a file of another kind."""
+    if config.chat_store is None:
+        yield None
+        return
+    with contextlib.closing(ChatStore(config.chat_store)) as chats:
+        yield chats
 
 
 def bind(config: Config) -> socket.socket:
@@ -95,11 +107,11 @@ class Lifecycle:
     The first SIGINT or SIGTERM stops; a second one cuts the drain short; a third ends the process at once.
     """
 
-    def __init__(self, config: Config, listener: socket.socket) -> None:
+    def __init__(self, config: Config, listener: socket.socket, chats: ChatStore | None = None) -> None:
         self._config = config
         self._listener = listener
         self._port = int(listener.getsockname()[1])
-        self._state = ServerState(config)
+        self._state = ServerState(config, chats=chats)
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
 
@@ -124,6 +136,13 @@ class Lifecycle:
         if not loading.done():
             _leave(EXIT_OK)
         return exit_code
+
+    async def _pulse(self, models: ModelRegistry) -> None:
+        """Tells the watchdogs that the loop turns, and hears them: a stuck engine ends the server."""
+        while not models.is_stuck():
+            models.beat()
+            await asyncio.sleep(self._config.watchdog_window_s / PULSES_A_WINDOW)
+        self._stop.set()
 
     def _on_signal(self) -> None:
         if self._hurry.is_set():
@@ -153,7 +172,9 @@ class Lifecycle:
             f"at {address_of(self._config.host, self._port)}",
             flush=True,
         )
+        pulse = asyncio.ensure_future(self._pulse(models))
         await self._stop.wait()
+        pulse.cancel()
         exit_code = EXIT_OK if models.is_alive() else EXIT_ENGINE_DEAD
         self._state.draining = True
         closing = asyncio.ensure_future(models.close(self._config.shutdown_timeout_s))

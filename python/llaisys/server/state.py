@@ -10,6 +10,7 @@ from starlette.requests import Request
 from llaisys.config import Config
 from llaisys.errors import EngineDeadError
 from llaisys.registry import ModelRegistry
+from llaisys.server.chat_store import ChatStore
 from llaisys.server.errors import (
     ApiError,
     engine_dead,
@@ -27,6 +28,7 @@ class ServerState:
     """Where the server is in its life: loading (no models yet), serving, draining.
 
     - `models`: set once, when the models that are to be preloaded are in memory.
+    - `chats`: the page's chats, None without `--chat-store`.
     - `draining`: set once, at the first signal; new requests get 503 from then on.
     - `created_s`: Unix time of the start, reported as the model's `created`.
     """
@@ -34,6 +36,7 @@ class ServerState:
     config: Config
     metrics: Metrics = field(default_factory=Metrics)
     models: ModelRegistry | None = None
+    chats: ChatStore | None = None
     draining: bool = False
     created_s: int = field(default_factory=lambda: int(time.time()))
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llaisys.engine.prefix import N_LOST_MAX, Lock, Miss, PrefixIndex, Retain, Split, Trim
-from llaisys.engine.radix import n_common
+from llaisys.engine.radix import Node, n_common
 from llaisys.engine.request import BrokenInvariant
 
 
@@ -136,6 +136,12 @@ def test_a_miss_says_why() -> None:
     assert index.match("a", [1, 2, 3, 4], limit=4).miss == Miss("empty", 3, 4)
     cache(index, [1, 2, 3, 5], salt="a")
     assert index.match("a", [1, 2, 3, 4], limit=4).miss == Miss("differs", 3, 4, cached=5)
+
+
+def test_ones_own_salt_in_another_arena_is_not_another_salt() -> None:
+    index = PrefixIndex(2)
+    cache(index, [1, 2], salt="a", stream=1)
+    assert index.match("a", [1, 2], limit=2, stream=0).miss == Miss("empty", 0, 1)
 
 
 def test_a_miss_remembers_what_made_room() -> None:
@@ -337,11 +343,69 @@ def test_drop_of_what_is_not_cached_is_nothing() -> None:
 # --- the alarm is alive ---
 
 
-def test_check_sees_a_lost_lock() -> None:
+def _spoil_count(index: PrefixIndex) -> None:
+    index._n_locks = 0
+
+
+def _spoil_start(index: PrefixIndex) -> None:
+    _leaf(index).start += 1
+
+
+def _spoil_key(index: PrefixIndex) -> None:
+    _leaf(index).tokens[0] = 9
+
+
+def _spoil_parent(index: PrefixIndex) -> None:
+    _leaf(index).parent = _leaf(index)
+
+
+def _spoil_pins(index: PrefixIndex) -> None:
+    root = index._roots["", 0]
+    root.n_pins = 0
+
+
+def _spoil_order(index: PrefixIndex) -> None:
+    index._unpinned[0].popitem()
+
+
+def _spoil_turns(index: PrefixIndex) -> None:
+    index._unpinned[0].move_to_end(next(iter(index._unpinned[0])))
+
+
+def _spoil_cells(index: PrefixIndex) -> None:
+    index._n_retained[0] += 1
+
+
+def _spoil_root(index: PrefixIndex) -> None:
+    index._roots["b", 0] = Node(("b", 0), 99, 0, array("i"))
+
+
+def _leaf(index: PrefixIndex) -> Node:
+    return index._roots["", 0].children[5].children[6]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "alarm"),
+    [
+        (_spoil_count, "count 1 locks, the index 0"),
+        (_spoil_start, "segment 4 hangs in the wrong place"),
+        (_spoil_key, "segment 4 hangs in the wrong place"),
+        (_spoil_parent, "segment 4 hangs in the wrong place"),
+        (_spoil_pins, "is pinned less than what is below it"),
+        (_spoil_order, "segment 3 is in the wrong list"),
+        (_spoil_turns, "arena 0 would evict a node before what is below it"),
+        (_spoil_cells, r"the counts of arena 0 are wrong: \(4, 2\)"),
+        (_spoil_root, "an empty tree was kept"),
+    ],
+)
+def test_check_sees_what_is_wrong(spoil: Callable[[PrefixIndex], None], alarm: str) -> None:
     index = PrefixIndex()
     index.insert("", [1, 2])
-    index._n_locks = 0
-    with pytest.raises(BrokenInvariant, match="count 1 locks, the index 0"):
+    cache(index, [5])
+    cache(index, [5, 6])
+    index.check()
+    spoil(index)
+    with pytest.raises(BrokenInvariant, match=alarm):
         index.check()
 
 

@@ -134,6 +134,7 @@ class PrefixMachine(RuleBasedStateMachine):
             n_found += 1
         assert match.n_tokens == n_found
         assert self.core.seen(match) == cells[:n_found]
+        assert match.n_evictable == len(set(cells[:n_found]) - self.pinned())
         self.check_miss(match, salt, tokens, limit)
         lock, edits = self.index.lock(salt, tokens, n_found, stream)
         self.core.apply(edits, [])

@@ -49,7 +49,7 @@ OUTPUT = EngineOutput(
 @pytest.mark.parametrize(
     "message",
     [
-        Start("1", SETTINGS, limits(), 2**63 - 1, 30, 20),
+        Start("1", SETTINGS, limits(), 2**63 - 1, 30.0, 30, 20),
         Submit(
             ask(deadline_s=math.inf, logit_bias={3: 1.5}, seed=-7, logprobs=2, client_id="k", priority=-1)
         ),

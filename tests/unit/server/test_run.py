@@ -118,6 +118,14 @@ async def test_a_dead_engine_is_told_by_the_exit_code(loader: Loader, listener: 
     assert await life == 70
 
 
+async def test_a_stuck_engine_ends_the_server_by_itself(loader: Loader, listener: socket.socket) -> None:
+    loader.go.set()
+    life = asyncio.create_task(Lifecycle(Config(port=0, watchdog_window_s=0.1), listener).run())
+    await until(lambda: loader.engine.n_beats > 3)
+    loader.engine.dead = loader.engine.stuck = True
+    assert await life == 70
+
+
 async def test_a_third_signal_ends_at_once(
     loader: Loader, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ export function newSession(nowMs: number, fields: Partial<Session> = {}): Sessio
     folder: "",
     createdMs: nowMs,
     updatedMs: nowMs,
+    changedMs: nowMs,
     chosen: {},
     draft: "",
     settings: null,
@@ -43,6 +44,21 @@ export function newSession(nowMs: number, fields: Partial<Session> = {}): Sessio
 export function toJson(sessions: readonly Whole[]): string {
   const chats = sessions.map(({ session, messages }) => ({ ...session, messages }));
   return JSON.stringify({ format: FORMAT, version: VERSION, chats }, null, 1);
+}
+
+/** A session as the server keeps it, which `fromDocument` reads back. Drafts stay where they are written. */
+export function toDocument({ session, messages }: Whole): Record<string, unknown> {
+  return { ...session, draft: "", messages };
+}
+
+/** A session that this page wrote to the server, ids and all; null if it is none. */
+export function fromDocument(id: string, document: unknown): Whole | null {
+  if (!isObject(document) || document.id !== id || !Array.isArray(document.messages)) return null;
+  const { messages, ...fields } = document;
+  const kept = new Map((messages as unknown[]).filter(isObject).map((one) => [text(one.id), text(one.id)]));
+  const read = wholeOf(document, 0, kept);
+  const changedMs = time(fields.changedMs, 1);
+  return { messages: read.messages, session: { ...read.session, id, changedMs } };
 }
 
 /** The sessions of an export, with new ids, so that importing twice never overwrites. Throws ImportError. */
@@ -74,10 +90,9 @@ const time = (value: unknown, otherwise: number) =>
   typeof value === "number" && Number.isFinite(value) && value > 0 ? value : otherwise;
 
 /** One chat of a file. Nothing is believed: each field is taken only if it has the right type. */
-function wholeOf(chat: Json, nowMs: number): Whole {
-  const ids = new Map<string, string>();
+function wholeOf(chat: Json, nowMs: number, ids: Map<string, string> = new Map()): Whole {
   const raw = (Array.isArray(chat.messages) ? chat.messages : []).filter(isObject);
-  for (const message of raw) ids.set(text(message.id), newId());
+  for (const message of raw) if (!ids.has(text(message.id))) ids.set(text(message.id), newId());
   const read = raw.map((message, i) => messageOf(message, ids, nowMs + i)).filter((m) => m !== null);
   const chosen: Record<string, string> = {};
   if (isObject(chat.chosen)) {

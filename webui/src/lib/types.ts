@@ -73,6 +73,8 @@ export interface Session {
   folder: string;
   createdMs: number;
   updatedMs: number;
+  /** When anything of it was changed last, a name or a draft too; of two copies the later one counts. */
+  changedMs: number;
   /** Where a message has several children: the one on the path. The key of the first messages is "". */
   chosen: Record<string, string>;
   /** What stands in the composer, not sent. */

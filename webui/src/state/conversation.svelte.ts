@@ -28,6 +28,11 @@ export class Conversation {
     this.tree = trees.fromMessages(messages, chosen);
   }
 
+  /** The messages as they are elsewhere. */
+  replace(messages: readonly Message[], chosen: Readonly<Record<string, string>>): void {
+    this.tree = trees.fromMessages(messages, chosen);
+  }
+
   get session(): Session | undefined {
     return this.library.get(this.id);
   }

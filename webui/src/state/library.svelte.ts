@@ -31,6 +31,9 @@ export class Library {
   newDraft = $state("");
   /** The settings of a chat that does not exist yet. */
   newSettings = $state.raw<ChatSettings | null>(null);
+  /** Told of what changes here, to carry it elsewhere. */
+  onChange: (id: string) => void = () => {};
+  onDelete: (id: string) => void = () => {};
   /** The message to bring into view after opening. */
   target = $state<string | null>(null);
 
@@ -81,7 +84,7 @@ export class Library {
 
   change(id: string, fields: Partial<Session>): void {
     const session = this.sessions.get(id);
-    if (session) this.#put({ ...session, ...fields });
+    if (session) this.#put({ ...session, ...fields, changedMs: Date.now() });
   }
 
   rename(id: string, title: string): void {
@@ -106,6 +109,7 @@ export class Library {
     this.sessions = rest;
     this.open = new Map([...this.open].filter(([other]) => other !== id));
     await this.db?.deleteSession(id);
+    this.onDelete(id);
     const undo = () => void this.add([whole]);
     ui.toast(t("chat_deleted", { title: session.title || t("new_chat") }), { label: t("undo"), run: undo });
   }
@@ -136,10 +140,31 @@ export class Library {
     for (const { session } of wholes) all.set(session.id, session);
     this.sessions = all;
     await this.db?.putAll(wholes);
+    for (const { session } of wholes) this.onChange(session.id);
     if (this.db) return;
     for (const { session, messages } of wholes) {
       this.keep(new Conversation(this, session.id, messages, session.chosen));
     }
+  }
+
+  /** A copy from elsewhere in place of what is here. */
+  async replace(whole: Whole): Promise<void> {
+    const { messages } = whole;
+    const known = this.get(whole.session.id);
+    const session = { ...whole.session, draft: known?.draft ?? "" };
+    const kept = new Set(messages.map(({ id }) => id));
+    const gone = known ? (await this.whole(known)).messages.filter(({ id }) => !kept.has(id)) : [];
+    this.sessions = new Map(this.sessions).set(session.id, session);
+    this.open.get(session.id)?.replace(messages, session.chosen);
+    await this.db?.deleteMessages(gone.map(({ id }) => id));
+    await this.db?.putAll([{ session, messages }]);
+  }
+
+  /** Deleted elsewhere. */
+  async drop(id: string): Promise<void> {
+    this.sessions = new Map([...this.sessions].filter(([other]) => other !== id));
+    if (this.current?.id === id) await this.show(null);
+    await this.db?.deleteSession(id);
   }
 
   async whole(session: Session): Promise<Whole> {
@@ -174,15 +199,18 @@ export class Library {
   }
 
   ended(conversation: Conversation): void {
+    this.onChange(conversation.id);
     if (this.current === conversation) return;
     this.unread = new Set(this.unread).add(conversation.id);
   }
 
   setDraft(id: string | null, draft: string): void {
-    if (id !== null) {
-      this.change(id, { draft });
-      return;
+    const session = id === null ? undefined : this.sessions.get(id);
+    if (session) {
+      this.sessions = new Map(this.sessions).set(session.id, { ...session, draft });
+      void this.db?.putSession({ ...session, draft });
     }
+    if (id !== null) return;
     this.newDraft = draft;
     void this.db?.putValue("draft", draft);
   }
@@ -190,6 +218,7 @@ export class Library {
   #put(session: Session): void {
     this.sessions = new Map(this.sessions).set(session.id, session);
     void this.db?.putSession(session);
+    this.onChange(session.id);
   }
 }
 

@@ -1,0 +1,133 @@
+"""What the prefix cache and a cancel give back, on SmolLM2 and the real core.
+
+    python benches/turns.py [--rounds 5] [--cancels 200]
+
+Second turn: the first token of a chat of 1,500 tokens that goes on with 20 new ones, against the same prompt
+cold (goal: 15 % of it). Reclaim: from an abort to the return of its cells, under seven other streams (goal:
+p99 at most one step and 50 ms). Prints one JSON line for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import time
+from typing import Any
+
+from llaisys.config import load_config
+from llaisys.engine.worker import Worker
+from llaisys.service import AsyncLLM
+from llaisys.types import SamplingParams
+from peers import cpu_name
+
+N_CHAT, N_ANSWER, N_NEW, N_STREAMS = 1500, 32, 20, 8
+released_s: list[float] = []
+
+
+def watch_releases() -> None:
+    """Notes when the engine thread gives a sequence and its cells back."""
+    close = Worker.close_sequence
+
+    def timed(self: Worker, seq_id: int) -> None:
+        close(self, seq_id)
+        released_s.append(time.perf_counter())
+
+    Worker.close_sequence = timed  # type: ignore[method-assign]
+
+
+def ids(rng: random.Random, n: int) -> list[int]:
+    """Tokens that mean nothing; none is special."""
+    return [rng.randrange(1000, 40_000) for _ in range(n)]
+
+
+async def answer(llm: AsyncLLM, prompt: list[int], n_tokens: int, name: str) -> tuple[float, list[int]]:
+    """Seconds to the first token, and all of them."""
+    params = SamplingParams(temperature=0.0, max_tokens=n_tokens, ignore_eos=True)
+    start_s, first_s, told = time.perf_counter(), 0.0, []
+    async for output in llm.generate(prompt, params, name):
+        first_s = first_s or time.perf_counter() - start_s
+        told += output.outputs[0].token_ids
+    return first_s, told
+
+
+async def second_turn(llm: AsyncLLM, n_rounds: int) -> dict[str, Any]:
+    """First-token times of a chat's second turn, and of the same prompt with nothing of it cached."""
+    rng, warm, cold = random.Random(0), [], []
+    for i in range(n_rounds):
+        chat = ids(rng, N_CHAT - N_ANSWER)
+        _, told = await answer(llm, chat, N_ANSWER, f"first {i}")
+        turn = [*chat, *told, *ids(rng, N_NEW)]
+        warm.append((await answer(llm, turn, 1, f"warm {i}"))[0])
+        cold.append((await answer(llm, [*ids(rng, 1), *turn[1:]], 1, f"cold {i}"))[0])
+    return {
+        "bench": "second_turn",
+        "tokens": N_CHAT + N_NEW,
+        "new_tokens": N_NEW,
+        "warm_s": [round(s, 4) for s in warm],
+        "cold_s": [round(s, 4) for s in cold],
+        "warm_share_of_cold": round(statistics.median(warm) / statistics.median(cold), 4),
+    }
+
+
+async def reclaim(llm: AsyncLLM, n_cancels: int) -> dict[str, Any]:
+    """Milliseconds from an abort at a random moment to the return of the sequence and its cells."""
+    rng, took, steps_ms = random.Random(1), [], []
+    streams: list[tuple[str, asyncio.Task[Any]]] = []
+    for i in range(n_cancels):
+        while len(streams) < N_STREAMS:
+            name = f"{i} {len(streams)}"
+            streams.append(
+                (name, asyncio.create_task(answer(llm, ids(rng, rng.randrange(8, 256)), 1000, name)))
+            )
+        await asyncio.sleep(rng.random() * 0.2)  # in its prompt, or decoding
+        released_s.clear()
+        start_s = time.perf_counter()
+        name, task = streams.pop(rng.randrange(N_STREAMS))
+        llm.abort(name)
+        await task
+        took.append(1e3 * (released_s[0] - start_s) if released_s else 0.0)
+        steps_ms.append(1e3 * llm._engine.stats().step_s)
+    for name, task in streams:
+        llm.abort(name)
+        await task
+    took.sort()
+    steps_ms.sort()
+    p99 = int(0.99 * n_cancels)
+    return {
+        "bench": "reclaim",
+        "cancels": n_cancels,
+        "median_ms": round(statistics.median(took), 1),
+        "p99_ms": round(took[p99], 1),
+        "max_ms": round(took[-1], 1),
+        "step_median_ms": round(statistics.median(steps_ms), 1),
+        "step_p99_ms": round(steps_ms[p99], 1),
+    }
+
+
+async def run(n_rounds: int, n_cancels: int) -> None:
+    """Both measurements on one engine."""
+    watch_releases()
+    llm = await AsyncLLM.start(load_config({"model": "smollm2", "num_kv_cells": 16384}))
+    try:
+        for measure in (second_turn(llm, n_rounds), reclaim(llm, n_cancels)):
+            print(json.dumps({"cpu": cpu_name(), **await measure}), flush=True)
+    finally:
+        await llm.close()
+
+
+def main() -> None:
+    """Reads the flags and measures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cancels", type=int, default=200)
+    flags = parser.parse_args()
+    asyncio.run(run(flags.rounds, flags.cancels))
+
+
+if __name__ == "__main__":
+    main()

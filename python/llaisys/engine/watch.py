@@ -1,0 +1,119 @@
+"""What follows when the core's watchdog finds the engine stuck: it is said, with what is known, and ended.
+
+Lives in the engine's process, on a thread that only waits for the verdict. The watchdog itself is a native
+thread: it needs no interpreter to find out that this one has stopped.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from llaisys.engine.engine import LLMEngine
+from llaisys.errors import EngineDeadError
+from llaisys.stats import EngineStats
+
+if TYPE_CHECKING:
+    from llaisys.engine.worker import Watchdog
+
+# A verdict that nobody acts on ends the process, with code 70, after so many seconds.
+ACT_S = 10.0
+# The most requests of a kind that a snapshot lists.
+_LISTED = 16
+_MEANINGS = {
+    "V1": "a decode has begun no layer for too long: the core",
+    "V2": "requests wait, none runs and none was let in: sequence ids or KV cells",
+    "V3": "requests run, and none got a token or ended: the steps",
+    "V4": "a request waits beyond its deadline: the queue",
+    "V5": "the event loop did not come round: what it is busy with",
+}
+
+log = logging.getLogger(__name__)
+
+
+class Watch:
+    """One engine's watchdog. `begin` and `report` are the engine thread's, `beat` the event loop's.
+
+    - `window_s`: seconds without a layer or a token; a sixth of it: without an admission, past a deadline, or
+      without a beat.
+    - `exits`: the process belongs to the engine and ends with it, acted upon or not.
+    """
+
+    def __init__(self, window_s: float, *, exits: bool) -> None:
+        self._window_s = window_s
+        self._exit_after_s = ACT_S if exits else None
+        self._watchdog: Watchdog | None = None
+        self._engine: LLMEngine | None = None
+        self._stats = EngineStats()
+        self._on_verdict: Callable[[EngineDeadError], None] = lambda _: None
+        self.stuck = False
+
+    def begin(self, engine: LLMEngine, on_verdict: Callable[[EngineDeadError], None]) -> None:
+        """Starts watching. `on_verdict` is called once, on a thread of its own."""
+        self._engine, self._on_verdict = engine, on_verdict
+        self._stats = engine.stats()
+        self._watchdog = engine.worker.watchdog(self._window_s, self._exit_after_s)
+        threading.Thread(target=self._wait, name="llaisys-verdict", daemon=True).start()
+
+    def report(self, engine: LLMEngine, stats: EngineStats, now_s: float) -> None:
+        """The engine's numbers, after each of its turns."""
+        if self._watchdog is None:
+            return
+        self._stats = stats
+        deadline_s = engine.requests.waiting.first_deadline_s()
+        self._watchdog.report(
+            waiting=len(engine.requests.waiting),
+            running=stats.num_running,
+            seconds_to_deadline=None if deadline_s is None else deadline_s - now_s,
+            predicted_step_s=engine.longest_step_s,
+        )
+
+    def beat(self) -> None:
+        """The event loop came round."""
+        if self._watchdog is not None:
+            self._watchdog.beat()
+
+    def end(self) -> None:
+        """No verdict any more."""
+        if self._watchdog is not None:
+            self._watchdog.close()
+
+    def _wait(self) -> None:
+        watchdog, engine = self._watchdog, self._engine
+        assert watchdog is not None
+        assert engine is not None
+        if not os.read(watchdog.fileno(), 1):  # it ended without one
+            return
+        self.stuck = True
+        verdict = str(watchdog.verdict)
+        log.critical("the engine is stuck (%s): %s\n%s", verdict, _MEANINGS[verdict], self._snapshot(engine))
+        faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
+        self._on_verdict(EngineDeadError(f"the engine is stuck: {verdict}"))
+
+    def _snapshot(self, engine: LLMEngine) -> str:
+        """Leases, queue, cells and the newest plan; numbers only. Nothing here waits for the engine."""
+        requests, stats = engine.requests, self._stats
+        waiting = [each for line in [*requests.waiting.lines.values()] for each in line]
+        return "\n".join(
+            [
+                f"  sequence ids: {engine.limits.max_num_seqs}, lent to the running: {len(requests.running)}",
+                *(
+                    f"    request {r.ordinal}: {r.state}, {r.num_computed} of {len(r.token_ids)} tokens"
+                    for r in requests.running[:_LISTED]
+                ),
+                f"  queue: {len(waiting)}; waiting after the newest step: {stats.waiting_by_reason}",
+                *(
+                    f"    request {r.ordinal}: {len(r.token_ids)} tokens, preempted {r.num_preempted} times"
+                    for r in waiting[:_LISTED]
+                ),
+                f"  KV cells: {stats.kv_cells}, {stats.kv_cells_used} used, "
+                f"{stats.kv_cells_retained} cached, {stats.kv_cells_free} free",
+                f"  newest step ({stats.num_steps}): {stats.step_prefill_tokens} prompt tokens, "
+                f"{stats.step_decode_tokens} decoding",
+            ]
+        )

@@ -1,0 +1,88 @@
+"""/v1/chats: the page's history on the server, with `--chat-store FILE`; without it there is nothing to list.
+
+A chat is a JSON object that the page understands and the server does not. Each key sees its own chats only.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Query
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llaisys.server.chat_store import CHANGES_PER_PAGE, ChatStore, Conflict
+from llaisys.server.errors import ApiError, to_json
+from llaisys.server.trace import client_id_of
+
+REVISION_MAX = 2**53 - 1
+
+ChatId = Annotated[str, Path(pattern=r"^[\w-]{1,64}$")]
+Revision = Annotated[int, Query(ge=0, le=REVISION_MAX)]
+
+router = APIRouter(prefix="/v1/chats")
+
+
+class ChatWrite(BaseModel):
+    """PUT /v1/chats/{id}. `base`: the revision that the chat was read at; 0 makes a new one."""
+
+    base: int = Field(ge=0, le=REVISION_MAX)
+    chat: dict[str, Any]
+
+
+@router.get("")
+async def list_changes(request: Request, since: Revision = 0) -> dict[str, Any]:
+    """What changed after a revision, oldest first; ask again from the last one while `has_more`.
+
+    `store` names the file: if it is another one than before, revisions begin anew; null: there is none.
+    """
+    store: ChatStore | None = request.app.state.chats
+    if store is None:
+        return {"object": "list", "store": None, "data": [], "has_more": False}
+    changes = await store.changes(client_id_of(request), since)
+    data = [{"id": c.id, "revision": c.revision, "deleted": c.deleted} for c in changes]
+    return {
+        "object": "list",
+        "store": store.name,
+        "data": data,
+        "has_more": len(changes) == CHANGES_PER_PAGE,
+    }
+
+
+@router.get("/{chat_id}")
+async def read_chat(request: Request, chat_id: ChatId) -> Response:
+    """A chat as it was written."""
+    found = await _store(request).get(client_id_of(request), chat_id)
+    if found is None:
+        raise ApiError(404, "There is no such chat.", code="not_found", param="id")
+    body = {"id": chat_id, "revision": found[0], "chat": found[1]}
+    return Response(to_json(body), media_type="application/json")
+
+
+@router.put("/{chat_id}")
+async def write_chat(request: Request, chat_id: ChatId, body: ChatWrite) -> dict[str, Any]:
+    """Writes a chat; 409 if it changed since `base`."""
+    store = _store(request)
+    return _written(chat_id, await store.put(client_id_of(request), chat_id, body.base, body.chat))
+
+
+@router.delete("/{chat_id}")
+async def delete_chat(request: Request, chat_id: ChatId, base: Revision) -> dict[str, Any]:
+    """Deletes a chat; 409 if it changed since `base`."""
+    return _written(chat_id, await _store(request).delete(client_id_of(request), chat_id, base))
+
+
+def _written(chat_id: str, done: int | Conflict) -> dict[str, Any]:
+    if isinstance(done, Conflict):
+        message = f"The chat is at revision {done.revision}; read it and write again from there."
+        raise ApiError(409, message, code="conflict", param="base")
+    return {"id": chat_id, "revision": done}
+
+
+def _store(request: Request) -> ChatStore:
+    store: ChatStore | None = request.app.state.chats
+    if store is None:
+        message = "This server keeps no chats; `llaisys serve --chat-store FILE` does."
+        raise ApiError(404, message, code="not_found")
+    return store

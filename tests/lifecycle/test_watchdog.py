@@ -1,0 +1,134 @@
+"""Real verdicts of the core's watchdog, in small windows: what becomes of a service, a server, a child."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from golden import FOLDER
+from llaisys.config import Config
+from llaisys.engine.engine import LLMEngine
+from llaisys.errors import EngineDeadError
+from llaisys.service import AsyncLLM
+from llaisys.types import SamplingParams
+from serving import READY, environment, long_model
+from sse import events
+
+SETTINGS: dict[str, Any] = {"model": str(FOLDER), "dtype": "float32", "num_kv_cells": 1024}
+SCRIPT = Path(__file__).with_name("stuck.py")
+WINDOW = ("--watchdog-window-s", "6")  # one second for the event loop
+LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+
+
+async def verdict_of(service: AsyncLLM) -> str:
+    """What eight open streams end with, all of them."""
+
+    async def stream(name: str) -> None:
+        async for _ in service.generate([1, 2, 3], LONG, name):
+            pass
+
+    ends = await asyncio.gather(*(stream(f"{i}") for i in range(8)), return_exceptions=True)
+    assert all(isinstance(end, EngineDeadError) for end in ends), ends
+    (text,) = {str(end) for end in ends}
+    assert service.is_stuck()
+    assert not service.is_alive()
+    assert not service.is_ready()
+    await service.close()
+    return text
+
+
+async def test_v3_steps_that_do_not_get_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    go, n_steps, step = threading.Event(), 0, LLMEngine.step
+
+    def stops(engine: LLMEngine, now_s: float) -> Any:
+        nonlocal n_steps
+        n_steps += 1
+        if n_steps == 20:
+            go.wait(60)
+        return step(engine, now_s)
+
+    monkeypatch.setattr(LLMEngine, "step", stops)
+    service = await AsyncLLM.start(Config(**SETTINGS, watchdog_window_s=0.6))
+    assert "V3" in await verdict_of(service)
+    go.set()
+
+
+async def test_v2_nobody_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LLMEngine, "step", lambda *_: [])
+    service = await AsyncLLM.start(Config(**SETTINGS, watchdog_window_s=0.6))
+    assert "V2" in await verdict_of(service)
+
+
+async def test_v5_a_loop_that_does_not_come_round() -> None:
+    service = await AsyncLLM.start(Config(**SETTINGS, watchdog_window_s=0.6))
+    service.beat()
+    while not service.is_stuck():  # noqa: ASYNC110 -- it yields, it does not wait for time
+        await asyncio.sleep(0)
+    await service.close()
+
+
+@contextmanager
+def stuck_server(folder: Path, how: str, *flags: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    arguments = ["serve", str(long_model(folder)), "--port", "0", "--num-kv-cells", "65536"]
+    env = {**environment(), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(SCRIPT), str(folder / "mark"), how, *arguments, *WINDOW, *flags]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    ) as process:
+        try:
+            assert process.stdout is not None
+            ready = READY.match(process.stdout.readline())
+            assert ready is not None
+            with httpx.Client(base_url=ready[2], timeout=120) as http:
+                yield process, http
+        finally:
+            process.kill()
+
+
+BODY = {"prompt": "Hello", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+
+
+def test_a_stuck_engine_ends_its_server_with_70(tmp_path: Path) -> None:
+    with stuck_server(tmp_path, "thread") as (process, http):
+        raw = http.post("/v1/completions", json=BODY).content
+        *_, error, done = events(raw)
+        assert (error["error"]["code"], done) == ("engine_dead", "[DONE]")
+        _, log = process.communicate(timeout=60)
+        assert process.returncode == 70, log
+    assert re.search(r"the engine is stuck \(V3\): .*the steps", log)
+    assert re.search(r"request 0: Running", log)
+    assert "in stops" in log, "the stacks show where it is"
+    assert "Hello" not in log
+
+
+def test_a_stuck_event_loop_ends_its_server_with_70(tmp_path: Path) -> None:
+    with stuck_server(tmp_path, "loop") as (process, _):
+        _, log = process.communicate(timeout=60)
+        assert process.returncode == 70, log
+    assert re.search(r"the engine is stuck \(V5\): the event loop", log)
+
+
+def test_a_stuck_engine_process_is_replaced(tmp_path: Path) -> None:
+    with stuck_server(tmp_path, "process", "--engine-process") as (process, http):
+        *_, error, done = events(http.post("/v1/completions", json=BODY).content)
+        assert (error["error"]["code"], done) == ("engine_dead", "[DONE]")
+        while http.get("/ready").status_code != 200:
+            assert process.poll() is None
+        again = http.post("/v1/completions", json={**BODY, "max_tokens": 40, "stream": False})
+        assert again.json()["usage"]["completion_tokens"] == 40
+        process.terminate()
+        _, log = process.communicate(timeout=60)
+        assert process.returncode == 0, log
+    assert "the engine is stuck (V3)" in log
+    assert "ended with exit code 70; restarting it" in log

@@ -1,0 +1,137 @@
+"""With `--chat-store` a second browser sees the chats, and a cleared one loses nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, expect
+
+from chatpage import Chat
+from serving import GOLDENS, Server, serving
+
+SOON_MS = 20_000
+
+
+@pytest.fixture(scope="module")
+def keeping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The tiny model with a chat store."""
+    folder = tmp_path_factory.mktemp("keeping")
+    with serving(
+        folder, str(GOLDENS / "qwen2-tied-bf16"), "--chat-store", str(folder / "chats.db")
+    ) as server:
+        yield server
+
+
+def stored(server: Server, n: int) -> None:
+    """Waits until the store has `n` chats that are not deleted, and no older revision is on its way."""
+    while True:
+        listed = server.http.get("/v1/chats").json()["data"]
+        if sum(not change["deleted"] for change in listed) == n:
+            return
+
+
+def look(chat: Chat) -> None:
+    """The page looks at the server when it is shown again."""
+    chat.page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+
+
+def test_a_second_browser_sees_the_chats(keeping: Server, context: BrowserContext, browser: Browser) -> None:
+    first = Chat.open(context, keeping.url)
+    first.with_fields(max_tokens=5, ignore_eos=True)
+    first.send("carried over")
+    first.done()
+    stored(keeping, 1)
+    answer = first.text.inner_text()
+    other = browser.new_context()
+    second = Chat.open(other, keeping.url)
+    expect(second.sessions).to_have_text(["carried over"], timeout=SOON_MS)
+    second.sessions.first.click()
+    expect(second.asked).to_have_text(["carried over"])
+    expect(second.text).to_have_text(" ".join(answer.split()))
+    # A change there comes here, without a reload.
+    second.menu("carried over", "Rename")
+    second.page.get_by_role("textbox", name="Rename").fill("renamed there")
+    second.page.keyboard.press("Enter")
+    second.answer_with("said there")
+    second.send("more")
+    expect(second.text).to_have_text("said there")
+    while keeping.http.get("/v1/chats").json()["data"][0]["revision"] < 2:
+        pass
+    look(first)
+    expect(first.sessions).to_have_text(["renamed there"], timeout=SOON_MS)
+    expect(first.asked).to_have_text(["carried over", "more"], timeout=SOON_MS)
+    # So does a deletion.
+    second.menu("renamed there", "Delete")
+    stored(keeping, 0)
+    look(first)
+    expect(first.sessions).to_have_count(0, timeout=SOON_MS)
+    expect(first.questions).to_have_count(0)
+    other.close()
+    assert first.complaints == []
+
+
+def test_what_was_said_in_two_browsers_at_once_is_all_there(
+    keeping: Server, context: BrowserContext, browser: Browser
+) -> None:
+    first = Chat.open(context, keeping.url)
+    first.answer_with("yes")
+    first.send("begin")
+    first.done()
+    stored(keeping, 1)
+    other = browser.new_context()
+    second = Chat.open(other, keeping.url)
+    expect(second.sessions).to_have_text(["begin"], timeout=SOON_MS)
+    second.sessions.first.click()
+    expect(second.text).to_have_text("yes")
+    # Both go on while neither reaches the store.
+    for chat, text in ((first, "from the first"), (second, "from the second")):
+        chat.page.route("**/v1/chats**", lambda route: route.abort())
+        chat.answer_with(text)
+        chat.send(f"question {text}")
+        expect(chat.text).to_have_text(text)
+        chat.done()
+    first.page.unroute("**/v1/chats**")
+    second.page.unroute("**/v1/chats**")
+    for chat in (first, second):
+        look(chat)
+    for chat in (first, second):
+        versions = chat.page.get_by_role("group", name="Versions")
+        while versions.count() == 0:
+            look(chat)
+            chat.page.wait_for_load_state()
+        expect(versions.last).to_contain_text("/2")
+    other.close()
+    first.menu("begin", "Delete")
+    stored(keeping, 0)
+
+
+def test_chats_outlive_the_server_and_a_cleared_browser(tmp_path: Path, browser: Browser) -> None:
+    flags = ("--chat-store", str(tmp_path / "chats.db"))
+    for round_trip in range(2):
+        context = browser.new_context()
+        with serving(tmp_path, str(GOLDENS / "qwen2-tied-bf16"), *flags) as server:
+            chat = Chat.open(context, server.url)
+            if round_trip == 0:
+                chat.answer_with("kept")
+                chat.send("q")
+                chat.done()
+                stored(server, 1)
+            else:
+                chat.sessions.first.click(timeout=SOON_MS)
+                expect(chat.text).to_have_text("kept")
+            chat.page.close()
+            assert server.stop() == 0
+        context.close()
+
+
+def test_a_file_that_is_no_store_stops_the_start(tmp_path: Path) -> None:
+    file = tmp_path / "chats.db"
+    file.write_text("no database at all, whatever its name says. " * 50, "utf-8")
+    flags = ("--chat-store", str(file))
+    with (
+        pytest.raises(AssertionError, match="cannot be used as a chat store"),
+        serving(tmp_path, str(GOLDENS / "qwen2-tied-bf16"), *flags),
+    ):
+        pass
