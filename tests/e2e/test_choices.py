@@ -1,4 +1,4 @@
-"""Choices, echoes and prompt logprobs, by the official client on a real server: streams equal whole answers."""
+"""Choices, echoes and prompt logprobs, by the official client on a real server: streams equal wholes."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ async def chat_completions(body: ChatCompletionRequest, request: Request) -> Res
     params = sampling_params(body, engine.default_sampling_params, max_tokens=None)
     options = answer_options(body, params)
     head = Head.new("chatcmpl", model, body.request_id)
-    told = engine_options(body)
+    told = engine_options(body, client_id_of(request))
     add, continue_final = generation_prompt(body.add_generation_prompt, body.continue_final_message)
     rendered = await engine.chat_prompt(
         template_messages(body.messages),
@@ -51,7 +51,7 @@ async def chat_completions(body: ChatCompletionRequest, request: Request) -> Res
     )
     prompt = await engine.prompt_ids(rendered, params)
     shape = ChatShape(head, options, prompt, last_answer(body.messages) if body.echo else "")
-    stream = engine.generate(prompt, params, head.id, client_id=client_id_of(request), **told)
+    stream = engine.generate(prompt, params, head.id, **told)
     answer = Answer(request, [stream], shape, headers)
     return answer.as_stream() if body.stream else answer
 

@@ -49,7 +49,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     options = answer_options(body, params)
     head = Head.new("cmpl", model, body.request_id)
     add_special = body.add_special_tokens is not False
-    told = {**engine_options(body), "client_id": client_id_of(request), "add_special_tokens": add_special}
+    told = {**engine_options(body, client_id_of(request)), "add_special_tokens": add_special}
     prompts = prompts_of(body.prompt)
     echoes = []
     if body.echo:

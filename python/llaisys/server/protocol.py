@@ -202,18 +202,23 @@ def answer_options(request: GenerationRequest, params: SamplingParams) -> Answer
     )
 
 
-def engine_options(request: GenerationRequest) -> dict[str, Any]:
-    """What the engine is told of a request besides prompt and sampling. Raises RejectedError."""
+def engine_options(request: GenerationRequest, client_id: str) -> dict[str, Any]:
+    """What the engine is told of a request besides prompt and sampling. Raises RejectedError.
+
+    Where there are keys (`client_id` is not empty) nobody goes before the others' requests: a priority can
+    only be lowered, by a number above 0.
+    """
     priority, salt = request.priority or 0, request.cache_salt or ""
-    if abs(priority) > PRIORITY_MAX:
+    first = 0 if client_id else -PRIORITY_MAX
+    if not first <= priority <= PRIORITY_MAX:
         raise RejectedError(
-            f"priority is {priority}, allowed are {-PRIORITY_MAX} to {PRIORITY_MAX}", param="priority"
+            f"priority is {priority}, allowed are {first} (first) to {PRIORITY_MAX}", param="priority"
         )
     if len(salt) > CACHE_SALT_CHARS_MAX:
         raise RejectedError(
             f"cache_salt has {len(salt)} characters, at most {CACHE_SALT_CHARS_MAX}", param="cache_salt"
         )
-    return {"priority": priority, "cache_salt": text_of("cache_salt", salt)}
+    return {"client_id": client_id, "priority": priority, "cache_salt": text_of("cache_salt", salt)}
 
 
 def usage_options(request: GenerationRequest) -> UsageOptions:

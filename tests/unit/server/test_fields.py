@@ -17,6 +17,7 @@ from openai.types.chat import ChatCompletionStreamOptionsParam
 from openai.types.chat import completion_create_params as openai_chat
 
 from fakes.service import Call, FakeService, Piece
+from llaisys.errors import RejectedError
 from llaisys.server.protocol import (
     CHAT_NEUTRAL,
     COMPLETION_NEUTRAL,
@@ -24,6 +25,7 @@ from llaisys.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     StreamOptions,
+    engine_options,
 )
 from sse import chunks
 
@@ -259,6 +261,13 @@ async def test_a_value_out_of_bounds(
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert param in answer.json()["error"]["message"]
     assert not engine.calls
+
+
+def test_a_priority_above_other_clients_is_refused() -> None:
+    body = CompletionRequest(prompt="Hi", priority=-1)
+    assert engine_options(body, "")["priority"] == -1
+    with pytest.raises(RejectedError, match="priority is -1, allowed are 0"):
+        engine_options(body, "somebody's key")
 
 
 # --- several choices ---
