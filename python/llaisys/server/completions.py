@@ -50,10 +50,10 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     head = Head.new("cmpl", model, body.request_id)
     add_special = body.add_special_tokens is not False
     told = {**engine_options(body, client_id_of(request)), "add_special_tokens": add_special}
-    prompts = prompts_of(body.prompt)
-    echoes = []
-    if body.echo:
-        echoes = [await _echo(engine, prompt, params, add_special=add_special) for prompt in prompts]
+    prompts, echoes = prompts_of(body.prompt), []
+    for index, prompt in enumerate(prompts if body.echo else ()):
+        prompts[index] = ids = await engine.prompt_ids(prompt, params, add_special_tokens=add_special)
+        echoes.append(await _echo(engine, prompt, ids, params))
     shape = CompletionShape(head, options, echoes)
     streams = [
         engine.generate(prompt, params, f"{head.id}-{index}", **told) for index, prompt in enumerate(prompts)
@@ -99,9 +99,8 @@ class Echo:
     first_token: str
 
 
-async def _echo(engine: AsyncLLM, prompt: Prompt, params: SamplingParams, *, add_special: bool) -> Echo:
-    """A text that is used whole is echoed as it came, anything else as its tokens' text."""
-    ids = await engine.prompt_ids(prompt, params, add_special_tokens=add_special)
+async def _echo(engine: AsyncLLM, prompt: Prompt, ids: list[int], params: SamplingParams) -> Echo:
+    """The echo of a prompt whose `ids` are used: a text that is not cut as it came, else the tokens' text."""
     if isinstance(prompt, str) and params.truncate_prompt_tokens is None:
         text = prompt
     else:

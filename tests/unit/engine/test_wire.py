@@ -44,6 +44,7 @@ SETTINGS = WorkerSettings(
 OUTPUT = EngineOutput(
     "a", [1, 2], [TokenLogprobs(1, -math.inf, 1, [(1, -0.5)])], FinishReason.LENGTH, 7, num_cached_tokens=3
 )
+SCORED = EngineOutput("a", [1], new_prompt_logprobs=[TokenLogprobs(4, -2.5, 3, [(5, -0.5)])])
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,7 @@ OUTPUT = EngineOutput(
         Submit(
             ask(deadline_s=math.inf, logit_bias={3: 1.5}, seed=-7, logprobs=2, client_id="k", priority=-1)
         ),
+        Submit(ask(allowed_token_ids=[3], bad_words=["a"], bad_word_ids=((1, 2), (3,)), prompt_logprobs=2)),
         Cancel("a"),
         Shutdown(),
     ],
@@ -62,7 +64,9 @@ def test_to_the_engine(message: ToEngine) -> None:
     assert type(decode_to_engine(encode(message))) is type(message)
 
 
-@pytest.mark.parametrize("message", [Started(), Step([OUTPUT], EngineStats(num_running=3, kv_cells=9))])
+@pytest.mark.parametrize(
+    "message", [Started(), Step([OUTPUT, SCORED], EngineStats(num_running=3, kv_cells=9))]
+)
 def test_from_the_engine(message: FromEngine) -> None:
     assert decode_from_engine(encode(message)) == message
 
