@@ -26,6 +26,7 @@ from llaisys.mailbox import MAILBOX_BYTES_MAX, Mailbox
 from llaisys.meter import Meter
 from llaisys.model import Model, open_model
 from llaisys.output import OutputProcessor
+from llaisys.prompt import bad_word_ids, truncated
 from llaisys.sessions import SessionDoor
 from llaisys.stats import EngineStats, ServiceStats
 from llaisys.types import FinishReason, ModelInfo, RequestId, RequestOutput, SamplingParams, SessionInfo
@@ -123,11 +124,14 @@ class AsyncLLM:
         client_id: str = "",
         priority: int = 0,
         session_id: str = "",
+        cache_salt: str = "",
+        add_special_tokens: bool = True,
     ) -> AsyncIterator[RequestOutput]:
         """Yields deltas: `text`, `token_ids` and `logprobs` of `outputs` are what is new since the last one.
 
-        - `prompt`: text (tokenised off the loop, special tokens added) or token ids.
-        - `priority`: lower goes first. `client_id`: whom fairness is counted for.
+        - `prompt`: text (tokenised off the loop, with `add_special_tokens`) or token ids.
+        - `priority`: lower goes first. `client_id`: whom fairness is counted for. `cache_salt`: cached
+          prefixes are shared with requests of the same salt only.
         - `session_id`: the client's session (made if it is new) whose KV this request's becomes at its end,
           and is kept; of several choices the first's. The prompt is the whole conversation all the same.
         - With `n` > 1 a delta holds the choices that have news, by their `index`.
@@ -139,7 +143,11 @@ class AsyncLLM:
 
         Nothing is submitted before the first `anext`; what refuses the request is raised there.
         """
-        ids, text = await self._prompt(prompt)
+        ids = await self.prompt_ids(prompt, params, add_special_tokens=add_special_tokens)
+        text = prompt if isinstance(prompt, str) else None
+        words: tuple[tuple[int, ...], ...] = ()
+        if params.bad_words:
+            words = await asyncio.to_thread(bad_word_ids, self._model.tokenizer, params.bad_words)
         mailbox = self._open_stream(request_id, text, ids, params)
         try:
             arrival_s = time.monotonic()
@@ -155,6 +163,8 @@ class AsyncLLM:
                     client_id=client_id,
                     priority=priority,
                     session_id=session_id,
+                    cache_salt=cache_salt,
+                    bad_word_ids=words,
                 )
             )
             self._meter.submitted(request_id, len(ids), arrival_s)
@@ -172,10 +182,12 @@ class AsyncLLM:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        add_special_tokens: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, by the model's chat template, off the loop.
+        """Token ids of a conversation, by the model's chat template, off the loop. Templates write their own
+        special tokens; `add_special_tokens` adds the tokenizer's.
 
         Raises UnsupportedError if the model has no template, RejectedError for messages it refuses.
         """
@@ -185,7 +197,19 @@ class AsyncLLM:
             "continue_final_message": continue_final_message,
             "tools": tools,
         }
-        return (await asyncio.to_thread(self._model.chat_prompt, messages, options))[1]
+        text, ids = await asyncio.to_thread(self._model.chat_prompt, messages, options)
+        return await self.encode(text) if add_special_tokens else ids
+
+    async def prompt_ids(
+        self, prompt: str | Sequence[int], params: SamplingParams, *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """The token ids that `generate` uses of a prompt: encoded if it is text, cut by
+        `truncate_prompt_tokens`."""
+        if isinstance(prompt, str):
+            ids = await self.encode(prompt, add_special_tokens=add_special_tokens)
+        else:
+            ids = list(prompt)
+        return truncated(ids, params, self._max_model_len)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, off the loop."""
@@ -310,11 +334,6 @@ class AsyncLLM:
     def _cancel(self, request_id: RequestId, index: int | None = None) -> None:
         if self._client is not None:
             self._client.cancel(request_id, index)
-
-    async def _prompt(self, prompt: str | Sequence[int]) -> tuple[list[int], str | None]:
-        if isinstance(prompt, str):
-            return await self.encode(prompt), prompt
-        return list(prompt), None
 
     def _open_stream(
         self, request_id: RequestId, text: str | None, ids: list[int], params: SamplingParams

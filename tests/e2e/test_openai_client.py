@@ -191,7 +191,7 @@ def test_ignored_fields_are_named(client: openai.OpenAI) -> None:
     ("fields", "param", "code"),
     [
         ({"temperature": 3}, "temperature", "invalid_value"),
-        ({"n": 2}, "n", "unsupported_value"),
+        ({"n": 2}, "n", "invalid_value"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported_value"),
         ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_value"),
         ({"messages": []}, "messages", "invalid_value"),

@@ -47,11 +47,14 @@ class SamplerSpec:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: list[tuple[int, float]] = field(default_factory=list)
+    allowed_ids: list[int] = field(default_factory=list)
+    bad_words: list[list[int]] = field(default_factory=list)
     min_tokens: int = 0
     stop_ids: list[int] = field(default_factory=list)
     seed: int = 0
     choice: int = 0
     top_logprobs: int = -1
+    prompt_logprobs: int = -1
 
     def __post_init__(self) -> None:
         for token, _ in self.logit_bias:
@@ -82,6 +85,11 @@ def answer(prompt: list[int], n_tokens: int, spec: SamplerSpec | None = None) ->
     return tokens[len(prompt) :]
 
 
+def prompt_logprob(tokens: Iterable[int], token: int) -> float:
+    """What the model gives for the token of a prompt that comes after `tokens`: a hash of them all."""
+    return -zlib.crc32(np.array([*tokens, token], np.int32).tobytes()) / 2**32
+
+
 @dataclass
 class _Sequence:
     """The cell of each position."""
@@ -89,7 +97,7 @@ class _Sequence:
     stream: int
     cells: dict[int, int] = field(default_factory=dict)
     spec: SamplerSpec | None = None
-    n_prompt: int = 0
+    prompt: list[int] = field(default_factory=list)
 
 
 class Context:
@@ -186,7 +194,7 @@ class Context:
     ) -> None:
         sequence = self._sequence(seq_id)
         assert prompt_ids.dtype == output_ids.dtype == np.int32
-        sequence.spec, sequence.n_prompt = spec, len(prompt_ids)
+        sequence.spec, sequence.prompt = spec, prompt_ids.tolist()
 
     # --- decode ---
 
@@ -220,9 +228,15 @@ class Context:
             assert -1 not in seen, "a free cell was read"
             faulty = NON_FINITE in seen
             rows.append(row)
-            ids.append(-1 if faulty else next_token(seen, sequence.spec, len(seen) - sequence.n_prompt))
+            scored = (
+                sequence.prompt[len(seen) :] if sequence.spec and sequence.spec.prompt_logprobs >= 0 else []
+            )
+            n_output = len(seen) - len(sequence.prompt)
+            ids.append(-1 if faulty else scored[0] if scored else next_token(seen, sequence.spec, n_output))
             if faulty:
                 faults.append((row, "non_finite"))
+            elif scored:
+                logprobs.append((len(ids) - 1, prompt_logprob(seen, ids[-1]), 1, []))
             elif sequence.spec is not None and sequence.spec.top_logprobs >= 0:
                 top = [((ids[-1] + i) % N_PLAIN, -0.5 - i) for i in range(sequence.spec.top_logprobs)]
                 logprobs.append((len(ids) - 1, -0.5, 1, top))

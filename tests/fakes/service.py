@@ -43,12 +43,13 @@ STATS = ServiceStats(
 
 @dataclass
 class Piece:
-    """One delta: its text is its tokens' texts joined. `gate`: waits for it first."""
+    """One delta of one choice: its text is its tokens' texts joined. `gate`: waits for it first."""
 
     tokens: Sequence[str] = ()
     finish: str | None = None
     stop_reason: int | str | None = None
     gate: asyncio.Event | None = None
+    index: int = 0
 
 
 @dataclass
@@ -58,8 +59,14 @@ class Call:
     prompt: str | list[int]
     params: SamplingParams
     request_id: str
-    client_id: str
+    options: dict[str, Any]
     ended: bool = False
+    n_deltas: int = 0
+    n_choices_ended: int = 0
+
+    @property
+    def client_id(self) -> str:
+        return str(self.options["client_id"])
 
 
 PieceOrError = Piece | Exception
@@ -101,12 +108,24 @@ class FakeService:
         self.chats.append(([dict(message) for message in messages], options))
         return [1, 2, 3]
 
+    async def prompt_ids(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        **options: Any,  # noqa: ARG002 -- AsyncLLM's
+    ) -> list[int]:
+        ids = list(prompt.encode() if isinstance(prompt, str) else prompt)
+        return ids if params.truncate_prompt_tokens is None else ids[-params.truncate_prompt_tokens :]
+
+    async def decode(self, ids: Sequence[int], **options: Any) -> str:  # noqa: ARG002 -- AsyncLLM's
+        return bytes(ids).decode()
+
     async def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams, request_id: str, *, client_id: str = ""
+        self, prompt: str | Sequence[int], params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncIterator[RequestOutput]:
         if self.dead:
             raise EngineDeadError("shutting down")
-        call = Call(prompt if isinstance(prompt, str) else list(prompt), params, request_id, client_id)
+        call = Call(prompt if isinstance(prompt, str) else list(prompt), params, request_id, options)
         self.calls.append(call)
         token_id = FIRST_ID
         try:
@@ -128,8 +147,14 @@ class FakeService:
                 candidates(i, text, call.params.logprobs) for i, text in zip(ids, piece.tokens, strict=True)
             ]
         prompt_ids = call.prompt if isinstance(call.prompt, list) else list(call.prompt.encode())
+        prompt_logprobs = None
+        if call.params.prompt_logprobs is not None and call.n_deltas == 0:
+            n_top = call.params.prompt_logprobs
+            prompt_logprobs = [None, *(candidates(i, f"<{i}>", n_top) for i in prompt_ids[1:])]
+        call.n_deltas += 1
+        call.n_choices_ended += piece.finish is not None
         completion = CompletionOutput(
-            index=0,
+            index=piece.index,
             text="".join(piece.tokens),
             token_ids=ids,
             logprobs=logprobs,
@@ -138,7 +163,13 @@ class FakeService:
         )
         n_cached = 1 if first_id == FIRST_ID else 0
         return RequestOutput(
-            call.request_id, None, prompt_ids, [completion], piece.finish is not None, n_cached
+            call.request_id,
+            None,
+            prompt_ids,
+            [completion],
+            finished=call.n_choices_ended == call.params.n,
+            num_cached_tokens=n_cached,
+            prompt_logprobs=prompt_logprobs,
         )
 
 

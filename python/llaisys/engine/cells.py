@@ -139,8 +139,8 @@ class Admission:
         self._left[place.source] -= place.n_pinned
 
     def _prefix_of(self, request: Request) -> Place:
-        """The longest computed prefix, where it lies, but for the last token: its logits are wanted."""
-        limit = len(request.token_ids) - 1
+        """The longest computed prefix, where it lies, but for what is to be computed anyhow."""
+        limit = request.num_reusable
         leader = request.leader
         if self._prefix is not None:
             match = self._prefix.match(request.source.cache_salt, request.token_ids, limit)

@@ -405,8 +405,11 @@ class LLMEngine:
                 continue
             request.num_computed += 1
             request.last_step = step
-            event = request.append(ids[item])
             entry = logprobs.get(item)
+            if request.num_output == 0:  # the chunks before left one token of the prompt
+                outputs.append(self._first_token(request, ids[item], entry))
+                continue
+            event = request.append(ids[item])
             output = EngineOutput(
                 request.source.request_id,
                 [ids[item]],
@@ -420,6 +423,7 @@ class LLMEngine:
                 outputs.append(self._finish(request, Failed(result.errors[item])))
                 continue
             request.num_computed += len(chunk.token_ids)
+            request.prompt_logprobs += result.prompt_logprobs.get(item, ())
             request.last_step = step
             if chunk.samples:
                 outputs.append(self._first_token(request, ids[item], logprobs.get(item)))
@@ -435,6 +439,8 @@ class LLMEngine:
         )
         if is_first and request.index == 0:
             output.num_cached_tokens = request.num_cached or 0
+            if request.wants_prompt_logprobs:
+                output.new_prompt_logprobs = request.prompt_logprobs
         if is_first:
             output.queued_s = request.queued_s
             for follower in self._requests.followers(request):

@@ -80,6 +80,10 @@ class Limits:
         return min(self.max_batch_size or self.max_num_seqs, self.max_num_seqs, self.max_num_batched_tokens)
 
 
+# What `prompt_logprobs` may give: prompt tokens times (candidates + 1).
+PROMPT_LOGPROBS_MAX = 1 << 17
+
+
 def token_limit(prompt: Sequence[int], params: SamplingParams, limits: Limits) -> int:
     """Tokens, prompt and answer, at which the request ends by length: the KV cells it may need at worst.
 
@@ -92,6 +96,15 @@ def token_limit(prompt: Sequence[int], params: SamplingParams, limits: Limits) -
     _check_ids("prompt", prompt, limits.vocab_size)
     _check_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
     _check_ids("logit_bias", tuple(params.logit_bias), limits.vocab_size)
+    _check_ids("allowed_token_ids", params.allowed_token_ids or (), limits.vocab_size)
+    if params.prompt_logprobs is not None:
+        n_entries = len(prompt) * (params.prompt_logprobs + 1)
+        if n_entries > PROMPT_LOGPROBS_MAX:
+            raise RejectedError(
+                f"prompt_logprobs {params.prompt_logprobs} of {len(prompt)} prompt tokens are {n_entries} "
+                f"entries, at most {PROMPT_LOGPROBS_MAX} are given: ask for fewer, or a shorter prompt",
+                param="prompt_logprobs",
+            )
     _at_most("n", params.n, limits.max_num_seqs, "choices run at the same time at most")
     if limits.max_input_tokens is not None and len(prompt) > limits.max_input_tokens:
         raise ContextLengthError(

@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+from llaisys.engine.outputs import TokenLogprobs
 from llaisys.errors import LlaisysError, RequestTimeoutError
 from llaisys.types import FinishReason, RequestId, SamplingParams
 
@@ -29,6 +30,7 @@ class EngineRequest:
     - `priority`: lower goes first. `client_id`: whom the fair share is counted for.
     - `deadline_s`: from then on the request ends with TIMEOUT, waiting or running.
     - `cache_salt`: requests share cached prefixes only with requests of the same salt.
+    - `bad_word_ids`: the token sequences of `params.bad_words`.
     - `session_id`: while KV of this session is being restored, the request waits for it.
     """
 
@@ -41,6 +43,7 @@ class EngineRequest:
     client_id: str = ""
     priority: int = 0
     cache_salt: str = ""
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
     session_id: str = ""
 
 
@@ -189,6 +192,7 @@ class Request:
     - `num_shared`: how many of the computed ones lie in cells that the prefix cache or a sibling holds too.
     - `num_cached`: prompt tokens that its first admission found computed; None before. `queued_s`: seconds
       from its arrival until then.
+    - `prompt_logprobs`: of the prompt's tokens from the second on, as far as known; of a leader only.
     - `last_step`: the last step that computed something of it. `lock`: its pinned path, while it runs.
 
     Invariant: `num_computed < len(token_ids) <= token_limit` until it is finished; 0 unless it runs.
@@ -207,6 +211,7 @@ class Request:
     num_preempted: int = 0
     last_step: int = -1
     lock: Lock | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     state: State = field(default_factory=Waiting)
     token_ids: array[int] = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
@@ -235,6 +240,26 @@ class Request:
     def num_output(self) -> int:
         """Tokens of the answer so far."""
         return len(self.token_ids) - len(self.source.prompt_token_ids)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """True if its prompt's tokens are to be scored: the choices of a request share them."""
+        return self.leader is None and self.source.params.prompt_logprobs is not None
+
+    @property
+    def num_reusable(self) -> int:
+        """Leading tokens that need not be computed anew if they are cached: all but the last, whose logits
+        are wanted; while the prompt is being scored, those whose rows have given their score."""
+        n_scored = len(self.prompt_logprobs)
+        if self.wants_prompt_logprobs and n_scored < self.num_prompt - 1:
+            return n_scored
+        return len(self.token_ids) - 1
+
+    def rows_to_score(self, start: int, end: int) -> range:
+        """Of the positions `start <= p < end` those whose row is to score the prompt token after it."""
+        if not self.wants_prompt_logprobs:
+            return range(0)
+        return range(max(start, len(self.prompt_logprobs)), min(end, self.num_prompt - 1))
 
     @property
     def is_secured(self) -> bool:

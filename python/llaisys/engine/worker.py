@@ -61,6 +61,11 @@ class Chunk:
     token_ids: Sequence[int]
     samples: bool
 
+    @property
+    def scored(self) -> range:
+        """Positions whose rows score a prompt token."""
+        return self.request.rows_to_score(self.start, self.start + len(self.token_ids))
+
 
 @dataclass(slots=True)
 class Batch:
@@ -92,7 +97,8 @@ class StepResult:
     """What a batch gave, by item.
 
     - `token_ids`: the sampled id; -1 where nothing was sampled.
-    - `logprobs`: of items that asked for them. `errors`: what ends the item's request.
+    - `logprobs`: of items that asked for them. `prompt_logprobs`: of the prompt tokens that an item's rows
+      scored, in order. `errors`: what ends the item's request.
     - `refused`: items that the core would not run at all, even alone.
     """
 
@@ -100,12 +106,14 @@ class StepResult:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     errors: dict[int, LlaisysError] = field(default_factory=dict)
     refused: list[int] = field(default_factory=list)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
     def extend(self, other: StepResult) -> None:
         """Appends the results of the next items."""
         n = len(self.token_ids)
         self.token_ids += other.token_ids
         self.logprobs |= {n + item: entry for item, entry in other.logprobs.items()}
+        self.prompt_logprobs |= {n + item: entries for item, entries in other.prompt_logprobs.items()}
         self.errors |= {n + item: error for item, error in other.errors.items()}
         self.refused += [n + item for item in other.refused]
 
@@ -231,7 +239,10 @@ class Worker:
             positions += range(chunk.start, chunk.start + n)
             seq_ids += [sequence_of(chunk.request)] * n
             wants += bytes(n)
-            wants[-1] = _LOGITS if chunk.samples else 0
+            for position in chunk.scored:
+                wants[position - chunk.start - n] = _LOGITS
+            if chunk.samples:
+                wants[-1] = _LOGITS
         output = self._context.decode(
             np.array(tokens, np.int32),
             np.array(positions, np.int32),
@@ -323,11 +334,14 @@ def _spec_arguments(request: Request) -> dict[str, Any]:
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
         "logit_bias": list(params.logit_bias.items()),
+        "allowed_ids": list(params.allowed_token_ids or ()),
+        "bad_words": [list(word) for word in request.source.bad_word_ids],
         "min_tokens": params.min_tokens,
         "stop_ids": sorted(request.stop_ids),
         "seed": request.seed,
         "choice": request.index,
         "top_logprobs": -1 if params.logprobs is None else params.logprobs,
+        "prompt_logprobs": (params.prompt_logprobs or 0) if request.wants_prompt_logprobs else -1,
     }
 
 
@@ -339,19 +353,28 @@ def sequence_of(request: Request) -> int:
 
 
 def _result(batch: Batch, output: DecodeOutput) -> StepResult:
-    """Output rows come in batch order, one for each item that samples."""
+    """Output rows come in batch order: of each item those that score, then the one that samples."""
     ids: list[int] = output.token_ids.tolist()
     items = list(range(len(batch.decode)))
-    items += [i for i, chunk in enumerate(batch.chunks, len(batch.decode)) if chunk.samples]
+    scored: set[int] = set()
+    for item, chunk in enumerate(batch.chunks, len(batch.decode)):
+        n_scored = len(chunk.scored)
+        scored.update(range(len(items), len(items) + n_scored))
+        items += [item] * (n_scored + chunk.samples)
     if len(ids) != len(items):
         raise BrokenInvariant(f"the core gave {len(ids)} ids for {len(items)} rows")
     result = StepResult(ids)
     if batch.chunks:
         result.token_ids = [-1] * len(batch)
-        for item, token_id in zip(items, ids, strict=True):
-            result.token_ids[item] = token_id
+        for row, (item, token_id) in enumerate(zip(items, ids, strict=True)):
+            if row not in scored:
+                result.token_ids[item] = token_id
     for row, logprob, rank, top in output.logprobs:
-        result.logprobs[items[row]] = TokenLogprobs(ids[row], logprob, rank, top)
+        entry = TokenLogprobs(ids[row], logprob, rank, top)
+        if row in scored:
+            result.prompt_logprobs.setdefault(items[row], []).append(entry)
+        else:
+            result.logprobs[items[row]] = entry
     if output.faults:
         item_of = dict(zip(output.rows.tolist(), items, strict=True))
         for batch_row, fault in output.faults:

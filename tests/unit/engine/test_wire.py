@@ -59,6 +59,7 @@ OUTPUT = EngineOutput(
     num_cached_tokens=3,
     queued_s=0.5,
 )
+SCORED = EngineOutput("a", [1], new_prompt_logprobs=[TokenLogprobs(4, -2.5, 3, [(5, -0.5)])])
 
 
 @pytest.mark.parametrize(
@@ -68,6 +69,7 @@ OUTPUT = EngineOutput(
         Submit(
             ask(deadline_s=math.inf, logit_bias={3: 1.5}, seed=-7, logprobs=2, client_id="k", priority=-1)
         ),
+        Submit(ask(allowed_token_ids=[3], bad_words=["a"], bad_word_ids=((1, 2), (3,)), prompt_logprobs=2)),
         Cancel("a"),
         Ask(SessionCall(kind="fork", client_id="k", name="a", other="b", n_tokens=3, call_id=7)),
         Shutdown(),
@@ -79,7 +81,8 @@ def test_to_the_engine(message: ToEngine) -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [Started(), Step([OUTPUT], STATS), Answer(SessionAnswer(7, [SessionInfo("a", 3, 2, 1, True)]))]
+    "message",
+    [Started(), Step([OUTPUT, SCORED], STATS), Answer(SessionAnswer(7, [SessionInfo("a", 3, 2, 1, True)]))],
 )
 def test_from_the_engine(message: FromEngine) -> None:
     assert decode_from_engine(encode(message)) == message
