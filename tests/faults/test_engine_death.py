@@ -40,6 +40,13 @@ async def answer(service: AsyncLLM, name: str) -> list[int]:
     return [i async for d in service.generate(prompt, params, name) for i in d.outputs[0].token_ids]
 
 
+def child_of(service: AsyncLLM) -> psutil.Process:
+    """Its engine process; other tests' servers are children of this one, too."""
+    assert isinstance(service._client, process.ProcessClient)
+    assert isinstance(service._client._link, process._Child)
+    return psutil.Process(service._client._link.pid)
+
+
 async def all_end(service: AsyncLLM) -> list[str]:
     """What each of eight streams is told at its one end."""
     ends = await asyncio.gather(*(answer(service, f"{i}") for i in range(8)), return_exceptions=True)
@@ -78,15 +85,17 @@ async def test_an_engine_process_is_started_anew(
     head, tail = process._BOOT.split("; from", 1)
     monkeypatch.setattr(process, "_BOOT", f"{head}; {boot(order)} from{tail}")
     service = await AsyncLLM.start(Config(**SETTINGS, engine_process=True))
-    (first,) = psutil.Process().children()
+    first = child_of(service)
     # One that comes after the death is refused, also with an EngineDeadError.
     assert any(point in end for end in await all_end(service))
     first.wait()
     while not service.is_alive():  # noqa: ASYNC110 -- it yields, it does not wait for time
         await asyncio.sleep(0)
+    second = child_of(service)
+    assert second != first
     assert await answer(service, "next") == load_golden().greedy[0]
     await service.close()
-    assert psutil.Process().children() == []
+    assert not second.is_running()
 
 
 @pytest.mark.parametrize("fault", ["books.commit panic 20", "seq.release leak 1"])

@@ -215,11 +215,11 @@ class Worker:
         The data may begin before the segment: then all of it is imported, and its head let go of.
         """
         if wanted.p0 == at:
-            self._context.kv_import(wanted.segment, stream, at, data)
+            self._change(self._context.kv_import, wanted.segment, stream, at, data)
             return
         passing = _FIRST_PASSING_SEGMENT + self._n_passing
         self._n_passing += 1
-        self._context.kv_import(passing, stream, at, data)
+        self._change(self._context.kv_import, passing, stream, at, data)
         self._change(self._context.kv_segment_split, passing, wanted.p0, wanted.segment)
         self._change(self._context.kv_segment_trim, passing, at)
 
@@ -268,7 +268,7 @@ class Worker:
             exit_after_s=exit_after_s,
         )
 
-    def _change(self, call: Callable[..., None], *arguments: int) -> None:
+    def _change(self, call: Callable[..., None], *arguments: Any) -> None:
         try:
             call(*arguments)
         except CoreFaultError as error:
