@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
+from children import engine_processes
 from golden import FOLDER
 from llaisys.config import Config
 from llaisys.engine.client import CALLS_MAX
@@ -156,7 +156,7 @@ async def test_a_call_under_way_ends_with_its_engine(tmp_path: Path, monkeypatch
 async def test_a_call_under_way_ends_with_its_process() -> None:
     async with started(engine_process=True) as service:
         await service.sessions.create("a")
-        (child,) = psutil.Process().children()
+        (child,) = engine_processes()
         child.suspend()
         listing = asyncio.create_task(service.sessions.list())
         await asyncio.sleep(0)

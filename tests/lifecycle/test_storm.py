@@ -4,6 +4,7 @@ Nothing is left of any, and what was not given up is what a request alone would 
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
 from collections import Counter
@@ -100,6 +101,7 @@ async def test_abort_storm(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     service = await AsyncLLM.start(Config(**SETTINGS, engine_process=form == "process"))
     asked, chance = asks(), random.Random(SEED)
     reference = [await answer(service, ask, f"alone-{i}") for i, ask in enumerate(asked)]
+    gc.collect()  # what earlier tests left is closed now, and not between the two counts
     before = asyncio.all_tasks(), threading.active_count(), psutil.Process().num_fds()
     outcomes: Counter[str] = Counter()
     names = iter(range(n_requests))
