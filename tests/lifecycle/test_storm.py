@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from children import engine_processes
 from golden import FOLDER, load_golden
 from llaisys.config import Config
 from llaisys.engine.capacity import size
@@ -151,7 +152,7 @@ async def test_abort_storm(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
         assert max(watch.lag_steps) <= 1, watch.lag_steps
         assert watch.lag_steps.total() > n_requests // 10
     await service.close()
-    assert psutil.Process().children() == []
+    assert engine_processes() == []
 
 
 @pytest.mark.parametrize("n_steps", range(6), ids=lambda n: f"after {n} steps")

@@ -24,7 +24,7 @@ def cache(index: PrefixIndex, tokens: list[int], salt: str = "", stream: int = 0
 
 
 def lines_run(question: Callable[[], object]) -> int:
-    """Lines of ours that a call runs: a cost that no clock is asked for. A collection of garbage meanwhile runs
+    """Lines of ours that a call runs: a cost that no clock is asked for. Garbage collected meanwhile runs
     callbacks of others."""
     n_lines = 0
 
