@@ -210,7 +210,7 @@ def test_a_copy_counts_in_both_arenas() -> None:
         assert place is not None
         assert (place.stream, place.n_cached) == ((1, 3) if ordinal == 1 else (1, 0))
         admission.take(next_one, place)
-    assert admission.place(request(3, [9])) is None
+    assert admission.place(request(3, [9], limit=1)) is None
 
 
 def test_a_follower_forks_its_leader_where_there_is_no_cache() -> None:

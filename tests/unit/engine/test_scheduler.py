@@ -14,6 +14,7 @@ from llaisys.engine.cells import HEADROOM_TOKENS
 from llaisys.engine.fairness import FairState, WaitingQueue, queue_key
 from llaisys.engine.limits import Limits, token_limit
 from llaisys.engine.plan import Admit, Plan, PlannedChunk, View
+from llaisys.engine.prefix import PrefixIndex
 from llaisys.engine.request import PREEMPTIONS_MAX, Admitted, Request, advance
 from llaisys.engine.scheduler import plan
 
@@ -442,6 +443,15 @@ def test_a_plan_hands_on_the_turns_and_says_that_it_cleaned() -> None:
     made = planned([], [request(1, output=1)], fair=fair, last_cleanup_s=NOW - 5)
     assert (made.fair, made.cleaned) == (fair, True)
     assert not planned([], [], last_cleanup_s=NOW).cleaned
+
+
+def test_a_client_pays_for_what_is_computed_and_not_for_what_is_cached() -> None:
+    index = PrefixIndex()
+    index.unlock(index.insert("", [1] * 8)[0])
+    waiting = [request(i, 10, client_id="xxxy"[i]) for i in range(4)]
+    made = planned(waiting, [], limits(max_num_seqs=2), prefix=index)
+    assert [(admit.ordinal, admit.n_cached) for admit in made.admit] == [(0, 8), (1, 8)]
+    assert made.fair == FairState((((0, "x"), 16 - 2 - 2), ((0, "y"), 0)))
 
 
 def test_a_queue_without_some_counts_the_others_of_every_line() -> None:
