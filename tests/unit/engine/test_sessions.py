@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import threading
 from concurrent.futures import wait
@@ -206,8 +207,9 @@ def test_an_answer_that_was_cut_off_counts_and_a_prompt_that_was_does_not(desk: 
 
 def test_an_answer_that_failed_does_not_count(desk: Desk) -> None:
     desk.run("a", CHAT, session_id="chat", max_tokens=1)
-    desk.submit("bad", prompt=[5, core.NON_FINITE], session_id="chat")
+    desk.submit("bad", session_id="chat", logit_bias={core.NON_FINITE: 100.0})
     desk.finish()
+    assert desk.tokens["bad"] == [core.NON_FINITE]
     assert isinstance(desk.ends["bad"].error, RequestFailedError)
     assert desk.call("list") == SessionInfo("chat", 40, 40, 40)
 
@@ -244,6 +246,24 @@ def test_pins_go_before_anybody_gives_way(desk: Desk) -> None:
     assert by_name["new"] == SessionInfo("new", 20, 20, 20)
     assert (by_name["old"].num_tokens, by_name["old"].num_pinned_tokens) == (20, 0)
     assert by_name["old"].num_cached_tokens < 20
+
+
+def test_pins_go_before_a_younger_request_does() -> None:
+    desk = Desk(n_cells=64, session_kv_share=1.0)
+    desk.run("a", [1] * 20, session_id="old", max_tokens=1)
+    desk.submit("b", prompt=[2] * 5, max_tokens=20)
+    desk.submit("c", prompt=[3] * 5, max_tokens=25)
+    desk.finish()
+    assert desk.engine.stats().num_preempted == 0
+    assert desk.call("list").num_pinned_tokens == 0
+
+
+def test_what_is_pinned_counts_as_room_for_the_queue() -> None:
+    desk = Desk(n_cells=64, session_kv_share=1.0, max_num_queued_reqs=0)
+    desk.run("a", [1] * 60, session_id="chat", max_tokens=1)
+    desk.submit("b", prompt=[2] * 30)
+    desk.finish()
+    assert desk.tokens["b"] == core.answer([2] * 30, 10)
 
 
 def test_pins_never_keep_a_request_out() -> None:
@@ -310,11 +330,12 @@ def test_a_restored_session_computes_what_is_new(tmp_path: Path, n_streams: int)
     assert desk.run("c", CHAT, max_tokens=1) == 40
 
 
+@pytest.mark.parametrize("n_streams", [1, 2])
 @pytest.mark.parametrize("n_cached", [3, 8, 20, 49])
-def test_what_is_cached_already_is_not_imported_again(tmp_path: Path, n_cached: int) -> None:
+def test_what_is_cached_already_is_not_imported_again(tmp_path: Path, n_cached: int, n_streams: int) -> None:
     first, _ = saved(tmp_path)
     whole = CHAT + first.tokens["a"]
-    desk = Desk(session_store=tmp_path)
+    desk = Desk(session_store=tmp_path, n_streams=n_streams)
     desk.run("part", whole[:n_cached], max_tokens=1)
     assert desk.call("restore", "chat", "file") == SessionInfo("chat", 49, 49, 49)
     assert desk.engine.stats().kv_cells_retained == 49
@@ -355,12 +376,14 @@ def test_a_damaged_file_ends_those_who_wait_and_leaves_nothing(tmp_path: Path) -
     raw[-40] ^= 1  # in the last checksum but one: everything was read, most of it imported
     file.write_bytes(raw)
     desk = Desk(session_store=tmp_path)
+    n_open = len(os.listdir("/proc/self/fd"))
     desk.begin("restore", "chat", "file")
     desk.submit("a", prompt=CHAT, session_id="chat")
     with pytest.raises(RejectedError, match="damaged"):
         desk.end()
     desk.finish()
     assert isinstance(desk.ends["a"].error, RejectedError)
+    assert len(os.listdir("/proc/self/fd")) == n_open
     stats = desk.engine.stats()
     assert (stats.num_sessions, stats.kv_cells_session, stats.kv_cells_free) == (0, 0, stats.kv_cells)
 
@@ -372,12 +395,65 @@ def test_a_restore_takes_no_cell_that_a_request_needs(tmp_path: Path) -> None:
     desk.step(5)
     session = desk.call("restore", "chat", "file")
     assert session.num_tokens == 49
-    assert 8 <= session.num_cached_tokens <= 24
+    assert session.num_cached_tokens == 16, "30 cells are free, it needs 9 of them soon, pieces are of 8"
     desk.finish()
     assert desk.engine.stats().num_preempted == 0
     turn = CHAT + first.tokens["a"]
     desk.run("b", turn, max_tokens=1, session_id="chat")
     assert desk.tokens["b"] == core.answer(turn, 1)
+
+
+def test_what_is_cached_needs_no_room(tmp_path: Path) -> None:
+    first, _ = saved(tmp_path)
+    desk = Desk(session_store=tmp_path, n_cells=64, session_kv_share=1.0)
+    desk.run("same", CHAT + first.tokens["a"][:9], max_tokens=1)
+    desk.submit("runs", prompt=[9] * 10)
+    desk.step()
+    assert desk.engine.stats().kv_cells_free < 8
+    assert desk.call("restore", "chat", "file") == SessionInfo("chat", 49, 49, 49)
+
+
+def test_a_restored_prefix_is_its_salts(tmp_path: Path) -> None:
+    saved(tmp_path)
+    desk = Desk(session_store=tmp_path)
+    desk.call("restore", "chat", "file", cache_salt="x")
+    assert desk.run("b", CHAT, max_tokens=1) == 40
+    assert desk.run("c", CHAT, max_tokens=1, cache_salt="x") == 1
+
+
+def test_each_restore_lets_its_own_requests_go_on() -> None:
+    desk = Desk()
+    for client_id in "xy":
+        session = desk.engine.sessions.create(client_id, "chat")
+        desk.engine.begin_restore(session)
+        desk.submit(client_id, session_id="chat", client_id=client_id)
+    desk.engine.end_restore(session)
+    desk.finish()
+    assert set(desk.ends) == {"y"}
+
+
+def test_an_answer_of_before_does_not_disturb_a_restore() -> None:
+    desk = Desk()
+    desk.submit("a", prompt=CHAT, session_id="chat")
+    desk.step(3)
+    desk.call("delete", "chat")
+    session = desk.engine.sessions.create("", "chat")
+    desk.engine.begin_restore(session)
+    desk.finish()
+    assert desk.call("list") == SessionInfo("chat", 0, 0, 0, is_restoring=True)
+
+
+def test_the_engine_is_due_while_file_work_is_done(tmp_path: Path) -> None:
+    desk, _ = saved(tmp_path)
+    desk.begin("save", "chat", "one")
+    desk.begin("save", "chat", "two")
+    calls, n_answers = desk.engine.session_calls, 0
+    while n_answers < 2:
+        wait([transfer.work for transfer in calls._transfers], 30)
+        assert desk.engine.wait_s() == 0.0
+        calls.turn()
+        n_answers += len(calls.take_answers())
+    assert desk.engine.wait_s() is None
 
 
 def test_a_session_that_lost_its_cells_is_saved_as_tokens(tmp_path: Path) -> None:
