@@ -336,7 +336,7 @@ def test_what_is_cached_already_is_not_imported_again(tmp_path: Path, n_cached: 
     first, _ = saved(tmp_path)
     whole = CHAT + first.tokens["a"]
     desk = Desk(session_store=tmp_path, n_streams=n_streams)
-    desk.run("part", whole[:n_cached], max_tokens=1)
+    desk.run("part", whole[:n_cached], max_tokens=1, session_id="part")
     assert desk.call("restore", "chat", "file") == SessionInfo("chat", 49, 49, 49)
     assert desk.engine.stats().kv_cells_retained == 49
     assert desk.run("b", [*whole, 7], max_tokens=1, session_id="chat") == 2
