@@ -182,7 +182,7 @@ class SessionCalls:
     def _save(self, session: Session, path: Path, facts: Facts) -> _Steps:
         """The session as it is now, however it goes on."""
         assert self._retention is not None
-        salt, token_ids, stream = session.salt, session.token_ids[:], session.stream
+        salt, token_ids, stream = session.salt, session.token_ids, session.stream
         writer = SessionWriter(path, token_ids, facts)
         try:
             yield writer.open

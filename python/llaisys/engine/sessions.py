@@ -125,9 +125,7 @@ class Sessions:
         if not source.session_id:
             return None
         key = (source.client_id, source.session_id)
-        session = self._by_key.get(key) or self.create(*key)
-        self._by_key.move_to_end(key)
-        return session
+        return self._by_key.get(key) or self.create(*key)
 
     # --- changes ---
 
