@@ -32,7 +32,6 @@ _AS_CONFIGURED = (
     "long_prefill_token_threshold",
     "max_client_tokens_per_step",
 )
-_WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 _FLOAT_BYTES = 4
 
 
@@ -149,11 +148,8 @@ def _n_cells(
 
 
 def _weight_bytes(config: Config, info: ModelInfo) -> int:
-    """Bytes of the weights as the core packs them, but for the padding of panels."""
-    if config.dtype != "auto":
-        return info.n_parameters * _WEIGHT_BYTES[config.dtype]
-    # float16 has no packed form of its own and is held as float32.
-    return info.weight_bytes * (2 if info.dtype == "float16" else 1)
+    """Bytes of the weights as the core packs them."""
+    return info.packed_bytes[config.dtype]
 
 
 def _workspace_bytes(config: Config, info: ModelInfo) -> int:
