@@ -73,9 +73,7 @@ def next_token(tokens: Iterable[int], spec: SamplerSpec | None, n_output: int) -
         state += b"again"
 
 
-def answer(
-    prompt: list[int], n_tokens: int, spec: SamplerSpec | None = None, window: int = 0
-) -> list[int]:
+def answer(prompt: list[int], n_tokens: int, spec: SamplerSpec | None = None, window: int = 0) -> list[int]:
     """What the model says when it is alone and never stops; of the last `window` tokens if that is not 0."""
     tokens = list(prompt)
     for i in range(n_tokens):

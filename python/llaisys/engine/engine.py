@@ -259,7 +259,7 @@ class LLMEngine:
         )
 
     def _window_cells(self, source: EngineRequest) -> int | None:
-        """A bound of the cells that a request owns at once, if it is sure to reclaim, and nothing is copied."""
+        """Cells that a request owns at most at once, where it surely reclaims and nothing is copied."""
         if self._window is None or source.params.n > 1 or self._limits.n_streams > 1:
             return None
         return most_cells(self._window, self._limits.max_num_batched_tokens)

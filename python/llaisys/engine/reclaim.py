@@ -1,8 +1,8 @@
-"""Which cells of a running request no later row sees, where every layer of the model has a sliding window. Pure.
+"""Which cells of a running request no later row sees, where every layer has a sliding window. Pure.
 
-A row at position `p` sees the positions above `p - window`, its own included. So the next row of a request with
-`num_computed` tokens sees none below `num_computed + 1 - window`, and neither does any row after it (decision
-0008: what is forgotten at the old end changes no bit).
+A row at position `p` sees the positions above `p - window`, its own included. So the next row of a request
+with `num_computed` tokens sees none below `num_computed + 1 - window`, and neither does any row after it
+(decision 0008: what is forgotten at the old end changes no bit).
 """
 
 from __future__ import annotations

@@ -187,8 +187,8 @@ class Request:
     - `token_limit`: prompt and answer at most; also the cells that it may need at worst.
     - `token_ids`: prompt and answer so far. `num_computed`: how many of them have their K/V in the cells.
     - `num_shared`: how many of the computed ones lie in cells that the prefix cache or a sibling holds too.
-    - `num_reclaimed`: how many of the computed ones, from the first on, have given their cells back: no later row
-      sees them. Then none is shared. `window_cells`: the most that it owns at once for that; None: no bound.
+    - `num_reclaimed`: so many of the first computed ones have given their cells back: no later row sees them.
+      If any has, none is shared. `window_cells`: the most that it owns at once for that; None: no bound.
     - `num_cached`: prompt tokens that its first admission found computed; None before.
     - `last_step`: the last step that computed something of it. `lock`: its pinned path, while it runs.
 
