@@ -77,11 +77,11 @@ def next_token(tokens: Iterable[int], spec: SamplerSpec | None, n_output: int) -
         state += b"again"
 
 
-def answer(prompt: list[int], n_tokens: int, spec: SamplerSpec | None = None) -> list[int]:
-    """What the model says when it is alone and never stops."""
+def answer(prompt: list[int], n_tokens: int, spec: SamplerSpec | None = None, window: int = 0) -> list[int]:
+    """What the model says when it is alone and never stops; of the last `window` tokens if that is not 0."""
     tokens = list(prompt)
     for i in range(n_tokens):
-        tokens.append(next_token(tokens, spec, i))
+        tokens.append(next_token(tokens[-window:], spec, i))
     return tokens[len(prompt) :]
 
 
@@ -114,6 +114,7 @@ class Context:
         n_seq_max: int,
         max_model_len: int,
         n_streams: int = 1,
+        attention_window: int | None = None,
         **settings: Any,
     ) -> None:
         if path == "nowhere":
@@ -122,7 +123,7 @@ class Context:
             raise RejectedError(f"{n_cells} cells in {n_streams} arenas", param="n_cells")
         self.path, self.settings = path, settings
         self.isa, self.vocab_size, self.weight_bytes = "fake", VOCAB_SIZE, 0
-        self.attention_window = None
+        self.attention_window = attention_window
         self.n_cells, self._max_len, self._n_streams = n_cells, max_model_len, n_streams
         self._refs = [0] * n_cells
         self._stored = [-1] * n_cells
@@ -224,14 +225,14 @@ class Context:
             self._stored[cell] = int(tokens[row])
             if not wants_output[row]:
                 continue
-            seen = [self._stored[cell] for p, cell in sorted(sequence.cells.items()) if p <= positions[row]]
+            end = int(positions[row]) + 1
+            first = max(0, end - (self.attention_window or end))
+            seen = [self._stored[sequence.cells[p]] for p in range(first, end)]
             assert -1 not in seen, "a free cell was read"
             faulty = NON_FINITE in seen
             rows.append(row)
-            scored = (
-                sequence.prompt[len(seen) :] if sequence.spec and sequence.spec.prompt_logprobs >= 0 else []
-            )
-            n_output = len(seen) - len(sequence.prompt)
+            scored = sequence.prompt[end:] if sequence.spec and sequence.spec.prompt_logprobs >= 0 else []
+            n_output = end - len(sequence.prompt)
             ids.append(-1 if faulty else scored[0] if scored else next_token(seen, sequence.spec, n_output))
             if faulty:
                 faults.append((row, "non_finite"))
@@ -456,6 +457,7 @@ def inspect(path: str) -> str:
             "max_position_embeddings": 128,
             "n_parameters": 1000,
             "weight_bytes": 4000,
+            "packed_bytes": {"auto": 4000, "float32": 4000, "bfloat16": 2000},
             "kv_bytes_per_cell": {"float32": 8, "bfloat16": 4},
             "bos_token_id": None,
             "eos_token_ids": [256, 257],

@@ -19,7 +19,9 @@ NOW = 1000.0
 class Engine:
     """`tokens` and `ends` are by request id, or by (request id, index) for the choices after the first."""
 
-    def __init__(self, seed: int = 0, bounds: Limits | None = None, **changes: Any) -> None:
+    def __init__(
+        self, seed: int = 0, bounds: Limits | None = None, window: int | None = None, **changes: Any
+    ) -> None:
         bounds = bounds or limits(**changes)
         self.context = core.Context(
             "fake",
@@ -27,6 +29,7 @@ class Engine:
             n_seq_max=bounds.max_num_seqs,
             max_model_len=bounds.max_model_len,
             n_streams=bounds.n_streams,
+            attention_window=window,
         )
         worker = Worker(self.context, core.SamplerSpec, bounds.n_streams)  # type: ignore[arg-type]
         self.engine = LLMEngine(Executor(worker), bounds, seed)

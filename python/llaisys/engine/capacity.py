@@ -35,7 +35,6 @@ _AS_CONFIGURED = (
     "session_kv_share",
     "session_store",
 )
-_WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 _FLOAT_BYTES = 4
 
 
@@ -153,11 +152,8 @@ def _n_cells(
 
 
 def _weight_bytes(config: Config, info: ModelInfo) -> int:
-    """Bytes of the weights as the core packs them, but for the padding of panels."""
-    if config.dtype != "auto":
-        return info.n_parameters * _WEIGHT_BYTES[config.dtype]
-    # float16 has no packed form of its own and is held as float32.
-    return info.weight_bytes * (2 if info.dtype == "float16" else 1)
+    """Bytes of the weights as the core packs them."""
+    return info.packed_bytes[config.dtype]
 
 
 def _workspace_bytes(config: Config, info: ModelInfo) -> int:

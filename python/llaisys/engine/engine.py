@@ -10,6 +10,7 @@ from llaisys.engine.limits import Limits, token_limit
 from llaisys.engine.outputs import EngineOutput, TokenLogprobs
 from llaisys.engine.plan import Admit, Plan, View
 from llaisys.engine.prefix import Lock, PrefixIndex
+from llaisys.engine.reclaim import most_cells, reclaimable
 from llaisys.engine.request import (
     Admitted,
     BrokenInvariant,
@@ -62,6 +63,7 @@ class LLMEngine:
         self._worker = executor.worker
         self._limits = limits
         self._seed = seed
+        self._window = executor.worker.attention_window
         self._retention = (
             Retention(executor.worker, limits.n_streams) if limits.enable_prefix_caching else None
         )
@@ -120,7 +122,7 @@ class LLMEngine:
             raise RejectedError(f"request id {source.request_id!r} is in use", param="request_id")
         seed = source.params.seed
         seed = derive_seed(self._seed, self._num_submitted) if seed is None else seed % 2**64
-        leader = Request(source, self._num_choices, seed, limit)
+        leader = Request(source, self._num_choices, seed, limit, window_cells=self._window_cells(source))
         self._check_queue(leader)
         session = self.sessions.named_by(source)
         if session is not None and session.is_restoring:
@@ -238,7 +240,7 @@ class LLMEngine:
         running = self._requests.running
         if self._worker.n_seq_free != self._limits.max_num_seqs - len(running):
             raise BrokenInvariant(f"{self._worker.n_seq_free} sequence ids are free, {len(running)} run")
-        n_own = sum(r.num_computed - r.num_shared for r in running)
+        n_own = sum(r.num_own for r in running)
         used, retained = self._worker.n_cells_used, 0
         if self._retention is not None:
             self._retention.index.check()
@@ -287,6 +289,12 @@ class LLMEngine:
         running = self._requests.running
         left = Room(self._worker.n_cells_free, self._prefix, ()).left[stream]
         return left - sum(near_need(request) for request in running if stream_of(request) == stream)
+
+    def _window_cells(self, source: EngineRequest) -> int | None:
+        """Cells that a request owns at most at once, where it surely reclaims and nothing is copied."""
+        if self._window is None or source.params.n > 1 or self._limits.n_streams > 1:
+            return None
+        return most_cells(self._window, self._limits.max_num_batched_tokens)
 
     def _check_queue(self, request: Request) -> None:
         """Raises QueueFullError if more requests would wait than may, even after the next step let in whom it
@@ -427,6 +435,20 @@ class LLMEngine:
             request.last_step = step
             if chunk.samples:
                 outputs.append(self._first_token(request, ids[item], logprobs.get(item)))
+        if self._window is not None:
+            for item in range(len(batch)):
+                self._reclaim(batch.request(item), self._window)
+
+    def _reclaim(self, request: Request, window: int) -> None:
+        """Gives back what no later row sees, once no sibling is left to fork from the request."""
+        siblings = self._requests.choices(request.request_id) if request.source.params.n > 1 else (request,)
+        end = reclaimable(request, window)
+        if not end or not all(isinstance(sibling.state, Running) for sibling in siblings):
+            return
+        self._worker.reclaim(sequence_of(request), end)
+        if self._retention is not None:
+            self._retention.let_go(request)
+        request.num_shared, request.num_reclaimed = 0, end
 
     def _first_token(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> EngineOutput:
         """The first token since the request was admitted: all before it is computed, for others to use."""
@@ -455,7 +477,7 @@ class LLMEngine:
         if self._retention is not None:
             (self._retention.leave if trusted else self._retention.forget)(request)
         self._worker.close_sequence(sequence_of(request))
-        request.num_computed = request.num_shared = 0
+        request.num_computed = request.num_shared = request.num_reclaimed = 0
 
     def _finish(self, request: Request, event: Event, last: EngineOutput | None = None) -> EngineOutput:
         """The one way out: returns what the choice holds, forgets it, makes its only end."""

@@ -190,6 +190,8 @@ class Request:
     - `token_limit`: prompt and answer at most; also the cells that it may need at worst.
     - `token_ids`: prompt and answer so far. `num_computed`: how many of them have their K/V in the cells.
     - `num_shared`: how many of the computed ones lie in cells that the prefix cache or a sibling holds too.
+    - `num_reclaimed`: so many of the first computed ones have given their cells back: no later row sees them.
+      If any has, none is shared. `window_cells`: the most that it owns at once for that; None: no bound.
     - `num_cached`: prompt tokens that its first admission found computed; None before. `queued_s`: seconds
       from its arrival until then.
     - `prompt_logprobs`: of the prompt's tokens from the second on, as far as known; of a leader only.
@@ -206,6 +208,8 @@ class Request:
     leader: Request | None = None
     num_computed: int = 0
     num_shared: int = 0
+    num_reclaimed: int = 0
+    window_cells: int | None = None
     num_cached: int | None = None
     queued_s: float = 0.0
     num_preempted: int = 0
@@ -235,6 +239,11 @@ class Request:
     def num_missing(self) -> int:
         """Tokens whose K/V are still to be computed: 1 when it is decoding."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_own(self) -> int:
+        """Cells that it holds alone."""
+        return self.num_computed - self.num_shared - self.num_reclaimed
 
     @property
     def num_output(self) -> int:

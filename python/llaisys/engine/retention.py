@@ -16,6 +16,8 @@ from llaisys.engine.worker import Worker, sequence_of
 class Retention:
     """Owns the prefix index. A request that runs pins the path that it was attached to or has inserted.
 
+    What has given back its first cells is in no path that is cached later: a path has all positions from 0.
+
     Invariants: `request.lock` is set only while it runs, and pins its first `num_shared` tokens; their cells
     are those of the index's segments, the cells of its other computed tokens are its own. Every edit of the
     index is carried out on the core at once.
@@ -57,6 +59,8 @@ class Retention:
         Where others cached the same tokens meanwhile, the request is linked to their cells and its own are
         freed: K and V of equal prefixes are the same bits, and a pinned path is never held twice.
         """
+        if request.num_reclaimed:
+            return
         n_tokens, n_linked = request.num_computed, request.num_shared
         edits = self._insert(request)
         request.num_shared = n_tokens
@@ -69,14 +73,20 @@ class Retention:
 
     def leave(self, request: Request) -> None:
         """A running request is about to return its sequence: what it computed stays, and can be evicted."""
-        if request.num_computed > request.num_shared:
+        if request.num_own and not request.num_reclaimed:
             self._insert(request)
-        self._unlock(request)
+        self.let_go(request)
+
+    def let_go(self, request: Request) -> None:
+        """A running request sees no cell of its pinned path any more, or is about to return its sequence."""
+        if request.lock is not None:
+            self.index.unlock(request.lock)
+            request.lock = None
 
     def forget(self, request: Request) -> None:
         """As `leave`, for a request whose K and V are not to be trusted: what it alone cached is dropped."""
         salt, ids = request.source.cache_salt, request.token_ids
-        self._unlock(request)
+        self.let_go(request)
         start = request.num_cached or 0
         self._worker.edit(self.index.drop(salt, ids, stream_of(request), start))
 
@@ -142,11 +152,6 @@ class Retention:
         request.lock, edits = self.index.insert(salt, ids, stream_of(request), request.lock)
         self._worker.edit(edits, sequence_of(request))
         return edits
-
-    def _unlock(self, request: Request) -> None:
-        if request.lock is not None:
-            self.index.unlock(request.lock)
-            request.lock = None
 
 
 def _n_retained(edits: Sequence[CacheEdit]) -> int:

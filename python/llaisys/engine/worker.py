@@ -137,6 +137,11 @@ class Worker:
         return self._context.vocab_size
 
     @property
+    def attention_window(self) -> int | None:
+        """Positions that a row sees at most, its own included; None: some layer sees all."""
+        return self._context.attention_window
+
+    @property
     def n_cells_used(self) -> int:
         """KV cells that hold a token."""
         return self._context.n_cells - self._context.n_cells_free
@@ -179,6 +184,10 @@ class Worker:
     def fork(self, source_id: int, seq_id: int, n_tokens: int) -> None:
         """The empty sequence `seq_id` sees the first tokens of another: linked, or copied across arenas."""
         self._change(self._context.kv_seq_cp, source_id, seq_id, 0, n_tokens)
+
+    def reclaim(self, seq_id: int, end: int) -> None:
+        """The sequence forgets its positions below `end`."""
+        self._context.kv_seq_rm(seq_id, 0, end)
 
     def attach(self, parts: Sequence[tuple[int, int, int]], seq_id: int) -> None:
         """The sequence goes on with these parts (segment, p0, p1) of the prefix cache: linked, or copied."""

@@ -12,6 +12,7 @@ use crate::model::config::ModelConfig;
 use crate::model::family::RopeRows;
 use crate::model::generation::GenerationConfig;
 use crate::model::info::{FileFormat, ModelInfo, Source, TensorSize};
+use crate::model::packed_size::PackedBytes;
 use crate::model::quantized::{Quantization, QuantizedMatrix};
 use crate::model::rope::RopeScaling;
 use crate::model::slot::{LayerSlot, Slot};
@@ -139,7 +140,11 @@ impl Checkpoint {
             FileFormat::Safetensors => RopeRows::HalfSplit,
             FileFormat::Gguf => config.family.gguf_rope_rows,
         };
-        let info = ModelInfo::new(&config, &sizes, source);
+        let packed_bytes = PackedBytes::new(&config, &|slot| match by_slot[&slot] {
+            Place::Stored(index) => files.tensors()[index].dtype,
+            Place::Quantized(matrix) => matrix.dtype(&files),
+        });
+        let info = ModelInfo::new(&config, &sizes, packed_bytes, source);
         let names = WeightNames { by_name, config: config.clone(), rope_rows };
         Ok(Self { config, info, files, by_slot, names })
     }
