@@ -214,6 +214,22 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """A session of the engine as it is now.
+
+    - `num_tokens`: whose K and V were computed: its last request's prompt and answer, but for the last token.
+    - `num_cached_tokens`: those that a request finds cached. `num_pinned_tokens`: those that are kept for it.
+    - `is_restoring`: it is being read from a file; requests that name it wait.
+    """
+
+    name: str
+    num_tokens: int
+    num_cached_tokens: int
+    num_pinned_tokens: int
+    is_restoring: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class GgufTokenizer:
     """The tokenizer inside a GGUF file, as its metadata states it (`tokenizer.ggml.*`)."""
 

@@ -26,6 +26,7 @@ __version__ = "fake"
 VOCAB_SIZE = 300
 # Tokens of trouble, by what happens to the step, or the row, that computes them.
 NON_FINITE, REFUSED, DEADLY, PANICS = 296, 297, 298, 299
+CELL_BYTES = 4
 N_PLAIN = 256  # sampled ids are below
 
 
@@ -356,6 +357,27 @@ class Context:
             self._drop(cell)
         if not cells:
             del self._segments[segment]
+
+    def kv_export(self, segment: int, p0: int, p1: int) -> NDArray[np.uint8]:
+        cells = self._segment(segment)
+        if not 0 <= p0 < p1 or not cells.keys() >= set(range(p0, p1)):
+            raise RejectedError(f"the segment does not hold all of {p0} to {p1}")
+        return np.array([self._stored[cells[p]] for p in range(p0, p1)], "<i4").view(np.uint8)
+
+    def kv_import(self, segment: int, stream: int, p0: int, data: NDArray[np.uint8]) -> None:
+        self._check()
+        n, odd = divmod(len(data), CELL_BYTES)
+        if segment in self._segments or odd or not n or p0 + n > self._max_len:
+            raise RejectedError(f"{len(data)} bytes cannot be imported at {p0} as segment {segment}")
+        cells = dict(zip(range(p0, p0 + n), self._take(stream, n), strict=True))
+        for cell, token in zip(cells.values(), data.view("<i4").tolist(), strict=True):
+            self._stored[cell] = token
+            self._held[cell] = segment
+        self._segments[segment] = cells
+
+    def fingerprint(self) -> str:
+        self._check()
+        return self.path
 
     def kv_seq_pos_min(self, seq_id: int) -> int:
         return min(self._sequence(seq_id).cells, default=-1)

@@ -63,6 +63,7 @@ class Engine:
             self.step()
         stats = self.engine.stats()
         assert self.context.n_cells_free == stats.kv_cells_free
-        assert (stats.kv_cells_used, stats.kv_cells_free + stats.kv_cells_retained) == (0, stats.kv_cells)
+        assert stats.kv_cells_used == stats.kv_cells_session
+        assert stats.kv_cells_free + stats.kv_cells_retained == stats.kv_cells
         assert self.context.n_seq_free == self.engine.limits.max_num_seqs
         assert {key if isinstance(key, str) else key[0] for key in self.ends} == self.over

@@ -8,18 +8,36 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llaisys.errors import EngineDeadError
-from llaisys.stats import HistogramData, ServiceStats
+from llaisys.stats import EngineStats, HistogramData, ServiceStats
 from llaisys.types import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
+FIRST_ID = 100
 STATS = ServiceStats(
-    num_running=2,
-    num_waiting=1,
-    kv_cells=100,
-    kv_cells_used=25,
+    engine=EngineStats(
+        num_running=2,
+        num_waiting=5,
+        num_steps=40,
+        kv_cells=100,
+        kv_cells_used=25,
+        kv_cells_retained=60,
+        kv_cells_free=30,
+        num_preempted=6,
+        num_evicted_cells=80,
+        prefix_query_tokens=500,
+        prefix_hit_tokens=400,
+        tokens_of_steps=HistogramData((1.0, 8.0), (3, 4, 5), 90.0),
+        seconds_of_steps=HistogramData((0.5,), (3, 1), 2.5),
+        waiting_by_reason={"capacity": 1, "preempted": 2, "sibling": 2, "remote_kv": 0},
+    ),
     prompt_tokens=11,
     generation_tokens=7,
     finished={"stop": 3, "length": 1},
     time_to_first_token_s=HistogramData((0.5, 1.0), (1, 2, 3), 9.5),
+    time_per_output_token_s=HistogramData((0.5,), (1, 0), 0.25),
+    queue_time_s=HistogramData((0.5,), (0, 2), 1.5),
+    prefill_time_s=HistogramData((0.5,), (0, 3), 2.5),
+    decode_time_s=HistogramData((0.5,), (0, 4), 3.5),
+    inference_time_s=HistogramData((0.5,), (0, 5), 4.5),
 )
 
 
@@ -109,7 +127,7 @@ class FakeService:
             raise EngineDeadError("shutting down")
         call = Call(prompt if isinstance(prompt, str) else list(prompt), params, request_id, options)
         self.calls.append(call)
-        token_id = 100
+        token_id = FIRST_ID
         try:
             for piece in self.script:
                 if isinstance(piece, Exception):
@@ -143,13 +161,14 @@ class FakeService:
             finish_reason=piece.finish,
             stop_reason=piece.stop_reason,
         )
+        n_cached = 1 if first_id == FIRST_ID else 0
         return RequestOutput(
             call.request_id,
             None,
             prompt_ids,
             [completion],
             finished=call.n_choices_ended == call.params.n,
-            num_cached_tokens=1,
+            num_cached_tokens=n_cached,
             prompt_logprobs=prompt_logprobs,
         )
 

@@ -31,6 +31,9 @@ _AS_CONFIGURED = (
     "max_step_time_s",
     "long_prefill_token_threshold",
     "max_client_tokens_per_step",
+    "max_sessions",
+    "session_kv_share",
+    "session_store",
 )
 _WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 _FLOAT_BYTES = 4
@@ -72,6 +75,7 @@ def size(config: Config, info: ModelInfo, memory_bytes: int, n_cores: int) -> Ca
         n_cells=n_cells,
         vocab_size=info.vocab_size,
         n_streams=config.num_kv_streams,
+        kv_cell_bytes=cell_bytes,
         **{name: getattr(config, name) for name in _AS_CONFIGURED},
     )
     settings = WorkerSettings(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from llaisys.errors import ContextLengthError, RejectedError
 from llaisys.types import SamplingParams
@@ -27,7 +28,9 @@ class Limits:
     - `kv_eviction_threshold`: the share of the cells above which the prefix cache gives cells back, every
       `kv_cleanup_interval_s`.
     - `timeout_scan_s`: seconds between two looks at the deadlines.
-    - `vocab_size`: token ids are below it.
+    - `vocab_size`: token ids are below it. `kv_cell_bytes`: K and V of one token in every layer.
+    - `max_sessions`: sessions of all clients, and saved ones of each. `session_kv_share`: the share of the
+      cells that they may keep from being evicted. `session_store`: where they are saved; None: nowhere.
     """
 
     max_num_seqs: int
@@ -48,6 +51,10 @@ class Limits:
     kv_eviction_threshold: float = 1.0
     kv_cleanup_interval_s: float = 1.0
     timeout_scan_s: float = 1.0
+    kv_cell_bytes: int = 0
+    max_sessions: int = 256
+    session_kv_share: float = 0.5
+    session_store: Path | None = None
 
     def __post_init__(self) -> None:
         if self.n_cells % self.n_streams:

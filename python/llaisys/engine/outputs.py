@@ -31,6 +31,7 @@ class EngineOutput:
     - `new_logprobs`: aligned with `new_token_ids`, or None if not asked for.
     - `stop_reason`: the id of `stop_token_ids` that ended it; None for eos.
     - `num_cached_tokens`: prompt tokens that were not computed anew; in the first output of choice 0.
+    - `queued_s`: seconds from arrival until it was first admitted; in the first output of each choice.
     - `new_prompt_logprobs`: of the prompt's tokens from the second on, if asked for; in the same output.
     - `error`: set with the reasons TIMEOUT and ERROR only.
     """
@@ -41,6 +42,7 @@ class EngineOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     num_cached_tokens: int = 0
+    queued_s: float = 0.0
     error: LlaisysError | None = None
     index: int = 0
     last: bool = False

@@ -190,7 +190,8 @@ class Request:
     - `token_limit`: prompt and answer at most; also the cells that it may need at worst.
     - `token_ids`: prompt and answer so far. `num_computed`: how many of them have their K/V in the cells.
     - `num_shared`: how many of the computed ones lie in cells that the prefix cache or a sibling holds too.
-    - `num_cached`: prompt tokens that its first admission found computed; None before.
+    - `num_cached`: prompt tokens that its first admission found computed; None before. `queued_s`: seconds
+      from its arrival until then.
     - `prompt_logprobs`: of the prompt's tokens from the second on, as far as known; of a leader only.
     - `last_step`: the last step that computed something of it. `lock`: its pinned path, while it runs.
 
@@ -206,6 +207,7 @@ class Request:
     num_computed: int = 0
     num_shared: int = 0
     num_cached: int | None = None
+    queued_s: float = 0.0
     num_preempted: int = 0
     last_step: int = -1
     lock: Lock | None = None

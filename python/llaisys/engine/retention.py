@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from llaisys.engine.cells import stream_of
 from llaisys.engine.prefix import CacheEdit, Lock, PrefixIndex, Retain
 from llaisys.engine.request import Request
@@ -20,6 +23,7 @@ class Retention:
 
     def __init__(self, worker: Worker, n_streams: int) -> None:
         self._worker = worker
+        self.n_streams = n_streams
         self.index = PrefixIndex(n_streams)
 
     def pin(self, request: Request, n_tokens: int, stream: int) -> Lock:
@@ -85,6 +89,53 @@ class Retention:
                 self._worker.edit(edits)
                 n_evicted += n
         return n_evicted
+
+    # --- for sessions ---
+
+    def fingerprint(self) -> str:
+        """What K and V depend on besides tokens. The first call hashes the weights."""
+        return self._worker.fingerprint()
+
+    def keep(self, salt: str, ids: Sequence[int], stream: int) -> Lock | None:
+        """Pins what is cached of a path; None if that is nothing."""
+        lock, edits = self.index.lock(salt, ids, len(ids), stream)
+        self._worker.edit(edits)
+        if lock.n_tokens:
+            return lock
+        self.index.unlock(lock)
+        return None
+
+    def export(
+        self, salt: str, ids: Sequence[int], stream: int, at: int, n_most: int
+    ) -> NDArray[np.uint8] | None:
+        """K and V of `n_most` positions from `at` on, or fewer; None if `at` is not cached."""
+        for segment, p0, p1 in self.index.match(salt, ids, len(ids), stream).parts:
+            if p0 <= at < p1:
+                return self._worker.export_cells(segment, at, min(p1, at + n_most))
+        return None
+
+    def load(self, salt: str, ids: Sequence[int], stream: int, at: int, data: NDArray[np.uint8]) -> bool:
+        """Caches the path `ids`; `data` has K and V from position `at` on. Evicts for it.
+
+        False, and nothing was cached: what is before `at` is not cached, or the arena has too few cells.
+        """
+        n_positions = len(ids) - at
+        self.make_room([n_positions if s == stream else 0 for s in range(self.n_streams)])
+        n_cached = self.index.match(salt, ids, len(ids), stream).n_tokens
+        if n_cached < at or self._worker.n_cells_free[stream] < n_positions:
+            return False
+        lock, edits = self.index.insert(salt, ids, stream)
+        for edit in edits:
+            if isinstance(edit, Retain):
+                self._worker.import_cells(edit, stream, at, data)
+            else:
+                self._worker.edit([edit])
+        self.index.unlock(lock)
+        return True
+
+    def drop(self, salt: str, ids: Sequence[int], stream: int, start: int) -> None:
+        """Forgets the positions from `start` on of a path, but for what is pinned."""
+        self._worker.edit(self.index.drop(salt, ids, stream, start))
 
     def _insert(self, request: Request) -> Sequence[CacheEdit]:
         salt, ids = request.source.cache_salt, request.token_ids[: request.num_computed]

@@ -6,23 +6,29 @@ A worker is built, used and closed on one thread: the core checks it.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llaisys.engine.outputs import TokenLogprobs
 from llaisys.engine.prefix import CacheEdit, Retain, Split, Trim
 from llaisys.engine.request import BrokenInvariant, Request, Running
-from llaisys.errors import LlaisysError, RequestFailedError
+from llaisys.errors import CoreFaultError, EngineDeadError, LlaisysError, RequestFailedError
 from llaisys.types import GgufTokenizer, ModelInfo
 
 if TYPE_CHECKING:
     from llaisys._core import Context, DecodeOutput, SamplerSpec
     from llaisys._core import Watchdog as Watchdog
 
+log = logging.getLogger(__name__)
+
+# Ids of segments that live within one call; the prefix index counts its own up from 1.
+_FIRST_PASSING_SEGMENT = 2**63
 _LOGITS = 1  # `wants_output`: logits and a sampled id
 _FAULTS = {
     "non_finite": "the model gave a number that is not finite for this request",
@@ -113,12 +119,17 @@ class StepResult:
 
 
 class Worker:
-    """Owns the context. Sequences are opened with their sampler and closed with their cells."""
+    """Owns the context. Sequences are opened with their sampler and closed with their cells.
+
+    A change of the books that the core could take back is made a second time: the engine's own books have it
+    already. A second failure ends the engine (EngineDeadError).
+    """
 
     def __init__(self, context: Context, make_spec: Callable[..., SamplerSpec], n_streams: int = 1) -> None:
         self._context = context
         self._make_spec = make_spec
         self._n_streams = n_streams
+        self._n_passing = 0
 
     @property
     def vocab_size(self) -> int:
@@ -157,26 +168,26 @@ class Worker:
         try:
             self._context.set_sampler(seq_id, spec, ids[: request.num_prompt], ids[request.num_prompt :])
         except BaseException:
-            self._context.seq_release(seq_id)
+            self.close_sequence(seq_id)
             raise
         return seq_id
 
     def close_sequence(self, seq_id: int) -> None:
         """Returns the id, its cells and its sampler."""
-        self._context.seq_release(seq_id)
+        self._change(self._context.seq_release, seq_id)
 
     def fork(self, source_id: int, seq_id: int, n_tokens: int) -> None:
         """The empty sequence `seq_id` sees the first tokens of another: linked, or copied across arenas."""
-        self._context.kv_seq_cp(source_id, seq_id, 0, n_tokens)
+        self._change(self._context.kv_seq_cp, source_id, seq_id, 0, n_tokens)
 
     def attach(self, parts: Sequence[tuple[int, int, int]], seq_id: int) -> None:
         """The sequence goes on with these parts (segment, p0, p1) of the prefix cache: linked, or copied."""
         for segment, p0, p1 in parts:
-            self._context.kv_attach(segment, seq_id, p0, p1)
+            self._change(self._context.kv_attach, segment, seq_id, p0, p1)
 
     def relink(self, parts: Sequence[tuple[int, int, int]], seq_id: int, n_tokens: int) -> None:
         """After its first `n_tokens` tokens the sequence sees these parts instead of cells of its own."""
-        self._context.kv_seq_rm(seq_id, n_tokens, -1)
+        self._change(self._context.kv_seq_rm, seq_id, n_tokens, -1)
         self.attach(parts, seq_id)
 
     def edit(self, edits: Sequence[CacheEdit], seq_id: int = -1) -> None:
@@ -184,11 +195,33 @@ class Worker:
         for edit in edits:
             match edit:
                 case Retain(segment, p0, p1):
-                    self._context.kv_retain(segment, seq_id, p0, p1)
+                    self._change(self._context.kv_retain, segment, seq_id, p0, p1)
                 case Split(segment, at, tail):
-                    self._context.kv_segment_split(segment, at, tail)
+                    self._change(self._context.kv_segment_split, segment, at, tail)
                 case Trim(segment, at):
-                    self._context.kv_segment_trim(segment, at)
+                    self._change(self._context.kv_segment_trim, segment, at)
+
+    def fingerprint(self) -> str:
+        """What K and V depend on besides tokens and positions. The first call hashes the weights."""
+        return self._context.fingerprint()
+
+    def export_cells(self, segment: int, p0: int, p1: int) -> NDArray[np.uint8]:
+        """K and V of positions of a segment, as bytes."""
+        return self._context.kv_export(segment, p0, p1)
+
+    def import_cells(self, wanted: Retain, stream: int, at: int, data: NDArray[np.uint8]) -> None:
+        """The segment that an edit wants, on fresh cells, from exported `data` of positions from `at` on.
+
+        The data may begin before the segment: then all of it is imported, and its head let go of.
+        """
+        if wanted.p0 == at:
+            self._context.kv_import(wanted.segment, stream, at, data)
+            return
+        passing = _FIRST_PASSING_SEGMENT + self._n_passing
+        self._n_passing += 1
+        self._context.kv_import(passing, stream, at, data)
+        self._change(self._context.kv_segment_split, passing, wanted.p0, wanted.segment)
+        self._change(self._context.kv_segment_trim, passing, at)
 
     def run(self, batch: Batch) -> StepResult:
         """One decode of all items (one FFI crossing, GIL released).
@@ -234,6 +267,16 @@ class Worker:
             loop_s=short_s,
             exit_after_s=exit_after_s,
         )
+
+    def _change(self, call: Callable[..., None], *arguments: int) -> None:
+        try:
+            call(*arguments)
+        except CoreFaultError as error:
+            log.warning("a change of the KV cells failed and is made again: %s", error)
+            try:
+                call(*arguments)
+            except CoreFaultError as again:
+                raise EngineDeadError(f"a change of the KV cells failed twice: {again}") from again
 
     def check(self) -> None:
         """Checks the core's invariants; raises EngineDeadError if one is broken."""

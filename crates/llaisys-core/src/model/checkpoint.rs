@@ -180,6 +180,12 @@ impl Checkpoint {
         }
     }
 
+    /// Every tensor of the files with its name, those that make up one matrix included, in the order of names.
+    pub fn stored(&self) -> impl Iterator<Item = (&str, TensorView<'_>)> {
+        let tensors = self.files.tensors().iter().enumerate();
+        tensors.map(|(index, tensor)| (tensor.name.as_str(), self.files.view(index)))
+    }
+
     /// As [`TensorFiles::release_pages`]: what was read of the weights no longer counts as our memory.
     pub fn release_pages(&self) {
         self.files.release_pages();
