@@ -6,7 +6,7 @@ from llaisys.engine.cells import Room, near_need, stream_of
 from llaisys.engine.chronicle import Chronicle
 from llaisys.engine.executor import Executor
 from llaisys.engine.fairness import FairState
-from llaisys.engine.grammar import Grammars, Guides, Mask
+from llaisys.engine.grammar import Grammars, Guides
 from llaisys.engine.limits import Limits, token_limit
 from llaisys.engine.outputs import EngineOutput, TokenLogprobs
 from llaisys.engine.plan import Admit, Plan, View
@@ -42,10 +42,8 @@ from llaisys.errors import (
     EngineDeadError,
     ExhaustedError,
     LlaisysError,
-    QueueFullError,
     RejectedError,
     RequestFailedError,
-    UnsupportedError,
 )
 from llaisys.stats import EngineStats
 from llaisys.types import RequestId
@@ -71,7 +69,7 @@ class LLMEngine:
         self._retention = (
             Retention(executor.worker, limits.n_streams) if limits.enable_prefix_caching else None
         )
-        self._guides = None if grammars is None else Guides(grammars)
+        self._guides = Guides(grammars)
         self._requests = OpenRequests()
         self._open = self._requests.by_ordinal
         self.sessions = Sessions(self._retention, limits)
@@ -123,14 +121,13 @@ class LLMEngine:
         Raises RejectedError, ContextLengthError (could never run) or QueueFullError; then it is not taken.
         """
         limit = token_limit(source.prompt_token_ids, source.params, self._limits)
-        if source.params.structured_outputs is not None and self._guides is None:
-            raise UnsupportedError("this engine has no tokenizer for grammars", param="structured_outputs")
+        self._guides.check(source)
         if source.request_id in self._requests:
             raise RejectedError(f"request id {source.request_id!r} is in use", param="request_id")
         seed = source.params.seed
         seed = derive_seed(self._seed, self._num_submitted) if seed is None else seed % 2**64
         leader = Request(source, self._num_choices, seed, limit, window_cells=self._window_cells(source))
-        self._check_queue(leader)
+        self._requests.check_queue(leader, limits=self._limits, n_cells=self._n_free_or_had)
         session = self.sessions.named_by(source)
         if session is not None and session.is_restoring:
             leader.state = WaitingForRemoteKvs(source.session_id)
@@ -139,8 +136,7 @@ class LLMEngine:
         for index in range(1, source.params.n):
             choices.append(Request(source, leader.ordinal + index, seed, limit, index, leader))
             self._chronicle.arrive(choices[-1], [leader])
-        if self._guides is not None and source.params.structured_outputs is not None:
-            self._guides.begin(choices)
+        self._guides.begin(choices)
         self._requests.add(choices)
         self._num_submitted += 1
         self._num_choices += len(choices)
@@ -305,24 +301,10 @@ class LLMEngine:
             return None
         return most_cells(self._window, self._limits.max_num_batched_tokens)
 
-    def _check_queue(self, request: Request) -> None:
-        """Raises QueueFullError if more requests would wait than may, even after the next step let in whom it
-        can. Siblings do not count: their request does."""
-        limits = self._limits
-        running, n_waiting = self._requests.running, self._requests.num_queued
-        n_left, n_ids = n_waiting + 1, limits.max_num_seqs - len(running)
-        if n_left > limits.max_num_queued_reqs and n_ids:
-            n_cells = sum(Room(self._worker.n_cells_free, self._prefix, ()).left) + self.sessions.n_pinned
-            n_cells -= sum(map(near_need, running))
-            for each in [*self._requests.waiting, request][:n_ids]:
-                n_cells -= near_need(each)
-                if n_cells < 0:
-                    break
-                n_left -= each.leader is None
-        if n_left > limits.max_num_queued_reqs:
-            raise QueueFullError(
-                f"{n_waiting} requests wait already, at most {limits.max_num_queued_reqs} may"
-            )
+    def _n_free_or_had(self) -> int:
+        """Cells that new requests could have, in all arenas."""
+        left = sum(Room(self._worker.n_cells_free, self._prefix, ()).left) + self.sessions.n_pinned
+        return left - sum(map(near_need, self._requests.running))
 
     def _prepare(self, made: Plan, now_s: float) -> list[EngineOutput]:
         """Carries out all of a plan but the batch; returns the ends that this made."""
@@ -397,24 +379,9 @@ class LLMEngine:
                 tokens = request.token_ids[each.start : each.start + each.n_tokens]
                 chunks.append(Chunk(request, each.start, tokens, each.samples))
         batch = Batch(decode, chunks)
-        if self._guides is None or not self._guides.ordinals:
-            return batch
-        for request in [each for each in batch.sampling() if each.ordinal in self._guides.ordinals]:
-            mask = self._mask(self._guides, request, outputs)
-            if mask is None:
-                batch.decode = [each for each in batch.decode if each is not request]
-                batch.chunks = [each for each in batch.chunks if each.request is not request]
-            else:
-                batch.masks[request.ordinal] = mask
-        return batch
-
-    def _mask(self, guides: Guides, request: Request, outputs: list[EngineOutput]) -> Mask | None:
-        """What may follow; None if the grammar fails, which ends its request alone."""
-        try:
-            return guides.mask(request)
-        except RequestFailedError as error:
+        for request, error in self._guides.mask(batch):
             outputs.append(self._finish(request, Failed(error)))
-            return None
+        return batch
 
     def _fail_stuck(self, now_s: float) -> EngineOutput:
         """Nobody could go on, which cannot be. With sound books the head of the queue is given up, once."""
@@ -504,8 +471,7 @@ class LLMEngine:
         if self._retention is not None:
             (self._retention.leave if trusted else self._retention.forget)(request)
         self._worker.close_sequence(sequence_of(request))
-        if self._guides is not None:
-            self._guides.rest(request)
+        self._guides.rest(request)
         request.num_computed = request.num_shared = request.num_reclaimed = 0
 
     def _finish(self, request: Request, event: Event, last: EngineOutput | None = None) -> EngineOutput:
@@ -520,8 +486,7 @@ class LLMEngine:
         if not isinstance(state, Finished):
             raise BrokenInvariant(f"{event!r} does not end a request")
         is_last = self._requests.remove(request)
-        if self._guides is not None:
-            self._guides.end(request)
+        self._guides.end(request)
         self._fair = self._fair.charge(request, request.num_output)
         self._tally.ended(state.reason)
         self._chronicle.end(request, self._now_s)

@@ -18,7 +18,8 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
-from llaisys.engine.request import Request
+from llaisys.engine.request import EngineRequest, Request
+from llaisys.engine.worker import Batch
 from llaisys.errors import LlaisysError, RejectedError, RequestFailedError, UnsupportedError
 from llaisys.types import JSON_STYLE, StructuredOutputsParams
 
@@ -107,33 +108,42 @@ class Grammars:
 
 
 class Guides:
-    """A matcher for each running choice with a grammar; the engine thread owns it.
+    """A matcher for each running choice with a grammar; the engine thread owns it. Without `grammars` such
+    requests are refused.
 
     `ordinals`: open choices with a grammar; while it is empty, a step costs nothing more. Invariant: a
     matcher has read as many of the answer's tokens as it says; one that is gone (preemption) is made again
     and reads them all.
     """
 
-    def __init__(self, grammars: Grammars) -> None:
+    def __init__(self, grammars: Grammars | None) -> None:
         self._grammars = grammars
-        self._n_words = -(-grammars.tokens.vocab_size // 32)
         self._matchers: dict[int, tuple[LLMatcher, int]] = {}
         self.ordinals: set[int] = set()
 
-    def mask(self, request: Request) -> Mask:
-        """`[ceil(vocab / 32)]`: the tokens that may follow; eos among them where the answer may end.
+    def check(self, source: EngineRequest) -> None:
+        """Raises UnsupportedError for a request with a grammar where there can be none."""
+        if source.params.structured_outputs is not None and self._grammars is None:
+            raise UnsupportedError("this engine has no tokenizer for grammars", param="structured_outputs")
 
-        Raises RequestFailedError: the grammar cannot be followed any further.
-        """
-        bits = np.zeros(self._n_words, np.uint32)
-        matcher = self._at_end(request)
-        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        _check(matcher)
-        return bits
+    def mask(self, batch: Batch) -> list[tuple[Request, RequestFailedError]]:
+        """Gives the batch its masks `[ceil(vocab / 32)]`: the tokens that may follow, eos among them where
+        the answer may end. Who cannot follow its grammar any further leaves the batch, and is returned."""
+        failed: list[tuple[Request, RequestFailedError]] = []
+        if not self.ordinals:
+            return failed
+        for request in [each for each in batch.sampling() if each.ordinal in self.ordinals]:
+            try:
+                batch.masks[request.ordinal] = self._mask(request)
+            except RequestFailedError as error:
+                failed.append((request, error))
+                batch.decode = [each for each in batch.decode if each is not request]
+                batch.chunks = [each for each in batch.chunks if each.request is not request]
+        return failed
 
     def begin(self, choices: Sequence[Request]) -> None:
-        """New choices with a grammar."""
-        self.ordinals |= {choice.ordinal for choice in choices}
+        """New choices."""
+        self.ordinals |= {c.ordinal for c in choices if c.source.params.structured_outputs is not None}
 
     def rest(self, request: Request) -> None:
         """The choice runs no more, or not now."""
@@ -143,14 +153,22 @@ class Guides:
         """The choice is over."""
         self.ordinals.discard(request.ordinal)
 
-    def _at_end(self, request: Request) -> LLMatcher:
+    def _mask(self, request: Request) -> Mask:
+        grammars, spec = self._grammars, request.source.params.structured_outputs
+        assert grammars is not None
+        assert spec is not None
+        matcher = self._at_end(request, grammars, spec)
+        bits = np.zeros(-(-grammars.tokens.vocab_size // 32), np.uint32)
+        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        _check(matcher)
+        return bits
+
+    def _at_end(self, request: Request, grammars: Grammars, spec: StructuredOutputsParams) -> LLMatcher:
         """The request's matcher, which has read the whole answer so far."""
         held = self._matchers.get(request.ordinal)
         if held is None:
-            spec = request.source.params.structured_outputs
-            assert spec is not None
             try:
-                held = (self._grammars.matcher(spec), 0)
+                held = (grammars.matcher(spec), 0)
             except LlaisysError as e:
                 raise RequestFailedError(f"the request's grammar does not compile in the engine: {e}") from e
         matcher, n_read = held
