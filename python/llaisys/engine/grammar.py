@@ -10,7 +10,8 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -31,6 +32,10 @@ Mask = NDArray[np.uint32]
 # CPU time that one grammar may take to compile. It cannot be interrupted, so its fuel ends it soon after.
 COMPILE_S_MAX = 0.5
 PROTOTYPES_MAX = 256
+# llguidance follows rules and `$ref`s by recursion. 64 KiB of text can make it go thousands of levels deep,
+# which took up to 100 MiB of stack, and the end of the stack is the end of the process. Address space only.
+_STACK_BYTES = 512 << 20
+_STACK_SIZE = threading.Lock()  # the size for new threads is the process's
 
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=400_000, max_grammar_size=200_000, max_lexer_states=50_000, verbose_errors=False
@@ -79,7 +84,7 @@ class Grammars:
                 self._prototypes.move_to_end(spec)
                 return found
             tokenizer = self._table()
-        made = _compiled(tokenizer, spec)
+        made = _on_deep_stack(lambda: _compiled(tokenizer, spec))
         with self._lock:
             self._prototypes[spec] = made
             if len(self._prototypes) > PROTOTYPES_MAX:
@@ -184,6 +189,25 @@ def _check(matcher: LLMatcher) -> None:
     """Raises RequestFailedError for a matcher in error, whose masks mean nothing."""
     if matcher.is_error():
         raise RequestFailedError(f"the request's grammar cannot be followed: {_first_line(matcher)}")
+
+
+def _on_deep_stack(work: Callable[[], LLMatcher]) -> LLMatcher:
+    """The work's result, from a thread of its own; what it raises is raised here."""
+    result: Future[LLMatcher] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:  # noqa: BLE001 -- the caller gets it, whatever it is
+            result.set_exception(error)
+
+    with _STACK_SIZE:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            threading.Thread(target=run, name="llaisys-grammar").start()
+        finally:
+            threading.stack_size(before)
+    return result.result()
 
 
 def _compiled(tokenizer: LLTokenizer, spec: StructuredOutputsParams) -> LLMatcher:

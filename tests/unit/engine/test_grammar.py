@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -17,6 +20,7 @@ from llaisys.errors import RejectedError, RequestFailedError, UnsupportedError
 from llaisys.types import GRAMMAR_BYTES_MAX, FinishReason, SamplingParams
 from llaisys.types import StructuredOutputsParams as Spec
 
+TESTS = Path(__file__).parents[2]
 TOKENS = GrammarTokens(text.tokenizer().to_json(), (text.EOS, text.EOT), core.VOCAB_SIZE)
 SCHEMA = {
     "type": "object",
@@ -277,6 +281,36 @@ def test_time_to_compile_is_bounded(grammars: Grammars, monkeypatch: pytest.Monk
     grammars.compile(Spec(regex="in time"))
     with pytest.raises(RejectedError, match=r"0\.6 s to compile"):
         grammars.compile(Spec(regex="too late"))
+
+
+DEEP = """
+from llaisys.engine.grammar import Grammars, GrammarTokens
+from llaisys.types import StructuredOutputsParams as Spec
+from fakes import text
+
+def chain(n, rule, last):
+    return "".join(rule.format(i, i + 1) for i in range(n)) + last.format(n)
+
+level = '"{0:x}":{{"properties":{{"a":{{"$ref":"#/$defs/{1:x}"}}}},"required":["a"]}},'
+refs = chain(950, level, '"{:x}":{{}}')
+grammars = Grammars(GrammarTokens(text.tokenizer().to_json(), (256,), 300))
+for spec in (
+    Spec(json='{"$ref":"#/$defs/0","$defs":{' + refs + "}}"),
+    Spec(grammar="start: r0\\n" + chain(2500, 'r{}: ("a" [r{}])*\\n', 'r{}: "b"')),
+    Spec(grammar="start: R0\\n" + chain(4000, "R{}: R{}\\n", 'R{}: "b"')),
+):
+    grammars.compile(spec)
+    grammars.matcher(spec)
+print("alive")
+"""
+
+
+def test_thousands_of_levels_do_not_end_the_process() -> None:
+    """In a process of its own, because that is what would die."""
+    done = subprocess.run(
+        [sys.executable, "-c", DEEP], capture_output=True, text=True, cwd=TESTS, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
 
 
 @pytest.mark.parametrize("field", ["ignore_eos", "min_tokens"])
