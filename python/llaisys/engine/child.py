@@ -21,8 +21,11 @@ import zmq
 from llaisys.config import package_version
 from llaisys.engine.loop import EngineLoop, Listener, build_engine
 from llaisys.engine.outputs import EngineOutput
+from llaisys.engine.sessions import SessionAnswer
 from llaisys.engine.watch import Watch
 from llaisys.engine.wire import (
+    Answer,
+    Ask,
     Cancel,
     Ended,
     FromEngine,
@@ -76,7 +79,7 @@ class _Wire:
         """Waits until everything is sent."""
         self._context.destroy()
 
-    def receive(self) -> Start | Submit | Cancel | Shutdown:
+    def receive(self) -> Start | Submit | Cancel | Ask | Shutdown:
         """Raises msgspec.DecodeError or LlaisysError for what is no message."""
         return decode_to_engine(self._inbox.recv())
 
@@ -98,6 +101,9 @@ def _serve(wire: _Wire) -> None:
     def step(outputs: list[EngineOutput], stats: EngineStats) -> None:
         wire.send(Step(outputs, stats))
 
+    def answer(answer: SessionAnswer) -> None:
+        wire.send(Answer(answer))
+
     def ended(error: EngineDeadError) -> None:
         if watch.stuck:  # the socket is the engine thread's, which is in there; the parent sees the exit
             logging.shutdown()
@@ -108,7 +114,7 @@ def _serve(wire: _Wire) -> None:
 
     loop = EngineLoop(
         partial(build_engine, start.settings, start.limits, start.seed),
-        Listener(step, ended, time.monotonic),
+        Listener(step, answer, ended, time.monotonic),
         start.inbox_max,
         watch,
     )

@@ -124,6 +124,7 @@ def test_a_client_has_its_quota_and_holds_nobody_up() -> None:
         (StepSpeed(None, 0.001), 250),
         (StepSpeed(0.2, 0.0001), 400),
         (StepSpeed(9.0, 0.001), PREFILL_TOKENS_MIN),
+        (StepSpeed(9.0, 0.0), PREFILL_TOKENS_MIN),
         (StepSpeed(0.01, 1e-309), 400),
     ],
 )
