@@ -171,7 +171,7 @@ class SamplingParams:
     - `truncate_prompt_tokens` k: only the last k tokens of the prompt are used; -1: as many as leave room in
       the context for `max_tokens`.
     - `structured_outputs`: the grammar that the answer keeps; not with `ignore_eos` or `min_tokens`, which
-      would have it go on where the grammar has ended.
+      would have it go on where the grammar has ended, nor `allowed_token_ids`, which may leave no token.
     """
 
     n: int = 1
@@ -208,7 +208,7 @@ class SamplingParams:
         self._check_numbers()
         self._check_lists()
         if self.structured_outputs is not None:
-            for name in ("ignore_eos", "min_tokens"):
+            for name in ("ignore_eos", "min_tokens", "allowed_token_ids"):
                 if getattr(self, name):
                     raise RejectedError(f"{name} cannot be used with structured outputs", param=name)
 

@@ -81,6 +81,7 @@ async def test_each_way_to_ask(
         ({"guided_json": SCHEMA, "response_format": {"type": "json_object"}}, "guided_json"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
         ({"guided_regex": "a", "min_tokens": 1}, "min_tokens"),
+        ({"guided_regex": "a", "allowed_token_ids": [3]}, "allowed_token_ids"),
         ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
     ],
 )
@@ -267,6 +268,33 @@ async def test_only_the_first_call(
     whole, _ = await both(client, {**chat_body, "tools": [ADD], "parallel_tool_calls": False})
     assert len(whole["message"]["tool_calls"]) == 1
     assert whole["message"]["content"] is None
+
+
+async def test_each_choice_has_its_own_calls(
+    client: httpx.AsyncClient, engine: FakeService, chat_body: dict[str, Any]
+) -> None:
+    engine.config = AUTO
+    engine.script = [
+        Piece([CALL[:20]]),
+        Piece(["Hello"], index=1),
+        Piece([CALL[20:]]),
+        Piece([CALL[:9]], index=1),
+        Piece(finish="stop"),
+        Piece(finish="stop", index=1),
+    ]
+    body = {**chat_body, "tools": [ADD], "n": 2, "return_token_ids": True}
+    whole = (await client.post(CHAT, json=body)).json()["choices"]
+    assert [choice["finish_reason"] for choice in whole] == ["tool_calls", "stop"]
+    assert [len(choice["message"].get("tool_calls", ())) for choice in whole] == [1, 0]
+    assert whole[1]["message"]["content"] == "Hello" + CALL[:9]
+    assert [choice["token_ids"] for choice in whole] == [[100, 102], [101, 103]]
+    stream = chunks((await client.post(CHAT, json={**body, "stream": True})).content)
+    for index, choice in enumerate(whole):
+        parts = [c for chunk in stream for c in chunk["choices"] if c["index"] == index]
+        want = without_ids(choice["message"])
+        assert without_ids(message_of(part["delta"] for part in parts)) == want
+        assert [id for part in parts for id in part.get("token_ids", ())] == choice["token_ids"]
+        assert parts[-1]["finish_reason"] == choice["finish_reason"]
 
 
 async def test_an_answer_that_was_cut_is_no_call(
