@@ -192,8 +192,8 @@ def test_ignored_fields_are_named(client: openai.OpenAI) -> None:
     [
         ({"temperature": 3}, "temperature", "invalid_value"),
         ({"n": 2}, "n", "invalid_value"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported_value"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_value"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tool_choice", "unsupported_value"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "unsupported_value"),
         ({"messages": []}, "messages", "invalid_value"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "invalid_value"),
         (
