@@ -106,7 +106,7 @@ soak: build ## a million simulated requests over 400 seeds: memory stays flat, n
 	SIM_SEEDS=400 $(VENV)/bin/pytest -q --timeout 7200 tests/sim/test_simulation.py -k twenty
 
 mutants: build ## mutation tests of scheduler, prefix index, cells and ids (long); survivors in benches/results
-	$(VENV)/bin/pip install --quiet mutmut
+	$(VENV)/bin/pip install --quiet 'mutmut>=3.3,<4'
 	$(PY) scripts/mutants.py $(ARGS)
 	$(PY) benches/mutants_core.py --out benches/results/mutants-rust.txt
 

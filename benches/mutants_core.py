@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "crates" / "llaisys-core"
 SOURCES = ["batch.rs", "books.rs", "dtype.rs", "error.rs", "kv", "seq.rs", "tensor.rs"]
-TESTS = ["books", "reserve_model", "seq_pool", "exhaustive", "cells_model"]  # quick ones first
+TESTS = ["exhaustive", "books", "reserve_model", "seq_pool", "cells_model"]  # quick to build first
 HELPERS = ["kv_model", "seeded"]
 MANIFEST = """
 [package]

@@ -55,9 +55,11 @@ TARGETS = {
         (
             "unit/engine/test_scheduler.py",
             "unit/engine/test_fairness.py",
+            "unit/engine/test_cells.py",
             "unit/engine/test_prefix_cache.py",
             "unit/engine/test_choices.py",
             "sim/test_steps.py",
+            "sim/test_simulation.py::test_equal_seeds_give_equal_traces",
         ),
     ),
 }

@@ -32,15 +32,19 @@ class Server:
     log: Path
     http: httpx.Client
 
-    def metric(self, name: str, **labels: str) -> float:
-        """One sample of /metrics, summed over the labels that are not given."""
+    def samples(self, name: str, **labels: str) -> list[float]:
+        """The samples of /metrics of this name that have these labels."""
         answer = self.http.get("/metrics")
-        return sum(
+        return [
             sample.value
             for family in text_string_to_metric_families(answer.text)
             for sample in family.samples
             if sample.name == name and labels.items() <= sample.labels.items()
-        )
+        ]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Their sum."""
+        return sum(self.samples(name, **labels))
 
     def until(self, name: str, value: float, **labels: str) -> None:
         """Asks until the metric has the value; the test's own time limit is the bound."""

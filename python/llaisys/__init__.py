@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from llaisys.types import Logprob as Logprob
     from llaisys.types import RequestOutput as RequestOutput
     from llaisys.types import SamplingParams as SamplingParams
+    from llaisys.types import SessionInfo as SessionInfo
 
 _HOMES = {
     "LLM": "llaisys.llm",
@@ -25,6 +26,7 @@ _HOMES = {
     "Logprob": "llaisys.types",
     "RequestOutput": "llaisys.types",
     "SamplingParams": "llaisys.types",
+    "SessionInfo": "llaisys.types",
 }
 __all__ = [*_HOMES]
 

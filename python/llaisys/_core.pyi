@@ -25,7 +25,10 @@ class SamplerSpec:
     """Sampling of one sequence, checked once. See `types.SamplingParams` for the meanings.
 
     `stop_ids` only matter for `min_tokens`: they are masked until so many tokens are out. `top_logprobs` -1
-    (the default): no logprobs; 0: the sampled token's only.
+    (the default): no logprobs; 0: the sampled token's only. `allowed_ids` empty: all may be drawn.
+    `bad_words`: token sequences, none empty. `prompt_logprobs` n (-1: off): a row inside the prompt that
+    wants logits gives the prompt's next token as its id, not counted as output, with its logprobs and the n
+    best.
     """
 
     def __new__(
@@ -40,11 +43,14 @@ class SamplerSpec:
         presence_penalty: float = 0.0,
         frequency_penalty: float = 0.0,
         logit_bias: list[tuple[int, float]] = ...,
+        allowed_ids: list[int] = ...,
+        bad_words: list[list[int]] = ...,
         min_tokens: int = 0,
         stop_ids: list[int] = ...,
         seed: int = 0,
         choice: int = 0,
         top_logprobs: int = ...,
+        prompt_logprobs: int = ...,
     ) -> SamplerSpec: ...
 
 @final

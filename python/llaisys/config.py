@@ -128,6 +128,14 @@ class Config(BaseSettings):
         1.0, gt=0, le=3600, description="seconds between two looks at that share"
     )
 
+    max_sessions: int = Field(256, ge=0, description="named sessions of all clients, and saved ones of each")
+    session_kv_share: float = Field(
+        0.5, ge=0, le=1, description="share of the KV cells that sessions keep from being evicted"
+    )
+    session_store: Path | None = Field(
+        None, description="a folder that sessions are saved in (default: they cannot be saved)"
+    )
+
     # time and shares
     request_timeout_s: float = Field(
         600.0, gt=0, description="age, in seconds, at which a request ends with 408"
@@ -234,6 +242,11 @@ class Config(BaseSettings):
                 made[name] = Config(**{"model": name, **values})
             except ValidationError as e:
                 raise RejectedError(f"{where}.{_first_of(e)}", param="models") from e
+        stores = [config.session_store.resolve() for config in made.values() if config.session_store]
+        if len(stores) > len(set(stores)):
+            raise RejectedError(
+                "two models have the same session_store: give each its own", param="session_store"
+            )
         return tuple(made.values())
 
     @classmethod

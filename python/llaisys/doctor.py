@@ -25,9 +25,9 @@ _FEATURES = (
     "avx512f",
     "avx512bw",
     "avx512vl",
+    "avx512dq",
     "avx512_vnni",
     "avx512_bf16",
-    "amx_bf16",
 )
 # Packages whose version decides what a user sees.
 _PACKAGES = ("numpy", "tokenizers", "huggingface_hub", "jinja2", "fastapi", "uvicorn")

@@ -29,6 +29,7 @@ from llaisys.engine.start import start_engine
 from llaisys.errors import EngineDeadError, LlaisysError, RejectedError
 from llaisys.model import Model, open_model
 from llaisys.output import OutputProcessor, append, empty
+from llaisys.prompt import bad_word_ids, truncated
 from llaisys.types import ModelInfo, RequestId, RequestOutput, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class _Ask:
     prompt: str | None
     ids: list[int]
     params: SamplingParams
+    bad_word_ids: tuple[tuple[int, ...], ...]
 
 
 class LLM:
@@ -195,7 +197,13 @@ class LLM:
     ) -> list[RequestOutput]:
         params = self._params(sampling_params, len(prompts))
         asks = [
-            _Ask(f"{next(self._ordinals)}", text, ids, each)
+            _Ask(
+                f"{next(self._ordinals)}",
+                text,
+                truncated(ids, each, self.max_model_len),
+                each,
+                bad_word_ids(self._model.tokenizer, each.bad_words),
+            )
             for (text, ids), each in zip(prompts, params, strict=True)
         ]
         for ask in asks:
@@ -295,6 +303,7 @@ class _Run:
                     eos_token_ids=self._eos,
                     arrival_s=now_s,
                     deadline_s=now_s + self._timeout_s,
+                    bad_word_ids=ask.bad_word_ids,
                 )
             )
         except LlaisysError:

@@ -56,7 +56,8 @@ class Mailbox:
 
 
 def _size(delta: RequestOutput) -> int:
-    """Bytes that a delta is counted as."""
+    """Bytes that a delta is counted as. A prompt's logprobs come once and are not: they have their own bound
+    (`engine.limits.PROMPT_LOGPROBS_MAX`)."""
     return sum(
         len(answer.text)
         + _ID_BYTES * len(answer.token_ids)

@@ -83,6 +83,9 @@ class OutputProcessor:
             kept = (event.new_logprobs or [])[:n_kept]
             logprobs = [self._named(entry) for entry in kept]
             answer.cumulative_logprob = (answer.cumulative_logprob or 0.0) + sum(e.logprob for e in kept)
+        prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        if event.new_prompt_logprobs is not None:
+            prompt_logprobs = [None, *map(self._named, event.new_prompt_logprobs)]
         completion = CompletionOutput(
             index=event.index,
             text=text,
@@ -99,10 +102,11 @@ class OutputProcessor:
             [completion],
             finished=not asked.answers,
             num_cached_tokens=event.num_cached_tokens,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _named(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        """Token id -> Logprob: the sampled token first, then the best in falling order."""
+        """Token id -> Logprob: the token that stands there first, then the best in falling order."""
         named = {entry.token_id: self._logprob(entry.token_id, entry.logprob, entry.rank)}
         for rank, (token_id, logprob) in enumerate(entry.top, start=1):
             named.setdefault(token_id, self._logprob(token_id, logprob, rank))
@@ -138,6 +142,7 @@ def append(whole: RequestOutput, delta: RequestOutput) -> None:
         answer.finish_reason = new.finish_reason
         answer.stop_reason = new.stop_reason
     whole.finished = delta.finished
+    whole.prompt_logprobs = whole.prompt_logprobs or delta.prompt_logprobs
     whole.num_cached_tokens = max(whole.num_cached_tokens, delta.num_cached_tokens)
 
 

@@ -19,12 +19,15 @@ from llaisys.config import Config
 from llaisys.engine.client import EngineClient
 from llaisys.engine.outputs import EngineOutput
 from llaisys.engine.request import EngineRequest
+from llaisys.engine.sessions import SessionCall
 from llaisys.engine.start import start_engine
 from llaisys.errors import EngineDeadError, LlaisysError, RejectedError, RequestFailedError
 from llaisys.mailbox import MAILBOX_BYTES_MAX, Mailbox
 from llaisys.meter import Meter
 from llaisys.model import Model, open_model
 from llaisys.output import OutputProcessor
+from llaisys.prompt import bad_word_ids, truncated
+from llaisys.sessions import SessionDoor
 from llaisys.stats import EngineStats, ServiceStats
 from llaisys.text.reasoning import AnswerParser
 from llaisys.text.tools import ToolFormat, tool_grammar, tool_parser
@@ -35,6 +38,7 @@ from llaisys.types import (
     RequestId,
     RequestOutput,
     SamplingParams,
+    SessionInfo,
     StructuredOutputsParams,
 )
 
@@ -61,6 +65,8 @@ class AsyncLLM:
         self._processor = OutputProcessor(model.tokenizer)
         self._grammars = model.grammars()
         self._mailboxes: dict[RequestId, Mailbox] = {}
+        self._n_calls = 0  # of sessions, under way
+        self._sessions = SessionDoor(self._call)
         self._arrivals: deque[list[EngineOutput]] = deque()
         self._woken = False
         self._meter = Meter()
@@ -114,6 +120,11 @@ class AsyncLLM:
         """SamplingParams fields that the model sets (`temperature`, `top_p` ...) and a request may omit."""
         return dict(self._model.sampling_defaults)
 
+    @property
+    def sessions(self) -> SessionDoor:
+        """Named sessions of the engine that is loaded; they end with it."""
+        return self._sessions
+
     # --- requests ---
 
     async def generate(
@@ -124,11 +135,17 @@ class AsyncLLM:
         *,
         client_id: str = "",
         priority: int = 0,
+        session_id: str = "",
+        cache_salt: str = "",
+        add_special_tokens: bool = True,
     ) -> AsyncIterator[RequestOutput]:
         """Yields deltas: `text`, `token_ids` and `logprobs` of `outputs` are what is new since the last one.
 
-        - `prompt`: text (tokenised off the loop, special tokens added) or token ids.
-        - `priority`: lower goes first. `client_id`: whom fairness is counted for.
+        - `prompt`: text (tokenised off the loop, with `add_special_tokens`) or token ids.
+        - `priority`: lower goes first. `client_id`: whom fairness is counted for. `cache_salt`: cached
+          prefixes are shared with requests of the same salt only.
+        - `session_id`: the client's session (made if it is new) whose KV this request's becomes at its end,
+          and is kept; of several choices the first's. The prompt is the whole conversation all the same.
         - With `n` > 1 a delta holds the choices that have news, by their `index`.
         - A choice's last delta alone has its `finish_reason` (`stop`, `length` or `abort`), the request's
           last alone `finished`. Usage: `prompt_token_ids`, the sum of the deltas' `token_ids`,
@@ -140,7 +157,11 @@ class AsyncLLM:
         """
         if params.structured_outputs is not None:
             await self.compile_grammar(params.structured_outputs)
-        ids, text = await self._prompt(prompt)
+        ids = await self.prompt_ids(prompt, params, add_special_tokens=add_special_tokens)
+        text = prompt if isinstance(prompt, str) else None
+        words: tuple[tuple[int, ...], ...] = ()
+        if params.bad_words:
+            words = await asyncio.to_thread(bad_word_ids, self._model.tokenizer, params.bad_words)
         mailbox = self._open_stream(request_id, text, ids, params)
         try:
             arrival_s = time.monotonic()
@@ -155,6 +176,9 @@ class AsyncLLM:
                     deadline_s=arrival_s + self._config.request_timeout_s,
                     client_id=client_id,
                     priority=priority,
+                    session_id=session_id,
+                    cache_salt=cache_salt,
+                    bad_word_ids=words,
                 )
             )
             self._meter.submitted(request_id, len(ids), arrival_s)
@@ -172,10 +196,12 @@ class AsyncLLM:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        add_special_tokens: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, by the model's chat template, off the loop.
+        """Token ids of a conversation, by the model's chat template, off the loop. Templates write their own
+        special tokens; `add_special_tokens` adds the tokenizer's.
 
         Raises UnsupportedError if the model has no template, RejectedError for messages it refuses.
         """
@@ -185,7 +211,19 @@ class AsyncLLM:
             "continue_final_message": continue_final_message,
             "tools": tools,
         }
-        return (await asyncio.to_thread(self._model.chat_prompt, messages, options))[1]
+        text, ids = await asyncio.to_thread(self._model.chat_prompt, messages, options)
+        return await self.encode(text) if add_special_tokens else ids
+
+    async def prompt_ids(
+        self, prompt: str | Sequence[int], params: SamplingParams, *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """The token ids that `generate` uses of a prompt: encoded if it is text, cut by
+        `truncate_prompt_tokens`."""
+        if isinstance(prompt, str):
+            ids = await self.encode(prompt, add_special_tokens=add_special_tokens)
+        else:
+            ids = list(prompt)
+        return truncated(ids, params, self._max_model_len)
 
     async def compile_grammar(self, spec: StructuredOutputsParams) -> None:
         """Compiles a grammar for the requests that bring it, off the loop.
@@ -317,8 +355,11 @@ class AsyncLLM:
     def _start_idling(self) -> None:
         """From now the idle time counts, unless a request is open."""
         self._stop_idling()
-        if self._config.idle_unload_s is not None and not self._mailboxes and not self._closed:
+        if self._config.idle_unload_s is not None and not self._is_busy() and not self._closed:
             self._idle = self._loop.call_later(self._config.idle_unload_s, self._on_idle)
+
+    def _is_busy(self) -> bool:
+        return bool(self._mailboxes or self._n_calls)
 
     def _stop_idling(self) -> None:
         if self._idle is not None:
@@ -333,11 +374,6 @@ class AsyncLLM:
     def _cancel(self, request_id: RequestId, index: int | None = None) -> None:
         if self._client is not None:
             self._client.cancel(request_id, index)
-
-    async def _prompt(self, prompt: str | Sequence[int]) -> tuple[list[int], str | None]:
-        if isinstance(prompt, str):
-            return await self.encode(prompt), prompt
-        return list(prompt), None
 
     def _open_stream(
         self, request_id: RequestId, text: str | None, ids: list[int], params: SamplingParams
@@ -359,6 +395,18 @@ class AsyncLLM:
             self._meter.finished(request_id, FinishReason.ABORT.value, time.monotonic())
         if not self._mailboxes:
             self._all_ended.set()
+            self._start_idling()
+
+    async def _call(self, call: SessionCall) -> list[SessionInfo]:
+        """Asks the engine, which is loaded for it and stays so until the answer."""
+        if not self._admitting:
+            raise EngineDeadError("shutting down: no new requests")
+        self._stop_idling()
+        self._n_calls += 1
+        try:
+            return await asyncio.wrap_future((await self._loaded()).call(call))
+        finally:
+            self._n_calls -= 1
             self._start_idling()
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
@@ -401,7 +449,7 @@ class AsyncLLM:
             return
         delta = self._processor.process(event)
         answer = delta.outputs[0]
-        self._meter.tokens(request_id, len(answer.token_ids), now_s)
+        self._meter.tokens(request_id, len(answer.token_ids), now_s, event.queued_s)
         if not mailbox.put(delta):
             self._processor.discard(request_id)
             self._cancel(request_id)

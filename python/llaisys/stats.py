@@ -19,6 +19,25 @@ END_TO_END_BOUNDS_S = (
 )  # fmt: skip
 
 
+STEP_TOKENS_BOUNDS = (
+    1.0,
+    8.0,
+    16.0,
+    32.0,
+    64.0,
+    128.0,
+    256.0,
+    512.0,
+    1024.0,
+    2048.0,
+    4096.0,
+    8192.0,
+    16384.0,
+)
+# Ours: a step is milliseconds on a small model, and `max_step_time_s` on any.
+STEP_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
 @dataclass(frozen=True, slots=True)
 class HistogramData:
     """A histogram at one moment.
@@ -35,6 +54,9 @@ class HistogramData:
     def count(self) -> int:
         """Observations in all."""
         return sum(self.counts)
+
+
+NOTHING = HistogramData((), (0,), 0.0)
 
 
 class Histogram:
@@ -62,11 +84,14 @@ class EngineStats:
     - `num_submitted`: requests it has taken from its inbox, refused ones included.
     - `num_waiting`: all that wait; `waiting_by_reason`: in the queue `capacity` and `preempted`, outside it
       `sibling` (another choice's prompt), `remote_kv` (a session that is being restored).
-    - Of the `kv_cells`, `kv_cells_used` hold what running requests use, `kv_cells_free` hold nothing, and the
-      others can be evicted; the prefix cache holds `kv_cells_retained`, used or not.
+    - Of the `kv_cells`, `kv_cells_used` hold what running requests use or sessions pin (`kv_cells_session`),
+      `kv_cells_free` hold nothing, and the others can be evicted; the prefix cache holds `kv_cells_retained`,
+      used or not.
     - `prefix_query_tokens`: prompt tokens of all admitted requests; `prefix_hit_tokens`: those found cached.
     - `step_prefill_tokens`, `step_decode_tokens`: of the newest step. `step_s`: seconds of the one before it,
       until the newest began.
+    - `tokens_of_steps`, `seconds_of_steps`: of all steps that computed something; the seconds only where work
+      went on after it.
     - `finished`: choices by `FinishReason` value.
     """
 
@@ -78,6 +103,8 @@ class EngineStats:
     kv_cells_used: int = 0
     kv_cells_retained: int = 0
     kv_cells_free: int = 0
+    kv_cells_session: int = 0
+    num_sessions: int = 0
     num_preempted: int = 0
     num_evicted_cells: int = 0
     prefix_query_tokens: int = 0
@@ -85,25 +112,34 @@ class EngineStats:
     step_prefill_tokens: int = 0
     step_decode_tokens: int = 0
     step_s: float = 0.0
+    tokens_of_steps: HistogramData = NOTHING
+    seconds_of_steps: HistogramData = NOTHING
     waiting_by_reason: dict[str, int] = field(default_factory=dict)
     finished: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceStats:
-    """What a server reports. Totals count since the start; `finished` is by `FinishReason` value.
+    """What a server reports. Totals count since the start; `finished` is requests by `FinishReason` value.
 
-    A request counts its prompt tokens when its first token arrives, and its generated tokens as they are
-    shown; tokens computed after a stop string was met count nowhere.
+    - `engine`: its own books; its totals begin anew when it is loaded or restarted.
+    - A request counts its prompt tokens when its first token arrives, and its generated tokens as they are
+      shown; tokens computed after a stop string was met count nowhere.
+    - Of a request that gave a token: `queue_time_s` from its arrival until it was first admitted,
+      `prefill_time_s` from then to its first token, `decode_time_s` from that to its last,
+      `inference_time_s` the last two together; `time_per_output_token_s` the decode time by tokens after the
+      first, where there are some.
     """
 
-    num_running: int
-    num_waiting: int
-    kv_cells: int
-    kv_cells_used: int
+    engine: EngineStats
     prompt_tokens: int
     generation_tokens: int
     finished: dict[str, int] = field(default_factory=dict)
-    time_to_first_token_s: HistogramData = HistogramData((), (0,), 0.0)
-    inter_token_latency_s: HistogramData = HistogramData((), (0,), 0.0)
-    e2e_request_latency_s: HistogramData = HistogramData((), (0,), 0.0)
+    time_to_first_token_s: HistogramData = NOTHING
+    inter_token_latency_s: HistogramData = NOTHING
+    time_per_output_token_s: HistogramData = NOTHING
+    queue_time_s: HistogramData = NOTHING
+    prefill_time_s: HistogramData = NOTHING
+    decode_time_s: HistogramData = NOTHING
+    inference_time_s: HistogramData = NOTHING
+    e2e_request_latency_s: HistogramData = NOTHING

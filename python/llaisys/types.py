@@ -19,6 +19,9 @@ STOP_STRINGS_MAX = 16
 STOP_CHARS_MAX = 1024
 STOP_IDS_MAX = 256
 BIASES_MAX = 1024
+# More than the largest vocabularies.
+ALLOWED_IDS_MAX = 1 << 19
+BAD_WORDS_MAX = 128
 TOKENS_MAX = 2**31 - 1
 # The largest `max_num_seqs`; an engine refuses more choices than it can run at a time.
 CHOICES_MAX = 256
@@ -47,6 +50,17 @@ def _whole(name: str, value: int, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise RejectedError(f"{name} is {value!r}, expected a whole number from {low} to {high}", param=name)
     _bounded(name, value, low, high)
+
+
+def _strings(name: str, values: Sequence[str]) -> None:
+    for value in values:
+        if not isinstance(value, str):
+            raise RejectedError(f"{name} holds {value!r}, expected strings", param=name)
+        if not 1 <= len(value) <= STOP_CHARS_MAX:
+            raise RejectedError(
+                f"{name} holds a string of {len(value)} characters, allowed are 1 to {STOP_CHARS_MAX}",
+                param=name,
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,11 +162,16 @@ class SamplingParams:
     - `seed` None: drawn from the engine's seed and the request's ordinal. A draw depends on seed, choice and
       position only.
     - `logprobs` n: the sampled token's logprob and the n best, of the model's own distribution (before any
-      of the above); `prompt_logprobs` is not implemented yet.
+      of the above). `prompt_logprobs` n: the same of each prompt token but the first, which has no
+      predecessor; such a prompt is computed whole, and not looked up in the prefix cache.
     - `max_tokens` None: until the context ends.
     - `logit_bias`: token id -> added to the logit, -100 to 100.
     - `structured_outputs`: the grammar that the answer keeps; not with `ignore_eos` or `min_tokens`, which
       would have it go on where the grammar has ended.
+    - `allowed_token_ids`: only these can be sampled. `bad_words`: texts that are not sampled, with and
+      without a space before; the last token of one is forbidden where the others have just been sampled.
+    - `truncate_prompt_tokens` k: only the last k tokens of the prompt are used; -1: as many as leave room in
+      the context for `max_tokens`.
     """
 
     n: int = 1
@@ -173,8 +192,12 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
     logprobs: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -217,6 +240,10 @@ class SamplingParams:
             _whole("seed", self.seed, -SEED_MAX - 1, SEED_MAX)
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, 0, LOGPROBS_MAX)
+        if self.prompt_logprobs is not None:
+            _whole("prompt_logprobs", self.prompt_logprobs, 0, LOGPROBS_MAX)
+        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
+            _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, TOKENS_MAX)
 
     def _check_lists(self) -> None:
         """Counts first: a list that is too long costs no work for each of its items."""
@@ -224,17 +251,19 @@ class SamplingParams:
             ("stop", self.stop, STOP_STRINGS_MAX),
             ("stop_token_ids", self.stop_token_ids, STOP_IDS_MAX),
             ("logit_bias", self.logit_bias, BIASES_MAX),
+            ("allowed_token_ids", self.allowed_token_ids or (), ALLOWED_IDS_MAX),
+            ("bad_words", self.bad_words, BAD_WORDS_MAX),
         ):
             if len(items) > most:
                 raise RejectedError(f"{name} has {len(items)} entries, at most {most}", param=name)
-        for stop in self.stop:
-            if not isinstance(stop, str):
-                raise RejectedError(f"stop holds {stop!r}, expected strings", param="stop")
-            if not 1 <= len(stop) <= STOP_CHARS_MAX:
-                raise RejectedError(
-                    f"stop holds a string of {len(stop)} characters, allowed are 1 to {STOP_CHARS_MAX}",
-                    param="stop",
-                )
+        _strings("stop", self.stop)
+        _strings("bad_words", self.bad_words)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RejectedError(
+                "allowed_token_ids is empty: no token could be sampled", param="allowed_token_ids"
+            )
+        for token in self.allowed_token_ids or ():
+            _whole("allowed_token_ids", token, 0, TOKENS_MAX)
         for token in self.stop_token_ids:
             _whole("stop_token_ids", token, 0, TOKENS_MAX)
         for token, bias in self.logit_bias.items():
@@ -270,7 +299,10 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What a request has given, shaped as vLLM's."""
+    """What a request has given, shaped as vLLM's.
+
+    `prompt_logprobs`, if asked for: one entry a prompt token, None for the first.
+    """
 
     request_id: RequestId
     prompt: str | None
@@ -278,6 +310,23 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """A session of the engine as it is now.
+
+    - `num_tokens`: whose K and V were computed: its last request's prompt and answer, but for the last token.
+    - `num_cached_tokens`: those that a request finds cached. `num_pinned_tokens`: those that are kept for it.
+    - `is_restoring`: it is being read from a file; requests that name it wait.
+    """
+
+    name: str
+    num_tokens: int
+    num_cached_tokens: int
+    num_pinned_tokens: int
+    is_restoring: bool = False
 
 
 # How JSON under a grammar is written (options of llguidance): on one line, as Python's `json.dumps` does it;
@@ -353,10 +402,11 @@ class GgufTokenizer:
 class ModelInfo:
     """Facts of a checkpoint, read from its headers without loading the weights.
 
-    `kv_bytes_per_cell` maps a KV dtype ("float32", "bfloat16") to the bytes of one cell over all layers, K
-    and V. `generation` holds what `generation_config.json` sets (`temperature`, `top_p`, `top_k`, `min_p`,
-    `repetition_penalty`), nothing where it is silent. `tokenizer` is set for a GGUF; a folder has its
-    `tokenizer.json` beside the weights.
+    `weight_bytes` are in the files, `packed_bytes` in memory, for each `dtype` setting ("auto", "float32",
+    "bfloat16"). `kv_bytes_per_cell` maps a KV dtype ("float32", "bfloat16") to the bytes of one cell over all
+    layers, K and V. `generation` holds what `generation_config.json` sets (`temperature`, `top_p`, `top_k`,
+    `min_p`, `repetition_penalty`), nothing where it is silent. `tokenizer` is set for a GGUF; a folder has
+    its `tokenizer.json` beside the weights.
     """
 
     path: str
@@ -373,6 +423,7 @@ class ModelInfo:
     max_position_embeddings: int
     n_parameters: int
     weight_bytes: int
+    packed_bytes: dict[str, int]
     kv_bytes_per_cell: dict[str, int]
     bos_token_id: int | None
     eos_token_ids: list[int]

@@ -47,7 +47,7 @@ async def test_streams_side_by_side_give_the_reference(service: AsyncLLM, golden
         *(collect(service, golden.prompts[i % 3], greedy(24), f"r{i}") for i in range(30))
     )
     assert answers == [(golden.greedy[i % 3], "length") for i in range(30)]
-    stats = service.stats()
+    stats = service.stats().engine
     assert (stats.num_running, stats.num_waiting, stats.kv_cells_used) == (0, 0, 0)
 
 
@@ -61,7 +61,7 @@ async def test_a_stream_that_is_left_is_cancelled_and_the_others_go_on(
     assert await other == (golden.greedy[1], "length")
     # The next request's first token comes a step after the cancel: by then its cells are back.
     await collect(service, [1], greedy(1), "after")
-    assert service.stats().kv_cells_used == 0
+    assert service.stats().engine.kv_cells_used == 0
 
 
 async def test_abort_by_id_ends_the_stream(service: AsyncLLM, golden: Golden) -> None:
@@ -101,7 +101,7 @@ async def test_a_request_past_its_deadline_ends(golden: Golden) -> None:
         *(collect(service, golden.prompts[1], LONG, f"r{i}") for i in range(2)), return_exceptions=True
     )
     assert [type(r) for r in results] == [RequestTimeoutError] * 2
-    assert service.stats().kv_cells_used == 0
+    assert service.stats().engine.kv_cells_used == 0
     await service.close()
 
 

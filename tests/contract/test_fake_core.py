@@ -140,6 +140,28 @@ def test_the_same_answers_to_the_same_calls(real: _core.Context, sequence: list[
                 real.seq_release(real_id)
 
 
+def test_rows_of_a_prompt_score_it_alike(real: _core.Context) -> None:
+    """Ids, and which rows have logprobs; the numbers are each model's own."""
+    prompt = np.array([5, 6, 7, 8], np.int32)
+    made_up = fake.Context("fake", n_cells=N_CELLS, n_seq_max=N_SEQS, max_model_len=MAX_LEN)
+    answers = []
+    for context, make in ((real, _core.SamplerSpec), (made_up, fake.SamplerSpec)):
+        seq = context.seq_acquire()
+        spec: Any = make(temperature=0.0, prompt_logprobs=0)
+        context.set_sampler(seq, spec, prompt, prompt[:0])
+        output = context.decode(
+            prompt,
+            np.arange(4, dtype=np.int32),
+            np.ones(4, np.int32),
+            np.full(4, seq, np.int64),
+            np.ones(4, np.uint8),
+        )
+        context.seq_release(seq)
+        assert all(logprob < 0.0 <= rank and top == [] for _, logprob, rank, top in output.logprobs)
+        answers.append((output.token_ids.tolist()[:3], [row for row, *_ in output.logprobs]))
+    assert answers == [([6, 7, 8], [0, 1, 2])] * 2
+
+
 def test_the_fake_has_the_calls_that_the_engine_makes() -> None:
     for name in dir(fake.Context):
         if not name.startswith("_"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fakes.core import VOCAB_SIZE
+from fakes.core import CELL_BYTES, VOCAB_SIZE
 from llaisys.engine.limits import Limits
 from llaisys.engine.request import EngineRequest
 from llaisys.types import SamplingParams
@@ -19,6 +19,7 @@ def limits(**changes: Any) -> Limits:
         "max_model_len": 64,
         "n_cells": 256,
         "vocab_size": VOCAB_SIZE,
+        "kv_cell_bytes": CELL_BYTES,
         "timeout_scan_s": 0.0,
     }
     return Limits(**{**facts, **changes})

@@ -26,6 +26,7 @@ __version__ = "fake"
 VOCAB_SIZE = 300
 # Tokens of trouble, by what happens to the step, or the row, that computes them.
 NON_FINITE, REFUSED, DEADLY, PANICS = 296, 297, 298, 299
+CELL_BYTES = 4
 N_PLAIN = 256  # sampled ids are below
 
 
@@ -46,11 +47,14 @@ class SamplerSpec:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: list[tuple[int, float]] = field(default_factory=list)
+    allowed_ids: list[int] = field(default_factory=list)
+    bad_words: list[list[int]] = field(default_factory=list)
     min_tokens: int = 0
     stop_ids: list[int] = field(default_factory=list)
     seed: int = 0
     choice: int = 0
     top_logprobs: int = -1
+    prompt_logprobs: int = -1
 
     def __post_init__(self) -> None:
         for token, _ in self.logit_bias:
@@ -80,12 +84,17 @@ def next_token(
         state += b"again"
 
 
-def answer(prompt: list[int], n_tokens: int, spec: SamplerSpec | None = None) -> list[int]:
-    """What the model says when it is alone and never stops."""
+def answer(prompt: list[int], n_tokens: int, spec: SamplerSpec | None = None, window: int = 0) -> list[int]:
+    """What the model says when it is alone and never stops; of the last `window` tokens if that is not 0."""
     tokens = list(prompt)
     for i in range(n_tokens):
-        tokens.append(next_token(tokens, spec, i))
+        tokens.append(next_token(tokens[-window:], spec, i))
     return tokens[len(prompt) :]
+
+
+def prompt_logprob(tokens: Iterable[int], token: int) -> float:
+    """What the model gives for the token of a prompt that comes after `tokens`: a hash of them all."""
+    return -zlib.crc32(np.array([*tokens, token], np.int32).tobytes()) / 2**32
 
 
 @dataclass
@@ -95,7 +104,7 @@ class _Sequence:
     stream: int
     cells: dict[int, int] = field(default_factory=dict)
     spec: SamplerSpec | None = None
-    n_prompt: int = 0
+    prompt: list[int] = field(default_factory=list)
 
 
 class Context:
@@ -112,6 +121,7 @@ class Context:
         n_seq_max: int,
         max_model_len: int,
         n_streams: int = 1,
+        attention_window: int | None = None,
         **settings: Any,
     ) -> None:
         if path == "nowhere":
@@ -120,7 +130,7 @@ class Context:
             raise RejectedError(f"{n_cells} cells in {n_streams} arenas", param="n_cells")
         self.path, self.settings = path, settings
         self.isa, self.vocab_size, self.weight_bytes = "fake", VOCAB_SIZE, 0
-        self.attention_window = None
+        self.attention_window = attention_window
         self.n_cells, self._max_len, self._n_streams = n_cells, max_model_len, n_streams
         self._refs = [0] * n_cells
         self._stored = [-1] * n_cells
@@ -192,7 +202,7 @@ class Context:
     ) -> None:
         sequence = self._sequence(seq_id)
         assert prompt_ids.dtype == output_ids.dtype == np.int32
-        sequence.spec, sequence.n_prompt = spec, len(prompt_ids)
+        sequence.spec, sequence.prompt = spec, prompt_ids.tolist()
 
     # --- decode ---
 
@@ -226,14 +236,20 @@ class Context:
             self._stored[cell] = int(tokens[row])
             if not wants_output[row]:
                 continue
-            seen = [self._stored[cell] for p, cell in sorted(sequence.cells.items()) if p <= positions[row]]
+            end = int(positions[row]) + 1
+            first = max(0, end - (self.attention_window or end))
+            seen = [self._stored[sequence.cells[p]] for p in range(first, end)]
             assert -1 not in seen, "a free cell was read"
             faulty = NON_FINITE in seen
             rows.append(row)
-            n_output = len(seen) - sequence.n_prompt
-            ids.append(-1 if faulty else next_token(seen, sequence.spec, n_output, masks.get(row)))
+            scored = sequence.prompt[end:] if sequence.spec and sequence.spec.prompt_logprobs >= 0 else []
+            n_output, mask = end - len(sequence.prompt), masks.get(row)
+            drawn = scored[0] if scored else next_token(seen, sequence.spec, n_output, mask)
+            ids.append(-1 if faulty else drawn)
             if faulty:
                 faults.append((row, "non_finite"))
+            elif scored:
+                logprobs.append((len(ids) - 1, prompt_logprob(seen, ids[-1]), 1, []))
             elif sequence.spec is not None and sequence.spec.top_logprobs >= 0:
                 top = [((ids[-1] + i) % N_PLAIN, -0.5 - i) for i in range(sequence.spec.top_logprobs)]
                 logprobs.append((len(ids) - 1, -0.5, 1, top))
@@ -355,6 +371,27 @@ class Context:
         if not cells:
             del self._segments[segment]
 
+    def kv_export(self, segment: int, p0: int, p1: int) -> NDArray[np.uint8]:
+        cells = self._segment(segment)
+        if not 0 <= p0 < p1 or not cells.keys() >= set(range(p0, p1)):
+            raise RejectedError(f"the segment does not hold all of {p0} to {p1}")
+        return np.array([self._stored[cells[p]] for p in range(p0, p1)], "<i4").view(np.uint8)
+
+    def kv_import(self, segment: int, stream: int, p0: int, data: NDArray[np.uint8]) -> None:
+        self._check()
+        n, odd = divmod(len(data), CELL_BYTES)
+        if segment in self._segments or odd or not n or p0 + n > self._max_len:
+            raise RejectedError(f"{len(data)} bytes cannot be imported at {p0} as segment {segment}")
+        cells = dict(zip(range(p0, p0 + n), self._take(stream, n), strict=True))
+        for cell, token in zip(cells.values(), data.view("<i4").tolist(), strict=True):
+            self._stored[cell] = token
+            self._held[cell] = segment
+        self._segments[segment] = cells
+
+    def fingerprint(self) -> str:
+        self._check()
+        return self.path
+
     def kv_seq_pos_min(self, seq_id: int) -> int:
         return min(self._sequence(seq_id).cells, default=-1)
 
@@ -432,6 +469,7 @@ def inspect(path: str) -> str:
             "max_position_embeddings": 128,
             "n_parameters": 1000,
             "weight_bytes": 4000,
+            "packed_bytes": {"auto": 4000, "float32": 4000, "bfloat16": 2000},
             "kv_bytes_per_cell": {"float32": 8, "bfloat16": 4},
             "bos_token_id": None,
             "eos_token_ids": [256, 257],

@@ -21,7 +21,12 @@ class Engine:
     """`tokens` and `ends` are by request id, or by (request id, index) for the choices after the first."""
 
     def __init__(
-        self, seed: int = 0, bounds: Limits | None = None, grammars: Grammars | None = None, **changes: Any
+        self,
+        seed: int = 0,
+        bounds: Limits | None = None,
+        window: int | None = None,
+        grammars: Grammars | None = None,
+        **changes: Any,
     ) -> None:
         bounds = bounds or limits(**changes)
         self.context = core.Context(
@@ -30,6 +35,7 @@ class Engine:
             n_seq_max=bounds.max_num_seqs,
             max_model_len=bounds.max_model_len,
             n_streams=bounds.n_streams,
+            attention_window=window,
         )
         worker = Worker(self.context, core.SamplerSpec, bounds.n_streams)  # type: ignore[arg-type]
         self.engine = LLMEngine(Executor(worker), bounds, seed, grammars)
@@ -66,6 +72,7 @@ class Engine:
             self.step()
         stats = self.engine.stats()
         assert self.context.n_cells_free == stats.kv_cells_free
-        assert (stats.kv_cells_used, stats.kv_cells_free + stats.kv_cells_retained) == (0, stats.kv_cells)
+        assert stats.kv_cells_used == stats.kv_cells_session
+        assert stats.kv_cells_free + stats.kv_cells_retained == stats.kv_cells
         assert self.context.n_seq_free == self.engine.limits.max_num_seqs
         assert {key if isinstance(key, str) else key[0] for key in self.ends} == self.over

@@ -9,7 +9,7 @@ from typing import Any
 
 from llaisys.config import Config
 from llaisys.errors import EngineDeadError
-from llaisys.stats import HistogramData, ServiceStats
+from llaisys.stats import EngineStats, HistogramData, ServiceStats
 from llaisys.text.reasoning import AnswerParser
 from llaisys.text.tools import tool_grammar, tool_parser
 from llaisys.types import (
@@ -21,26 +21,45 @@ from llaisys.types import (
     StructuredOutputsParams,
 )
 
+FIRST_ID = 100
 STATS = ServiceStats(
-    num_running=2,
-    num_waiting=1,
-    kv_cells=100,
-    kv_cells_used=25,
+    engine=EngineStats(
+        num_running=2,
+        num_waiting=5,
+        num_steps=40,
+        kv_cells=100,
+        kv_cells_used=25,
+        kv_cells_retained=60,
+        kv_cells_free=30,
+        num_preempted=6,
+        num_evicted_cells=80,
+        prefix_query_tokens=500,
+        prefix_hit_tokens=400,
+        tokens_of_steps=HistogramData((1.0, 8.0), (3, 4, 5), 90.0),
+        seconds_of_steps=HistogramData((0.5,), (3, 1), 2.5),
+        waiting_by_reason={"capacity": 1, "preempted": 2, "sibling": 2, "remote_kv": 0},
+    ),
     prompt_tokens=11,
     generation_tokens=7,
     finished={"stop": 3, "length": 1},
     time_to_first_token_s=HistogramData((0.5, 1.0), (1, 2, 3), 9.5),
+    time_per_output_token_s=HistogramData((0.5,), (1, 0), 0.25),
+    queue_time_s=HistogramData((0.5,), (0, 2), 1.5),
+    prefill_time_s=HistogramData((0.5,), (0, 3), 2.5),
+    decode_time_s=HistogramData((0.5,), (0, 4), 3.5),
+    inference_time_s=HistogramData((0.5,), (0, 5), 4.5),
 )
 
 
 @dataclass
 class Piece:
-    """One delta: its text is its tokens' texts joined. `gate`: waits for it first."""
+    """One delta of one choice: its text is its tokens' texts joined. `gate`: waits for it first."""
 
     tokens: Sequence[str] = ()
     finish: str | None = None
     stop_reason: int | str | None = None
     gate: asyncio.Event | None = None
+    index: int = 0
 
 
 @dataclass
@@ -50,8 +69,14 @@ class Call:
     prompt: str | list[int]
     params: SamplingParams
     request_id: str
-    client_id: str
+    options: dict[str, Any]
     ended: bool = False
+    n_deltas: int = 0
+    n_choices_ended: int = 0
+
+    @property
+    def client_id(self) -> str:
+        return str(self.options["client_id"])
 
 
 PieceOrError = Piece | Exception
@@ -107,14 +132,26 @@ class FakeService:
     def answer_parser(self, params: SamplingParams, tools: Collection[str]) -> PartParser:  # noqa: ARG002 -- as above
         return AnswerParser(self.config.reasoning_parser, tool_parser("hermes", tools) if tools else None)
 
+    async def prompt_ids(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        **options: Any,  # noqa: ARG002 -- AsyncLLM's
+    ) -> list[int]:
+        ids = list(prompt.encode() if isinstance(prompt, str) else prompt)
+        return ids if params.truncate_prompt_tokens is None else ids[-params.truncate_prompt_tokens :]
+
+    async def decode(self, ids: Sequence[int], **options: Any) -> str:  # noqa: ARG002 -- AsyncLLM's
+        return bytes(ids).decode()
+
     async def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams, request_id: str, *, client_id: str = ""
+        self, prompt: str | Sequence[int], params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncIterator[RequestOutput]:
         if self.dead:
             raise EngineDeadError("shutting down")
-        call = Call(prompt if isinstance(prompt, str) else list(prompt), params, request_id, client_id)
+        call = Call(prompt if isinstance(prompt, str) else list(prompt), params, request_id, options)
         self.calls.append(call)
-        token_id = 100
+        token_id = FIRST_ID
         try:
             for piece in self.script:
                 if isinstance(piece, Exception):
@@ -134,16 +171,29 @@ class FakeService:
                 candidates(i, text, call.params.logprobs) for i, text in zip(ids, piece.tokens, strict=True)
             ]
         prompt_ids = call.prompt if isinstance(call.prompt, list) else list(call.prompt.encode())
+        prompt_logprobs = None
+        if call.params.prompt_logprobs is not None and call.n_deltas == 0:
+            n_top = call.params.prompt_logprobs
+            prompt_logprobs = [None, *(candidates(i, f"<{i}>", n_top) for i in prompt_ids[1:])]
+        call.n_deltas += 1
+        call.n_choices_ended += piece.finish is not None
         completion = CompletionOutput(
-            index=0,
+            index=piece.index,
             text="".join(piece.tokens),
             token_ids=ids,
             logprobs=logprobs,
             finish_reason=piece.finish,
             stop_reason=piece.stop_reason,
         )
+        n_cached = 1 if first_id == FIRST_ID else 0
         return RequestOutput(
-            call.request_id, None, prompt_ids, [completion], piece.finish is not None, num_cached_tokens=1
+            call.request_id,
+            None,
+            prompt_ids,
+            [completion],
+            finished=call.n_choices_ended == call.params.n,
+            num_cached_tokens=n_cached,
+            prompt_logprobs=prompt_logprobs,
         )
 
 

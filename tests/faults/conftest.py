@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+import faulty
 import llaisys
-
-CORE = Path(__file__).parents[2] / ".venv" / "faults" / "_core.abi3.so"
 
 
 @pytest.fixture(scope="session")
 def faulty_core() -> ModuleType:
-    """The module with `fault_points`, `fault_hits` and `set_fault`; loaded once, for modules of Rust stay."""
-    if not CORE.exists():
-        pytest.fail(f"{CORE} is not built: make faults-core")
-    loader = importlib.machinery.ExtensionFileLoader("llaisys._core", str(CORE))
-    spec = importlib.util.spec_from_loader("llaisys._core", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+    """The module with `fault_points`, `fault_hits` and `set_fault`; loaded once."""
+    if not faulty.CORE.exists():
+        pytest.fail(f"{faulty.CORE} is not built: make faults-core")
+    return faulty.load()
 
 
 @pytest.fixture(autouse=True)

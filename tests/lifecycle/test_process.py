@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
+from children import engine_processes
 from golden import FOLDER, load_golden
 from llaisys import LLM
 from llaisys.config import Config
@@ -77,7 +78,7 @@ class Client:
                 return output
 
     def child(self) -> psutil.Process:
-        (found,) = psutil.Process().children()
+        (found,) = engine_processes()
         return found
 
     def back(self) -> None:
@@ -94,7 +95,7 @@ def made() -> Iterator[Client]:
     client = Client()
     yield client
     client.client.close()
-    assert psutil.Process().children() == []
+    assert engine_processes() == []
 
 
 def test_the_answers_are_those_of_the_engine_in_this_process() -> None:
@@ -121,7 +122,7 @@ async def test_kill_9_at_random_moments(monkeypatch: pytest.MonkeyPatch) -> None
     prompt = load_golden().prompts[0]
     try:
         for turn in range(N_KILLS):
-            (child,) = psutil.Process().children()
+            (child,) = engine_processes()
             kill_at, n_deltas = chance.randrange(400), 0
             ends: list[str | BaseException] = []
 
@@ -152,7 +153,7 @@ async def test_kill_9_at_random_moments(monkeypatch: pytest.MonkeyPatch) -> None
             assert ids == load_golden().greedy[0]
     finally:
         await service.close()
-    assert psutil.Process().children() == []
+    assert engine_processes() == []
 
 
 def test_a_child_that_dies_again_and_again_is_given_up(made: Client) -> None:
@@ -202,7 +203,7 @@ def test_a_child_that_sends_no_message_is_killed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(process, "_BOOT", boot)
     with pytest.raises(EngineDeadError, match="sent no message"):
         Client()
-    assert psutil.Process().children() == []
+    assert engine_processes() == []
 
 
 def test_a_model_that_cannot_be_loaded_is_told_to_the_starter(tmp_path: Path) -> None:
@@ -210,7 +211,7 @@ def test_a_model_that_cannot_be_loaded_is_told_to_the_starter(tmp_path: Path) ->
     bad = replace(good, settings=replace(good.settings, path=tmp_path / "gone"))
     with pytest.raises(RejectedError, match="gone"):
         Client(bad)
-    assert psutil.Process().children() == []
+    assert engine_processes() == []
 
 
 def test_a_package_that_was_changed_on_the_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +235,7 @@ def test_close_ends_what_is_open_once_and_leaves_nothing(
     assert made.outputs.empty()
     with pytest.raises(EngineDeadError, match="shutting down"):
         made.submit("late")
-    assert psutil.Process().children() == []
+    assert engine_processes() == []
     del made
     gc.collect()
     assert psutil.Process().num_fds() == n_fds

@@ -41,3 +41,15 @@ def test_quantised_folder(scheme: Scheme, tmp_path: Path) -> None:
     print(f"{scheme}: auto is off by {rms:.4f} rms")
     assert np.abs(errors["float32"]).max() <= FLOAT32_TOLERANCE * np.abs(want).max()
     assert rms <= AUTO_RMS
+
+
+def test_folders_that_differ_in_quantised_weights_only_have_other_fingerprints(tmp_path: Path) -> None:
+    weights = read_weights(SOURCE / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    changed = {**weights, name: -weights[name]}
+    fingerprints = []
+    for number, values in enumerate((weights, changed, weights)):
+        write_quantized(tmp_path / str(number), SOURCE, values, SCHEMES[0])
+        with Runner(tmp_path / str(number)) as runner:
+            fingerprints.append(runner.context.fingerprint())
+    assert fingerprints[0] == fingerprints[2] != fingerprints[1]

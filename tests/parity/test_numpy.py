@@ -4,21 +4,27 @@ folder in both spellings and as a GGUF file."""
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from parity.gguf_model import write_gguf
-from parity.numpy_forward import forward
+from parity.numpy_forward import Shape, forward
 from parity.random_model import FAMILIES, random_weights, shapes, write_model
 from runner import Runner
 
 # f32 products of at most 320 terms near 1 in three layers: an error of 1e-5 of the largest logit is 80 ulp
 # of f32. A wrong angle, mask or head shows at 1e-2 or more.
 TOLERANCE = 2e-5
+# A draw in which half an ulp of f32 in every weight moves a logit by more than this part of the largest is
+# ill-conditioned (a post-norm over four values near 0, say): f32 cannot be held to TOLERANCE there. Over some
+# hundred draws the core's error was at most ten times such a move.
+CONDITION = 1e-6
 # Experts' logits (near 1) that are this near may come in another order in f32.
 GAP = 1e-4
 
@@ -40,6 +46,7 @@ def test_core_agrees_with_numpy(
     gaps: list[float] = []
     want_logits, want_hidden = forward(shape, weights, tokens, gaps=gaps)
     assume(min(gaps) > GAP)
+    assume(_is_well_conditioned(shape, weights, tokens, want_logits))
     with tempfile.TemporaryDirectory() as folder:
         if container == "gguf":
             path = write_gguf(Path(folder) / "model.gguf", family, shape, weights)
@@ -49,3 +56,11 @@ def test_core_agrees_with_numpy(
             logits, hidden = runner.forward(tokens)
     assert np.abs(logits - want_logits).max() <= TOLERANCE * np.abs(want_logits).max()
     assert np.abs(hidden - want_hidden).max() <= TOLERANCE * np.abs(want_hidden).max()
+
+
+def _is_well_conditioned(
+    shape: Shape, weights: Mapping[str, NDArray[np.float32]], tokens: list[int], logits: NDArray[np.float64]
+) -> bool:
+    rng = np.random.default_rng(0)
+    moved = {name: w * (1 + rng.uniform(-(2.0**-24), 2.0**-24, w.shape)) for name, w in weights.items()}
+    return bool(np.abs(forward(shape, moved, tokens)[0] - logits).max() <= CONDITION * np.abs(logits).max())

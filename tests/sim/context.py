@@ -73,6 +73,7 @@ class SimContext:
     whole, and not in parts."""
 
     isa, weight_bytes, vocab_size = "none", 0, VOCAB_SIZE
+    attention_window = None
 
     def __init__(self, *, n_cells: int, n_seq_max: int, n_streams: int = 1, lifo: bool = False) -> None:
         self.books = Books(n_cells=n_cells, n_seq_max=n_seq_max, n_streams=n_streams, lifo=lifo)

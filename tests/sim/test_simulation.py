@@ -74,7 +74,7 @@ def test_twenty_thousand_requests() -> None:
         assert min(ends[reason] for reason in ("stop", "length", "abort", "timeout", "error")) > 100
 
 
-@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("seed", [0, 3, 7, 13])
 def test_equal_seeds_give_equal_traces(seed: int) -> None:
     traces = {run(seed, mix_of(seed, 200)).trace for _ in range(2)}
     assert len(traces) == 1

@@ -45,7 +45,7 @@ class Mix:
     n_running: int = 32
     n_streams: int = 1
     load: float = 1.0
-    aborts: float = 0.13  # a tenth; the others have ended before
+    aborts: float = 0.14  # a tenth; the others have ended before
     deadlines: float = 0.05
     priorities: float = 0.2
     choices: float = 0.05

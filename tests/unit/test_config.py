@@ -140,3 +140,10 @@ def test_a_wrong_entry_is_named(models: object, says: str) -> None:
 def test_model_and_models_are_one_too_many() -> None:
     with pytest.raises(RejectedError, match="take out model"):
         load_config({"models": [{"name": "a"}], "model": "b"})
+
+
+def test_models_do_not_share_a_store(tmp_path: Path) -> None:
+    with pytest.raises(RejectedError, match="the same session_store"):
+        load_config({"models": "[{name: a}, {name: b}]", "session_store": str(tmp_path)})
+    own = f"[{{name: a, session_store: {tmp_path}/a}}, {{name: b, session_store: {tmp_path}/b}}, {{name: c}}]"
+    assert len(load_config({"models": own}).each_model()) == 3

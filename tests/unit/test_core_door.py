@@ -47,6 +47,9 @@ def test_a_wrong_setting_is_named_with_its_bounds(settings: dict[str, Any], says
         ({"stop_ids": [-1]}, "stop_ids is -1"),
         ({"logit_bias": [(2**40, 1.0)]}, "logit_bias"),
         ({"top_logprobs": -2}, "top_logprobs is -2"),
+        ({"prompt_logprobs": -2}, "prompt_logprobs is -2"),
+        ({"allowed_ids": [-1]}, "allowed_ids is -1"),
+        ({"bad_words": [[1], [2, -1]]}, "bad_words is -1"),
     ],
 )
 def test_a_wrong_sampling_number_is_named(spec: dict[str, Any], says: str) -> None:
@@ -63,6 +66,9 @@ def test_bounds_that_need_the_vocabulary_are_checked_when_attached() -> None:
             {"stop_ids": [600]},
             {"logit_bias": [(600, 1.0)]},
             {"top_p": 0.0},
+            {"allowed_ids": [600]},
+            {"bad_words": [[600]]},
+            {"bad_words": [[]]},
         ):
             with pytest.raises(RejectedError, match=next(iter(spec))):
                 runner.context.set_sampler(seq, _core.SamplerSpec(**spec), none, none)

@@ -17,9 +17,11 @@ from fakes.engines import NOW, Engine
 from llaisys.cli.flags import flag_of
 from llaisys.config import Config, load_config
 from llaisys.engine.capacity import Capacity, size
+from llaisys.engine.sessions import SessionCall
 from llaisys.engine.worker import inspect_model
 from llaisys.errors import (
     ContextLengthError,
+    ExhaustedError,
     LlaisysError,
     QueueFullError,
     RejectedError,
@@ -280,6 +282,37 @@ def num_kv_streams() -> None:
     assert sized(num_kv_cells=101, num_kv_streams=2).limits.n_cells == 100
 
 
+def max_sessions() -> None:
+    engine = made(max_sessions=2)
+    for name in ("x", "y", "x"):
+        engine.submit(name + str(len(engine.ends)), session_id=name)
+        engine.finish()
+    with pytest.raises(ExhaustedError) as caught:
+        engine.submit("z", session_id="z")
+    assert status(caught.value) == 429
+    start_refused(max_sessions=-1)
+
+
+def session_kv_share() -> None:
+    engine = made(num_kv_cells=100, session_kv_share=0.4)
+    for token in (1, 2, 3):
+        engine.submit(f"{token}", prompt=[token] * 20, max_tokens=1, session_id=f"{token}")
+        engine.finish()
+    assert engine.engine.stats().kv_cells_session == 40
+    engine.submit("large", prompt=[4] * 90, max_tokens=1)
+    engine.finish()
+    assert engine.engine.stats().kv_cells_session == 0
+    start_refused(session_kv_share=1.1)
+
+
+def session_store() -> None:
+    engine = made()
+    engine.engine.session_calls.call(SessionCall(kind="save", name="a", other="b"))
+    (answer,) = engine.engine.session_calls.take_answers()
+    assert (status(answer.error), answer.error is not None and answer.error.param) == (400, "session_store")
+    assert sized(session_store="somewhere").limits.session_store == Path("somewhere")
+
+
 def enable_prefix_caching() -> None:
     for enabled in (True, False):
         engine = made(enable_prefix_caching=enabled)
@@ -311,6 +344,9 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
         long_prefill_token_threshold,
         max_client_tokens_per_step,
         num_kv_streams,
+        max_sessions,
+        session_kv_share,
+        session_store,
         enable_prefix_caching,
     )
 }

@@ -51,7 +51,7 @@ async def test_each_entry_gets_its_engine() -> None:
     for service in (a, b):
         ids = [i async for d in service.generate([1], params, "r") for i in d.outputs[0].token_ids]
         assert ids == core.answer([1], 3)
-    assert (a.stats().kv_cells, b.stats().kv_cells) == (100, 200)
+    assert (a.stats().engine.kv_cells, b.stats().engine.kv_cells) == (100, 200)
     await both.close()
     assert not both.is_alive()
 

@@ -124,7 +124,7 @@ async def test_the_choices_of_a_stream() -> None:
             async for _ in service.generate([1, core.NON_FINITE], params, "c"):
                 pass
         await collect(service, "d")
-        assert service.stats().num_running == 0
+        assert service.stats().engine.num_running == 0
 
 
 async def test_facts_for_a_server(fake_model: Model) -> None:
@@ -167,7 +167,7 @@ async def test_a_stop_string_ends_the_stream_and_the_request() -> None:
         assert output.outputs[0].text == shown[: shown.index(shown[3])]
         assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", shown[3])
         await collect(service, "b")  # the cancel was heard before this one's end
-        assert service.stats().num_running == 0
+        assert service.stats().engine.num_running == 0
         assert service.stats().finished == {"stop": 1, "length": 1}
 
 
@@ -227,7 +227,7 @@ async def test_leaving_cancels_within_a_step(gate: Gate, how: str) -> None:
         gate.opened.set()
         await collect(service, "b", max_tokens=2)
         stats = service.stats()
-        assert (stats.num_running, stats.kv_cells_used) == (0, 0)
+        assert (stats.engine.num_running, stats.engine.kv_cells_used) == (0, 0)
         assert stats.finished == {"abort": 1, "length": 1}
 
 
@@ -345,7 +345,11 @@ async def test_stats_count_tokens_and_latencies() -> None:
         assert stats.time_to_first_token_s.count == 2
         assert stats.e2e_request_latency_s.count == 2
         assert 1 <= stats.inter_token_latency_s.count <= 9
-        assert stats.kv_cells == 512
+        assert stats.engine.kv_cells == 512
+        assert stats.engine.tokens_of_steps.sum == 6 + 9 - stats.engine.prefix_hit_tokens
+        queue, prefill, first = stats.queue_time_s, stats.prefill_time_s, stats.time_to_first_token_s
+        assert queue.count == prefill.count == 2
+        assert queue.sum + prefill.sum == pytest.approx(first.sum)
 
 
 async def test_a_start_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,7 +378,7 @@ async def test_a_lazy_model_is_loaded_once_for_all_that_wait(monkeypatch: pytest
     async with started(preload=False) as service:
         assert (service.is_loaded(), service.is_ready(), made) == (False, True, [])
         assert service.max_model_len == 128
-        assert service.stats().kv_cells == 0
+        assert service.stats().engine.kv_cells == 0
         outputs = await asyncio.gather(*(collect(service, f"{i}") for i in range(8)))
         assert [o.outputs[0].token_ids for o in outputs] == [core.answer(PROMPT, 10)] * 8
         assert (service.is_loaded(), made) == (True, ["fake"])

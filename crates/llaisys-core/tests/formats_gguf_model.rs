@@ -2,7 +2,7 @@
 
 mod formats_common;
 
-use formats_common::gguf::{D_HEAD, Gguf, Meta, N_HEADS, array_head};
+use formats_common::gguf::{D_HEAD, F32, Gguf, Meta, N_HEADS, Q8_0, array_head};
 use formats_common::{assert_names, check, format_error, gguf_error, unsupported};
 use llaisys_core::dtype::DType;
 use llaisys_core::formats::{FormatError, GgufError};
@@ -35,11 +35,20 @@ fn info_has_the_fields_of_the_python_type() {
     info.as_object_mut().unwrap().remove("path");
     let n_q8_0 = (8 + 32 + 3 * 32) * 32;
     let n_f32 = 3 * 32 + (32 + 16 + 16) * 32;
+    // Rows come in panels of 32: the 8 tokens' and the 16 of K and V are filled up, vectors are not.
+    let (q8_0, f32) = ((32 + 32 + 3 * 32) * 32, (32 + 32 + 32) * 32);
+    let vectors = 3 * 32 * 4;
+    let packed = json!({
+        "auto": q8_0 / 32 * 34 + f32 * 4 + vectors,
+        "float32": (q8_0 + f32) * 4 + vectors,
+        "bfloat16": (q8_0 + f32) * 2 + vectors,
+    });
     let want = json!({
         "file_format": "gguf", "architecture": "LlamaForCausalLM", "dtype": "f32",
         "n_layers": 1, "d_model": 32, "n_heads": 2, "n_kv_heads": 1, "d_head": 16, "d_ff": 32,
         "vocab_size": 8, "max_position_embeddings": 64,
         "n_parameters": n_q8_0 + n_f32, "weight_bytes": n_q8_0 / 32 * 34 + n_f32 * 4,
+        "packed_bytes": packed,
         "kv_bytes_per_cell": {"float32": 128, "bfloat16": 64},
         "bos_token_id": 5, "eos_token_ids": [6], "generation": {},
         "tokenizer": {
@@ -278,6 +287,21 @@ fn other_things_that_would_run_wrong_are_refused_by_name() {
     assert_names(&experts("llama.expert_shared_count", Meta::U32(1)), &["shared experts", "1"]);
     assert_names(&experts("llama.expert_gating_func", Meta::U32(2)), &["expert_gating_func", "softmax"]);
     assert_names(&experts("llama.expert_weights_scale", Meta::F32(2.5)), &["expert_weights_scale = 2.5"]);
+}
+
+#[test]
+fn experts_in_single_tensors_are_an_old_layout() {
+    let mut file = small().with("llama.expert_count", Meta::U32(2));
+    file = file.with("llama.expert_used_count", Meta::U32(2));
+    for part in ["gate", "up", "down"] {
+        file.tensors.retain(|tensor| tensor.name != format!("blk.0.ffn_{part}.weight"));
+        for expert in 0..2 {
+            file.matrix(&format!("blk.0.ffn_{part}.{expert}.weight"), 32, 32, Q8_0);
+        }
+    }
+    file.matrix("blk.0.ffn_gate_inp.weight", 2, 32, F32);
+    let words = ["old GGUF layout", "blk.0.ffn_gate.0.weight", "ffn_gate_exps", "convert the model again"];
+    assert_names(&unsupported(file.open()), &words);
 }
 
 #[test]

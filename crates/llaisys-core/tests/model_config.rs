@@ -48,10 +48,14 @@ fn facts_of_the_goldens() {
 #[test]
 fn info_has_the_fields_of_the_python_type() {
     let checkpoint = Checkpoint::open(&golden("qwen3-tied-bf16")).unwrap();
+    // 5 norms of the width and 4 of a head in f32; the embedding's 600 rows are filled up to 608.
+    let n_vectors = 5 * 64 + 4 * 32;
+    let packed = |bytes: usize| (155_584 - n_vectors + 8 * 64) * bytes + n_vectors * 4;
     let want = json!({
         "path": golden("qwen3-tied-bf16"), "file_format": "safetensors", "architecture": "Qwen3ForCausalLM",
         "dtype": "bf16", "n_layers": 2, "d_model": 64, "n_heads": 4, "n_kv_heads": 2, "d_head": 32, "d_ff": 176,
         "vocab_size": 600, "max_position_embeddings": 512, "n_parameters": 155_584, "weight_bytes": 311_168,
+        "packed_bytes": {"auto": packed(2), "float32": packed(4), "bfloat16": packed(2)},
         "kv_bytes_per_cell": {"float32": 1024, "bfloat16": 512},
         "bos_token_id": null, "eos_token_ids": [599], "generation": {}, "tokenizer": null,
     });

@@ -1,11 +1,11 @@
-//! A row that cannot be sampled costs its own sequence only.
+//! A row that cannot be sampled costs its own sequence only; a row that scores the prompt is not sampled.
 
 mod common;
 
 use common::{Outputs, Rows, Tiny, feed, load, settings};
 use llaisys_core::batch::output;
 use llaisys_core::context::{DecodeRequest, RowMasks};
-use llaisys_core::sample::{RowFault, SamplerSpec};
+use llaisys_core::sample::{Logprobs, RowFault, SamplerSpec};
 
 fn model() -> Tiny {
     Tiny::odd("Qwen2ForCausalLM", true)
@@ -72,4 +72,39 @@ fn a_lost_row_is_not_counted_as_output() {
     assert_eq!((lost.faults.len(), context.kv_seq_pos_max(seq).unwrap()), (4, None));
     // Had the lost rows' token 3 been counted, the penalty would have made way for token 4.
     assert_eq!(rows.decode(context).unwrap().token_ids[3], 3);
+}
+
+/// A prompt in two chunks, of which each row scores the token after it; then its first answer token.
+#[test]
+fn rows_of_the_prompt_score_its_tokens_and_count_as_no_output() {
+    let prompt = model().tokens(19, 6);
+    let mut loaded = load(&model(), settings());
+    let context = &mut loaded.context;
+    let (plain, seq) = (context.seq_acquire(0).unwrap(), context.seq_acquire(0).unwrap());
+    let last = Rows::default().run(plain, 0, &prompt).decode(context).unwrap().logits.unwrap();
+    let last = &last[last.len() / 6 * 5..];
+    // Were the scored `prompt[4]` counted, the penalties (4 in all) would make way for the other token.
+    let (first, other) = (prompt[4] as usize, (0..60).find(|id| !prompt.contains(id)).unwrap() as usize);
+    let logit_bias = vec![(first as u32, 60.0 - last[first]), (other as u32, 58.0 - last[other])];
+    let (frequency_penalty, presence_penalty) = (2.0, 2.0);
+    let spec = SamplerSpec { frequency_penalty, presence_penalty, logit_bias, ..greedy() };
+    let spec = SamplerSpec { prompt_logprobs: Some(2), ..spec };
+    context.set_sampler(seq, spec, &prompt, &[]).unwrap();
+    let (mut ids, mut logprobs, mut logits) = (Vec::<i32>::new(), Vec::<Logprobs>::new(), Vec::<f32>::new());
+    for (start, end) in [(0, 4), (4, 6)] {
+        let result = Rows::default().run(seq, start, &prompt[start..end]).decode(context).unwrap();
+        ids.extend(&result.token_ids);
+        logprobs.extend(result.logprobs.into_iter().map(|(_, entry)| entry));
+        logits.extend(result.logits.unwrap());
+    }
+    assert_eq!(ids[..5], prompt[1..]);
+    assert_eq!(ids[5], prompt[4]);
+    assert_eq!((logprobs.len(), logprobs[0].top.len()), (5, 2));
+    for (row, entry) in logprobs.iter().enumerate() {
+        let logits = &logits[row * logits.len() / 6..][..logits.len() / 6];
+        let sum: f64 = logits.iter().map(|&l| f64::from(l).exp()).sum();
+        let wanted = f64::from(logits[prompt[row + 1] as usize]) - sum.ln();
+        // Roundings to f32 of numbers below 16: 2^-20 each, a few of them.
+        assert!((f64::from(entry.logprob) - wanted).abs() < 4e-6);
+    }
 }

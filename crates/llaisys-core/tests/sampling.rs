@@ -2,7 +2,7 @@
 use llaisys_core::sample::philox::uniform;
 use llaisys_core::sample::{Outcome, RowFault, Sampler, SamplerSpec, Scratch, sample};
 use proptest::prelude::*;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 const VOCAB: usize = 97;
 
@@ -233,6 +233,9 @@ fn out_of_bounds_parameters_are_named() {
     assert!(refuse(SamplerSpec { frequency_penalty: -3.0, ..base() }).contains("frequency_penalty"));
     assert!(refuse(SamplerSpec { logit_bias: vec![(97, 0.0)], ..base() }).contains("97"));
     assert!(refuse(SamplerSpec { stop_ids: vec![97], ..base() }).contains("97"));
+    assert!(refuse(SamplerSpec { allowed_ids: vec![97], ..base() }).contains("97"));
+    assert!(refuse(SamplerSpec { bad_words: vec![vec![1, 97]], ..base() }).contains("97"));
+    assert!(refuse(SamplerSpec { bad_words: vec![vec![]], ..base() }).contains("bad_words"));
     assert!(Sampler::new(base(), VOCAB, &[-1], &[]).is_err());
     assert!(Sampler::new(base(), VOCAB, &[], &[97]).is_err());
 }
@@ -276,4 +279,69 @@ fn draws_from_a_large_vocabulary_agree_with_the_model() {
             }
         }
     }
+}
+
+#[test]
+fn only_allowed_ids_are_drawn() {
+    let allowed_ids = vec![96, 3, 40];
+    let spec = SamplerSpec { temperature: 2.0, allowed_ids: allowed_ids.clone(), ..SamplerSpec::default() };
+    let s = sampler(spec, &[], &[]);
+    let drawn: BTreeSet<u32> = (0..300).map(|position| token(&logits(2), &s, position)).collect();
+    assert_eq!(drawn, allowed_ids.into_iter().collect());
+    let spec = SamplerSpec { allowed_ids: vec![3], bad_words: vec![vec![3]], ..SamplerSpec::default() };
+    let outcome = sample(&mut Scratch::default(), &mut logits(2), Some(&sampler(spec, &[], &[])), 0, None);
+    assert_eq!(outcome, Outcome::Fault(RowFault::AllMasked));
+}
+
+proptest! {
+    /// Greedy answers never hold a bad word, and differ from the best token only where one would be completed.
+    #[test]
+    fn a_bad_word_is_never_completed(
+        bad_words in prop::collection::vec(prop::collection::vec(0_u32..4, 1..4), 1..4),
+        output in prop::collection::vec(0_i32..4, 0..6), row_seed in 0_u64..1000,
+    ) {
+        // Ids 0 to 3 are by far the best ones, so that words are met often.
+        let mut row = logits(row_seed);
+        row[..4].iter_mut().for_each(|l| *l += 20.0);
+        let spec = SamplerSpec { temperature: 0.0, bad_words: bad_words.clone(), ..SamplerSpec::default() };
+        let mut s = sampler(spec, &[1, 2, 3], &output);
+        let mut so_far: Vec<u32> = output.iter().map(|&t| t as u32).collect();
+        for position in 0..8 {
+            let completes = |id: u32| {
+                let grown: Vec<u32> = so_far.iter().copied().chain([id]).collect();
+                bad_words.iter().any(|word| grown.ends_with(word))
+            };
+            let mut want = row.clone();
+            (0..4).filter(|&id| completes(id)).for_each(|id| want[id as usize] = f32::NEG_INFINITY);
+            let best = want.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let got = token(&row, &s, position);
+            prop_assert_eq!(want[got as usize], best);
+            s.accept(got);
+            so_far.push(got);
+        }
+    }
+}
+
+#[test]
+fn a_row_of_the_prompt_gives_its_next_token_with_logprobs() {
+    let row = logits(8);
+    let spec = SamplerSpec {
+        prompt_logprobs: Some(3),
+        logit_bias: vec![(11, 100.0)],
+        allowed_ids: vec![11],
+        ..SamplerSpec::default()
+    };
+    let s = sampler(spec, &[5, 6, 7], &[]);
+    let sum: f64 = row.iter().map(|&l| f64::from(l).exp()).sum();
+    for (position, id) in [(1, 6), (2, 7)] {
+        let outcome = sample(&mut Scratch::default(), &mut row.clone(), Some(&s), position, None);
+        let Outcome::Token { id: got, logprobs: Some(logprobs) } = outcome else { panic!("{outcome:?}") };
+        assert_eq!(got, id);
+        // As above: roundings to f32 of numbers below 16.
+        assert!((f64::from(logprobs.logprob) - (f64::from(row[id as usize]) - sum.ln())).abs() < 4e-6);
+        assert_eq!(logprobs.rank as usize, 1 + row.iter().filter(|&&l| l > row[id as usize]).count());
+        assert_eq!(logprobs.top.len(), 3);
+    }
+    let outcome = sample(&mut Scratch::default(), &mut row.clone(), Some(&s), 3, None);
+    assert_eq!(outcome, Outcome::Token { id: 11, logprobs: None }, "behind the prompt it is a draw");
 }

@@ -26,11 +26,14 @@ impl SamplerSpec {
         presence_penalty = 0.0,
         frequency_penalty = 0.0,
         logit_bias = Vec::new(),
+        allowed_ids = Vec::new(),
+        bad_words = Vec::new(),
         min_tokens = 0,
         stop_ids = Vec::new(),
         seed = 0,
         choice = 0,
         top_logprobs = -1,
+        prompt_logprobs = -1,
     ))]
     fn new(
         py: Python<'_>,
@@ -43,11 +46,14 @@ impl SamplerSpec {
         presence_penalty: f32,
         frequency_penalty: f32,
         logit_bias: Vec<(i64, f32)>,
+        allowed_ids: Vec<i64>,
+        bad_words: Vec<Vec<i64>>,
         min_tokens: i64,
         stop_ids: Vec<i64>,
         seed: i128,
         choice: i64,
         top_logprobs: i64,
+        prompt_logprobs: i64,
     ) -> PyResult<Self> {
         let build = || -> Result<CoreSpec, Fault> {
             Ok(CoreSpec {
@@ -63,22 +69,30 @@ impl SamplerSpec {
                     .iter()
                     .map(|&(id, bias)| Ok((natural("a token id of logit_bias", id)?, bias)))
                     .collect::<Result<_, Error>>()?,
-                min_tokens: natural("min_tokens", min_tokens)?,
-                stop_ids: stop_ids
+                allowed_ids: naturals("a token id of allowed_ids", &allowed_ids)?,
+                bad_words: bad_words
                     .iter()
-                    .map(|&id| natural("a token id of stop_ids", id))
+                    .map(|word| naturals("a token id of bad_words", word))
                     .collect::<Result<_, Error>>()?,
+                min_tokens: natural("min_tokens", min_tokens)?,
+                stop_ids: naturals("a token id of stop_ids", &stop_ids)?,
                 seed: seed_bits(seed)?,
                 choice: natural("choice", choice)?,
-                top_logprobs: if top_logprobs == -1 {
-                    None
-                } else {
-                    Some(natural("top_logprobs", top_logprobs)?)
-                },
+                top_logprobs: unless_off("top_logprobs", top_logprobs)?,
+                prompt_logprobs: unless_off("prompt_logprobs", prompt_logprobs)?,
             })
         };
         build().map(|spec| Self { spec }).map_err(|fault| fault.into_py(py))
     }
+}
+
+fn naturals(what: &'static str, ids: &[i64]) -> Result<Vec<u32>, Error> {
+    ids.iter().map(|&id| natural(what, id)).collect()
+}
+
+/// A count, or `None` for -1.
+fn unless_off(what: &'static str, n: i64) -> Result<Option<u32>, Error> {
+    if n == -1 { Ok(None) } else { natural(what, n).map(Some) }
 }
 
 /// The 64 bits of a signed or unsigned seed.

@@ -40,7 +40,8 @@ class StepSpeed:
         left_s = limit_s - (self.step_s or 0.0)
         if self.prefill_token_s is None or self.prefill_token_s * most <= left_s:
             return most  # before a division by next to nothing
-        return min(most, max(PREFILL_TOKENS_MIN, int(left_s / self.prefill_token_s)))
+        n_tokens = int(left_s / self.prefill_token_s) if left_s > 0 else 0
+        return min(most, max(PREFILL_TOKENS_MIN, n_tokens))
 
 
 def _mean(old: float | None, new: float) -> float:

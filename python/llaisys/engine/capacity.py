@@ -31,8 +31,10 @@ _AS_CONFIGURED = (
     "max_step_time_s",
     "long_prefill_token_threshold",
     "max_client_tokens_per_step",
+    "max_sessions",
+    "session_kv_share",
+    "session_store",
 )
-_WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 _FLOAT_BYTES = 4
 
 
@@ -72,6 +74,7 @@ def size(config: Config, info: ModelInfo, memory_bytes: int, n_cores: int) -> Ca
         n_cells=n_cells,
         vocab_size=info.vocab_size,
         n_streams=config.num_kv_streams,
+        kv_cell_bytes=cell_bytes,
         **{name: getattr(config, name) for name in _AS_CONFIGURED},
     )
     settings = WorkerSettings(
@@ -149,11 +152,8 @@ def _n_cells(
 
 
 def _weight_bytes(config: Config, info: ModelInfo) -> int:
-    """Bytes of the weights as the core packs them, but for the padding of panels."""
-    if config.dtype != "auto":
-        return info.n_parameters * _WEIGHT_BYTES[config.dtype]
-    # float16 has no packed form of its own and is held as float32.
-    return info.weight_bytes * (2 if info.dtype == "float16" else 1)
+    """Bytes of the weights as the core packs them."""
+    return info.packed_bytes[config.dtype]
 
 
 def _workspace_bytes(config: Config, info: ModelInfo) -> int:

@@ -8,21 +8,29 @@ its worst case set aside, which nobody else may take.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from llaisys.engine.limits import Limits
 from llaisys.engine.prefix import PrefixIndex
 from llaisys.engine.request import BrokenInvariant, Request, Running
+from llaisys.engine.requests import OpenRequests
+from llaisys.errors import QueueFullError
 
 # Tokens of an answer for which a request needs room to be admitted: so many steps without a preemption.
 HEADROOM_TOKENS = 8
 
 
-def near_need(request: Request) -> int:
-    """Cells, beyond those of its computed tokens, that a request takes soon; the worst case if secured."""
+def near_need(request: Request, n_cached: int = 0) -> int:
+    """Cells, beyond those of its computed tokens, that a request takes soon; the worst case if secured.
+
+    `n_cached`: tokens that it will find computed when it is admitted.
+    """
+    n_there = request.num_computed + n_cached
     if request.is_secured:
-        return request.token_limit - request.num_computed
-    return min(request.token_limit, len(request.token_ids) + HEADROOM_TOKENS) - request.num_computed
+        return request.token_limit - n_there
+    need = min(request.token_limit, len(request.token_ids) + HEADROOM_TOKENS) - n_there
+    return need if request.window_cells is None else min(need, request.window_cells - request.num_own)
 
 
 def stream_of(request: Request) -> int:
@@ -94,7 +102,7 @@ class Room:
         """
         stream = stream_of(request)
         private = 0 if request.lock is None or self._prefix is None else self._prefix.n_private(request.lock)
-        self.left[stream] += request.num_computed - request.num_shared + private
+        self.left[stream] += request.num_own + private
         if request.is_secured:
             self._aside[stream] -= near_need(request)
 
@@ -102,7 +110,7 @@ class Room:
         """A waiting request goes to its place: what it reuses is pinned, and copied if it lies elsewhere."""
         self.left[place.source] -= place.n_pinned
         if request.is_secured:
-            self._aside[place.stream] += near_need(request) - place.n_cached
+            self._aside[place.stream] += near_need(request, place.n_cached)
         if place.stream != place.source:
             self.left[place.stream] -= place.n_cached
             self.taken[place.stream] += place.n_cached
@@ -123,7 +131,7 @@ class Admission:
     def place(self, request: Request) -> Place | None:
         """Where most of its prefix lies, if there is room, else the emptiest arena with room."""
         best, n_cells = self._prefix_of(request), near_need(request)
-        if self._left[best.source] >= n_cells - best.n_cached + best.n_pinned:
+        if self._left[best.source] >= near_need(request, best.n_cached) + best.n_pinned:
             return best
         for stream in sorted(self._streams, key=lambda s: (-self._left[s], s)):
             if stream != best.source and self._left[stream] >= n_cells:
@@ -135,19 +143,40 @@ class Admission:
     def take(self, request: Request, place: Place) -> None:
         """The request will run there."""
         linked = place.n_cached if place.stream == place.source else 0
-        self._left[place.stream] -= near_need(request) - linked
+        self._left[place.stream] -= near_need(request, linked)
         self._left[place.source] -= place.n_pinned
 
     def _prefix_of(self, request: Request) -> Place:
-        """The longest computed prefix, where it lies, but for the last token: its logits are wanted."""
-        limit = len(request.token_ids) - 1
+        """The longest computed prefix, where it lies, but for what is to be computed anyhow."""
+        limit = request.num_reusable
         leader = request.leader
         if self._prefix is not None:
             match = self._prefix.match(request.source.cache_salt, request.token_ids, limit)
             if match.n_tokens:
                 return Place(match.stream, match.n_tokens, match.stream, match.n_evictable)
-        elif leader is not None and isinstance(leader.state, Running):
+        elif leader is not None and isinstance(leader.state, Running) and not leader.num_reclaimed:
             n_shared = min(limit, request.num_prompt - 1, leader.num_computed)
             return Place(leader.state.stream, n_shared, leader.state.stream, fork=leader)
         emptiest = max(self._streams, key=lambda s: (self._left[s], -s))
         return Place(emptiest, source=emptiest)
+
+
+def check_queue(
+    request: Request,
+    requests: OpenRequests,
+    limits: Limits,
+    n_room: Callable[[], int],
+) -> None:
+    """Raises QueueFullError if with this request more would wait than may, even after the next step let in
+    whom it can. Siblings do not count: their request does. `n_room`: cells that are free or can be had."""
+    running, n_waiting = requests.running, requests.num_queued
+    n_left, n_ids = n_waiting + 1, limits.max_num_seqs - len(running)
+    if n_left > limits.max_num_queued_reqs and n_ids:
+        n_cells = n_room() - sum(map(near_need, running))
+        for each in [*requests.waiting, request][:n_ids]:
+            n_cells -= near_need(each)
+            if n_cells < 0:
+                break
+            n_left -= each.leader is None
+    if n_left > limits.max_num_queued_reqs:
+        raise QueueFullError(f"{n_waiting} requests wait already, at most {limits.max_num_queued_reqs} may")

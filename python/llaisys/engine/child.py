@@ -23,8 +23,11 @@ from llaisys.config import package_version
 from llaisys.engine.grammar import Grammars
 from llaisys.engine.loop import EngineLoop, Listener, build_engine
 from llaisys.engine.outputs import EngineOutput
+from llaisys.engine.sessions import SessionAnswer
 from llaisys.engine.watch import Watch
 from llaisys.engine.wire import (
+    Answer,
+    Ask,
     Cancel,
     Ended,
     FromEngine,
@@ -78,7 +81,7 @@ class _Wire:
         """Waits until everything is sent."""
         self._context.destroy()
 
-    def receive(self) -> Start | Submit | Cancel | Shutdown:
+    def receive(self) -> Start | Submit | Cancel | Ask | Shutdown:
         """Raises msgspec.DecodeError or LlaisysError for what is no message."""
         return decode_to_engine(self._inbox.recv())
 
@@ -100,6 +103,9 @@ def _serve(wire: _Wire) -> None:
     def step(outputs: list[EngineOutput], stats: EngineStats) -> None:
         wire.send(Step(outputs, stats))
 
+    def answer(answer: SessionAnswer) -> None:
+        wire.send(Answer(answer))
+
     def ended(error: EngineDeadError) -> None:
         if watch.stuck:  # the socket is the engine thread's, which is in there; the parent sees the exit
             logging.shutdown()
@@ -111,7 +117,7 @@ def _serve(wire: _Wire) -> None:
     grammars = None if start.grammar_tokens is None else Grammars(start.grammar_tokens)
     loop = EngineLoop(
         partial(build_engine, start.settings, start.limits, start.seed, grammars),
-        Listener(step, ended, time.monotonic),
+        Listener(step, answer, ended, time.monotonic),
         start.inbox_max,
         watch,
     )
@@ -133,7 +139,7 @@ def _serve(wire: _Wire) -> None:
                 loop.send(message)
 
 
-def _compile_first(grammars: Grammars | None, message: Submit | Cancel) -> None:
+def _compile_first(grammars: Grammars | None, message: Submit | Cancel | Ask) -> None:
     """A grammar is compiled here, so that the engine's steps do not wait for it. The door has compiled it
     before; should it fail here, the engine finds that too, and ends its request."""
     if isinstance(message, Submit) and grammars is not None:

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from typing import Protocol, TypeAlias
 
 from llaisys.engine.limits import Limits, token_limit
 from llaisys.engine.outputs import EngineOutput, refusal
 from llaisys.engine.request import EngineRequest
-from llaisys.engine.wire import Cancel, Submit
-from llaisys.errors import EngineDeadError, QueueFullError, RejectedError
+from llaisys.engine.sessions import SessionAnswer, SessionCall
+from llaisys.engine.wire import Ask, Cancel, Submit
+from llaisys.errors import EngineDeadError, ExhaustedError, QueueFullError, RejectedError
 from llaisys.stats import EngineStats
-from llaisys.types import RequestId, SamplingParams
+from llaisys.types import RequestId, SamplingParams, SessionInfo
 
 Deliver: TypeAlias = Callable[[list[EngineOutput]], None]
 
 # A request sends one Submit, and one Cancel for each of its choices and for all of them together.
 MESSAGES_A_REQUEST = 10
+# Calls of sessions that may be open at the same time: each may hold a piece of a file.
+CALLS_MAX = 16
 
 
 class Link(Protocol):
     """One living engine, as messages reach it."""
 
-    def send(self, message: Submit | Cancel) -> None:
+    def send(self, message: Submit | Cancel | Ask) -> None:
         """Leaves a message for the engine's next step; from any thread, never waits."""
 
 
@@ -46,10 +52,12 @@ class EngineClient(ABC):
         self._open: set[RequestId] = set()
         # What was cancelled of each open request: its choices, or None for all of them.
         self._cancelled: dict[RequestId, set[int | None]] = {}
+        self._calls: dict[int, Future[list[SessionInfo]]] = {}
+        self._call_ids = itertools.count()
         self._open_max = limits.max_num_seqs + limits.max_num_queued_reqs
         self._link: Link | None = None
         self._error: EngineDeadError | None = None
-        self._stats = EngineStats(kv_cells=limits.n_cells)
+        self._stats = EngineStats(kv_cells=limits.n_cells, kv_cells_free=limits.n_cells)
         self._owner = os.getpid()
 
     @property
@@ -106,6 +114,30 @@ class EngineClient(ABC):
         if request_id not in self._open:  # it ended meanwhile
             self._cancelled.pop(request_id, None)
 
+    def call(self, call: SessionCall) -> Future[list[SessionInfo]]:
+        """Asks for something of a client's sessions; its `call_id` is given here. The future, which cannot be
+        cancelled, has the session (of `list`: all), or what refused it.
+
+        Raises EngineDeadError, or ExhaustedError beyond CALLS_MAX open calls.
+        """
+        link = self._link
+        if link is None or not self._is_owner():
+            raise self._why_not()
+        if len(self._calls) >= CALLS_MAX:
+            raise ExhaustedError(f"{CALLS_MAX} calls of sessions are under way, at most so many may be")
+        call = replace(call, call_id=next(self._call_ids))
+        future: Future[list[SessionInfo]] = Future()
+        future.set_running_or_notify_cancel()
+        self._calls[call.call_id] = future
+        try:
+            link.send(Ask(call))
+        except BaseException:
+            self._calls.pop(call.call_id, None)
+            raise
+        if self._link is not link and self._calls.pop(call.call_id, None) is not None:
+            raise self._why_not()  # as in `submit`
+        return future
+
     def stats(self) -> EngineStats:
         """The engine's books after its newest step."""
         return self._stats
@@ -143,6 +175,21 @@ class EngineClient(ABC):
     def _stop(self) -> None:
         """Ends the engine and waits for its end."""
 
+    @property
+    def _inbox_max(self) -> int:
+        """Messages that may wait for a step: of all open ids and calls, and of as many that follow those that
+        end meanwhile."""
+        return 2 * (MESSAGES_A_REQUEST * self._open_max + CALLS_MAX)
+
+    def _answered(self, answer: SessionAnswer) -> None:
+        future = self._calls.pop(answer.call_id, None)
+        if future is None:
+            return
+        if answer.error is None:
+            future.set_result(answer.sessions)
+        else:
+            future.set_exception(answer.error)
+
     def _step(self, outputs: list[EngineOutput], stats: EngineStats) -> None:
         self._stats = stats
         for output in outputs:
@@ -155,12 +202,16 @@ class EngineClient(ABC):
         """The link is dead: every open request gets its end."""
         self._error = error
         self._link = None
-        self._stats = EngineStats(kv_cells=self._limits.n_cells)
+        self._stats = EngineStats(kv_cells=self._limits.n_cells, kv_cells_free=self._limits.n_cells)
         last = [
             refusal(request_id, _copy(error)) for request_id in list(self._open) if self._take_out(request_id)
         ]
         if last:
             self._deliver(last)
+        for call_id in list(self._calls):
+            future = self._calls.pop(call_id, None)
+            if future is not None:
+                future.set_exception(_copy(error))
 
     # --- inside ---
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from llaisys.engine.cells import Room, near_need, stream_of
+from llaisys.engine.cells import Room, check_queue, near_need, stream_of
 from llaisys.engine.chronicle import Chronicle
 from llaisys.engine.executor import Executor
 from llaisys.engine.fairness import FairState
-from llaisys.engine.grammar import Grammars, Guides, Mask
+from llaisys.engine.grammar import Grammars, Guides
 from llaisys.engine.limits import Limits, token_limit
 from llaisys.engine.outputs import EngineOutput, TokenLogprobs
 from llaisys.engine.plan import Admit, Plan, View
 from llaisys.engine.prefix import Lock, PrefixIndex
+from llaisys.engine.reclaim import most_cells, reclaimable
 from llaisys.engine.request import (
     Admitted,
     BrokenInvariant,
@@ -32,6 +33,8 @@ from llaisys.engine.request import (
 from llaisys.engine.requests import OpenRequests
 from llaisys.engine.retention import Retention
 from llaisys.engine.scheduler import plan
+from llaisys.engine.session_calls import Hooks, SessionCalls
+from llaisys.engine.sessions import Session, Sessions
 from llaisys.engine.tally import Tally
 from llaisys.engine.timeline import Timeline
 from llaisys.engine.worker import Batch, Chunk, StepResult, Worker, sequence_of
@@ -39,10 +42,8 @@ from llaisys.errors import (
     EngineDeadError,
     ExhaustedError,
     LlaisysError,
-    QueueFullError,
     RejectedError,
     RequestFailedError,
-    UnsupportedError,
 )
 from llaisys.stats import EngineStats
 from llaisys.types import RequestId
@@ -64,13 +65,20 @@ class LLMEngine:
         self._worker = executor.worker
         self._limits = limits
         self._seed = seed
+        self._window = executor.worker.attention_window
         self._retention = (
             Retention(executor.worker, limits.n_streams) if limits.enable_prefix_caching else None
         )
-        self._guides = None if grammars is None else Guides(grammars)
+        self._guides = Guides(grammars)
         self._requests = OpenRequests()
         self._open = self._requests.by_ordinal
-        self._restoring: set[str] = set()
+        self.sessions = Sessions(self._retention, limits)
+        self.session_calls = SessionCalls(
+            self.sessions,
+            self._retention,
+            limits,
+            Hooks(self._n_spare, self.begin_restore, self.end_restore),
+        )
         self._pending: list[EngineOutput] = []
         self._fair = FairState()
         self._last_scan_s = self._last_cleanup_s = self._stuck_s = float("-inf")
@@ -113,23 +121,22 @@ class LLMEngine:
         Raises RejectedError, ContextLengthError (could never run) or QueueFullError; then it is not taken.
         """
         limit = token_limit(source.prompt_token_ids, source.params, self._limits)
-        if source.params.structured_outputs is not None and self._guides is None:
-            raise UnsupportedError("this engine has no tokenizer for grammars", param="structured_outputs")
+        self._guides.check(source)
         if source.request_id in self._requests:
             raise RejectedError(f"request id {source.request_id!r} is in use", param="request_id")
         seed = source.params.seed
         seed = derive_seed(self._seed, self._num_submitted) if seed is None else seed % 2**64
-        leader = Request(source, self._num_choices, seed, limit)
-        self._check_queue(leader)
-        if source.session_id in self._restoring:
+        leader = Request(source, self._num_choices, seed, limit, window_cells=self._window_cells(source))
+        check_queue(leader, self._requests, self._limits, self._n_room)
+        session = self.sessions.named_by(source)
+        if session is not None and session.is_restoring:
             leader.state = WaitingForRemoteKvs(source.session_id)
         self._chronicle.arrive(leader, [*self._requests.waiting] or self._requests.running)
         choices = [leader]
         for index in range(1, source.params.n):
             choices.append(Request(source, leader.ordinal + index, seed, limit, index, leader))
             self._chronicle.arrive(choices[-1], [leader])
-        if self._guides is not None and source.params.structured_outputs is not None:
-            self._guides.begin(choices)
+        self._guides.begin(choices)
         self._requests.add(choices)
         self._num_submitted += 1
         self._num_choices += len(choices)
@@ -145,15 +152,19 @@ class LLMEngine:
 
     # --- restores: a request of a session that is being restored waits for it, in nobody's way ---
 
-    def begin_restore(self, session_id: str) -> None:
+    def begin_restore(self, session: Session) -> None:
         """From now on requests that name the session wait for `end_restore`."""
-        self._restoring.add(session_id)
+        session.is_restoring = True
 
-    def end_restore(self, session_id: str, error: LlaisysError | None = None) -> None:
-        """The session's KV is there, and its requests join the queue; with an `error` they end with it."""
-        self._restoring.discard(session_id)
+    def end_restore(self, session: Session, error: LlaisysError | None = None) -> None:
+        """The session's KV is there, and its requests join the queue; with an `error` they end with it, and
+        the session is gone."""
+        session.is_restoring = False
+        if error is not None:
+            self.sessions.delete(session)
         for request in [*self._requests.parked.values()]:
-            if request.state != WaitingForRemoteKvs(session_id):
+            key = (request.source.client_id, request.source.session_id)
+            if key != session.key or not isinstance(request.state, WaitingForRemoteKvs):
                 continue
             if error is None:
                 request.state = advance(request.state, Restored())
@@ -171,7 +182,7 @@ class LLMEngine:
 
     def wait_s(self) -> float | None:
         """Seconds after which a step is due if nothing else happens; None: never."""
-        if self.has_work():
+        if self.has_work() or self.session_calls.is_ready:
             return 0.0
         return self._limits.timeout_scan_s if self._requests.parked else None
 
@@ -183,7 +194,7 @@ class LLMEngine:
         outputs, self._pending = self._pending, []
         self._tally.begin(now_s)
         self._now_s = now_s
-        made = plan(self._view(), now_s)
+        made = self._plan(now_s)
         outputs += self._prepare(made, now_s)
         self._chronicle.plan(made, self._open, len(self._requests.running), now_s)
         batch = self._batch(made, outputs)
@@ -213,6 +224,8 @@ class LLMEngine:
             kv_cells_used=self._limits.n_cells - n_free - n_evictable,
             kv_cells_retained=0 if index is None else sum(map(index.n_retained, streams)),
             kv_cells_free=n_free,
+            kv_cells_session=self.sessions.n_pinned,
+            num_sessions=len(self.sessions),
             num_preempted=tally.num_preempted,
             num_evicted_cells=tally.num_evicted_cells,
             prefix_query_tokens=tally.prefix_query_tokens,
@@ -220,6 +233,8 @@ class LLMEngine:
             step_prefill_tokens=tally.step_prefill_tokens,
             step_decode_tokens=tally.step_decode_tokens,
             step_s=tally.step_s,
+            tokens_of_steps=tally.tokens_of_steps.data(),
+            seconds_of_steps=tally.seconds_of_steps.data(),
             waiting_by_reason=self._requests.waiting_by_reason(),
             finished=dict(tally.finished),
         )
@@ -230,7 +245,7 @@ class LLMEngine:
         running = self._requests.running
         if self._worker.n_seq_free != self._limits.max_num_seqs - len(running):
             raise BrokenInvariant(f"{self._worker.n_seq_free} sequence ids are free, {len(running)} run")
-        n_own = sum(r.num_computed - r.num_shared for r in running)
+        n_own = sum(r.num_own for r in running)
         used, retained = self._worker.n_cells_used, 0
         if self._retention is not None:
             self._retention.index.check()
@@ -239,10 +254,12 @@ class LLMEngine:
         forks = self._retention is None and any(r.num_shared for r in running)
         if used < n_own + retained or (used > n_own + retained and not forks):
             raise BrokenInvariant(f"{used} cells are held, the requests own {n_own}, the cache {retained}")
+        self.sessions.check()
         self._executor.check()
 
     def close(self) -> None:
-        """Frees the core. Open requests are the caller's to end."""
+        """Frees the core. Open requests and calls are the caller's to end."""
+        self.session_calls.close()
         self._executor.close()
 
     # --- inside: before the batch ---
@@ -265,24 +282,28 @@ class LLMEngine:
             last_cleanup_s=self._last_cleanup_s,
         )
 
-    def _check_queue(self, request: Request) -> None:
-        """Raises QueueFullError if more requests would wait than may, even after the next step let in whom it
-        can. Siblings do not count: their request does."""
-        limits = self._limits
-        running, n_waiting = self._requests.running, self._requests.num_queued
-        n_left, n_ids = n_waiting + 1, limits.max_num_seqs - len(running)
-        if n_left > limits.max_num_queued_reqs and n_ids:
-            n_cells = sum(Room(self._worker.n_cells_free, self._prefix, ()).left)
-            n_cells -= sum(map(near_need, running))
-            for each in [*self._requests.waiting, request][:n_ids]:
-                n_cells -= near_need(each)
-                if n_cells < 0:
-                    break
-                n_left -= each.leader is None
-        if n_left > limits.max_num_queued_reqs:
-            raise QueueFullError(
-                f"{n_waiting} requests wait already, at most {limits.max_num_queued_reqs} may"
-            )
+    def _plan(self, now_s: float) -> Plan:
+        """The next step. Where somebody lacks cells, sessions lose their pins before anybody gives way."""
+        made = plan(self._view(), now_s)
+        while (made.preempt or made.short) and self.sessions.unpin_oldest():
+            made = plan(self._view(), now_s)
+        return made
+
+    def _n_spare(self, stream: int) -> int:
+        """Cells of an arena that are free or can be evicted, and that no running request needs soon."""
+        running = self._requests.running
+        left = Room(self._worker.n_cells_free, self._prefix, ()).left[stream]
+        return left - sum(near_need(request) for request in running if stream_of(request) == stream)
+
+    def _window_cells(self, source: EngineRequest) -> int | None:
+        """Cells that a request owns at most at once, where it surely reclaims and nothing is copied."""
+        if self._window is None or source.params.n > 1 or self._limits.n_streams > 1:
+            return None
+        return most_cells(self._window, self._limits.max_num_batched_tokens)
+
+    def _n_room(self) -> int:
+        """Cells that are free or can be had, those that sessions pin included."""
+        return sum(Room(self._worker.n_cells_free, self._prefix, ()).left) + self.sessions.n_pinned
 
     def _prepare(self, made: Plan, now_s: float) -> list[EngineOutput]:
         """Carries out all of a plan but the batch; returns the ends that this made."""
@@ -327,6 +348,7 @@ class LLMEngine:
             self._fork(request, self._open[admit.fork], admit.n_cached)
         if request.num_cached is None:
             request.num_cached = request.num_computed
+            request.queued_s = self._now_s - request.source.arrival_s
             self._tally.admitted(request.num_prompt, request.num_computed)
         return []
 
@@ -356,24 +378,9 @@ class LLMEngine:
                 tokens = request.token_ids[each.start : each.start + each.n_tokens]
                 chunks.append(Chunk(request, each.start, tokens, each.samples))
         batch = Batch(decode, chunks)
-        if self._guides is None or not self._guides.ordinals:
-            return batch
-        for request in [each for each in batch.sampling() if each.ordinal in self._guides.ordinals]:
-            mask = self._mask(self._guides, request, outputs)
-            if mask is None:
-                batch.decode = [each for each in batch.decode if each is not request]
-                batch.chunks = [each for each in batch.chunks if each.request is not request]
-            else:
-                batch.masks[request.ordinal] = mask
+        failed = self._guides.fill(batch)
+        outputs += [self._finish(request, Failed(error)) for request, error in failed]
         return batch
-
-    def _mask(self, guides: Guides, request: Request, outputs: list[EngineOutput]) -> Mask | None:
-        """What may follow; None if the grammar fails, which ends its request alone."""
-        try:
-            return guides.mask(request)
-        except RequestFailedError as error:
-            outputs.append(self._finish(request, Failed(error)))
-            return None
 
     def _fail_stuck(self, now_s: float) -> EngineOutput:
         """Nobody could go on, which cannot be. With sound books the head of the queue is given up, once."""
@@ -391,8 +398,7 @@ class LLMEngine:
     def _settle(self, batch: Batch, result: StepResult, outputs: list[EngineOutput]) -> None:
         """What the batch gave becomes the requests'."""
         step, tally = self._tally.num_steps, self._tally
-        tally.step_decode_tokens = len(batch.decode)
-        tally.step_prefill_tokens = sum(len(chunk.token_ids) for chunk in batch.chunks)
+        tally.computed(sum(len(chunk.token_ids) for chunk in batch.chunks), len(batch.decode))
         ids, logprobs = result.token_ids, result.logprobs
         for item, request in enumerate(batch.decode):
             if item in result.errors:
@@ -400,8 +406,11 @@ class LLMEngine:
                 continue
             request.num_computed += 1
             request.last_step = step
-            event = request.append(ids[item])
             entry = logprobs.get(item)
+            if request.num_output == 0:  # the chunks before left one token of the prompt
+                outputs.append(self._first_token(request, ids[item], entry))
+                continue
+            event = request.append(ids[item])
             output = EngineOutput(
                 request.source.request_id,
                 [ids[item]],
@@ -415,9 +424,24 @@ class LLMEngine:
                 outputs.append(self._finish(request, Failed(result.errors[item])))
                 continue
             request.num_computed += len(chunk.token_ids)
+            request.prompt_logprobs += result.prompt_logprobs.get(item, ())
             request.last_step = step
             if chunk.samples:
                 outputs.append(self._first_token(request, ids[item], logprobs.get(item)))
+        if self._window is not None:
+            for item in range(len(batch)):
+                self._reclaim(batch.request(item), self._window)
+
+    def _reclaim(self, request: Request, window: int) -> None:
+        """Gives back what no later row sees, once no sibling is left to fork from the request."""
+        siblings = self._requests.choices(request.request_id) if request.source.params.n > 1 else (request,)
+        end = reclaimable(request, window)
+        if not end or not all(isinstance(sibling.state, Running) for sibling in siblings):
+            return
+        self._worker.reclaim(sequence_of(request), end)
+        if self._retention is not None:
+            self._retention.let_go(request)
+        request.num_shared, request.num_reclaimed = 0, end
 
     def _first_token(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> EngineOutput:
         """The first token since the request was admitted: all before it is computed, for others to use."""
@@ -430,7 +454,10 @@ class LLMEngine:
         )
         if is_first and request.index == 0:
             output.num_cached_tokens = request.num_cached or 0
+            if request.wants_prompt_logprobs:
+                output.new_prompt_logprobs = request.prompt_logprobs
         if is_first:
+            output.queued_s = request.queued_s
             for follower in self._requests.followers(request):
                 self._requests.join(follower)
         self._chronicle.begin_decoding(request)
@@ -443,20 +470,22 @@ class LLMEngine:
         if self._retention is not None:
             (self._retention.leave if trusted else self._retention.forget)(request)
         self._worker.close_sequence(sequence_of(request))
-        if self._guides is not None:
-            self._guides.rest(request)
-        request.num_computed = request.num_shared = 0
+        self._guides.rest(request)
+        request.num_computed = request.num_shared = request.num_reclaimed = 0
 
     def _finish(self, request: Request, event: Event, last: EngineOutput | None = None) -> EngineOutput:
         """The one way out: returns what the choice holds, forgets it, makes its only end."""
         if isinstance(request.state, Running):
-            self._release(request, trusted=not isinstance(event, Failed))
+            n_computed, stream = request.num_computed, request.state.stream
+            trusted = not isinstance(event, Failed)
+            self._release(request, trusted=trusted)
+            if trusted:
+                self.sessions.settle(request, n_computed, stream)
         request.state = state = advance(request.state, event)
         if not isinstance(state, Finished):
             raise BrokenInvariant(f"{event!r} does not end a request")
         is_last = self._requests.remove(request)
-        if self._guides is not None:
-            self._guides.end(request)
+        self._guides.end(request)
         self._fair = self._fair.charge(request, request.num_output)
         self._tally.ended(state.reason)
         self._chronicle.end(request, self._now_s)

@@ -19,7 +19,8 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
-from llaisys.engine.request import Request
+from llaisys.engine.request import EngineRequest, Request
+from llaisys.engine.worker import Batch
 from llaisys.errors import LlaisysError, RejectedError, RequestFailedError, UnsupportedError
 from llaisys.types import JSON_STYLE, StructuredOutputsParams
 
@@ -119,26 +120,47 @@ class Guides:
     and reads them all.
     """
 
-    def __init__(self, grammars: Grammars) -> None:
+    def __init__(self, grammars: Grammars | None) -> None:
         self._grammars = grammars
-        self._n_words = -(-grammars.tokens.vocab_size // 32)
         self._matchers: dict[int, tuple[LLMatcher, int]] = {}
         self.ordinals: set[int] = set()
 
-    def mask(self, request: Request) -> Mask:
+    def check(self, source: EngineRequest) -> None:
+        """Raises UnsupportedError for a grammar in an engine that has no tokenizer."""
+        if source.params.structured_outputs is not None and self._grammars is None:
+            raise UnsupportedError("this engine has no tokenizer for grammars", param="structured_outputs")
+
+    def fill(self, batch: Batch) -> list[tuple[Request, RequestFailedError]]:
+        """Gives the batch its masks; whose grammar cannot be followed is taken out of it, and returned."""
+        failed: list[tuple[Request, RequestFailedError]] = []
+        if self._grammars is None or not self.ordinals:
+            return failed
+        for request in [each for each in batch.sampling() if each.ordinal in self.ordinals]:
+            try:
+                batch.masks[request.ordinal] = self._mask(self._grammars, request)
+            except RequestFailedError as error:
+                failed.append((request, error))
+        if failed:
+            lost = [request for request, _ in failed]
+            batch.decode = [each for each in batch.decode if each not in lost]
+            batch.chunks = [each for each in batch.chunks if each.request not in lost]
+        return failed
+
+    def _mask(self, grammars: Grammars, request: Request) -> Mask:
         """`[ceil(vocab / 32)]`: the tokens that may follow; eos among them where the answer may end.
 
         Raises RequestFailedError: the grammar cannot be followed any further.
         """
-        bits = np.zeros(self._n_words, np.uint32)
-        matcher = self._at_end(request)
+        bits = np.zeros(-(-grammars.tokens.vocab_size // 32), np.uint32)
+        matcher = self._at_end(grammars, request)
         matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         _check(matcher)
         return bits
 
     def begin(self, choices: Sequence[Request]) -> None:
-        """New choices with a grammar."""
-        self.ordinals |= {choice.ordinal for choice in choices}
+        """New choices of one request."""
+        if choices[0].source.params.structured_outputs is not None:
+            self.ordinals |= {choice.ordinal for choice in choices}
 
     def rest(self, request: Request) -> None:
         """The choice runs no more, or not now."""
@@ -148,14 +170,14 @@ class Guides:
         """The choice is over."""
         self.ordinals.discard(request.ordinal)
 
-    def _at_end(self, request: Request) -> LLMatcher:
+    def _at_end(self, grammars: Grammars, request: Request) -> LLMatcher:
         """The request's matcher, which has read the whole answer so far."""
         held = self._matchers.get(request.ordinal)
         if held is None:
             spec = request.source.params.structured_outputs
             assert spec is not None
             try:
-                held = (self._grammars.matcher(spec), 0)
+                held = (grammars.matcher(spec), 0)
             except LlaisysError as e:
                 raise RequestFailedError(f"the request's grammar does not compile in the engine: {e}") from e
         matcher, n_read = held

@@ -6,7 +6,7 @@ import atexit
 import time
 from collections.abc import Callable
 
-from llaisys.engine.client import MESSAGES_A_REQUEST, Deliver, EngineClient
+from llaisys.engine.client import Deliver, EngineClient
 from llaisys.engine.engine import LLMEngine
 from llaisys.engine.limits import Limits
 from llaisys.engine.loop import EngineLoop, Listener
@@ -26,10 +26,8 @@ class InprocClient(EngineClient):
     ) -> None:
         """Builds the engine on its own thread and waits for it. Raises what `build` raises."""
         super().__init__(limits, deliver)
-        # Between two readings of the inbox at most `_open_max` ids are open at first, and as many more may
-        # follow those that end.
-        inbox_max = 2 * MESSAGES_A_REQUEST * self._open_max
-        self._loop = EngineLoop(build, Listener(self._step, self._ended, clock), inbox_max, watch)
+        listener = Listener(self._step, self._answered, self._ended, clock)
+        self._loop = EngineLoop(build, listener, self._inbox_max, watch)
         self._watch = watch
         self._link = self._loop
         # From the start: a program that is interrupted while the model loads waits for the thread, too.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from llaisys.errors import ContextLengthError, RejectedError
 from llaisys.types import SamplingParams
@@ -27,7 +28,9 @@ class Limits:
     - `kv_eviction_threshold`: the share of the cells above which the prefix cache gives cells back, every
       `kv_cleanup_interval_s`.
     - `timeout_scan_s`: seconds between two looks at the deadlines.
-    - `vocab_size`: token ids are below it.
+    - `vocab_size`: token ids are below it. `kv_cell_bytes`: K and V of one token in every layer.
+    - `max_sessions`: sessions of all clients, and saved ones of each. `session_kv_share`: the share of the
+      cells that they may keep from being evicted. `session_store`: where they are saved; None: nowhere.
     """
 
     max_num_seqs: int
@@ -48,6 +51,10 @@ class Limits:
     kv_eviction_threshold: float = 1.0
     kv_cleanup_interval_s: float = 1.0
     timeout_scan_s: float = 1.0
+    kv_cell_bytes: int = 0
+    max_sessions: int = 256
+    session_kv_share: float = 0.5
+    session_store: Path | None = None
 
     def __post_init__(self) -> None:
         if self.n_cells % self.n_streams:
@@ -73,6 +80,10 @@ class Limits:
         return min(self.max_batch_size or self.max_num_seqs, self.max_num_seqs, self.max_num_batched_tokens)
 
 
+# What `prompt_logprobs` may give: prompt tokens times (candidates + 1).
+PROMPT_LOGPROBS_MAX = 1 << 17
+
+
 def token_limit(prompt: Sequence[int], params: SamplingParams, limits: Limits) -> int:
     """Tokens, prompt and answer, at which the request ends by length: the KV cells it may need at worst.
 
@@ -85,6 +96,15 @@ def token_limit(prompt: Sequence[int], params: SamplingParams, limits: Limits) -
     _check_ids("prompt", prompt, limits.vocab_size)
     _check_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
     _check_ids("logit_bias", tuple(params.logit_bias), limits.vocab_size)
+    _check_ids("allowed_token_ids", params.allowed_token_ids or (), limits.vocab_size)
+    if params.prompt_logprobs is not None:
+        n_entries = len(prompt) * (params.prompt_logprobs + 1)
+        if n_entries > PROMPT_LOGPROBS_MAX:
+            raise RejectedError(
+                f"prompt_logprobs {params.prompt_logprobs} of {len(prompt)} prompt tokens are {n_entries} "
+                f"entries, at most {PROMPT_LOGPROBS_MAX} are given: ask for fewer, or a shorter prompt",
+                param="prompt_logprobs",
+            )
     _at_most("n", params.n, limits.max_num_seqs, "choices run at the same time at most")
     if limits.max_input_tokens is not None and len(prompt) > limits.max_input_tokens:
         raise ContextLengthError(

@@ -21,8 +21,9 @@ from llaisys.engine.grammar import Grammars
 from llaisys.engine.limits import Limits
 from llaisys.engine.outputs import EngineOutput, refusal
 from llaisys.engine.request import EngineRequest
+from llaisys.engine.sessions import SessionAnswer
 from llaisys.engine.watch import Watch
-from llaisys.engine.wire import Cancel, Shutdown, Submit
+from llaisys.engine.wire import Ask, Cancel, Shutdown, Submit
 from llaisys.engine.worker import WorkerSettings, open_worker
 from llaisys.errors import EngineDeadError, LlaisysError
 from llaisys.stats import EngineStats
@@ -30,20 +31,27 @@ from llaisys.stats import EngineStats
 log = logging.getLogger(__name__)
 
 
-Message: TypeAlias = Submit | Cancel | Shutdown
+@dataclass(frozen=True, slots=True)
+class _Wake:
+    """File work of a session is done."""
+
+
+Message: TypeAlias = Submit | Cancel | Ask | Shutdown | _Wake
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """How the loop speaks; all three are called on the engine thread and must not raise.
+    """How the loop speaks; all are called on the engine thread and must not raise.
 
     - `step`: the outputs and the books after each step.
+    - `answer`: of a call of sessions.
     - `ended`: the loop is over, for this reason; no output follows. Called once; where the engine is stuck,
       on the thread that found it.
     - `clock`: monotonic seconds, the one that requests' times are of.
     """
 
     step: Callable[[list[EngineOutput], EngineStats], None]
+    answer: Callable[[SessionAnswer], None]
     ended: Callable[[EngineDeadError], None]
     clock: Callable[[], float]
 
@@ -74,7 +82,7 @@ class EngineLoop:
             self.stop()
             raise
 
-    def send(self, message: Submit | Cancel) -> None:
+    def send(self, message: Submit | Cancel | Ask) -> None:
         """Leaves a message for the next step. Raises queue.Full beyond `inbox_max`."""
         if self._inbox.qsize() >= self._inbox_max:
             raise queue.Full
@@ -121,6 +129,8 @@ class EngineLoop:
 
     def _serve(self, engine: LLMEngine) -> None:
         """Until Shutdown, or until something that one request cannot be blamed for raises."""
+        calls = engine.session_calls
+        calls.wake = lambda: self._inbox.put(_Wake())
         while True:
             refused: list[EngineOutput] = []
             for message in self._take(engine.wait_s()):
@@ -129,14 +139,19 @@ class EngineLoop:
                         refused += _submit(engine, request)
                     case Cancel(request_id, index):
                         engine.cancel(request_id, index)
+                    case Ask(call):
+                        calls.call(call)
                     case Shutdown():
                         return
+            calls.turn()
             now_s = self._listener.clock()
             outputs = engine.step(now_s) if engine.wait_s() is not None else []
             stats = engine.stats()
             if self._end.done():  # it was given up while it was in there
                 return
             self._listener.step(refused + outputs, stats)
+            for answer in calls.take_answers():  # after the books that it changed
+                self._listener.answer(answer)
             if self._watch is not None:
                 self._watch.report(engine, stats, now_s)
 

@@ -10,9 +10,10 @@ from llaisys.types import FinishReason, RequestId
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Logprobs of one generated position, of the model's own distribution.
+    """Logprobs of one position of prompt or answer, of the model's own distribution.
 
-    `rank` is the sampled id's, from 1; `top` holds the best ids with their logprobs in falling order.
+    `rank` is that of the id that stands there, from 1; `top` holds the best ids with their logprobs in
+    falling order.
     """
 
     token_id: int
@@ -30,6 +31,8 @@ class EngineOutput:
     - `new_logprobs`: aligned with `new_token_ids`, or None if not asked for.
     - `stop_reason`: the id of `stop_token_ids` that ended it; None for eos.
     - `num_cached_tokens`: prompt tokens that were not computed anew; in the first output of choice 0.
+    - `queued_s`: seconds from arrival until it was first admitted; in the first output of each choice.
+    - `new_prompt_logprobs`: of the prompt's tokens from the second on, if asked for; in the same output.
     - `error`: set with the reasons TIMEOUT and ERROR only.
     """
 
@@ -39,9 +42,11 @@ class EngineOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     num_cached_tokens: int = 0
+    queued_s: float = 0.0
     error: LlaisysError | None = None
     index: int = 0
     last: bool = False
+    new_prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 def refusal(request_id: RequestId, error: LlaisysError) -> EngineOutput:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -134,6 +134,11 @@ class PrefixIndex:
     def n_private(self, lock: Lock) -> int:
         """Cells that only this lock keeps from being evicted."""
         return sum(len(node.tokens) for node in _locked(lock).upward() if node.n_pins == 1)
+
+    def n_locked(self, locks: Iterable[Lock]) -> int:
+        """Cells that these locks pin; one that several pin counts once."""
+        nodes = {node for lock in locks for node in _locked(lock).upward()}
+        return sum(len(node.tokens) for node in nodes)
 
     def dump(self) -> list[tuple[str, int, int, int, list[int], int]]:
         """Every node as (salt, stream, segment, start, tokens, locks here and below); parents first."""

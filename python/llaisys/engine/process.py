@@ -28,9 +28,11 @@ import zmq
 
 from llaisys.config import Config, package_version
 from llaisys.engine.capacity import Capacity
-from llaisys.engine.client import MESSAGES_A_REQUEST, Deliver, EngineClient
+from llaisys.engine.client import Deliver, EngineClient
 from llaisys.engine.grammar import GrammarTokens
 from llaisys.engine.wire import (
+    Answer,
+    Ask,
     Cancel,
     Ended,
     Refused,
@@ -98,7 +100,7 @@ class ProcessClient(EngineClient):
             limits=capacity.limits,
             seed=config.seed,
             watchdog_window_s=config.watchdog_window_s,
-            inbox_max=2 * MESSAGES_A_REQUEST * self._open_max,
+            inbox_max=self._inbox_max,
             log_level=logging.getLogger().getEffectiveLevel(),
             grammar_tokens=grammar_tokens,
         )
@@ -175,6 +177,8 @@ class ProcessClient(EngineClient):
                         return self._refused(error), False
                     case Step(outputs, stats):
                         self._step(outputs, stats)
+                    case Answer(answer):
+                        self._answered(answer)
                     case Ended(error):
                         self._ended(error)
                         child.finish()
@@ -223,7 +227,7 @@ class _Child:
         """Its process id."""
         return self._process.pid
 
-    def send(self, message: Submit | Cancel) -> None:
+    def send(self, message: Submit | Cancel | Ask) -> None:
         """Leaves a message for it. Raises TypeError for what has no form on the wire."""
         self._outgoing.put(encode(message))
         os.eventfd_write(self._wake, 1)

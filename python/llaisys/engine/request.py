@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+from llaisys.engine.outputs import TokenLogprobs
 from llaisys.errors import LlaisysError, RequestTimeoutError
 from llaisys.types import FinishReason, RequestId, SamplingParams
 
@@ -29,6 +30,7 @@ class EngineRequest:
     - `priority`: lower goes first. `client_id`: whom the fair share is counted for.
     - `deadline_s`: from then on the request ends with TIMEOUT, waiting or running.
     - `cache_salt`: requests share cached prefixes only with requests of the same salt.
+    - `bad_word_ids`: the token sequences of `params.bad_words`.
     - `session_id`: while KV of this session is being restored, the request waits for it.
     """
 
@@ -41,6 +43,7 @@ class EngineRequest:
     client_id: str = ""
     priority: int = 0
     cache_salt: str = ""
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
     session_id: str = ""
 
 
@@ -187,7 +190,11 @@ class Request:
     - `token_limit`: prompt and answer at most; also the cells that it may need at worst.
     - `token_ids`: prompt and answer so far. `num_computed`: how many of them have their K/V in the cells.
     - `num_shared`: how many of the computed ones lie in cells that the prefix cache or a sibling holds too.
-    - `num_cached`: prompt tokens that its first admission found computed; None before.
+    - `num_reclaimed`: so many of the first computed ones have given their cells back: no later row sees them.
+      If any has, none is shared. `window_cells`: the most that it owns at once for that; None: no bound.
+    - `num_cached`: prompt tokens that its first admission found computed; None before. `queued_s`: seconds
+      from its arrival until then.
+    - `prompt_logprobs`: of the prompt's tokens from the second on, as far as known; of a leader only.
     - `last_step`: the last step that computed something of it. `lock`: its pinned path, while it runs.
 
     Invariant: `num_computed < len(token_ids) <= token_limit` until it is finished; 0 unless it runs.
@@ -201,10 +208,14 @@ class Request:
     leader: Request | None = None
     num_computed: int = 0
     num_shared: int = 0
+    num_reclaimed: int = 0
+    window_cells: int | None = None
     num_cached: int | None = None
+    queued_s: float = 0.0
     num_preempted: int = 0
     last_step: int = -1
     lock: Lock | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     state: State = field(default_factory=Waiting)
     token_ids: array[int] = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
@@ -230,9 +241,34 @@ class Request:
         return len(self.token_ids) - self.num_computed
 
     @property
+    def num_own(self) -> int:
+        """Cells that it holds alone."""
+        return self.num_computed - self.num_shared - self.num_reclaimed
+
+    @property
     def num_output(self) -> int:
         """Tokens of the answer so far."""
         return len(self.token_ids) - len(self.source.prompt_token_ids)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """True if its prompt's tokens are to be scored: the choices of a request share them."""
+        return self.leader is None and self.source.params.prompt_logprobs is not None
+
+    @property
+    def num_reusable(self) -> int:
+        """Leading tokens that need not be computed anew if they are cached: all but the last, whose logits
+        are wanted; while the prompt is being scored, those whose rows have given their score."""
+        n_scored = len(self.prompt_logprobs)
+        if self.wants_prompt_logprobs and n_scored < self.num_prompt - 1:
+            return n_scored
+        return len(self.token_ids) - 1
+
+    def rows_to_score(self, start: int, end: int) -> range:
+        """Of the positions `start <= p < end` those whose row is to score the prompt token after it."""
+        if not self.wants_prompt_logprobs:
+            return range(0)
+        return range(max(start, len(self.prompt_logprobs)), min(end, self.num_prompt - 1))
 
     @property
     def is_secured(self) -> bool:

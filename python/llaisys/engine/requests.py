@@ -120,6 +120,7 @@ class OpenRequests:
             raise BrokenInvariant("a choice has no request, or a request a choice that is over")
         for request in places:
             runs = isinstance(request.state, Running)
-            empty = request.lock is None and request.num_computed == request.num_shared == 0
+            held = request.num_computed, request.num_shared, request.num_reclaimed
+            empty = request.lock is None and held == (0, 0, 0)
             if runs != (request in self.running) or not (runs or empty):
                 raise BrokenInvariant(f"request {request.ordinal} is {request.state!r} in the wrong place")

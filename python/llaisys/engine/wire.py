@@ -17,6 +17,7 @@ from llaisys.engine.grammar import GrammarTokens
 from llaisys.engine.limits import Limits
 from llaisys.engine.outputs import EngineOutput
 from llaisys.engine.request import EngineRequest
+from llaisys.engine.sessions import SessionAnswer, SessionCall
 from llaisys.engine.worker import WorkerSettings
 from llaisys.errors import EngineDeadError, LlaisysError, QueueFullError
 from llaisys.stats import EngineStats
@@ -51,6 +52,12 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     index: int | None = None
 
 
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """What a client wants of its sessions."""
+
+    call: SessionCall
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """The last message: end, whatever is open."""
 
@@ -75,14 +82,20 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """The one answer to an Ask."""
+
+    answer: SessionAnswer
+
+
 class Ended(msgspec.Struct, frozen=True, tag=True):
     """The engine is over, for this reason; no output follows."""
 
     error: EngineDeadError
 
 
-ToEngine: TypeAlias = Start | Submit | Cancel | Shutdown
-FromEngine: TypeAlias = Started | Refused | Step | Ended
+ToEngine: TypeAlias = Start | Submit | Cancel | Ask | Shutdown
+FromEngine: TypeAlias = Started | Refused | Step | Answer | Ended
 
 
 class _Error(msgspec.Struct, frozen=True):

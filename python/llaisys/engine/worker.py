@@ -6,6 +6,7 @@ A worker is built, used and closed on one thread: the core checks it.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +18,17 @@ from numpy.typing import NDArray
 from llaisys.engine.outputs import TokenLogprobs
 from llaisys.engine.prefix import CacheEdit, Retain, Split, Trim
 from llaisys.engine.request import BrokenInvariant, Request, Running
-from llaisys.errors import LlaisysError, RequestFailedError
+from llaisys.errors import CoreFaultError, EngineDeadError, LlaisysError, RequestFailedError
 from llaisys.types import GgufTokenizer, ModelInfo
 
 if TYPE_CHECKING:
     from llaisys._core import Context, DecodeOutput, SamplerSpec
     from llaisys._core import Watchdog as Watchdog
 
+log = logging.getLogger(__name__)
+
+# Ids of segments that live within one call; the prefix index counts its own up from 1.
+_FIRST_PASSING_SEGMENT = 2**63
 _LOGITS = 1  # `wants_output`: logits and a sampled id
 _FAULTS = {
     "non_finite": "the model gave a number that is not finite for this request",
@@ -55,6 +60,11 @@ class Chunk:
     start: int
     token_ids: Sequence[int]
     samples: bool
+
+    @property
+    def scored(self) -> range:
+        """Positions whose rows score a prompt token."""
+        return self.request.rows_to_score(self.start, self.start + len(self.token_ids))
 
 
 @dataclass(slots=True)
@@ -94,7 +104,8 @@ class StepResult:
     """What a batch gave, by item.
 
     - `token_ids`: the sampled id; -1 where nothing was sampled.
-    - `logprobs`: of items that asked for them. `errors`: what ends the item's request.
+    - `logprobs`: of items that asked for them. `prompt_logprobs`: of the prompt tokens that an item's rows
+      scored, in order. `errors`: what ends the item's request.
     - `refused`: items that the core would not run at all, even alone.
     """
 
@@ -102,28 +113,40 @@ class StepResult:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     errors: dict[int, LlaisysError] = field(default_factory=dict)
     refused: list[int] = field(default_factory=list)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
     def extend(self, other: StepResult) -> None:
         """Appends the results of the next items."""
         n = len(self.token_ids)
         self.token_ids += other.token_ids
         self.logprobs |= {n + item: entry for item, entry in other.logprobs.items()}
+        self.prompt_logprobs |= {n + item: entries for item, entries in other.prompt_logprobs.items()}
         self.errors |= {n + item: error for item, error in other.errors.items()}
         self.refused += [n + item for item in other.refused]
 
 
 class Worker:
-    """Owns the context. Sequences are opened with their sampler and closed with their cells."""
+    """Owns the context. Sequences are opened with their sampler and closed with their cells.
+
+    A change of the books that the core could take back is made a second time: the engine's own books have it
+    already. A second failure ends the engine (EngineDeadError).
+    """
 
     def __init__(self, context: Context, make_spec: Callable[..., SamplerSpec], n_streams: int = 1) -> None:
         self._context = context
         self._make_spec = make_spec
         self._n_streams = n_streams
+        self._n_passing = 0
 
     @property
     def vocab_size(self) -> int:
         """Logits of a row; token ids are below it."""
         return self._context.vocab_size
+
+    @property
+    def attention_window(self) -> int | None:
+        """Positions that a row sees at most, its own included; None: some layer sees all."""
+        return self._context.attention_window
 
     @property
     def n_cells_used(self) -> int:
@@ -157,26 +180,30 @@ class Worker:
         try:
             self._context.set_sampler(seq_id, spec, ids[: request.num_prompt], ids[request.num_prompt :])
         except BaseException:
-            self._context.seq_release(seq_id)
+            self.close_sequence(seq_id)
             raise
         return seq_id
 
     def close_sequence(self, seq_id: int) -> None:
         """Returns the id, its cells and its sampler."""
-        self._context.seq_release(seq_id)
+        self._change(self._context.seq_release, seq_id)
 
     def fork(self, source_id: int, seq_id: int, n_tokens: int) -> None:
         """The empty sequence `seq_id` sees the first tokens of another: linked, or copied across arenas."""
-        self._context.kv_seq_cp(source_id, seq_id, 0, n_tokens)
+        self._change(self._context.kv_seq_cp, source_id, seq_id, 0, n_tokens)
+
+    def reclaim(self, seq_id: int, end: int) -> None:
+        """The sequence forgets its positions below `end`."""
+        self._context.kv_seq_rm(seq_id, 0, end)
 
     def attach(self, parts: Sequence[tuple[int, int, int]], seq_id: int) -> None:
         """The sequence goes on with these parts (segment, p0, p1) of the prefix cache: linked, or copied."""
         for segment, p0, p1 in parts:
-            self._context.kv_attach(segment, seq_id, p0, p1)
+            self._change(self._context.kv_attach, segment, seq_id, p0, p1)
 
     def relink(self, parts: Sequence[tuple[int, int, int]], seq_id: int, n_tokens: int) -> None:
         """After its first `n_tokens` tokens the sequence sees these parts instead of cells of its own."""
-        self._context.kv_seq_rm(seq_id, n_tokens, -1)
+        self._change(self._context.kv_seq_rm, seq_id, n_tokens, -1)
         self.attach(parts, seq_id)
 
     def edit(self, edits: Sequence[CacheEdit], seq_id: int = -1) -> None:
@@ -184,11 +211,33 @@ class Worker:
         for edit in edits:
             match edit:
                 case Retain(segment, p0, p1):
-                    self._context.kv_retain(segment, seq_id, p0, p1)
+                    self._change(self._context.kv_retain, segment, seq_id, p0, p1)
                 case Split(segment, at, tail):
-                    self._context.kv_segment_split(segment, at, tail)
+                    self._change(self._context.kv_segment_split, segment, at, tail)
                 case Trim(segment, at):
-                    self._context.kv_segment_trim(segment, at)
+                    self._change(self._context.kv_segment_trim, segment, at)
+
+    def fingerprint(self) -> str:
+        """What K and V depend on besides tokens and positions. The first call hashes the weights."""
+        return self._context.fingerprint()
+
+    def export_cells(self, segment: int, p0: int, p1: int) -> NDArray[np.uint8]:
+        """K and V of positions of a segment, as bytes."""
+        return self._context.kv_export(segment, p0, p1)
+
+    def import_cells(self, wanted: Retain, stream: int, at: int, data: NDArray[np.uint8]) -> None:
+        """The segment that an edit wants, on fresh cells, from exported `data` of positions from `at` on.
+
+        The data may begin before the segment: then all of it is imported, and its head let go of.
+        """
+        if wanted.p0 == at:
+            self._change(self._context.kv_import, wanted.segment, stream, at, data)
+            return
+        passing = _FIRST_PASSING_SEGMENT + self._n_passing
+        self._n_passing += 1
+        self._change(self._context.kv_import, passing, stream, at, data)
+        self._change(self._context.kv_segment_split, passing, wanted.p0, wanted.segment)
+        self._change(self._context.kv_segment_trim, passing, at)
 
     def run(self, batch: Batch) -> StepResult:
         """One decode of all items (one FFI crossing, GIL released).
@@ -206,15 +255,17 @@ class Worker:
             positions += range(chunk.start, chunk.start + n)
             seq_ids += [sequence_of(chunk.request)] * n
             wants += bytes(n)
-            wants[-1] = _LOGITS if chunk.samples else 0
-        wants_output = np.frombuffer(wants, np.uint8)
-        masks: dict[str, Any] = {"logits_mask": _masks(batch, wants_output)} if batch.masks else {}
+            for position in chunk.scored:
+                wants[position - chunk.start - n] = _LOGITS
+            if chunk.samples:
+                wants[-1] = _LOGITS
+        masks: dict[str, Any] = {"logits_mask": _masks(batch)} if batch.masks else {}
         output = self._context.decode(
             np.array(tokens, np.int32),
             np.array(positions, np.int32),
             np.ones(len(tokens), np.int32),
             np.array(seq_ids, np.int64),
-            wants_output,
+            np.frombuffer(wants, np.uint8),
             **masks,
         )
         return _result(batch, output)
@@ -234,6 +285,16 @@ class Worker:
             loop_s=short_s,
             exit_after_s=exit_after_s,
         )
+
+    def _change(self, call: Callable[..., None], *arguments: Any) -> None:
+        try:
+            call(*arguments)
+        except CoreFaultError as error:
+            log.warning("a change of the KV cells failed and is made again: %s", error)
+            try:
+                call(*arguments)
+            except CoreFaultError as again:
+                raise EngineDeadError(f"a change of the KV cells failed twice: {again}") from again
 
     def check(self) -> None:
         """Checks the core's invariants; raises EngineDeadError if one is broken."""
@@ -291,11 +352,14 @@ def _spec_arguments(request: Request) -> dict[str, Any]:
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
         "logit_bias": list(params.logit_bias.items()),
+        "allowed_ids": list(params.allowed_token_ids or ()),
+        "bad_words": [list(word) for word in request.source.bad_word_ids],
         "min_tokens": params.min_tokens,
         "stop_ids": sorted(request.stop_ids),
         "seed": request.seed,
         "choice": request.index,
         "top_logprobs": -1 if params.logprobs is None else params.logprobs,
+        "prompt_logprobs": (params.prompt_logprobs or 0) if request.wants_prompt_logprobs else -1,
     }
 
 
@@ -306,35 +370,42 @@ def sequence_of(request: Request) -> int:
     return request.state.seq_id
 
 
-def _masks(
-    batch: Batch, wants_output: NDArray[np.uint8]
-) -> tuple[NDArray[np.int32], NDArray[np.uint32]] | None:
-    """Rows with a mask, and their bits `[n, ceil(vocab / 32)]`."""
-    rows = np.flatnonzero(wants_output).tolist()
-    masked = [
-        (row, batch.masks[request.ordinal])
-        for row, request in zip(rows, batch.sampling(), strict=True)
-        if request.ordinal in batch.masks
-    ]
+def _masks(batch: Batch) -> tuple[NDArray[np.int32], NDArray[np.uint32]] | None:
+    """Rows with a mask, and their bits `[n, ceil(vocab / 32)]`. A chunk samples in its last row."""
+    sampling = list(enumerate(batch.decode))
+    row = len(batch.decode) - 1
+    for chunk in batch.chunks:
+        row += len(chunk.token_ids)
+        sampling += [(row, chunk.request)] if chunk.samples else []
+    masked = [(row, batch.masks[each.ordinal]) for row, each in sampling if each.ordinal in batch.masks]
     if not masked:
         return None
     return np.array([row for row, _ in masked], np.int32), np.stack([bits for _, bits in masked])
 
 
 def _result(batch: Batch, output: DecodeOutput) -> StepResult:
-    """Output rows come in batch order, one for each item that samples."""
+    """Output rows come in batch order: of each item those that score, then the one that samples."""
     ids: list[int] = output.token_ids.tolist()
     items = list(range(len(batch.decode)))
-    items += [i for i, chunk in enumerate(batch.chunks, len(batch.decode)) if chunk.samples]
+    scored: set[int] = set()
+    for item, chunk in enumerate(batch.chunks, len(batch.decode)):
+        n_scored = len(chunk.scored)
+        scored.update(range(len(items), len(items) + n_scored))
+        items += [item] * (n_scored + chunk.samples)
     if len(ids) != len(items):
         raise BrokenInvariant(f"the core gave {len(ids)} ids for {len(items)} rows")
     result = StepResult(ids)
     if batch.chunks:
         result.token_ids = [-1] * len(batch)
-        for item, token_id in zip(items, ids, strict=True):
-            result.token_ids[item] = token_id
+        for row, (item, token_id) in enumerate(zip(items, ids, strict=True)):
+            if row not in scored:
+                result.token_ids[item] = token_id
     for row, logprob, rank, top in output.logprobs:
-        result.logprobs[items[row]] = TokenLogprobs(ids[row], logprob, rank, top)
+        entry = TokenLogprobs(ids[row], logprob, rank, top)
+        if row in scored:
+            result.prompt_logprobs.setdefault(items[row], []).append(entry)
+        else:
+            result.logprobs[items[row]] = entry
     if output.faults:
         item_of = dict(zip(output.rows.tolist(), items, strict=True))
         for batch_row, fault in output.faults:

@@ -37,7 +37,7 @@ class Shape(Protocol):
         """Chunks before the first token."""
 
     def chunks(self, index: int, delta: RequestOutput) -> list[Json]:
-        """Chunks of one delta of choice `index`, the one with the finish reason included; may be none."""
+        """Chunks of one delta of the prompt `index`, those with a finish reason included; may be none."""
 
     def closing(self) -> list[Json]:
         """Chunks after the last token of all choices."""
@@ -125,9 +125,9 @@ class Answer(Response):
         await send({"type": "http.response.body", "body": body})
 
     def _take(self, index: int, delta: RequestOutput) -> list[Json]:
-        reason = delta.outputs[0].finish_reason
-        if reason not in WIRE_REASONS:
-            raise ended(str(reason))
+        for answer in delta.outputs:
+            if answer.finish_reason not in WIRE_REASONS:
+                raise ended(str(answer.finish_reason))
         self._shape.usage.add(index, delta)
         return self._shape.chunks(index, delta)
 

@@ -35,6 +35,15 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, "reasoning_content": reasoning} if isinstance(reasoning, str) else rest
 
 
+def last_answer(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The text that `echo` puts in front of an answer: that of a last message of the assistant's."""
+    last = messages[-1] if messages else {}
+    content = last.get("content") if last.get("role") == "assistant" else None
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""
+
+
 def template_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     """`chat_template_kwargs` for the template. Names that would replace what we pass ourselves are refused;
     a template never comes from a request."""

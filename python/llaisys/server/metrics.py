@@ -6,8 +6,8 @@ engine never sees (refusals, HTTP answers) is counted here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from fastapi import APIRouter
 from prometheus_client import (
@@ -29,7 +29,78 @@ if TYPE_CHECKING:
 
 LABELS = ("model_name", "engine")
 
+_Family: TypeAlias = GaugeMetricFamily | CounterMetricFamily
+
 router = APIRouter()
+
+
+def _usage(stats: ServiceStats) -> float:
+    return stats.engine.kv_cells_used / stats.engine.kv_cells if stats.engine.kv_cells else 0.0
+
+
+def _cells(stats: ServiceStats) -> dict[str, int]:
+    """Every cell is in one state: `cached` ones are held by the prefix cache alone."""
+    used, free = stats.engine.kv_cells_used, stats.engine.kv_cells_free
+    return {"used": used, "cached": stats.engine.kv_cells - used - free, "free": free}
+
+
+def _finished(stats: ServiceStats) -> dict[str, int]:
+    """Every reason from the start, so that a rate over it exists before the first of its kind."""
+    return {reason.value: stats.finished.get(reason.value, 0) for reason in FinishReason}
+
+
+# (name, what it is, its value of a ServiceStats); counters are exposed with `_total`.
+GAUGES: tuple[tuple[str, str, Callable[[ServiceStats], float]], ...] = (
+    ("vllm:num_requests_running", "Requests in the running batch.", lambda s: s.engine.num_running),
+    ("vllm:num_requests_waiting", "Requests waiting to run.", lambda s: s.engine.num_waiting),
+    ("vllm:kv_cache_usage_perc", "Share of the KV cells in use, 0 to 1.", _usage),
+    (
+        "llaisys:kv_cells_retained",
+        "KV cells that the prefix cache holds, in use or not.",
+        lambda s: s.engine.kv_cells_retained,
+    ),
+)
+COUNTERS: tuple[tuple[str, str, Callable[[ServiceStats], float]], ...] = (
+    ("vllm:prompt_tokens", "Prompt tokens processed.", lambda s: s.prompt_tokens),
+    ("vllm:generation_tokens", "Tokens generated.", lambda s: s.generation_tokens),
+    ("vllm:num_preemptions", "Times that a running request gave way.", lambda s: s.engine.num_preempted),
+    (
+        "vllm:prefix_cache_queries",
+        "Prompt tokens looked up in the prefix cache.",
+        lambda s: s.engine.prefix_query_tokens,
+    ),
+    ("vllm:prefix_cache_hits", "Prompt tokens found there.", lambda s: s.engine.prefix_hit_tokens),
+    ("llaisys:kv_cells_evicted", "KV cells that the cache gave back.", lambda s: s.engine.num_evicted_cells),
+    ("llaisys:steps", "Steps of the engine.", lambda s: s.engine.num_steps),
+)
+# The same with a label beside LABELS, and a value for each of its words.
+BY_LABEL: tuple[tuple[type[_Family], str, str, str, Callable[[ServiceStats], Mapping[str, float]]], ...] = (
+    (
+        GaugeMetricFamily,
+        "vllm:num_requests_waiting_by_reason",
+        "Choices that wait, by what they wait for.",
+        "reason",
+        lambda s: s.engine.waiting_by_reason,
+    ),
+    (CounterMetricFamily, "vllm:request_success", "Requests ended.", "finished_reason", _finished),
+    (GaugeMetricFamily, "llaisys:kv_cells", "KV cells, one token each.", "state", _cells),
+)
+HISTOGRAMS: tuple[tuple[str, str, Callable[[ServiceStats], HistogramData]], ...] = (
+    ("vllm:time_to_first_token_seconds", "Arrival to first token.", lambda s: s.time_to_first_token_s),
+    ("vllm:inter_token_latency_seconds", "Between tokens of one answer.", lambda s: s.inter_token_latency_s),
+    (
+        "vllm:request_time_per_output_token_seconds",
+        "Mean of one answer, after its first token.",
+        lambda s: s.time_per_output_token_s,
+    ),
+    ("vllm:e2e_request_latency_seconds", "Arrival to the end.", lambda s: s.e2e_request_latency_s),
+    ("vllm:request_queue_time_seconds", "Arrival to first admission.", lambda s: s.queue_time_s),
+    ("vllm:request_prefill_time_seconds", "First admission to first token.", lambda s: s.prefill_time_s),
+    ("vllm:request_decode_time_seconds", "First token to last token.", lambda s: s.decode_time_s),
+    ("vllm:request_inference_time_seconds", "First admission to last token.", lambda s: s.inference_time_s),
+    ("vllm:iteration_tokens_total", "Tokens of one step.", lambda s: s.engine.tokens_of_steps),
+    ("llaisys:step_seconds", "Seconds of one step.", lambda s: s.engine.seconds_of_steps),
+)
 
 
 class EngineCollector:
@@ -40,67 +111,33 @@ class EngineCollector:
 
     def collect(self) -> Iterator[Metric]:
         """prometheus_client's collector protocol."""
-        yield self._gauge("vllm:num_requests_running", "Requests in the running batch.", "num_running")
-        yield self._gauge("vllm:num_requests_waiting", "Requests waiting to run.", "num_waiting")
-        yield self._usage()
-        yield self._counter("vllm:prompt_tokens", "Prompt tokens processed.", "prompt_tokens")
-        yield self._counter("vllm:generation_tokens", "Tokens generated.", "generation_tokens")
-        yield self._success()
-        yield self._histogram(
-            "vllm:time_to_first_token_seconds", "Arrival to first token.", "time_to_first_token_s"
-        )
-        yield self._histogram(
-            "vllm:inter_token_latency_seconds", "Between tokens of one answer.", "inter_token_latency_s"
-        )
-        yield self._histogram(
-            "vllm:e2e_request_latency_seconds", "Arrival to last token.", "e2e_request_latency_s"
-        )
-        yield self._cells()
+        for name, text, value in GAUGES:
+            yield self._family(GaugeMetricFamily, name, text, value)
+        for name, text, value in COUNTERS:
+            yield self._family(CounterMetricFamily, name, text, value)
+        for kind, name, text, label, values_of in BY_LABEL:
+            family = kind(name, text, labels=(*LABELS, label))
+            for labels, stats in self._snapshots:
+                for word, number in values_of(stats).items():
+                    family.add_metric((*labels, word), number)
+            yield family
+        for name, text, data_of in HISTOGRAMS:
+            histogram = HistogramMetricFamily(name, text, labels=LABELS)
+            for labels, stats in self._snapshots:
+                data = data_of(stats)
+                histogram.add_metric(labels, buckets=list(cumulative(data)), sum_value=data.sum)
+            yield histogram
 
-    def _gauge(self, name: str, text: str, field: str) -> Metric:
-        """`field`: of ServiceStats."""
-        family = GaugeMetricFamily(name, text, labels=LABELS)
-        for values, stats in self._snapshots:
-            family.add_metric(values, getattr(stats, field))
-        return family
-
-    def _usage(self) -> Metric:
-        text = "Share of the KV cells in use, 0 to 1."
-        family = GaugeMetricFamily("vllm:kv_cache_usage_perc", text, labels=LABELS)
-        for values, stats in self._snapshots:
-            family.add_metric(values, stats.kv_cells_used / stats.kv_cells if stats.kv_cells else 0.0)
-        return family
-
-    def _counter(self, name: str, text: str, field: str) -> Metric:
-        """`field`: of ServiceStats."""
-        family = CounterMetricFamily(name, text, labels=LABELS)
-        for values, stats in self._snapshots:
-            family.add_metric(values, getattr(stats, field))
-        return family
-
-    def _success(self) -> Metric:
-        """Every reason from the start, so that a rate over it exists before the first of its kind."""
-        family = CounterMetricFamily(
-            "vllm:request_success", "Requests ended.", labels=(*LABELS, "finished_reason")
-        )
-        for values, stats in self._snapshots:
-            for reason in FinishReason:
-                family.add_metric((*values, reason.value), stats.finished.get(reason.value, 0))
-        return family
-
-    def _histogram(self, name: str, text: str, field: str) -> Metric:
-        """`field`: of ServiceStats."""
-        family = HistogramMetricFamily(name, text, labels=LABELS)
-        for values, stats in self._snapshots:
-            data: HistogramData = getattr(stats, field)
-            family.add_metric(values, buckets=list(cumulative(data)), sum_value=data.sum)
-        return family
-
-    def _cells(self) -> Metric:
-        family = GaugeMetricFamily("llaisys:kv_cells", "KV cells, one token each.", labels=(*LABELS, "state"))
-        for values, stats in self._snapshots:
-            family.add_metric((*values, "used"), stats.kv_cells_used)
-            family.add_metric((*values, "free"), stats.kv_cells - stats.kv_cells_used)
+    def _family(
+        self,
+        kind: type[_Family],
+        name: str,
+        text: str,
+        value: Callable[[ServiceStats], float],
+    ) -> Metric:
+        family = kind(name, text, labels=LABELS)
+        for labels, stats in self._snapshots:
+            family.add_metric(labels, value(stats))
         return family
 
 

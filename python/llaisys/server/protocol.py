@@ -20,6 +20,10 @@ from llaisys.types import SamplingParams
 
 LOGIT_BIAS_MAX = 300
 IGNORED_NAMES_MAX = 64
+# Choices of one prompt over HTTP.
+N_MAX = 8
+PRIORITY_MAX = 2**31 - 1
+CACHE_SALT_CHARS_MAX = 256
 
 # Hints and bookkeeping of OpenAI's platform; an answer is the same with and without them.
 NO_EFFECT = frozenset(
@@ -31,33 +35,24 @@ NO_EFFECT = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
+        "prompt_cache_options",
         "stream_options.include_obfuscation",
+        # Special tokens never have spaces between them here, as in vLLM with a fast tokenizer.
+        "spaces_between_special_tokens",
     }
 )
 
 # Known to OpenAI's or vLLM's API and not served: field -> values that ask for nothing (null always does).
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
     "early_stopping": (False,),
     "guided_whitespace_pattern": (),
     "structural_tag": (),
-    "prompt_logprobs": (),
     "logprob_token_ids": ([],),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "logits_processors": ([],),
-    "truncate_prompt_tokens": (),
-    "truncation_side": (),
-    "spaces_between_special_tokens": (True,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
+    "truncation_side": ("left",),
     "return_prompt_text": (False,),
-    "priority": (0,),
-    "cache_salt": ("",),
-    "request_id": ("",),
     "session_id": ("",),
     "kv_transfer_params": (),
     "vllm_xargs": ({},),
@@ -68,6 +63,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 CHAT_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **NEUTRAL,
+    "best_of": (1,),
+    "moderation": (),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "audio": (),
@@ -81,16 +78,12 @@ CHAT_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "chat_template": (),
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
-    "echo": (False,),
-    "add_special_tokens": (False,),
 }
 
 COMPLETION_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **NEUTRAL,
-    "echo": (False,),
     "suffix": ("",),
     "prompt_embeds": (),
-    "add_special_tokens": (True,),
 }
 
 
@@ -134,6 +127,18 @@ class GenerationRequest(BaseModel):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    n: int | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool | None = None
+    echo: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -156,6 +161,7 @@ class CompletionRequest(GenerationRequest):
 
     prompt: str | list[Any]
     logprobs: int | None = None
+    best_of: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +170,56 @@ class UsageOptions:
 
     at_end: bool
     in_every_chunk: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """What a request asks of the form of its answer.
+
+    - `n`: choices of each prompt. `n_top`: best candidates a token if logprobs were asked for, else None.
+    - `token_ids`: those of prompt and answer are given too. `ids_as_tokens`: logprobs name a token by its id.
+    - `prompt_logprobs`: they are given beside the answer.
+    """
+
+    usage: UsageOptions
+    n: int = 1
+    n_top: int | None = None
+    token_ids: bool = False
+    ids_as_tokens: bool = False
+    prompt_logprobs: bool = False
+
+
+def answer_options(request: GenerationRequest, params: SamplingParams) -> AnswerOptions:
+    """Raises RejectedError for options that need, or exclude, a stream."""
+    if request.stream and request.prompt_logprobs is not None:
+        raise RejectedError("prompt_logprobs cannot be streamed: leave out stream", param="prompt_logprobs")
+    return AnswerOptions(
+        usage=usage_options(request),
+        n=params.n,
+        n_top=params.logprobs,
+        token_ids=bool(request.return_token_ids),
+        ids_as_tokens=bool(request.return_tokens_as_token_ids),
+        prompt_logprobs=request.prompt_logprobs is not None,
+    )
+
+
+def engine_options(request: GenerationRequest, client_id: str) -> dict[str, Any]:
+    """What the engine is told of a request besides prompt and sampling. Raises RejectedError.
+
+    Where there are keys (`client_id` is not empty) nobody goes before the others' requests: a priority can
+    only be lowered, by a number above 0.
+    """
+    priority, salt = request.priority or 0, request.cache_salt or ""
+    first = 0 if client_id else -PRIORITY_MAX
+    if not first <= priority <= PRIORITY_MAX:
+        raise RejectedError(
+            f"priority is {priority}, allowed are {first} (first) to {PRIORITY_MAX}", param="priority"
+        )
+    if len(salt) > CACHE_SALT_CHARS_MAX:
+        raise RejectedError(
+            f"cache_salt has {len(salt)} characters, at most {CACHE_SALT_CHARS_MAX}", param="cache_salt"
+        )
+    return {"client_id": client_id, "priority": priority, "cache_salt": text_of("cache_salt", salt)}
 
 
 def usage_options(request: GenerationRequest) -> UsageOptions:
@@ -224,6 +280,11 @@ _SAME = (
     "ignore_eos",
     "skip_special_tokens",
     "include_stop_str_in_output",
+    "n",
+    "allowed_token_ids",
+    "bad_words",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
 )
 
 
@@ -236,6 +297,10 @@ def sampling_params(
     values |= {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     for i, stop in enumerate([request.stop] if isinstance(request.stop, str) else request.stop or ()):
         text_of(f"stop[{i}]", stop)
+    for i, word in enumerate(request.bad_words or ()):
+        text_of(f"bad_words[{i}]", word)
+    if request.n is not None and request.n > N_MAX:
+        raise RejectedError(f"n is {request.n}, at most {N_MAX} choices are given", param="n")
     if request.logit_bias:
         values["logit_bias"] = _logit_bias(request.logit_bias)
     renamed = {}
@@ -248,6 +313,13 @@ def sampling_params(
                 renamed["max_tokens"] = "max_completion_tokens"
         case CompletionRequest():
             values["logprobs"] = request.logprobs
+            if request.echo and request.logprobs is not None:
+                values["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
+            if request.best_of is not None and request.best_of != (request.n or 1):
+                raise UnsupportedError(
+                    f"best_of is {request.best_of}: only {request.n or 1}, the value of n, is served",
+                    param="best_of",
+                )
     try:
         return SamplingParams(**values)
     except RejectedError as e:

@@ -23,8 +23,9 @@ class Usage:
     def add(self, index: int, delta: RequestOutput) -> None:
         """Counts one delta."""
         self._prompt_tokens[index] = len(delta.prompt_token_ids)
-        self._cached_tokens[index] = delta.num_cached_tokens
-        self.completion_tokens += len(delta.outputs[0].token_ids)
+        # The first delta of a prompt has it.
+        self._cached_tokens[index] = self._cached_tokens.get(index, 0) or delta.num_cached_tokens
+        self.completion_tokens += sum(len(answer.token_ids) for answer in delta.outputs)
 
     @property
     def prompt_tokens(self) -> int:

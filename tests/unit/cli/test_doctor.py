@@ -55,6 +55,13 @@ def test_the_report_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert ", 3 MB in it, " in found["model cache"]["detail"]
 
 
+def test_the_processor_s_features_are_those_that_the_core_asks_for() -> None:
+    source = Path(__file__).parents[3] / "crates/llaisys-core/src/ops/cpu/isa/mod.rs"
+    asked = re.findall(r'is_x86_feature_detected!\("(\w+)"\)', source.read_text("utf-8"))
+    kernel_names = {"avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni"}
+    assert {kernel_names.get(name, name) for name in asked} == set(doctor._FEATURES)
+
+
 def test_cuda_says_which_file_it_looked_for() -> None:
     assert "no driver: the loader finds no libnothere.so.1, and there is" in _cuda("libnothere.so.1").detail
 

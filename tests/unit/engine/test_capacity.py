@@ -12,6 +12,7 @@ from llaisys.config import Config
 from llaisys.engine.capacity import Capacity, size
 from llaisys.engine.worker import inspect_model
 from llaisys.errors import RejectedError, UnsupportedError
+from llaisys.types import ModelInfo
 
 MIB = 2**20
 # Of the fake model: 512 rows of ten sizes that are 1, 64 rows of 300 logits.
@@ -25,6 +26,13 @@ def _fake(fake_core: None) -> None:
 
 def sized(memory_bytes: int = 100 * MIB, **settings: Any) -> Capacity:
     return size(Config(**settings), inspect_model(Path("fake")), memory_bytes, 2)
+
+
+def weighing(auto: int, float32: int = 0, bfloat16: int = 0) -> ModelInfo:
+    """The fake model with so many MiB of packed weights."""
+    mib = {"auto": auto, "float32": float32, "bfloat16": bfloat16}
+    packed_bytes = {dtype: n * MIB for dtype, n in mib.items()}
+    return replace(inspect_model(Path("fake")), weight_bytes=MIB, packed_bytes=packed_bytes)
 
 
 def test_no_more_cells_than_the_requests_can_use() -> None:
@@ -83,12 +91,12 @@ def test_cuda_is_not_in_this_build() -> None:
 
 
 def test_a_larger_model_leaves_less() -> None:
-    info = replace(inspect_model(Path("fake")), weight_bytes=50 * MIB, kv_bytes_per_cell={"bfloat16": MIB})
+    info = replace(weighing(50), kv_bytes_per_cell={"bfloat16": MIB})
     assert size(Config(), info, 100 * MIB + WORKSPACE, 1).limits.n_cells == 10
 
 
 def test_a_model_larger_than_the_memory_is_refused_with_the_sum() -> None:
-    info = replace(inspect_model(Path("fake")), weight_bytes=90 * MIB, d_ff=4096, vocab_size=16384)
+    info = replace(weighing(90), d_ff=4096, vocab_size=16384)
     config = Config(kv_cache_memory_bytes=8 * MIB)
     # 512 rows of 3 * 4096 numbers and a few; 64 rows of logits.
     assert size(config, info, 200 * MIB, 1).limits.n_cells == 2 * MIB
@@ -105,16 +113,8 @@ def test_a_model_larger_than_the_memory_is_refused_with_the_sum() -> None:
 
 
 def test_the_weights_are_counted_as_they_are_packed() -> None:
-    info = replace(inspect_model(Path("fake")), n_parameters=20 * MIB, weight_bytes=40 * MIB)
-    for settings, dtype, fits in (
-        ({"dtype": "bfloat16"}, "bfloat16", True),
-        ({"dtype": "float32"}, "bfloat16", False),
-        ({}, "bfloat16", True),
-        ({}, "float16", False),
-    ):
-        made = replace(info, dtype=dtype)
-        if fits:
-            size(Config(**settings), made, 60 * MIB, 1)
-        else:
-            with pytest.raises(RejectedError, match=r"weights 80\.0 MiB"):
-                size(Config(**settings), made, 60 * MIB, 1)
+    info = weighing(auto=30, float32=80, bfloat16=40)
+    for dtype, n_mib in info.packed_bytes.items():
+        size(Config(dtype=dtype), info, n_mib + MIB, 1)
+        with pytest.raises(RejectedError, match=rf"weights {n_mib // MIB}\.0 MiB"):
+            size(Config(dtype=dtype), info, n_mib, 1)

@@ -49,6 +49,19 @@ def test_choices_wait_their_turn_where_there_is_little_room(caching: bool) -> No
     assert made.tokens["b"] == core.answer([9] * 20, 30)
 
 
+@pytest.mark.parametrize("n_last", [1, 2])
+def test_siblings_start_with_the_first_token_whatever_the_last_chunk(n_last: int) -> None:
+    """A prompt that lacks one token is decoded like an answer; its end is a prompt's end all the same."""
+    made = Engine(max_num_batched_tokens=30 - n_last)
+    made.submit("x", prompt=PROMPT[:6], max_tokens=1)
+    made.finish()
+    made.submit("a", **asked(3, prompt=[*PROMPT[:6], *range(50, 80 - n_last), *[90] * n_last]))
+    made.step(3)
+    assert made.engine.stats().num_running == 3
+    made.finish()
+    assert made.cached["a"] == 6
+
+
 def test_each_choice_has_its_own_end_and_the_request_one_last() -> None:
     made = Engine()
     want = draws(3)

@@ -75,11 +75,12 @@ def test_those_without_a_seat_wait_for_those_who_sit() -> None:
 
 def test_choices_have_their_own_stories_and_a_restore_is_told() -> None:
     made = Engine(max_step_time_s=1e9)
-    made.engine.begin_restore("chat")
+    chat = made.engine.sessions.create("", "chat")
+    made.engine.begin_restore(chat)
     made.submit("a", n=2, max_tokens=2, session_id="chat")
     made.submit("other")
     run(made, 3)
-    made.engine.end_restore("chat")
+    made.engine.end_restore(chat)
     run(made, 5, 3)
     assert spans(made, "a")[0] == (0, 3, Kind.REMOTE_KV, ())
     assert spans(made, ("a", 1))[0] == (0, 4, Kind.QUEUED, ("a",))

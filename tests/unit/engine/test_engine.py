@@ -283,6 +283,8 @@ def test_stats_tell_what_waits_and_what_was_computed() -> None:
     assert (stats.num_running, stats.num_waiting, stats.step_decode_tokens) == (2, 1, 2)
     assert stats.step_prefill_tokens == 0
     assert stats.step_s == 0.25
+    assert (stats.seconds_of_steps.count, stats.seconds_of_steps.sum) == (1, 0.25)
+    assert (stats.tokens_of_steps.count, stats.tokens_of_steps.sum) == (2, 12 + 2)
     made.finish()
     stats = made.engine.stats()
     assert (stats.finished, stats.num_submitted) == ({"length": 3}, 3)
@@ -294,14 +296,15 @@ def test_stats_tell_what_waits_and_what_was_computed() -> None:
 
 def test_who_waits_for_a_restore_blocks_nobody() -> None:
     made = Engine(max_num_seqs=1)
-    made.engine.begin_restore("chat")
+    chat = made.engine.sessions.create("", "chat")
+    made.engine.begin_restore(chat)
     made.submit("a", session_id="chat")
     made.submit("b")
     made.finish()
     assert set(made.ends) == {"b"}
     assert made.engine.stats().waiting_by_reason["remote_kv"] == 1
     assert made.engine.wait_s() == made.engine.limits.timeout_scan_s
-    made.engine.end_restore("chat")
+    made.engine.end_restore(chat)
     made.submit("c", session_id="chat")
     made.finish()
     assert made.tokens == dict.fromkeys("abc", core.answer([1, 2, 3], 10))
@@ -311,10 +314,11 @@ def test_who_waits_for_a_restore_blocks_nobody() -> None:
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_restore_that_fails_ends_its_requests(n: int) -> None:
     made = Engine()
-    made.engine.begin_restore("chat")
+    chat = made.engine.sessions.create("", "chat")
+    made.engine.begin_restore(chat)
     made.submit("a", session_id="chat", n=n)
     made.submit("b")
-    made.engine.end_restore("chat", RejectedError("the file is damaged"))
+    made.engine.end_restore(chat, RejectedError("the file is damaged"))
     made.finish()
     assert len(made.ends) == n + 1
     assert "damaged" in str(made.ends["a"].error)
@@ -323,9 +327,21 @@ def test_a_restore_that_fails_ends_its_requests(n: int) -> None:
 
 def test_a_restore_has_the_deadline_and_can_be_cancelled() -> None:
     made = Engine()
-    made.engine.begin_restore("chat")
+    chat = made.engine.sessions.create("", "chat")
+    made.engine.begin_restore(chat)
     made.submit("a", session_id="chat", deadline_s=NOW + 5)
     made.submit("b", session_id="chat")
     made.engine.cancel("b")
     made.step(1, NOW + 5)
     assert made.reasons() == {"a": FinishReason.TIMEOUT, "b": FinishReason.ABORT}
+
+
+def test_the_first_output_alone_says_how_long_it_waited() -> None:
+    made = Engine(max_num_seqs=1)
+    made.submit("a", "b", max_tokens=2)
+    waited = [
+        (output.request_id, output.queued_s)
+        for now_s in (NOW + 0.5, NOW + 1, NOW + 3, NOW + 4)
+        for output in made.engine.step(now_s)
+    ]
+    assert waited == [("a", 0.5), ("a", 0), ("b", 3), ("b", 0)]

@@ -136,6 +136,16 @@ def test_preemption_changes_nothing(grammars: Grammars, caching: bool) -> None:
     assert made.tokens == want
 
 
+def test_the_mask_is_for_the_row_that_samples(grammars: Grammars) -> None:
+    """Not for those of the same prompt that are only scored."""
+    want = alone(grammars, **asked(JSON, seed=9, prompt=[7] * 24))
+    made = engine(grammars)
+    made.submit("free", prompt=[5] * 20, max_tokens=30)
+    made.submit("a", **asked(JSON, seed=9, prompt=[7] * 24, prompt_logprobs=0))
+    made.finish()
+    assert made.tokens["a"] == want
+
+
 # --- what fails, and whom ---
 
 
@@ -199,7 +209,6 @@ def test_matchers_go_with_their_choices(grammars: Grammars) -> None:
     made.submit("a", "b", **asked(Spec(regex="[ab]{100}"), n=2))
     made.step(5)
     guides = made.engine._guides
-    assert guides is not None
     assert len(guides._matchers) == len(guides.ordinals) == 4
     made.engine.cancel("a")
     made.step()

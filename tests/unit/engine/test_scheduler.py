@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from fakes.asks import ask, limits
 from llaisys.engine.budget import PREFILL_TOKENS_MIN, StepSpeed
 from llaisys.engine.cells import HEADROOM_TOKENS
-from llaisys.engine.fairness import WaitingQueue, queue_key
+from llaisys.engine.fairness import FairState, WaitingQueue, queue_key
 from llaisys.engine.limits import Limits, token_limit
 from llaisys.engine.plan import Admit, Plan, PlannedChunk, View
+from llaisys.engine.prefix import PrefixIndex
 from llaisys.engine.request import PREEMPTIONS_MAX, Admitted, Request, advance
 from llaisys.engine.scheduler import plan
 
@@ -123,6 +124,7 @@ def test_a_client_has_its_quota_and_holds_nobody_up() -> None:
         (StepSpeed(None, 0.001), 250),
         (StepSpeed(0.2, 0.0001), 400),
         (StepSpeed(9.0, 0.001), PREFILL_TOKENS_MIN),
+        (StepSpeed(9.0, 0.0), PREFILL_TOKENS_MIN),
         (StepSpeed(0.01, 1e-309), 400),
     ],
 )
@@ -359,3 +361,121 @@ def test_every_plan_keeps_the_bounds(view: View) -> None:
     assert not (made.preempt and made.admit)
     # progress: somebody open means that something is computed
     assert bool(rows) == bool(set(by_id) - gone)
+
+
+# --- edges: full seats, the last id, the last cell, who is short ---
+
+
+def test_all_prompts_that_run_have_their_chunk() -> None:
+    made = planned([], [request(i, 20, computed=4) for i in (1, 2, 3)], limits(max_num_batched_tokens=60))
+    assert sizes(made) == {1: 16, 2: 16, 3: 16}
+    assert made.n_free_wanted == (48,)
+
+
+def test_prompts_that_run_keep_their_seats() -> None:
+    bounds = limits(max_batch_size=3, max_num_batched_tokens=60)
+    made = planned([request(8), request(9)], [request(i, 20, computed=4) for i in (1, 2)], bounds)
+    assert (names(made), sorted(sizes(made))) == ([8], [1, 2, 8])
+
+
+def test_as_many_are_let_in_as_there_are_ids() -> None:
+    running, waiting = [request(i, output=1) for i in (1, 2)], [request(i) for i in (7, 8, 9)]
+    for n_ids in (2, 3, 4, 5):
+        made = planned(waiting, running, limits(max_num_seqs=n_ids, max_num_batched_tokens=60))
+        assert names(made) == [7, 8, 9][: n_ids - 2]
+
+
+def test_nobody_is_let_in_by_a_step_that_preempts() -> None:
+    bounds = limits(n_cells=64, max_num_batched_tokens=64, max_num_seqs=8)
+    running = [request(i, 15, output=2, max_tokens=40) for i in range(4)]
+    made = planned([request(9, 1, max_tokens=1, priority=-1)], running, bounds)
+    assert (made.preempt, made.admit) == ((3,), ())
+
+
+def test_the_last_cell_is_given() -> None:
+    running = [request(i, 15, output=2, max_tokens=40) for i in range(2)]
+    for n_free, preempted, short in ((2, (), ()), (1, (), (1,)), (0, (1,), ())):
+        made = planned([], running, limits(n_cells=64), n_free=(n_free,))
+        assert (made.preempt, made.short) == (preempted, short)
+
+
+def test_who_can_get_on_sits_if_those_whose_turn_it_is_cannot() -> None:
+    """One seat, no cell, and it is the turn of the last in order, who may take nobody's."""
+    running = [request(i, 15, output=2, max_tokens=40, last_step=9 - i) for i in range(3)]
+    made = planned([], running, limits(n_cells=64, max_batch_size=1), n_free=(0,))
+    assert (made.decode, made.preempt, made.short) == ((0,), (2,), ())
+
+
+def test_who_has_cells_set_aside_sits_if_nobody_else_gets_one() -> None:
+    running = [
+        request(0, 15, output=2, max_tokens=40, last_step=9),
+        request(1, 15, output=2, max_tokens=4, last_step=8, preempted=PREEMPTIONS_MAX),
+        request(2, 15, output=2, max_tokens=4, last_step=7, preempted=PREEMPTIONS_MAX),
+    ]
+    made = planned([], running, limits(n_cells=64, max_batch_size=1), n_free=(6,))
+    assert (made.decode, made.short) == ((2,), ())
+    running = [running[0], running[1], request(3, 15, output=2, max_tokens=40, last_step=1)]
+    made = planned([], running, limits(n_cells=64, max_batch_size=1), n_free=(3,))
+    assert (made.decode, made.preempt, made.short) == ((1,), (), ())
+
+
+def test_who_found_no_cells_is_named() -> None:
+    bounds = limits(n_cells=64)
+    waiting = [request(2, 40, max_tokens=24), request(3, 1, max_tokens=1)]
+    assert planned(waiting, [request(1, 20, output=1)], bounds).short == (2,)
+    assert planned(waiting[1:], [request(1, 20, output=1)], bounds).short == ()
+    running = [request(0, 15, output=2, max_tokens=40), request(1, 15, output=2, preempted=PREEMPTIONS_MAX)]
+    made = planned(waiting, running, bounds, n_free=(9,))
+    assert made.short == (0, 2)
+
+
+def test_a_prompt_waits_for_the_time_of_a_step_if_others_do_not_leave_any() -> None:
+    bounds = limits(max_num_batched_tokens=40, max_client_tokens_per_step=100)
+    assert sizes(planned([request(1, 30), request(2, 30)], [], bounds)) == {1: 20, 2: 20}
+
+
+def test_a_client_that_is_new_to_the_step_has_all_of_its_quota() -> None:
+    bounds = limits(max_client_tokens_per_step=6)
+    assert sizes(planned([request(2, 9, client_id="x")], [], bounds)) == {2: 6}
+
+
+def test_a_plan_hands_on_the_turns_and_says_that_it_cleaned() -> None:
+    fair = FairState((((0, "x"), 5), ((0, "y"), 3)))
+    made = planned([], [request(1, output=1)], fair=fair, last_cleanup_s=NOW - 5)
+    assert (made.fair, made.cleaned) == (fair, True)
+    assert not planned([], [], last_cleanup_s=NOW).cleaned
+
+
+def test_a_client_pays_for_what_is_computed_and_not_for_what_is_cached() -> None:
+    index = PrefixIndex()
+    index.unlock(index.insert("", [1] * 8)[0])
+    waiting = [request(i, 10, client_id="xxxy"[i]) for i in range(4)]
+    made = planned(waiting, [], limits(max_num_seqs=2), prefix=index)
+    assert [(admit.ordinal, admit.n_cached) for admit in made.admit] == [(0, 8), (1, 8)]
+    assert made.fair == FairState((((0, "x"), 16 - 2 - 2), ((0, "y"), 0)))
+
+
+def test_a_queue_without_some_counts_the_others_of_every_line() -> None:
+    queue = WaitingQueue()
+    made = [request(i, client_id="xyx"[i % 3]) for i in range(6)]
+    for each in made:
+        queue.add(each)
+    others = queue.without(made[:1])
+    assert (len(others), [r.ordinal for r in others]) == (5, [1, 2, 3, 4, 5])
+    assert len(queue) == 6
+
+
+def test_a_charge_of_one_token_counts_and_of_none_does_not() -> None:
+    fair = FairState((((0, "x"), 5), ((0, "y"), 3)))
+    one = request(1, client_id="x")
+    assert fair.charge(one, 1) == FairState((((0, "x"), 4), ((0, "y"), 3)))
+    assert fair.charge(one, 0) is fair
+    alone = FairState((((0, "x"), 5),))
+    assert alone.charge(one, 3) is alone
+
+
+def test_a_speed_keeps_what_a_step_did_not_measure() -> None:
+    speed = StepSpeed(0.1, 0.01).observe(0.2, 0)
+    assert speed.step_s == pytest.approx(0.1 + 0.2 * 0.1)
+    assert speed.prefill_token_s == 0.01
+    assert StepSpeed().observe(0.5, 5) == StepSpeed(None, 0.1)

@@ -11,7 +11,10 @@ import pytest
 from fakes.asks import ask, limits
 from llaisys import errors
 from llaisys.engine.outputs import EngineOutput, TokenLogprobs
+from llaisys.engine.sessions import SessionAnswer, SessionCall
 from llaisys.engine.wire import (
+    Answer,
+    Ask,
     Cancel,
     Ended,
     FromEngine,
@@ -27,8 +30,8 @@ from llaisys.engine.wire import (
     encode,
 )
 from llaisys.engine.worker import WorkerSettings
-from llaisys.stats import EngineStats
-from llaisys.types import FinishReason
+from llaisys.stats import EngineStats, HistogramData
+from llaisys.types import FinishReason, SessionInfo
 
 SETTINGS = WorkerSettings(
     path=Path("/a/model"),
@@ -41,19 +44,34 @@ SETTINGS = WorkerSettings(
     max_model_len=64,
     n_threads=2,
 )
-OUTPUT = EngineOutput(
-    "a", [1, 2], [TokenLogprobs(1, -math.inf, 1, [(1, -0.5)])], FinishReason.LENGTH, 7, num_cached_tokens=3
+STATS = EngineStats(
+    num_running=3,
+    kv_cells=9,
+    tokens_of_steps=HistogramData((1.0, 8.0), (1, 2, 3), 20.0),
+    waiting_by_reason={"capacity": 1},
 )
+OUTPUT = EngineOutput(
+    "a",
+    [1, 2],
+    [TokenLogprobs(1, -math.inf, 1, [(1, -0.5)])],
+    FinishReason.LENGTH,
+    7,
+    num_cached_tokens=3,
+    queued_s=0.5,
+)
+SCORED = EngineOutput("a", [1], new_prompt_logprobs=[TokenLogprobs(4, -2.5, 3, [(5, -0.5)])])
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        Start("1", SETTINGS, limits(), 2**63 - 1, 30.0, 30, 20),
+        Start("1", SETTINGS, limits(session_store=Path("/a/store")), 2**63 - 1, 30.0, 30, 20),
         Submit(
             ask(deadline_s=math.inf, logit_bias={3: 1.5}, seed=-7, logprobs=2, client_id="k", priority=-1)
         ),
+        Submit(ask(allowed_token_ids=[3], bad_words=["a"], bad_word_ids=((1, 2), (3,)), prompt_logprobs=2)),
         Cancel("a"),
+        Ask(SessionCall(kind="fork", client_id="k", name="a", other="b", n_tokens=3, call_id=7)),
         Shutdown(),
     ],
 )
@@ -62,7 +80,10 @@ def test_to_the_engine(message: ToEngine) -> None:
     assert type(decode_to_engine(encode(message))) is type(message)
 
 
-@pytest.mark.parametrize("message", [Started(), Step([OUTPUT], EngineStats(num_running=3, kv_cells=9))])
+@pytest.mark.parametrize(
+    "message",
+    [Started(), Step([OUTPUT, SCORED], STATS), Answer(SessionAnswer(7, [SessionInfo("a", 3, 2, 1, True)]))],
+)
 def test_from_the_engine(message: FromEngine) -> None:
     assert decode_from_engine(encode(message)) == message
 
@@ -83,6 +104,15 @@ CLASSES = [
 @pytest.mark.parametrize("kind", CLASSES)
 def test_an_error_keeps_its_class_and_words(kind: type[errors.LlaisysError]) -> None:
     refused(kind("so it is"))
+
+
+def test_a_call_s_refusal_keeps_its_class() -> None:
+    came = decode_from_engine(
+        encode(Answer(SessionAnswer(7, [], errors.RejectedError("no such", param="x"))))
+    )
+    assert isinstance(came, Answer)
+    assert isinstance(came.answer.error, errors.RejectedError)
+    assert (came.answer.call_id, came.answer.error.param) == (7, "x")
 
 
 def test_what_an_error_carries_is_kept() -> None:
@@ -108,6 +138,7 @@ def test_the_end_of_an_engine() -> None:
         msgspec.msgpack.encode({"type": "Submit"}),
         encode(Submit(ask(prompt=[1, 2])))[:-3],
         msgspec.msgpack.encode({"type": "Cancel", "request_id": 3}),
+        msgspec.msgpack.encode({"type": "Ask", "call": {"kind": "burn"}}),
         encode(Submit(ask(max_tokens=3))).replace(b"max_tokens\x03", b"max_tokens\x00"),
     ],
 )

@@ -112,7 +112,15 @@ def test_arenas_are_copied_between(context: core.Context) -> None:
 
 def test_the_request_becomes_the_samplers_spec(worker: Worker, context: core.Context) -> None:
     asked = request(
-        temperature=0.5, top_k=3, logit_bias={4: 1.5}, min_tokens=2, stop_token_ids=[9], logprobs=1
+        temperature=0.5,
+        top_k=3,
+        logit_bias={4: 1.5},
+        min_tokens=2,
+        stop_token_ids=[9],
+        logprobs=1,
+        allowed_token_ids=[1, 2],
+        bad_word_ids=((3, 4), (5,)),
+        prompt_logprobs=0,
     )
     asked.index = 3
     seq = worker.open_sequence(asked)
@@ -125,6 +133,9 @@ def test_the_request_becomes_the_samplers_spec(worker: Worker, context: core.Con
         seed=5,
         choice=3,
         top_logprobs=1,
+        allowed_ids=[1, 2],
+        bad_words=[[3, 4], [5]],
+        prompt_logprobs=0,
     )
     assert context._lent[seq].spec == want
 

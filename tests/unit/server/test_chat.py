@@ -220,6 +220,7 @@ async def test_the_conversation_reaches_the_template(engine: FakeService, client
         "add_generation_prompt": True,
         "continue_final_message": False,
         "tools": None,
+        "add_special_tokens": False,
         "template_kwargs": {"enable_thinking": False},
     }
 

@@ -132,9 +132,9 @@ async def test_one_refused_prompt_ends_all(engine: FakeService, client: httpx.As
     assert all(call.ended for call in engine.calls)
 
 
-@pytest.mark.parametrize("field", ["suffix", "echo", "best_of", "n"])
+@pytest.mark.parametrize("field", ["suffix", "best_of", "prompt_embeds"])
 async def test_fields_of_old_clients(client: httpx.AsyncClient, field: str) -> None:
-    value = {"suffix": "end", "echo": True, "best_of": 2, "n": 2}[field]
+    value = {"suffix": "end", "best_of": 2, "prompt_embeds": "AA=="}[field]
     answer = await client.post(URL, json={"prompt": "Hi", field: value})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
     assert field in answer.json()["error"]["message"]

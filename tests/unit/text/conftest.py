@@ -38,6 +38,7 @@ def facts_of(path: Path, tokenizer: GgufTokenizer | None = None) -> ModelInfo:
         max_position_embeddings=1,
         n_parameters=1,
         weight_bytes=1,
+        packed_bytes={"auto": 1},
         kv_bytes_per_cell={},
         bos_token_id=None,
         eos_token_ids=[],

@@ -67,7 +67,8 @@ pub struct DecodeResult {
 impl Context {
     /// One forward pass for all rows, then a sampled id for each row that wants logits. The sampled id of a
     /// sequence's last such row counts as its output for penalties. A row of several sequences is seen
-    /// through, sampled by and counted for its first one.
+    /// through, sampled by and counted for its first one. Where its sampler wants the prompt's logprobs, a row
+    /// inside the prompt gives the prompt's next token, with its logprobs and not counted.
     ///
     /// Errors: a wrong row, a stale id, too few cells. On any error, and on a panic, nothing has changed.
     pub fn decode(&mut self, request: &DecodeRequest<'_>) -> Result<DecodeResult> {
@@ -129,7 +130,7 @@ impl Context {
             let Ok(token) = u32::try_from(token) else { continue };
             let seq = batch.row_seqs(row as usize)[0];
             if !std::mem::replace(&mut told[seq.slot() as usize], true) {
-                self.samplers.accept(seq, token);
+                self.samplers.accept(seq, batch.positions[row as usize] as u32 + 1, token);
             }
         }
     }

@@ -86,9 +86,12 @@ impl SamplerBank {
         self.by_slot[id.slot() as usize] = None;
     }
 
-    /// Counts `token` as output of the sequence.
-    pub(super) fn accept(&mut self, id: SeqId, token: u32) {
-        if let Some(sampler) = &mut self.by_slot[id.slot() as usize] {
+    /// Counts `token`, which comes after `n_before` others, as output of the sequence, unless it is a token of the
+    /// prompt that was only scored.
+    pub(super) fn accept(&mut self, id: SeqId, n_before: u32, token: u32) {
+        if let Some(sampler) = &mut self.by_slot[id.slot() as usize]
+            && sampler.prompt_token(n_before).is_none()
+        {
             sampler.accept(token);
         }
     }

@@ -12,6 +12,7 @@ use crate::model::config::ModelConfig;
 use crate::model::family::RopeRows;
 use crate::model::generation::GenerationConfig;
 use crate::model::info::{FileFormat, ModelInfo, Source, TensorSize};
+use crate::model::packed_size::PackedBytes;
 use crate::model::quantized::{Quantization, QuantizedMatrix};
 use crate::model::rope::RopeScaling;
 use crate::model::slot::{LayerSlot, Slot};
@@ -139,7 +140,11 @@ impl Checkpoint {
             FileFormat::Safetensors => RopeRows::HalfSplit,
             FileFormat::Gguf => config.family.gguf_rope_rows,
         };
-        let info = ModelInfo::new(&config, &sizes, source);
+        let packed_bytes = PackedBytes::new(&config, &|slot| match by_slot[&slot] {
+            Place::Stored(index) => files.tensors()[index].dtype,
+            Place::Quantized(matrix) => matrix.dtype(&files),
+        });
+        let info = ModelInfo::new(&config, &sizes, packed_bytes, source);
         let names = WeightNames { by_name, config: config.clone(), rope_rows };
         Ok(Self { config, info, files, by_slot, names })
     }
@@ -178,6 +183,12 @@ impl Checkpoint {
                 Ok(LoadedTensor { dtype, shape, bytes: Cow::Owned(bytes) })
             }
         }
+    }
+
+    /// Every tensor of the files with its name, those that make up one matrix included, in the order of names.
+    pub fn stored(&self) -> impl Iterator<Item = (&str, TensorView<'_>)> {
+        let tensors = self.files.tensors().iter().enumerate();
+        tensors.map(|(index, tensor)| (tensor.name.as_str(), self.files.view(index)))
     }
 
     /// As [`TensorFiles::release_pages`]: what was read of the weights no longer counts as our memory.

@@ -29,6 +29,7 @@ pub(super) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
     let n_experts = keys.size("expert_count")?.unwrap_or(0);
     let family = family::find_gguf(architecture, n_experts)?;
     refuse_unsupported(&keys, family)?;
+    refuse_single_experts(header)?;
     let tokenizer = GgufTokenizer::read(metadata)?;
 
     let n_heads = keys.required_size("attention.head_count")?;
@@ -312,6 +313,25 @@ fn refuse_unsupported(keys: &Keys<'_>, family: &FamilyFacts) -> Result<()> {
         keys.expect_neutral(key, &[0.0, 1.0])?;
     }
     Ok(())
+}
+
+/// Errors: a file of the time before experts were stacked in one tensor (llama.cpp, until April 2024).
+fn refuse_single_experts(header: &Header<'_>) -> Result<()> {
+    let is_single = |name: &str| {
+        let mut parts = name.split('.').skip(2);
+        matches!(parts.next(), Some("ffn_gate" | "ffn_up" | "ffn_down"))
+            && parts.next().is_some_and(|part| part.parse::<u32>().is_ok())
+    };
+    match header.tensor_names().find(|name| is_single(name)) {
+        None => Ok(()),
+        Some(name) => Err(unsupported(
+            "an old GGUF layout with one tensor for each expert",
+            name,
+            "experts stacked in tensors such as blk.0.ffn_gate_exps.weight (convert the model again with a \
+             llama.cpp of April 2024 or later, or take a newer file)",
+        )
+        .into()),
+    }
 }
 
 fn required<T>(value: Option<T>, key: &str) -> Result<T> {

@@ -3,6 +3,7 @@
 use crate::dtype::{DType, KvDType};
 use crate::model::config::ModelConfig;
 use crate::model::generation::SamplingDefaults;
+use crate::model::packed_size::PackedBytes;
 use crate::model::tokenizer::GgufTokenizer;
 use serde::Serialize;
 
@@ -56,6 +57,8 @@ pub struct ModelInfo {
     pub n_parameters: usize,
     /// Bytes of these tensors in the files.
     pub weight_bytes: usize,
+    /// Bytes of the weights in memory.
+    pub packed_bytes: PackedBytes,
     /// Bytes of one KV cell.
     pub kv_bytes_per_cell: KvBytesPerCell,
     /// Token that begins a text.
@@ -85,7 +88,12 @@ pub(super) struct Source {
 }
 
 impl ModelInfo {
-    pub(super) fn new(config: &ModelConfig, sizes: &[TensorSize], source: Source) -> Self {
+    pub(super) fn new(
+        config: &ModelConfig,
+        sizes: &[TensorSize],
+        packed_bytes: PackedBytes,
+        source: Source,
+    ) -> Self {
         Self {
             path: source.path,
             file_format: source.file_format,
@@ -101,6 +109,7 @@ impl ModelInfo {
             max_position_embeddings: config.max_positions,
             n_parameters: sizes.iter().map(|size| size.n_elements).sum(),
             weight_bytes: sizes.iter().map(|size| size.n_bytes).sum(),
+            packed_bytes,
             kv_bytes_per_cell: KvBytesPerCell {
                 float32: kv_bytes_per_cell(config, KvDType::Float32),
                 bfloat16: kv_bytes_per_cell(config, KvDType::Bfloat16),

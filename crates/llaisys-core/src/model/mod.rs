@@ -10,6 +10,7 @@ mod folder_config;
 pub mod generation;
 mod gguf_config;
 pub mod info;
+pub mod packed_size;
 mod quantized;
 pub mod rope;
 pub mod slot;

@@ -198,16 +198,24 @@ impl QuantizedMatrix {
         Ok(())
     }
 
-    /// The matrix as rows of blocks, and their type: Q4_0 if every zero point is 8, else Int4. Neither loses
-    /// anything. Errors: no memory.
-    pub(super) fn load(&self, files: &TensorFiles, pool: &Pool) -> Result<(DType, Vec<u8>), DeviceError> {
-        let tensors = Tensors {
+    /// The type of its rows once loaded: Q4_0 if every zero point is 8 (all are read), else Int4. Neither loses
+    /// anything.
+    pub(super) fn dtype(&self, files: &TensorFiles) -> DType {
+        if self.tensors(files).is_symmetric() { DType::Q4_0 } else { DType::Int4 }
+    }
+
+    fn tensors<'a>(&'a self, files: &'a TensorFiles) -> Tensors<'a> {
+        Tensors {
             matrix: self,
             qweight: Words::new(files.view(self.qweight)),
             qzeros: Words::new(files.view(self.qzeros)),
             scales: files.view(self.scales),
-        };
-        let dtype = if tensors.is_symmetric() { DType::Q4_0 } else { DType::Int4 };
+        }
+    }
+
+    /// The matrix as rows of blocks of [`Self::dtype`]. Errors: no memory.
+    pub(super) fn load(&self, files: &TensorFiles, pool: &Pool) -> Result<(DType, Vec<u8>), DeviceError> {
+        let (tensors, dtype) = (self.tensors(files), self.dtype(files));
         let row_bytes = self.n_columns / BLOCK_LEN * dtype.block_bytes();
         let n_bytes = self.n_rows * row_bytes;
         let mut rows = Vec::new();

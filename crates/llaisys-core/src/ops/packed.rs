@@ -173,6 +173,11 @@ impl PackedFormat {
         self.header_bytes() + PANEL * BLOCK_LEN / 8 * self.bits()
     }
 
+    /// Bytes of a matrix in panels, padding included.
+    pub(crate) const fn matrix_bytes(self, n_rows: usize, n_columns: usize) -> usize {
+        n_rows.div_ceil(PANEL).saturating_mul(self.panel_bytes(n_columns))
+    }
+
     /// Bytes of a panel of `n_columns` inputs, a multiple of 64.
     const fn panel_bytes(self, n_columns: usize) -> usize {
         match self {
@@ -213,9 +218,7 @@ impl PackedMatrix {
         source: &(dyn Fn(usize) -> RowView<'s> + Sync),
     ) -> Result<Self, DeviceError> {
         assert!(Self::can_pack(format, n_columns), "{format:?} cannot hold rows of {n_columns}");
-        let panel_bytes = format.panel_bytes(n_columns);
-        let mut panels =
-            AlignedBuf::zeroed("packed weights", n_rows.div_ceil(PANEL).saturating_mul(panel_bytes))?;
+        let mut panels = AlignedBuf::zeroed("packed weights", format.matrix_bytes(n_rows, n_columns))?;
         if !panels.is_empty() {
             fill::fill(pool, format, n_columns, &mut panels, &|n| (n < n_rows).then(|| source(n)));
             pages::use_huge_pages(&panels);

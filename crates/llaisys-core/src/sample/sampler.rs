@@ -1,6 +1,6 @@
 //! One sequence's sampler, and the draw of one token.
 //!
-//! Order of the rules (vLLM's): mask, bias, min_tokens, penalties, temperature, min_p, top_k, top_p, typical_p.
+//! Order of the rules (vLLM's): mask, allowed ids, bad words, bias, min_tokens, penalties, temperature, min_p, top_k, top_p, typical_p.
 //! Logprobs are of the model's own distribution, before any of them.
 
 use super::filters::{self, Candidate};
@@ -16,6 +16,13 @@ pub struct Sampler {
     /// Answer tokens with their counts, ordered by id. Kept only while a penalty asks for it.
     counts: Vec<(u32, u32)>,
     n_output: u32,
+    /// Bit per token id: may be drawn. Empty if all may.
+    allowed: Vec<u32>,
+    /// The newest answer tokens, as many as a bad word may look back at.
+    tail: Vec<u32>,
+    n_tail: usize,
+    /// Kept only for the prompt's logprobs.
+    prompt: Vec<u32>,
 }
 
 impl Sampler {
@@ -29,7 +36,16 @@ impl Sampler {
         output: &[i32],
     ) -> Result<Self, SamplingError> {
         spec.check(vocab_size)?;
-        let mut sampler = Self { spec, in_prompt: Vec::new(), counts: Vec::new(), n_output: 0 };
+        let mut sampler = Self {
+            allowed: bits(&spec.allowed_ids, vocab_size),
+            n_tail: spec.bad_words.iter().map(|word| word.len() - 1).max().unwrap_or(0),
+            spec,
+            in_prompt: Vec::new(),
+            counts: Vec::new(),
+            n_output: 0,
+            tail: Vec::new(),
+            prompt: Vec::new(),
+        };
         let outside = |name, id: i32| SamplingError::Token { name, id: id.into(), vocab_size };
         let checked = |name, id: i32| {
             u32::try_from(id).ok().filter(|&t| (t as usize) < vocab_size).ok_or_else(|| outside(name, id))
@@ -42,6 +58,9 @@ impl Sampler {
             if let Some(word) = sampler.in_prompt.get_mut(id as usize / 64) {
                 *word |= 1 << (id % 64);
             }
+            if sampler.spec.prompt_logprobs.is_some() {
+                sampler.prompt.push(id);
+            }
         }
         for &id in output {
             sampler.accept(checked("output", id)?);
@@ -52,6 +71,10 @@ impl Sampler {
     /// Takes note of a token that now belongs to the answer.
     pub fn accept(&mut self, token: u32) {
         self.n_output += 1;
+        if self.n_tail > 0 {
+            self.tail.drain(..(self.tail.len() + 1).saturating_sub(self.n_tail));
+            self.tail.push(token);
+        }
         if self.spec.has_penalties() {
             match self.counts.binary_search_by_key(&token, |&(id, _)| id) {
                 Ok(i) => self.counts[i].1 += 1,
@@ -65,8 +88,22 @@ impl Sampler {
         &self.spec
     }
 
-    /// Bias, min_tokens and penalties, in place.
+    /// The prompt's own token after its first `n_before`, and how many best ones are wanted with its logprob, if a
+    /// row there gives that and no draw.
+    pub fn prompt_token(&self, n_before: u32) -> Option<(u32, u32)> {
+        Some((*self.prompt.get(n_before as usize)?, self.spec.prompt_logprobs?))
+    }
+
+    /// Allowed ids, bad words, bias, min_tokens and penalties, in place.
     fn adjust(&self, logits: &mut [f32]) {
+        if !self.allowed.is_empty() {
+            apply_mask(logits, &self.allowed);
+        }
+        for (last, before) in self.spec.bad_words.iter().filter_map(|word| word.split_last()) {
+            if self.tail.ends_with(before) {
+                logits[*last as usize] = f32::NEG_INFINITY;
+            }
+        }
         for &(id, bias) in &self.spec.logit_bias {
             logits[id as usize] += bias;
         }
@@ -149,7 +186,7 @@ pub struct Logprobs {
 }
 
 /// Samples one row. `logits` `[vocab]` are used up. `position` is the number of tokens before the sampled one:
-/// with seed and choice it fixes the draw. `mask` has a bit for each id, set if allowed.
+/// with seed and choice it fixes the draw, or says which token of the prompt is scored instead. `mask` has a bit for each id, set if allowed.
 pub fn sample(
     scratch: &mut Scratch,
     logits: &mut [f32],
@@ -159,6 +196,10 @@ pub fn sample(
 ) -> Outcome {
     if !logits.iter().all(|l| l.is_finite()) {
         return Outcome::Fault(RowFault::NonFinite);
+    }
+    if let Some((id, n)) = sampler.and_then(|s| s.prompt_token(position)) {
+        let normaliser = begin_logprobs(&mut scratch.best, logits, n);
+        return Outcome::Token { id, logprobs: Some(logprobs_of(id, logits, &scratch.best, normaliser)) };
     }
     // The drawn token is known only later, and the logits change on the way: keep the model's own.
     let normaliser = sampler.and_then(|s| s.spec.top_logprobs).map(|n| {
@@ -184,14 +225,7 @@ pub fn sample(
         Some(s) if !s.spec.is_greedy() => draw(scratch, logits, logits[best], &s.spec, position),
         _ => best as u32,
     };
-    let logprobs = normaliser.map(|normaliser| {
-        let own = scratch.raw[id as usize];
-        Logprobs {
-            logprob: own - normaliser,
-            rank: 1 + scratch.raw.iter().filter(|&&l| l > own).count() as u32,
-            top: scratch.best.iter().map(|&(id, logit)| (id, logit - normaliser)).collect(),
-        }
-    });
+    let logprobs = normaliser.map(|normaliser| logprobs_of(id, &scratch.raw, &scratch.best, normaliser));
     Outcome::Token { id, logprobs }
 }
 
@@ -225,6 +259,18 @@ fn argmax(logits: &[f32]) -> usize {
     best
 }
 
+/// A bit for each id below `vocab_size`, set for `ids`; empty if there are none.
+fn bits(ids: &[u32], vocab_size: usize) -> Vec<u32> {
+    if ids.is_empty() {
+        return Vec::new();
+    }
+    let mut words = vec![0; vocab_size.div_ceil(32)];
+    for id in ids {
+        words[*id as usize / 32] |= 1 << (id % 32);
+    }
+    words
+}
+
 fn apply_mask(logits: &mut [f32], mask: &[u32]) {
     for (id, logit) in logits.iter_mut().enumerate() {
         if mask[id / 32] >> (id % 32) & 1 == 0 {
@@ -248,4 +294,14 @@ fn begin_logprobs(best: &mut Vec<(u32, f32)>, logits: &[f32], n: u32) -> f32 {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let sum: f64 = logits.iter().map(|&l| f64::from(l - max).exp()).sum();
     (f64::from(max) + sum.ln()) as f32
+}
+
+/// The logprob and rank of `id`, and those of `best`, from the model's own logits.
+fn logprobs_of(id: u32, raw: &[f32], best: &[(u32, f32)], normaliser: f32) -> Logprobs {
+    let own = raw[id as usize];
+    Logprobs {
+        logprob: own - normaliser,
+        rank: 1 + raw.iter().filter(|&&l| l > own).count() as u32,
+        top: best.iter().map(|&(id, logit)| (id, logit - normaliser)).collect(),
+    }
 }

@@ -12,6 +12,9 @@ pub enum SamplingError {
     /// A token id outside the vocabulary.
     #[error("{name} names token id {id}, outside the vocabulary of {vocab_size}")]
     Token { name: &'static str, id: i64, vocab_size: usize },
+    /// A sequence of tokens without a token.
+    #[error("{name} holds an empty sequence of tokens")]
+    Empty { name: &'static str },
 }
 
 /// What one sequence asks of the sampler. Neutral values switch a rule off; the defaults are neutral.
@@ -36,6 +39,11 @@ pub struct SamplerSpec {
     pub frequency_penalty: f32,
     /// Added to the logits of these ids.
     pub logit_bias: Vec<(u32, f32)>,
+    /// Only these ids may be drawn; empty: all.
+    pub allowed_ids: Vec<u32>,
+    /// Token sequences that the answer must not hold: the last token of each is forbidden where the ones before it
+    /// are the newest of the answer.
+    pub bad_words: Vec<Vec<u32>>,
     /// `stop_ids` cannot be drawn before so many tokens are out.
     pub min_tokens: u32,
     /// Ids held back by `min_tokens`.
@@ -46,6 +54,9 @@ pub struct SamplerSpec {
     pub choice: u32,
     /// Logprobs wanted: `None`, or the drawn token's and so many best ones.
     pub top_logprobs: Option<u32>,
+    /// Rows inside the prompt that want logits give, in place of a draw, the prompt's next token with its logprob
+    /// and so many best ones. `None`: such rows are sampled as any other.
+    pub prompt_logprobs: Option<u32>,
 }
 
 impl Default for SamplerSpec {
@@ -60,11 +71,14 @@ impl Default for SamplerSpec {
             presence_penalty: 0.0,
             frequency_penalty: 0.0,
             logit_bias: Vec::new(),
+            allowed_ids: Vec::new(),
+            bad_words: Vec::new(),
             min_tokens: 0,
             stop_ids: Vec::new(),
             seed: 0,
             choice: 0,
             top_logprobs: None,
+            prompt_logprobs: None,
         }
     }
 }
@@ -83,6 +97,11 @@ impl SamplerSpec {
             token_in("logit_bias", id, vocab_size)?;
             in_range("logit_bias", bias, -1e4, 1e4)?;
         }
+        self.allowed_ids.iter().try_for_each(|&id| token_in("allowed_ids", id, vocab_size))?;
+        if self.bad_words.iter().any(Vec::is_empty) {
+            return Err(SamplingError::Empty { name: "bad_words" });
+        }
+        self.bad_words.iter().flatten().try_for_each(|&id| token_in("bad_words", id, vocab_size))?;
         self.stop_ids.iter().try_for_each(|&id| token_in("stop_ids", id, vocab_size))
     }
 

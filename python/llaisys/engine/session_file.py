@@ -1,0 +1,240 @@
+"""The file of a saved session: its tokens, and K and V of as many of them as were cached. All I/O is here.
+
+    magic 8 B | version u32 | header length u32 | header JSON | digest
+    for each piece, in the order of positions: number of positions u32 (above 0) | K and V | digest
+    0 u32 | digest                                                            and nothing after it
+
+Numbers are little endian; K and V are as `Context.kv_export` gives them. Each digest is BLAKE2b-256 over the
+one before it and everything since, so damage, loss, reordering and pieces of another file all show. It is no
+signature: whoever may write into the store is trusted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+import struct
+import tempfile
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from llaisys.errors import ExhaustedError, LlaisysError, RejectedError, RequestFailedError, UnsupportedError
+
+MAGIC = b"LLAISKV\n"
+VERSION = 1
+SUFFIX = ".kv"
+DIGEST_BYTES = 32
+_FIXED = struct.Struct("<8sII")
+_COUNT = struct.Struct("<I")
+# Of a header: at most so many bytes, and so many for each token.
+_HEADER_BYTES, _TOKEN_BYTES = 1024, 12
+
+
+class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    fingerprint: str
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a file must agree with, and its bounds.
+
+    - `fingerprint`: of the context. `cell_bytes`: K and V of one token in every layer.
+    - `n_tokens_max`: of a file. `n_piece`: positions of a piece. `n_files_max`: in one folder.
+    """
+
+    fingerprint: str
+    vocab_size: int
+    cell_bytes: int
+    n_tokens_max: int
+    n_piece: int
+    n_files_max: int
+
+
+class _Digest:
+    """The chain of digests."""
+
+    def __init__(self) -> None:
+        self._last = b""
+
+    def next(self, *parts: Any) -> bytes:
+        digest = hashlib.blake2b(self._last, digest_size=DIGEST_BYTES)
+        for part in parts:
+            digest.update(part)
+        self._last = digest.digest()
+        return self._last
+
+
+class SessionWriter:
+    """Writes one file: `open`, `add` in order, `commit`. It has its name only once it is whole."""
+
+    def __init__(self, path: Path, token_ids: Sequence[int], facts: Facts) -> None:
+        self._path, self._token_ids, self._facts = path, token_ids, facts
+        self._digest = _Digest()
+        self._fd, self._temporary = -1, ""
+
+    def open(self) -> None:
+        """Raises ExhaustedError (too many files) or RequestFailedError (the disk)."""
+        with _disk_errors(self._path):
+            folder = self._path.parent
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            n_files = sum(name.endswith(SUFFIX) for name in os.listdir(folder))
+            if n_files >= self._facts.n_files_max and not self._path.exists():
+                raise ExhaustedError(
+                    f"there are {n_files} saved sessions, max_sessions allows no more: remove one"
+                )
+            self._fd, self._temporary = tempfile.mkstemp(prefix=".", suffix=".part", dir=folder)
+            header = msgspec.json.encode(_Header(self._facts.fingerprint, [*self._token_ids]))
+            self._write(_FIXED.pack(MAGIC, VERSION, len(header)), header)
+
+    def add(self, n_positions: int, data: NDArray[np.uint8]) -> None:
+        """K and V of the next positions."""
+        with _disk_errors(self._path):
+            self._write(_COUNT.pack(n_positions), data)
+
+    def commit(self) -> None:
+        """The file is there, whole and on the disk, in place of one of the same name."""
+        with _disk_errors(self._path):
+            self._write(_COUNT.pack(0))
+            os.fsync(self._fd)
+            os.replace(self._temporary, self._path)
+            self._temporary = ""
+            folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+
+    def close(self) -> None:
+        """Frees everything; what was not committed is removed. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        if self._temporary:
+            with contextlib.suppress(OSError):
+                os.unlink(self._temporary)
+            self._temporary = ""
+
+    def _write(self, *parts: Any) -> None:
+        for part in (*parts, self._digest.next(*parts)):
+            rest = memoryview(part).cast("B")
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+
+
+class SessionReader:
+    """Reads one file: `open`, then `next` until it is None. Nothing in the file is believed unchecked, and
+    nothing is allocated for it but what its size and `Facts` allow."""
+
+    def __init__(self, path: Path, facts: Facts) -> None:
+        self._path, self._facts = path, facts
+        self._digest = _Digest()
+        self._fd = -1
+        self._n_left = 0  # bytes of the file
+        self._n_missing = 0  # tokens without a piece so far
+
+    def open(self) -> array[int]:
+        """The tokens. Raises RejectedError or UnsupportedError: what is wrong with the file."""
+        with _disk_errors(self._path):
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            self._fd = os.open(self._path, flags)
+            status = os.fstat(self._fd)
+            if not stat.S_ISREG(status.st_mode):
+                self._refuse("is no plain file")
+            self._n_left = status.st_size
+            return self._read_header()
+
+    def next(self) -> tuple[int, NDArray[np.uint8]] | None:
+        """The number of the next positions, and their K and V; None at the end of a sound file."""
+        with _disk_errors(self._path):
+            count = self._read(_COUNT.size)
+            (n,) = _COUNT.unpack(count)
+            if n > min(self._n_missing, self._facts.n_piece):
+                self._refuse(f"is damaged: a piece of {n} positions, {self._n_missing} can follow")
+            data = self._read(n * self._facts.cell_bytes)
+            self._check_digest(count, data)
+            if n:
+                self._n_missing -= n
+                return n, np.frombuffer(data, np.uint8)
+            if self._n_left:
+                self._refuse(f"is damaged: {self._n_left} bytes follow its end")
+            return None
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _read_header(self) -> array[int]:
+        facts = self._facts
+        fixed = self._read(_FIXED.size)
+        magic, version, n_header = _FIXED.unpack(fixed)
+        if magic != MAGIC:
+            self._refuse("is no saved session")
+        if version != VERSION:
+            text = f"the saved session {self._path.stem!r} has format version {version}"
+            raise UnsupportedError(f"{text}, this build reads {VERSION}", param="file")
+        if n_header > _HEADER_BYTES + _TOKEN_BYTES * facts.n_tokens_max:
+            self._refuse(f"has a header of {n_header} bytes, too long for {facts.n_tokens_max} tokens")
+        raw = self._read(n_header)
+        self._check_digest(fixed, raw)
+        try:
+            header = msgspec.json.decode(raw, type=_Header)
+        except (msgspec.DecodeError, RecursionError) as error:
+            self._refuse(f"has a header that cannot be read: {error}")
+        if header.fingerprint != facts.fingerprint:
+            self._refuse("was saved with another model, dtype or instruction set")
+        n_tokens = len(header.token_ids)
+        if n_tokens > facts.n_tokens_max:
+            self._refuse(f"has {n_tokens} tokens, max_model_len is {facts.n_tokens_max}")
+        if n_tokens and not 0 <= min(header.token_ids) <= max(header.token_ids) < facts.vocab_size:
+            self._refuse(f"has token ids outside 0 to {facts.vocab_size - 1}")
+        frame = _COUNT.size + DIGEST_BYTES
+        if self._n_left > n_tokens * (facts.cell_bytes + frame) + frame:
+            self._refuse(f"is damaged: {self._n_left} bytes are too many for {n_tokens} tokens")
+        self._n_missing = n_tokens
+        return array("i", header.token_ids)
+
+    def _read(self, n_bytes: int) -> bytearray:
+        """Raises RejectedError at the end of the file."""
+        if n_bytes > self._n_left:
+            self._refuse("is damaged: it ends too early")
+        data = bytearray(n_bytes)
+        rest = memoryview(data)
+        while rest:
+            n = os.readv(self._fd, [rest])
+            if not n:
+                self._refuse("is damaged: it ends too early")
+            rest = rest[n:]
+        self._n_left -= n_bytes
+        return data
+
+    def _check_digest(self, *parts: Any) -> None:
+        if self._digest.next(*parts) != self._read(DIGEST_BYTES):
+            self._refuse("is damaged: a checksum does not match")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise RejectedError(f"the saved session {self._path.stem!r} {what}", param="file")
+
+
+@contextlib.contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    """What the system says of a file, in words for the client: no path of the machine."""
+    try:
+        yield
+    except LlaisysError:
+        raise
+    except FileNotFoundError as error:
+        raise RejectedError(f"there is no saved session {path.stem!r}", param="file") from error
+    except OSError as error:
+        raise RequestFailedError(f"the saved session {path.stem!r}: {error.strerror}") from error

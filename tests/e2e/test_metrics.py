@@ -1,0 +1,80 @@
+"""GET /metrics of a real server after a known load: every name that an operator's board asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from golden import FOLDER
+from serving import Server, serving
+
+N_CELLS = 96
+N_PROMPT, N_OUTPUT = 20, 60
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """After the same prompt twice, then two prompts together that cannot both end without a preemption."""
+    folder = tmp_path_factory.mktemp("metrics")
+    with serving(folder, str(FOLDER), "--num-kv-cells", f"{N_CELLS}", "--dtype", "float32") as server:
+        for firsts, max_tokens in ([10], 4), ([10], 1), ([200, 300], N_OUTPUT):
+            prompts = [[first + i for i in range(N_PROMPT)] for first in firsts]
+            body = {"prompt": prompts, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
+            answer = server.http.post("/v1/completions", json=body)
+            assert answer.json()["usage"]["completion_tokens"] == len(firsts) * max_tokens, answer.text
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "value"),
+    [
+        ("vllm:num_requests_running", {}, 0),
+        ("vllm:num_requests_waiting", {}, 0),
+        *(
+            ("vllm:num_requests_waiting_by_reason", {"reason": reason}, 0)
+            for reason in ("capacity", "preempted", "sibling", "remote_kv")
+        ),
+        ("vllm:kv_cache_usage_perc", {}, 0),
+        ("vllm:prompt_tokens_total", {}, 4 * N_PROMPT),
+        ("vllm:generation_tokens_total", {}, 5 + 2 * N_OUTPUT),
+        ("vllm:prefix_cache_queries_total", {}, 4 * N_PROMPT),
+        ("vllm:prefix_cache_hits_total", {}, N_PROMPT - 1),
+        ("vllm:request_success_total", {"finished_reason": "length"}, 4),
+        ("vllm:request_success_total", {"finished_reason": "stop"}, 0),
+        ("vllm:time_to_first_token_seconds_count", {}, 4),
+        ("vllm:e2e_request_latency_seconds_count", {}, 4),
+        ("vllm:request_queue_time_seconds_count", {}, 4),
+        ("vllm:request_prefill_time_seconds_count", {}, 4),
+        ("vllm:request_decode_time_seconds_count", {}, 4),
+        ("vllm:request_inference_time_seconds_count", {}, 4),
+        ("vllm:request_time_per_output_token_seconds_count", {}, 3),
+        ("llaisys:kv_cells", {}, N_CELLS),
+        ("llaisys:kv_cells", {"state": "used"}, 0),
+    ],
+)
+def test_a_figure_of_the_known_load(loaded: Server, name: str, labels: dict[str, str], value: float) -> None:
+    samples = loaded.samples(name, **labels)
+    assert samples, "it is not there"
+    assert sum(samples) == value
+
+
+def test_figures_that_the_steps_decide(loaded: Server) -> None:
+    """How the two that ran together fell into steps is not known; what must hold of it is."""
+    computed = loaded.metric("vllm:iteration_tokens_total_sum")
+    steps = loaded.metric("vllm:iteration_tokens_total_count")
+    # Every token but the last of each answer, less the cached ones; what was preempted comes on top.
+    assert computed >= 4 * N_PROMPT + 5 + 2 * N_OUTPUT - 4 - (N_PROMPT - 1)
+    assert N_OUTPUT <= steps <= loaded.metric("llaisys:steps_total")
+    assert 0 < loaded.metric("llaisys:step_seconds_count") <= steps
+    assert loaded.metric("llaisys:step_seconds_sum") > 0
+    assert loaded.metric("vllm:inter_token_latency_seconds_count") > 0
+    assert loaded.metric("vllm:num_preemptions_total") >= 1
+    assert loaded.metric("llaisys:kv_cells_evicted_total") >= 1
+    cached = loaded.metric("llaisys:kv_cells", state="cached")
+    assert loaded.metric("llaisys:kv_cells_retained") == cached > 0
+
+
+def test_the_labels_are_the_models_name_and_the_engine(loaded: Server) -> None:
+    for name in ("vllm:num_preemptions_total", "llaisys:kv_cells", "vllm:iteration_tokens_total_sum"):
+        assert loaded.samples(name) == loaded.samples(name, model_name=loaded.model, engine="0")

@@ -1,0 +1,120 @@
+"""The core is lost while eight streams are open: each gets its one end, and the engine is built anew."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil
+import pytest
+
+import faulty
+import serving as server_process
+from golden import FOLDER, load_golden
+from llaisys.config import Config
+from llaisys.engine import process
+from llaisys.engine.inproc import InprocClient
+from llaisys.errors import EngineDeadError
+from llaisys.service import AsyncLLM
+from llaisys.types import SamplingParams
+from serving import long_model, serving
+from sse import events
+
+TESTS = Path(faulty.__file__).parent
+SETTINGS: dict[str, Any] = {"model": str(FOLDER), "dtype": "float32", "num_kv_cells": 4096}
+# Where a panic ends the core, at its fifth pass.
+LOST = ["books.change", "books.prepare", "books.commit"]
+NTH = 5
+
+
+def boot(order: Path) -> str:
+    return f"import sys; sys.path.insert(0, {str(TESTS)!r}); import faulty; faulty.install({str(order)!r});"
+
+
+async def answer(service: AsyncLLM, name: str) -> list[int]:
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    prompt = load_golden().prompts[0]
+    return [i async for d in service.generate(prompt, params, name) for i in d.outputs[0].token_ids]
+
+
+def child_of(service: AsyncLLM) -> psutil.Process:
+    """Its engine process; other tests' servers are children of this one, too."""
+    assert isinstance(service._client, process.ProcessClient)
+    assert isinstance(service._client._link, process._Child)
+    return psutil.Process(service._client._link.pid)
+
+
+async def all_end(service: AsyncLLM) -> list[str]:
+    """What each of eight streams is told at its one end."""
+    ends = await asyncio.gather(*(answer(service, f"{i}") for i in range(8)), return_exceptions=True)
+    assert [type(end) for end in ends] == [EngineDeadError] * 8
+    assert service._mailboxes == {}
+    return [str(end) for end in ends]
+
+
+@pytest.mark.parametrize("point", LOST)
+async def test_in_this_process_all_end_and_a_new_engine_is_right(core: ModuleType, point: str) -> None:
+    service = await AsyncLLM.start(Config(**SETTINGS))
+    assert isinstance(service._client, InprocClient)
+    core.set_fault("decode.begin", "pause")
+    ending = asyncio.create_task(all_end(service))
+    while len(service._client._open) < 8:  # noqa: ASYNC110 -- it yields, it does not wait for time
+        await asyncio.sleep(0)
+    core.set_fault(point, "panic", NTH)
+    core.set_fault("decode.begin", "off")
+    assert all(point in end for end in await ending)
+    assert service.stats().finished == {"error": 8}
+    assert not service.is_alive()
+    with pytest.raises(EngineDeadError, match=point):
+        await answer(service, "late")
+    await service.close()
+    service = await AsyncLLM.start(Config(**SETTINGS))
+    assert await answer(service, "next") == load_golden().greedy[0]
+    await service.close()
+
+
+@pytest.mark.parametrize("point", LOST)
+async def test_an_engine_process_is_started_anew(
+    point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = tmp_path / "order"
+    order.write_text(f"{point} panic {NTH}", "utf-8")
+    head, tail = process._BOOT.split("; from", 1)
+    monkeypatch.setattr(process, "_BOOT", f"{head}; {boot(order)} from{tail}")
+    service = await AsyncLLM.start(Config(**SETTINGS, engine_process=True))
+    first = child_of(service)
+    # One that comes after the death is refused, also with an EngineDeadError.
+    assert any(point in end for end in await all_end(service))
+    first.wait()
+    while not service.is_alive():  # noqa: ASYNC110 -- it yields, it does not wait for time
+        await asyncio.sleep(0)
+    second = child_of(service)
+    assert second != first
+    assert await answer(service, "next") == load_golden().greedy[0]
+    await service.close()
+    assert not second.is_running()
+
+
+@pytest.mark.parametrize("fault", ["books.commit panic 20", "seq.release leak 1"])
+def test_a_server_answers_503_and_exits_70(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A panic in the middle of the answer, or a leak that is seen at its end."""
+    order = tmp_path / "order"
+    order.write_text(fault, "utf-8")
+    code = f"{boot(order)} from llaisys.cli.main import main; sys.exit(main())"
+    monkeypatch.setattr(server_process, "COMMAND", (sys.executable, "-c", code))
+    ask = {"prompt": "Hello", "max_tokens": 30, "ignore_eos": True}
+    flags = ("--num-kv-cells", "8192", "--dtype", "float32")
+    with serving(tmp_path, str(long_model(tmp_path)), *flags) as server:
+        with server.http.stream("POST", "/v1/completions", json={**ask, "stream": True}) as stream:
+            *_, error, done = events(b"".join(stream.iter_raw()))
+        assert (error["error"]["code"], done) == ("engine_dead", "[DONE]")
+        late = server.http.post("/v1/completions", json=ask)
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "engine_dead")
+        probes = [server.http.get(path).status_code for path in ("/livez", "/health", "/ready")]
+        assert probes == [200, 503, 503]
+        assert server.stop() == 70

@@ -1,0 +1,151 @@
+"""Every call into the core fails once, at every point of a run of eight requests (reliability.md, suite 3).
+
+What the core could take back costs at most one request, and nobody else a bit; what it could not ends every
+request once, and the engine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import crowd
+from crowd import Answers, judge
+from golden import FOLDER
+from llaisys.engine.limits import Limits
+from llaisys.errors import EngineDeadError
+from llaisys.types import FinishReason
+
+SOURCE = Path(__file__).parents[2] / "crates" / "llaisys-core" / "src"
+# What can be done at each point. `door`: error or panic; `inside`: panic; `lost`: a panic that ends the core.
+POINTS = {
+    "seq.acquire": "door",
+    "seq.release": "door",
+    "seq.set_sampler": "door",
+    "decode.begin": "door",
+    "decode.prepare": "door",
+    "decode.placed": "door",
+    "decode.layer": "inside",
+    "decode.forward": "door",
+    "decode.logits": "door",
+    "sampler.row": "inside",
+    "decode.sampled": "door",
+    "decode.commit": "door",
+    "kv.seq_rm": "door",
+    "kv.seq_cp": "door",
+    "kv.retain": "door",
+    "kv.attach": "door",
+    "kv.segment_split": "door",
+    "kv.segment_trim": "door",
+    "books.change": "lost",
+    "books.prepare": "lost",
+    "books.commit": "lost",
+}
+# Those of test_session_calls.py.
+SESSIONS = {"kv.export", "kv.import"}
+# Calls that the engine does not make; the Rust test makes them fail.
+NOT_THE_ENGINES = {"kv.seq_keep", "kv.seq_add", "weights.replace"}
+SCENES = {
+    "one arena": crowd.bounds(prefix=True),
+    "two arenas": crowd.bounds(prefix=True, n_streams=2),
+    "no prefix cache": crowd.bounds(prefix=False),
+}
+# Of a point that a run passes more often, so many passes are chosen, the first and the last among them.
+N_PASSES = 24
+CASES = [
+    (scene, point, action)
+    for scene in SCENES
+    for point, kind in POINTS.items()
+    for action in (("error", "panic") if kind == "door" else ("panic",))
+]
+
+
+def context_of(core: ModuleType, limits: Limits) -> Any:
+    return core.Context(
+        str(FOLDER),
+        dtype="float32",
+        n_cells=limits.n_cells,
+        n_seq_max=limits.max_num_seqs,
+        n_streams=limits.n_streams,
+        n_batch=8,
+        max_model_len=limits.max_model_len,
+        n_threads=1,
+        lifo=True,
+        poison=True,
+    )
+
+
+def run(core: ModuleType, limits: Limits) -> Answers:
+    context = context_of(core, limits)
+    try:
+        return crowd.run(crowd.make_engine(context, core.SamplerSpec, limits), context)
+    finally:
+        context.close()
+
+
+def hits(core: ModuleType) -> dict[str, int]:
+    return {point: core.fault_hits(point) for point in core.fault_points()}
+
+
+@pytest.fixture(scope="module")
+def good(faulty_core: ModuleType) -> Callable[[str], tuple[Answers, dict[str, int]]]:
+    """What a scene gives when nothing fails, and how often it passes each point."""
+    made: dict[str, tuple[Answers, dict[str, int]]] = {}
+    for scene, limits in SCENES.items():
+        before = hits(faulty_core)
+        answers = run(faulty_core, limits)
+        made[scene] = answers, {point: n - before[point] for point, n in hits(faulty_core).items()}
+    return made.__getitem__
+
+
+def test_the_table_the_source_and_the_runs_name_the_same_points(
+    core: ModuleType, good: Callable[[str], tuple[Answers, dict[str, int]]]
+) -> None:
+    text = "".join(path.read_text("utf-8") for path in SOURCE.rglob("*.rs"))
+    in_source = set(re.findall(r'(?:fault_point!\((?:panic )?|table::hit\()"([a-z_.]+)"', text))
+    assert set(POINTS) | SESSIONS | NOT_THE_ENGINES == set(core.fault_points()) == in_source
+    assert {point for scene in SCENES for point, n in good(scene)[1].items() if n} == set(POINTS)
+
+
+def test_the_runs_have_all_that_can_happen_and_the_same_answers(
+    good: Callable[[str], tuple[Answers, dict[str, int]]],
+) -> None:
+    want = good("one arena")[0]
+    for scene in SCENES:
+        answers = good(scene)[0]
+        assert not answers.failed()
+        judge(answers, want)
+        assert answers.n_together == 8
+        assert answers.ends["gone", 0].finish_reason is FinishReason.ABORT
+        assert answers.tokens["gone", 0], "it had begun"
+        assert answers.stats.num_preempted > 0
+        assert answers.stats.prefix_hit_tokens > 0
+        assert answers.stats.num_evicted_cells > 0 or scene == "no prefix cache"
+
+
+@pytest.mark.parametrize(("scene", "point", "action"), CASES)
+def test_a_fault_costs_one_request_at_most_or_ends_the_engine(
+    core: ModuleType,
+    good: Callable[[str], tuple[Answers, dict[str, int]]],
+    scene: str,
+    point: str,
+    action: str,
+) -> None:
+    want, passed = good(scene)
+    n_passed = passed[point]
+    for nth in sorted(
+        {1 + i * (n_passed - 1) // (N_PASSES - 1) for i in range(N_PASSES)} if n_passed else ()
+    ):
+        before = core.fault_hits(point)
+        core.set_fault(point, action, nth)
+        if POINTS[point] == "lost":
+            with pytest.raises(EngineDeadError, match=re.escape(point)):
+                run(core, SCENES[scene])
+        else:
+            judge(run(core, SCENES[scene]), want)
+        assert core.fault_hits(point) - before >= nth, "it has not failed"

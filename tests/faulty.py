@@ -1,0 +1,36 @@
+"""The core with fault points, in the place of the shipped one; also for processes that a test starts."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import llaisys
+
+CORE = Path(__file__).parents[1] / ".venv" / "faults" / "_core.abi3.so"
+
+
+def load() -> ModuleType:
+    """The module with `fault_points`, `fault_hits` and `set_fault`. Once a process: it stays."""
+    loader = importlib.machinery.ExtensionFileLoader("llaisys._core", str(CORE))
+    spec = importlib.util.spec_from_loader("llaisys._core", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def install(order: str) -> None:
+    """In a new process: that core is the core. The file `order` holds `point action nth`: the first process
+    that finds it sets this fault, and removes it."""
+    core = load()
+    sys.modules["llaisys._core"] = core
+    llaisys._core = core  # type: ignore[attr-defined]
+    path = Path(order)
+    if path.exists():
+        point, action, nth = path.read_text("utf-8").split()
+        path.unlink()
+        core.set_fault(point, action, int(nth))

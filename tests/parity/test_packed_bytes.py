@@ -1,0 +1,101 @@
+"""What the headers say the packed weights will take is what they take: every container, type and family."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import gguf
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llaisys._core import Context
+from llaisys.engine.worker import inspect_model
+from llaisys.hub import resolve_model
+from parity.checkpoints import read_weights
+from parity.gguf_files import read_tensors, write_like
+from parity.gguf_model import write_gguf
+from parity.int4_folders import Scheme, write_quantized
+from parity.numpy_forward import Shape
+from parity.random_model import FAMILIES, random_weights, shapes, write_model
+
+GOLDENS = Path(__file__).parents[1] / "data" / "goldens"
+TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL"]
+TYPES += ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+# Rows of 256, as K types need; 130 tokens and 48 rows of K and V do not fill their last panel.
+SHAPE = Shape(
+    n_layers=2,
+    d_model=256,
+    n_heads=16,
+    n_kv_heads=4,
+    d_head=12,
+    d_ff=256,
+    vocab_size=130,
+    rope_theta=1e4,
+    rms_eps=1e-5,
+    qkv_bias=False,
+    qk_norm="none",
+    tied=False,
+)
+
+
+def check(path: Path) -> None:
+    counted = inspect_model(path).packed_bytes
+    assert list(counted) == ["auto", "float32", "bfloat16"]
+    for dtype, n_bytes in counted.items():
+        context = Context(
+            str(path), dtype=dtype, n_cells=8, n_seq_max=1, n_batch=8, max_model_len=8, n_threads=1
+        )
+        assert n_bytes == context.weight_bytes, dtype
+        context.close()
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in GOLDENS.iterdir() if path.is_dir()))
+def test_goldens(name: str) -> None:
+    check(GOLDENS / name)
+
+
+@pytest.mark.model
+def test_smollm2() -> None:
+    check(Path(resolve_model("smollm2").path))
+
+
+@pytest.mark.parametrize("other", [None, "Q8_0"], ids=["alone", "up in Q8_0"])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_gguf_types(dtype: str, other: str | None, tmp_path: Path) -> None:
+    """Gate and up are held together: of different types, in float32."""
+    plain = write_gguf(tmp_path / "plain.gguf", "llama", SHAPE, random_weights(SHAPE, 1))
+    tensors = {}
+    for name, values in read_tensors(plain).items():
+        kind = other if other and "ffn_up" in name else dtype
+        block_len, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+        if values.ndim == 1 or values.shape[1] % block_len:
+            tensors[name] = ("F32", values.shape, values.tobytes())
+        else:
+            tensors[name] = (kind, values.shape, bytes(values.size // block_len * block_bytes))
+    check(write_like(plain, tmp_path / "typed.gguf", tensors))
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_int4_folders(method: str, symmetric: bool, tmp_path: Path) -> None:
+    source = GOLDENS / "qwen2-f16"
+    scheme = Scheme(method, 32, symmetric)
+    write_quantized(tmp_path / "model", source, read_weights(source / "model.safetensors"), scheme)
+    check(tmp_path / "model")
+
+
+@pytest.mark.parametrize("container", ["folder", "gguf"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@settings(max_examples=3, deadline=None, print_blob=True)
+@given(data=st.data())
+def test_families(family: str, container: str, data: st.DataObject) -> None:
+    """Fused projections, stacked and single experts, vectors of every kind."""
+    shape = data.draw(shapes(family, gguf=container == "gguf"))
+    weights = random_weights(shape, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        if container == "folder" or not FAMILIES[family].gguf:
+            check(write_model(Path(folder), family, shape, weights))
+        else:
+            check(write_gguf(Path(folder) / "model.gguf", family, shape, weights))

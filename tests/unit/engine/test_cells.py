@@ -1,0 +1,231 @@
+"""Who has room in the cells: what can be had, what is set aside, what leaving gives back, where to run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fakes.asks import ask
+from llaisys.engine.cells import Admission, Place, Room, stream_of
+from llaisys.engine.prefix import PrefixIndex
+from llaisys.engine.request import PREEMPTIONS_MAX, BrokenInvariant, Request, Running
+
+
+def request(
+    ordinal: int,
+    prompt: list[int],
+    *,
+    computed: int = 0,
+    secured: bool = False,
+    limit: int = 64,
+    **facts: Any,
+) -> Request:
+    """Waits if nothing of it is computed, else runs in the arena `stream`."""
+    stream = facts.pop("stream", 0)
+    made = Request(ask(f"{ordinal}", prompt, **facts), ordinal, 0, limit)
+    made.num_computed = computed
+    made.num_preempted = PREEMPTIONS_MAX if secured else 0
+    if computed:
+        made.state = Running(ordinal, stream)
+    return made
+
+
+def cached(*paths: tuple[int, list[int]], n_streams: int = 2) -> PrefixIndex:
+    """An index that holds these (arena, tokens), all of which can be evicted."""
+    index = PrefixIndex(n_streams)
+    for stream, tokens in paths:
+        index.unlock(index.insert("", tokens, stream)[0])
+    return index
+
+
+# --- room: what a plan has to give ---
+
+
+def test_what_can_be_had_is_free_or_can_be_evicted() -> None:
+    index = cached((0, [1, 2, 3]), (1, [4]))
+    index.lock("", [1], 1)
+    assert Room((5, 7), index, ()).left == [5 + 2, 7 + 1]
+    assert Room((5, 7), None, ()).left == [5, 7]
+
+
+def test_taking_counts_what_must_be_free() -> None:
+    room, one = Room((5, 7), None, ()), request(1, [1], computed=1)
+    room.take(one, 0, 3)
+    room.take(one, 1, 2)
+    room.take(one, 1, 1)
+    assert (room.left, room.taken) == ([2, 4], [3, 3])
+
+
+def test_what_is_set_aside_is_for_the_secured() -> None:
+    """Two of them, with 7 and 4 tokens to come at worst."""
+    first = request(1, [1] * 4, computed=4, secured=True, limit=11)
+    second = request(2, [1] * 4, computed=4, secured=True, limit=8)
+    room, other = Room((20,), None, [first, second]), request(3, [1], computed=1)
+    assert room.available(other, 0) == 20 - 11
+    assert room.available(first, 0) == 20
+    room.take(first, 0, 2)
+    assert (room.left, room.available(other, 0)) == ([18], 18 - 9)
+    room.take(other, 0, 1)
+    assert room.available(other, 0) == 17 - 9
+    room.give_back(second)
+    assert room.available(other, 0) == 17 + 4 - 5
+
+
+def test_one_cell_for_each_if_there_is_one_for_each() -> None:
+    running = [request(i, [1, 2], computed=1) for i in range(3)]
+    room = Room((3,), None, running)
+    assert room.take_one_each(running)
+    assert (room.left, room.taken) == ([0], [3])
+    assert not room.take_one_each(running[:1])
+    assert (room.left, room.taken) == ([0], [3])
+    assert room.take_one_each([])
+    room = Room((5,), None, running)
+    assert room.take_one_each(running)
+    assert room.take_one_each(running[:2])
+    assert (room.left, room.taken) == ([0], [5])
+
+
+def test_one_cell_for_each_does_not_touch_what_is_set_aside() -> None:
+    secured = request(1, [1] * 4, computed=4, secured=True, limit=8)
+    others = [request(i, [1, 2], computed=1) for i in (2, 3)]
+    assert not Room((6,), None, [secured, *others]).take_one_each([secured, *others])
+    room = Room((7,), None, [secured, *others])
+    assert room.take_one_each([secured, *others])
+    assert (room.left, room.available(others[0], 0)) == ([4], 4 - 3)
+
+
+def test_one_cell_for_each_by_arena() -> None:
+    running = [request(1, [1, 2], computed=1), request(2, [1, 2], computed=1, stream=1)]
+    room = Room((2, 3), None, running)
+    assert room.take_one_each(running)
+    assert (room.left, room.taken) == ([1, 2], [1, 1])
+
+
+def test_who_leaves_gives_its_own_cells_and_what_it_alone_pins() -> None:
+    index = cached(n_streams=1)
+    leaver, sharer = request(1, [1, 2, 3, 4, 5], computed=5), request(2, [1, 2, 9], computed=3)
+    leaver.lock, _ = index.insert("", [1, 2, 3, 4])
+    sharer.lock, _ = index.insert("", [1, 2])
+    leaver.num_shared, sharer.num_shared = 4, 2
+    room = Room((0,), index, [leaver, sharer])
+    room.give_back(leaver)
+    assert room.left == [1 + 2], "one of its own, and two of the four that it pins"
+    room.give_back(sharer)
+    assert room.left == [3 + 1], "what both pinned counts for neither"
+    for prefix in (index, None):
+        room = Room((0,), prefix, ())
+        n_before = room.left[0]
+        room.give_back(request(3, [1, 2], computed=2))
+        assert room.left == [n_before + 2]
+
+
+def test_an_admitted_request_pins_and_sets_aside() -> None:
+    room = Room((50, 50), None, ())
+    room.admit(request(1, [1] * 10, secured=True, limit=20), Place(0, n_cached=4, source=0, n_pinned=3))
+    assert (room.left, room.taken) == ([47, 50], [0, 0])
+    assert room.available(request(9, [1]), 0) == 47 - 16
+    room.admit(request(2, [1] * 10, secured=True, limit=12), Place(0, source=0))
+    assert room.available(request(9, [1]), 0) == 47 - 16 - 12
+
+
+def test_what_is_copied_is_taken_where_it_goes() -> None:
+    room, one = Room((50, 50), None, ()), request(1, [1] * 10)
+    room.take(one, 1, 2)
+    room.admit(one, Place(1, n_cached=4, source=0, n_pinned=3))
+    assert (room.left, room.taken) == ([47, 44], [0, 6])
+
+
+# --- admission: where the next one can run ---
+
+
+def places(
+    n_free: tuple[int, ...], index: PrefixIndex | None, running: list[Request] | None = None
+) -> Admission:
+    running = running or []
+    return Admission(Room(n_free, index, running), index, running)
+
+
+def test_where_most_of_the_prefix_lies() -> None:
+    index = cached((0, [1, 2]), (1, [1, 2, 3]))
+    made = places((50, 20), index).place(request(1, [1, 2, 3, 4]))
+    assert made == Place(1, n_cached=3, source=1, n_pinned=3)
+
+
+def test_the_emptiest_arena_if_nothing_is_cached() -> None:
+    assert places((20, 50), cached()).place(request(1, [1])) == Place(1, source=1)
+    assert places((50, 50), None).place(request(1, [1])) == Place(0, source=0)
+
+
+def test_what_runs_needs_its_headroom_first() -> None:
+    """9 cells are wanted: one token and eight more; who runs wants eight and its missing one."""
+    running = [request(1, [1, 2, 3], computed=2)]
+    assert places((9 + 9,), None, running).place(request(2, [1])) is not None
+    assert places((9 + 8,), None, running).place(request(2, [1])) is None
+
+
+@pytest.mark.parametrize(
+    ("free", "stream"), [((2, 12, 30, 25), 2), ((2, 12, 11, 13), 3), ((2, 12, 12, 3), 1)]
+)
+def test_a_prefix_is_copied_to_the_emptiest_arena_with_room(free: tuple[int, ...], stream: int) -> None:
+    """12 cells are wanted in all, and three of them are pinned where they lie."""
+    index = cached((0, [1, 2, 3]), n_streams=4)
+    assert places(free, index).place(request(1, [1, 2, 3, 4])) == Place(stream, 3, source=0, n_pinned=3)
+
+
+def test_no_arena_has_room() -> None:
+    index = cached((0, [1, 2, 3]), n_streams=2)
+    assert places((2, 11), index).place(request(1, [1, 2, 3, 4])) is None
+
+
+def test_a_prefix_that_cannot_stay_until_the_copy_is_computed_anew() -> None:
+    """Who runs beside it needs two cells soon, of five that can be had: three may be pinned, four not."""
+    running = [request(1, [1] * 4, computed=4, limit=6)]
+    index = cached((0, [1, 2, 3]), n_streams=2)
+    copied = places((2, 20), index, running).place(request(2, [1, 2, 3, 4]))
+    assert copied == Place(1, 3, source=0, n_pinned=3)
+    assert places((1, 20), index, running).place(request(2, [1, 2, 3, 4])) == Place(1, source=1)
+
+
+def test_each_admission_leaves_less() -> None:
+    """Each wants 12 cells; of the second's, three are linked and pinned by the first."""
+    index = cached((0, [1, 2, 3]), n_streams=1)
+    admission = places((21 + 9,), index)
+    for ordinal in (1, 2):
+        next_one = request(ordinal, [1, 2, 3, 4])
+        place = admission.place(next_one)
+        assert place == Place(0, 3, source=0, n_pinned=3)
+        admission.take(next_one, place)
+    assert admission.place(request(3, [9])) == Place(0, source=0), "33 less 2 * (9 + 3) are 9: just enough"
+    admission.take(request(3, [9]), Place(0, source=0))
+    assert admission.place(request(4, [9], limit=1)) is None
+
+
+def test_a_copy_counts_in_both_arenas() -> None:
+    index = cached((0, [1, 2, 3]), n_streams=2)
+    admission = places((0, 24), index)
+    for ordinal in (1, 2):
+        next_one = request(ordinal, [1, 2, 3, 4])
+        place = admission.place(next_one)
+        assert place is not None
+        assert (place.stream, place.n_cached) == ((1, 3) if ordinal == 1 else (1, 0))
+        admission.take(next_one, place)
+    assert admission.place(request(3, [9], limit=1)) is None
+
+
+def test_a_follower_forks_its_leader_where_there_is_no_cache() -> None:
+    leader = request(1, [1, 2, 3, 4], computed=9, stream=1)
+    follower = request(2, [1, 2, 3, 4])
+    follower.leader = leader
+    made = places((50, 50), None, [leader]).place(follower)
+    assert made == Place(1, n_cached=3, source=1, fork=leader)
+    leader.num_computed = 2
+    assert places((50, 50), None, [leader]).place(follower) == Place(1, n_cached=2, source=1, fork=leader)
+    follower.token_ids.extend([7, 8])
+    leader.num_computed = 9
+    assert places((50, 50), None, [leader]).place(follower) == Place(1, n_cached=3, source=1, fork=leader)
+
+
+def test_only_who_runs_has_an_arena() -> None:
+    with pytest.raises(BrokenInvariant, match="has no arena"):
+        stream_of(request(1, [1]))

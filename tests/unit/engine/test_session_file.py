@@ -1,0 +1,209 @@
+"""The file of a saved session: what was written comes back, and nothing else is believed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llaisys.engine.session_file import DIGEST_BYTES, MAGIC, VERSION, Facts, SessionReader, SessionWriter
+from llaisys.errors import ExhaustedError, LlaisysError, RejectedError, RequestFailedError, UnsupportedError
+
+FACTS = Facts(fingerprint="ab" * 16, vocab_size=100, cell_bytes=6, n_tokens_max=20, n_piece=4, n_files_max=3)
+TOKENS = [5, 99, 0, 7, 7, 3, 1]
+PIECES = [(4, b"kkkkkkkkkkkkvvvvvvvvvvvv"), (2, b"KKKKKKVVVVVV")]
+
+
+def write(path: Path, tokens: list[int] = TOKENS, pieces: Any = PIECES, facts: Facts = FACTS) -> None:
+    writer = SessionWriter(path, tokens, facts)
+    try:
+        writer.open()
+        for n, data in pieces:
+            writer.add(n, np.frombuffer(data, np.uint8))
+        writer.commit()
+    finally:
+        writer.close()
+
+
+def read(path: Path, facts: Facts = FACTS) -> tuple[list[int], list[tuple[int, bytes]]]:
+    reader = SessionReader(path, facts)
+    try:
+        tokens, pieces = reader.open().tolist(), []
+        while (piece := reader.next()) is not None:
+            pieces.append((piece[0], piece[1].tobytes()))
+        return tokens, pieces
+    finally:
+        reader.close()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "client" / "chat.kv"
+    write(path)
+    return path
+
+
+def refusal(path: Path, raw: bytes | bytearray, facts: Facts = FACTS) -> LlaisysError:
+    n_open = len(os.listdir("/proc/self/fd"))
+    path.write_bytes(raw)
+    with pytest.raises((RejectedError, UnsupportedError)) as caught:
+        read(path, facts)
+    assert caught.value.param == "file"
+    assert "'chat'" in str(caught.value)
+    assert str(path.parent) not in str(caught.value), "a client learns no path of the machine"
+    assert len(os.listdir("/proc/self/fd")) == n_open
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pieces"), [(TOKENS, PIECES), (TOKENS, []), ([], []), (list(range(20)), [(1, b"123456")] * 20)]
+)
+def test_what_was_written_comes_back(tmp_path: Path, tokens: list[int], pieces: Any) -> None:
+    write(tmp_path / "x.kv", tokens, pieces)
+    assert read(tmp_path / "x.kv") == (tokens, pieces)
+
+
+def test_every_byte_counts(path: Path) -> None:
+    raw = path.read_bytes()
+    for at in range(len(raw)):
+        damaged = bytearray(raw)
+        damaged[at] ^= 1 << (at % 8)
+        refusal(path, damaged)
+
+
+def test_every_truncation_and_addition_is_seen(path: Path) -> None:
+    raw = path.read_bytes()
+    for n_bytes in range(len(raw)):
+        refusal(path, raw[:n_bytes])
+    assert "1 bytes follow" in str(refusal(path, raw + b"\0"))
+    assert "too many" in str(refusal(path, raw + bytes(1000)))
+
+
+def test_pieces_in_another_order_or_of_another_file_are_seen(tmp_path: Path, path: Path) -> None:
+    one = [(2, b"111111222222"), (2, b"333333444444")]
+    write(path, TOKENS, one)
+    write(tmp_path / "y.kv", TOKENS[::-1], one)
+    raw, other = path.read_bytes(), (tmp_path / "y.kv").read_bytes()
+    n_piece, n_end = 4 + 12 + DIGEST_BYTES, 4 + DIGEST_BYTES
+    head, first, second, end = (
+        raw[: -n_end - 2 * n_piece],
+        raw[-n_end - 2 * n_piece : -n_end - n_piece],
+        raw[-n_end - n_piece : -n_end],
+        raw[-n_end:],
+    )
+    assert "checksum" in str(refusal(path, head + second + first + end))
+    assert "checksum" in str(refusal(path, head + other[len(head) :]))
+    assert "checksum" in str(refusal(path, head + first + end)), "a piece is missing"
+
+
+def test_a_file_of_another_model_or_version_is_refused_by_name(path: Path) -> None:
+    raw = path.read_bytes()
+    foreign = Facts(**{**{name: getattr(FACTS, name) for name in FACTS.__slots__}, "fingerprint": "cd" * 16})
+    assert "another model" in str(refusal(path, raw, foreign))
+    newer = refusal(path, raw[:8] + struct.pack("<I", VERSION + 1) + raw[12:])
+    assert isinstance(newer, UnsupportedError)
+    assert f"version {VERSION + 1}, this build reads {VERSION}" in str(newer)
+    assert "is no saved session" in str(refusal(path, b"GGUF" + raw[4:]))
+
+
+def forged(header: Any, body: bytes = b"", n_header: int | None = None) -> bytes:
+    """A file whose checksums are right, whatever it says."""
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    fixed = struct.pack("<8sII", MAGIC, VERSION, len(raw) if n_header is None else n_header)
+    digest = hashlib.blake2b(fixed + raw, digest_size=DIGEST_BYTES).digest()
+    return fixed + raw + digest + body
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        ({"fingerprint": FACTS.fingerprint, "token_ids": [100]}, "outside 0 to 99"),
+        ({"fingerprint": FACTS.fingerprint, "token_ids": [-1]}, "outside 0 to 99"),
+        ({"fingerprint": FACTS.fingerprint, "token_ids": [2**63]}, "outside 0 to 99"),
+        ({"fingerprint": FACTS.fingerprint, "token_ids": [1] * 21}, "21 tokens, max_model_len is 20"),
+        ({"fingerprint": FACTS.fingerprint, "token_ids": [1.5]}, "cannot be read"),
+        ({"fingerprint": FACTS.fingerprint, "token_ids": [True]}, "cannot be read"),
+        ({"fingerprint": FACTS.fingerprint, "token_ids": None}, "cannot be read"),
+        ({"fingerprint": FACTS.fingerprint, "token_ids": [], "more": 1}, "cannot be read"),
+        ({"token_ids": []}, "cannot be read"),
+        ([], "cannot be read"),
+        (b"[" * 1000, "cannot be read"),
+        (b"\xff\xfe", "cannot be read"),
+        (b"", "cannot be read"),
+        (b" " * 1265, "a header of 1265 bytes, too long for 20 tokens"),
+    ],
+)
+def test_forged_headers_are_refused(path: Path, header: Any, says: str) -> None:
+    assert says in str(refusal(path, forged(header)))
+
+
+def test_sizes_are_checked_before_anything_is_allocated(path: Path) -> None:
+    good = {"fingerprint": FACTS.fingerprint, "token_ids": TOKENS}
+    assert "ends too early" in str(refusal(path, forged(b"{}", n_header=1000)))
+    assert "too long" in str(refusal(path, forged(b"{}", n_header=2**32 - 1)))
+    for n in (5, 2**32 - 1):
+        assert f"a piece of {n} positions" in str(refusal(path, forged(good, struct.pack("<I", n))))
+    few = {"fingerprint": FACTS.fingerprint, "token_ids": [1, 2]}
+    assert "a piece of 3 positions, 2 can follow" in str(refusal(path, forged(few, struct.pack("<I", 3))))
+
+
+def test_noise_is_refused(path: Path) -> None:
+    chance = random.Random(7)
+    for _ in range(500):
+        raw = forged(chance.randbytes(chance.randrange(60)), chance.randbytes(chance.randrange(200)))
+        refusal(path, raw if chance.random() < 0.5 else chance.randbytes(chance.randrange(100)))
+
+
+def test_only_plain_files_are_read(tmp_path: Path, path: Path) -> None:
+    (tmp_path / "link.kv").symlink_to(path)
+    (tmp_path / "folder.kv").mkdir()
+    os.mkfifo(tmp_path / "pipe.kv")
+    for name in ("link", "folder", "pipe"):
+        with pytest.raises((RejectedError, RequestFailedError), match=f"'{name}'"):
+            read(tmp_path / f"{name}.kv")
+    with pytest.raises(RejectedError, match="there is no saved session 'nothing'"):
+        read(tmp_path / "nothing.kv")
+
+
+def test_a_file_has_its_name_only_when_it_is_whole(path: Path) -> None:
+    before = path.read_bytes()
+    writer = SessionWriter(path, [1], FACTS)
+    writer.open()
+    writer.add(1, np.zeros(6, np.uint8))
+    assert path.read_bytes() == before
+    writer.close()
+    writer.close()
+    assert [each.name for each in path.parent.iterdir()] == ["chat.kv"]
+    write(path, [1], [])
+    assert read(path) == ([1], [])
+
+
+def test_files_are_counted(path: Path) -> None:
+    for name in ("b", "c"):
+        write(path.with_name(f"{name}.kv"))
+    with pytest.raises(ExhaustedError, match="3 saved sessions"):
+        write(path.with_name("d.kv"))
+    write(path.with_name("c.kv"), [1], [])
+    assert len([*path.parent.iterdir()]) == 3
+
+
+def test_a_disk_that_fails_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "plain").write_text("")
+    with pytest.raises(RequestFailedError, match=r"'x': (Not a directory|File exists)"):
+        write(tmp_path / "plain" / "x.kv")
+
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("llaisys.engine.session_file.os.write", full)
+        with pytest.raises(RequestFailedError, match="'x': No space left on device"):
+            write(tmp_path / "sub" / "x.kv")
+    assert [*(tmp_path / "sub").iterdir()] == []
