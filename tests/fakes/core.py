@@ -237,7 +237,8 @@ class Context:
             if not wants_output[row]:
                 continue
             end = int(positions[row]) + 1
-            first = max(0, end - (self.attention_window or end))
+            # All that a window shows must be there; without one a sequence may begin anywhere.
+            first = max(0, end - self.attention_window) if self.attention_window else min(sequence.cells)
             seen = [self._stored[sequence.cells[p]] for p in range(first, end)]
             assert -1 not in seen, "a free cell was read"
             faulty = NON_FINITE in seen

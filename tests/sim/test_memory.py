@@ -20,9 +20,10 @@ from llaisys.engine.worker import Worker
 from sim.context import SimContext
 
 N_REQUESTS = int(os.environ.get("SIM_REQUESTS", "200000"))
-# What is traced: the last tenth, since tracing is slow. Before, a quarter fills what is bounded: the prefix
-# cache, what it remembers of evictions, the timelines of ended requests.
-N_TRACED, N_WARM = N_REQUESTS // 10, N_REQUESTS // 4
+# What is traced: the last fifth, since tracing is slow. Before, a quarter fills what is bounded: the prefix
+# cache, what it remembers of evictions, the timelines of ended requests. Half of the traced part goes by until
+# all of that has been allocated anew, traced.
+N_TRACED, N_WARM = N_REQUESTS // 5, N_REQUESTS // 4
 # A thing of 8 bytes that stays for each request would be seen: 160,000 bytes in the traced part, and
 # 1.1 MiB in the part before it. The allowances are for the prefix index, whose size varies with its tokens.
 TRACED_GROWTH_MAX = 64 * 1024
@@ -68,10 +69,10 @@ def test_memory_is_flat() -> None:
     rss_growth = process.memory_info().rss - rss
     tracemalloc.start()
     try:
-        crowd.run(N_TRACED // 10)  # what is there now has been allocated anew, traced
+        crowd.run(N_TRACED // 2)
         gc.collect()
         traced = tracemalloc.get_traced_memory()[0]
-        crowd.run(N_TRACED - N_TRACED // 10)
+        crowd.run(N_TRACED - N_TRACED // 2)
         gc.collect()
         traced_growth = tracemalloc.get_traced_memory()[0] - traced
     finally:
