@@ -166,12 +166,12 @@ class SamplingParams:
       predecessor; such a prompt is computed whole, and not looked up in the prefix cache.
     - `max_tokens` None: until the context ends.
     - `logit_bias`: token id -> added to the logit, -100 to 100.
+    - `structured_outputs`: the grammar that the answer keeps; not with `ignore_eos` or `min_tokens`, which
+      would have it go on where the grammar has ended, nor `allowed_token_ids`, which may leave no token.
     - `allowed_token_ids`: only these can be sampled. `bad_words`: texts that are not sampled, with and
       without a space before; the last token of one is forbidden where the others have just been sampled.
     - `truncate_prompt_tokens` k: only the last k tokens of the prompt are used; -1: as many as leave room in
       the context for `max_tokens`.
-    - `structured_outputs`: the grammar that the answer keeps; not with `ignore_eos` or `min_tokens`, which
-      would have it go on where the grammar has ended, nor `allowed_token_ids`, which may leave no token.
     """
 
     n: int = 1
@@ -195,9 +195,9 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
     logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
-    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

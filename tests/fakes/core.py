@@ -244,10 +244,9 @@ class Context:
             faulty = NON_FINITE in seen
             rows.append(row)
             scored = sequence.prompt[end:] if sequence.spec and sequence.spec.prompt_logprobs >= 0 else []
-            assert not (scored and row in masks), "a mask of a row that scores a prompt token"
-            n_output = end - len(sequence.prompt)
-            sampled = scored[0] if scored else next_token(seen, sequence.spec, n_output, masks.get(row))
-            ids.append(-1 if faulty else sampled)
+            n_output, mask = end - len(sequence.prompt), masks.get(row)
+            drawn = scored[0] if scored else next_token(seen, sequence.spec, n_output, mask)
+            ids.append(-1 if faulty else drawn)
             if faulty:
                 faults.append((row, "non_finite"))
             elif scored:

@@ -120,15 +120,6 @@ class FakeService:
         self.chats.append(([dict(message) for message in messages], options))
         return [1, 2, 3]
 
-    async def prompt_ids(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams,
-        **options: Any,  # noqa: ARG002 -- AsyncLLM's
-    ) -> list[int]:
-        ids = list(prompt.encode() if isinstance(prompt, str) else prompt)
-        return ids if params.truncate_prompt_tokens is None else ids[-params.truncate_prompt_tokens :]
-
     async def compile_grammar(self, spec: StructuredOutputsParams) -> None:  # noqa: ARG002 -- as AsyncLLM's
         if self.grammar_error is not None:
             raise self.grammar_error
@@ -140,6 +131,15 @@ class FakeService:
 
     def answer_parser(self, params: SamplingParams, tools: Collection[str]) -> PartParser:  # noqa: ARG002 -- as above
         return AnswerParser(self.config.reasoning_parser, tool_parser("hermes", tools) if tools else None)
+
+    async def prompt_ids(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        **options: Any,  # noqa: ARG002 -- AsyncLLM's
+    ) -> list[int]:
+        ids = list(prompt.encode() if isinstance(prompt, str) else prompt)
+        return ids if params.truncate_prompt_tokens is None else ids[-params.truncate_prompt_tokens :]
 
     async def decode(self, ids: Sequence[int], **options: Any) -> str:  # noqa: ARG002 -- AsyncLLM's
         return bytes(ids).decode()

@@ -21,8 +21,8 @@ from sim.context import SimContext
 
 N_REQUESTS = int(os.environ.get("SIM_REQUESTS", "200000"))
 # What is traced: the last fifth, since tracing is slow. Before, a quarter fills what is bounded: the prefix
-# cache, what it remembers of evictions, the timelines of ended requests. Half of the traced part goes by until
-# all of that has been allocated anew, traced.
+# cache, what it remembers of evictions, the timelines of ended requests. Half of the traced part goes by
+# until all of that has been allocated anew, traced.
 N_TRACED, N_WARM = N_REQUESTS // 5, N_REQUESTS // 4
 # A thing of 8 bytes that stays for each request would be seen: 160,000 bytes in the traced part, and
 # 1.1 MiB in the part before it. The allowances are for the prefix index, whose size varies with its tokens.

@@ -8,11 +8,14 @@ its worst case set aside, which nobody else may take.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from llaisys.engine.limits import Limits
 from llaisys.engine.prefix import PrefixIndex
 from llaisys.engine.request import BrokenInvariant, Request, Running
+from llaisys.engine.requests import OpenRequests
+from llaisys.errors import QueueFullError
 
 # Tokens of an answer for which a request needs room to be admitted: so many steps without a preemption.
 HEADROOM_TOKENS = 8
@@ -156,3 +159,24 @@ class Admission:
             return Place(leader.state.stream, n_shared, leader.state.stream, fork=leader)
         emptiest = max(self._streams, key=lambda s: (self._left[s], -s))
         return Place(emptiest, source=emptiest)
+
+
+def check_queue(
+    request: Request,
+    requests: OpenRequests,
+    limits: Limits,
+    n_room: Callable[[], int],
+) -> None:
+    """Raises QueueFullError if with this request more would wait than may, even after the next step let in
+    whom it can. Siblings do not count: their request does. `n_room`: cells that are free or can be had."""
+    running, n_waiting = requests.running, requests.num_queued
+    n_left, n_ids = n_waiting + 1, limits.max_num_seqs - len(running)
+    if n_left > limits.max_num_queued_reqs and n_ids:
+        n_cells = n_room() - sum(map(near_need, running))
+        for each in [*requests.waiting, request][:n_ids]:
+            n_cells -= near_need(each)
+            if n_cells < 0:
+                break
+            n_left -= each.leader is None
+    if n_left > limits.max_num_queued_reqs:
+        raise QueueFullError(f"{n_waiting} requests wait already, at most {limits.max_num_queued_reqs} may")

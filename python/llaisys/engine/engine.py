@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llaisys.engine.cells import Room, near_need, stream_of
+from llaisys.engine.cells import Room, check_queue, near_need, stream_of
 from llaisys.engine.chronicle import Chronicle
 from llaisys.engine.executor import Executor
 from llaisys.engine.fairness import FairState
@@ -127,7 +127,7 @@ class LLMEngine:
         seed = source.params.seed
         seed = derive_seed(self._seed, self._num_submitted) if seed is None else seed % 2**64
         leader = Request(source, self._num_choices, seed, limit, window_cells=self._window_cells(source))
-        self._requests.check_queue(leader, limits=self._limits, n_cells=self._n_free_or_had)
+        check_queue(leader, self._requests, self._limits, self._n_room)
         session = self.sessions.named_by(source)
         if session is not None and session.is_restoring:
             leader.state = WaitingForRemoteKvs(source.session_id)
@@ -301,10 +301,9 @@ class LLMEngine:
             return None
         return most_cells(self._window, self._limits.max_num_batched_tokens)
 
-    def _n_free_or_had(self) -> int:
-        """Cells that new requests could have, in all arenas."""
-        left = sum(Room(self._worker.n_cells_free, self._prefix, ()).left) + self.sessions.n_pinned
-        return left - sum(map(near_need, self._requests.running))
+    def _n_room(self) -> int:
+        """Cells that are free or can be had, those that sessions pin included."""
+        return sum(Room(self._worker.n_cells_free, self._prefix, ()).left) + self.sessions.n_pinned
 
     def _prepare(self, made: Plan, now_s: float) -> list[EngineOutput]:
         """Carries out all of a plan but the batch; returns the ends that this made."""
@@ -379,8 +378,8 @@ class LLMEngine:
                 tokens = request.token_ids[each.start : each.start + each.n_tokens]
                 chunks.append(Chunk(request, each.start, tokens, each.samples))
         batch = Batch(decode, chunks)
-        for request, error in self._guides.mask(batch):
-            outputs.append(self._finish(request, Failed(error)))
+        failed = self._guides.fill(batch)
+        outputs += [self._finish(request, Failed(error)) for request, error in failed]
         return batch
 
     def _fail_stuck(self, now_s: float) -> EngineOutput:

@@ -113,8 +113,7 @@ class Grammars:
 
 
 class Guides:
-    """A matcher for each running choice with a grammar; the engine thread owns it. Without `grammars` such
-    requests are refused.
+    """A matcher for each running choice with a grammar; the engine thread owns it.
 
     `ordinals`: open choices with a grammar; while it is empty, a step costs nothing more. Invariant: a
     matcher has read as many of the answer's tokens as it says; one that is gone (preemption) is made again
@@ -127,28 +126,41 @@ class Guides:
         self.ordinals: set[int] = set()
 
     def check(self, source: EngineRequest) -> None:
-        """Raises UnsupportedError for a request with a grammar where there can be none."""
+        """Raises UnsupportedError for a grammar in an engine that has no tokenizer."""
         if source.params.structured_outputs is not None and self._grammars is None:
             raise UnsupportedError("this engine has no tokenizer for grammars", param="structured_outputs")
 
-    def mask(self, batch: Batch) -> list[tuple[Request, RequestFailedError]]:
-        """Gives the batch its masks `[ceil(vocab / 32)]`: the tokens that may follow, eos among them where
-        the answer may end. Who cannot follow its grammar any further leaves the batch, and is returned."""
+    def fill(self, batch: Batch) -> list[tuple[Request, RequestFailedError]]:
+        """Gives the batch its masks; whose grammar cannot be followed is taken out of it, and returned."""
         failed: list[tuple[Request, RequestFailedError]] = []
-        if not self.ordinals:
+        if self._grammars is None or not self.ordinals:
             return failed
         for request in [each for each in batch.sampling() if each.ordinal in self.ordinals]:
             try:
-                batch.masks[request.ordinal] = self._mask(request)
+                batch.masks[request.ordinal] = self._mask(self._grammars, request)
             except RequestFailedError as error:
                 failed.append((request, error))
-                batch.decode = [each for each in batch.decode if each is not request]
-                batch.chunks = [each for each in batch.chunks if each.request is not request]
+        if failed:
+            lost = [request for request, _ in failed]
+            batch.decode = [each for each in batch.decode if each not in lost]
+            batch.chunks = [each for each in batch.chunks if each.request not in lost]
         return failed
 
+    def _mask(self, grammars: Grammars, request: Request) -> Mask:
+        """`[ceil(vocab / 32)]`: the tokens that may follow; eos among them where the answer may end.
+
+        Raises RequestFailedError: the grammar cannot be followed any further.
+        """
+        bits = np.zeros(-(-grammars.tokens.vocab_size // 32), np.uint32)
+        matcher = self._at_end(grammars, request)
+        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        _check(matcher)
+        return bits
+
     def begin(self, choices: Sequence[Request]) -> None:
-        """New choices."""
-        self.ordinals |= {c.ordinal for c in choices if c.source.params.structured_outputs is not None}
+        """New choices of one request."""
+        if choices[0].source.params.structured_outputs is not None:
+            self.ordinals |= {choice.ordinal for choice in choices}
 
     def rest(self, request: Request) -> None:
         """The choice runs no more, or not now."""
@@ -158,20 +170,12 @@ class Guides:
         """The choice is over."""
         self.ordinals.discard(request.ordinal)
 
-    def _mask(self, request: Request) -> Mask:
-        grammars, spec = self._grammars, request.source.params.structured_outputs
-        assert grammars is not None
-        assert spec is not None
-        matcher = self._at_end(request, grammars, spec)
-        bits = np.zeros(-(-grammars.tokens.vocab_size // 32), np.uint32)
-        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        _check(matcher)
-        return bits
-
-    def _at_end(self, request: Request, grammars: Grammars, spec: StructuredOutputsParams) -> LLMatcher:
+    def _at_end(self, grammars: Grammars, request: Request) -> LLMatcher:
         """The request's matcher, which has read the whole answer so far."""
         held = self._matchers.get(request.ordinal)
         if held is None:
+            spec = request.source.params.structured_outputs
+            assert spec is not None
             try:
                 held = (grammars.matcher(spec), 0)
             except LlaisysError as e:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from llaisys.engine.cells import near_need
 from llaisys.engine.fairness import WaitingQueue, queue_key
-from llaisys.engine.limits import Limits
 from llaisys.engine.request import (
     BrokenInvariant,
     Preempted,
@@ -15,7 +13,6 @@ from llaisys.engine.request import (
     Running,
     WaitingForRemoteKvs,
 )
-from llaisys.errors import QueueFullError
 from llaisys.types import RequestId
 
 
@@ -96,25 +93,6 @@ class OpenRequests:
         """A running choice waits again."""
         self.running.remove(request)
         self.waiting.add(request)
-
-    def check_queue(self, leader: Request, *, limits: Limits, n_cells: Callable[[], int]) -> None:
-        """Raises QueueFullError if more requests would wait with this one than may, even after the next step
-        let in whom it can. Siblings do not count: their request does.
-
-        `n_cells`: cells that requests to come can have; asked for only if it matters.
-        """
-        n_left, n_ids = self.num_queued + 1, limits.max_num_seqs - len(self.running)
-        if n_left > limits.max_num_queued_reqs and n_ids:
-            room = n_cells()
-            for each in [*self.waiting, leader][:n_ids]:
-                room -= near_need(each)
-                if room < 0:
-                    break
-                n_left -= each.leader is None
-        if n_left > limits.max_num_queued_reqs:
-            raise QueueFullError(
-                f"{self.num_queued} requests wait already, at most {limits.max_num_queued_reqs} may"
-            )
 
     @property
     def num_queued(self) -> int:

@@ -249,7 +249,6 @@ class Worker:
         positions = [request.num_computed for request in decode]
         seq_ids = [sequence_of(request) for request in decode]
         wants = bytearray([_LOGITS]) * len(decode)
-        sampling = list(enumerate(decode))
         for chunk in batch.chunks:
             n = len(chunk.token_ids)
             tokens += chunk.token_ids
@@ -260,9 +259,7 @@ class Worker:
                 wants[position - chunk.start - n] = _LOGITS
             if chunk.samples:
                 wants[-1] = _LOGITS
-                sampling.append((len(wants) - 1, chunk.request))
-        masked = [(row, batch.masks[r.ordinal]) for row, r in sampling if r.ordinal in batch.masks]
-        masks: dict[str, Any] = {"logits_mask": _logits_mask(masked)} if masked else {}
+        masks: dict[str, Any] = {"logits_mask": _masks(batch)} if batch.masks else {}
         output = self._context.decode(
             np.array(tokens, np.int32),
             np.array(positions, np.int32),
@@ -373,10 +370,16 @@ def sequence_of(request: Request) -> int:
     return request.state.seq_id
 
 
-def _logits_mask(
-    masked: Sequence[tuple[int, NDArray[np.uint32]]],
-) -> tuple[NDArray[np.int32], NDArray[np.uint32]]:
-    """Rows with a mask, and their bits `[n, ceil(vocab / 32)]`."""
+def _masks(batch: Batch) -> tuple[NDArray[np.int32], NDArray[np.uint32]] | None:
+    """Rows with a mask, and their bits `[n, ceil(vocab / 32)]`. A chunk samples in its last row."""
+    sampling = list(enumerate(batch.decode))
+    row = len(batch.decode) - 1
+    for chunk in batch.chunks:
+        row += len(chunk.token_ids)
+        sampling += [(row, chunk.request)] if chunk.samples else []
+    masked = [(row, batch.masks[each.ordinal]) for row, each in sampling if each.ordinal in batch.masks]
+    if not masked:
+        return None
     return np.array([row for row, _ in masked], np.int32), np.stack([bits for _, bits in masked])
 
 

@@ -100,7 +100,7 @@ class ChatShape:
         return chunks
 
     def chunks(self, index: int, delta: RequestOutput) -> list[Json]:  # noqa: ARG002 -- a chat has one prompt
-        """For each choice with news: content, reasoning and calls, then a chunk with its finish reason."""
+        """For each choice with news chunks of its parts, then one with its finish reason."""
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs = prompt_logprobs(delta.prompt_logprobs)
         return [chunk for answer in delta.outputs for chunk in self._of_choice(answer)]
@@ -155,8 +155,10 @@ class ChatShape:
             deltas = [{"content": ""}]
         out = [self._chunk(index, delta, **({} if i else fields)) for i, delta in enumerate(deltas)]
         if answer.finish_reason is not None:
-            reason = parts.finish_reason(answer.finish_reason)
-            ends = {"finish_reason": reason, "stop_reason": answer.stop_reason}
+            ends = {
+                "finish_reason": parts.finish_reason(answer.finish_reason),
+                "stop_reason": answer.stop_reason,
+            }
             out.append(self._chunk(index, {}, **ends))
         return out
 

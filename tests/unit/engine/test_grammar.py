@@ -112,20 +112,6 @@ def test_mates_of_a_batch_are_as_if_alone(grammars: Grammars) -> None:
     assert {name: made.tokens[name] for name in want} == want
 
 
-@pytest.mark.parametrize("changes", [{}, {"max_num_batched_tokens": 5}])
-def test_a_scored_prompt_leaves_the_grammar_alone(grammars: Grammars, changes: dict[str, Any]) -> None:
-    """A chunk's rows that score the prompt have no mask; its last row has."""
-    fields = asked(JSON, seed=9, n=2)
-    want = engine(grammars)
-    want.submit("a", prompt=list(range(1, 31)), **fields)
-    want.finish()
-    made = engine(grammars, **changes)
-    made.submit("b", prompt=[3] * 12, **asked(Spec(regex="[ab]{20}"), seed=1))
-    made.submit("a", prompt=list(range(1, 31)), prompt_logprobs=0, **fields)
-    made.finish()
-    assert [made.tokens[key] for key in ("a", ("a", 1))] == [*want.tokens.values()]
-
-
 def test_each_choice_follows_the_grammar_by_itself(grammars: Grammars) -> None:
     made = engine(grammars)
     made.submit("a", **asked(JSON, seed=2, n=4))
@@ -148,6 +134,16 @@ def test_preemption_changes_nothing(grammars: Grammars, caching: bool) -> None:
     made.finish()
     assert made.engine.stats().num_preempted > 0
     assert made.tokens == want
+
+
+def test_the_mask_is_for_the_row_that_samples(grammars: Grammars) -> None:
+    """Not for those of the same prompt that are only scored."""
+    want = alone(grammars, **asked(JSON, seed=9, prompt=[7] * 24))
+    made = engine(grammars)
+    made.submit("free", prompt=[5] * 20, max_tokens=30)
+    made.submit("a", **asked(JSON, seed=9, prompt=[7] * 24, prompt_logprobs=0))
+    made.finish()
+    assert made.tokens["a"] == want
 
 
 # --- what fails, and whom ---

@@ -219,8 +219,8 @@ async def test_the_conversation_reaches_the_template(engine: FakeService, client
     assert options == {
         "add_generation_prompt": True,
         "continue_final_message": False,
-        "add_special_tokens": False,
         "tools": None,
+        "add_special_tokens": False,
         "template_kwargs": {"enable_thinking": False},
     }
 

@@ -27,8 +27,7 @@ from llaisys.server.protocol import (
     StreamOptions,
     engine_options,
 )
-from llaisys.text.tools import tool_grammar
-from llaisys.types import StructuredOutputsParams
+from llaisys.types import StructuredOutputsParams as Spec
 from sse import chunks
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -56,11 +55,6 @@ VLLM_BOTH = {
     "spaces_between_special_tokens",
     "request_id",
     "return_tokens_as_token_ids",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
 }
 VLLM = {
     CHAT: VLLM_BOTH | {"add_generation_prompt", "continue_final_message", "chat_template_kwargs"},
@@ -93,22 +87,9 @@ def told(name: str, value: Any) -> Case:
     return Case({name: value}, lambda call, _: call.options[name], value)
 
 
-def keeps(name: str, value: Any, field: str, wanted: Any) -> Case:
-    """A field that asks for a grammar: `field` of the sampling parameters' `structured_outputs`."""
-    return Case({name: value}, lambda call, _: getattr(call.params.structured_outputs, field), wanted)
-
-
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-
-
-def calls(**body: Any) -> Case:
-    """Tools that must be called: how, shows in the grammar of the answer."""
-    grammar = tool_grammar("hermes", {"add": {"type": "object"}}, parallel="parallel_tool_calls" not in body)
-    return Case(
-        {"tools": TOOLS, "tool_choice": "required", **body},
-        lambda call, _: call.params.structured_outputs,
-        StructuredOutputsParams(grammar=grammar),
-    )
+def grammar(name: str, value: Any, spec: Spec) -> Case:
+    """A field that asks for a grammar."""
+    return Case({name: value}, lambda call, _: call.params.structured_outputs, spec)
 
 
 def choice(answer: httpx.Response) -> dict[str, Any]:
@@ -151,13 +132,22 @@ SHARED = {
     "priority": told("priority", -3),
     "cache_salt": told("cache_salt", "mine"),
     "request_id": Case({"request_id": "my-1"}, lambda _, a: a.json()["id"].endswith("-my-1")),
-    "response_format": keeps("response_format", {"type": "json_object"}, "json_object", True),
-    "structured_outputs": keeps("structured_outputs", {"regex": "a+"}, "regex", "a+"),
-    "guided_json": keeps("guided_json", {"type": "string"}, "json", '{"type": "string"}'),
-    "guided_regex": keeps("guided_regex", "b+", "regex", "b+"),
-    "guided_choice": keeps("guided_choice", ["yes", "no"], "choice", ("yes", "no")),
-    "guided_grammar": keeps("guided_grammar", 'start: "x"', "grammar", 'start: "x"'),
+    "response_format": grammar("response_format", {"type": "json_object"}, Spec(json_object=True)),
+    "structured_outputs": grammar("structured_outputs", {"regex": "a+"}, Spec(regex="a+")),
+    "guided_json": grammar("guided_json", {"type": "null"}, Spec(json={"type": "null"})),
+    "guided_regex": grammar("guided_regex", "a+", Spec(regex="a+")),
+    "guided_choice": grammar("guided_choice", ["a"], Spec(choice=["a"])),
+    "guided_grammar": grammar("guided_grammar", 'start: "a"', Spec(grammar='start: "a"')),
 }
+TOOL = {"type": "function", "function": {"name": "add"}}
+
+
+def calls(call: Call) -> str | None:
+    """The grammar of an answer that calls tools."""
+    spec = call.params.structured_outputs
+    return None if spec is None else spec.grammar
+
+
 SERVED: dict[str, dict[str, Case]] = {
     CHAT: {
         **SHARED,
@@ -194,14 +184,18 @@ SERVED: dict[str, dict[str, Case]] = {
             lambda _, a: choice(a)["message"]["content"],
             "So: Hello!",
         ),
+        # `test_structured.py` has more of these.
+        "tools": Case({"tools": [TOOL], "tool_choice": "required"}, lambda c, _: "add" in str(calls(c))),
+        "tool_choice": Case({"tools": [TOOL], "tool_choice": "none"}, lambda c, _: calls(c), None),
+        "parallel_tool_calls": Case(
+            {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False},
+            lambda c, _: "{0,15}" not in str(calls(c)),
+        ),
         # These go to the template: `test_chat.py` looks at what arrives there.
         "add_generation_prompt": Case({"add_generation_prompt": False}, lambda _, a: a.status_code, 200),
         "continue_final_message": Case({"continue_final_message": True}, lambda _, a: a.status_code, 200),
         "chat_template_kwargs": Case({"chat_template_kwargs": {"x": 1}}, lambda _, a: a.status_code, 200),
         "add_special_tokens": Case({"add_special_tokens": True}, lambda _, a: a.status_code, 200),
-        "tools": calls(),
-        "tool_choice": calls(),
-        "parallel_tool_calls": calls(parallel_tool_calls=False),
     },
     COMPLETIONS: {
         **SHARED,
