@@ -83,9 +83,11 @@ def stuck_server(folder: Path, how: str, *flags: str) -> Iterator[tuple[subproce
     arguments = ["serve", str(long_model(folder)), "--port", "0", "--num-kv-cells", "65536"]
     env = {**environment(), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(SCRIPT), str(folder / "mark"), how, *arguments, *WINDOW, *flags]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
-    ) as process:
+    # The log goes to a file: a full pipe that nobody reads would stop the server.
+    with (
+        (folder / "log").open("w", encoding="utf-8") as log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=env) as process,
+    ):
         try:
             assert process.stdout is not None
             ready = READY.match(process.stdout.readline())
@@ -96,6 +98,10 @@ def stuck_server(folder: Path, how: str, *flags: str) -> Iterator[tuple[subproce
             process.kill()
 
 
+def log_of(folder: Path) -> str:
+    return (folder / "log").read_text("utf-8")
+
+
 BODY = {"prompt": "Hello", "max_tokens": 3000, "ignore_eos": True, "stream": True}
 
 
@@ -104,7 +110,8 @@ def test_a_stuck_engine_ends_its_server_with_70(tmp_path: Path) -> None:
         raw = http.post("/v1/completions", json=BODY).content
         *_, error, done = events(raw)
         assert (error["error"]["code"], done) == ("engine_dead", "[DONE]")
-        _, log = process.communicate(timeout=60)
+        process.wait(timeout=60)
+        log = log_of(tmp_path)
         assert process.returncode == 70, log
     assert re.search(r"the engine is stuck \(V3\): .*the steps", log)
     assert re.search(r"request 0: Running", log)
@@ -114,7 +121,8 @@ def test_a_stuck_engine_ends_its_server_with_70(tmp_path: Path) -> None:
 
 def test_a_stuck_event_loop_ends_its_server_with_70(tmp_path: Path) -> None:
     with stuck_server(tmp_path, "loop") as (process, _):
-        _, log = process.communicate(timeout=60)
+        process.wait(timeout=60)
+        log = log_of(tmp_path)
         assert process.returncode == 70, log
     assert re.search(r"the engine is stuck \(V5\): the event loop", log)
 
@@ -128,7 +136,8 @@ def test_a_stuck_engine_process_is_replaced(tmp_path: Path) -> None:
         again = http.post("/v1/completions", json={**BODY, "max_tokens": 40, "stream": False})
         assert again.json()["usage"]["completion_tokens"] == 40
         process.terminate()
-        _, log = process.communicate(timeout=60)
+        process.wait(timeout=60)
+        log = log_of(tmp_path)
         assert process.returncode == 0, log
     assert "the engine is stuck (V3)" in log
     assert "ended with exit code 70; restarting it" in log
