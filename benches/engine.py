@@ -35,6 +35,7 @@ class FreeCore:
         self.n_cells = self.n_cells_free = n_cells
         self.n_seq_free = n_seq_max
         self.vocab_size = VOCAB_SIZE
+        self.attention_window = None
         self._ids: dict[int, NDArray[np.int32]] = {}
 
     def seq_acquire(self, stream: int) -> int:

@@ -18,24 +18,31 @@ import time
 from typing import Any
 
 from llaisys.config import load_config
-from llaisys.engine.worker import Worker
+from llaisys.engine.worker import Batch, StepResult, Worker
 from llaisys.service import AsyncLLM
 from llaisys.types import SamplingParams
 from peers import cpu_name
 
 N_CHAT, N_ANSWER, N_NEW, N_STREAMS = 1500, 32, 20, 8
 released_s: list[float] = []
+steps_ms: list[float] = []
 
 
-def watch_releases() -> None:
-    """Notes when the engine thread gives a sequence and its cells back."""
-    close = Worker.close_sequence
+def watch() -> None:
+    """Notes when the engine thread gives a sequence and its cells back, and how long the core computes."""
+    close, run = Worker.close_sequence, Worker.run
 
-    def timed(self: Worker, seq_id: int) -> None:
+    def timed_close(self: Worker, seq_id: int) -> None:
         close(self, seq_id)
         released_s.append(time.perf_counter())
 
-    Worker.close_sequence = timed  # type: ignore[method-assign]
+    def timed_run(self: Worker, batch: Batch) -> StepResult:
+        start_s = time.perf_counter()
+        result = run(self, batch)
+        steps_ms.append(1e3 * (time.perf_counter() - start_s))
+        return result
+
+    Worker.close_sequence, Worker.run = timed_close, timed_run  # type: ignore[method-assign]
 
 
 def ids(rng: random.Random, n: int) -> list[int]:
@@ -74,7 +81,8 @@ async def second_turn(llm: AsyncLLM, n_rounds: int) -> dict[str, Any]:
 
 async def reclaim(llm: AsyncLLM, n_cancels: int) -> dict[str, Any]:
     """Milliseconds from an abort at a random moment to the return of the sequence and its cells."""
-    rng, took, steps_ms = random.Random(1), [], []
+    rng, took = random.Random(1), []
+    steps_ms.clear()
     streams: list[tuple[str, asyncio.Task[Any]]] = []
     for i in range(n_cancels):
         while len(streams) < N_STREAMS:
@@ -89,27 +97,25 @@ async def reclaim(llm: AsyncLLM, n_cancels: int) -> dict[str, Any]:
         llm.abort(name)
         await task
         took.append(1e3 * (released_s[0] - start_s) if released_s else 0.0)
-        steps_ms.append(1e3 * llm._engine.stats().step_s)
     for name, task in streams:
         llm.abort(name)
         await task
     took.sort()
     steps_ms.sort()
-    p99 = int(0.99 * n_cancels)
     return {
         "bench": "reclaim",
         "cancels": n_cancels,
         "median_ms": round(statistics.median(took), 1),
-        "p99_ms": round(took[p99], 1),
+        "p99_ms": round(took[int(0.99 * n_cancels)], 1),
         "max_ms": round(took[-1], 1),
         "step_median_ms": round(statistics.median(steps_ms), 1),
-        "step_p99_ms": round(steps_ms[p99], 1),
+        "step_p99_ms": round(steps_ms[int(0.99 * len(steps_ms))], 1),
     }
 
 
 async def run(n_rounds: int, n_cancels: int) -> None:
     """Both measurements on one engine."""
-    watch_releases()
+    watch()
     llm = await AsyncLLM.start(load_config({"model": "smollm2", "num_kv_cells": 16384}))
     try:
         for measure in (second_turn(llm, n_rounds), reclaim(llm, n_cancels)):

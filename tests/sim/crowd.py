@@ -1,0 +1,71 @@
+"""Short requests without end, and how memory grows meanwhile: in a module that a fresh process can load."""
+
+from __future__ import annotations
+
+import gc
+import random
+import tracemalloc
+
+import psutil
+
+from fakes.asks import ask, limits
+from fakes.core import SamplerSpec
+from llaisys.engine.engine import LLMEngine
+from llaisys.engine.executor import Executor
+from llaisys.engine.worker import Worker
+from sim.context import SimContext
+
+# The first requests are traced, since tracing is slow; a part of each run fills what is bounded: the prefix
+# cache, what it remembers of evictions, the timelines of ended requests.
+N_TRACED, N_WARM = 30_000, 10_000
+
+
+class Crowd:
+    """Short requests in a row, sixteen open at a time; some share a prefix, some hang up."""
+
+    def __init__(self) -> None:
+        bounds = limits(max_num_seqs=16, max_num_batched_tokens=256, max_num_queued_reqs=16, n_cells=512)
+        self.context = SimContext(n_cells=512, n_seq_max=16)
+        worker = Worker(self.context, SamplerSpec)  # type: ignore[arg-type]
+        self.engine = LLMEngine(Executor(worker), bounds, 0)
+        self.rng = random.Random(0)
+        self.n_submitted = self.n_open = 0
+
+    def run(self, n_requests: int) -> None:
+        """So many more requests, and all of them to their end."""
+        rng, engine, now_s = self.rng, self.engine, 1000.0
+        until = self.n_submitted + n_requests
+        while self.n_submitted < until or self.n_open:
+            while self.n_open < 16 and self.n_submitted < until:
+                stem = [rng.randrange(8)] * 4
+                prompt = stem + [rng.randrange(256) for _ in range(rng.randrange(1, 8))]
+                name = f"{self.n_submitted}"
+                engine.submit(ask(name, prompt, max_tokens=rng.randrange(1, 4)))
+                self.n_submitted += 1
+                self.n_open += 1
+                if rng.random() < 0.1:
+                    engine.cancel(name)
+            self.n_open -= sum(output.finish_reason is not None for output in engine.step(now_s))
+            now_s += 0.01
+
+
+def growth(n_requests: int) -> tuple[int, int]:
+    """Bytes that the traced part and the resident size grow by over so many requests, warming up aside."""
+    tracemalloc.start()
+    crowd = Crowd()
+    crowd.run(N_WARM)
+    gc.collect()
+    traced = tracemalloc.get_traced_memory()[0]
+    crowd.run(N_TRACED - N_WARM)
+    gc.collect()
+    traced_growth = tracemalloc.get_traced_memory()[0] - traced
+    tracemalloc.stop()
+    process = psutil.Process()
+    crowd.run(N_WARM)
+    gc.collect()
+    rss = process.memory_info().rss
+    while crowd.n_submitted < n_requests:
+        crowd.run(min(N_WARM, n_requests - crowd.n_submitted))
+        gc.collect()  # when the collector runs by itself is not what is tested
+    crowd.engine.check()
+    return traced_growth, process.memory_info().rss - rss
