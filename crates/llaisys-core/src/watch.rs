@@ -144,7 +144,7 @@ impl Judge {
         let moved = (p.n_rows_committed, p.n_sequences_returned);
         let commit = self.commit.seconds(sample.n_running > 0, moved, watched);
         let late_s = now_s - sample.deadline_s;
-        let overdue = self.overdue.seconds(late_s > 0.0, (0, 0), watched);
+        let overdue = self.overdue.seconds(late_s >= 0.0, (0, 0), watched);
         let event_loop = self.event_loop.seconds(sample.n_beats > 0, (sample.n_beats, 0), watched);
         let verdicts = [
             (step > w.step_s.max(slow_step_s), Verdict::StalledStep),
