@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -14,6 +15,9 @@ from fakes import core, text
 from fakes.clock import FakeClock
 from llaisys.model import Model
 from serving import Server, serving
+
+# A shell that runs the tests in the background ignores SIGINT, and every program that they start would, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
