@@ -87,6 +87,9 @@ class Config(BaseSettings):
         None,
         description="how the model marks its reasoning: deepseek_r1 begins with it, qwen3 may with <think>",
     )
+    pooling_type: Literal["auto", "mean", "last"] = Field(
+        "auto", description="which final hidden states an embedding is the mean of; auto is the model's own"
+    )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="seed of requests that bring none")
 
     # capacity
