@@ -120,6 +120,9 @@ class FakeService:
     def is_alive(self) -> bool:
         return not self.dead
 
+    async def close(self, drain_s: float = 0.0) -> None:
+        """A fake has nothing to close."""
+
     def is_stuck(self) -> bool:
         return self.stuck
 
