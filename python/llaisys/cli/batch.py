@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise RejectedError(f"cannot read {source}: {e.strerror}", param="input-file") from e
     with lines:
         try:
-            out = target.open("w", encoding="utf-8")
+            out = target.open("a", encoding="utf-8")  # emptied once the model is loaded
         except OSError as e:
             raise RejectedError(f"cannot write {target}: {e.strerror}", param="output-file") from e
         with out:

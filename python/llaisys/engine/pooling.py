@@ -39,11 +39,10 @@ class Pool:
 
     def add(self, hidden: NDArray[np.float32]) -> None:
         """Takes the hidden states `[n, d_model]` of the positions from `next` on."""
-        rows = hidden.astype(np.float64)
-        if self._sum is not None:
-            rows = np.vstack([self._sum, rows])
-        # `accumulate` adds row by row, by its definition; `sum` may divide the rows as it likes.
-        self._sum = np.add.accumulate(rows)[-1]
+        if self._sum is None:
+            self._sum = np.zeros(hidden.shape[1])
+        for row in hidden:  # `hidden.sum(axis=0)` may divide the rows as it likes
+            self._sum += row
         self.next += len(hidden)
 
     def vector(self) -> bytes | None:

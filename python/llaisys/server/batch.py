@@ -46,14 +46,15 @@ class _BadLine(Exception):
 
 
 async def run_batch(config: Config, lines: Iterable[str], out: TextIO) -> BatchReport:
-    """Loads the models and answers each line that is not blank. Only whole lines are written, as soon as all
-    before them are.
+    """Loads the models, empties `out`, and answers each line that is not blank. Only whole lines are written,
+    as soon as all before them are.
 
     Raises what loading raises, and EngineDeadError if an engine dies on the way: the lines from then on are
     written with 503.
     """
     models = await ModelRegistry.start(_for_a_batch(config))
     try:
+        out.truncate(0)
         state = ServerState(config, models=models)
         report = await _answer_all(create_handlers(state), lines, out, config.max_num_seqs)
         if not models.is_alive():
