@@ -15,8 +15,13 @@ from numpy.typing import NDArray
 
 from golden import FOLDER
 from llaisys.config import Config
+from llaisys.engine.worker import inspect_model
 from llaisys.service import AsyncLLM
+from llaisys.text.pooling import model_pooling
 from llaisys.types import Pooling, SamplingParams
+from parity.gguf_model import write_gguf
+from parity.numpy_forward import Shape
+from parity.random_model import random_weights
 from parity.test_goldens import FOLDERS, GOLDENS, TOLERANCE
 
 NAMES = count()
@@ -109,3 +114,12 @@ async def test_over_a_process_of_its_own() -> None:
         here = await embed(service, LONG, "mean")
     async with started(engine_process=True) as service:
         assert await embed(service, LONG, "mean") == here
+
+
+def test_a_gguf_file_says_how_it_is_pooled(tmp_path: Path) -> None:
+    shape = Shape(1, 16, 2, 1, 8, 24, 8, 10000.0, 1e-5, qkv_bias=False, qk_norm="none", tied=True)
+    weights = random_weights(shape, 0)
+    for number, want in ((None, "last"), (1, "mean"), (3, "last"), (2, "cls")):
+        more = {} if number is None else {"pooling_type": number}
+        path = write_gguf(tmp_path / "model.gguf", "llama", shape, weights, **more)
+        assert model_pooling(inspect_model(path)) == want

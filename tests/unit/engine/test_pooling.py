@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import numpy as np
@@ -158,3 +159,38 @@ def test_its_limits_are_those_of_a_prompt() -> None:
         token_limit([], params, limits(), pooling="mean")
     with pytest.raises(RejectedError, match=f"token id {core.VOCAB_SIZE}"):
         token_limit([core.VOCAB_SIZE], params, limits(), pooling="mean")
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_in_a_crowd_that_is_short_of_cells(seed: int) -> None:
+    """Answers and embeddings of related prompts, preempted and cancelled at random: the definition's bits."""
+    rng = random.Random(seed)
+    n_streams = 1 + seed % 2
+    made = Engine(
+        max_num_seqs=5,
+        n_cells=n_streams * rng.choice([48, 56, 64]),
+        n_streams=n_streams,
+        max_model_len=48,
+        max_num_batched_tokens=rng.choice([4, 6, 40]),
+        max_num_queued_reqs=64,
+        enable_prefix_caching=seed % 4 != 0,
+    )
+    heads = [[rng.randrange(1, 250) for _ in range(30)] for _ in range(2)]
+    asked: dict[str, tuple[list[int], Pooling]] = {}
+    for i in range(30):
+        head = rng.choice(heads)
+        prompt = head[: rng.randint(1, 30)] + [rng.randrange(1, 250) for _ in range(rng.randint(0, 12))]
+        if rng.random() < 0.6:
+            pooling: Pooling = "mean" if rng.random() < 0.6 else "last"
+            asked[f"{i}"] = prompt, pooling
+            made.submit(f"{i}", prompt=prompt, pooling=pooling, priority=1)
+        else:
+            made.submit(f"{i}", prompt=prompt[:20], max_tokens=rng.randint(9, 27), ignore_eos=True)
+        made.step(rng.randint(0, 6))
+        if rng.random() < 0.1:
+            made.engine.cancel(f"{rng.randint(0, i)}")
+    made.finish()
+    assert len(made.over) == 30
+    for name, (prompt, pooling) in asked.items():
+        if made.ends[name].finish_reason is not FinishReason.ABORT:
+            assert given(made, name) == embedding(prompt, pooling), (seed, name)
