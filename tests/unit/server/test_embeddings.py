@@ -12,7 +12,6 @@ import httpx
 import pytest
 from openai.types import embedding_create_params
 
-from fakes.core import D_MODEL
 from fakes.service import Call, FakeService
 from llaisys.config import Config
 from llaisys.errors import ContextLengthError, RejectedError, UnsupportedError
@@ -20,6 +19,7 @@ from llaisys.server.embeddings import INPUTS_AT_ONCE, INPUTS_MAX
 from llaisys.server.protocol import EMBEDDING_NEUTRAL, NO_EFFECT, EmbeddingRequest
 
 URL = "/v1/embeddings"
+D_MODEL = FakeService().model_info.d_model
 VLLM = {"truncate_prompt_tokens", "add_special_tokens", "priority", "cache_salt", "request_id", "messages"}
 HI = [72.0, 105.0]
 JSON = {"content-type": "application/json"}
@@ -124,7 +124,7 @@ async def test_a_refused_field(client: httpx.AsyncClient, field: str) -> None:
         ({"input": [[1]] * (INPUTS_MAX + 1)}, "input"),
         ({"input": {"text": "Hi"}}, "input"),
         ({}, "input"),
-        ({"input": "Hi", "dimensions": D_MODEL - 1}, "dimensions"),
+        ({"input": "Hi", "dimensions": D_MODEL + 1}, "dimensions"),
         ({"input": "Hi", "encoding_format": "hex"}, "encoding_format"),
         ({"input": "Hi", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"input": "Hi", "priority": 2**31}, "priority"),
