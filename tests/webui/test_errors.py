@@ -125,7 +125,7 @@ def test_a_full_context_is_said_and_its_oldest_turns_dropped(short: Server, cont
     expect(chat.text).not_to_be_empty()
     chat.done()
     expect(chat.page.get_by_role("alert")).to_have_count(0)
-    chat.page.reload()
+    chat.reload()
     expect(chat.page.get_by_text("Not sent to the model above this line")).to_be_attached()
 
 
