@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import yaml
 from pydantic import Field, ValidationError, field_validator
@@ -18,6 +18,8 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 from llaisys.errors import RejectedError
 
 DEFAULT_MODEL = "smollm2"
+# Where a value comes from, the weakest first.
+Source: TypeAlias = Literal["default", "file", "environment", "flag"]
 # What an entry of `models` cannot set, because all of them share it.
 _OF_THE_SERVER = frozenset(
     {
@@ -33,6 +35,10 @@ _OF_THE_SERVER = frozenset(
         "log_level",
     }
 )
+
+
+# Settings that are shown to nobody.
+SECRETS = frozenset({"api_key"})
 
 
 class Config(BaseSettings):
@@ -86,6 +92,9 @@ class Config(BaseSettings):
     reasoning_parser: Literal["deepseek_r1", "qwen3"] | None = Field(
         None,
         description="how the model marks its reasoning: deepseek_r1 begins with it, qwen3 may with <think>",
+    )
+    pooling_type: Literal["auto", "mean", "last"] = Field(
+        "auto", description="which final hidden states an embedding is the mean of; auto is the model's own"
     )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="seed of requests that bring none")
 
@@ -267,17 +276,29 @@ def load_config(overrides: dict[str, Any] | None = None, yaml_path: Path | None 
 
     Raises RejectedError naming the key and what is wrong with it.
     """
+    return explain_config(overrides, yaml_path)[0]
+
+
+def explain_config(
+    overrides: dict[str, Any] | None = None, yaml_path: Path | None = None
+) -> tuple[Config, dict[str, Source]]:
+    """The configuration as `load_config` builds it, and where each of its values comes from."""
     values = dict(overrides or {})
+    sources: dict[str, Source] = {}
     for key, value in _read_yaml(yaml_path).items():
-        if f"LLAISYS_{key.upper()}" not in os.environ:
-            values.setdefault(key, value)
+        if f"LLAISYS_{key.upper()}" not in os.environ and key not in values:
+            values[key] = value
+            sources[key] = "file"
     try:
         config = Config(**values)
     except ValidationError as e:
         text = _first_of(e)
         raise RejectedError(text, param=text.partition(":")[0]) from e
     config.each_model()
-    return config
+    for key in Config.model_fields:
+        unnamed: Source = "environment" if key in config.model_fields_set else "default"
+        sources.setdefault(key, "flag" if key in values else unnamed)
+    return config, sources
 
 
 def _first_of(error: ValidationError) -> str:

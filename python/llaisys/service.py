@@ -35,6 +35,7 @@ from llaisys.types import (
     FinishReason,
     ModelInfo,
     PartParser,
+    Pooling,
     RequestId,
     RequestOutput,
     SamplingParams,
@@ -121,6 +122,11 @@ class AsyncLLM:
         return dict(self._model.sampling_defaults)
 
     @property
+    def pooling(self) -> Pooling:
+        """How embeddings are pooled. Raises UnsupportedError if the model would have it as we cannot."""
+        return self._model.embedding_pooling()
+
+    @property
     def sessions(self) -> SessionDoor:
         """Named sessions of the engine that is loaded; they end with it."""
         return self._sessions
@@ -138,6 +144,7 @@ class AsyncLLM:
         session_id: str = "",
         cache_salt: str = "",
         add_special_tokens: bool = True,
+        pooling: Pooling | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yields deltas: `text`, `token_ids` and `logprobs` of `outputs` are what is new since the last one.
 
@@ -146,6 +153,8 @@ class AsyncLLM:
           prefixes are shared with requests of the same salt only.
         - `session_id`: the client's session (made if it is new) whose KV this request's becomes at its end,
           and is kept; of several choices the first's. The prompt is the whole conversation all the same.
+        - `pooling`: the embedding of the prompt is wanted and no answer. The one delta has it, with the
+          finish reason `stop`; of `params` only `truncate_prompt_tokens` counts.
         - With `n` > 1 a delta holds the choices that have news, by their `index`.
         - A choice's last delta alone has its `finish_reason` (`stop`, `length` or `abort`), the request's
           last alone `finished`. Usage: `prompt_token_ids`, the sum of the deltas' `token_ids`,
@@ -179,6 +188,7 @@ class AsyncLLM:
                     session_id=session_id,
                     cache_salt=cache_salt,
                     bad_word_ids=words,
+                    pooling=pooling,
                 )
             )
             self._meter.submitted(request_id, len(ids), arrival_s)
@@ -258,6 +268,10 @@ class AsyncLLM:
     async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids, off the loop."""
         return await asyncio.to_thread(self._model.tokenizer.decode, list(ids), skip_special_tokens)
+
+    async def token_strs(self, ids: Sequence[int]) -> list[str]:
+        """How the vocabulary writes each of some token ids, off the loop."""
+        return await asyncio.to_thread(lambda: [self._model.tokenizer.vocab_text(id) for id in ids])
 
     def abort(self, request_id: RequestId) -> None:
         """Cancels a request; its stream ends with finish reason `abort`. An unknown id is ignored."""
@@ -449,7 +463,10 @@ class AsyncLLM:
             return
         delta = self._processor.process(event)
         answer = delta.outputs[0]
-        self._meter.tokens(request_id, len(answer.token_ids), now_s, event.queued_s)
+        if delta.embedding is None:
+            self._meter.tokens(request_id, len(answer.token_ids), now_s, event.queued_s)
+        else:
+            self._meter.embedded(request_id, now_s, event.queued_s)
         if not mailbox.put(delta):
             self._processor.discard(request_id)
             self._cancel(request_id)

@@ -129,6 +129,7 @@ class ServiceStats:
       `prefill_time_s` from then to its first token, `decode_time_s` from that to its last,
       `inference_time_s` the last two together; `time_per_output_token_s` the decode time by tokens after the
       first, where there are some.
+    - An embedding counts its prompt tokens, `queue_time_s` and `prefill_time_s` when it arrives.
     """
 
     engine: EngineStats

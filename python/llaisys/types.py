@@ -7,11 +7,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from llaisys.errors import RejectedError
 
 RequestId: TypeAlias = str
+# Of which final hidden states of a prompt an embedding is the mean: all, or the last alone.
+Pooling: TypeAlias = Literal["mean", "last"]
 
 SEED_MAX = 2**63 - 1
 LOGPROBS_MAX = 20
@@ -301,7 +303,8 @@ class CompletionOutput:
 class RequestOutput:
     """What a request has given, shaped as vLLM's.
 
-    `prompt_logprobs`, if asked for: one entry a prompt token, None for the first.
+    - `prompt_logprobs`, if asked for: one entry a prompt token, None for the first.
+    - `embedding`, if that was asked for in place of an answer: `[d_model]` float32, little endian, length 1.
     """
 
     request_id: RequestId
@@ -311,6 +314,7 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    embedding: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,7 +410,8 @@ class ModelInfo:
     "bfloat16"). `kv_bytes_per_cell` maps a KV dtype ("float32", "bfloat16") to the bytes of one cell over all
     layers, K and V. `generation` holds what `generation_config.json` sets (`temperature`, `top_p`, `top_k`,
     `min_p`, `repetition_penalty`), nothing where it is silent. `tokenizer` is set for a GGUF; a folder has
-    its `tokenizer.json` beside the weights.
+    its `tokenizer.json` beside the weights. `pooling_type`: what a GGUF says of embeddings, as llama.cpp's
+    number.
     """
 
     path: str
@@ -429,3 +434,4 @@ class ModelInfo:
     eos_token_ids: list[int]
     generation: dict[str, Any]
     tokenizer: GgufTokenizer | None
+    pooling_type: int | None = None

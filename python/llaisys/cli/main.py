@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from llaisys.cli import chat, doctor, generate, models, pull, rm, serve
+from llaisys.cli import batch, chat, config, doctor, generate, models, pull, rm, serve
 from llaisys.cli.parsing import Commands, Parser
 from llaisys.config import package_version
 from llaisys.errors import LlaisysError
@@ -28,10 +28,12 @@ COMMANDS: dict[str, Command] = {
     "serve": serve,
     "chat": chat,
     "generate": generate,
+    "run-batch": batch,
     "pull": pull,
     "models": models,
     "rm": rm,
     "doctor": doctor,
+    "config": config,
 }
 
 

@@ -18,7 +18,7 @@ from llaisys.engine.sessions import SessionAnswer, SessionCall
 from llaisys.engine.wire import Ask, Cancel, Submit
 from llaisys.errors import EngineDeadError, ExhaustedError, QueueFullError, RejectedError
 from llaisys.stats import EngineStats
-from llaisys.types import RequestId, SamplingParams, SessionInfo
+from llaisys.types import Pooling, RequestId, SamplingParams, SessionInfo
 
 Deliver: TypeAlias = Callable[[list[EngineOutput]], None]
 
@@ -70,9 +70,11 @@ class EngineClient(ABC):
         """Why there is no engine now (dead, restarting or shutting down); None while it lives."""
         return self._error
 
-    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+    def check(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, pooling: Pooling | None = None
+    ) -> None:
         """Raises RejectedError or ContextLengthError for a request that could never run."""
-        token_limit(prompt_ids, params, self._limits)
+        token_limit(prompt_ids, params, self._limits, pooling=pooling)
 
     def submit(self, request: EngineRequest) -> None:
         """Hands a request over; its outputs follow through `deliver`.
@@ -83,7 +85,7 @@ class EngineClient(ABC):
         link = self._link
         if link is None or not self._is_owner():
             raise self._why_not()
-        self.check(request.prompt_token_ids, request.params)
+        self.check(request.prompt_token_ids, request.params, pooling=request.pooling)
         request_id = request.request_id
         if request_id in self._open:
             raise RejectedError(f"request id {request_id!r} is in use", param="request_id")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llaisys.errors import ContextLengthError, RejectedError
-from llaisys.types import SamplingParams
+from llaisys.types import Pooling, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +84,14 @@ class Limits:
 PROMPT_LOGPROBS_MAX = 1 << 17
 
 
-def token_limit(prompt: Sequence[int], params: SamplingParams, limits: Limits) -> int:
+def token_limit(
+    prompt: Sequence[int], params: SamplingParams, limits: Limits, *, pooling: Pooling | None = None
+) -> int:
     """Tokens, prompt and answer, at which the request ends by length: the KV cells it may need at worst.
 
-    An absent `max_tokens` is the most that is allowed. Raises RejectedError (an empty prompt, an id outside
-    the vocabulary, too many tokens or choices) or ContextLengthError with both numbers, if the request can
-    never run.
+    An absent `max_tokens` is the most that is allowed; with `pooling` there is no answer. Raises
+    RejectedError (an empty prompt, an id outside the vocabulary, too many tokens or choices) or
+    ContextLengthError with both numbers, if the request can never run.
     """
     if not prompt:
         raise RejectedError("the prompt is empty: it needs at least one token", param="prompt")
@@ -111,6 +113,12 @@ def token_limit(prompt: Sequence[int], params: SamplingParams, limits: Limits) -
             f"the prompt has {len(prompt)} tokens, max_input_tokens allows at most {limits.max_input_tokens}",
             param="prompt",
         )
+    if pooling is not None:
+        if len(prompt) > limits.max_model_len:
+            raise ContextLengthError(
+                f"the prompt has {len(prompt)} tokens, the context is {limits.max_model_len}", param="prompt"
+            )
+        return len(prompt)
     if params.max_tokens is not None and limits.max_output_tokens is not None:
         _at_most("max_tokens", params.max_tokens, limits.max_output_tokens, "is the most allowed")
     wanted = len(prompt) + (1 if params.max_tokens is None else params.max_tokens)

@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 
 # Ids of segments that live within one call; the prefix index counts its own up from 1.
 _FIRST_PASSING_SEGMENT = 2**63
-_LOGITS = 1  # `wants_output`: logits and a sampled id
+# `wants_output`: logits and a sampled id; the final hidden state.
+_LOGITS, _HIDDEN = 1, 2
 _FAULTS = {
     "non_finite": "the model gave a number that is not finite for this request",
     "all_masked": "every token of this request was forbidden",
@@ -54,7 +55,8 @@ class WorkerSettings:
 
 @dataclass(slots=True)
 class Chunk:
-    """Consecutive tokens of a running request, from position `start`. `samples`: the last gives an id."""
+    """Consecutive tokens of a running request, from position `start`. `samples`: the last gives an id, or
+    ends what is pooled."""
 
     request: Request
     start: int
@@ -65,6 +67,12 @@ class Chunk:
     def scored(self) -> range:
         """Positions whose rows score a prompt token."""
         return self.request.rows_to_score(self.start, self.start + len(self.token_ids))
+
+    @property
+    def pooled(self) -> range:
+        """Positions whose rows give their hidden state."""
+        pool = self.request.pool
+        return range(0) if pool is None else pool.rows(self.start, self.start + len(self.token_ids))
 
 
 @dataclass(slots=True)
@@ -105,7 +113,8 @@ class StepResult:
 
     - `token_ids`: the sampled id; -1 where nothing was sampled.
     - `logprobs`: of items that asked for them. `prompt_logprobs`: of the prompt tokens that an item's rows
-      scored, in order. `errors`: what ends the item's request.
+      scored, in order. `errors`: what ends the item's request. `hidden`: the final hidden states
+      `[n, d_model]` of an item's pooled rows.
     - `refused`: items that the core would not run at all, even alone.
     """
 
@@ -114,6 +123,7 @@ class StepResult:
     errors: dict[int, LlaisysError] = field(default_factory=dict)
     refused: list[int] = field(default_factory=list)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    hidden: dict[int, NDArray[np.float32]] = field(default_factory=dict)
 
     def extend(self, other: StepResult) -> None:
         """Appends the results of the next items."""
@@ -122,6 +132,7 @@ class StepResult:
         self.logprobs |= {n + item: entry for item, entry in other.logprobs.items()}
         self.prompt_logprobs |= {n + item: entries for item, entries in other.prompt_logprobs.items()}
         self.errors |= {n + item: error for item, error in other.errors.items()}
+        self.hidden |= {n + item: rows for item, rows in other.hidden.items()}
         self.refused += [n + item for item in other.refused]
 
 
@@ -248,7 +259,7 @@ class Worker:
         tokens = [request.token_ids[-1] for request in decode]
         positions = [request.num_computed for request in decode]
         seq_ids = [sequence_of(request) for request in decode]
-        wants = bytearray([_LOGITS]) * len(decode)
+        wants = bytearray(_LOGITS if request.pool is None else _HIDDEN for request in decode)
         for chunk in batch.chunks:
             n = len(chunk.token_ids)
             tokens += chunk.token_ids
@@ -257,7 +268,9 @@ class Worker:
             wants += bytes(n)
             for position in chunk.scored:
                 wants[position - chunk.start - n] = _LOGITS
-            if chunk.samples:
+            for position in chunk.pooled:
+                wants[position - chunk.start - n] = _HIDDEN
+            if chunk.samples and chunk.request.pool is None:
                 wants[-1] = _LOGITS
         masks: dict[str, Any] = {"logits_mask": _masks(batch)} if batch.masks else {}
         output = self._context.decode(
@@ -384,14 +397,16 @@ def _masks(batch: Batch) -> tuple[NDArray[np.int32], NDArray[np.uint32]] | None:
 
 
 def _result(batch: Batch, output: DecodeOutput) -> StepResult:
-    """Output rows come in batch order: of each item those that score, then the one that samples."""
+    """Output rows come in batch order: of each item those that score, then the one that samples; or those
+    that are pooled."""
     ids: list[int] = output.token_ids.tolist()
     items = list(range(len(batch.decode)))
     scored: set[int] = set()
     for item, chunk in enumerate(batch.chunks, len(batch.decode)):
         n_scored = len(chunk.scored)
         scored.update(range(len(items), len(items) + n_scored))
-        items += [item] * (n_scored + chunk.samples)
+        n_sampled = int(chunk.samples) if chunk.request.pool is None else 0
+        items += [item] * (n_scored + n_sampled + len(chunk.pooled))
     if len(ids) != len(items):
         raise BrokenInvariant(f"the core gave {len(ids)} ids for {len(items)} rows")
     result = StepResult(ids)
@@ -406,6 +421,11 @@ def _result(batch: Batch, output: DecodeOutput) -> StepResult:
             result.prompt_logprobs.setdefault(items[row], []).append(entry)
         else:
             result.logprobs[items[row]] = entry
+    if output.hidden is not None:
+        item_of_row = np.array(items)
+        for item in dict.fromkeys(items):
+            if batch.request(item).pool is not None:
+                result.hidden[item] = output.hidden[item_of_row == item]
     if output.faults:
         item_of = dict(zip(output.rows.tolist(), items, strict=True))
         for batch_row, fault in output.faults:

@@ -42,8 +42,8 @@ class Shape(Protocol):
     def closing(self) -> list[Json]:
         """Chunks after the last token of all choices."""
 
-    def whole(self, chunks: Iterable[Json]) -> Json:
-        """The body of a non-stream answer: the stream's chunks, collected."""
+    def whole(self, chunks: Iterable[Json]) -> Json | bytes:
+        """The body of a non-stream answer: the stream's chunks, collected; bytes are JSON already."""
 
 
 class Answer(Response):
@@ -114,7 +114,8 @@ class Answer(Response):
             await send_error(send, self._wire_error(e))
             return
         note(self._request, outcome="done")
-        body = to_json(self._shape.whole(chunks))
+        whole = self._shape.whole(chunks)
+        body = whole if isinstance(whole, bytes) else to_json(whole)
         headers = {
             "content-type": "application/json",
             "content-length": str(len(body)),

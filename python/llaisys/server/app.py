@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from llaisys.config import package_version
 from llaisys.errors import LlaisysError
-from llaisys.server import chat, chats, completions, health, metrics, models, page
+from llaisys.server import chat, chats, completions, embeddings, health, metrics, models, page, tokens
 from llaisys.server.auth import KeyGate
 from llaisys.server.errors import ApiError, to_json
 from llaisys.server.gate import PROBES, HostGate, HostRule
@@ -46,6 +46,11 @@ def create_app(state: ServerState, port: int) -> ASGIApp:
     return RequestTrace(app, state.metrics)
 
 
+def create_handlers(state: ServerState) -> ASGIApp:
+    """The routes for a caller in this process: nobody is kept out."""
+    return RequestTrace(_routes(state), state.metrics)
+
+
 def _routes(state: ServerState) -> FastAPI:
     app = FastAPI(
         title="LLAISYS",
@@ -58,7 +63,7 @@ def _routes(state: ServerState) -> FastAPI:
     app.state.server = state
     app.state.chats = state.chats
     app.state.page = page.load_page()
-    for module in (chat, chats, completions, models, health, metrics, page):
+    for module in (chat, chats, completions, embeddings, models, tokens, health, metrics, page):
         app.include_router(module.router)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -110,6 +115,7 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
 UNIONS = {
     "stop": "must be a string or a list of strings",
     "prompt": "must be a string, a list of strings, a list of token ids or a list of such lists",
+    "input": "must be a string, a list of strings, a list of token ids or a list of such lists",
 }
 
 

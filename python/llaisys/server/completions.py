@@ -64,7 +64,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     return answer.as_stream() if body.stream else answer
 
 
-def prompts_of(prompt: str | list[Any]) -> list[Prompt]:
+def prompts_of(prompt: str | list[Any], n_max: int = PROMPTS_MAX) -> list[Prompt]:
     """The four forms of `prompt`: text, token ids, a list of texts, a list of lists of token ids.
 
     Raises RejectedError naming the entry. Ids are checked against the vocabulary by the engine.
@@ -75,8 +75,8 @@ def prompts_of(prompt: str | list[Any]) -> list[Prompt]:
         raise RejectedError("prompt is empty", param="prompt")
     if _is_ids(prompt):
         return [prompt]
-    if len(prompt) > PROMPTS_MAX:
-        raise RejectedError(f"prompt has {len(prompt)} entries, at most {PROMPTS_MAX}", param="prompt")
+    if len(prompt) > n_max:
+        raise RejectedError(f"prompt has {len(prompt)} entries, at most {n_max}", param="prompt")
     return [_checked(f"prompt[{i}]", entry) for i, entry in enumerate(prompt)]
 
 

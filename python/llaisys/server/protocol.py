@@ -87,6 +87,24 @@ COMPLETION_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+EMBEDDING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "messages": (),
+    "embed_dtype": ("float32",),
+    "endianness": ("little", "native"),
+    "normalize": (True,),
+    "use_activation": (True,),
+    "truncation_side": ("left",),
+    "session_id": ("",),
+}
+
+
+TOKENS_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "chat_template": (),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+}
+
+
 class StreamOptions(BaseModel):
     """`stream_options`: usage in a last chunk of its own, or in every chunk."""
 
@@ -164,6 +182,22 @@ class CompletionRequest(GenerationRequest):
     best_of: int | None = None
 
 
+class EmbeddingRequest(BaseModel):
+    """POST /v1/embeddings. `input`: text, token ids, or a list of either."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    input: str | list[Any]
+    model: str | None = None
+    encoding_format: str | None = None
+    dimensions: int | None = None
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class UsageOptions:
     """When a stream states its usage: in a chunk before `[DONE]`, and in every chunk."""
@@ -203,7 +237,7 @@ def answer_options(request: GenerationRequest, params: SamplingParams) -> Answer
     )
 
 
-def engine_options(request: GenerationRequest, client_id: str) -> dict[str, Any]:
+def engine_options(request: GenerationRequest | EmbeddingRequest, client_id: str) -> dict[str, Any]:
     """What the engine is told of a request besides prompt and sampling. Raises RejectedError.
 
     Where there are keys (`client_id` is not empty) nobody goes before the others' requests: a priority can
@@ -232,13 +266,11 @@ def usage_options(request: GenerationRequest) -> UsageOptions:
     return UsageOptions(bool(options.include_usage), bool(options.continuous_usage_stats))
 
 
-def ignored_fields(
-    request: GenerationRequest, neutral: Mapping[str, tuple[Any, ...]], strict: bool
-) -> list[str]:
+def ignored_fields(request: BaseModel, neutral: Mapping[str, tuple[Any, ...]], strict: bool) -> list[str]:
     """Names of the unknown fields, at most 64. Raises for a known field that asks for something, and for an
     unknown one if `strict`."""
     extra = dict(request.model_extra or {})
-    if request.stream_options is not None:
+    if isinstance(request, GenerationRequest) and request.stream_options is not None:
         extra |= {f"stream_options.{k}": v for k, v in (request.stream_options.model_extra or {}).items()}
     unknown = []
     for name, value in extra.items():
