@@ -36,7 +36,7 @@ from llaisys.engine.scheduler import plan
 from llaisys.engine.session_calls import Hooks, SessionCalls
 from llaisys.engine.sessions import Session, Sessions
 from llaisys.engine.tally import Tally
-from llaisys.engine.timeline import Timeline
+from llaisys.engine.timeline import Story
 from llaisys.engine.worker import Batch, Chunk, StepResult, Worker, sequence_of
 from llaisys.errors import (
     EngineDeadError,
@@ -93,10 +93,9 @@ class LLMEngine:
         """The bounds it keeps."""
         return self._limits
 
-    @property
-    def timeline(self) -> Timeline:
-        """Where each request's time went."""
-        return self._chronicle.timeline
+    def stories(self, request_id: RequestId, now_s: float) -> dict[int, Story]:
+        """Where the time of a request's choices went, by index; those that are not known any more left out."""
+        return self._chronicle.stories(request_id, now_s)
 
     @property
     def requests(self) -> OpenRequests:

@@ -35,6 +35,8 @@ from llaisys.engine.wire import (
     Ask,
     Cancel,
     Ended,
+    Recall,
+    Recalled,
     Refused,
     Shutdown,
     Start,
@@ -179,6 +181,8 @@ class ProcessClient(EngineClient):
                         self._step(outputs, stats)
                     case Answer(answer):
                         self._answered(answer)
+                    case Recalled() as recalled:
+                        self._recalled(recalled)
                     case Ended(error):
                         self._ended(error)
                         child.finish()
@@ -227,7 +231,7 @@ class _Child:
         """Its process id."""
         return self._process.pid
 
-    def send(self, message: Submit | Cancel | Ask) -> None:
+    def send(self, message: Submit | Cancel | Ask | Recall) -> None:
         """Leaves a message for it. Raises TypeError for what has no form on the wire."""
         self._outgoing.put(encode(message))
         os.eventfd_write(self._wake, 1)
