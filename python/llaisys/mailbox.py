@@ -22,8 +22,8 @@ N_LAGS_MAX = 256
 class Mailbox:
     """Holds at most one delta; a late one is joined to it, so the sum does not depend on the reader.
 
-    A reader lags from the moment when something comes and it is not in `take` until it is there again: it does
-    something else, or its own client does not take what it was sent.
+    A reader lags from the moment when something comes and it is not in `take` until it is there again: it
+    does something else, or its own client does not take what it was sent.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

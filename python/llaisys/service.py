@@ -21,7 +21,7 @@ from llaisys.engine.outputs import EngineOutput
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.sessions import SessionCall
 from llaisys.engine.start import start_engine
-from llaisys.engine.timeline import N_FINISHED_MAX, Story, with_lags
+from llaisys.engine.timeline import N_FINISHED_MAX
 from llaisys.errors import EngineDeadError, LlaisysError, RejectedError, RequestFailedError
 from llaisys.mailbox import MAILBOX_BYTES_MAX, Mailbox
 from llaisys.meter import Meter
@@ -30,6 +30,7 @@ from llaisys.output import OutputProcessor, aborted
 from llaisys.prompt import bad_word_ids, truncated
 from llaisys.sessions import SessionDoor
 from llaisys.stats import EngineStats, ServiceStats
+from llaisys.story import Story, with_lags
 from llaisys.text.reasoning import AnswerParser
 from llaisys.text.tools import ToolFormat, tool_grammar, tool_parser
 from llaisys.types import (
@@ -276,9 +277,10 @@ class AsyncLLM:
             self._cancel(request_id)
 
     async def timeline(self, request_id: RequestId) -> dict[int, Story]:
-        """Where the time of a request went, by choice, each gap with its cause; of an open one until now. Times
-        are of `time.monotonic`. Empty for a request that is not known: the newest 1,024 ended choices are kept,
-        by the engine that ran them.
+        """Where the time of a request went, by choice, each gap with its cause; of an open one until now.
+
+        Times are of `time.monotonic`. Empty for a request that is not known: the newest 1,024 ended choices
+        are kept, by the engine that ran them.
 
         Raises ExhaustedError (too many calls at the same time) or EngineDeadError.
         """

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from llaisys.engine.plan import Plan
 from llaisys.engine.request import Request, WaitingForRemoteKvs
-from llaisys.engine.timeline import N_NAMES_MAX, Key, Kind, Story, Timeline
+from llaisys.engine.timeline import N_NAMES_MAX, Timeline
+from llaisys.story import Key, Kind, Story
 from llaisys.types import CHOICES_MAX, RequestId
 
 

@@ -15,10 +15,10 @@ from llaisys.engine.limits import Limits, token_limit
 from llaisys.engine.outputs import EngineOutput, refusal
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.sessions import SessionAnswer, SessionCall
-from llaisys.engine.timeline import Story
 from llaisys.engine.wire import Ask, Cancel, Recall, Recalled, Submit
 from llaisys.errors import EngineDeadError, ExhaustedError, QueueFullError, RejectedError
 from llaisys.stats import EngineStats
+from llaisys.story import Story
 from llaisys.types import RequestId, SamplingParams, SessionInfo
 
 Deliver: TypeAlias = Callable[[list[EngineOutput]], None]

@@ -36,7 +36,6 @@ from llaisys.engine.scheduler import plan
 from llaisys.engine.session_calls import Hooks, SessionCalls
 from llaisys.engine.sessions import Session, Sessions
 from llaisys.engine.tally import Tally
-from llaisys.engine.timeline import Story
 from llaisys.engine.worker import Batch, Chunk, StepResult, Worker, sequence_of
 from llaisys.errors import (
     EngineDeadError,
@@ -46,6 +45,7 @@ from llaisys.errors import (
     RequestFailedError,
 )
 from llaisys.stats import EngineStats
+from llaisys.story import Story
 from llaisys.types import RequestId
 
 # The books are checked when the engine falls idle, and every so many steps.
@@ -94,7 +94,7 @@ class LLMEngine:
         return self._limits
 
     def stories(self, request_id: RequestId, now_s: float) -> dict[int, Story]:
-        """Where the time of a request's choices went, by index; those that are not known any more left out."""
+        """Where the time of a request's choices went, by index; what is not known any more is left out."""
         return self._chronicle.stories(request_id, now_s)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fakes.engines import NOW, Engine
-from llaisys.engine.timeline import Kind
+from llaisys.story import Kind
 
 
 def spans(
