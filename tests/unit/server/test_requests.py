@@ -19,6 +19,7 @@ from llaisys.registry import ModelRegistry
 from llaisys.server.app import create_app
 from llaisys.server.book import N_ENDED_MAX, Entry, RequestBook
 from llaisys.server.errors import ApiError
+from llaisys.server.sse import SseWriter
 from llaisys.server.state import ServerState
 from llaisys.service import AsyncLLM
 from sse import events
@@ -92,28 +93,40 @@ async def until(condition: Any) -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("n_free", [0, 3])
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Set when a stream has written frames."""
+    event, frames = asyncio.Event(), SseWriter.frames
+
+    async def spied(writer: SseWriter, values: Sequence[Any]) -> None:
+        await frames(writer, values)
+        event.set()
+
+    monkeypatch.setattr(SseWriter, "frames", spied)
+    return event
+
+
+@pytest.mark.parametrize("form", ["whole", "stream", "stream that has begun"])
 @pytest.mark.parametrize(("path", "id"), [(CHAT, "chatcmpl-mine"), (COMPLETIONS, "cmpl-mine")])
 async def test_a_cancelled_answer_gets_its_one_end(
-    http: httpx.AsyncClient, gate: Gate, state: ServerState, path: str, id: str, stream: bool, n_free: int
+    http: httpx.AsyncClient, gate: Gate, written: asyncio.Event, path: str, id: str, form: str
 ) -> None:
-    """Before its first byte and after it: an HTTP error, and a frame of a stream."""
-    gate.n_free = n_free
-    body = {**BODIES[path], "request_id": "mine", "stream": stream}
+    gate.n_free = 3 if form == "stream that has begun" else 0
+    body = {**BODIES[path], "request_id": "mine", "stream": form != "whole"}
     work = asyncio.create_task(http.post(path, json=body))
     await asyncio.to_thread(gate.inside.wait, 30)
+    if form == "stream that has begun":
+        await written.wait()
     for stranger in (f"/v1/requests/{id}", "/v1/requests/unknown"):
         refused = await http.post(f"{stranger}/cancel", headers=TWO)
         assert code(refused) == (404, "not_found")
         assert "mine" not in refused.text
-    await until(lambda: n_free == 0 or sum(each.stats().generation_tokens for each in services(state)) > 1)
     assert not work.done()
     answer = await http.post(f"/v1/requests/{id}/cancel")
     assert answer.json() == {"id": id, "object": "request", "status": "cancelled"}
     gate.opened.set()
     ended = await work
-    if stream and n_free:
+    if form == "stream that has begun":
         *_, error, done = events(ended.content)
         assert (error["error"]["code"], done) == ("cancelled", "[DONE]")
         assert ended.text.count("[DONE]") == 1
@@ -122,7 +135,19 @@ async def test_a_cancelled_answer_gets_its_one_end(
         assert code(ended) == (499, "cancelled")
     again = await http.post(f"/v1/requests/{id}/cancel")
     assert again.json()["status"] == "ended"
-    await until(lambda: services(state)[0].stats().engine.num_running == 0)
+
+
+async def test_a_cancelled_answer_leaves_nothing_running(
+    http: httpx.AsyncClient, gate: Gate, state: ServerState
+) -> None:
+    work = asyncio.create_task(http.post(COMPLETIONS, json={**BODIES[COMPLETIONS], "request_id": "m"}))
+    await asyncio.to_thread(gate.inside.wait, 30)
+    await http.post("/v1/requests/cmpl-m/cancel")
+    gate.opened.set()
+    await work
+    (service,) = services(state)
+    await until(lambda: service.stats().engine.num_running == service.stats().engine.num_waiting == 0)
+    assert service.stats().engine.finished["abort"] == 4
 
 
 @pytest.mark.parametrize("state", [{"preload": False}], indirect=True)
