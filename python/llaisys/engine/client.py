@@ -153,11 +153,12 @@ class EngineClient(ABC):
         return self._stats
 
     @property
+    @abstractmethod
     def stuck(self) -> bool:
-        """True once the watchdog has given up an engine of this process, which should end, then."""
-        return False
+        """True once the watchdog has given up this process, which should end, then."""
 
-    def beat(self) -> None:  # noqa: B027 -- nobody watches for it where the engine has a process of its own
+    @abstractmethod
+    def beat(self) -> None:
         """The caller's event loop came round; once this is called, it must be called again and again."""
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from llaisys.engine.chronicle import Chronicle
 from llaisys.engine.executor import Executor
 from llaisys.engine.fairness import FairState
 from llaisys.engine.grammar import Grammars, Guides
-from llaisys.engine.limits import Limits, token_limit
+from llaisys.engine.limits import Limits, check_first_token, token_limit
 from llaisys.engine.outputs import EngineOutput, TokenLogprobs
 from llaisys.engine.plan import Admit, Plan, View
 from llaisys.engine.prefix import Lock, PrefixIndex
@@ -121,6 +121,7 @@ class LLMEngine:
         """
         limit = token_limit(source.prompt_token_ids, source.params, self._limits)
         self._guides.check(source)
+        check_first_token(source)
         if source.request_id in self._requests:
             raise RejectedError(f"request id {source.request_id!r} is in use", param="request_id")
         seed = source.params.seed
