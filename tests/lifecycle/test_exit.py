@@ -19,8 +19,8 @@ SCRIPT = Path(__file__).with_name("exits.py")
 FORMS = ("thread", "process")
 # Python itself ends with the signal when nothing catches a Ctrl-C.
 CODES = {"sys.exit": {3}, "exception": {1}, "SIGINT x2": {-signal.SIGINT, 1, 130}}
-# By what goes on at the end. If nothing does, an exception and `sys.exit` leave as the last line does, and it is
-# all the same who closes. (`close twice` goes on to the last line, too.)
+# By what goes on at the end. If nothing does, an exception and `sys.exit` leave as the last line does, and it
+# is all the same who closes. (`close twice` goes on to the last line, too.)
 OPEN = ("no close", "sys.exit", "exception", "SIGINT x2", "close twice", "close from another thread", "fork")
 WAYS = {"idle": ("no close", "SIGINT x2", "close twice", "fork"), "streaming": OPEN, "async": OPEN}
 HANG_S = 30  # ten seconds are the bound, on a machine that does nothing else

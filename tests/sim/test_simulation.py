@@ -76,7 +76,7 @@ def test_twenty_thousand_requests() -> None:
 
 
 def test_sessions_under_pressure() -> None:
-    """Made, used, forked, trimmed and deleted: nobody gives way before their pins do, and tokens stay right."""
+    """Made, used, forked, trimmed and deleted: their pins go before anybody gives way, tokens stay right."""
     calls: Counter[str] = Counter()
     totals: Counter[str] = Counter()
     for seed in seeds():
