@@ -152,3 +152,12 @@ def empty(request_id: RequestId, prompt: str | None, prompt_ids: list[int], n: i
     """An output of `n` choices that nothing has been appended to."""
     outputs = [CompletionOutput(index, "", []) for index in range(n)]
     return RequestOutput(request_id, prompt, prompt_ids, outputs, finished=False)
+
+
+def aborted(request_id: RequestId, prompt: str | None, prompt_ids: list[int], n: int) -> RequestOutput:
+    """The one delta of a request that was cancelled before any engine saw it."""
+    output = empty(request_id, prompt, prompt_ids, n)
+    for answer in output.outputs:
+        answer.finish_reason = FinishReason.ABORT.value
+    output.finished = True
+    return output

@@ -172,6 +172,7 @@ class SamplingParams:
       would have it go on where the grammar has ended, nor `allowed_token_ids`, which may leave no token.
     - `allowed_token_ids`: only these can be sampled. `bad_words`: texts that are not sampled, with and
       without a space before; the last token of one is forbidden where the others have just been sampled.
+      Where they, a grammar or `min_tokens` leave no token, the request ends with RejectedError.
     - `truncate_prompt_tokens` k: only the last k tokens of the prompt are used; -1: as many as leave room in
       the context for `max_tokens`.
     """

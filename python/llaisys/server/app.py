@@ -14,7 +14,19 @@ from starlette.types import ASGIApp
 
 from llaisys.config import package_version
 from llaisys.errors import LlaisysError
-from llaisys.server import chat, chats, completions, embeddings, health, metrics, models, page, tokens
+from llaisys.server import (
+    chat,
+    chats,
+    completions,
+    embeddings,
+    health,
+    metrics,
+    models,
+    page,
+    requests,
+    sessions,
+    tokens,
+)
 from llaisys.server.auth import KeyGate
 from llaisys.server.errors import ApiError, to_json
 from llaisys.server.gate import PROBES, HostGate, HostRule
@@ -63,7 +75,8 @@ def _routes(state: ServerState) -> FastAPI:
     app.state.server = state
     app.state.chats = state.chats
     app.state.page = page.load_page()
-    for module in (chat, chats, completions, embeddings, models, tokens, health, metrics, page):
+    api = (chat, chats, completions, embeddings, models, tokens, sessions, requests)
+    for module in (*api, health, metrics, page):
         app.include_router(module.router)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_error)

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llaisys.server.answer import Answer, Json
+from llaisys.server.book import Entry
 from llaisys.server.head import Head
 from llaisys.server.logprobs import chat_logprobs, prompt_logprobs
 from llaisys.server.messages import generation_prompt, last_answer, template_kwargs, template_messages
@@ -46,7 +47,8 @@ async def chat_completions(body: ChatCompletionRequest, request: Request) -> Res
     params = await with_grammar(engine, params, tools.grammar)
     options = answer_options(body, params)
     head = Head.new("chatcmpl", model, body.request_id)
-    told = engine_options(body, client_id_of(request))
+    client_id = client_id_of(request)
+    told = engine_options(body, client_id)
     prompt = await engine.prompt_ids(await prompt_of(body, engine, tools.shown), params)
 
     def parts() -> AnswerParts:
@@ -54,7 +56,8 @@ async def chat_completions(body: ChatCompletionRequest, request: Request) -> Res
 
     shape = ChatShape(head, options, prompt, parts, last_answer(body.messages) if body.echo else "")
     stream = engine.generate(prompt, params, head.id, **told)
-    answer = Answer(request, [stream], shape, headers)
+    entry = Entry(head.id, client_id, engine, [head.id], params.n)
+    answer = Answer(request, [stream], shape, headers).listed(entry)
     return answer.as_stream() if body.stream else answer
 
 

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from llaisys.config import Config
 from llaisys.errors import EngineDeadError
 from llaisys.registry import ModelRegistry
+from llaisys.server.book import RequestBook
 from llaisys.server.chat_store import ChatStore
 from llaisys.server.errors import (
     ApiError,
@@ -29,6 +30,7 @@ class ServerState:
 
     - `models`: set once, when the models that are to be preloaded are in memory.
     - `chats`: the page's chats, None without `--chat-store`.
+    - `requests`: the answers that are being given, and those of lately.
     - `draining`: set once, at the first signal; new requests get 503 from then on.
     - `created_s`: Unix time of the start, reported as the model's `created`.
     """
@@ -37,6 +39,7 @@ class ServerState:
     metrics: Metrics = field(default_factory=Metrics)
     models: ModelRegistry | None = None
     chats: ChatStore | None = None
+    requests: RequestBook = field(default_factory=RequestBook)
     draining: bool = False
     created_s: int = field(default_factory=lambda: int(time.time()))
 
