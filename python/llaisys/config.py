@@ -26,6 +26,7 @@ _OF_THE_SERVER = frozenset(
         "host",
         "port",
         "api_key",
+        "api_key_file",
         "allowed_origins",
         "allowed_hosts",
         "strict_fields",
@@ -180,7 +181,10 @@ class Config(BaseSettings):
     host: str = Field("127.0.0.1", description="address to bind")
     port: int = Field(8000, ge=0, le=65535, description="port to bind; 0 picks a free one")
     api_key: Annotated[tuple[str, ...], NoDecode] = Field(
-        (), description="accepted keys; none: no key is asked for"
+        (), repr=False, description="accepted keys; none, and no api_key_file: no key is asked for"
+    )
+    api_key_file: Path | None = Field(
+        None, description="a file of more accepted keys, hashed: a line NAME SHA256 for each"
     )
     allowed_origins: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="origins for CORS; none: same origin only"
@@ -284,7 +288,8 @@ def _first_of(error: ValidationError) -> str:
     """`key: what is wrong (got the value)` of its first complaint."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"]) or "configuration"
-    return f"{key}: {first['msg']} (got {first['input']!r})"
+    shown = "" if key.startswith("api_key") else f" (got {first['input']!r})"
+    return f"{key}: {first['msg']}{shown}"
 
 
 def _read_yaml(path: Path | None) -> dict[str, Any]:

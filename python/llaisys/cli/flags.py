@@ -29,6 +29,7 @@ SERVER_ONLY = frozenset(
         "idle_unload_s",
         "host",
         "port",
+        "api_key_file",
         "allowed_origins",
         "allowed_hosts",
         "strict_fields",

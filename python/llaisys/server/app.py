@@ -33,7 +33,7 @@ def create_app(state: ServerState, port: int) -> ASGIApp:
     """
     routes = _routes(state)
     app: ASGIApp = BodyLimit(routes)
-    app = KeyGate(app, state.config.api_key, PROBES | {"/"} | set(routes.state.page))
+    app = KeyGate(app, state.keys, PROBES | {"/"} | set(routes.state.page))
     if state.config.allowed_origins:
         app = CORSMiddleware(
             app,

@@ -19,6 +19,7 @@ from llaisys.server.errors import (
     shutting_down,
     to_api_error,
 )
+from llaisys.server.keys import Keyring
 from llaisys.server.metrics import Metrics
 from llaisys.service import AsyncLLM
 
@@ -27,6 +28,7 @@ from llaisys.service import AsyncLLM
 class ServerState:
     """Where the server is in its life: loading (no models yet), serving, draining.
 
+    - `keys`: those that `config` names; `run.py` takes them out of it.
     - `models`: set once, when the models that are to be preloaded are in memory.
     - `chats`: the page's chats, None without `--chat-store`.
     - `draining`: set once, at the first signal; new requests get 503 from then on.
@@ -34,6 +36,7 @@ class ServerState:
     """
 
     config: Config
+    keys: Keyring = field(default_factory=Keyring)
     metrics: Metrics = field(default_factory=Metrics)
     models: ModelRegistry | None = None
     chats: ChatStore | None = None
