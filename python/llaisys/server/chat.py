@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llaisys.server.answer import Answer, Json
+from llaisys.server.body import BodyRoute
 from llaisys.server.head import Head
 from llaisys.server.logprobs import chat_logprobs, prompt_logprobs
 from llaisys.server.messages import generation_prompt, last_answer, template_kwargs, template_messages
@@ -30,7 +31,7 @@ from llaisys.server.trace import client_id_of, ignored_headers
 from llaisys.server.usage import Usage
 from llaisys.types import CompletionOutput, RequestOutput
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/chat/completions")

@@ -49,7 +49,9 @@ CLOSED = [
 @pytest.fixture
 async def locked(engine: FakeService, make_client: Any) -> AsyncIterator[httpx.AsyncClient]:
     config = Config(api_key=KEYS, allowed_hosts=("llm.example", "edge.example:444"), host="127.0.0.1")
-    async with make_client(ServerState(config, keys=Keyring.of(config), models=ModelRegistry([engine]))) as client:
+    async with make_client(
+        ServerState(config, keys=Keyring.of(config), models=ModelRegistry([engine]))
+    ) as client:
         yield client
 
 
@@ -192,7 +194,9 @@ async def test_a_rebound_name_is_not_its_own_witness(locked: httpx.AsyncClient) 
 
 async def test_listed_origins_get_cors(engine: FakeService, make_client: Any) -> None:
     config = Config(api_key=KEYS, allowed_origins=("http://app.example",))
-    async with make_client(ServerState(config, keys=Keyring.of(config), models=ModelRegistry([engine]))) as client:
+    async with make_client(
+        ServerState(config, keys=Keyring.of(config), models=ModelRegistry([engine]))
+    ) as client:
         ask = {
             "origin": "http://app.example",
             "access-control-request-method": "POST",
