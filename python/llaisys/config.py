@@ -27,6 +27,11 @@ _OF_THE_SERVER = frozenset(
         "port",
         "api_key",
         "api_key_file",
+        "max_concurrent_requests_per_key",
+        "max_requests_per_minute_per_key",
+        "max_body_bytes",
+        "max_body_bytes_in_flight",
+        "upload_timeout_s",
         "allowed_origins",
         "allowed_hosts",
         "strict_fields",
@@ -185,6 +190,19 @@ class Config(BaseSettings):
     )
     api_key_file: Path | None = Field(
         None, description="a file of more accepted keys, hashed: a line NAME SHA256 for each"
+    )
+    max_concurrent_requests_per_key: int | None = Field(
+        None, ge=1, description="open requests of one key; one more gets 429 (default: no bound)"
+    )
+    max_requests_per_minute_per_key: int | None = Field(
+        None, ge=1, description="requests of one key in a minute; one more gets 429 (default: no bound)"
+    )
+    max_body_bytes: int = Field(4 << 20, ge=1, description="bytes of a request's body; more get 413")
+    max_body_bytes_in_flight: int = Field(
+        64 << 20, ge=1, description="bytes of the bodies of all open requests; more get 429"
+    )
+    upload_timeout_s: float = Field(
+        30.0, gt=0, description="seconds in which a request's head, and then its body, must arrive"
     )
     allowed_origins: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="origins for CORS; none: same origin only"

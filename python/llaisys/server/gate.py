@@ -114,6 +114,8 @@ class HostGate:
     def _refusal(self, scope: Scope) -> ApiError | None:
         """The probes skip the Host check: a prober uses the address that it has."""
         headers = Headers(scope=scope)
+        if "websocket" in headers.get("upgrade", "").lower():
+            return ApiError(400, "There are no WebSockets here.", code="websocket_refused")
         if scope["path"] not in PROBES and not self._host_ok(headers):
             message = "The Host header is not one of this server's names; --allowed-hosts adds more."
             return ApiError(400, message, code="invalid_host")

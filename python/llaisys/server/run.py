@@ -24,6 +24,7 @@ from llaisys.errors import RejectedError
 from llaisys.registry import ModelRegistry
 from llaisys.server.app import create_app
 from llaisys.server.chat_store import ChatStore
+from llaisys.server.connection import connection_class
 from llaisys.server.gate import check_exposure
 from llaisys.server.keys import Keyring
 from llaisys.server.state import ServerState
@@ -162,6 +163,8 @@ class Lifecycle:
         return _Uvicorn(
             uvicorn.Config(
                 create_app(self._state, self._port),
+                http=connection_class(self._config.upload_timeout_s),
+                ws="none",
                 log_config=None,
                 access_log=False,
                 lifespan="off",

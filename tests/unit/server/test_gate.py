@@ -16,7 +16,7 @@ from llaisys.registry import ModelRegistry
 from llaisys.server.app import create_app
 from llaisys.server.gate import HostRule, check_exposure, is_loopback
 from llaisys.server.keys import Keyring
-from llaisys.server.limits import BODY_BYTES_MAX, BodyLimit
+from llaisys.server.limits import BodyGate, BodyLimits
 from llaisys.server.state import ServerState
 
 KEYS = ("secret-1", "schlüssel")
@@ -239,7 +239,7 @@ async def test_websockets_are_refused(state: ServerState) -> None:
 async def test_a_declared_body_over_the_limit_is_not_read(
     engine: FakeService, client: httpx.AsyncClient
 ) -> None:
-    body = b'{"prompt": "' + b"x" * BODY_BYTES_MAX + b'"}'
+    body = b'{"prompt": "' + b"x" * Config().max_body_bytes + b'"}'
     answer = await client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
     assert not engine.calls
@@ -249,7 +249,7 @@ async def test_a_body_without_a_length_is_counted(engine: FakeService, client: h
     async def parts() -> AsyncIterator[bytes]:
         yield b'{"prompt": "'
         for _ in range(5):
-            yield b"x" * (BODY_BYTES_MAX // 4)
+            yield b"x" * (Config().max_body_bytes // 4)
 
     answer = await client.post(
         "/v1/completions", content=parts(), headers={"content-type": "application/json"}
@@ -266,7 +266,7 @@ async def test_the_limit_itself(n_bytes: int, status: int) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    transport = httpx.ASGITransport(BodyLimit(read, limit_bytes=10))
+    transport = httpx.ASGITransport(BodyGate(read, BodyLimits(10, 1000, 30)))
     async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
         assert (await client.post("/", content=b"x" * n_bytes)).status_code == status
 
