@@ -106,7 +106,7 @@ async def test_small_and_large_bodies_are_answered_alike(
         (b'{"prompt": "' + pad.encode() + b'\xff"}', "invalid_request", "cannot be read"),
         (b"[" * 5000 + pad.encode(), "invalid_request", "cannot be read"),
         (f'{{"prompt": "{pad}", "x": {"[" * 40}{"]" * 40}}}'.encode(), "invalid_value", "x is nested"),
-        (f'"{pad}"'.encode(), "invalid_type", ""),
+        (f'"{pad}"'.encode(), "invalid_body", "JSON object"),
         (f'{{"prompt": "{pad}", "n": "x"}}'.encode(), "invalid_type", "n: "),
     ):
         refused = await large.post("/v1/completions", content=raw, headers=headers)
