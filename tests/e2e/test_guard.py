@@ -41,27 +41,15 @@ def chat(server: Server, text: str) -> httpx.Response:
 def test_a_template_that_costs_too_much_costs_its_request(server: Server, text: str, says: str) -> None:
     want = chat(server, "Hello").json()["choices"]
     with ThreadPoolExecutor() as threads:
-        doomed = [threads.submit(chat, server, text) for _ in range(2)]
-        n_others = 0
-        while not all(each.done() for each in doomed):
+        doomed = threads.submit(chat, server, text)
+        is_done = False
+        while not is_done:  # once more behind its end, too
+            is_done = doomed.done()
+            assert chat(server, "Hello").json()["choices"] == want
             assert server.http.get("/health").status_code == 200
-            n_others += 1
-        assert n_others > 0
-    for each in doomed:
-        error = each.result().json()["error"]
-        assert (each.result().status_code, error["param"]) == (400, "messages")
-        assert error["message"] == f"rendering and tokenising these messages takes more than {says}"
-    assert chat(server, "Hello").json()["choices"] == want
-
-
-def test_others_are_answered_while_a_template_works(server: Server) -> None:
-    with ThreadPoolExecutor() as threads:
-        doomed = threads.submit(chat, server, "work")
-        n_answered = 0
-        while not doomed.done():
-            n_answered += chat(server, "Hello").status_code == 200
-        assert doomed.result().status_code == 400
-    assert n_answered > 0
+    error = doomed.result().json()["error"]
+    assert (doomed.result().status_code, error["param"]) == (400, "messages")
+    assert error["message"] == f"rendering and tokenising these messages takes more than {says}"
 
 
 def test_killed_text_processes_come_back(server: Server) -> None:
@@ -101,13 +89,17 @@ def test_a_slow_head_and_a_slow_body_end(server: Server) -> None:
     assert b"did not arrive within 1 seconds" in answer
 
 
+def send_for_ever(connection: socket.socket) -> None:
+    while True:
+        connection.sendall(b"x" * 65536)
+
+
 def test_a_refused_body_that_goes_on_for_ever_ends(server: Server) -> None:
     with line(server) as connection:
         connection.sendall(head(server, f"Content-Length: {2**40}"))
         assert connection.recv(12) == b"HTTP/1.1 413"
-        with pytest.raises(OSError):  # noqa: PT011 -- broken pipe or reset, as it happens
-            while True:
-                connection.sendall(b"x" * 65536)
+        with pytest.raises(OSError, match=r"reset|Broken pipe"):
+            send_for_ever(connection)
 
 
 def test_headers_are_bounded(server: Server) -> None:
