@@ -1,6 +1,6 @@
-"""Runs a command and writes the CPU seconds that it and all its descendants had to a file: cpu_seconds.py FILE COMMAND...
+"""Writes the CPU seconds that a command and all its descendants had to a file: cpu_seconds.py FILE COMMAND...
 
-Descendants that outlive their parents count too: this process is their reaper (prctl(2), PR_SET_CHILD_SUBREAPER).
+Those that outlive their parents count too: this process is their reaper (prctl(2), PR_SET_CHILD_SUBREAPER).
 Adds to what the file says already. Exits with the command's status.
 """
 

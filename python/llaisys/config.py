@@ -28,6 +28,12 @@ _OF_THE_SERVER = frozenset(
         "host",
         "port",
         "api_key",
+        "api_key_file",
+        "max_concurrent_requests_per_key",
+        "max_requests_per_minute_per_key",
+        "max_body_bytes",
+        "max_body_bytes_in_flight",
+        "upload_timeout_s",
         "allowed_origins",
         "allowed_hosts",
         "strict_fields",
@@ -189,7 +195,23 @@ class Config(BaseSettings):
     host: str = Field("127.0.0.1", description="address to bind")
     port: int = Field(8000, ge=0, le=65535, description="port to bind; 0 picks a free one")
     api_key: Annotated[tuple[str, ...], NoDecode] = Field(
-        (), description="accepted keys; none: no key is asked for"
+        (), repr=False, description="accepted keys; none, and no api_key_file: no key is asked for"
+    )
+    api_key_file: Path | None = Field(
+        None, description="a file of more accepted keys, hashed: a line NAME SHA256 for each"
+    )
+    max_concurrent_requests_per_key: int | None = Field(
+        None, ge=1, description="open requests of one key; one more gets 429 (default: no bound)"
+    )
+    max_requests_per_minute_per_key: int | None = Field(
+        None, ge=1, description="requests of one key in a minute; one more gets 429 (default: no bound)"
+    )
+    max_body_bytes: int = Field(4 << 20, ge=1, description="bytes of a request's body; more get 413")
+    max_body_bytes_in_flight: int = Field(
+        64 << 20, ge=1, description="bytes of the bodies of all open requests; more get 429"
+    )
+    upload_timeout_s: float = Field(
+        30.0, gt=0, description="seconds in which a request's head, and then its body, must arrive"
     )
     allowed_origins: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="origins for CORS; none: same origin only"
@@ -305,7 +327,8 @@ def _first_of(error: ValidationError) -> str:
     """`key: what is wrong (got the value)` of its first complaint."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"]) or "configuration"
-    return f"{key}: {first['msg']} (got {first['input']!r})"
+    shown = "" if key.startswith("api_key") else f" (got {first['input']!r})"
+    return f"{key}: {first['msg']}{shown}"
 
 
 def _read_yaml(path: Path | None) -> dict[str, Any]:

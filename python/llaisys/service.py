@@ -31,6 +31,7 @@ from llaisys.prompt import bad_word_ids, truncated
 from llaisys.sessions import SessionDoor
 from llaisys.stats import EngineStats, ServiceStats
 from llaisys.story import Story, with_lags
+from llaisys.text.pool import PromptMaker, TextPool
 from llaisys.text.reasoning import AnswerParser
 from llaisys.text.tools import ToolFormat, tool_grammar, tool_parser
 from llaisys.types import (
@@ -67,6 +68,7 @@ class AsyncLLM:
         self._loop = asyncio.get_running_loop()
         self._processor = OutputProcessor(model.tokenizer)
         self._grammars = model.grammars()
+        self._prompts: PromptMaker | None = None  # in processes; else in threads
         self._mailboxes: dict[RequestId, Mailbox] = {}
         # Open streams that the engine has not seen yet, and whether they were aborted.
         self._unseen: dict[RequestId, bool] = {}
@@ -87,13 +89,18 @@ class AsyncLLM:
         self._all_ended = asyncio.Event()
 
     @classmethod
-    async def start(cls, config: Config, *, exits: bool = False) -> AsyncLLM:
+    async def start(
+        cls, config: Config, *, exits: bool = False, text_pool: TextPool | None = None
+    ) -> AsyncLLM:
         """Resolves the model, and loads it unless `preload` is off; returns when requests are welcome.
 
         `exits`: this process is a server, and may be ended where its engine is stuck and its loop is, too.
+        `text_pool`: the processes that render and tokenise; without them threads do, unbounded.
         Raises RejectedError or UnsupportedError (the model or a setting), naming it.
         """
         service = cls(config, await asyncio.to_thread(open_model, config))
+        if text_pool is not None:
+            service._prompts = text_pool.add(service._model.tokenizer, service._model.template)
         service._exits = exits
         if config.preload:
             await service.load()
@@ -231,6 +238,9 @@ class AsyncLLM:
             "continue_final_message": continue_final_message,
             "tools": tools,
         }
+        if self._prompts is not None:
+            self._model.chat_template()
+            return await self._prompts.chat(messages, options, add_special_tokens)
         text, ids = await asyncio.to_thread(self._model.chat_prompt, messages, options)
         return await self.encode(text) if add_special_tokens else ids
 
@@ -273,6 +283,8 @@ class AsyncLLM:
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, off the loop."""
+        if self._prompts is not None:
+            return await self._prompts.encode(text, add_special_tokens)
         return await asyncio.to_thread(self._model.tokenizer.encode, text, add_special_tokens)
 
     async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:

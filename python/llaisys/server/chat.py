@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llaisys.server.answer import Answer, Json
+from llaisys.server.body import BodyRoute
 from llaisys.server.book import Entry
 from llaisys.server.head import Head
 from llaisys.server.logprobs import chat_logprobs, prompt_logprobs
@@ -32,7 +33,7 @@ from llaisys.server.usage import Usage
 from llaisys.service import AsyncLLM
 from llaisys.types import CompletionOutput, RequestOutput
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/chat/completions")

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from llaisys.errors import RejectedError
 from llaisys.server.answer import Answer, Json
+from llaisys.server.body import BodyRoute
 from llaisys.server.book import Entry
 from llaisys.server.checks import text_of
 from llaisys.server.head import Head
@@ -37,7 +38,7 @@ PROMPTS_MAX = 128
 
 Prompt: TypeAlias = str | list[int]
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/completions")

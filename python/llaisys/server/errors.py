@@ -159,6 +159,34 @@ def body_too_large(limit_bytes: int) -> ApiError:
     return ApiError(413, f"The request body is larger than {limit_bytes} bytes.", code="request_too_large")
 
 
+def bodies_too_large() -> ApiError:
+    """429: the bodies of all requests together are over their limit."""
+    message = "The server holds as many request bodies as it can; try again in a moment."
+    answer = ApiError(429, message, code="server_overloaded", kind="rate_limit_error")
+    return answer.with_headers({"retry-after": "1"})
+
+
+def body_too_slow(seconds: float) -> ApiError:
+    """408: a body that was not there in time."""
+    message = f"The request body did not arrive within {seconds:g} seconds."
+    answer = ApiError(408, message, code="request_timeout", kind="timeout_error")
+    return answer.with_headers({**NO_RETRY, "connection": "close"})
+
+
+def too_many_at_once(limit: int) -> ApiError:
+    """429: the client has too many open requests."""
+    message = f"This key has {limit} requests open, which is its limit; wait until one has ended."
+    answer = ApiError(429, message, code="rate_limit_exceeded", kind="rate_limit_error")
+    return answer.with_headers({"retry-after": "1"})
+
+
+def too_many_in_a_minute(limit: int, wait_s: int) -> ApiError:
+    """429: the client came too often."""
+    message = f"This key may send {limit} requests a minute; try again in {wait_s} s."
+    answer = ApiError(429, message, code="rate_limit_exceeded", kind="rate_limit_error")
+    return answer.with_headers({"retry-after": str(wait_s)})
+
+
 def to_json(value: Any) -> bytes:
     """Compact JSON in UTF-8. A lone surrogate, which a JSON escape may carry in, goes out as that escape."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -254,7 +254,7 @@ def engine_options(request: GenerationRequest | EmbeddingRequest, client_id: str
         raise RejectedError(
             f"cache_salt has {len(salt)} characters, at most {CACHE_SALT_CHARS_MAX}", param="cache_salt"
         )
-    session_id = request.session_id or ""
+    session_id = request.session_id or "" if isinstance(request, GenerationRequest) else ""
     if session_id:
         check_name(session_id)
     return {

@@ -24,7 +24,9 @@ from llaisys.errors import RejectedError
 from llaisys.registry import ModelRegistry
 from llaisys.server.app import create_app
 from llaisys.server.chat_store import ChatStore
+from llaisys.server.connection import connection_class
 from llaisys.server.gate import check_exposure
+from llaisys.server.keys import Keyring
 from llaisys.server.state import ServerState
 
 EXIT_OK, EXIT_ENGINE_DEAD, EXIT_KILLED = 0, 70, 130
@@ -45,8 +47,10 @@ def serve(config: Config) -> int:
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    keys = Keyring.of(config)
+    config = config.model_copy(update={"api_key": ()})  # from here on there are hashes only
     with contextlib.closing(bind(config)) as listener, _chats(config) as chats:
-        return asyncio.run(Lifecycle(config, listener, chats).run())
+        return asyncio.run(Lifecycle(config, listener, keys, chats).run())
 
 
 @contextlib.contextmanager
@@ -107,11 +111,17 @@ class Lifecycle:
     The first SIGINT or SIGTERM stops; a second one cuts the drain short; a third ends the process at once.
     """
 
-    def __init__(self, config: Config, listener: socket.socket, chats: ChatStore | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        listener: socket.socket,
+        keys: Keyring | None = None,
+        chats: ChatStore | None = None,
+    ) -> None:
         self._config = config
         self._listener = listener
         self._port = int(listener.getsockname()[1])
-        self._state = ServerState(config, chats=chats)
+        self._state = ServerState(config, keys=keys or Keyring(), chats=chats)
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
 
@@ -153,6 +163,8 @@ class Lifecycle:
         return _Uvicorn(
             uvicorn.Config(
                 create_app(self._state, self._port),
+                http=connection_class(self._config.upload_timeout_s),
+                ws="none",
                 log_config=None,
                 access_log=False,
                 lifespan="off",

@@ -20,6 +20,7 @@ from llaisys.server.errors import (
     shutting_down,
     to_api_error,
 )
+from llaisys.server.keys import Keyring
 from llaisys.server.metrics import Metrics
 from llaisys.service import AsyncLLM
 
@@ -28,6 +29,7 @@ from llaisys.service import AsyncLLM
 class ServerState:
     """Where the server is in its life: loading (no models yet), serving, draining.
 
+    - `keys`: those that `config` names; `run.py` takes them out of it.
     - `models`: set once, when the models that are to be preloaded are in memory.
     - `chats`: the page's chats, None without `--chat-store`.
     - `requests`: the answers that are being given, and those of lately.
@@ -36,6 +38,7 @@ class ServerState:
     """
 
     config: Config
+    keys: Keyring = field(default_factory=Keyring)
     metrics: Metrics = field(default_factory=Metrics)
     models: ModelRegistry | None = None
     chats: ChatStore | None = None
