@@ -69,11 +69,11 @@ class AsyncLLM:
         self._sessions = SessionDoor(self._call)
         self._arrivals: deque[list[EngineOutput]] = deque()
         self._woken = False
-        self._meter = Meter()
         self._client: EngineClient | None = None
         self._change: asyncio.Task[None] | None = None  # the loading or unloading that is under way
         self._idle: asyncio.TimerHandle | None = None
         self._max_model_len = config.max_model_len or model.info.max_position_embeddings
+        self._meter = Meter(self._max_model_len)
         self._admitting = True
         self._closed = False
         self._exits = False
@@ -181,7 +181,7 @@ class AsyncLLM:
                     bad_word_ids=words,
                 )
             )
-            self._meter.submitted(request_id, len(ids), arrival_s)
+            self._meter.submitted(request_id, len(ids), params, arrival_s)
             finished = False
             while not finished:
                 output = await mailbox.take()
@@ -449,7 +449,7 @@ class AsyncLLM:
             return
         delta = self._processor.process(event)
         answer = delta.outputs[0]
-        self._meter.tokens(request_id, len(answer.token_ids), now_s, event.queued_s)
+        self._meter.tokens(delta, now_s)
         if not mailbox.put(delta):
             self._processor.discard(request_id)
             self._cancel(request_id)

@@ -301,7 +301,8 @@ class CompletionOutput:
 class RequestOutput:
     """What a request has given, shaped as vLLM's.
 
-    `prompt_logprobs`, if asked for: one entry a prompt token, None for the first.
+    `prompt_logprobs`, if asked for: one entry a prompt token, None for the first. `queued_s`: seconds from
+    arrival until it was first admitted, told with its first token.
     """
 
     request_id: RequestId
@@ -311,6 +312,7 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    queued_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

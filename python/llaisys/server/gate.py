@@ -37,7 +37,7 @@ def is_loopback(host: str) -> bool:
 
 def check_exposure(config: Config) -> None:
     """Refuses settings that would open the server further than the operator can have meant."""
-    if not is_loopback(config.host) and not config.api_key:
+    if config.uds is None and not is_loopback(config.host) and not config.api_key:
         raise RejectedError(
             f"host {config.host} can be reached from other machines, so an API key is needed: "
             "set LLAISYS_API_KEY (or --api-key), or keep --host 127.0.0.1",

@@ -20,6 +20,7 @@ from llaisys.server.errors import (
     to_api_error,
 )
 from llaisys.server.metrics import Metrics
+from llaisys.server.spans import Spans
 from llaisys.service import AsyncLLM
 
 
@@ -30,6 +31,7 @@ class ServerState:
     - `models`: set once, when the models that are to be preloaded are in memory.
     - `chats`: the page's chats, None without `--chat-store`.
     - `draining`: set once, at the first signal; new requests get 503 from then on.
+    - `spans`: what sends traces, None without `--otlp-traces-endpoint`.
     - `created_s`: Unix time of the start, reported as the model's `created`.
     """
 
@@ -37,6 +39,7 @@ class ServerState:
     metrics: Metrics = field(default_factory=Metrics)
     models: ModelRegistry | None = None
     chats: ChatStore | None = None
+    spans: Spans | None = None
     draining: bool = False
     created_s: int = field(default_factory=lambda: int(time.time()))
 
