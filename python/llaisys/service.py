@@ -300,7 +300,9 @@ class AsyncLLM:
         while self._client is None:
             if self._closed:
                 raise EngineDeadError("shutting down: no new requests")
-            await asyncio.shield(self._change or self._begin(self._load()))
+            change = self._change
+            # A change that is over stays `_change` until the loop has told us so, a turn later.
+            await asyncio.shield(self._begin(self._load()) if change is None or change.done() else change)
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Stops admitting, lets open streams go on for `drain_s` seconds, ends the rest with EngineDeadError
@@ -336,7 +338,8 @@ class AsyncLLM:
         return task
 
     def _changed(self, task: asyncio.Task[None]) -> None:
-        self._change = None
+        if self._change is task:
+            self._change = None
         if not task.cancelled():
             task.exception()  # it is told to whoever waits; if all have gone, to nobody
         self._start_idling()
