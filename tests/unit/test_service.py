@@ -404,7 +404,7 @@ async def test_an_idle_model_is_unloaded_and_loaded_again(gate: Gate) -> None:
 
 @pytest.mark.timeout(30)
 async def test_a_request_in_the_moment_when_the_model_is_gone() -> None:
-    """One in each turn of the loop while it unloads: the last of them comes between its end and what follows."""
+    """One in each turn of the loop while it unloads: one comes between its end and what follows it."""
     async with started(idle_unload_s=0.01) as service:
         while service.is_loaded():  # noqa: ASYNC110 -- the event is what is tested
             await asyncio.sleep(0)

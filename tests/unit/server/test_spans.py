@@ -1,4 +1,4 @@
-"""Traces: what a collector gets of a request, over real HTTP, and what an operator hears who cannot have them."""
+"""Traces: what a collector gets of a request, over real HTTP, and what who cannot have them is told."""
 
 from __future__ import annotations
 
