@@ -21,7 +21,7 @@ from llaisys.engine.outputs import EngineOutput
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.sessions import SessionCall
 from llaisys.engine.start import start_engine
-from llaisys.errors import EngineDeadError, LlaisysError, RejectedError, RequestFailedError
+from llaisys.errors import EngineDeadError, LlaisysError, RejectedError, SlowReaderError
 from llaisys.mailbox import MAILBOX_BYTES_MAX, Mailbox
 from llaisys.meter import Meter
 from llaisys.model import Model, open_model
@@ -456,7 +456,7 @@ class AsyncLLM:
         if not mailbox.put(delta):
             self._processor.discard(request_id)
             self._cancel(request_id)
-            mailbox.fail(RequestFailedError(f"the reader fell more than {MAILBOX_BYTES_MAX} bytes behind"))
+            mailbox.fail(SlowReaderError(f"the reader fell more than {MAILBOX_BYTES_MAX} bytes behind"))
             self._meter.finished(request_id, FinishReason.ERROR.value, now_s)
         elif answer.finish_reason is not None:
             if event.finish_reason is None:  # a stop string: the engine does not know yet
