@@ -26,6 +26,7 @@ N_MOMENTS, N_CLIENTS = 20, 12
 LONG = 2_500  # tokens: no answer of this length ends by itself before the second signal
 # After the drain: uvicorn closes connections, the engine ends its step, the interpreter ends.
 EXIT_BOUND_S = 30
+JSON = {"content-type": "application/json"}
 FLAGS = (
     *("--num-kv-cells", "16384", "--max-num-seqs", "6", "--max-num-queued-reqs", "64", "--dtype", "float32"),
     *("--timeout-keep-alive", "60"),
@@ -64,7 +65,7 @@ class Crowd:
         while True:
             body = random.choice(self.bodies)
             try:
-                connection.request("POST", "/v1/completions", json.dumps(body))
+                connection.request("POST", "/v1/completions", json.dumps(body), JSON)
                 answer = connection.getresponse()
             except OSError:  # nobody listens any more, or the idle connection was closed: nothing was begun
                 return None
@@ -84,7 +85,9 @@ class Crowd:
 
     def judge(self, status: int, headers: Any, raw: bytes, body: dict[str, Any]) -> bool:
         """One answer; False if it is not what it may be."""
-        if status == 503:
+        if status not in (200, 503):
+            fits = False
+        elif status == 503:
             error = json.loads(raw)["error"]["code"]
             self.count(n_refused=1)
             fits = error == "shutting_down" and int(headers["retry-after"]) > 0

@@ -54,7 +54,7 @@ def test_the_unit_starts_a_command_that_exists() -> None:
 
 
 def test_the_unit_gives_a_drain_its_time() -> None:
-    """Within the drain, the step that is under way and the end of the process; and a dead engine is restarted."""
+    """For the drain, a step under way and the end of the process. A dead engine is restarted."""
     found = unit()
     assert int(found["TimeoutStopSec"][0]) >= Config().shutdown_timeout_s + 10
     assert (found["KillSignal"], found["KillMode"], found["Restart"]) == (
