@@ -39,6 +39,13 @@ _OF_THE_SERVER = frozenset(
         "strict_fields",
         "shutdown_timeout_s",
         "log_level",
+        "uds",
+        "ssl_certfile",
+        "ssl_keyfile",
+        "ssl_ca_certs",
+        "ssl_cert_reqs",
+        "timeout_keep_alive_s",
+        "otlp_traces_endpoint",
     }
 )
 
@@ -224,10 +231,29 @@ class Config(BaseSettings):
     )
     strict_fields: bool = Field(False, description="refuse unknown request fields with 400")
     shutdown_timeout_s: float = Field(
-        0.0, ge=0, description="seconds that open requests may go on after SIGTERM"
+        30.0,
+        ge=0,
+        description="seconds that open requests may go on after SIGTERM, or until a second one",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="lowest level that is logged"
+    )
+    uds: Path | None = Field(
+        None, description="a Unix domain socket to listen on, in place of host and port (permissions: umask)"
+    )
+    ssl_certfile: Path | None = Field(None, description="PEM file of the certificate chain; with it: https")
+    ssl_keyfile: Path | None = Field(None, description="PEM file of the certificate's key")
+    ssl_ca_certs: Path | None = Field(
+        None, description="PEM file of the authorities that clients' certificates are checked against"
+    )
+    ssl_cert_reqs: int = Field(
+        0, ge=0, le=2, description="clients' certificates: 0 none asked for, 1 checked if sent, 2 required"
+    )
+    timeout_keep_alive_s: float = Field(
+        5.0, gt=0, description="seconds that a connection may idle between two requests"
+    )
+    otlp_traces_endpoint: str | None = Field(
+        None, description="OpenTelemetry collector (OTLP over HTTP) that gets a span for each request"
     )
 
     @field_validator("served_model_name", "api_key", "allowed_origins", "allowed_hosts", mode="before")

@@ -63,6 +63,10 @@ class RequestFailedError(LlaisysError, RuntimeError):
     """This one request failed (a non-finite row, say); others are untouched."""
 
 
+class SlowReaderError(RequestFailedError):
+    """The reader of this stream fell further behind than is held for it."""
+
+
 class CoreFaultError(LlaisysError, RuntimeError):
     """The core panicked where it could roll back: the call has changed nothing and the context goes on. The
     engine looks for the row that it was; a caller outside sees RequestFailedError."""

@@ -104,6 +104,7 @@ class OutputProcessor:
             num_cached_tokens=event.num_cached_tokens,
             prompt_logprobs=prompt_logprobs,
             embedding=event.embedding,
+            queued_s=event.queued_s,
         )
 
     def _named(self, entry: TokenLogprobs) -> dict[int, Logprob]:
@@ -146,6 +147,7 @@ def append(whole: RequestOutput, delta: RequestOutput) -> None:
     whole.prompt_logprobs = whole.prompt_logprobs or delta.prompt_logprobs
     whole.num_cached_tokens = max(whole.num_cached_tokens, delta.num_cached_tokens)
     whole.embedding = whole.embedding or delta.embedding
+    whole.queued_s = max(whole.queued_s, delta.queued_s)
 
 
 def empty(request_id: RequestId, prompt: str | None, prompt_ids: list[int], n: int = 1) -> RequestOutput:

@@ -22,7 +22,7 @@ from llaisys.engine.request import EngineRequest
 from llaisys.engine.sessions import SessionCall
 from llaisys.engine.start import start_engine
 from llaisys.engine.timeline import N_FINISHED_MAX
-from llaisys.errors import EngineDeadError, LlaisysError, RejectedError, RequestFailedError
+from llaisys.errors import EngineDeadError, LlaisysError, RejectedError, SlowReaderError
 from llaisys.mailbox import MAILBOX_BYTES_MAX, Mailbox
 from llaisys.meter import Meter
 from llaisys.model import Model, open_model
@@ -78,11 +78,11 @@ class AsyncLLM:
         self._sessions = SessionDoor(self._call)
         self._arrivals: deque[list[EngineOutput]] = deque()
         self._woken = False
-        self._meter = Meter()
         self._client: EngineClient | None = None
         self._change: asyncio.Task[None] | None = None  # the loading or unloading that is under way
         self._idle: asyncio.TimerHandle | None = None
         self._max_model_len = config.max_model_len or model.info.max_position_embeddings
+        self._meter = Meter(self._max_model_len)
         self._admitting = True
         self._closed = False
         self._exits = False
@@ -208,7 +208,7 @@ class AsyncLLM:
                     pooling=pooling,
                 )
             )
-            self._meter.submitted(request_id, len(ids), arrival_s)
+            self._meter.submitted(request_id, len(ids), params, arrival_s)
             finished = False
             while not finished:
                 output = await mailbox.take()
@@ -355,7 +355,9 @@ class AsyncLLM:
         while self._client is None:
             if self._closed:
                 raise EngineDeadError("shutting down: no new requests")
-            await asyncio.shield(self._change or self._begin(self._load()))
+            change = self._change
+            # A change that is over stays `_change` until the loop has told us so, a turn later.
+            await asyncio.shield(self._begin(self._load()) if change is None or change.done() else change)
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Stops admitting, lets open streams go on for `drain_s` seconds, ends the rest with EngineDeadError
@@ -391,7 +393,8 @@ class AsyncLLM:
         return task
 
     def _changed(self, task: asyncio.Task[None]) -> None:
-        self._change = None
+        if self._change is task:
+            self._change = None
         if not task.cancelled():
             task.exception()  # it is told to whoever waits; if all have gone, to nobody
         self._start_idling()
@@ -514,13 +517,13 @@ class AsyncLLM:
         delta = self._processor.process(event)
         answer = delta.outputs[0]
         if delta.embedding is None:
-            self._meter.tokens(request_id, len(answer.token_ids), now_s, event.queued_s)
+            self._meter.tokens(delta, now_s)
         else:
-            self._meter.embedded(request_id, now_s, event.queued_s)
+            self._meter.embedded(delta, now_s)
         if not mailbox.put(delta):
             self._processor.discard(request_id)
             self._cancel(request_id)
-            mailbox.fail(RequestFailedError(f"the reader fell more than {MAILBOX_BYTES_MAX} bytes behind"))
+            mailbox.fail(SlowReaderError(f"the reader fell more than {MAILBOX_BYTES_MAX} bytes behind"))
             self._meter.finished(request_id, FinishReason.ERROR.value, now_s)
         elif answer.finish_reason is not None:
             if event.finish_reason is None:  # a stop string: the engine does not know yet

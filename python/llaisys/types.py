@@ -306,6 +306,7 @@ class RequestOutput:
 
     - `prompt_logprobs`, if asked for: one entry a prompt token, None for the first.
     - `embedding`, if that was asked for in place of an answer: `[d_model]` float32, little endian, length 1.
+    - `queued_s`: seconds from arrival until it was first admitted, told with what comes first.
     """
 
     request_id: RequestId
@@ -316,6 +317,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     embedding: bytes | None = None
+    queued_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ def create_app(state: ServerState, port: int) -> ASGIApp:
             expose_headers=EXPOSED_HEADERS,
         )
     app = HostGate(app, HostRule.of(state.config, port), state.config.allowed_origins)
-    return RequestTrace(app, state.metrics)
+    return RequestTrace(app, state.metrics, state.spans)
 
 
 def create_handlers(state: ServerState) -> ASGIApp:
@@ -100,7 +100,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
     """Any error of ours as OpenAI's object; noted and counted."""
     state = state_of(request)
     answer = state.wire_error(error, request_id_of(request))
-    note(request, outcome=answer.code)
+    note(request, end_reason=answer.code)
     state.metrics.refused(answer.code)
     return Response(
         to_json(answer.body()),

@@ -28,7 +28,7 @@ from llaisys.server.protocol import (
 from llaisys.server.response_format import with_grammar
 from llaisys.server.state import served_name, state_of
 from llaisys.server.tools import AnswerParts, message_of, tool_use
-from llaisys.server.trace import client_id_of, ignored_headers
+from llaisys.server.trace import client_id_of, ignored_headers, note_asked
 from llaisys.server.usage import Usage
 from llaisys.service import AsyncLLM
 from llaisys.types import CompletionOutput, RequestOutput
@@ -46,6 +46,7 @@ async def chat_completions(body: ChatCompletionRequest, request: Request) -> Res
     params = sampling_params(body, engine.default_sampling_params, max_tokens=None)
     tools = tool_use(body, engine)
     params = await with_grammar(engine, params, tools.grammar)
+    note_asked(request, model, params)
     options = answer_options(body, params)
     head = Head.new("chatcmpl", model, body.request_id)
     client_id = client_id_of(request)

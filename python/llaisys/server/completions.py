@@ -28,7 +28,7 @@ from llaisys.server.protocol import (
 )
 from llaisys.server.response_format import grammar_of, with_grammar
 from llaisys.server.state import served_name, state_of
-from llaisys.server.trace import client_id_of, ignored_headers
+from llaisys.server.trace import client_id_of, ignored_headers, note_asked
 from llaisys.server.usage import Usage
 from llaisys.service import AsyncLLM
 from llaisys.types import CompletionOutput, Logprob, RequestOutput, SamplingParams
@@ -50,6 +50,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     headers = ignored_headers(request, ignored_fields(body, COMPLETION_NEUTRAL, state.config.strict_fields))
     params = sampling_params(body, engine.default_sampling_params, max_tokens=MAX_TOKENS_DEFAULT)
     params = await with_grammar(engine, params, grammar_of(body))
+    note_asked(request, model, params)
     options = answer_options(body, params)
     head = Head.new("cmpl", model, body.request_id)
     add_special = body.add_special_tokens is not False

@@ -91,6 +91,9 @@ TABLE: Mapping[type[errors.LlaisysError], Row] = {
     errors.RequestFailedError: Row(
         500, SERVER_ERROR, "request_failed", "this request failed in the engine", retry=False
     ),
+    errors.SlowReaderError: Row(
+        500, SERVER_ERROR, "slow_reader", "the stream was not read fast enough", retry=False
+    ),
     errors.CoreFaultError: Row(
         500, SERVER_ERROR, "request_failed", "this request failed in the engine", retry=False
     ),

@@ -22,6 +22,7 @@ from llaisys.server.errors import (
 )
 from llaisys.server.keys import Keyring
 from llaisys.server.metrics import Metrics
+from llaisys.server.spans import Spans
 from llaisys.service import AsyncLLM
 
 
@@ -34,6 +35,7 @@ class ServerState:
     - `chats`: the page's chats, None without `--chat-store`.
     - `requests`: the answers that are being given, and those of lately.
     - `draining`: set once, at the first signal; new requests get 503 from then on.
+    - `spans`: what sends traces, None without `--otlp-traces-endpoint`.
     - `created_s`: Unix time of the start, reported as the model's `created`.
     """
 
@@ -43,6 +45,7 @@ class ServerState:
     models: ModelRegistry | None = None
     chats: ChatStore | None = None
     requests: RequestBook = field(default_factory=RequestBook)
+    spans: Spans | None = None
     draining: bool = False
     created_s: int = field(default_factory=lambda: int(time.time()))
 
