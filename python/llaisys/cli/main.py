@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from llaisys.cli import chat, doctor, generate, models, pull, rm, serve
+from llaisys.cli import bench, chat, doctor, generate, models, pull, rm, serve
 from llaisys.cli.parsing import Commands, Parser
 from llaisys.config import package_version
 from llaisys.errors import LlaisysError
@@ -32,6 +32,7 @@ COMMANDS: dict[str, Command] = {
     "models": models,
     "rm": rm,
     "doctor": doctor,
+    "bench": bench,
 }
 
 
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.add_parser(commands)
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
-        commands.choices[arguments.command].refuse_unknown(unknown)
+        arguments.refuse_unknown(unknown)
     try:
         return COMMANDS[arguments.command].run(arguments)
     except LlaisysError as e:
