@@ -29,10 +29,14 @@ class OwnServer:
     log: Path
     start_s: float
 
-    def metric(self, name: str) -> float:
-        """The sum of the samples of /metrics of this name."""
+    def metric(self, name: str, label: str = "") -> float:
+        """The sum of the samples of /metrics of this name with this word among their labels."""
         lines = httpx.get(f"{self.url}/metrics").text.splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if re.match(rf"{name}[ {{]", line))
+        return sum(
+            float(line.rpartition(" ")[2])
+            for line in lines
+            if re.match(rf"{name}[ {{]", line) and label in line
+        )
 
     def answer_seconds(self, status: int, since: int = 0) -> list[float]:
         """Seconds from the arrival of a request to its answer's end, by the server's own log, of every answer

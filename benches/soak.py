@@ -39,8 +39,8 @@ OUT = Path(__file__).parent / "results" / "soak-server.jsonl"
 N_VISITORS, ROUND_S, REST_S = 16, 20.0, 2.0
 DRIFT_MAX_BYTES = 2_000_000
 FLAGS = (
-    *("smollm2", "--num-kv-cells", "4096", "--max-num-seqs", "8", "--max-num-queued-reqs", "6"),
-    *("--request-timeout-s", "20", "--log-level", "warning"),
+    *("smollm2", "--num-kv-cells", "4096", "--max-num-seqs", "8", "--max-num-queued-reqs", "12"),
+    *("--request-timeout-s", "5", "--log-level", "warning"),
 )
 
 
@@ -115,6 +115,8 @@ class Soak:
             "fds": sum(process.num_fds() for process in tree),
             "threads": sum(process.num_threads() for process in tree),
             "processes": len(tree),
+            "cached_cells": self.server.metric("llaisys:kv_cells_retained"),
+            "answers_429": self.server.metric("llaisys:rejected_total", "server_overloaded"),
             "actions": sum(self.done.values()),
             "wrong": sum(self.wrong.values()),
         }

@@ -21,7 +21,7 @@ import aiohttp
 from llaisys.bench.workload import WORDS
 
 N_GRAMMARS = 300  # more than the server keeps
-BUSY = (200, 429)
+BUSY = (200, 408, 429)  # 408: the server is given little time for a request
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Visitor:
             return found
 
     def chat_body(self, **fields: Any) -> dict[str, Any]:
-        """A chat of one to three messages."""
+        """A chat of one or two messages."""
         messages = [{"role": "user", "content": self.words(40)}]
         if self.rng.random() < 0.3:
             messages = [{"role": "system", "content": self.words(8)}, *messages]
@@ -97,6 +97,16 @@ async def _read_some(visitor: Visitor, body: dict[str, Any]) -> None:
             if visitor.rng.random() < 0.1:
                 answer.close()
                 return
+
+
+async def take_too_long(visitor: Visitor) -> None:
+    """An answer that the server's time limit cuts."""
+    await visitor.post("/v1/chat/completions", BUSY, visitor.chat_body(max_tokens=3000, ignore_eos=True))
+
+
+async def burst(visitor: Visitor) -> None:
+    """More at once than run and wait: some are refused."""
+    await asyncio.gather(*(chat(visitor) for _ in range(30)))
 
 
 async def half_a_request(visitor: Visitor) -> None:
@@ -196,6 +206,8 @@ ACTIONS: tuple[tuple[Action, int, str], ...] = (
     (completion, 3, ""),
     (stream, 6, ""),
     (leave, 5, ""),
+    (burst, 1, ""),
+    (take_too_long, 1, ""),
     (half_a_request, 2, ""),
     (bad, 5, ""),
     (structured, 2, ""),
