@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import json
 import multiprocessing
-import re
 import socket
 import subprocess
 import sys
@@ -25,34 +24,30 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from llaisys.bench.client import Target, session_of
-from server_process import own_server, settle_on_client_core
+from server_process import on_client_core, own_server
 
 N_SENDERS, PROBES_A_SECOND, BODY_BYTES, RAISED_BYTES = 4, 20, 27_000_000, 32 * 2**20
-PIECE = 256 * 1024
+PIECE, LIMIT_FLAG = 256 * 1024, "--max-body-bytes"
 FLAGS = ("smollm2", "--num-threads", "1", "--num-kv-cells", "8192", "--log-level", "warning")
 
 
 def health(seconds: float) -> dict[str, Any]:
     """Both limits, `seconds` each."""
     result = {"default": _under(seconds, ())}
-    if flag := _limit_flag():
-        result["raised"] = _under(seconds, (flag, str(RAISED_BYTES)))
+    if _has(LIMIT_FLAG):
+        result["raised"] = _under(seconds, (LIMIT_FLAG, str(RAISED_BYTES)))
     else:
-        result["raised"] = {"left_out": "this server has no flag for the body limit"}
+        result["raised"] = {"left_out": f"this server has no {LIMIT_FLAG}"}
     return result
 
 
-def _limit_flag() -> str | None:
-    text = subprocess.run(
-        [sys.executable, "-m", "llaisys", "serve", "--help"], capture_output=True, text=True, check=True
-    ).stdout
-    found = re.search(r"--[a-z-]*body[a-z-]*(?= )", text)
-    return found[0] if found else None
+def _has(flag: str) -> bool:
+    command = [sys.executable, "-m", "llaisys", "serve", "--help"]
+    return f"{flag} " in subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _under(seconds: float, flags: tuple[str, ...]) -> dict[str, Any]:
-    with own_server(*FLAGS, *flags) as server:
-        settle_on_client_core()
+    with own_server(*FLAGS, *flags) as server, on_client_core():
         context = multiprocessing.get_context("spawn")
         counts: Any = context.Queue()
         sender = context.Process(target=_flood, args=(server.url, seconds + 1, counts))

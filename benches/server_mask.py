@@ -8,9 +8,10 @@ from typing import Any
 from llaisys.bench.client import Target
 from llaisys.bench.serve import ServeBench
 from llaisys.bench.workload import Workload
-from server_process import own_server, settle_on_client_core
+from server_process import on_client_core, own_server
 
 ROUNDS, N_OUTPUT = 3, 96
+FLAGS = ("smollm2", "--num-threads", "1", "--num-kv-cells", "8192", "--log-level", "warning")
 EOS = "2"  # of SmolLM2
 PERSON = {
     "type": "object",
@@ -29,10 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def mask() -> dict[str, Any]:
     """Median TPOT by concurrency and kind, and what a mask adds, in microseconds; one a sequence a step."""
     result: dict[str, Any] = {}
-    with own_server(
-        "smollm2", "--num-threads", "1", "--num-kv-cells", "8192", "--log-level", "warning"
-    ) as server:
-        settle_on_client_core()
+    with own_server(*FLAGS) as server, on_client_core():
         for concurrency in (1, 16):
             tpots: dict[str, list[float]] = {kind: [] for kind in KINDS}
             for seed in range(ROUNDS):

@@ -19,7 +19,7 @@ import numpy as np
 from llaisys.bench.client import Target, session_of
 from llaisys.bench.load import Run, run_load
 from llaisys.bench.workload import Workload, arrival_times
-from server_process import OwnServer, own_server, settle_on_client_core
+from server_process import OwnServer, on_client_core, own_server
 
 FACTOR, N_SEQS, RAMP_S = 10, 64, 8.0
 FLAGS = ("smollm2", "--num-threads", "1", "--max-num-seqs", str(N_SEQS), "--num-kv-cells", "16384")
@@ -55,8 +55,7 @@ class Watch:
 
 def overload(seconds: float) -> dict[str, Any]:
     """`seconds` at capacity, then as many at ten times of it."""
-    with own_server(*FLAGS) as server:
-        settle_on_client_core()
+    with own_server(*FLAGS) as server, on_client_core():
         return asyncio.run(_overload(server, seconds))
 
 

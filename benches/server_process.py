@@ -67,7 +67,12 @@ def own_server(*flags: str) -> Iterator[OwnServer]:
             process.wait(30)
 
 
-def settle_on_client_core() -> None:
-    """This process (and what it starts from now on) on one core: start the server before."""
-    if (os.cpu_count() or 1) > CLIENT_CORE:
-        os.sched_setaffinity(0, {CLIENT_CORE})
+@contextmanager
+def on_client_core() -> Iterator[None]:
+    """This process, and what it starts meanwhile, on one core; a server that runs already keeps them all."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, before & {CLIENT_CORE} or before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
