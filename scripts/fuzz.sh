@@ -40,11 +40,19 @@ fuzz() { # target, seconds
 
 fuzz canary 5
 [ "$(stat canary saved_crashes)" != 0 ] || { echo "the canary lives: failures are not noticed" >&2; exit 1; }
+# A hang is real if the input takes a second of its own again: AFL++ measures on a machine that others share.
+hangs() {
+  local n=0 file
+  for file in "$home/out-$1/default/hangs"/id*; do
+    [ ! -e "$file" ] || (ulimit -t 1 && "$binary" "$1" <"$file" >/dev/null 2>&1) || n=$((n + 1))
+  done
+  echo "$n"
+}
 found=0
 for target in "${targets[@]}"; do
   fuzz "$target" $((minutes * 60))
   printf '%-12s %12s %8s %8s %8s %8s\n' "$target" "$(stat "$target" execs_done)" "$(stat "$target" corpus_count)" \
-    "$(stat "$target" edges_found)" "$(stat "$target" saved_crashes)" "$(stat "$target" saved_hangs)" | tee -a "$results"
-  [ "$(stat "$target" saved_crashes)" = 0 ] && [ "$(stat "$target" saved_hangs)" = 0 ] || found=1
+    "$(stat "$target" edges_found)" "$(stat "$target" saved_crashes)" "$(hangs "$target")" | tee -a "$results"
+  [ "$(stat "$target" saved_crashes)" = 0 ] && [ "$(hangs "$target")" = 0 ] || found=1
 done
 exit "$found"
