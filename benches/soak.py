@@ -76,13 +76,12 @@ class Soak:
             await work(session)
 
     async def _fill_caches(self, session: aiohttp.ClientSession) -> None:
-        """Grammars, until those that are compiled anew find room where others were (1,200 were measured); more
+        """Grammars, until those that are compiled anew find room where others were (measured: 1,200); more
         words than the tokenizer keeps, in prompts that are too long to be run."""
         visitor = Visitor(session, random.Random(self.seed), self.server.url, "filler")
         for i in range(4 * N_GRAMMARS):
-            await visitor.post(
-                "/v1/chat/completions", (200,), {**visitor.chat_body(max_tokens=1), **grammar(i % N_GRAMMARS)}
-            )
+            body = {"prompt": "a", "max_tokens": 1, **grammar(i % N_GRAMMARS)}
+            await visitor.post("/v1/completions", (200,), body)
         for _ in range(12):
             words = ("".join(visitor.rng.choices(string.ascii_lowercase, k=9)) for _ in range(2000))
             await visitor.post("/v1/completions", (400,), {"prompt": " ".join(words)})
