@@ -28,11 +28,24 @@ _OF_THE_SERVER = frozenset(
         "host",
         "port",
         "api_key",
+        "api_key_file",
+        "max_concurrent_requests_per_key",
+        "max_requests_per_minute_per_key",
+        "max_body_bytes",
+        "max_body_bytes_in_flight",
+        "upload_timeout_s",
         "allowed_origins",
         "allowed_hosts",
         "strict_fields",
         "shutdown_timeout_s",
         "log_level",
+        "uds",
+        "ssl_certfile",
+        "ssl_keyfile",
+        "ssl_ca_certs",
+        "ssl_cert_reqs",
+        "timeout_keep_alive_s",
+        "otlp_traces_endpoint",
     }
 )
 
@@ -189,7 +202,23 @@ class Config(BaseSettings):
     host: str = Field("127.0.0.1", description="address to bind")
     port: int = Field(8000, ge=0, le=65535, description="port to bind; 0 picks a free one")
     api_key: Annotated[tuple[str, ...], NoDecode] = Field(
-        (), description="accepted keys; none: no key is asked for"
+        (), repr=False, description="accepted keys; none, and no api_key_file: no key is asked for"
+    )
+    api_key_file: Path | None = Field(
+        None, description="a file of more accepted keys, hashed: a line NAME SHA256 for each"
+    )
+    max_concurrent_requests_per_key: int | None = Field(
+        None, ge=1, description="open requests of one key; one more gets 429 (default: no bound)"
+    )
+    max_requests_per_minute_per_key: int | None = Field(
+        None, ge=1, description="requests of one key in a minute; one more gets 429 (default: no bound)"
+    )
+    max_body_bytes: int = Field(4 << 20, ge=1, description="bytes of a request's body; more get 413")
+    max_body_bytes_in_flight: int = Field(
+        64 << 20, ge=1, description="bytes of the bodies of all open requests; more get 429"
+    )
+    upload_timeout_s: float = Field(
+        30.0, gt=0, description="seconds in which a request's head, and then its body, must arrive"
     )
     allowed_origins: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="origins for CORS; none: same origin only"
@@ -202,10 +231,29 @@ class Config(BaseSettings):
     )
     strict_fields: bool = Field(False, description="refuse unknown request fields with 400")
     shutdown_timeout_s: float = Field(
-        0.0, ge=0, description="seconds that open requests may go on after SIGTERM"
+        30.0,
+        ge=0,
+        description="seconds that open requests may go on after SIGTERM, or until a second one",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="lowest level that is logged"
+    )
+    uds: Path | None = Field(
+        None, description="a Unix domain socket to listen on, in place of host and port (permissions: umask)"
+    )
+    ssl_certfile: Path | None = Field(None, description="PEM file of the certificate chain; with it: https")
+    ssl_keyfile: Path | None = Field(None, description="PEM file of the certificate's key")
+    ssl_ca_certs: Path | None = Field(
+        None, description="PEM file of the authorities that clients' certificates are checked against"
+    )
+    ssl_cert_reqs: int = Field(
+        0, ge=0, le=2, description="clients' certificates: 0 none asked for, 1 checked if sent, 2 required"
+    )
+    timeout_keep_alive_s: float = Field(
+        5.0, gt=0, description="seconds that a connection may idle between two requests"
+    )
+    otlp_traces_endpoint: str | None = Field(
+        None, description="OpenTelemetry collector (OTLP over HTTP) that gets a span for each request"
     )
 
     @field_validator("served_model_name", "api_key", "allowed_origins", "allowed_hosts", mode="before")
@@ -305,7 +353,8 @@ def _first_of(error: ValidationError) -> str:
     """`key: what is wrong (got the value)` of its first complaint."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"]) or "configuration"
-    return f"{key}: {first['msg']} (got {first['input']!r})"
+    shown = "" if key.startswith("api_key") else f" (got {first['input']!r})"
+    return f"{key}: {first['msg']}{shown}"
 
 
 def _read_yaml(path: Path | None) -> dict[str, Any]:

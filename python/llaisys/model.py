@@ -41,13 +41,17 @@ class Model:
 
         Raises UnsupportedError (no template) or RejectedError (the messages).
         """
+        text = self.chat_template().render(messages, **options)
+        return text, self.tokenizer.encode(text, add_special_tokens=False)
+
+    def chat_template(self) -> ChatTemplate:
+        """The template. Raises UnsupportedError if the model has none."""
         if self.template is None:
             raise UnsupportedError(
                 f"{self.name} has no chat template; give one with --chat-template, or use plain completions",
                 param="messages",
             )
-        text = self.template.render(messages, **options)
-        return text, self.tokenizer.encode(text, add_special_tokens=False)
+        return self.template
 
     def embedding_pooling(self) -> Pooling:
         """Raises UnsupportedError naming what the model's embeddings need and we do not have."""

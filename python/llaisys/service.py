@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,14 +21,17 @@ from llaisys.engine.outputs import EngineOutput
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.sessions import SessionCall
 from llaisys.engine.start import start_engine
-from llaisys.errors import EngineDeadError, LlaisysError, RejectedError, RequestFailedError
+from llaisys.engine.timeline import N_FINISHED_MAX
+from llaisys.errors import EngineDeadError, LlaisysError, RejectedError, SlowReaderError
 from llaisys.mailbox import MAILBOX_BYTES_MAX, Mailbox
 from llaisys.meter import Meter
 from llaisys.model import Model, open_model
-from llaisys.output import OutputProcessor
+from llaisys.output import OutputProcessor, aborted
 from llaisys.prompt import bad_word_ids, truncated
 from llaisys.sessions import SessionDoor
 from llaisys.stats import EngineStats, ServiceStats
+from llaisys.story import Story, with_lags
+from llaisys.text.pool import PromptMaker, TextPool
 from llaisys.text.reasoning import AnswerParser
 from llaisys.text.tools import ToolFormat, tool_grammar, tool_parser
 from llaisys.types import (
@@ -65,29 +68,39 @@ class AsyncLLM:
         self._loop = asyncio.get_running_loop()
         self._processor = OutputProcessor(model.tokenizer)
         self._grammars = model.grammars()
+        self._prompts: PromptMaker | None = None  # in processes; else in threads
         self._mailboxes: dict[RequestId, Mailbox] = {}
-        self._n_calls = 0  # of sessions, under way
+        # Open streams that the engine has not seen yet, and whether they were aborted.
+        self._unseen: dict[RequestId, bool] = {}
+        # How the readers of ended streams lagged, if they did; as many as there are timelines.
+        self._lags: OrderedDict[RequestId, list[tuple[float, float]]] = OrderedDict()
+        self._n_calls = 0  # under way
         self._sessions = SessionDoor(self._call)
         self._arrivals: deque[list[EngineOutput]] = deque()
         self._woken = False
-        self._meter = Meter()
         self._client: EngineClient | None = None
         self._change: asyncio.Task[None] | None = None  # the loading or unloading that is under way
         self._idle: asyncio.TimerHandle | None = None
         self._max_model_len = config.max_model_len or model.info.max_position_embeddings
+        self._meter = Meter(self._max_model_len)
         self._admitting = True
         self._closed = False
         self._exits = False
         self._all_ended = asyncio.Event()
 
     @classmethod
-    async def start(cls, config: Config, *, exits: bool = False) -> AsyncLLM:
+    async def start(
+        cls, config: Config, *, exits: bool = False, text_pool: TextPool | None = None
+    ) -> AsyncLLM:
         """Resolves the model, and loads it unless `preload` is off; returns when requests are welcome.
 
         `exits`: this process is a server, and may be ended where its engine is stuck and its loop is, too.
+        `text_pool`: the processes that render and tokenise; without them threads do, unbounded.
         Raises RejectedError or UnsupportedError (the model or a setting), naming it.
         """
         service = cls(config, await asyncio.to_thread(open_model, config))
+        if text_pool is not None:
+            service._prompts = text_pool.add(service._model.tokenizer, service._model.template)
         service._exits = exits
         if config.preload:
             await service.load()
@@ -164,17 +177,21 @@ class AsyncLLM:
 
         Nothing is submitted before the first `anext`; what refuses the request is raised there.
         """
-        if params.structured_outputs is not None:
-            await self.compile_grammar(params.structured_outputs)
-        ids = await self.prompt_ids(prompt, params, add_special_tokens=add_special_tokens)
-        text = prompt if isinstance(prompt, str) else None
-        words: tuple[tuple[int, ...], ...] = ()
-        if params.bad_words:
-            words = await asyncio.to_thread(bad_word_ids, self._model.tokenizer, params.bad_words)
-        mailbox = self._open_stream(request_id, text, ids, params)
+        mailbox = self._open_stream(request_id)
         try:
+            if params.structured_outputs is not None:
+                await self.compile_grammar(params.structured_outputs)
+            ids = await self.prompt_ids(prompt, params, add_special_tokens=add_special_tokens)
+            text = prompt if isinstance(prompt, str) else None
+            words: tuple[tuple[int, ...], ...] = ()
+            if params.bad_words:
+                words = await asyncio.to_thread(bad_word_ids, self._model.tokenizer, params.bad_words)
             arrival_s = time.monotonic()
             client = await self._loaded()
+            if self._unseen.pop(request_id):
+                yield aborted(request_id, text, ids, params.n)
+                return
+            self._processor.add(request_id, text, ids, params)
             client.submit(
                 EngineRequest(
                     request_id=request_id,
@@ -191,7 +208,7 @@ class AsyncLLM:
                     pooling=pooling,
                 )
             )
-            self._meter.submitted(request_id, len(ids), arrival_s)
+            self._meter.submitted(request_id, len(ids), params, arrival_s)
             finished = False
             while not finished:
                 output = await mailbox.take()
@@ -221,6 +238,9 @@ class AsyncLLM:
             "continue_final_message": continue_final_message,
             "tools": tools,
         }
+        if self._prompts is not None:
+            self._model.chat_template()
+            return await self._prompts.chat(messages, options, add_special_tokens)
         text, ids = await asyncio.to_thread(self._model.chat_prompt, messages, options)
         return await self.encode(text) if add_special_tokens else ids
 
@@ -263,6 +283,8 @@ class AsyncLLM:
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, off the loop."""
+        if self._prompts is not None:
+            return await self._prompts.encode(text, add_special_tokens)
         return await asyncio.to_thread(self._model.tokenizer.encode, text, add_special_tokens)
 
     async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -275,7 +297,26 @@ class AsyncLLM:
 
     def abort(self, request_id: RequestId) -> None:
         """Cancels a request; its stream ends with finish reason `abort`. An unknown id is ignored."""
-        self._cancel(request_id)
+        if request_id in self._unseen:
+            self._unseen[request_id] = True
+        else:
+            self._cancel(request_id)
+
+    async def timeline(self, request_id: RequestId) -> dict[int, Story]:
+        """Where the time of a request went, by choice, each gap with its cause; of an open one until now.
+
+        Times are of `time.monotonic`. Empty for a request that is not known: the newest 1,024 ended choices
+        are kept, by the engine that ran them.
+
+        Raises ExhaustedError (too many calls at the same time) or EngineDeadError.
+        """
+        if self._client is None:
+            return {}
+        mailbox = self._mailboxes.get(request_id)
+        with self._calling():
+            stories = await asyncio.wrap_future(self._client.stories(request_id))
+        lags = self._lags.get(request_id, ()) if mailbox is None else mailbox.lags()
+        return {index: with_lags(story, lags) for index, story in stories.items()}
 
     # --- health ---
 
@@ -314,7 +355,9 @@ class AsyncLLM:
         while self._client is None:
             if self._closed:
                 raise EngineDeadError("shutting down: no new requests")
-            await asyncio.shield(self._change or self._begin(self._load()))
+            change = self._change
+            # A change that is over stays `_change` until the loop has told us so, a turn later.
+            await asyncio.shield(self._begin(self._load()) if change is None or change.done() else change)
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Stops admitting, lets open streams go on for `drain_s` seconds, ends the rest with EngineDeadError
@@ -350,7 +393,8 @@ class AsyncLLM:
         return task
 
     def _changed(self, task: asyncio.Task[None]) -> None:
-        self._change = None
+        if self._change is task:
+            self._change = None
         if not task.cancelled():
             task.exception()  # it is told to whoever waits; if all have gone, to nobody
         self._start_idling()
@@ -389,21 +433,24 @@ class AsyncLLM:
         if self._client is not None:
             self._client.cancel(request_id, index)
 
-    def _open_stream(
-        self, request_id: RequestId, text: str | None, ids: list[int], params: SamplingParams
-    ) -> Mailbox:
+    def _open_stream(self, request_id: RequestId) -> Mailbox:
         if not self._admitting:
             raise EngineDeadError("shutting down: no new requests")
         if request_id in self._mailboxes:
             raise RejectedError(f"request id {request_id!r} is in use", param="request_id")
         self._stop_idling()
         mailbox = self._mailboxes[request_id] = Mailbox()
-        self._processor.add(request_id, text, ids, params)
+        self._unseen[request_id] = False
+        self._lags.pop(request_id, None)
         return mailbox
 
     def _close_stream(self, request_id: RequestId) -> None:
         """The only way out of a stream: after its end, its error, or its reader's leaving."""
-        del self._mailboxes[request_id]
+        self._unseen.pop(request_id, None)
+        if lags := self._mailboxes.pop(request_id).lags():
+            self._lags[request_id] = lags
+            if len(self._lags) > N_FINISHED_MAX:
+                self._lags.popitem(last=False)
         if self._processor.discard(request_id):
             self._cancel(request_id)
             self._meter.finished(request_id, FinishReason.ABORT.value, time.monotonic())
@@ -415,10 +462,16 @@ class AsyncLLM:
         """Asks the engine, which is loaded for it and stays so until the answer."""
         if not self._admitting:
             raise EngineDeadError("shutting down: no new requests")
+        with self._calling():
+            return await asyncio.wrap_future((await self._loaded()).call(call))
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[None]:
+        """The engine stays loaded meanwhile."""
         self._stop_idling()
         self._n_calls += 1
         try:
-            return await asyncio.wrap_future((await self._loaded()).call(call))
+            yield
         finally:
             self._n_calls -= 1
             self._start_idling()
@@ -464,13 +517,13 @@ class AsyncLLM:
         delta = self._processor.process(event)
         answer = delta.outputs[0]
         if delta.embedding is None:
-            self._meter.tokens(request_id, len(answer.token_ids), now_s, event.queued_s)
+            self._meter.tokens(delta, now_s)
         else:
-            self._meter.embedded(request_id, now_s, event.queued_s)
+            self._meter.embedded(delta, now_s)
         if not mailbox.put(delta):
             self._processor.discard(request_id)
             self._cancel(request_id)
-            mailbox.fail(RequestFailedError(f"the reader fell more than {MAILBOX_BYTES_MAX} bytes behind"))
+            mailbox.fail(SlowReaderError(f"the reader fell more than {MAILBOX_BYTES_MAX} bytes behind"))
             self._meter.finished(request_id, FinishReason.ERROR.value, now_s)
         elif answer.finish_reason is not None:
             if event.finish_reason is None:  # a stop string: the engine does not know yet

@@ -172,6 +172,7 @@ class SamplingParams:
       would have it go on where the grammar has ended, nor `allowed_token_ids`, which may leave no token.
     - `allowed_token_ids`: only these can be sampled. `bad_words`: texts that are not sampled, with and
       without a space before; the last token of one is forbidden where the others have just been sampled.
+      Where they, a grammar or `min_tokens` leave no token, the request ends with RejectedError.
     - `truncate_prompt_tokens` k: only the last k tokens of the prompt are used; -1: as many as leave room in
       the context for `max_tokens`.
     """
@@ -305,6 +306,7 @@ class RequestOutput:
 
     - `prompt_logprobs`, if asked for: one entry a prompt token, None for the first.
     - `embedding`, if that was asked for in place of an answer: `[d_model]` float32, little endian, length 1.
+    - `queued_s`: seconds from arrival until it was first admitted, told with what comes first.
     """
 
     request_id: RequestId
@@ -315,6 +317,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     embedding: bytes | None = None
+    queued_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

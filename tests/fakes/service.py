@@ -53,6 +53,12 @@ STATS = ServiceStats(
     prefill_time_s=HistogramData((0.5,), (0, 3), 2.5),
     decode_time_s=HistogramData((0.5,), (0, 4), 3.5),
     inference_time_s=HistogramData((0.5,), (0, 5), 4.5),
+    request_prompt_tokens=HistogramData((1.0,), (0, 1), 10.5),
+    request_generation_tokens=HistogramData((1.0,), (0, 1), 11.5),
+    max_num_generation_tokens=HistogramData((1.0,), (0, 1), 12.5),
+    prefill_kv_computed_tokens=HistogramData((1.0,), (0, 1), 13.5),
+    params_n=HistogramData((1.0,), (0, 1), 14.5),
+    params_max_tokens=HistogramData((1.0,), (0, 1), 15.5),
 )
 
 

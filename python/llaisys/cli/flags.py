@@ -29,6 +29,12 @@ SERVER_ONLY = frozenset(
         "idle_unload_s",
         "host",
         "port",
+        "api_key_file",
+        "max_concurrent_requests_per_key",
+        "max_requests_per_minute_per_key",
+        "max_body_bytes",
+        "max_body_bytes_in_flight",
+        "upload_timeout_s",
         "allowed_origins",
         "allowed_hosts",
         "strict_fields",
@@ -37,8 +43,18 @@ SERVER_ONLY = frozenset(
         "reasoning_parser",
         "shutdown_timeout_s",
         "log_level",
+        "uds",
+        "ssl_certfile",
+        "ssl_keyfile",
+        "ssl_ca_certs",
+        "ssl_cert_reqs",
+        "timeout_keep_alive_s",
+        "otlp_traces_endpoint",
     }
 )
+
+# Flags that peers spell otherwise: vLLM's, and uvicorn's.
+ALIASES = {"shutdown_timeout_s": ("--shutdown-timeout",), "timeout_keep_alive_s": ("--timeout-keep-alive",)}
 
 
 def add_config_flags(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
@@ -54,8 +70,9 @@ def add_config_flags(parser: argparse.ArgumentParser, *, without: Collection[str
     )
     for name, field in Config.model_fields.items():
         if name not in without:
+            flags = (flag_of(name), *ALIASES.get(name, ()))
             group.add_argument(
-                flag_of(name), dest=name, default=argparse.SUPPRESS, help=_help(field), **_form(field)
+                *flags, dest=name, default=argparse.SUPPRESS, help=_help(field), **_form(field)
             )
 
 

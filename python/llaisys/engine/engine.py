@@ -7,7 +7,7 @@ from llaisys.engine.chronicle import Chronicle
 from llaisys.engine.executor import Executor
 from llaisys.engine.fairness import FairState
 from llaisys.engine.grammar import Grammars, Guides
-from llaisys.engine.limits import Limits, token_limit
+from llaisys.engine.limits import Limits, check_first_token, token_limit
 from llaisys.engine.outputs import EngineOutput, TokenLogprobs
 from llaisys.engine.plan import Admit, Plan, View
 from llaisys.engine.pooling import embedding_of, new_pool
@@ -37,7 +37,6 @@ from llaisys.engine.scheduler import plan
 from llaisys.engine.session_calls import Hooks, SessionCalls
 from llaisys.engine.sessions import Session, Sessions
 from llaisys.engine.tally import Tally
-from llaisys.engine.timeline import Timeline
 from llaisys.engine.worker import Batch, Chunk, StepResult, Worker, sequence_of
 from llaisys.errors import (
     EngineDeadError,
@@ -47,6 +46,7 @@ from llaisys.errors import (
     RequestFailedError,
 )
 from llaisys.stats import EngineStats
+from llaisys.story import Story
 from llaisys.types import RequestId
 
 # The books are checked when the engine falls idle, and every so many steps.
@@ -93,10 +93,9 @@ class LLMEngine:
         """The bounds it keeps."""
         return self._limits
 
-    @property
-    def timeline(self) -> Timeline:
-        """Where each request's time went."""
-        return self._chronicle.timeline
+    def stories(self, request_id: RequestId, now_s: float) -> dict[int, Story]:
+        """Where the time of a request's choices went, by index; what is not known any more is left out."""
+        return self._chronicle.stories(request_id, now_s)
 
     @property
     def requests(self) -> OpenRequests:
@@ -122,6 +121,7 @@ class LLMEngine:
         """
         limit = token_limit(source.prompt_token_ids, source.params, self._limits, pooling=source.pooling)
         self._guides.check(source)
+        check_first_token(source)
         if source.request_id in self._requests:
             raise RejectedError(f"request id {source.request_id!r} is in use", param="request_id")
         seed = source.params.seed

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from llaisys.engine.request import EngineRequest
 from llaisys.errors import ContextLengthError, RejectedError
 from llaisys.types import Pooling, SamplingParams
 
@@ -132,6 +133,25 @@ def token_limit(
         return wanted
     n_most = limits.max_model_len if limits.max_output_tokens is None else limits.max_output_tokens
     return min(limits.max_model_len, len(prompt) + n_most)
+
+
+def check_first_token(source: EngineRequest) -> None:
+    """Raises RejectedError where the request's own fields forbid every token that could come first.
+
+    What only shows later, or with a grammar, ends the request when it shows, with the same error.
+    """
+    params = source.params
+    if params.allowed_token_ids is None:
+        return
+    forbidden = {ids[0] for ids in source.bad_word_ids if len(ids) == 1}
+    if params.min_tokens:
+        forbidden |= {*params.stop_token_ids, *(() if params.ignore_eos else source.eos_token_ids)}
+    if forbidden.issuperset(params.allowed_token_ids):
+        others = [name for name in ("bad_words", "min_tokens") if getattr(params, name)]
+        raise RejectedError(
+            f"{' and '.join(['allowed_token_ids', *others])} leave no token: what is allowed is forbidden",
+            param="allowed_token_ids",
+        )
 
 
 def _at_most(param: str, value: int, most: int, says: str) -> None:

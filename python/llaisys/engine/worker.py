@@ -18,11 +18,17 @@ from numpy.typing import NDArray
 from llaisys.engine.outputs import TokenLogprobs
 from llaisys.engine.prefix import CacheEdit, Retain, Split, Trim
 from llaisys.engine.request import BrokenInvariant, Request, Running
-from llaisys.errors import CoreFaultError, EngineDeadError, LlaisysError, RequestFailedError
+from llaisys.errors import (
+    CoreFaultError,
+    EngineDeadError,
+    LlaisysError,
+    RejectedError,
+    RequestFailedError,
+)
 from llaisys.types import GgufTokenizer, ModelInfo
 
 if TYPE_CHECKING:
-    from llaisys._core import Context, DecodeOutput, SamplerSpec
+    from llaisys._core import Context, DecodeOutput, Progress, SamplerSpec
     from llaisys._core import Watchdog as Watchdog
 
 log = logging.getLogger(__name__)
@@ -35,6 +41,8 @@ _FAULTS = {
     "non_finite": "the model gave a number that is not finite for this request",
     "all_masked": "every token of this request was forbidden",
 }
+# What forbids tokens, by its field.
+_FORBIDDING = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,19 +293,7 @@ class Worker:
 
     def watchdog(self, window_s: float, exit_after_s: float | None) -> Watchdog:
         """A watchdog of this context: `window_s` for layers and tokens, a sixth of it for the rest."""
-        from llaisys import _core  # as in `open_worker`
-
-        short_s = window_s / 6
-        return _core.Watchdog(
-            self._context.progress(),
-            period_s=min(0.25, short_s / 2),
-            step_s=window_s,
-            commit_s=window_s,
-            admit_s=short_s,
-            deadline_s=short_s,
-            loop_s=short_s,
-            exit_after_s=exit_after_s,
-        )
+        return _watchdog(self._context.progress(), window_s, exit_after_s)
 
     def _change(self, call: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -335,6 +331,27 @@ def open_worker(settings: WorkerSettings) -> Worker:
         n_streams=settings.n_streams,
     )
     return Worker(context, _core.SamplerSpec, settings.n_streams)
+
+
+def loop_watchdog(window_s: float, exit_after_s: float | None) -> Watchdog:
+    """A watchdog of the event loop alone, a sixth of `window_s`: the engine is in another process."""
+    return _watchdog(None, window_s, exit_after_s)
+
+
+def _watchdog(progress: Progress | None, window_s: float, exit_after_s: float | None) -> Watchdog:
+    from llaisys import _core  # as in `open_worker`
+
+    short_s = window_s / 6
+    return _core.Watchdog(
+        progress,
+        period_s=min(0.25, short_s / 2),
+        step_s=window_s,
+        commit_s=window_s,
+        admit_s=short_s,
+        deadline_s=short_s,
+        loop_s=short_s,
+        exit_after_s=exit_after_s,
+    )
 
 
 def available_isas() -> list[str]:
@@ -429,5 +446,18 @@ def _result(batch: Batch, output: DecodeOutput) -> StepResult:
     if output.faults:
         item_of = dict(zip(output.rows.tolist(), items, strict=True))
         for batch_row, fault in output.faults:
-            result.errors[item_of[batch_row]] = RequestFailedError(_FAULTS.get(fault, fault))
+            item = item_of[batch_row]
+            result.errors[item] = _row_error(fault, batch.request(item))
     return result
+
+
+def _row_error(fault: str, request: Request) -> LlaisysError:
+    """What is wrong with a row. That no token is left is the doing of the request's own fields."""
+    fields = [name for name in _FORBIDDING if getattr(request.source.params, name)]
+    if fault == "all_masked" and fields:
+        return RejectedError(
+            f"{' and '.join(fields)} leave no token after {request.num_output} tokens of the answer: "
+            "take one out, or allow more",
+            param=fields[0],
+        )
+    return RequestFailedError(_FAULTS.get(fault, fault))

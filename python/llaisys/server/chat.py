@@ -11,6 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llaisys.server.answer import Answer, Json
+from llaisys.server.body import BodyRoute
+from llaisys.server.book import Entry
 from llaisys.server.head import Head
 from llaisys.server.logprobs import chat_logprobs, prompt_logprobs
 from llaisys.server.messages import generation_prompt, last_answer, template_kwargs, template_messages
@@ -26,12 +28,12 @@ from llaisys.server.protocol import (
 from llaisys.server.response_format import with_grammar
 from llaisys.server.state import served_name, state_of
 from llaisys.server.tools import AnswerParts, message_of, tool_use
-from llaisys.server.trace import client_id_of, ignored_headers
+from llaisys.server.trace import client_id_of, ignored_headers, note_asked
 from llaisys.server.usage import Usage
 from llaisys.service import AsyncLLM
 from llaisys.types import CompletionOutput, RequestOutput
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/chat/completions")
@@ -44,9 +46,11 @@ async def chat_completions(body: ChatCompletionRequest, request: Request) -> Res
     params = sampling_params(body, engine.default_sampling_params, max_tokens=None)
     tools = tool_use(body, engine)
     params = await with_grammar(engine, params, tools.grammar)
+    note_asked(request, model, params)
     options = answer_options(body, params)
     head = Head.new("chatcmpl", model, body.request_id)
-    told = engine_options(body, client_id_of(request))
+    client_id = client_id_of(request)
+    told = engine_options(body, client_id)
     prompt = await engine.prompt_ids(await prompt_of(body, engine, tools.shown), params)
 
     def parts() -> AnswerParts:
@@ -54,7 +58,8 @@ async def chat_completions(body: ChatCompletionRequest, request: Request) -> Res
 
     shape = ChatShape(head, options, prompt, parts, last_answer(body.messages) if body.echo else "")
     stream = engine.generate(prompt, params, head.id, **told)
-    answer = Answer(request, [stream], shape, headers)
+    entry = Entry(head.id, client_id, engine, [head.id], params.n)
+    answer = Answer(request, [stream], shape, headers).listed(entry)
     return answer.as_stream() if body.stream else answer
 
 

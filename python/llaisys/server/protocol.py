@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from llaisys.errors import RejectedError, UnsupportedError
 from llaisys.server.checks import text_of
 from llaisys.server.errors import ApiError
+from llaisys.sessions import check_name
 from llaisys.types import SamplingParams
 
 LOGIT_BIAS_MAX = 300
@@ -53,7 +54,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "truncation_side": ("left",),
     "return_prompt_text": (False,),
-    "session_id": ("",),
     "kv_transfer_params": (),
     "vllm_xargs": ({},),
     "repetition_detection": (),
@@ -157,6 +157,7 @@ class GenerationRequest(BaseModel):
     priority: int | None = None
     cache_salt: str | None = None
     request_id: str | None = None
+    session_id: str | None = None
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -253,7 +254,15 @@ def engine_options(request: GenerationRequest | EmbeddingRequest, client_id: str
         raise RejectedError(
             f"cache_salt has {len(salt)} characters, at most {CACHE_SALT_CHARS_MAX}", param="cache_salt"
         )
-    return {"client_id": client_id, "priority": priority, "cache_salt": text_of("cache_salt", salt)}
+    session_id = request.session_id or "" if isinstance(request, GenerationRequest) else ""
+    if session_id:
+        check_name(session_id)
+    return {
+        "client_id": client_id,
+        "priority": priority,
+        "cache_salt": text_of("cache_salt", salt),
+        "session_id": session_id,
+    }
 
 
 def usage_options(request: GenerationRequest) -> UsageOptions:

@@ -118,6 +118,11 @@ class Tokenizer:
         return self.id_to_bytes(id).decode("utf-8", "replace")
 
 
+def tokenizer_of_json(text: str) -> Tokenizer:
+    """The tokenizer that `to_json` wrote."""
+    return Tokenizer(tokenizers.Tokenizer.from_str(text))
+
+
 def load_tokenizer(info: ModelInfo) -> Tokenizer:
     """The tokenizer of a checkpoint: a GGUF's own, or `tokenizer.json` beside the weights.
 
