@@ -11,8 +11,7 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Collection, Coroutine, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any
 
 from llaisys.config import Config
@@ -22,12 +21,13 @@ from llaisys.engine.request import EngineRequest
 from llaisys.engine.sessions import SessionCall
 from llaisys.engine.start import start_engine
 from llaisys.engine.timeline import N_FINISHED_MAX
-from llaisys.errors import EngineDeadError, LlaisysError, RejectedError, SlowReaderError
+from llaisys.errors import EngineDeadError, RejectedError, SlowReaderError
 from llaisys.mailbox import MAILBOX_BYTES_MAX, Mailbox
 from llaisys.meter import Meter
 from llaisys.model import Model, open_model
 from llaisys.output import OutputProcessor, aborted
 from llaisys.prompt import bad_word_ids, truncated
+from llaisys.resident import ResidentEngine
 from llaisys.sessions import SessionDoor
 from llaisys.stats import EngineStats, ServiceStats
 from llaisys.story import Story, with_lags
@@ -74,18 +74,14 @@ class AsyncLLM:
         self._unseen: dict[RequestId, bool] = {}
         # How the readers of ended streams lagged, if they did; as many as there are timelines.
         self._lags: OrderedDict[RequestId, list[tuple[float, float]]] = OrderedDict()
-        self._n_calls = 0  # under way
         self._sessions = SessionDoor(self._call)
         self._arrivals: deque[list[EngineOutput]] = deque()
         self._woken = False
-        self._client: EngineClient | None = None
-        self._change: asyncio.Task[None] | None = None  # the loading or unloading that is under way
-        self._idle: asyncio.TimerHandle | None = None
-        self._max_model_len = config.max_model_len or model.info.max_position_embeddings
-        self._meter = Meter(self._max_model_len)
+        self._exits = False
+        self._engine = ResidentEngine(self._start_engine, self.model_names[0], config.idle_unload_s)
+        self._meter = Meter(self.max_model_len)
         self._admitting = True
         self._closed = False
-        self._exits = False
         self._all_ended = asyncio.Event()
 
     @classmethod
@@ -127,7 +123,8 @@ class AsyncLLM:
     def max_model_len(self) -> int:
         """Tokens of the longest request, prompt and answer together. Before the model was ever loaded: what
         it was made for, which a small KV cache makes less."""
-        return self._max_model_len
+        own = self._config.max_model_len or self._model.info.max_position_embeddings
+        return self._engine.max_model_len or own
 
     @property
     def default_sampling_params(self) -> dict[str, Any]:
@@ -187,7 +184,7 @@ class AsyncLLM:
             if params.bad_words:
                 words = await asyncio.to_thread(bad_word_ids, self._model.tokenizer, params.bad_words)
             arrival_s = time.monotonic()
-            client = await self._loaded()
+            client = await self._engine.wanted()
             if self._unseen.pop(request_id):
                 yield aborted(request_id, text, ids, params.n)
                 return
@@ -253,7 +250,7 @@ class AsyncLLM:
             ids = await self.encode(prompt, add_special_tokens=add_special_tokens)
         else:
             ids = list(prompt)
-        return truncated(ids, params, self._max_model_len)
+        return truncated(ids, params, self.max_model_len)
 
     async def compile_grammar(self, spec: StructuredOutputsParams) -> None:
         """Compiles a grammar for the requests that bring it, off the loop.
@@ -313,7 +310,7 @@ class AsyncLLM:
         if self._client is None:
             return {}
         mailbox = self._mailboxes.get(request_id)
-        with self._calling():
+        with self._engine.held():
             stories = await asyncio.wrap_future(self._client.stories(request_id))
         lags = self._lags.get(request_id, ()) if mailbox is None else mailbox.lags()
         return {index: with_lags(story, lags) for index, story in stories.items()}
@@ -352,12 +349,7 @@ class AsyncLLM:
 
         Raises RejectedError or UnsupportedError (the model or a setting), EngineDeadError once closed.
         """
-        while self._client is None:
-            if self._closed:
-                raise EngineDeadError("shutting down: no new requests")
-            change = self._change
-            # A change that is over stays `_change` until the loop has told us so, a turn later.
-            await asyncio.shield(self._begin(self._load()) if change is None or change.done() else change)
+        await self._engine.load()
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Stops admitting, lets open streams go on for `drain_s` seconds, ends the rest with EngineDeadError
@@ -368,66 +360,18 @@ class AsyncLLM:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._all_ended.wait(), drain_s)
         self._closed = True
-        self._stop_idling()
-        if self._change is not None:
-            await asyncio.wait({self._change})
-        if self._client is not None:
-            await asyncio.to_thread(self._client.close)
+        await self._engine.close()
 
     # --- inside ---
 
-    async def _loaded(self) -> EngineClient:
-        """The engine, for a request. What keeps it from loading is no fault of the request's."""
-        try:
-            await self.load()
-        except LlaisysError as error:
-            log.error("the model %s cannot be loaded: %s", self.model_names[0], error)
-            raise EngineDeadError(f"the model cannot be loaded: {error}") from error
-        assert self._client is not None
-        return self._client
+    @property
+    def _client(self) -> EngineClient | None:
+        return self._engine.client
 
-    def _begin(self, change: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Makes a loading or an unloading the one that is under way; there is none."""
-        self._change = task = asyncio.ensure_future(change)
-        task.add_done_callback(self._changed)
-        return task
-
-    def _changed(self, task: asyncio.Task[None]) -> None:
-        if self._change is task:
-            self._change = None
-        if not task.cancelled():
-            task.exception()  # it is told to whoever waits; if all have gone, to nobody
-        self._start_idling()
-
-    async def _load(self) -> None:
-        start = partial(start_engine, self._config, self._model.info, self._deliver)
-        self._client = await asyncio.to_thread(start, exits=self._exits, grammars=self._grammars)
-        self._max_model_len = self._client.limits.max_model_len
-
-    async def _unload(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            await asyncio.to_thread(client.close)
-            log.info("unloaded %s: no request for %s s", self.model_names[0], self._config.idle_unload_s)
-
-    def _start_idling(self) -> None:
-        """From now the idle time counts, unless a request is open."""
-        self._stop_idling()
-        if self._config.idle_unload_s is not None and not self._is_busy() and not self._closed:
-            self._idle = self._loop.call_later(self._config.idle_unload_s, self._on_idle)
-
-    def _is_busy(self) -> bool:
-        return bool(self._mailboxes or self._n_calls)
-
-    def _stop_idling(self) -> None:
-        if self._idle is not None:
-            self._idle.cancel()
-            self._idle = None
-
-    def _on_idle(self) -> None:
-        """A dead engine stays, so that the probes go on saying so."""
-        if self._client is not None and self._client.error is None and self._change is None:
-            self._begin(self._unload())
+    def _start_engine(self) -> EngineClient:
+        """On a thread."""
+        info = self._model.info
+        return start_engine(self._config, info, self._deliver, exits=self._exits, grammars=self._grammars)
 
     def _cancel(self, request_id: RequestId, index: int | None = None) -> None:
         if self._client is not None:
@@ -438,7 +382,7 @@ class AsyncLLM:
             raise EngineDeadError("shutting down: no new requests")
         if request_id in self._mailboxes:
             raise RejectedError(f"request id {request_id!r} is in use", param="request_id")
-        self._stop_idling()
+        self._engine.hold()
         mailbox = self._mailboxes[request_id] = Mailbox()
         self._unseen[request_id] = False
         self._lags.pop(request_id, None)
@@ -456,25 +400,14 @@ class AsyncLLM:
             self._meter.finished(request_id, FinishReason.ABORT.value, time.monotonic())
         if not self._mailboxes:
             self._all_ended.set()
-            self._start_idling()
+        self._engine.release()
 
     async def _call(self, call: SessionCall) -> list[SessionInfo]:
         """Asks the engine, which is loaded for it and stays so until the answer."""
         if not self._admitting:
             raise EngineDeadError("shutting down: no new requests")
-        with self._calling():
-            return await asyncio.wrap_future((await self._loaded()).call(call))
-
-    @contextlib.contextmanager
-    def _calling(self) -> Iterator[None]:
-        """The engine stays loaded meanwhile."""
-        self._stop_idling()
-        self._n_calls += 1
-        try:
-            yield
-        finally:
-            self._n_calls -= 1
-            self._start_idling()
+        with self._engine.held():
+            return await asyncio.wrap_future((await self._engine.wanted()).call(call))
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         """Called on the client's thread, once a step. What waits is bounded by the open requests' tokens.
