@@ -93,3 +93,26 @@ async def test_an_error_comes_after_what_is_held() -> None:
     assert (await mailbox.take()).outputs[0].text == "a"
     with pytest.raises(RequestFailedError, match="row"):
         await mailbox.take()
+
+
+async def test_a_reader_lags_from_the_first_late_piece_until_it_is_back() -> None:
+    now_s = 0.0
+    mailbox = Mailbox(lambda: now_s)
+    reader = asyncio.create_task(mailbox.take())
+    await asyncio.sleep(0)
+    now_s = 1.0
+    mailbox.put(delta("a"))
+    mailbox.put(delta("b"))  # the loop was held up, not the reader
+    await reader
+    assert mailbox.lags() == []
+    now_s = 2.0
+    mailbox.put(delta("c"))
+    now_s = 3.0
+    mailbox.put(delta("d"))
+    assert mailbox.lags() == [(2.0, 3.0)]
+    now_s = 5.0
+    await mailbox.take()
+    assert mailbox.lags() == [(2.0, 5.0)]
+    mailbox.fail(RequestFailedError("row"))
+    now_s = 6.0
+    assert mailbox.lags() == [(2.0, 5.0), (5.0, 6.0)]

@@ -37,6 +37,7 @@ from llaisys.engine.scheduler import plan
 from llaisys.engine.session_calls import Hooks, SessionCalls
 from llaisys.engine.sessions import Session, Sessions
 from llaisys.engine.tally import Tally
+from llaisys.engine.timeline import N_NAMES_MAX
 from llaisys.engine.worker import Batch, Chunk, StepResult, Worker, sequence_of
 from llaisys.errors import (
     EngineDeadError,
@@ -132,7 +133,7 @@ class LLMEngine:
         session = self.sessions.named_by(source)
         if session is not None and session.is_restoring:
             leader.state = WaitingForRemoteKvs(source.session_id)
-        self._chronicle.arrive(leader, [*self._requests.waiting] or self._requests.running)
+        self._chronicle.arrive(leader, self._requests.waiting.last(N_NAMES_MAX) or self._requests.running)
         choices = [leader]
         for index in range(1, source.params.n):
             choices.append(Request(source, leader.ordinal + index, seed, limit, index, leader))

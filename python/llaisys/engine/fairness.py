@@ -33,11 +33,14 @@ def _ordinal(request: Request) -> int:
 
 
 class WaitingQueue:
-    """The requests that wait for capacity, and for nothing else. Invariant: no line is empty."""
+    """The requests that wait for capacity, and for nothing else. Invariant: no line is empty.
+
+    `n_preempted` of them ran before; `n_siblings` are later choices of a request.
+    """
 
     def __init__(self) -> None:
         self._lines: dict[LineKey, list[Request]] = {}
-        self._n = 0
+        self._n = self.n_preempted = self.n_siblings = 0
 
     def __len__(self) -> int:
         return self._n
@@ -45,6 +48,15 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Request]:
         """All of them, by priority and arrival."""
         return iter(sorted((r for line in self._lines.values() for r in line), key=queue_key))
+
+    def last(self, n: int) -> list[Request]:
+        """The last `n` of them in that order."""
+        return sorted((r for line in self._lines.values() for r in line[-n:]), key=queue_key)[-n:]
+
+    def due(self, now_s: float) -> list[Request]:
+        """Those whose deadline has passed, in that order."""
+        late = [r for line in self._lines.values() for r in line if r.source.deadline_s <= now_s]
+        return sorted(late, key=queue_key)
 
     @property
     def lines(self) -> dict[LineKey, list[Request]]:
@@ -58,7 +70,7 @@ class WaitingQueue:
     def add(self, request: Request) -> None:
         """Takes its place by arrival."""
         insort(self._lines.setdefault(_line_key(request), []), request, key=_ordinal)
-        self._n += 1
+        self._count(request, 1)
 
     def without(self, gone: Sequence[Request]) -> WaitingQueue:
         """A queue of the others; this one stays as it is."""
@@ -67,7 +79,8 @@ class WaitingQueue:
         for key, line in self._lines.items():
             if kept := [request for request in line if request.ordinal not in left]:
                 others._lines[key] = kept
-                others._n += len(kept)
+                for request in kept:
+                    others._count(request, 1)
         return others
 
     def remove(self, request: Request) -> None:
@@ -75,9 +88,15 @@ class WaitingQueue:
         key = _line_key(request)
         line = self._lines[key]
         line.remove(request)
-        self._n -= 1
+        self._count(request, -1)
         if not line:
             del self._lines[key]
+
+    def _count(self, request: Request, change: int) -> None:
+        """Neither changes while the request waits."""
+        self._n += change
+        self.n_preempted += change * (request.num_preempted > 0)
+        self.n_siblings += change * (request.leader is not None)
 
 
 @dataclass(frozen=True, slots=True)

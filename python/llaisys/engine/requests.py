@@ -98,11 +98,11 @@ class OpenRequests:
     def num_queued(self) -> int:
         """Requests that wait. Siblings do not count: their request does."""
         n_remote = sum(isinstance(r.state, WaitingForRemoteKvs) for r in self.parked.values())
-        return n_remote + sum(request.leader is None for request in self.waiting)
+        return n_remote + len(self.waiting) - self.waiting.n_siblings
 
     def waiting_by_reason(self) -> dict[str, int]:
         """Choices that wait, by what they wait for."""
-        n_preempted = sum(isinstance(request.state, Preempted) for request in self.waiting)
+        n_preempted = self.waiting.n_preempted
         n_remote = sum(isinstance(r.state, WaitingForRemoteKvs) for r in self.parked.values())
         return {
             "capacity": len(self.waiting) - n_preempted,
@@ -118,6 +118,12 @@ class OpenRequests:
             raise BrokenInvariant("a request is in no list, in two, or in the wrong one")
         if sorted(self.by_ordinal) != sorted(r.ordinal for rs in self._choices.values() for r in rs):
             raise BrokenInvariant("a choice has no request, or a request a choice that is over")
+        n_preempted = sum(isinstance(request.state, Preempted) for request in self.waiting)
+        n_siblings = sum(request.leader is not None for request in self.waiting)
+        if (n_preempted, n_siblings) != (self.waiting.n_preempted, self.waiting.n_siblings):
+            raise BrokenInvariant(
+                f"{n_preempted} preempted and {n_siblings} siblings wait, counted otherwise"
+            )
         for request in places:
             runs = isinstance(request.state, Running)
             held = request.num_computed, request.num_shared, request.num_reclaimed

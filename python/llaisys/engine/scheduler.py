@@ -130,7 +130,7 @@ class _Draft:
 
     def expire(self, now_s: float) -> None:
         """Picks those whose deadline has passed; what the running ones hold can be had at once."""
-        waiting = [r for r in self._waiting if r.source.deadline_s <= now_s]
+        waiting = self._waiting.due(now_s)
         running = [r for r in self._running if r.source.deadline_s <= now_s]
         self.expired = [*waiting, *(r for r in self._view.parked if r.source.deadline_s <= now_s), *running]
         for request in running:

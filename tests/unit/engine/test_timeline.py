@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llaisys.engine.timeline import N_FINISHED_MAX, N_SPANS_MAX, Timeline
-from llaisys.story import Kind, Span, Story
+from llaisys.story import Kind, Span, Story, with_lags
 
 KINDS = [kind for kind in Kind if kind is not Kind.FOLDED]
 
@@ -187,3 +187,29 @@ def test_the_spans_are_the_whole_life(notes: list[Any], late: int, repeat: int) 
     if late >= 0:
         assert story.end_s == end
         assert {k: s for k, s in story.seconds.items() if s} == {k: s for k, s in truth.items() if s}
+
+
+def test_a_slow_readers_time_is_its_own() -> None:
+    """Where the engine decoded; what held the engine up stays, and a lag may outlast the engine."""
+    timeline = Timeline()
+    timeline.arrive("r", 0)
+    timeline.note("r", 2, Kind.DECODE)
+    timeline.note("r", 6, Kind.PREEMPTED, by=["vip"])
+    timeline.note("r", 8, Kind.DECODE)
+    timeline.end("r", 10)
+    story = told(timeline, "r")
+    assert with_lags(story, []) is story
+    seen = with_lags(story, [(1, 3), (4, 9), (11, 13)])
+    assert seen.spans == (
+        Span(0, 2, Kind.QUEUED),
+        Span(2, 3, Kind.SLOW_READER),
+        Span(3, 4, Kind.DECODE),
+        Span(4, 6, Kind.SLOW_READER),
+        Span(6, 8, Kind.PREEMPTED, ("vip",)),
+        Span(8, 9, Kind.SLOW_READER),
+        Span(9, 10, Kind.DECODE),
+        Span(10, 11, Kind.DECODE),
+        Span(11, 13, Kind.SLOW_READER),
+    )
+    assert seen.end_s == 13
+    assert seen.seconds == {Kind.QUEUED: 2, Kind.DECODE: 3, Kind.PREEMPTED: 2, Kind.SLOW_READER: 6}

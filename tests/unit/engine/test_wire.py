@@ -18,6 +18,8 @@ from llaisys.engine.wire import (
     Cancel,
     Ended,
     FromEngine,
+    Recall,
+    Recalled,
     Refused,
     Shutdown,
     Start,
@@ -31,6 +33,7 @@ from llaisys.engine.wire import (
 )
 from llaisys.engine.worker import WorkerSettings
 from llaisys.stats import EngineStats, HistogramData
+from llaisys.story import Kind, Span, Story
 from llaisys.types import FinishReason, SessionInfo
 
 SETTINGS = WorkerSettings(
@@ -59,6 +62,7 @@ OUTPUT = EngineOutput(
     num_cached_tokens=3,
     queued_s=0.5,
 )
+STORY = Story(1.0, 3.0, (Span(1.0, 3.0, Kind.QUEUED, ("b", ("c", 2))),), {Kind.QUEUED: 2.0}, is_over=True)
 SCORED = EngineOutput("a", [1], new_prompt_logprobs=[TokenLogprobs(4, -2.5, 3, [(5, -0.5)])])
 
 
@@ -72,6 +76,7 @@ SCORED = EngineOutput("a", [1], new_prompt_logprobs=[TokenLogprobs(4, -2.5, 3, [
         Submit(ask(allowed_token_ids=[3], bad_words=["a"], bad_word_ids=((1, 2), (3,)), prompt_logprobs=2)),
         Cancel("a"),
         Ask(SessionCall(kind="fork", client_id="k", name="a", other="b", n_tokens=3, call_id=7)),
+        Recall(7, "a"),
         Shutdown(),
     ],
 )
@@ -82,7 +87,12 @@ def test_to_the_engine(message: ToEngine) -> None:
 
 @pytest.mark.parametrize(
     "message",
-    [Started(), Step([OUTPUT, SCORED], STATS), Answer(SessionAnswer(7, [SessionInfo("a", 3, 2, 1, True)]))],
+    [
+        Started(),
+        Step([OUTPUT, SCORED], STATS),
+        Answer(SessionAnswer(7, [SessionInfo("a", 3, 2, 1, True)])),
+        Recalled(7, {1: STORY}),
+    ],
 )
 def test_from_the_engine(message: FromEngine) -> None:
     assert decode_from_engine(encode(message)) == message
