@@ -33,7 +33,7 @@ import psutil
 
 from peers import cpu_name
 from server_process import OwnServer, own_server
-from soak_traffic import N_GRAMMARS, Visitor, available, grammar
+from soak_traffic import BUSY, N_GRAMMARS, Visitor, available, grammar
 
 OUT = Path(__file__).parent / "results" / "soak-server.jsonl"
 N_VISITORS, ROUND_S, REST_S = 16, 20.0, 2.0
@@ -81,7 +81,7 @@ class Soak:
         visitor = Visitor(session, random.Random(self.seed), self.server.url, "filler")
         for i in range(4 * N_GRAMMARS):
             body = {"prompt": "a", "max_tokens": 1, **grammar(i % N_GRAMMARS)}
-            await visitor.post("/v1/completions", (200,), body)
+            await visitor.post("/v1/completions", BUSY, body)
         for _ in range(12):
             words = ("".join(visitor.rng.choices(string.ascii_lowercase, k=9)) for _ in range(2000))
             await visitor.post("/v1/completions", (400,), {"prompt": " ".join(words)})
