@@ -38,8 +38,9 @@ from soak_traffic import BUSY, N_GRAMMARS, Visitor, available, grammar
 OUT = Path(__file__).parent / "results" / "soak-server.jsonl"
 N_VISITORS, ROUND_S, REST_S = 16, 20.0, 2.0
 DRIFT_MAX_BYTES = 2_000_000
+N_CELLS, PROMPT = 4096, 500
 FLAGS = (
-    *("smollm2", "--num-kv-cells", "4096", "--max-num-seqs", "8", "--max-num-queued-reqs", "12"),
+    *("smollm2", "--num-kv-cells", str(N_CELLS), "--max-num-seqs", "8", "--max-num-queued-reqs", "12"),
     *("--request-timeout-s", "5", "--log-level", "warning"),
 )
 
@@ -76,9 +77,12 @@ class Soak:
             await work(session)
 
     async def _fill_caches(self, session: aiohttp.ClientSession) -> None:
-        """Grammars, until those that are compiled anew find room where others were (measured: 1,200); more
-        words than the tokenizer keeps, in prompts that are too long to be run."""
+        """KV cells; grammars, until those that are compiled anew find room where others were (measured: 1,200);
+        more words than the tokenizer keeps, in prompts that are too long to be run."""
         visitor = Visitor(session, random.Random(self.seed), self.server.url, "filler")
+        for _ in range(2 * N_CELLS // PROMPT):
+            ids = visitor.rng.choices(range(1000, 40_000), k=PROMPT)
+            await visitor.post("/v1/completions", BUSY, {"prompt": ids, "max_tokens": 1})
         for i in range(4 * N_GRAMMARS):
             body = {"prompt": "a", "max_tokens": 1, **grammar(i % N_GRAMMARS)}
             await visitor.post("/v1/completions", BUSY, body)
