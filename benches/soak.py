@@ -77,7 +77,7 @@ class Soak:
             await work(session)
 
     async def _fill_caches(self, session: aiohttp.ClientSession) -> None:
-        """KV cells; grammars, until those that are compiled anew find room where others were (measured: 1,200);
+        """KV cells; grammars, until those that are compiled anew find room where others were (1,200 did);
         more words than the tokenizer keeps, in prompts that are too long to be run."""
         visitor = Visitor(session, random.Random(self.seed), self.server.url, "filler")
         for _ in range(2 * N_CELLS // PROMPT):
