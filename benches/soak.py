@@ -31,6 +31,7 @@ import aiohttp
 import numpy as np
 import psutil
 
+from llaisys.bench.client import KEEP_IDLE_S
 from peers import cpu_name
 from server_process import OwnServer, own_server
 from soak_traffic import BUSY, N_GRAMMARS, Visitor, available, grammar
@@ -72,8 +73,9 @@ class Soak:
 
     async def _with_session(self, work: Callable[[aiohttp.ClientSession], Awaitable[None]]) -> None:
         """Connections of its own, closed behind it: at rest the server has none."""
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_IDLE_S)
         timeout = aiohttp.ClientTimeout(total=120)
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
             await work(session)
 
     async def _fill_caches(self, session: aiohttp.ClientSession) -> None:
