@@ -31,15 +31,17 @@ import aiohttp
 import numpy as np
 import psutil
 
+from llaisys.bench.client import KEEP_IDLE_S
 from peers import cpu_name
 from server_process import OwnServer, own_server
-from soak_traffic import N_GRAMMARS, Visitor, available, grammar
+from soak_traffic import BUSY, N_GRAMMARS, Visitor, available, grammar
 
 OUT = Path(__file__).parent / "results" / "soak-server.jsonl"
 N_VISITORS, ROUND_S, REST_S = 16, 20.0, 2.0
 DRIFT_MAX_BYTES = 2_000_000
+N_CELLS, PROMPT = 4096, 500
 FLAGS = (
-    *("smollm2", "--num-kv-cells", "4096", "--max-num-seqs", "8", "--max-num-queued-reqs", "12"),
+    *("smollm2", "--num-kv-cells", str(N_CELLS), "--max-num-seqs", "8", "--max-num-queued-reqs", "12"),
     *("--request-timeout-s", "5", "--log-level", "warning"),
 )
 
@@ -71,17 +73,21 @@ class Soak:
 
     async def _with_session(self, work: Callable[[aiohttp.ClientSession], Awaitable[None]]) -> None:
         """Connections of its own, closed behind it: at rest the server has none."""
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_IDLE_S)
         timeout = aiohttp.ClientTimeout(total=120)
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
             await work(session)
 
     async def _fill_caches(self, session: aiohttp.ClientSession) -> None:
-        """Grammars, until those that are compiled anew find room where others were (measured: 1,200); more
-        words than the tokenizer keeps, in prompts that are too long to be run."""
+        """KV cells; grammars, until those that are compiled anew find room where others were (1,200 did);
+        more words than the tokenizer keeps, in prompts that are too long to be run."""
         visitor = Visitor(session, random.Random(self.seed), self.server.url, "filler")
+        for _ in range(2 * N_CELLS // PROMPT):
+            ids = visitor.rng.choices(range(1000, 40_000), k=PROMPT)
+            await visitor.post("/v1/completions", BUSY, {"prompt": ids, "max_tokens": 1})
         for i in range(4 * N_GRAMMARS):
             body = {"prompt": "a", "max_tokens": 1, **grammar(i % N_GRAMMARS)}
-            await visitor.post("/v1/completions", (200,), body)
+            await visitor.post("/v1/completions", BUSY, body)
         for _ in range(12):
             words = ("".join(visitor.rng.choices(string.ascii_lowercase, k=9)) for _ in range(2000))
             await visitor.post("/v1/completions", (400,), {"prompt": " ".join(words)})

@@ -202,20 +202,20 @@ async def converse(visitor: Visitor) -> None:
 
 # (action, weight, the route that it needs)
 ACTIONS: tuple[tuple[Action, int, str], ...] = (
-    (chat, 4, ""),
-    (completion, 3, ""),
-    (stream, 6, ""),
-    (leave, 5, ""),
+    (chat, 8, ""),
+    (completion, 6, ""),
+    (stream, 12, ""),
+    (leave, 10, ""),
     (burst, 1, ""),
     (take_too_long, 1, ""),
-    (half_a_request, 2, ""),
-    (bad, 5, ""),
-    (structured, 2, ""),
-    (tool, 1, ""),
-    (look, 3, ""),
-    (embed, 1, "/v1/embeddings"),
-    (tokenise, 1, "/tokenize"),
-    (converse, 2, "/v1/sessions"),
+    (half_a_request, 4, ""),
+    (bad, 10, ""),
+    (structured, 4, ""),
+    (tool, 2, ""),
+    (look, 6, ""),
+    (embed, 2, "/v1/embeddings"),
+    (tokenise, 2, "/tokenize"),
+    (converse, 4, "/v1/sessions"),
 )
 
 

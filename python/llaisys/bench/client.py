@@ -20,6 +20,8 @@ Message: TypeAlias = "dict[str, str]"
 
 ENDPOINTS: Mapping[Backend, str] = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 TIMEOUT_S = 6 * 3600
+# Less than servers keep an idle connection (uvicorn: 5 s), or a request may meet its closing.
+KEEP_IDLE_S = 2.0
 DETAIL_MAX = 200
 
 
@@ -54,7 +56,7 @@ def session_of(target: Target) -> aiohttp.ClientSession:
         raise RejectedError("this needs aiohttp: pip install 'llaisys[bench]'", param="bench") from e
     return aiohttp.ClientSession(
         headers=target.headers,
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_IDLE_S),
         timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
         read_bufsize=2**20,
     )
