@@ -18,7 +18,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 GOLDENS = Path(__file__).parent / "data" / "goldens"
-READY = re.compile(r"LLAISYS serving (\S+) at (http://\S+)")
+READY = re.compile(r"LLAISYS serving (\S+) at ((?:https?://|unix:)\S+)")
 COMMAND = (sys.executable, "-m", "llaisys")
 
 
@@ -84,7 +84,8 @@ def serving(folder: Path, model: str | None, *flags: str, key: str = "") -> Iter
             ready = READY.match(line)
             assert ready is not None, f"{line}{log.read_text('utf-8')}"
             headers = {"authorization": f"Bearer {key.split(',')[0]}"} if key else {}
-            with httpx.Client(base_url=ready[2], headers=headers, timeout=120, verify=False) as http:
+            base = ready[2] if ready[2].startswith("http") else "http://localhost"
+            with httpx.Client(base_url=base, headers=headers, timeout=120, verify=False) as http:
                 yield Server(process, ready[1], ready[2], log, http)
         finally:
             process.kill()

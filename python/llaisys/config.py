@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import yaml
 from pydantic import Field, ValidationError, field_validator
@@ -18,6 +18,8 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 from llaisys.errors import RejectedError
 
 DEFAULT_MODEL = "smollm2"
+# Where a value comes from, the weakest first.
+Source: TypeAlias = Literal["default", "file", "environment", "flag"]
 # What an entry of `models` cannot set, because all of them share it.
 _OF_THE_SERVER = frozenset(
     {
@@ -37,8 +39,19 @@ _OF_THE_SERVER = frozenset(
         "strict_fields",
         "shutdown_timeout_s",
         "log_level",
+        "uds",
+        "ssl_certfile",
+        "ssl_keyfile",
+        "ssl_ca_certs",
+        "ssl_cert_reqs",
+        "timeout_keep_alive_s",
+        "otlp_traces_endpoint",
     }
 )
+
+
+# Settings that are shown to nobody.
+SECRETS = frozenset({"api_key"})
 
 
 class Config(BaseSettings):
@@ -92,6 +105,9 @@ class Config(BaseSettings):
     reasoning_parser: Literal["deepseek_r1", "qwen3"] | None = Field(
         None,
         description="how the model marks its reasoning: deepseek_r1 begins with it, qwen3 may with <think>",
+    )
+    pooling_type: Literal["auto", "mean", "last"] = Field(
+        "auto", description="which final hidden states an embedding is the mean of; auto is the model's own"
     )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="seed of requests that bring none")
 
@@ -215,10 +231,29 @@ class Config(BaseSettings):
     )
     strict_fields: bool = Field(False, description="refuse unknown request fields with 400")
     shutdown_timeout_s: float = Field(
-        0.0, ge=0, description="seconds that open requests may go on after SIGTERM"
+        30.0,
+        ge=0,
+        description="seconds that open requests may go on after SIGTERM, or until a second one",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="lowest level that is logged"
+    )
+    uds: Path | None = Field(
+        None, description="a Unix domain socket to listen on, in place of host and port (permissions: umask)"
+    )
+    ssl_certfile: Path | None = Field(None, description="PEM file of the certificate chain; with it: https")
+    ssl_keyfile: Path | None = Field(None, description="PEM file of the certificate's key")
+    ssl_ca_certs: Path | None = Field(
+        None, description="PEM file of the authorities that clients' certificates are checked against"
+    )
+    ssl_cert_reqs: int = Field(
+        0, ge=0, le=2, description="clients' certificates: 0 none asked for, 1 checked if sent, 2 required"
+    )
+    timeout_keep_alive_s: float = Field(
+        5.0, gt=0, description="seconds that a connection may idle between two requests"
+    )
+    otlp_traces_endpoint: str | None = Field(
+        None, description="OpenTelemetry collector (OTLP over HTTP) that gets a span for each request"
     )
 
     @field_validator("served_model_name", "api_key", "allowed_origins", "allowed_hosts", mode="before")
@@ -289,17 +324,29 @@ def load_config(overrides: dict[str, Any] | None = None, yaml_path: Path | None 
 
     Raises RejectedError naming the key and what is wrong with it.
     """
+    return explain_config(overrides, yaml_path)[0]
+
+
+def explain_config(
+    overrides: dict[str, Any] | None = None, yaml_path: Path | None = None
+) -> tuple[Config, dict[str, Source]]:
+    """The configuration as `load_config` builds it, and where each of its values comes from."""
     values = dict(overrides or {})
+    sources: dict[str, Source] = {}
     for key, value in _read_yaml(yaml_path).items():
-        if f"LLAISYS_{key.upper()}" not in os.environ:
-            values.setdefault(key, value)
+        if f"LLAISYS_{key.upper()}" not in os.environ and key not in values:
+            values[key] = value
+            sources[key] = "file"
     try:
         config = Config(**values)
     except ValidationError as e:
         text = _first_of(e)
         raise RejectedError(text, param=text.partition(":")[0]) from e
     config.each_model()
-    return config
+    for key in Config.model_fields:
+        unnamed: Source = "environment" if key in config.model_fields_set else "default"
+        sources.setdefault(key, "flag" if key in values else unnamed)
+    return config, sources
 
 
 def _first_of(error: ValidationError) -> str:

@@ -2,7 +2,8 @@
 
 LlaisysError
 ├── RejectedError       (ValueError)    the input is wrong: fix it                400
-│   └── ContextLengthError              prompt and answer do not fit              400
+│   ├── ContextLengthError              prompt and answer do not fit              400
+│   └── NotFoundError                   no session or file of this name           404
 ├── UnsupportedError    (ValueError)    this build, model or device cannot        400
 ├── ExhaustedError      (RuntimeError)  not now: retry                            429
 │   └── QueueFullError                  the waiting queue is full                 429 + Retry-After
@@ -34,6 +35,10 @@ class ContextLengthError(RejectedError):
     """Prompt plus answer can never fit the context or the KV cache."""
 
 
+class NotFoundError(RejectedError):
+    """The client has nothing of this name."""
+
+
 class UnsupportedError(LlaisysError, ValueError):
     """Understood but not implemented by this build, model or device."""
 
@@ -56,6 +61,10 @@ class RequestTimeoutError(LlaisysError, TimeoutError):
 
 class RequestFailedError(LlaisysError, RuntimeError):
     """This one request failed (a non-finite row, say); others are untouched."""
+
+
+class SlowReaderError(RequestFailedError):
+    """The reader of this stream fell further behind than is held for it."""
 
 
 class CoreFaultError(LlaisysError, RuntimeError):

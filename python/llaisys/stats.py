@@ -34,8 +34,20 @@ STEP_TOKENS_BOUNDS = (
     8192.0,
     16384.0,
 )
+# What requests ask for; vLLM's bounds of `n`.
+CHOICES_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0)
 # Ours: a step is milliseconds on a small model, and `max_step_time_s` on any.
 STEP_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+def token_bounds(max_tokens: int) -> tuple[float, ...]:
+    """Bounds for counts of tokens, as vLLM makes them: 1, 2, 5, 10, 20, 50 ... up to the longest request."""
+    bounds = []
+    power = 1
+    while power <= max_tokens:
+        bounds += [float(m * power) for m in (1, 2, 5) if m * power <= max_tokens]
+        power *= 10
+    return tuple(bounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +141,11 @@ class ServiceStats:
       `prefill_time_s` from then to its first token, `decode_time_s` from that to its last,
       `inference_time_s` the last two together; `time_per_output_token_s` the decode time by tokens after the
       first, where there are some.
+    - An embedding counts its prompt tokens, `queue_time_s` and `prefill_time_s` when it arrives.
+    - Of every request that ended, in tokens: `request_prompt_tokens`, `request_generation_tokens` of all
+      choices, `max_num_generation_tokens` of its longest one, `params_n` and, where it said so,
+      `params_max_tokens`; of one that gave a token, `prefill_kv_computed_tokens`: its prompt's that were not
+      cached.
     """
 
     engine: EngineStats
@@ -143,3 +160,9 @@ class ServiceStats:
     decode_time_s: HistogramData = NOTHING
     inference_time_s: HistogramData = NOTHING
     e2e_request_latency_s: HistogramData = NOTHING
+    request_prompt_tokens: HistogramData = NOTHING
+    request_generation_tokens: HistogramData = NOTHING
+    max_num_generation_tokens: HistogramData = NOTHING
+    prefill_kv_computed_tokens: HistogramData = NOTHING
+    params_n: HistogramData = NOTHING
+    params_max_tokens: HistogramData = NOTHING

@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 import json
-import socket
 from typing import Any
 
 import pytest
 
 from serving import Server
+from wire import ask, connect, head, until_read
 
 LONG = {"temperature": 0, "max_tokens": 60_000, "ignore_eos": True}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}], **LONG},
     "/v1/completions": {"prompt": "Hello", **LONG},
 }
-
-
-def ask(server: Server, path: str, body: dict[str, Any]) -> socket.socket:
-    """Sends a request and leaves the answer in the socket."""
-    host, port = server.url.removeprefix("http://").split(":")
-    raw = json.dumps(body).encode()
-    connection = socket.create_connection((host, int(port)))
-    head = f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
-    connection.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
-    return connection
-
-
-def until_read(connection: socket.socket, text: bytes) -> None:
-    seen = b""
-    while text not in seen:
-        part = connection.recv(65536)
-        assert part, seen
-        seen += part
 
 
 @pytest.mark.parametrize("path", sorted(BODIES))
@@ -61,10 +43,44 @@ def test_leaving_while_it_waits(tiny: Server, stream: bool) -> None:
     tiny.until("vllm:num_requests_running", 0)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_leaving_while_the_prompt_is_computed(tiny: Server, stream: bool) -> None:
+    """A prompt of many steps, with several choices that wait for it."""
+    aborted = tiny.metric("vllm:request_success_total", finished_reason="abort")
+    generated = tiny.metric("vllm:generation_tokens_total")
+    prompt = [5 + i % 500 for i in range(40_000)]
+    with ask(tiny, "/v1/completions", {**LONG, "prompt": prompt, "max_tokens": 20_000, "stream": stream}):
+        tiny.until("vllm:num_requests_running", 1)
+    tiny.until("vllm:num_requests_running", 0)
+    tiny.until("vllm:request_success_total", aborted + 1, finished_reason="abort")
+    assert tiny.metric("vllm:generation_tokens_total") == generated
+    assert tiny.metric("llaisys:kv_cells", state="used") == 0
+
+
+def test_leaving_while_the_body_is_sent(tiny: Server) -> None:
+    """Half of a body is no request: the engine never hears of it, and the log says who left."""
+    submitted = tiny.metric("vllm:e2e_request_latency_seconds_count")
+    path, raw = "/v1/completions", json.dumps(BODIES["/v1/completions"]).encode()
+    n_left = tiny.metric("http_requests_total", handler=path, status="4xx")
+    with connect(tiny) as connection:
+        connection.sendall(head(tiny, path, len(raw)) + raw[: len(raw) // 2])
+    tiny.until("http_requests_total", n_left + 1, handler=path, status="4xx")
+    assert tiny.metric("vllm:e2e_request_latency_seconds_count") == submitted
+
+
+def test_leaving_after_the_last_byte_is_no_leaving(tiny: Server) -> None:
+    aborted = tiny.metric("vllm:request_success_total", finished_reason="abort")
+    for path, body in BODIES.items():
+        with ask(tiny, path, {**body, "max_tokens": 3, "stream": True}) as connection:
+            until_read(connection, b"[DONE]")
+    tiny.until("vllm:num_requests_running", 0)
+    assert tiny.metric("vllm:request_success_total", finished_reason="abort") == aborted
+
+
 def test_the_log_has_one_line_for_it(tiny: Server) -> None:
     with ask(tiny, "/v1/completions", {**BODIES["/v1/completions"], "stream": True}) as connection:
         until_read(connection, b"x-request-id: ")
         until_read(connection, b'"index":0')
     tiny.until("vllm:num_requests_running", 0)
-    last = [line for line in tiny.log.read_text("utf-8").splitlines() if "llaisys.server" in line][-1]
-    assert "outcome=client_gone" in last
+    lines = [json.loads(line) for line in tiny.log.read_text("utf-8").splitlines() if line.startswith("{")]
+    assert [line["end_reason"] for line in lines if line["status"] == 200][-1] == "client_gone"

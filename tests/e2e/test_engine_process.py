@@ -48,7 +48,7 @@ def test_kill_9_of_the_engine(tmp_path: Path) -> None:
 
 def test_ctrl_c_reaches_the_engine_through_the_server_alone(tmp_path: Path) -> None:
     """A signal to all of them, as a terminal or a service manager sends it, ends the stream in order."""
-    with serving(tmp_path, str(long_model(tmp_path)), *FLAGS, "--shutdown-timeout-s", "100") as server:
+    with serving(tmp_path, str(long_model(tmp_path)), *FLAGS, "--shutdown-timeout", "100") as server:
         processes = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children()]
         raw = b""
         with server.http.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 500}) as answer:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from golden import FOLDER
 from serving import Server, serving
 
+ROOT = Path(__file__).parents[2]
 N_CELLS = 96
 N_PROMPT, N_OUTPUT = 20, 60
 
@@ -49,6 +54,15 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         ("vllm:request_decode_time_seconds_count", {}, 4),
         ("vllm:request_inference_time_seconds_count", {}, 4),
         ("vllm:request_time_per_output_token_seconds_count", {}, 3),
+        ("vllm:request_prompt_tokens_sum", {}, 4 * N_PROMPT),
+        ("vllm:request_generation_tokens_sum", {}, 5 + 2 * N_OUTPUT),
+        ("vllm:request_max_num_generation_tokens_sum", {}, 5 + 2 * N_OUTPUT),
+        ("vllm:request_prefill_kv_computed_tokens_sum", {}, 4 * N_PROMPT - (N_PROMPT - 1)),
+        ("vllm:request_params_n_sum", {}, 4),
+        ("vllm:request_params_max_tokens_sum", {}, 5 + 2 * N_OUTPUT),
+        ("vllm:cache_config_info", {"num_gpu_blocks": str(N_CELLS)}, 1),
+        ("http_requests_total", {"handler": "/v1/completions", "method": "POST", "status": "2xx"}, 3),
+        ("http_request_duration_seconds_count", {"handler": "/v1/completions", "method": "POST"}, 3),
         ("llaisys:kv_cells", {}, N_CELLS),
         ("llaisys:kv_cells", {"state": "used"}, 0),
     ],
@@ -78,3 +92,24 @@ def test_figures_that_the_steps_decide(loaded: Server) -> None:
 def test_the_labels_are_the_models_name_and_the_engine(loaded: Server) -> None:
     for name in ("vllm:num_preemptions_total", "llaisys:kv_cells", "vllm:iteration_tokens_total_sum"):
         assert loaded.samples(name) == loaded.samples(name, model_name=loaded.model, engine="0")
+
+
+def test_every_metric_of_the_board_is_served(loaded: Server) -> None:
+    """configs/grafana.json asks for names and labels that are there; and for nearly all that is there."""
+    board = json.loads((ROOT / "configs" / "grafana.json").read_text("utf-8"))
+    asked = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
+    asked.append(board["templating"]["list"][1]["query"]["query"])
+    text = loaded.http.get("/metrics").text
+    samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+    labels = {sample.name: sample.labels.keys() for sample in samples}
+    drawn = set()
+    for expression in asked:
+        names = re.findall(r"\b(?:vllm:|llaisys:|http_|process_)\w+", expression)
+        assert names, expression
+        assert set(names) <= labels.keys(), expression
+        for grouped in re.findall(r"by \(([^)]*)\)", expression):
+            assert all(set(grouped.split(", ")) <= labels[name] for name in names), expression
+        drawn |= {re.sub(r"_(bucket|sum|count|total)$", "", name) for name in names}
+    served = {family.name for family in text_string_to_metric_families(text)}
+    ours = {name for name in served if name.startswith(("vllm:", "llaisys:"))}
+    assert ours - drawn <= {"vllm:num_requests_waiting", "vllm:iteration_tokens_total"}

@@ -73,7 +73,7 @@ class Reader(Thread):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_every_answer_properly(tmp_path: Path, number: int) -> None:
     """Running, waiting, streamed or not: a stream gets an error frame and `[DONE]`, the others a 503."""
-    with serving(tmp_path, str(long_model(tmp_path)), *FLAGS) as server:
+    with serving(tmp_path, str(long_model(tmp_path)), *FLAGS, "--shutdown-timeout", "0") as server:
         readers = [Reader(server, {**LONG, "stream": stream}) for stream in (True, False, True, False)]
         for n_open, reader in enumerate(readers, start=1):
             reader.start()
@@ -93,7 +93,7 @@ def test_a_signal_ends_every_answer_properly(tmp_path: Path, number: int) -> Non
 
 
 def test_a_drain_lets_answers_end(tmp_path: Path) -> None:
-    with serving(tmp_path, str(long_model(tmp_path)), *FLAGS, "--shutdown-timeout-s", "100") as server:
+    with serving(tmp_path, str(long_model(tmp_path)), *FLAGS, "--shutdown-timeout", "100") as server:
         reader = Reader(server, {**LONG, "max_tokens": 500, "stream": True})
         reader.start()
         server.until("vllm:num_requests_running", 1)
@@ -106,7 +106,7 @@ def test_a_drain_lets_answers_end(tmp_path: Path) -> None:
 
 
 def test_a_second_signal_cuts_the_drain(tmp_path: Path) -> None:
-    with serving(tmp_path, str(long_model(tmp_path)), *FLAGS, "--shutdown-timeout-s", "100") as server:
+    with serving(tmp_path, str(long_model(tmp_path)), *FLAGS, "--shutdown-timeout", "100") as server:
         reader = Reader(server, {**LONG, "stream": True})
         reader.start()
         server.until("vllm:num_requests_running", 1)

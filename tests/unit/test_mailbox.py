@@ -8,16 +8,20 @@ import pytest
 
 from llaisys.errors import RequestFailedError
 from llaisys.mailbox import MAILBOX_BYTES_MAX, Mailbox
+from llaisys.server.errors import to_json
+from llaisys.server.logprobs import chat_logprobs
 from llaisys.types import CompletionOutput, Logprob, RequestOutput
 
 
 def delta(
-    text: str, ids: list[int] | None = None, *, finished: bool = False, n_logprobs: int = 0
+    text: str,
+    ids: list[int] | None = None,
+    *,
+    finished: bool = False,
+    logprobs: list[dict[int, Logprob]] | None = None,
 ) -> RequestOutput:
-    logprobs = [{i: Logprob(-1.0) for i in range(n_logprobs)}] if n_logprobs else None
-    answer = CompletionOutput(
-        0, text, ids or [], logprobs=logprobs, finish_reason="stop" if finished else None
-    )
+    reason = "stop" if finished else None
+    answer = CompletionOutput(0, text, ids or [], logprobs=list(logprobs or ()) or None, finish_reason=reason)
     return RequestOutput("r", None, [1], [answer], finished=finished)
 
 
@@ -47,18 +51,39 @@ async def test_the_bound_is_kept_and_a_lone_delta_always_fits() -> None:
     assert mailbox.put(delta("x" * (MAILBOX_BYTES_MAX + 1)))
     assert not mailbox.put(delta("y"))
     await mailbox.take()
-    assert mailbox.put(delta("x" * MAILBOX_BYTES_MAX))
+    assert mailbox.put(delta("y" * 100))
+    await mailbox.take()
+    assert mailbox.put(delta("x" * (MAILBOX_BYTES_MAX - 100)))
     assert not mailbox.put(delta("", [7]))
     assert mailbox.put(delta(""))
     assert (await mailbox.take()).outputs[0].token_ids == []
 
 
-async def test_logprobs_weigh() -> None:
+@pytest.mark.parametrize("text", ["a", "天", "🌞", "\x01", "\n"])
+@pytest.mark.parametrize("n_top", [None, 0, 20])
+async def test_the_bound_is_of_the_bytes_that_a_client_gets(text: str, n_top: int | None) -> None:
+    mailbox, wire = Mailbox(), 0
+    logprobs = None
+    if n_top is not None:
+        logprobs = [{i: Logprob(-1.2345678901234567e-05, 1, text) for i in range(max(n_top, 1))}]
+    while mailbox.put(delta(text, [1], logprobs=logprobs)):
+        wire += len(to_json(text)) - 2
+        if logprobs is not None:
+            wire += len(to_json(chat_logprobs([0], logprobs, n_top or 0)["content"])) - 1
+    assert wire <= MAILBOX_BYTES_MAX
+    assert wire >= MAILBOX_BYTES_MAX / 16, "it would end readers that are not slow"
+
+
+async def test_what_is_on_its_way_counts_until_the_reader_comes_back() -> None:
     mailbox = Mailbox()
-    n_put = 0
-    while mailbox.put(delta("a", [1], n_logprobs=20)):
-        n_put += 1
-    assert 150 < n_put < 250
+    half = "x" * (MAILBOX_BYTES_MAX // 2)
+    for _ in range(3):
+        assert mailbox.put(delta(half))
+        await mailbox.take()
+        assert mailbox.put(delta(half[1:]))
+        assert not mailbox.put(delta("xx"))
+        assert mailbox.put(delta("x"))
+        assert (await mailbox.take()).outputs[0].text == half
 
 
 async def test_an_error_comes_after_what_is_held() -> None:

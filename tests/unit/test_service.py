@@ -402,6 +402,19 @@ async def test_an_idle_model_is_unloaded_and_loaded_again(gate: Gate) -> None:
         assert service.stats().finished == {"length": 4}
 
 
+@pytest.mark.timeout(30)
+async def test_a_request_in_the_moment_when_the_model_is_gone() -> None:
+    """One in each turn of the loop while it unloads: one comes between its end and what follows it."""
+    async with started(idle_unload_s=0.01) as service:
+        while service.is_loaded():  # noqa: ASYNC110 -- the event is what is tested
+            await asyncio.sleep(0)
+        loads = []
+        while not service.is_loaded():
+            loads.append(asyncio.create_task(service.load()))
+            await asyncio.sleep(0)
+        await asyncio.gather(*loads)
+
+
 async def test_a_dead_engine_is_not_unloaded() -> None:
     async with started(idle_unload_s=0.01) as service:
         with pytest.raises(EngineDeadError):

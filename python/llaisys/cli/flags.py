@@ -15,7 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from llaisys.config import Config, load_config
+from llaisys.config import Config, Source, explain_config, load_config
 from llaisys.errors import RejectedError
 
 SUFFIXES = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
@@ -43,8 +43,18 @@ SERVER_ONLY = frozenset(
         "reasoning_parser",
         "shutdown_timeout_s",
         "log_level",
+        "uds",
+        "ssl_certfile",
+        "ssl_keyfile",
+        "ssl_ca_certs",
+        "ssl_cert_reqs",
+        "timeout_keep_alive_s",
+        "otlp_traces_endpoint",
     }
 )
+
+# Flags that peers spell otherwise: vLLM's, and uvicorn's.
+ALIASES = {"shutdown_timeout_s": ("--shutdown-timeout",), "timeout_keep_alive_s": ("--timeout-keep-alive",)}
 
 
 def add_config_flags(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
@@ -60,8 +70,9 @@ def add_config_flags(parser: argparse.ArgumentParser, *, without: Collection[str
     )
     for name, field in Config.model_fields.items():
         if name not in without:
+            flags = (flag_of(name), *ALIASES.get(name, ()))
             group.add_argument(
-                flag_of(name), dest=name, default=argparse.SUPPRESS, help=_help(field), **_form(field)
+                *flags, dest=name, default=argparse.SUPPRESS, help=_help(field), **_form(field)
             )
 
 
@@ -77,6 +88,11 @@ def overrides_of(arguments: argparse.Namespace) -> dict[str, Any]:
 def config_of(arguments: argparse.Namespace) -> Config:
     """The configuration: flags, then environment, then `--config`, then defaults. Raises RejectedError."""
     return load_config(overrides_of(arguments), arguments.config)
+
+
+def explained_config_of(arguments: argparse.Namespace) -> tuple[Config, dict[str, Source]]:
+    """As `config_of`, with where each value comes from."""
+    return explain_config(overrides_of(arguments), arguments.config)
 
 
 def flag_of(name: str) -> str:

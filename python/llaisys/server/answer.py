@@ -13,11 +13,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from llaisys.errors import LlaisysError
+from llaisys.server.book import Entry
 from llaisys.server.errors import ApiError, ended, send_error, to_json
 from llaisys.server.fan_in import Deltas, fan_in
 from llaisys.server.sse import SseWriter
 from llaisys.server.state import state_of
-from llaisys.server.trace import note, notes_of, request_id_of
+from llaisys.server.trace import note, note_first_token, notes_of, request_id_of
 from llaisys.server.usage import Usage
 from llaisys.types import FinishReason, RequestOutput
 
@@ -42,8 +43,8 @@ class Shape(Protocol):
     def closing(self) -> list[Json]:
         """Chunks after the last token of all choices."""
 
-    def whole(self, chunks: Iterable[Json]) -> Json:
-        """The body of a non-stream answer: the stream's chunks, collected."""
+    def whole(self, chunks: Iterable[Json]) -> Json | bytes:
+        """The body of a non-stream answer: the stream's chunks, collected; bytes are JSON already."""
 
 
 class Answer(Response):
@@ -61,6 +62,9 @@ class Answer(Response):
         self._streams = streams
         self._shape = shape
         self._extra_headers = dict(headers)
+        self._entry: Entry | None = None
+        self._is_cancelled = False
+        self._finish_reasons: set[str] = set()
         self.is_stream = False
 
     def as_stream(self) -> Answer:
@@ -68,22 +72,47 @@ class Answer(Response):
         self.is_stream = True
         return self
 
+    def listed(self, entry: Entry) -> Answer:
+        """The same answer, in the book of requests while it is given: others can cancel it there."""
+        self._entry = entry
+        return self
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 -- ASGI's signature
         """ASGI. `receive` has only the client's going away left to say."""
+        if self._entry is None:
+            await self._give(receive, send)
+            return
+        with state_of(self._request).requests.open(self._entry, self._cancel):
+            await self._give(receive, send)
+
+    def _cancel(self) -> None:
+        """The engine ends each request within a step, and the end comes as an output like any other."""
+        assert self._entry is not None
+        self._is_cancelled = True
+        for request_id in self._entry.request_ids:
+            self._entry.engine.abort(request_id)
+
+    async def _give(self, receive: Receive, send: Send) -> None:
         work = asyncio.ensure_future(self._stream(send) if self.is_stream else self._collect(send))
         gone = asyncio.ensure_future(_client_gone(receive))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             # After the last byte `receive` says "disconnect" too, before `work` has had its last turn: an
-            # answer with an outcome is not one whose client left.
-            if not work.done() and "outcome" not in notes_of(self._request):
-                note(self._request, outcome="client_gone")
+            # answer with an end is not one whose client left.
+            if not work.done() and "end_reason" not in notes_of(self._request):
+                note(self._request, end_reason="client_gone")
         finally:
             for task in (work, gone):
                 task.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
             usage = self._shape.usage
-            note(self._request, prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens)
+            note(
+                self._request,
+                stream=self.is_stream,
+                prompt_tokens=usage.prompt_tokens,
+                completion_tokens=usage.completion_tokens,
+                cached_tokens=usage.cached_tokens,
+            )
         if not work.cancelled():
             work.result()
 
@@ -96,7 +125,7 @@ class Answer(Response):
             async with aclosing(fan_in(self._streams)) as deltas:
                 async for index, delta in deltas:
                     await writer.frames(self._take(index, delta))
-            note(self._request, outcome="done")
+            self._note_end()
             await writer.finish(self._shape.closing())
         except Exception as e:  # noqa: BLE001 -- every end of a stream has a terminator
             await writer.fail(self._wire_error(e))
@@ -113,8 +142,9 @@ class Answer(Response):
         except Exception as e:  # noqa: BLE001 -- every answer has a status
             await send_error(send, self._wire_error(e))
             return
-        note(self._request, outcome="done")
-        body = to_json(self._shape.whole(chunks))
+        self._note_end()
+        whole = self._shape.whole(chunks)
+        body = whole if isinstance(whole, bytes) else to_json(whole)
         headers = {
             "content-type": "application/json",
             "content-length": str(len(body)),
@@ -125,11 +155,21 @@ class Answer(Response):
         await send({"type": "http.response.body", "body": body})
 
     def _take(self, index: int, delta: RequestOutput) -> list[Json]:
+        if self._is_cancelled:
+            raise ended(FinishReason.ABORT.value)
         for answer in delta.outputs:
             if answer.finish_reason not in WIRE_REASONS:
                 raise ended(str(answer.finish_reason))
+        if any(answer.token_ids for answer in delta.outputs):
+            note_first_token(self._request, delta.queued_s)
         self._shape.usage.add(index, delta)
-        return self._shape.chunks(index, delta)
+        chunks = self._shape.chunks(index, delta)
+        self._finish_reasons.update(reason for c in chunks if (reason := c["choices"][0]["finish_reason"]))
+        return chunks
+
+    def _note_end(self) -> None:
+        """A good end; of several choices every reason that there was."""
+        note(self._request, end_reason=",".join(sorted(self._finish_reasons)))
 
     def _wire_error(self, error: Exception) -> ApiError:
         """The error as the client hears it; noted, counted, and logged if it is a bug."""
@@ -137,7 +177,7 @@ class Answer(Response):
         answer = state.wire_error(error, request_id_of(self._request))
         if not isinstance(error, (LlaisysError, ApiError)):
             log.exception("request %s failed", request_id_of(self._request), exc_info=error)
-        note(self._request, outcome=answer.code)
+        note(self._request, end_reason=answer.code)
         state.metrics.refused(answer.code)
         return answer
 

@@ -14,7 +14,19 @@ from starlette.types import ASGIApp
 
 from llaisys.config import package_version
 from llaisys.errors import LlaisysError
-from llaisys.server import chat, chats, completions, health, metrics, models, page
+from llaisys.server import (
+    chat,
+    chats,
+    completions,
+    embeddings,
+    health,
+    metrics,
+    models,
+    page,
+    requests,
+    sessions,
+    tokens,
+)
 from llaisys.server.auth import KeyGate
 from llaisys.server.errors import ApiError, to_json
 from llaisys.server.gate import PROBES, HostGate, HostRule
@@ -54,7 +66,12 @@ def create_app(state: ServerState, port: int) -> ASGIApp:
             expose_headers=EXPOSED_HEADERS,
         )
     app = HostGate(app, HostRule.of(state.config, port), state.config.allowed_origins)
-    return RequestTrace(app, state.metrics)
+    return RequestTrace(app, state.metrics, state.spans)
+
+
+def create_handlers(state: ServerState) -> ASGIApp:
+    """The routes for a caller in this process: nobody is kept out."""
+    return RequestTrace(_routes(state), state.metrics)
 
 
 def _routes(state: ServerState) -> FastAPI:
@@ -69,7 +86,8 @@ def _routes(state: ServerState) -> FastAPI:
     app.state.server = state
     app.state.chats = state.chats
     app.state.page = page.load_page()
-    for module in (chat, chats, completions, models, health, metrics, page):
+    api = (chat, chats, completions, embeddings, models, tokens, sessions, requests)
+    for module in (*api, health, metrics, page):
         app.include_router(module.router)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -82,7 +100,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
     """Any error of ours as OpenAI's object; noted and counted."""
     state = state_of(request)
     answer = state.wire_error(error, request_id_of(request))
-    note(request, outcome=answer.code)
+    note(request, end_reason=answer.code)
     state.metrics.refused(answer.code)
     return Response(
         to_json(answer.body()),
@@ -121,6 +139,7 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
 UNIONS = {
     "stop": "must be a string or a list of strings",
     "prompt": "must be a string, a list of strings, a list of token ids or a list of such lists",
+    "input": "must be a string, a list of strings, a list of token ids or a list of such lists",
 }
 
 

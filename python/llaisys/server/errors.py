@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.types import Send
 
@@ -45,6 +47,26 @@ class ApiError(HTTPException):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
+class ErrorDetail(BaseModel):
+    """What is wrong, for people (`message`) and for programs (`code`). `param`: the field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorAnswer(BaseModel):
+    """OpenAI's error object."""
+
+    error: ErrorDetail
+
+
+def error_answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """What a route's schema says of its errors."""
+    return {status: {"model": ErrorAnswer, "description": HTTPStatus(status).phrase} for status in statuses}
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """How one exception class is answered. `message` None: the exception's own words, else these."""
@@ -61,12 +83,16 @@ TABLE: Mapping[type[errors.LlaisysError], Row] = {
     errors.LlaisysError: Row(500, SERVER_ERROR, "internal_error", "internal error", retry=False),
     errors.RejectedError: Row(400, INVALID_REQUEST, "invalid_value"),
     errors.ContextLengthError: Row(400, INVALID_REQUEST, "context_length_exceeded"),
+    errors.NotFoundError: Row(404, INVALID_REQUEST, "not_found"),
     errors.UnsupportedError: Row(400, INVALID_REQUEST, "unsupported_value"),
     errors.ExhaustedError: Row(429, "rate_limit_error", "server_overloaded"),
     errors.QueueFullError: Row(429, "rate_limit_error", "server_overloaded"),
     errors.RequestTimeoutError: Row(408, "timeout_error", "request_timeout", retry=False),
     errors.RequestFailedError: Row(
         500, SERVER_ERROR, "request_failed", "this request failed in the engine", retry=False
+    ),
+    errors.SlowReaderError: Row(
+        500, SERVER_ERROR, "slow_reader", "the stream was not read fast enough", retry=False
     ),
     errors.CoreFaultError: Row(
         500, SERVER_ERROR, "request_failed", "this request failed in the engine", retry=False

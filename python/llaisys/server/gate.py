@@ -37,7 +37,8 @@ def is_loopback(host: str) -> bool:
 
 def check_exposure(config: Config) -> None:
     """Refuses settings that would open the server further than the operator can have meant."""
-    if not is_loopback(config.host) and not (config.api_key or config.api_key_file):
+    has_keys = bool(config.api_key or config.api_key_file)
+    if config.uds is None and not is_loopback(config.host) and not has_keys:
         raise RejectedError(
             f"host {config.host} can be reached from other machines, so an API key is needed: "
             "set LLAISYS_API_KEY, --api-key-file or --api-key, or keep --host 127.0.0.1",

@@ -1,7 +1,8 @@
 """GET /metrics: vLLM's names, labels and buckets, so that its dashboards draw us; ours as `llaisys:...`.
 
 Nothing is counted twice: engine figures are read from AsyncLLM's snapshot when asked for; only what the
-engine never sees (refusals, HTTP answers) is counted here.
+engine never sees (refusals, HTTP answers) is counted here. Absent because there is nothing to count: vLLM's
+figures of LoRA, speculative decoding, sleep and corrupted logits.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
     Counter,
+    Histogram,
     ProcessCollector,
     generate_latest,
 )
@@ -26,8 +28,13 @@ from llaisys.types import FinishReason
 
 if TYPE_CHECKING:
     from llaisys.server.state import ServerState
+    from llaisys.service import AsyncLLM
 
 LABELS = ("model_name", "engine")
+# What a GPU server counts in blocks of several tokens is a cell of one here.
+CACHE_FACTS = ("block_size", "num_gpu_blocks", "enable_prefix_caching", "cache_dtype")
+# Those of the instrumentator that vLLM uses for HTTP.
+HTTP_BOUNDS_S = (0.1, 0.5, 1.0)
 
 _Family: TypeAlias = GaugeMetricFamily | CounterMetricFamily
 
@@ -98,19 +105,39 @@ HISTOGRAMS: tuple[tuple[str, str, Callable[[ServiceStats], HistogramData]], ...]
     ("vllm:request_prefill_time_seconds", "First admission to first token.", lambda s: s.prefill_time_s),
     ("vllm:request_decode_time_seconds", "First token to last token.", lambda s: s.decode_time_s),
     ("vllm:request_inference_time_seconds", "First admission to last token.", lambda s: s.inference_time_s),
+    ("vllm:request_prompt_tokens", "Prompt tokens of a request.", lambda s: s.request_prompt_tokens),
+    (
+        "vllm:request_generation_tokens",
+        "Tokens generated for a request.",
+        lambda s: s.request_generation_tokens,
+    ),
+    (
+        "vllm:request_max_num_generation_tokens",
+        "Tokens of a request's longest choice.",
+        lambda s: s.max_num_generation_tokens,
+    ),
+    (
+        "vllm:request_prefill_kv_computed_tokens",
+        "Prompt tokens of a request that were not cached.",
+        lambda s: s.prefill_kv_computed_tokens,
+    ),
+    ("vllm:request_params_n", "n of a request.", lambda s: s.params_n),
+    ("vllm:request_params_max_tokens", "max_tokens of a request.", lambda s: s.params_max_tokens),
     ("vllm:iteration_tokens_total", "Tokens of one step.", lambda s: s.engine.tokens_of_steps),
     ("llaisys:step_seconds", "Seconds of one step.", lambda s: s.engine.seconds_of_steps),
 )
 
 
 class EngineCollector:
-    """Turns a snapshot of each model into metric families. `snapshots`: (values of LABELS, snapshot)."""
+    """Turns the models' figures of now into metric families."""
 
-    def __init__(self, snapshots: Sequence[tuple[tuple[str, str], ServiceStats]]) -> None:
-        self._snapshots = snapshots
+    def __init__(self, services: Sequence[AsyncLLM]) -> None:
+        self._services = services
+        self._snapshots = [((each.model_names[0], "0"), each.stats()) for each in services]
 
     def collect(self) -> Iterator[Metric]:
         """prometheus_client's collector protocol."""
+        yield self._cache_config()
         for name, text, value in GAUGES:
             yield self._family(GaugeMetricFamily, name, text, value)
         for name, text, value in COUNTERS:
@@ -127,6 +154,17 @@ class EngineCollector:
                 data = data_of(stats)
                 histogram.add_metric(labels, buckets=list(cumulative(data)), sum_value=data.sum)
             yield histogram
+
+    def _cache_config(self) -> Metric:
+        """Facts as labels of a constant 1."""
+        family = GaugeMetricFamily(
+            "vllm:cache_config_info", "The KV cache of a model.", labels=(*LABELS, *CACHE_FACTS)
+        )
+        for service, (labels, stats) in zip(self._services, self._snapshots, strict=True):
+            config = service.config
+            facts = (1, stats.engine.kv_cells, config.enable_prefix_caching, config.kv_cache_dtype)
+            family.add_metric((*labels, *map(str, facts)), 1)
+        return family
 
     def _family(
         self,
@@ -156,7 +194,14 @@ class Metrics:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         self._answers = Counter(
-            "llaisys:http_responses", "HTTP answers.", ("path", "method", "status"), registry=self._registry
+            "http_requests", "HTTP answers.", ("handler", "method", "status"), registry=self._registry
+        )
+        self._answer_s = Histogram(
+            "http_request_duration_seconds",
+            "HTTP request to the end of its answer.",
+            ("handler", "method"),
+            buckets=HTTP_BOUNDS_S,
+            registry=self._registry,
         )
         self._refused = Counter(
             "llaisys:rejected",
@@ -165,9 +210,10 @@ class Metrics:
             registry=self._registry,
         )
 
-    def answered(self, path: str, method: str, status: int) -> None:
-        """Counts an HTTP answer. `path` is a route, never what a client wrote."""
-        self._answers.labels(path, method, str(status)).inc()
+    def answered(self, route: str, method: str, status: int, seconds: float) -> None:
+        """Counts an HTTP answer, by class of status (`2xx`). `route` is never what a client wrote."""
+        self._answers.labels(route, method, f"{status // 100}xx").inc()
+        self._answer_s.labels(route, method).observe(seconds)
 
     def refused(self, code: str) -> None:
         """Counts an error by its wire code."""
@@ -187,6 +233,5 @@ async def metrics(request: Request) -> Response:
     state: ServerState = request.app.state.server
     engines = None
     if state.models is not None:
-        services = state.models.services
-        engines = EngineCollector([((each.model_names[0], "0"), each.stats()) for each in services])
+        engines = EngineCollector(state.models.services)
     return Response(state.metrics.page(engines), media_type=CONTENT_TYPE_LATEST)

@@ -8,49 +8,73 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import uvicorn
 
 from llaisys.config import Config
-from llaisys.errors import RejectedError
 from llaisys.registry import ModelRegistry
 from llaisys.server.app import create_app
 from llaisys.server.chat_store import ChatStore
 from llaisys.server.connection import connection_class
 from llaisys.server.gate import check_exposure
 from llaisys.server.keys import Keyring
+from llaisys.server.listen import CONNECTIONS_MAX, address_of, allow_files, listening, tls_options
+from llaisys.server.spans import Spans
 from llaisys.server.state import ServerState
 
 EXIT_OK, EXIT_ENGINE_DEAD, EXIT_KILLED = 0, 70, 130
 CLOSE_CONNECTIONS_S = 1
 PULSES_A_WINDOW = 24  # of `watchdog_window_s`, a sixth of which without one is a verdict
 HEADER_BYTES_MAX = 32 * 1024
-CONNECTIONS_MAX = 1024
+
+log = logging.getLogger("llaisys.server")
 
 
 def serve(config: Config) -> int:
     """Serves until a signal. Returns the exit code: 0, or 70 if the engine died on the way.
 
-    Raises RejectedError for settings that cannot be served (an exposed host without a key, a taken port) and
-    what loading the model raises.
+    Raises RejectedError for settings that cannot be served (an exposed host without a key, a taken port, a
+    certificate that is none) and what loading the model raises.
     """
     check_exposure(config)
+    _start_log(config)
+    allow_files()
+    tls = tls_options(config)
+    keys = Keyring.of(config)
+    config = config.model_copy(update={"api_key": ()})  # from here on there are hashes only
+    with listening(config) as listener, _chats(config) as chats, _spans(config) as spans:
+        state = ServerState(config, keys=keys, chats=chats, spans=spans)
+        return asyncio.run(Lifecycle(config, listener, state, tls).run())
+
+
+def _start_log(config: Config) -> None:
+    """Everything to stderr; the line of each request bare, so that it is a JSON object."""
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    keys = Keyring.of(config)
-    config = config.model_copy(update={"api_key": ()})  # from here on there are hashes only
-    with contextlib.closing(bind(config)) as listener, _chats(config) as chats:
-        return asyncio.run(Lifecycle(config, listener, keys, chats).run())
+    requests = logging.getLogger("llaisys.request")
+    bare = logging.StreamHandler()
+    bare.setFormatter(logging.Formatter("%(message)s"))
+    requests.addHandler(bare)
+    requests.propagate = False
+
+
+@contextlib.contextmanager
+def _spans(config: Config) -> Iterator[Spans | None]:
+    """What sends traces, with what waits sent at the end; None without. Raises RejectedError, saying why."""
+    if config.otlp_traces_endpoint is None:
+        yield None
+        return
+    with contextlib.closing(Spans.to(config.otlp_traces_endpoint)) as spans:
+        yield spans
 
 
 @contextlib.contextmanager
@@ -63,48 +87,6 @@ def _chats(config: Config) -> Iterator[ChatStore | None]:
         yield chats
 
 
-def bind(config: Config) -> socket.socket:
-    """A listening socket, taken before the model is loaded, so that a taken port is known at once.
-
-    Raises RejectedError saying what to do.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            config.host.strip("[]"), config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        # asyncio sets TCP_NODELAY only where the protocol is named; without it the first token of a stream
-        # waits up to 40 ms for the client's delayed acknowledgement of the headers.
-        listener = socket.socket(family, kind, protocol)
-    except OSError as e:
-        raise RejectedError(_bind_text(config, e), param="host") from e
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(CONNECTIONS_MAX)
-    except OSError as e:
-        listener.close()
-        raise RejectedError(_bind_text(config, e), param="port") from e
-    return listener
-
-
-def _bind_text(config: Config, error: OSError) -> str:
-    match error.errno:
-        case errno.EADDRINUSE:
-            return (
-                f"port {config.port} of {config.host} is taken by another program; stop that one, or choose "
-                "another with --port (0 picks a free one)"
-            )
-        case errno.EACCES:
-            return f"port {config.port} needs more rights; choose one from 1024 with --port"
-    return f"cannot listen on {config.host} port {config.port}: {error.strerror}"
-
-
-def address_of(host: str, port: int) -> str:
-    """The address to open in a browser. A server on every address is opened by the loopback one."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host.strip("[]"), host.strip("[]"))
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 class Lifecycle:
     """Loading -> serving -> draining -> gone. Owns the signals, uvicorn and the server's state.
 
@@ -115,13 +97,16 @@ class Lifecycle:
         self,
         config: Config,
         listener: socket.socket,
-        keys: Keyring | None = None,
-        chats: ChatStore | None = None,
+        state: ServerState | None = None,
+        tls: Mapping[str, Any] | None = None,
     ) -> None:
+        """`tls`: uvicorn's options for it."""
         self._config = config
         self._listener = listener
-        self._port = int(listener.getsockname()[1])
-        self._state = ServerState(config, keys=keys or Keyring(), chats=chats)
+        # A Unix socket has no port; clients that name one mean the setting.
+        self._port = int(listener.getsockname()[1]) if config.uds is None else config.port
+        self._state = state or ServerState(config)
+        self._tls = tls or {}
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
 
@@ -172,7 +157,9 @@ class Lifecycle:
                 server_header=False,
                 limit_concurrency=CONNECTIONS_MAX,
                 timeout_graceful_shutdown=CLOSE_CONNECTIONS_S,
+                timeout_keep_alive=self._config.timeout_keep_alive_s,  # type: ignore[arg-type]  # only waited for
                 h11_max_incomplete_event_size=HEADER_BYTES_MAX,
+                **self._tls,
             )
         )
 
@@ -181,7 +168,7 @@ class Lifecycle:
         self._state.models = models
         print(
             f"LLAISYS serving {','.join(each.model_names[0] for each in models.services)} "
-            f"at {address_of(self._config.host, self._port)}",
+            f"at {address_of(self._config, self._port)}",
             flush=True,
         )
         pulse = asyncio.ensure_future(self._pulse(models))
@@ -189,6 +176,7 @@ class Lifecycle:
         pulse.cancel()
         exit_code = EXIT_OK if models.is_alive() else EXIT_ENGINE_DEAD
         self._state.draining = True
+        log.info("ending; open requests may go on for %g s", self._config.shutdown_timeout_s)
         closing = asyncio.ensure_future(models.close(self._config.shutdown_timeout_s))
         await _first_of(closing, self._hurry)
         if not closing.done():

@@ -17,6 +17,7 @@ from llaisys.server.errors import ApiError, send_error, to_json
 HEADERS_WAIT_S = 10.0
 PING_INTERVAL_S = 15.0
 SEND_STALL_S = 30.0
+SMALL_BYTES = 8 * 1024
 HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-store",
@@ -99,6 +100,9 @@ class SseWriter:
         stall = self._loop.call_later(SEND_STALL_S, self._on_stall)
         try:
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
+            if more and len(data) > SMALL_BYTES:
+                # A send waits for the one before it; this one, of nothing, until the client has taken `data`.
+                await self._send({"type": "http.response.body", "body": b"", "more_body": True})
         finally:
             stall.cancel()
         self._last_sent_s = self._loop.time()

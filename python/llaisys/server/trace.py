@@ -1,13 +1,16 @@
-"""One id and one log line for each HTTP request. Pure ASGI, the outermost layer.
+"""One id, one JSON log line and, where it is configured, one span for each HTTP request. Pure ASGI, the
+outermost layer.
 
-The line names method, path, status, time and what the handler noted; never a body, a key or a header.
+The line has method, path, status, times and what the handlers noted; never a body, a key or a header.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 import uuid
+from datetime import datetime, timezone
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -16,19 +19,25 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llaisys.server.errors import send_error, to_api_error
 from llaisys.server.metrics import Metrics
+from llaisys.server.spans import Spans
+from llaisys.types import SamplingParams
 
 REQUEST_ID_MAX = 64
+PATH_MAX = 200
+CLIENT_GONE = 499  # as nginx: the client left before a status was sent
 
 log = logging.getLogger("llaisys.server")
+lines = logging.getLogger("llaisys.request")  # `run.py` writes it bare, so that a line is a JSON object
 
 
 class RequestTrace:
     """Gives each request its id (the client's `x-request-id`, cleaned, or a new one), sends it back, and
     turns what nobody caught into a 500 that names it."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, spans: Spans | None = None) -> None:
         self._app = app
         self._metrics = metrics
+        self._spans = spans
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -37,8 +46,8 @@ class RequestTrace:
             return
         request_id = clean_request_id(Headers(scope=scope).get("x-request-id")) or uuid.uuid4().hex
         notes: dict[str, Any] = {}
-        scope.setdefault("state", {}).update(request_id=request_id, notes=notes)
         started_s, status, is_whole = time.monotonic(), 0, False
+        scope.setdefault("state", {}).update(request_id=request_id, notes=notes, started_s=started_s)
 
         async def marked(message: Message) -> None:
             nonlocal status, is_whole
@@ -52,29 +61,39 @@ class RequestTrace:
             await self._app(scope, receive, marked)
         except Exception as e:
             log.exception("request %s failed", request_id)
+            notes["end_reason"] = "internal_error"
             if not status:
                 await send_error(marked, to_api_error(e, request_id))
             elif not is_whole:
                 raise  # the server closes the connection, so that the client sees that the answer is cut
         finally:
-            _log_end(scope, status, time.monotonic() - started_s)
-            self._metrics.answered(*_route(scope), status)
+            seconds = time.monotonic() - started_s
+            facts = _facts(scope, status or CLIENT_GONE, seconds)
+            _write(facts)
+            if self._spans is not None and "model" in notes:
+                self._spans.record(Headers(scope=scope), facts)
+            self._metrics.answered(*_route(scope), facts["status"], seconds)
 
 
-def _log_end(scope: Scope, status: int, seconds: float) -> None:
-    level = logging.DEBUG if scope["method"] in ("GET", "HEAD") and status < 400 else logging.INFO
-    notes = " ".join(f"{name}={value}" for name, value in scope["state"]["notes"].items())
-    path = scope["path"][:200].encode("ascii", "backslashreplace").decode()
-    log.log(
-        level,
-        "%s %r status=%d seconds=%.3f request_id=%s %s",
-        scope["method"],
-        path,
-        status,
-        seconds,
-        scope["state"]["request_id"],
-        notes,
-    )
+def _facts(scope: Scope, status: int, seconds: float) -> dict[str, Any]:
+    """What is known of a request at its end. `key`: the name of its key, as KeyGate gives it."""
+    state = scope["state"]
+    return {
+        "request_id": state["request_id"],
+        "key": state.get("client_id", ""),
+        "method": scope["method"][:16],
+        "path": scope["path"][:PATH_MAX],
+        "status": status,
+        "seconds": round(seconds, 6),
+        **state["notes"],
+    }
+
+
+def _write(facts: dict[str, Any]) -> None:
+    """The line, at level DEBUG for what only reads and went well: probes come every few seconds."""
+    is_quiet = facts["method"] in ("GET", "HEAD") and facts["status"] < 400
+    stamp = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+    lines.log(logging.DEBUG if is_quiet else logging.INFO, "%s", json.dumps({"time": stamp, **facts}))
 
 
 def _route(scope: Scope) -> tuple[str, str]:
@@ -95,8 +114,27 @@ def request_id_of(request: Request) -> str:
 
 
 def note(request: Request, **values: Any) -> None:
-    """Adds to the request's one log line: counts and outcomes, never text."""
+    """Adds to the request's one log line: counts, times and reasons, never text."""
     request.state.notes.update(values)
+
+
+def note_asked(request: Request, model: str, params: SamplingParams) -> None:
+    """Notes what was asked of a model; such a request has a span."""
+    note(
+        request,
+        model=model,
+        n=params.n,
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+    )
+
+
+def note_first_token(request: Request, queued_s: float) -> None:
+    """Notes, once, that the first token is there, and how long the engine had let the request wait."""
+    if "first_token_s" not in notes_of(request):
+        first_token_s = round(time.monotonic() - request.state.started_s, 6)
+        note(request, queued_s=round(queued_s, 6), first_token_s=first_token_s)
 
 
 def notes_of(request: Request) -> dict[str, Any]:

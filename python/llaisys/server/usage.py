@@ -32,11 +32,16 @@ class Usage:
         """Tokens of all prompts."""
         return sum(self._prompt_tokens.values())
 
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompt tokens those that were not computed anew."""
+        return sum(self._cached_tokens.values())
+
     def body(self) -> dict[str, Any]:
         """OpenAI's object."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens.values())},
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }

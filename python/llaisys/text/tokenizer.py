@@ -109,6 +109,10 @@ class Tokenizer:
         except KeyError:
             return token.encode("utf-8")
 
+    def vocab_text(self, id: int) -> str:
+        """One token as the vocabulary writes it (`\u0120the`); empty if there is no such token."""
+        return self._tokens[id] if 0 <= id < len(self._tokens) else ""
+
     def token_text(self, id: int) -> str:
         """One token as text, for logprobs: part of a character shows as U+FFFD."""
         return self.id_to_bytes(id).decode("utf-8", "replace")

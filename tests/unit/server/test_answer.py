@@ -126,15 +126,15 @@ async def test_the_log_tells_who_left(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine.script = [Piece(["Hel"]), Piece(["never"], "stop", gate=asyncio.Event())]
-    with caplog.at_level("INFO", "llaisys.server"):
+    with caplog.at_level("INFO", "llaisys.request"):
         browser = visit("/v1/chat/completions", {**BODIES["/v1/chat/completions"], "stream": True})
         work = browser.open()
         await until(lambda: b"Hel" in browser.raw())
         browser.leave()
         await work
     (record,) = caplog.records
-    assert "outcome=client_gone" in record.getMessage()
-    assert "completion_tokens=1" in record.getMessage()
+    line = json.loads(record.getMessage())
+    assert (line["end_reason"], line["completion_tokens"], line["status"]) == ("client_gone", 1, 200)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -145,10 +145,10 @@ async def test_a_client_that_got_everything_did_not_leave(
     stream: bool,
 ) -> None:
     engine.script = [Piece(["Hello"], "stop")]
-    with caplog.at_level("INFO", "llaisys.server"):
+    with caplog.at_level("INFO", "llaisys.request"):
         await visit("/v1/chat/completions", {**BODIES["/v1/chat/completions"], "stream": stream}).open()
     (record,) = caplog.records
-    assert "outcome=done" in record.getMessage()
+    assert json.loads(record.getMessage())["end_reason"] == "stop"
 
 
 async def test_nothing_is_left_running(

@@ -51,6 +51,22 @@ async def samples(client: httpx.AsyncClient) -> dict[tuple[str, frozenset[tuple[
         ("vllm:request_prefill_time_seconds_sum", {}, 2.5),
         ("vllm:request_decode_time_seconds_sum", {}, 3.5),
         ("vllm:request_inference_time_seconds_sum", {}, 4.5),
+        ("vllm:request_prompt_tokens_sum", {}, 10.5),
+        ("vllm:request_generation_tokens_sum", {}, 11.5),
+        ("vllm:request_max_num_generation_tokens_sum", {}, 12.5),
+        ("vllm:request_prefill_kv_computed_tokens_sum", {}, 13.5),
+        ("vllm:request_params_n_sum", {}, 14.5),
+        ("vllm:request_params_max_tokens_sum", {}, 15.5),
+        (
+            "vllm:cache_config_info",
+            {
+                "block_size": "1",
+                "num_gpu_blocks": "100",
+                "enable_prefix_caching": "True",
+                "cache_dtype": "auto",
+            },
+            1,
+        ),
         ("vllm:iteration_tokens_total_sum", {}, 90),
         ("vllm:iteration_tokens_total_bucket", {"le": "8.0"}, 7),
         ("llaisys:step_seconds_count", {}, 4),
@@ -76,12 +92,12 @@ async def test_refusals_and_answers_are_counted_by_route(client: httpx.AsyncClie
     await client.request("BREW", "/v1/models")
     found = await samples(client)
     assert found["llaisys:rejected_total", frozenset({("reason", "invalid_value")})] == 1
-    answers = {
-        labels: value for (name, labels), value in found.items() if name == "llaisys:http_responses_total"
-    }
-    assert answers[frozenset({("path", "/v1/completions"), ("method", "POST"), ("status", "400")})] == 1
-    assert answers[frozenset({("path", "other"), ("method", "GET"), ("status", "404")})] == 2
+    answers = {labels: value for (name, labels), value in found.items() if name == "http_requests_total"}
+    assert answers[frozenset({("handler", "/v1/completions"), ("method", "POST"), ("status", "4xx")})] == 1
+    assert answers[frozenset({("handler", "other"), ("method", "GET"), ("status", "4xx")})] == 2
     assert not any("nothing" in str(labels) or "BREW" in str(labels) for labels in answers)
+    route = frozenset({("handler", "other"), ("method", "GET")})
+    assert found["http_request_duration_seconds_count", route] == 2
 
 
 def test_buckets_add_up() -> None:

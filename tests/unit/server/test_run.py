@@ -16,7 +16,8 @@ from llaisys.config import Config
 from llaisys.errors import RejectedError
 from llaisys.registry import ModelRegistry
 from llaisys.server import run
-from llaisys.server.run import Lifecycle, address_of, bind
+from llaisys.server.listen import address_of, bind
+from llaisys.server.run import Lifecycle
 
 
 class Loader:
@@ -57,7 +58,7 @@ async def listener() -> AsyncIterator[socket.socket]:
 
 
 def client_of(listener: socket.socket) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=address_of("127.0.0.1", listener.getsockname()[1]))
+    return httpx.AsyncClient(base_url=address_of(Config(), listener.getsockname()[1]))
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -82,7 +83,7 @@ async def test_probes_answer_while_the_model_loads(
         assert (await client.post("/v1/completions", json={"prompt": "Hi"})).status_code == 200
     os.kill(os.getpid(), signal.SIGTERM)
     assert await life == 0
-    assert loader.closed_with == [0.0]
+    assert loader.closed_with == [30.0]
 
 
 async def test_a_model_that_cannot_be_loaded(loader: Loader, listener: socket.socket) -> None:
@@ -151,46 +152,3 @@ async def test_a_third_signal_ends_at_once(
     await until(lambda: left == [130])
     stuck.set()
     assert await life == 0
-
-
-def test_a_taken_port_says_what_to_do() -> None:
-    with bind(Config(port=0)) as taken, pytest.raises(RejectedError, match=r"is taken.*--port"):
-        bind(Config(port=taken.getsockname()[1]))
-
-
-def test_an_address_that_is_not_ours() -> None:
-    with pytest.raises(RejectedError, match=r"cannot listen on 192\.0\.2\.1"):
-        bind(Config(host="192.0.2.1", port=0))
-    with pytest.raises(RejectedError, match="cannot listen on no-such-host"):
-        bind(Config(host="no-such-host.invalid", port=0))
-
-
-@pytest.mark.parametrize(
-    ("host", "address"),
-    [
-        ("127.0.0.1", "http://127.0.0.1:8000"),
-        ("0.0.0.0", "http://127.0.0.1:8000"),
-        ("::", "http://[::1]:8000"),
-        ("[::1]", "http://[::1]:8000"),
-        ("llm.example", "http://llm.example:8000"),
-    ],
-)
-def test_the_address_to_open(host: str, address: str) -> None:
-    assert address_of(host, 8000) == address
-
-
-async def test_small_frames_are_not_held_back() -> None:
-    """A connection of the server's listening socket has TCP_NODELAY: a stream is many small writes."""
-    seen: asyncio.Queue[int] = asyncio.Queue()
-
-    def on_connection(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = writer.get_extra_info("socket")
-        seen.put_nowait(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-        writer.close()
-
-    with bind(Config(port=0)) as listener:
-        server = await asyncio.start_server(on_connection, sock=listener)
-        _, writer = await asyncio.open_connection(*listener.getsockname())
-        assert await seen.get()
-        writer.close()
-        server.close()

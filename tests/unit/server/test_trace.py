@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
+from collections.abc import Callable
+from typing import Any
 
 import httpx
 import pytest
 
+from fakes.service import FakeService, Piece
+from llaisys.config import Config
+from llaisys.errors import EngineDeadError, RequestTimeoutError
+from llaisys.server.state import ServerState
 from llaisys.server.trace import clean_request_id
 
 
@@ -35,25 +43,87 @@ async def test_the_id_comes_back(client: httpx.AsyncClient) -> None:
     assert refused.headers["x-request-id"]
 
 
+def line_of(record: logging.LogRecord) -> dict[str, Any]:
+    """A record as JSON; it must be one line."""
+    text = record.getMessage()
+    assert "\n" not in text
+    made: dict[str, Any] = json.loads(text)
+    return made
+
+
 async def test_one_line_a_request_and_no_secrets(
+    make_client: Callable[..., httpx.AsyncClient], state: ServerState, caplog: pytest.LogCaptureFixture
+) -> None:
+    state.config = Config(api_key=("canary-4",))
+    body = {"prompt": "canary-2", "user": "canary-3", "max_tokens": 5, "stop": ["canary-5"]}
+    headers = {"authorization": "Bearer canary-4", "x-request-id": "mine-1", "cookie": "canary-6"}
+    async with make_client(state, **headers) as client:
+        with caplog.at_level(logging.DEBUG, "llaisys"):
+            await client.post("/v1/completions?api_key=canary-1", json=body)
+    (line,) = map(line_of, caplog.records)
+    assert "canary" not in caplog.text
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", line.pop("time"))
+    assert re.fullmatch(r"[0-9a-f]{16}", line.pop("key"))
+    assert 0 <= line.pop("queued_s") <= line.pop("first_token_s") <= line.pop("seconds")
+    assert line == {
+        "request_id": "mine-1",
+        "method": "POST",
+        "path": "/v1/completions",
+        "status": 200,
+        "model": "tiny",
+        "n": 1,
+        "max_tokens": 5,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "stream": False,
+        "prompt_tokens": 8,
+        "completion_tokens": 3,
+        "cached_tokens": 1,
+        "end_reason": "stop",
+    }
+
+
+async def test_what_a_client_writes_cannot_forge_a_line(
     client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.DEBUG, "llaisys.server"):
-        await client.post(
-            "/v1/completions?api_key=canary-1",
-            json={"prompt": "canary-2", "user": "canary-3"},
-            headers={"authorization": "Bearer canary-4", "x-request-id": "mine-1"},
-        )
-        await client.get("/a%0aforged%20line")
-    first, second = (record.getMessage() for record in caplog.records)
-    assert "canary" not in caplog.text
-    assert "POST '/v1/completions' status=200" in first
-    assert "request_id=mine-1" in first
-    assert "outcome=done prompt_tokens=8 completion_tokens=3" in first
-    assert "\n" not in second
+    with caplog.at_level(logging.DEBUG, "llaisys.request"):
+        await client.get('/a%0a{"status":200}' + "x" * 1000)
+    (line,) = map(line_of, caplog.records)
+    assert line["path"] == ('/a\n{"status":200}' + "x" * 1000)[:200]
+    assert line["status"] == 404
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ([Piece(["a"]), Piece(["b"], "length", index=1), Piece(["c"], "stop")], "length,stop"),
+        ([Piece(["a"]), RequestTimeoutError("old")], "request_timeout"),
+        ([EngineDeadError("gone")], "engine_dead"),
+    ],
+)
+async def test_the_line_says_how_it_ended(
+    client: httpx.AsyncClient,
+    engine: FakeService,
+    caplog: pytest.LogCaptureFixture,
+    script: list[Piece | Exception],
+    reason: str,
+) -> None:
+    engine.script = script
+    with caplog.at_level(logging.INFO, "llaisys.request"):
+        for stream in (True, False):
+            await client.post("/v1/completions", json={"prompt": "a", "n": 2, "stream": stream})
+    for stream, line in zip((True, False), map(line_of, caplog.records), strict=True):
+        assert (line["end_reason"], line["stream"]) == (reason, stream)
+
+
+async def test_a_refusal_is_told_too(client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "llaisys.request"):
+        await client.post("/v1/completions", json={"prompt": []})
+    (line,) = map(line_of, caplog.records)
+    assert (line["status"], line["end_reason"]) == (400, "invalid_value")
 
 
 async def test_reading_is_logged_quietly(client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, "llaisys.server"):
+    with caplog.at_level(logging.DEBUG, "llaisys.request"):
         await client.get("/health")
     assert [record.levelno for record in caplog.records] == [logging.DEBUG]

@@ -1,0 +1,106 @@
+"""OpenTelemetry: one span for each request to a model, sent to a collector over OTLP/HTTP. Only where
+`otlp_traces_endpoint` is set; names and attributes are vLLM's. No prompt, answer or key is in a span."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from llaisys.config import package_version
+from llaisys.errors import RejectedError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+EXPORT_TIMEOUT_S = 5
+FLUSH_S = 2.0  # at the end; a collector that does not answer does not keep the server from ending
+NS = 1_000_000_000
+
+# What is known of a request (`trace.py`) -> attribute.
+ATTRIBUTES = {
+    "request_id": "gen_ai.request.id",
+    "model": "gen_ai.response.model",
+    "n": "gen_ai.request.n",
+    "max_tokens": "gen_ai.request.max_tokens",
+    "temperature": "gen_ai.request.temperature",
+    "top_p": "gen_ai.request.top_p",
+    "prompt_tokens": "gen_ai.usage.prompt_tokens",
+    "completion_tokens": "gen_ai.usage.completion_tokens",
+    "queued_s": "gen_ai.latency.time_in_queue",
+    "first_token_s": "gen_ai.latency.time_to_first_token",
+    "seconds": "gen_ai.latency.e2e",
+    "end_reason": "gen_ai.response.finish_reasons",
+    "path": "url.path",
+    "status": "http.response.status_code",
+}
+
+
+class Spans:
+    """Owns the tracer and the thread that exports in batches; recording only appends to a bounded queue."""
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        # `create` lets OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES go before ours.
+        resource = Resource.create({"service.name": "llaisys", "service.version": package_version()})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("llaisys.server", package_version())
+
+    @staticmethod
+    def to(endpoint: str) -> Spans:
+        """Spans for a collector. `endpoint`: an http or https address; without a path `/v1/traces` is meant.
+
+        Raises RejectedError for another address, and for a missing package, naming what to install.
+        """
+        address = urlsplit(endpoint)
+        if address.scheme not in ("http", "https") or not address.hostname:
+            raise RejectedError(
+                f"otlp_traces_endpoint is {endpoint!r}; spans are sent over OTLP/HTTP only: give an address "
+                "as http://localhost:4318/v1/traces",
+                param="otlp_traces_endpoint",
+            )
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        except ImportError as e:
+            raise RejectedError(
+                f"otlp_traces_endpoint needs OpenTelemetry ({e.name} is missing): "
+                "pip install 'llaisys[otel]'",
+                param="otlp_traces_endpoint",
+            ) from e
+        if address.path in ("", "/"):
+            endpoint = address._replace(path="/v1/traces").geturl()
+        return Spans(OTLPSpanExporter(endpoint, timeout=EXPORT_TIMEOUT_S))
+
+    def record(self, headers: Mapping[str, str], facts: Mapping[str, Any]) -> None:
+        """The span of a request that ends now, below the caller's (`traceparent`) if it named one."""
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        end_ns = time.time_ns()
+        carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
+        span = self._tracer.start_span(
+            "llm_request",
+            TraceContextTextMapPropagator().extract(carrier),
+            SpanKind.SERVER,
+            {
+                ATTRIBUTES[name]: value
+                for name, value in facts.items()
+                if name in ATTRIBUTES and value is not None
+            },
+            start_time=end_ns - int(facts["seconds"] * NS),
+        )
+        if facts["status"] >= 500:
+            span.set_status(Status(StatusCode.ERROR, facts.get("end_reason")))
+        span.end(end_ns)
+
+    def close(self) -> None:
+        """Sends what waits, for FLUSH_S at most; then spans are lost."""
+        flush = threading.Thread(target=self._provider.shutdown, name="spans-flush", daemon=True)
+        flush.start()
+        flush.join(FLUSH_S)

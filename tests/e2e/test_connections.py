@@ -1,0 +1,149 @@
+"""Many connections, and connections of other kinds: idle ones are held, Unix sockets and TLS work; the bytes
+of a stream and the line of a request in the log."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import socket
+import ssl
+import stat
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+import trustme
+
+from serving import GOLDENS, Server, serving
+from wire import connect
+
+MODEL = str(GOLDENS / "qwen2-tied-bf16")
+FLAGS = ("--num-kv-cells", "2048", "--dtype", "float32")
+N_IDLE = 1_000
+GET = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
+BODY = {"prompt": [5, 6, 7], "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that starts with the usual limit of 1,024 open files."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    try:
+        started = serving(
+            tmp_path_factory.mktemp("idle"), MODEL, *FLAGS, "--timeout-keep-alive", "600", key="good"
+        )
+        made = started.__enter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    try:
+        yield made
+    finally:
+        started.__exit__(None, None, None)
+
+
+def exchange(connection: socket.socket) -> bytes:
+    """One more request on a connection that is kept."""
+    connection.sendall(GET)
+    raw = b""
+    while not raw.endswith(b"}"):
+        part = connection.recv(4096)
+        assert part, raw
+        raw += part
+    return raw.split(b"\r\n")[0]
+
+
+def test_a_thousand_idle_connections_are_held(server: Server) -> None:
+    """Each has had an answer, and later gets another; meanwhile somebody else is served."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2 * N_IDLE)), hard))
+    with ExitStack() as stack:
+        idle = [stack.enter_context(connect(server)) for _ in range(N_IDLE)]
+        assert {exchange(connection) for connection in idle} == {b"HTTP/1.1 200 OK"}
+        assert server.http.post("/v1/completions", json=BODY).status_code == 200
+        assert server.metric("process_open_fds") > N_IDLE
+        assert {exchange(connection) for connection in idle} == {b"HTTP/1.1 200 OK"}
+
+
+def test_the_last_byte_of_a_stream_is_its_terminator(server: Server) -> None:
+    """Every byte of a stream is the frames that belong there, and nothing else; once good, once with an error
+    in it."""
+    chat = {"messages": [{"role": "user", "content": "x"}], "temperature": 0, "max_tokens": 2, "stream": True}
+    chat["stream_options"] = {"include_usage": True}
+    with server.http.stream("POST", "/v1/chat/completions", json=chat) as answer:
+        raw = b"".join(answer.iter_raw())
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    frames = re.findall(rb"data: (\{.*?\}|\[DONE\])\n\n", raw)
+    assert b"".join(b"data: " + frame + b"\n\n" for frame in frames) == raw
+    *parts, done = frames
+    assert done == b"[DONE]"
+    assert b"[DONE]" not in b"".join(parts)
+    first, *middle, end, usage = map(json.loads, parts)
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert all(part["choices"][0]["delta"].keys() == {"content"} for part in middle)
+    assert (end["choices"][0]["delta"], end["choices"][0]["finish_reason"]) == ({}, "length")
+    assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 2)
+
+
+def test_the_log_line_of_a_request(server: Server) -> None:
+    """Alone on its line, JSON, with the name of the key; the key and the prompt are nowhere in the log."""
+    headers = {"x-request-id": "of-the-log"}
+    answer = server.http.post("/v1/completions", json={**BODY, "prompt": "canary"}, headers=headers)
+    assert answer.headers["x-request-id"] == "of-the-log"
+    text = server.log.read_text("utf-8")
+    (line,) = [
+        json.loads(line) for line in text.splitlines() if line.startswith("{") and "of-the-log" in line
+    ]
+    assert (line["status"], line["end_reason"], line["completion_tokens"]) == (200, "length", 3)
+    assert line["model"] == server.model
+    assert line["key"] not in ("", "good")
+    assert "canary" not in text
+    assert "Bearer" not in text
+
+
+def test_a_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "llaisys.sock"
+    with serving(tmp_path, MODEL, *FLAGS, "--uds", str(path), "--host", "0.0.0.0") as server:
+        assert server.url == f"unix:{path}"
+        assert not stat.S_IMODE(path.stat().st_mode) & 0o007
+        with httpx.Client(
+            transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost"
+        ) as client:
+            assert client.get("/ready").status_code == 200
+            assert client.post("/v1/completions", json=BODY).json()["usage"]["completion_tokens"] == 3
+            assert client.get("/v1/models", headers={"host": "evil.example"}).status_code == 400
+        assert server.stop() == 0
+    assert not path.exists()
+
+
+def test_tls_with_clients_certificates(tmp_path: Path) -> None:
+    """https with the server's certificate checked, and only for clients that have one of the authority's."""
+    authority = trustme.CA()
+    files = {name: tmp_path / f"{name}.pem" for name in ("cert", "key", "ca", "client")}
+    issued = authority.issue_cert("127.0.0.1")
+    issued.cert_chain_pems[0].write_to_path(files["cert"])
+    issued.private_key_pem.write_to_path(files["key"])
+    authority.cert_pem.write_to_path(files["ca"])
+    authority.issue_cert("client@example").private_key_and_cert_chain_pem.write_to_path(files["client"])
+    tls = ("--ssl-certfile", str(files["cert"]), "--ssl-keyfile", str(files["key"]))
+    with serving(
+        tmp_path, MODEL, *FLAGS, *tls, "--ssl-ca-certs", str(files["ca"]), "--ssl-cert-reqs", "2"
+    ) as server:
+        assert server.url.startswith("https://127.0.0.1:")
+        context = ssl.create_default_context(cafile=str(files["ca"]))
+        with (
+            httpx.Client(base_url=server.url, verify=context) as stranger,
+            pytest.raises(httpx.TransportError),
+        ):
+            stranger.get("/livez")
+        context.load_cert_chain(files["client"])
+        with (
+            httpx.Client(base_url=server.url, verify=context) as client,
+            client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer,
+        ):
+            assert b"".join(answer.iter_raw()).endswith(b"data: [DONE]\n\n")
+        assert server.stop() == 0

@@ -1,0 +1,115 @@
+"""Readers that stop reading: what the process holds for each is counted in bytes, and nobody else notices."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serving import Server, long_model, serving
+from sse import chunks, events
+from wire import ask, read_at_random
+
+COMPLETIONS = "/v1/completions"
+HELD_MAX = 256 * 1024
+N_SLOW, N_OTHERS, N_TOKENS = 8, 4, 200
+RECEIVE_BYTES = 4096
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("slow")
+    flags = ("--num-kv-cells", "131072", "--max-num-seqs", "16", "--dtype", "float32")
+    with serving(folder, str(long_model(folder)), *flags) as made:
+        yield made
+
+
+def slow_body(i: int) -> dict[str, Any]:
+    return {
+        "prompt": [5 + i, 6, 7],
+        "max_tokens": 100_000,
+        "ignore_eos": True,
+        "stream": True,
+        "logprobs": 20,
+        "request_id": f"slow{i}",
+    }
+
+
+def other_body(i: int) -> dict[str, Any]:
+    return {"prompt": [50 + i, 6, 7], "max_tokens": N_TOKENS, "ignore_eos": True, "seed": i, "logprobs": 0}
+
+
+def in_kernel(connection: socket.socket) -> int:
+    """Bytes of this answer that have left the server and that nobody has read: in its socket, or in ours."""
+    mine, theirs = (f":{name[1]:04X}" for name in (connection.getsockname(), connection.getpeername()))
+    n_bytes = 0
+    for line in Path("/proc/net/tcp").read_text("ascii").splitlines()[1:]:
+        _, local, remote, _, queues, *_ = line.split()
+        n_sent, n_received = (int(n, 16) for n in queues.split(":"))
+        if local.endswith(mine) and remote.endswith(theirs):
+            n_bytes += n_received
+        elif local.endswith(theirs) and remote.endswith(mine):
+            n_bytes += n_sent
+    return n_bytes
+
+
+def ended(server: Server) -> dict[str, dict[str, Any]]:
+    """The log lines of requests that have ended, by the id that the client chose."""
+    lines = [json.loads(line) for line in server.log.read_text("utf-8").splitlines() if line[:1] == "{"]
+    return {line["request_id"]: line for line in lines}
+
+
+def test_slow_readers_hold_little_and_disturb_nobody(server: Server) -> None:
+    """Eight never read. The engine ends them when their share is full; what then comes out of the process is
+    what it had held. Four others get every token meanwhile, the same as without them."""
+    alone = [server.http.post(COMPLETIONS, json=other_body(i)).json()["choices"] for i in range(N_OTHERS)]
+    with ExitStack() as stack, ThreadPoolExecutor(N_OTHERS) as pool:
+        slow = [
+            stack.enter_context(ask(server, COMPLETIONS, slow_body(i), receive_bytes=RECEIVE_BYTES))
+            for i in range(N_SLOW)
+        ]
+        server.until("vllm:num_requests_running", N_SLOW)
+        others = [
+            pool.submit(read_at_random, server, COMPLETIONS, {**other_body(i), "stream": True}, i)
+            for i in range(N_OTHERS)
+        ]
+        got = [chunks(other.result()) for other in others]
+        server.until("vllm:request_success_total", N_SLOW, finished_reason="error")
+        held = []
+        for connection in slow:
+            n_outside = in_kernel(connection)
+            assert n_outside > 0
+            raw = b""
+            while not raw.endswith(b"0\r\n\r\n"):
+                part = connection.recv(65536)
+                assert part, raw[-200:]
+                raw += part
+            held.append(len(raw) - n_outside)
+            check_end(raw)
+    print("held for each, in bytes:", held)
+    assert max(held) <= HELD_MAX
+    assert min(held) > HELD_MAX / 8, "they were ended long before they were slow"
+    for whole, frames in zip(alone, got, strict=True):
+        tokens = [token for frame in frames for token in frame["choices"][0]["logprobs"]["tokens"]]
+        assert tokens == whole[0]["logprobs"]["tokens"]
+        assert len(tokens) == N_TOKENS
+    assert server.metric("llaisys:kv_cells", state="used") == 0
+
+
+def check_end(raw: bytes) -> None:
+    """One end, an error of its own, after everything that was made."""
+    body = raw.partition(b"\r\n\r\n")[2]
+    payload = b""
+    while body:
+        size, _, rest = body.partition(b"\r\n")
+        payload, body = payload + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+    *frames, last, done = events(payload)
+    assert done == "[DONE]"
+    assert last["error"]["code"] == "slow_reader"
+    assert not any("error" in frame or frame["choices"][0]["finish_reason"] for frame in frames)
