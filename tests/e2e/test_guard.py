@@ -142,7 +142,7 @@ def test_rates(tmp_path: Path) -> None:
             assert caught.value.code == "rate_limit_exceeded"
             other = openai.OpenAI(base_url=f"{server.url}/v1", api_key="two", max_retries=0)
             other.completions.create(model="m", prompt="Hi", max_tokens=1)
-        server.until("llaisys:http_responses_total", 2, path="/v1/completions", status="200")
+        server.until("http_requests_total", 2, handler="/v1/completions", status="2xx")
         for _ in range(2):
             client.completions.create(model="m", prompt="Hi", max_tokens=1)
         with pytest.raises(openai.RateLimitError) as caught:

@@ -164,7 +164,12 @@ class Answer(Response):
             note_first_token(self._request, delta.queued_s)
         self._shape.usage.add(index, delta)
         chunks = self._shape.chunks(index, delta)
-        self._finish_reasons.update(reason for c in chunks if (reason := c["choices"][0]["finish_reason"]))
+        self._finish_reasons.update(
+            reason
+            for chunk in chunks
+            for choice in chunk.get("choices", ())  # embeddings have none
+            if (reason := choice["finish_reason"])
+        )
         return chunks
 
     def _note_end(self) -> None:
