@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from llaisys.errors import RejectedError, UnsupportedError
 from llaisys.server.answer import Answer, Json
+from llaisys.server.body import BodyRoute
 from llaisys.server.completions import Prompt, prompts_of
 from llaisys.server.errors import to_json
 from llaisys.server.head import Head
@@ -29,7 +30,7 @@ INPUTS_MAX = 2048
 # Inputs of one HTTP request that are in the engine at the same time: it must not fill the queue alone.
 INPUTS_AT_ONCE = 32
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/embeddings")

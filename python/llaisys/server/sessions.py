@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from starlette.requests import Request
 
 from llaisys.errors import NotFoundError
+from llaisys.server.body import BodyRoute
 from llaisys.server.checks import text_of
 from llaisys.server.errors import error_answers
 from llaisys.server.protocol import CACHE_SALT_CHARS_MAX
@@ -25,7 +26,11 @@ SessionName = Annotated[str, Path(pattern=NAME_PATTERN)]
 Model = Annotated[str | None, Query(description="a served model; by default the first")]
 Tokens = Annotated[int, Field(strict=True, ge=0, le=TOKENS_MAX)]
 
-router = APIRouter(prefix="/v1/sessions", responses=error_answers(400, 401, 404, 429, 500, 503))
+router = APIRouter(
+    prefix="/v1/sessions",
+    route_class=BodyRoute,
+    responses=error_answers(400, 401, 404, 429, 500, 503),
+)
 
 
 class Session(BaseModel):

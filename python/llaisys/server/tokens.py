@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from llaisys.errors import RejectedError
+from llaisys.server.body import BodyRoute
 from llaisys.server.chat import prompt_of
 from llaisys.server.checks import text_of
 from llaisys.server.protocol import TOKENS_NEUTRAL, ChatCompletionRequest, ignored_fields
@@ -17,7 +18,7 @@ from llaisys.server.state import state_of
 from llaisys.server.tools import shown_tools
 from llaisys.server.trace import ignored_headers
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 class TokenizeRequest(BaseModel):

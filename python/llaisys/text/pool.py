@@ -197,7 +197,7 @@ class _TextProcess:
         assert self._line is not None
         assert self._child is not None
         try:
-            if not self._line.poll(PATIENCE_S):
+            if not self._line.poll(PATIENCE_S) and not self._line.poll(1.0):  # both may have been stopped
                 self._child.kill()
             answer: tuple[Any, ...] = marshal.loads(self._line.recv_bytes())
         except (EOFError, OSError):
