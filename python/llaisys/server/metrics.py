@@ -23,6 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llaisys.server.errors import TABLE
 from llaisys.stats import HistogramData, ServiceStats
 from llaisys.types import FinishReason
 
@@ -209,6 +210,8 @@ class Metrics:
             ("reason",),
             registry=self._registry,
         )
+        for row in TABLE.values():  # so that a rate over them exists before the first
+            self._refused.labels(row.code)
 
     def answered(self, route: str, method: str, status: int, seconds: float) -> None:
         """Counts an HTTP answer, by class of status (`2xx`). `route` is never what a client wrote."""
