@@ -13,7 +13,7 @@ ARGS   ?=
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name 'Cargo.toml') Cargo.toml Cargo.lock
 PAGE_SOURCES := $(shell find webui -type f -not -path '*/node_modules/*' -not -path 'webui/tests/*')
 
-.PHONY: help setup build serve check test lint fmt bench bench-engine bench-load bench-serve bench-peers bench-ui screenshots soak mutants fuzz faults-core wheel lock clean model browser
+.PHONY: help setup build serve check test lint fmt bench bench-engine bench-load bench-serve bench-server bench-peers bench-ui screenshots soak soak-sim mutants fuzz faults-core wheel lock clean model browser
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -99,9 +99,15 @@ bench-load: model ## time and memory to load a model; results in benches/results
 	$(PY) benches/load.py $(ARGS)
 
 bench-serve: model ## load on a running server: first token, per token, throughput
-	$(PY) benches/serve.py $(ARGS)
+	$(PY) benches/server.py load $(ARGS)
 
-soak: build ## a million simulated requests over 400 seeds: memory stays flat, no invariant breaks
+bench-server: model ## overload, /health under big bodies, what a mask costs (6 minutes); goals are printed
+	$(PY) benches/server.py overload health mask $(ARGS)
+
+soak: model ## mixed traffic and faults over HTTP for MINUTES (default 30): memory, files and threads stay flat
+	$(PY) benches/soak.py --minutes $(or $(MINUTES),30) $(ARGS)
+
+soak-sim: build ## a million simulated requests over 400 seeds: memory stays flat, no invariant breaks
 	SIM_REQUESTS=1000000 $(VENV)/bin/pytest -q -s --timeout 7200 tests/sim/test_memory.py
 	SIM_SEEDS=400 $(VENV)/bin/pytest -q --timeout 7200 tests/sim/test_simulation.py -k twenty
 

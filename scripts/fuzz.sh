@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Fuzzes each parser for so many minutes with AFL++, on the stable toolchain: fuzz.sh [MINUTES [TARGET...]].
+# Fuzzes each parser for so many CPU-minutes with AFL++, on the stable toolchain: fuzz.sh [MINUTES [TARGET...]].
+# A run that was stopped goes on where it was; FRESH=1 begins anew.
 # Writes one line a target to benches/results/fuzz.txt; exit 1 if anything was found (it stays in target/fuzz).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -24,27 +25,45 @@ mkdir -p "$memory"
 trap 'rm -rf "$memory"' EXIT
 export AFL_NO_UI=1 AFL_SKIP_CPUFREQ=1 AFL_I_DONT_CARE_ABOUT_MISSING_CRASHES=1 AFL_NO_AFFINITY=1
 results=benches/results/fuzz.txt
-{
-  echo "# make fuzz MINUTES=$minutes: AFL++, one process a target; a run fails on a panic, a second, or an allocation"
-  echo "# of more than 4 times the input and 64 MiB. $(rustc --version), $(date -u +%F), $(uname -m), commit $(git rev-parse --short HEAD)"
-  printf '%-12s %12s %8s %8s %8s %8s\n' target executions corpus edges crashes hangs
-} >"$results"
 stat() { awk -F' *: *' -v key="$2" '$1 == key { print $2 }' "$home/out-$1/default/fuzzer_stats"; }
+cpu_s() { cat "$home/$1.cpu_s" 2>/dev/null || echo 0; } # what the target has had so far
 
-fuzz() { # target, seconds
-  rm -rf "$home/out-$1" "$home/in-$1" && mkdir -p "$home/in-$1"
-  "$binary" seeds "$1" "$home/in-$1"
-  timeout --kill-after=10 $(($2 + 60)) cargo afl fuzz -i "$home/in-$1" -o "$home/out-$1" -V "$2" -t 1000 -m none \
-    -- "$binary" "$1" >"$home/$1.log" 2>&1 || { tail -20 "$home/$1.log" >&2; exit 1; }
+# A hang is real if the input takes a second of its own again: AFL++ measures on a machine that others share.
+hangs() {
+  local n=0 file
+  for file in "$home/out-$1/default/hangs"/id*; do
+    [ ! -e "$file" ] || (ulimit -t 1 && "$binary" "$1" <"$file" >/dev/null 2>&1) || n=$((n + 1))
+  done
+  echo "$n"
 }
 
-fuzz canary 5
+slice() { # target, where its inputs are: a minute at most
+  python3 scripts/cpu_seconds.py "$home/$1.cpu_s" cargo afl fuzz -i "$2" -o "$home/out-$1" -V 60 -t 1000 -m none \
+    -- "$binary" "$1" >>"$home/$1.log" 2>&1 || { tail -20 "$home/$1.log" >&2; exit 1; }
+}
+
+fuzz() { # target, CPU-seconds
+  if [ -n "${FRESH:-}" ] || [ ! -e "$home/$1.cpu_s" ]; then
+    rm -rf "$home/out-$1" "$home/in-$1" "$home/$1.cpu_s" && mkdir -p "$home/in-$1"
+    "$binary" seeds "$1" "$home/in-$1"
+    slice "$1" "$home/in-$1"
+  fi
+  while [ "$(cpu_s "$1")" -lt "$2" ]; do slice "$1" -; done
+}
+
+FRESH=1 fuzz canary 1
 [ "$(stat canary saved_crashes)" != 0 ] || { echo "the canary lives: failures are not noticed" >&2; exit 1; }
+{
+  echo "# make fuzz MINUTES=$minutes (of CPU time a target): AFL++; a run fails on a panic, a second, or an allocation"
+  echo "# of more than 4 times the input and 64 MiB. $(rustc --version), $(date -u +%F), $(uname -m), commit $(git rev-parse --short HEAD)"
+  printf '%-12s %8s %12s %8s %8s %8s %8s\n' target cpu_s executions corpus edges crashes hangs
+} >"$results"
 found=0
 for target in "${targets[@]}"; do
   fuzz "$target" $((minutes * 60))
-  printf '%-12s %12s %8s %8s %8s %8s\n' "$target" "$(stat "$target" execs_done)" "$(stat "$target" corpus_count)" \
-    "$(stat "$target" edges_found)" "$(stat "$target" saved_crashes)" "$(stat "$target" saved_hangs)" | tee -a "$results"
-  [ "$(stat "$target" saved_crashes)" = 0 ] && [ "$(stat "$target" saved_hangs)" = 0 ] || found=1
+  crashes=$(stat "$target" saved_crashes) hung=$(hangs "$target")
+  printf '%-12s %8s %12s %8s %8s %8s %8s\n' "$target" "$(cpu_s "$target")" "$(stat "$target" execs_done)" \
+    "$(stat "$target" corpus_count)" "$(stat "$target" edges_found)" "$crashes" "$hung" | tee -a "$results"
+  [ "$crashes" = 0 ] && [ "$hung" = 0 ] || found=1
 done
 exit "$found"

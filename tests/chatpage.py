@@ -67,8 +67,16 @@ class Chat:
         if feed:
             chat.page.add_init_script(FEED)
         chat.page.goto(url)
-        expect(chat.page.get_by_label("Model", exact=True)).to_be_visible()
+        chat.mounted()
         return chat
+
+    def mounted(self) -> None:
+        expect(self.page.get_by_label("Model", exact=True)).to_be_visible()
+
+    def reload(self) -> None:
+        """The page anew, once it listens to keys."""
+        self.page.reload()
+        self.mounted()
 
     @property
     def message(self) -> Locator:

@@ -6,5 +6,6 @@ import psutil
 
 
 def engine_processes() -> list[psutil.Process]:
-    """Every child that is no `llaisys serve`."""
-    return [child for child in psutil.Process().children() if "serve" not in child.cmdline()]
+    """Every child that is no `llaisys serve` and no text process."""
+    children = [(child, " ".join(child.cmdline())) for child in psutil.Process().children()]
+    return [child for child, line in children if " serve " not in line and "text.child" not in line]

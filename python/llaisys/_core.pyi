@@ -160,14 +160,15 @@ class Watchdog:
     - V2 requests wait, none runs, and no sequence was lent for `admit_s`
     - V3 requests run, but no row was committed and no sequence returned for `commit_s` (or as V1)
     - V4 a waiting request is past its deadline by `deadline_s`
-    - V5 no `beat` for `loop_s`, after the first one
+    - V5 no `beat` for `loop_s`, after the first one; the only one without a `progress`, whose engine is in
+      another process
 
     It is readable as `verdict`, and once as a byte `1` to `5` from the pipe `fileno()`. If it is not
     acknowledged within `exit_after_s` seconds, the process ends with code 70."""
 
     def __new__(
         cls,
-        progress: Progress,
+        progress: Progress | None,
         *,
         period_s: float = 0.25,
         step_s: float = 30.0,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import yaml
 from pydantic import Field, ValidationError, field_validator
@@ -18,6 +18,8 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 from llaisys.errors import RejectedError
 
 DEFAULT_MODEL = "smollm2"
+# Where a value comes from, the weakest first.
+Source: TypeAlias = Literal["default", "file", "environment", "flag"]
 # What an entry of `models` cannot set, because all of them share it.
 _OF_THE_SERVER = frozenset(
     {
@@ -26,6 +28,12 @@ _OF_THE_SERVER = frozenset(
         "host",
         "port",
         "api_key",
+        "api_key_file",
+        "max_concurrent_requests_per_key",
+        "max_requests_per_minute_per_key",
+        "max_body_bytes",
+        "max_body_bytes_in_flight",
+        "upload_timeout_s",
         "allowed_origins",
         "allowed_hosts",
         "strict_fields",
@@ -40,6 +48,10 @@ _OF_THE_SERVER = frozenset(
         "otlp_traces_endpoint",
     }
 )
+
+
+# Settings that are shown to nobody.
+SECRETS = frozenset({"api_key"})
 
 
 class Config(BaseSettings):
@@ -93,6 +105,9 @@ class Config(BaseSettings):
     reasoning_parser: Literal["deepseek_r1", "qwen3"] | None = Field(
         None,
         description="how the model marks its reasoning: deepseek_r1 begins with it, qwen3 may with <think>",
+    )
+    pooling_type: Literal["auto", "mean", "last"] = Field(
+        "auto", description="which final hidden states an embedding is the mean of; auto is the model's own"
     )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="seed of requests that bring none")
 
@@ -187,7 +202,23 @@ class Config(BaseSettings):
     host: str = Field("127.0.0.1", description="address to bind")
     port: int = Field(8000, ge=0, le=65535, description="port to bind; 0 picks a free one")
     api_key: Annotated[tuple[str, ...], NoDecode] = Field(
-        (), description="accepted keys; none: no key is asked for"
+        (), repr=False, description="accepted keys; none, and no api_key_file: no key is asked for"
+    )
+    api_key_file: Path | None = Field(
+        None, description="a file of more accepted keys, hashed: a line NAME SHA256 for each"
+    )
+    max_concurrent_requests_per_key: int | None = Field(
+        None, ge=1, description="open requests of one key; one more gets 429 (default: no bound)"
+    )
+    max_requests_per_minute_per_key: int | None = Field(
+        None, ge=1, description="requests of one key in a minute; one more gets 429 (default: no bound)"
+    )
+    max_body_bytes: int = Field(4 << 20, ge=1, description="bytes of a request's body; more get 413")
+    max_body_bytes_in_flight: int = Field(
+        64 << 20, ge=1, description="bytes of the bodies of all open requests; more get 429"
+    )
+    upload_timeout_s: float = Field(
+        30.0, gt=0, description="seconds in which a request's head, and then its body, must arrive"
     )
     allowed_origins: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="origins for CORS; none: same origin only"
@@ -293,24 +324,37 @@ def load_config(overrides: dict[str, Any] | None = None, yaml_path: Path | None 
 
     Raises RejectedError naming the key and what is wrong with it.
     """
+    return explain_config(overrides, yaml_path)[0]
+
+
+def explain_config(
+    overrides: dict[str, Any] | None = None, yaml_path: Path | None = None
+) -> tuple[Config, dict[str, Source]]:
+    """The configuration as `load_config` builds it, and where each of its values comes from."""
     values = dict(overrides or {})
+    sources: dict[str, Source] = {}
     for key, value in _read_yaml(yaml_path).items():
-        if f"LLAISYS_{key.upper()}" not in os.environ:
-            values.setdefault(key, value)
+        if f"LLAISYS_{key.upper()}" not in os.environ and key not in values:
+            values[key] = value
+            sources[key] = "file"
     try:
         config = Config(**values)
     except ValidationError as e:
         text = _first_of(e)
         raise RejectedError(text, param=text.partition(":")[0]) from e
     config.each_model()
-    return config
+    for key in Config.model_fields:
+        unnamed: Source = "environment" if key in config.model_fields_set else "default"
+        sources.setdefault(key, "flag" if key in values else unnamed)
+    return config, sources
 
 
 def _first_of(error: ValidationError) -> str:
     """`key: what is wrong (got the value)` of its first complaint."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"]) or "configuration"
-    return f"{key}: {first['msg']} (got {first['input']!r})"
+    shown = "" if key.startswith("api_key") else f" (got {first['input']!r})"
+    return f"{key}: {first['msg']}{shown}"
 
 
 def _read_yaml(path: Path | None) -> dict[str, Any]:

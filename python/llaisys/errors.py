@@ -2,7 +2,8 @@
 
 LlaisysError
 ├── RejectedError       (ValueError)    the input is wrong: fix it                400
-│   └── ContextLengthError              prompt and answer do not fit              400
+│   ├── ContextLengthError              prompt and answer do not fit              400
+│   └── NotFoundError                   no session or file of this name           404
 ├── UnsupportedError    (ValueError)    this build, model or device cannot        400
 ├── ExhaustedError      (RuntimeError)  not now: retry                            429
 │   └── QueueFullError                  the waiting queue is full                 429 + Retry-After
@@ -32,6 +33,10 @@ class RejectedError(LlaisysError, ValueError):
 
 class ContextLengthError(RejectedError):
     """Prompt plus answer can never fit the context or the KV cache."""
+
+
+class NotFoundError(RejectedError):
+    """The client has nothing of this name."""
 
 
 class UnsupportedError(LlaisysError, ValueError):

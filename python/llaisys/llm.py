@@ -30,6 +30,7 @@ from llaisys.errors import EngineDeadError, LlaisysError, RejectedError
 from llaisys.model import Model, open_model
 from llaisys.output import OutputProcessor, append, empty
 from llaisys.prompt import bad_word_ids, truncated
+from llaisys.sessions import check_name
 from llaisys.types import ModelInfo, RequestId, RequestOutput, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class _Ask:
     ids: list[int]
     params: SamplingParams
     bad_word_ids: tuple[tuple[int, ...], ...]
+    session_id: str
 
 
 class LLM:
@@ -116,25 +118,29 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        session_id: str | Sequence[str] = "",
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Answers, in the order of the prompts.
 
         - `prompts`: one or several: text, `{"prompt": text}`, `{"prompt_token_ids": ids}` or ids themselves.
         - `sampling_params`: one for all, or one each; None: the model's defaults.
+        - `session_id`: the session (made if it is new) whose KV a request's becomes at its end, and is kept;
+          one for one prompt, or one each, "" for none. The prompt is the whole conversation all the same.
 
         Everything is checked before anything runs: RejectedError names the field, ContextLengthError both
         lengths. A request that fails or times out while it runs does not stop the others: its `finish_reason`
         is `error` or `timeout`, and the log says why. Raises EngineDeadError if the engine dies.
         """
         texts_and_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
-        return self._run(texts_and_ids, sampling_params, use_tqdm=use_tqdm)
+        return self._run(texts_and_ids, sampling_params, session_id, use_tqdm=use_tqdm)
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        session_id: str | Sequence[str] = "",
         use_tqdm: bool = False,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -155,7 +161,7 @@ class LLM:
         }
         self._check_open()
         rendered = [self._model.chat_prompt(conversation, options) for conversation in conversations]
-        return self._run([(text, ids) for text, ids in rendered], sampling_params, use_tqdm=use_tqdm)
+        return self._run([*rendered], sampling_params, session_id, use_tqdm=use_tqdm)
 
     def close(self) -> None:
         """Frees the model; idempotent."""
@@ -192,10 +198,12 @@ class LLM:
         self,
         prompts: Sequence[tuple[str | None, list[int]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        session_id: str | Sequence[str],
         *,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         params = self._params(sampling_params, len(prompts))
+        sessions = _sessions(session_id, len(prompts))
         asks = [
             _Ask(
                 f"{next(self._ordinals)}",
@@ -203,8 +211,9 @@ class LLM:
                 truncated(ids, each, self.max_model_len),
                 each,
                 bad_word_ids(self._model.tokenizer, each.bad_words),
+                session,
             )
-            for (text, ids), each in zip(prompts, params, strict=True)
+            for (text, ids), each, session in zip(prompts, params, sessions, strict=True)
         ]
         for ask in asks:
             self._client.check(ask.ids, ask.params)
@@ -304,6 +313,7 @@ class _Run:
                     arrival_s=now_s,
                     deadline_s=now_s + self._timeout_s,
                     bad_word_ids=ask.bad_word_ids,
+                    session_id=ask.session_id,
                 )
             )
         except LlaisysError:
@@ -337,6 +347,21 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:
     if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], Integral)):
         return [prompts]
     return prompts
+
+
+def _sessions(given: str | Sequence[str], n_prompts: int) -> Sequence[str]:
+    """One for each prompt. Raises RejectedError for a name that is none, or that several prompts have."""
+    sessions = [""] * n_prompts if given == "" else [given] if isinstance(given, str) else given
+    if len(sessions) != n_prompts:
+        raise RejectedError(
+            f"{n_prompts} prompts, {len(sessions)} session_id: give one each", param="session_id"
+        )
+    named = [name for name in sessions if name]
+    for name in named:
+        check_name(name)
+    if len(named) > len(set(named)):
+        raise RejectedError("session_id holds a session twice: each goes with one prompt", param="session_id")
+    return sessions
 
 
 def _ids(ids: Sequence[Any]) -> list[int]:

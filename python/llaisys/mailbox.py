@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+from collections import deque
+from collections.abc import Callable
 
 from llaisys.errors import LlaisysError
 from llaisys.output import append
@@ -16,15 +19,24 @@ MAILBOX_BYTES_MAX = 176 * 1024
 _LOGPROB_BYTES = 80
 _LOGPROB_BYTES_A_BYTE = 8
 _ID_BYTES = 8
+# Of its lags so many are kept, the newest.
+N_LAGS_MAX = 256
 
 
 class Mailbox:
     """Holds at most one delta; a late one is joined to it, so the sum does not depend on the reader.
 
     What the reader took counts as held until it comes for more: until then it is on its way to a client.
+
+    A reader lags from the moment when something comes and it is not in `take` until it is there again: it
+    does something else, or its own client does not take what it was sent.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._is_read = False
+        self._late_since_s: float | None = None
+        self._lags: deque[tuple[float, float]] = deque(maxlen=N_LAGS_MAX)
         self._held: RequestOutput | None = None
         self._n_bytes = 0
         self._n_taken = 0
@@ -41,18 +53,23 @@ class Mailbox:
         else:
             append(self._held, delta)
         self._n_bytes = n_bytes
-        self._news.set()
+        self._came()
         return True
 
     def fail(self, error: LlaisysError) -> None:
         """Ends the stream: the reader gets what is held, then the error."""
         self._error = error
-        self._news.set()
+        self._came()
 
     async def take(self) -> RequestOutput:
         """All that is held, as one delta; waits for some. Raises the error of `fail`."""
+        self._lags.extend(self._lag())
+        self._late_since_s, self._is_read = None, True
         self._n_taken = 0
-        await self._news.wait()
+        try:
+            await self._news.wait()
+        finally:
+            self._is_read = False
         self._news.clear()
         held, self._held = self._held, None
         self._n_taken, self._n_bytes = self._n_bytes, 0
@@ -63,6 +80,18 @@ class Mailbox:
         if self._error is None:
             raise AssertionError("woken without news")
         raise self._error
+
+    def lags(self) -> list[tuple[float, float]]:
+        """From when till when the reader lagged, until now if it does; of the clock."""
+        return [*self._lags, *self._lag()]
+
+    def _came(self) -> None:
+        self._news.set()
+        if not self._is_read and self._late_since_s is None:
+            self._late_since_s = self._clock()
+
+    def _lag(self) -> list[tuple[float, float]]:
+        return [] if self._late_since_s is None else [(self._late_since_s, self._clock())]
 
 
 def _size(delta: RequestOutput) -> int:

@@ -83,6 +83,15 @@ class Meter:
         course.n_generated[answer.index] += n_tokens
         self._generation_tokens += n_tokens
 
+    def embedded(self, delta: RequestOutput, now_s: float) -> None:
+        """Its embedding arrived, which is all of its answer."""
+        course = self._courses.get(delta.request_id)
+        if course is None:
+            return
+        self._prompt_tokens += course.n_prompt
+        self._queue.observe(delta.queued_s)
+        self._prefill.observe(now_s - course.arrival_s - delta.queued_s)
+
     def finished(self, request_id: RequestId, reason: str, now_s: float) -> None:
         """It ended; a second end, or one of a request that was never taken, is not counted."""
         course = self._courses.pop(request_id, None)

@@ -11,9 +11,11 @@ from llaisys.engine.grammar import Grammars, GrammarTokens
 from llaisys.engine.worker import inspect_model
 from llaisys.errors import RejectedError, UnsupportedError
 from llaisys.hub import resolve_model
+from llaisys.text.pooling import DEFAULT as DEFAULT_POOLING
+from llaisys.text.pooling import model_pooling
 from llaisys.text.template import ChatTemplate, load_chat_template
 from llaisys.text.tokenizer import Tokenizer, load_tokenizer
-from llaisys.types import ModelInfo, SamplingParams
+from llaisys.types import ModelInfo, Pooling, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,7 @@ class Model:
 
     - `name`: what the model is called where nobody named it otherwise.
     - `sampling_defaults`: SamplingParams fields that the model's makers (or our registry) set.
+    - `pooling`: how its embeddings are pooled, by the setting or its makers; perhaps as we do not.
     """
 
     name: str
@@ -29,6 +32,7 @@ class Model:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     sampling_defaults: Mapping[str, Any]
+    pooling: str = DEFAULT_POOLING
 
     def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
@@ -37,13 +41,27 @@ class Model:
 
         Raises UnsupportedError (no template) or RejectedError (the messages).
         """
+        text = self.chat_template().render(messages, **options)
+        return text, self.tokenizer.encode(text, add_special_tokens=False)
+
+    def chat_template(self) -> ChatTemplate:
+        """The template. Raises UnsupportedError if the model has none."""
         if self.template is None:
             raise UnsupportedError(
                 f"{self.name} has no chat template; give one with --chat-template, or use plain completions",
                 param="messages",
             )
-        text = self.template.render(messages, **options)
-        return text, self.tokenizer.encode(text, add_special_tokens=False)
+        return self.template
+
+    def embedding_pooling(self) -> Pooling:
+        """Raises UnsupportedError naming what the model's embeddings need and we do not have."""
+        match self.pooling:
+            case "mean" | "last" as pooling:
+                return pooling
+        raise UnsupportedError(
+            f"{self.name} makes embeddings with {self.pooling}; supported are mean and last "
+            "(--pooling-type takes one of them all the same)"
+        )
 
     def grammars(self) -> Grammars:
         """For structured outputs of this model."""
@@ -75,6 +93,7 @@ def open_model(config: Config) -> Model:
         tokenizer=load_tokenizer(info),
         template=load_chat_template(info, config.chat_template),
         sampling_defaults=defaults,
+        pooling=model_pooling(info) if config.pooling_type == "auto" else config.pooling_type,
     )
     model.warm_up()
     return model

@@ -103,6 +103,7 @@ class OutputProcessor:
             finished=not asked.answers,
             num_cached_tokens=event.num_cached_tokens,
             prompt_logprobs=prompt_logprobs,
+            embedding=event.embedding,
             queued_s=event.queued_s,
         )
 
@@ -145,6 +146,7 @@ def append(whole: RequestOutput, delta: RequestOutput) -> None:
     whole.finished = delta.finished
     whole.prompt_logprobs = whole.prompt_logprobs or delta.prompt_logprobs
     whole.num_cached_tokens = max(whole.num_cached_tokens, delta.num_cached_tokens)
+    whole.embedding = whole.embedding or delta.embedding
     whole.queued_s = max(whole.queued_s, delta.queued_s)
 
 
@@ -152,3 +154,12 @@ def empty(request_id: RequestId, prompt: str | None, prompt_ids: list[int], n: i
     """An output of `n` choices that nothing has been appended to."""
     outputs = [CompletionOutput(index, "", []) for index in range(n)]
     return RequestOutput(request_id, prompt, prompt_ids, outputs, finished=False)
+
+
+def aborted(request_id: RequestId, prompt: str | None, prompt_ids: list[int], n: int) -> RequestOutput:
+    """The one delta of a request that was cancelled before any engine saw it."""
+    output = empty(request_id, prompt, prompt_ids, n)
+    for answer in output.outputs:
+        answer.finish_reason = FinishReason.ABORT.value
+    output.finished = True
+    return output

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
+from llaisys.body import parse_body
 from llaisys.config import Config
 from llaisys.service import AsyncLLM
+from llaisys.text.pool import TextPool
 
 
 class ModelRegistry:
     """Owns a service for each model; a server of one model has a registry of one. Event loop only."""
 
-    def __init__(self, services: Sequence[AsyncLLM]) -> None:
-        """The first of `services` is the default."""
+    def __init__(self, services: Sequence[AsyncLLM], text_pool: TextPool | None = None) -> None:
+        """The first of `services` is the default. `text_pool`: their text processes, closed with them."""
+        self._text_pool = text_pool
         self.services = tuple(services)
         self._by_name = {name: service for service in self.services for name in service.model_names}
 
@@ -25,13 +29,15 @@ class ModelRegistry:
         Raises RejectedError or UnsupportedError, naming the model or the setting; then nothing is left open.
         """
         services: list[AsyncLLM] = []
+        text_pool = TextPool()
         try:
             for each in config.each_model():
-                services.append(await AsyncLLM.start(each, exits=True))
+                services.append(await AsyncLLM.start(each, exits=True, text_pool=text_pool))
+            await text_pool.ready()
         except BaseException:
-            await cls(services).close()
+            await cls(services, text_pool).close()
             raise
-        return cls(services)
+        return cls(services, text_pool)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -43,6 +49,12 @@ class ModelRegistry:
         if not name or (name == "default" and name not in self._by_name):
             return self.services[0]
         return self._by_name.get(name)
+
+    async def parse_json(self, raw: bytes) -> Any:
+        """The value of a large JSON text, off the event loop; see `parse_body`."""
+        if self._text_pool is None:
+            return await asyncio.to_thread(parse_body, raw)
+        return await self._text_pool.parse_json(raw)
 
     def is_alive(self) -> bool:
         """False while any engine is dead."""
@@ -64,3 +76,5 @@ class ModelRegistry:
     async def close(self, drain_s: float = 0.0) -> None:
         """Closes every service, at the same time; see `AsyncLLM.close`."""
         await asyncio.gather(*(service.close(drain_s) for service in self.services))
+        if self._text_pool is not None:
+            await self._text_pool.close()

@@ -10,9 +10,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
-from functools import partial
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any
 
 from llaisys.config import Config
@@ -21,20 +20,25 @@ from llaisys.engine.outputs import EngineOutput
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.sessions import SessionCall
 from llaisys.engine.start import start_engine
-from llaisys.errors import EngineDeadError, LlaisysError, RejectedError, SlowReaderError
+from llaisys.engine.timeline import N_FINISHED_MAX
+from llaisys.errors import EngineDeadError, RejectedError, SlowReaderError
 from llaisys.mailbox import MAILBOX_BYTES_MAX, Mailbox
 from llaisys.meter import Meter
 from llaisys.model import Model, open_model
-from llaisys.output import OutputProcessor
+from llaisys.output import OutputProcessor, aborted
 from llaisys.prompt import bad_word_ids, truncated
+from llaisys.resident import ResidentEngine
 from llaisys.sessions import SessionDoor
 from llaisys.stats import EngineStats, ServiceStats
+from llaisys.story import Story, with_lags
+from llaisys.text.pool import PromptMaker, TextPool
 from llaisys.text.reasoning import AnswerParser
 from llaisys.text.tools import ToolFormat, tool_grammar, tool_parser
 from llaisys.types import (
     FinishReason,
     ModelInfo,
     PartParser,
+    Pooling,
     RequestId,
     RequestOutput,
     SamplingParams,
@@ -64,29 +68,35 @@ class AsyncLLM:
         self._loop = asyncio.get_running_loop()
         self._processor = OutputProcessor(model.tokenizer)
         self._grammars = model.grammars()
+        self._prompts: PromptMaker | None = None  # in processes; else in threads
         self._mailboxes: dict[RequestId, Mailbox] = {}
-        self._n_calls = 0  # of sessions, under way
+        # Open streams that the engine has not seen yet, and whether they were aborted.
+        self._unseen: dict[RequestId, bool] = {}
+        # How the readers of ended streams lagged, if they did; as many as there are timelines.
+        self._lags: OrderedDict[RequestId, list[tuple[float, float]]] = OrderedDict()
         self._sessions = SessionDoor(self._call)
         self._arrivals: deque[list[EngineOutput]] = deque()
         self._woken = False
-        self._client: EngineClient | None = None
-        self._change: asyncio.Task[None] | None = None  # the loading or unloading that is under way
-        self._idle: asyncio.TimerHandle | None = None
-        self._max_model_len = config.max_model_len or model.info.max_position_embeddings
-        self._meter = Meter(self._max_model_len)
+        self._exits = False
+        self._engine = ResidentEngine(self._start_engine, self.model_names[0], config.idle_unload_s)
+        self._meter = Meter(self.max_model_len)
         self._admitting = True
         self._closed = False
-        self._exits = False
         self._all_ended = asyncio.Event()
 
     @classmethod
-    async def start(cls, config: Config, *, exits: bool = False) -> AsyncLLM:
+    async def start(
+        cls, config: Config, *, exits: bool = False, text_pool: TextPool | None = None
+    ) -> AsyncLLM:
         """Resolves the model, and loads it unless `preload` is off; returns when requests are welcome.
 
         `exits`: this process is a server, and may be ended where its engine is stuck and its loop is, too.
+        `text_pool`: the processes that render and tokenise; without them threads do, unbounded.
         Raises RejectedError or UnsupportedError (the model or a setting), naming it.
         """
         service = cls(config, await asyncio.to_thread(open_model, config))
+        if text_pool is not None:
+            service._prompts = text_pool.add(service._model.tokenizer, service._model.template)
         service._exits = exits
         if config.preload:
             await service.load()
@@ -113,12 +123,18 @@ class AsyncLLM:
     def max_model_len(self) -> int:
         """Tokens of the longest request, prompt and answer together. Before the model was ever loaded: what
         it was made for, which a small KV cache makes less."""
-        return self._max_model_len
+        own = self._config.max_model_len or self._model.info.max_position_embeddings
+        return self._engine.max_model_len or own
 
     @property
     def default_sampling_params(self) -> dict[str, Any]:
         """SamplingParams fields that the model sets (`temperature`, `top_p` ...) and a request may omit."""
         return dict(self._model.sampling_defaults)
+
+    @property
+    def pooling(self) -> Pooling:
+        """How embeddings are pooled. Raises UnsupportedError if the model would have it as we cannot."""
+        return self._model.embedding_pooling()
 
     @property
     def sessions(self) -> SessionDoor:
@@ -138,6 +154,7 @@ class AsyncLLM:
         session_id: str = "",
         cache_salt: str = "",
         add_special_tokens: bool = True,
+        pooling: Pooling | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yields deltas: `text`, `token_ids` and `logprobs` of `outputs` are what is new since the last one.
 
@@ -146,6 +163,8 @@ class AsyncLLM:
           prefixes are shared with requests of the same salt only.
         - `session_id`: the client's session (made if it is new) whose KV this request's becomes at its end,
           and is kept; of several choices the first's. The prompt is the whole conversation all the same.
+        - `pooling`: the embedding of the prompt is wanted and no answer. The one delta has it, with the
+          finish reason `stop`; of `params` only `truncate_prompt_tokens` counts.
         - With `n` > 1 a delta holds the choices that have news, by their `index`.
         - A choice's last delta alone has its `finish_reason` (`stop`, `length` or `abort`), the request's
           last alone `finished`. Usage: `prompt_token_ids`, the sum of the deltas' `token_ids`,
@@ -155,17 +174,21 @@ class AsyncLLM:
 
         Nothing is submitted before the first `anext`; what refuses the request is raised there.
         """
-        if params.structured_outputs is not None:
-            await self.compile_grammar(params.structured_outputs)
-        ids = await self.prompt_ids(prompt, params, add_special_tokens=add_special_tokens)
-        text = prompt if isinstance(prompt, str) else None
-        words: tuple[tuple[int, ...], ...] = ()
-        if params.bad_words:
-            words = await asyncio.to_thread(bad_word_ids, self._model.tokenizer, params.bad_words)
-        mailbox = self._open_stream(request_id, text, ids, params)
+        mailbox = self._open_stream(request_id)
         try:
+            if params.structured_outputs is not None:
+                await self.compile_grammar(params.structured_outputs)
+            ids = await self.prompt_ids(prompt, params, add_special_tokens=add_special_tokens)
+            text = prompt if isinstance(prompt, str) else None
+            words: tuple[tuple[int, ...], ...] = ()
+            if params.bad_words:
+                words = await asyncio.to_thread(bad_word_ids, self._model.tokenizer, params.bad_words)
             arrival_s = time.monotonic()
-            client = await self._loaded()
+            client = await self._engine.wanted()
+            if self._unseen.pop(request_id):
+                yield aborted(request_id, text, ids, params.n)
+                return
+            self._processor.add(request_id, text, ids, params)
             client.submit(
                 EngineRequest(
                     request_id=request_id,
@@ -179,6 +202,7 @@ class AsyncLLM:
                     session_id=session_id,
                     cache_salt=cache_salt,
                     bad_word_ids=words,
+                    pooling=pooling,
                 )
             )
             self._meter.submitted(request_id, len(ids), params, arrival_s)
@@ -211,6 +235,9 @@ class AsyncLLM:
             "continue_final_message": continue_final_message,
             "tools": tools,
         }
+        if self._prompts is not None:
+            self._model.chat_template()
+            return await self._prompts.chat(messages, options, add_special_tokens)
         text, ids = await asyncio.to_thread(self._model.chat_prompt, messages, options)
         return await self.encode(text) if add_special_tokens else ids
 
@@ -223,7 +250,7 @@ class AsyncLLM:
             ids = await self.encode(prompt, add_special_tokens=add_special_tokens)
         else:
             ids = list(prompt)
-        return truncated(ids, params, self._max_model_len)
+        return truncated(ids, params, self.max_model_len)
 
     async def compile_grammar(self, spec: StructuredOutputsParams) -> None:
         """Compiles a grammar for the requests that bring it, off the loop.
@@ -253,15 +280,40 @@ class AsyncLLM:
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, off the loop."""
+        if self._prompts is not None:
+            return await self._prompts.encode(text, add_special_tokens)
         return await asyncio.to_thread(self._model.tokenizer.encode, text, add_special_tokens)
 
     async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids, off the loop."""
         return await asyncio.to_thread(self._model.tokenizer.decode, list(ids), skip_special_tokens)
 
+    async def token_strs(self, ids: Sequence[int]) -> list[str]:
+        """How the vocabulary writes each of some token ids, off the loop."""
+        return await asyncio.to_thread(lambda: [self._model.tokenizer.vocab_text(id) for id in ids])
+
     def abort(self, request_id: RequestId) -> None:
         """Cancels a request; its stream ends with finish reason `abort`. An unknown id is ignored."""
-        self._cancel(request_id)
+        if request_id in self._unseen:
+            self._unseen[request_id] = True
+        else:
+            self._cancel(request_id)
+
+    async def timeline(self, request_id: RequestId) -> dict[int, Story]:
+        """Where the time of a request went, by choice, each gap with its cause; of an open one until now.
+
+        Times are of `time.monotonic`. Empty for a request that is not known: the newest 1,024 ended choices
+        are kept, by the engine that ran them.
+
+        Raises ExhaustedError (too many calls at the same time) or EngineDeadError.
+        """
+        if self._client is None:
+            return {}
+        mailbox = self._mailboxes.get(request_id)
+        with self._engine.held():
+            stories = await asyncio.wrap_future(self._client.stories(request_id))
+        lags = self._lags.get(request_id, ()) if mailbox is None else mailbox.lags()
+        return {index: with_lags(story, lags) for index, story in stories.items()}
 
     # --- health ---
 
@@ -297,12 +349,7 @@ class AsyncLLM:
 
         Raises RejectedError or UnsupportedError (the model or a setting), EngineDeadError once closed.
         """
-        while self._client is None:
-            if self._closed:
-                raise EngineDeadError("shutting down: no new requests")
-            change = self._change
-            # A change that is over stays `_change` until the loop has told us so, a turn later.
-            await asyncio.shield(self._begin(self._load()) if change is None or change.done() else change)
+        await self._engine.load()
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Stops admitting, lets open streams go on for `drain_s` seconds, ends the rest with EngineDeadError
@@ -313,104 +360,54 @@ class AsyncLLM:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._all_ended.wait(), drain_s)
         self._closed = True
-        self._stop_idling()
-        if self._change is not None:
-            await asyncio.wait({self._change})
-        if self._client is not None:
-            await asyncio.to_thread(self._client.close)
+        await self._engine.close()
 
     # --- inside ---
 
-    async def _loaded(self) -> EngineClient:
-        """The engine, for a request. What keeps it from loading is no fault of the request's."""
-        try:
-            await self.load()
-        except LlaisysError as error:
-            log.error("the model %s cannot be loaded: %s", self.model_names[0], error)
-            raise EngineDeadError(f"the model cannot be loaded: {error}") from error
-        assert self._client is not None
-        return self._client
+    @property
+    def _client(self) -> EngineClient | None:
+        return self._engine.client
 
-    def _begin(self, change: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Makes a loading or an unloading the one that is under way; there is none."""
-        self._change = task = asyncio.ensure_future(change)
-        task.add_done_callback(self._changed)
-        return task
-
-    def _changed(self, task: asyncio.Task[None]) -> None:
-        if self._change is task:
-            self._change = None
-        if not task.cancelled():
-            task.exception()  # it is told to whoever waits; if all have gone, to nobody
-        self._start_idling()
-
-    async def _load(self) -> None:
-        start = partial(start_engine, self._config, self._model.info, self._deliver)
-        self._client = await asyncio.to_thread(start, exits=self._exits, grammars=self._grammars)
-        self._max_model_len = self._client.limits.max_model_len
-
-    async def _unload(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            await asyncio.to_thread(client.close)
-            log.info("unloaded %s: no request for %s s", self.model_names[0], self._config.idle_unload_s)
-
-    def _start_idling(self) -> None:
-        """From now the idle time counts, unless a request is open."""
-        self._stop_idling()
-        if self._config.idle_unload_s is not None and not self._is_busy() and not self._closed:
-            self._idle = self._loop.call_later(self._config.idle_unload_s, self._on_idle)
-
-    def _is_busy(self) -> bool:
-        return bool(self._mailboxes or self._n_calls)
-
-    def _stop_idling(self) -> None:
-        if self._idle is not None:
-            self._idle.cancel()
-            self._idle = None
-
-    def _on_idle(self) -> None:
-        """A dead engine stays, so that the probes go on saying so."""
-        if self._client is not None and self._client.error is None and self._change is None:
-            self._begin(self._unload())
+    def _start_engine(self) -> EngineClient:
+        """On a thread."""
+        info = self._model.info
+        return start_engine(self._config, info, self._deliver, exits=self._exits, grammars=self._grammars)
 
     def _cancel(self, request_id: RequestId, index: int | None = None) -> None:
         if self._client is not None:
             self._client.cancel(request_id, index)
 
-    def _open_stream(
-        self, request_id: RequestId, text: str | None, ids: list[int], params: SamplingParams
-    ) -> Mailbox:
+    def _open_stream(self, request_id: RequestId) -> Mailbox:
         if not self._admitting:
             raise EngineDeadError("shutting down: no new requests")
         if request_id in self._mailboxes:
             raise RejectedError(f"request id {request_id!r} is in use", param="request_id")
-        self._stop_idling()
+        self._engine.hold()
         mailbox = self._mailboxes[request_id] = Mailbox()
-        self._processor.add(request_id, text, ids, params)
+        self._unseen[request_id] = False
+        self._lags.pop(request_id, None)
         return mailbox
 
     def _close_stream(self, request_id: RequestId) -> None:
         """The only way out of a stream: after its end, its error, or its reader's leaving."""
-        del self._mailboxes[request_id]
+        self._unseen.pop(request_id, None)
+        if lags := self._mailboxes.pop(request_id).lags():
+            self._lags[request_id] = lags
+            if len(self._lags) > N_FINISHED_MAX:
+                self._lags.popitem(last=False)
         if self._processor.discard(request_id):
             self._cancel(request_id)
             self._meter.finished(request_id, FinishReason.ABORT.value, time.monotonic())
         if not self._mailboxes:
             self._all_ended.set()
-            self._start_idling()
+        self._engine.release()
 
     async def _call(self, call: SessionCall) -> list[SessionInfo]:
         """Asks the engine, which is loaded for it and stays so until the answer."""
         if not self._admitting:
             raise EngineDeadError("shutting down: no new requests")
-        self._stop_idling()
-        self._n_calls += 1
-        try:
-            return await asyncio.wrap_future((await self._loaded()).call(call))
-        finally:
-            self._n_calls -= 1
-            self._start_idling()
+        with self._engine.held():
+            return await asyncio.wrap_future((await self._engine.wanted()).call(call))
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         """Called on the client's thread, once a step. What waits is bounded by the open requests' tokens.
@@ -452,7 +449,10 @@ class AsyncLLM:
             return
         delta = self._processor.process(event)
         answer = delta.outputs[0]
-        self._meter.tokens(delta, now_s)
+        if delta.embedding is None:
+            self._meter.tokens(delta, now_s)
+        else:
+            self._meter.embedded(delta, now_s)
         if not mailbox.put(delta):
             self._processor.discard(request_id)
             self._cancel(request_id)

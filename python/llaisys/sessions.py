@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from llaisys.engine.sessions import SessionCall
+from llaisys.engine.sessions import NAME_PATTERN, SessionCall, check_name
 from llaisys.types import SessionInfo
+
+__all__ = ["NAME_PATTERN", "SessionDoor", "check_name"]
 
 
 class SessionDoor:

@@ -141,6 +141,7 @@ class ServiceStats:
       `prefill_time_s` from then to its first token, `decode_time_s` from that to its last,
       `inference_time_s` the last two together; `time_per_output_token_s` the decode time by tokens after the
       first, where there are some.
+    - An embedding counts its prompt tokens, `queue_time_s` and `prefill_time_s` when it arrives.
     - Of every request that ended, in tokens: `request_prompt_tokens`, `request_generation_tokens` of all
       choices, `max_num_generation_tokens` of its longest one, `params_n` and, where it said so,
       `params_max_tokens`; of one that gave a token, `prefill_kv_computed_tokens`: its prompt's that were not

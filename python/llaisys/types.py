@@ -7,11 +7,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from llaisys.errors import RejectedError
 
 RequestId: TypeAlias = str
+# Of which final hidden states of a prompt an embedding is the mean: all, or the last alone.
+Pooling: TypeAlias = Literal["mean", "last"]
 
 SEED_MAX = 2**63 - 1
 LOGPROBS_MAX = 20
@@ -170,6 +172,7 @@ class SamplingParams:
       would have it go on where the grammar has ended, nor `allowed_token_ids`, which may leave no token.
     - `allowed_token_ids`: only these can be sampled. `bad_words`: texts that are not sampled, with and
       without a space before; the last token of one is forbidden where the others have just been sampled.
+      Where they, a grammar or `min_tokens` leave no token, the request ends with RejectedError.
     - `truncate_prompt_tokens` k: only the last k tokens of the prompt are used; -1: as many as leave room in
       the context for `max_tokens`.
     """
@@ -301,8 +304,9 @@ class CompletionOutput:
 class RequestOutput:
     """What a request has given, shaped as vLLM's.
 
-    `prompt_logprobs`, if asked for: one entry a prompt token, None for the first. `queued_s`: seconds from
-    arrival until it was first admitted, told with its first token.
+    - `prompt_logprobs`, if asked for: one entry a prompt token, None for the first.
+    - `embedding`, if that was asked for in place of an answer: `[d_model]` float32, little endian, length 1.
+    - `queued_s`: seconds from arrival until it was first admitted, told with what comes first.
     """
 
     request_id: RequestId
@@ -312,6 +316,7 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    embedding: bytes | None = None
     queued_s: float = 0.0
 
 
@@ -408,7 +413,8 @@ class ModelInfo:
     "bfloat16"). `kv_bytes_per_cell` maps a KV dtype ("float32", "bfloat16") to the bytes of one cell over all
     layers, K and V. `generation` holds what `generation_config.json` sets (`temperature`, `top_p`, `top_k`,
     `min_p`, `repetition_penalty`), nothing where it is silent. `tokenizer` is set for a GGUF; a folder has
-    its `tokenizer.json` beside the weights.
+    its `tokenizer.json` beside the weights. `pooling_type`: what a GGUF says of embeddings, as llama.cpp's
+    number.
     """
 
     path: str
@@ -431,3 +437,4 @@ class ModelInfo:
     eos_token_ids: list[int]
     generation: dict[str, Any]
     tokenizer: GgufTokenizer | None
+    pooling_type: int | None = None

@@ -13,6 +13,7 @@ import pytest
 
 from schemas import schema
 from serving import Server
+from sse import events
 
 pytestmark = pytest.mark.model
 CHAT: Any = [{"role": "user", "content": "Make up a record as JSON."}]
@@ -91,3 +92,17 @@ def test_a_call_that_must_be(api: openai.OpenAI, choice: Any) -> None:
     functions = [piece.function for calls in pieces for piece in calls or [] if piece.function]
     assert functions[0].name == call.function.name
     assert "".join(function.arguments or "" for function in functions) == call.function.arguments
+
+
+def test_fields_that_leave_no_token_are_named(smollm2: Server) -> None:
+    """At the first token, and later in a stream."""
+    asked: Any = {"prompt": "Hello", "structured_outputs": {"regex": "a"}, "bad_words": ["a"]}
+    answer = smollm2.http.post("/v1/completions", json=asked)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, "structured_outputs", "invalid_value")
+    assert "structured_outputs and bad_words leave no token after 0 tokens" in error["message"]
+    asked |= {"structured_outputs": {"regex": "[0-9][0-9]x"}, "bad_words": ["x"], "stream": True}
+    *frames, error, done = events(smollm2.http.post("/v1/completions", json=asked).content)
+    assert "".join(frame["choices"][0]["text"] for frame in frames).isdigit()
+    assert (error["error"]["code"], error["error"]["param"]) == ("invalid_value", "structured_outputs")
+    assert done == "[DONE]"

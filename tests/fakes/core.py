@@ -28,6 +28,7 @@ VOCAB_SIZE = 300
 NON_FINITE, REFUSED, DEADLY, PANICS = 296, 297, 298, 299
 CELL_BYTES = 4
 N_PLAIN = 256  # sampled ids are below
+D_MODEL = 3
 
 
 class Panic(BaseException):
@@ -95,6 +96,15 @@ def answer(prompt: list[int], n_tokens: int, spec: SamplerSpec | None = None, wi
 def prompt_logprob(tokens: Iterable[int], token: int) -> float:
     """What the model gives for the token of a prompt that comes after `tokens`: a hash of them all."""
     return -zlib.crc32(np.array([*tokens, token], np.int32).tobytes()) / 2**32
+
+
+def hidden_of(tokens: Iterable[int]) -> list[float]:
+    """The final hidden state of the last of `tokens`: hashes of them all, of many sizes; NaN as they are."""
+    seen = [*tokens]
+    if NON_FINITE in seen:
+        return [float("nan")] * D_MODEL
+    state = np.array(seen, np.int32).tobytes()
+    return [zlib.crc32(state + bytes([i])) / 2.0 ** (31 - 9 * i) for i in range(D_MODEL)]
 
 
 @dataclass
@@ -228,7 +238,7 @@ class Context:
         self.n_decodes += 1
         self.n_rows_max = max(self.n_rows_max, n_rows)
         self.n_rows += n_rows
-        rows, ids, faults, logprobs = [], [], [], []
+        rows, ids, faults, logprobs, hidden, any_hidden = [], [], [], [], [], False
         for row in range(n_rows):
             sequence = self._lent[int(seq_ids[row])]
             (cell,) = self._take(sequence.stream, 1)
@@ -236,6 +246,7 @@ class Context:
             self._stored[cell] = int(tokens[row])
             if not wants_output[row]:
                 continue
+            wants_hidden = bool(wants_output[row] & 2)
             end = int(positions[row]) + 1
             # All that a window shows must be there; without one a sequence may begin anywhere.
             first = max(0, end - self.attention_window) if self.attention_window else min(sequence.cells)
@@ -243,6 +254,11 @@ class Context:
             assert -1 not in seen, "a free cell was read"
             faulty = NON_FINITE in seen
             rows.append(row)
+            hidden.append(hidden_of(seen) if wants_hidden else [0.0] * D_MODEL)
+            any_hidden |= wants_hidden
+            if not wants_output[row] & 1:
+                ids.append(-1)
+                continue
             scored = sequence.prompt[end:] if sequence.spec and sequence.spec.prompt_logprobs >= 0 else []
             n_output, mask = end - len(sequence.prompt), masks.get(row)
             drawn = scored[0] if scored else next_token(seen, sequence.spec, n_output, mask)
@@ -259,7 +275,7 @@ class Context:
             token_ids=np.array(ids, np.int32),
             faults=faults,
             logits=None,
-            hidden=None,
+            hidden=np.array(hidden, np.float32) if any_hidden else None,
             logprobs=logprobs,
         )
 
@@ -461,7 +477,7 @@ def inspect(path: str) -> str:
             "architecture": "fake",
             "dtype": "float32",
             "n_layers": 1,
-            "d_model": 1,
+            "d_model": D_MODEL,
             "n_heads": 1,
             "n_kv_heads": 1,
             "d_head": 1,

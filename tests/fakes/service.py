@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import struct
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fakes import core
 from llaisys.config import Config
-from llaisys.errors import EngineDeadError
+from llaisys.errors import EngineDeadError, LlaisysError, UnsupportedError
 from llaisys.stats import EngineStats, HistogramData, ServiceStats
 from llaisys.text.reasoning import AnswerParser
 from llaisys.text.tools import tool_grammar, tool_parser
 from llaisys.types import (
     CompletionOutput,
     Logprob,
+    ModelInfo,
     PartParser,
+    Pooling,
     RequestOutput,
     SamplingParams,
     StructuredOutputsParams,
@@ -104,9 +109,25 @@ class FakeService:
     n_beats: int = 0
     config: Config = field(default_factory=Config)
     grammar_error: Exception | None = None
+    embedding_error: LlaisysError | None = None
+    n_open: int = 0
+    n_open_most: int = 0
+
+    @property
+    def model_info(self) -> ModelInfo:
+        return ModelInfo(**json.loads(core.inspect("fake")))
+
+    @property
+    def pooling(self) -> Pooling:
+        if isinstance(self.embedding_error, UnsupportedError):
+            raise self.embedding_error
+        return "last"
 
     def is_alive(self) -> bool:
         return not self.dead
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        """A fake has nothing to close."""
 
     def is_stuck(self) -> bool:
         return self.stuck
@@ -147,6 +168,12 @@ class FakeService:
         ids = list(prompt.encode() if isinstance(prompt, str) else prompt)
         return ids if params.truncate_prompt_tokens is None else ids[-params.truncate_prompt_tokens :]
 
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [7] * add_special_tokens + list(text.encode())
+
+    async def token_strs(self, ids: Sequence[int]) -> list[str]:
+        return [f"<{id}>" for id in ids]
+
     async def decode(self, ids: Sequence[int], **options: Any) -> str:  # noqa: ARG002 -- AsyncLLM's
         return bytes(ids).decode()
 
@@ -159,6 +186,9 @@ class FakeService:
         self.calls.append(call)
         token_id = FIRST_ID
         try:
+            if options.get("pooling"):
+                yield await self._embed(call)
+                return
             for piece in self.script:
                 if isinstance(piece, Exception):
                     raise piece
@@ -168,6 +198,19 @@ class FakeService:
                 token_id += len(piece.tokens)
         finally:
             call.ended = True
+
+    async def _embed(self, call: Call) -> RequestOutput:
+        """The vector of a prompt is its ids."""
+        ids = await self.prompt_ids(call.prompt, call.params)
+        self.n_open += 1
+        self.n_open_most = max(self.n_open_most, self.n_open)
+        await asyncio.sleep(0)
+        self.n_open -= 1
+        if self.embedding_error is not None:
+            raise self.embedding_error
+        vector = struct.pack(f"<{len(ids)}f", *ids)
+        answer = CompletionOutput(0, "", [], finish_reason="stop")
+        return RequestOutput(call.request_id, None, ids, [answer], finished=True, embedding=vector)
 
     def _delta(self, call: Call, piece: Piece, first_id: int) -> RequestOutput:
         ids = list(range(first_id, first_id + len(piece.tokens)))

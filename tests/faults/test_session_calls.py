@@ -18,7 +18,7 @@ from fakes.asks import ask
 from golden import FOLDER
 from llaisys.engine.engine import LLMEngine
 from llaisys.engine.sessions import SessionCall
-from llaisys.errors import CoreFaultError, LlaisysError
+from llaisys.errors import LlaisysError, RequestFailedError
 
 # Two layers of K and V, two heads of 16 numbers of four bytes.
 CELL_BYTES = 2 * 2 * 2 * 16 * 4
@@ -106,4 +106,4 @@ def test_a_fault_costs_the_call_at_most(core: ModuleType, tmp_path: Path, point:
         tmp_path.mkdir()
         tokens, errors = run(core, tmp_path, partial(core.set_fault, point, action, nth))
         assert tokens == want
-        assert [type(error) for error in errors] == ([CoreFaultError] if point == "kv.export" else [])
+        assert [type(error) for error in errors] == ([RequestFailedError] if point == "kv.export" else [])

@@ -34,8 +34,6 @@ def end(
 ) -> None:
     """Ends the program in this way, or lets it go on to its last line."""
     match how:
-        case "return":
-            close()
         case "sys.exit":
             sys.exit(3)
         case "exception":

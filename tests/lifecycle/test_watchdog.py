@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from children import engine_processes
 from golden import FOLDER
 from llaisys.config import Config
 from llaisys.engine.engine import LLMEngine
@@ -70,12 +71,20 @@ async def test_v2_nobody_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "V2" in await verdict_of(service)
 
 
-async def test_v5_a_loop_that_does_not_come_round() -> None:
-    service = await AsyncLLM.start(Config(**SETTINGS, watchdog_window_s=0.6))
+@pytest.mark.parametrize("engine_process", [False, True])
+async def test_v5_a_loop_that_does_not_come_round(engine_process: bool) -> None:
+    service = await AsyncLLM.start(Config(**SETTINGS, watchdog_window_s=0.6, engine_process=engine_process))
+    stream = service.generate([1, 2, 3], LONG, "a")
+    await anext(stream)
     service.beat()
     while not service.is_stuck():  # noqa: ASYNC110 -- it yields, it does not wait for time
         await asyncio.sleep(0)
+    assert not service.is_alive()
+    with pytest.raises(EngineDeadError, match="V5"):
+        await anext(service.generate([1], LONG, "b"))
+    await stream.aclose()  # type: ignore[attr-defined]  # a generator
     await service.close()
+    assert not engine_processes()
 
 
 @contextmanager
@@ -119,8 +128,9 @@ def test_a_stuck_engine_ends_its_server_with_70(tmp_path: Path) -> None:
     assert "Hello" not in log
 
 
-def test_a_stuck_event_loop_ends_its_server_with_70(tmp_path: Path) -> None:
-    with stuck_server(tmp_path, "loop") as (process, _):
+@pytest.mark.parametrize("flags", [(), ("--engine-process",)])
+def test_a_stuck_event_loop_ends_its_server_with_70(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    with stuck_server(tmp_path, "loop", *flags) as (process, _):
         process.wait(timeout=60)
         log = log_of(tmp_path)
         assert process.returncode == 70, log

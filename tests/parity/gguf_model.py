@@ -37,12 +37,12 @@ _NAMES = {
 _TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-def write_gguf(path: Path, family: str, shape: Shape, weights: Weights) -> Path:
-    """A file that the core can open. Returns it."""
+def write_gguf(path: Path, family: str, shape: Shape, weights: Weights, **more: Value) -> Path:
+    """A file that the core can open, with `more` keys of the architecture. Returns it."""
     architecture = FAMILIES[family].gguf
     assert architecture is not None
     keys: dict[str, Value] = {"general.architecture": architecture}
-    keys |= {f"{architecture}.{key}": value for key, value in _keys(family, shape).items()}
+    keys |= {f"{architecture}.{key}": value for key, value in {**_keys(family, shape), **more}.items()}
     tokens = [f"t{i}" for i in range(shape.vocab_size)]
     keys |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.tokens": tokens}
     keys |= {"tokenizer.ggml.merges": ["t0 t1"], "tokenizer.ggml.eos_token_id": 1}

@@ -199,7 +199,11 @@ class SimContext:
                 sequence.n_output += 1
             sequence.contents.append(content)
         return SimpleNamespace(
-            rows=np.array(rows, np.int32), token_ids=np.array(ids, np.int32), faults=faults, logprobs=[]
+            rows=np.array(rows, np.int32),
+            token_ids=np.array(ids, np.int32),
+            faults=faults,
+            hidden=None,
+            logprobs=[],
         )
 
     # --- checks ---

@@ -1,6 +1,6 @@
 """Memory stays flat over 200,000 requests: counted by tracemalloc, and in the resident size of a process.
 
-`SIM_REQUESTS=1000000 pytest tests/sim/test_memory.py` (`make soak`) runs more of them.
+`SIM_REQUESTS=1000000 pytest tests/sim/test_memory.py` (`make soak-sim`) runs more of them.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from llaisys.engine import radix
 from llaisys.engine.plan import Plan, View
 from llaisys.engine.scheduler import plan
 from llaisys.errors import LlaisysError
+from sim.sessions import SessionWorld
 from sim.world import Mix, World, mix_of, output_length, prompt_length
 
 N_SEEDS = int(os.environ.get("SIM_SEEDS", "20"))
@@ -29,8 +30,8 @@ def seeds() -> list[int]:
     return [*range(N_SEEDS)] if chosen is None else [int(chosen)]
 
 
-def run(seed: int, mix: Mix) -> World:
-    world = World(seed, mix)
+def run(seed: int, mix: Mix, kind: type[World] = World) -> World:
+    world = kind(seed, mix)
     try:
         world.run()
     except BaseException:
@@ -72,6 +73,22 @@ def test_twenty_thousand_requests() -> None:
         assert totals["preempted"] > 50
         assert min(totals[what] for what in ("refused", "evicted", "hits")) > 500
         assert min(ends[reason] for reason in ("stop", "length", "abort", "timeout", "error")) > 100
+
+
+def test_sessions_under_pressure() -> None:
+    """Made, used, forked, trimmed and deleted: their pins go before anybody gives way, tokens stay right."""
+    calls: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
+    for seed in seeds():
+        world = run(seed, replace(mix_of(seed, 250), prefix_caching=True), SessionWorld)
+        assert isinstance(world, SessionWorld)
+        calls.update(world.n_calls)
+        stats = world.engine.stats()
+        totals.update(lost=world.n_lost_pins, hits=stats.prefix_hit_tokens, preempted=stats.num_preempted)
+        print(f"seed {seed}: {world.n_steps} steps, calls {world.n_calls}, {world.n_lost_pins} pins lost")
+    if len(seeds()) >= 20:
+        assert min(calls[kind] for kind in ("create", "fork", "trim", "delete", "list")) > 50
+        assert min(totals.values()) > 10
 
 
 @pytest.mark.parametrize("seed", [0, 3, 7, 13])

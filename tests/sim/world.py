@@ -164,6 +164,7 @@ class World:
             facts["seed"] = rng.randrange(2**63)
         if rng.random() < mix.trouble:
             self._spoil(prompt, facts)
+        self._join_session(prompt, facts)
         request = ask(name, prompt, arrival_s=self.now_s, **facts)
         try:
             self.engine.submit(request)
@@ -187,6 +188,9 @@ class World:
             salt, chat = rng.choice(self.chats)
             prompt = chat[: min(n_prompt, rng.choice([len(chat), rng.randint(1, len(chat))]))]
         return salt, prompt + [rng.randrange(N_PLAIN) for _ in range(n_prompt - len(prompt))]
+
+    def _join_session(self, prompt: list[int], facts: dict[str, Any]) -> None:
+        """Nobody has a session here (`sim.sessions` does)."""
 
     def _spoil(self, prompt: list[int], facts: dict[str, Any]) -> None:
         """The request's own row comes out wrong, or the core refuses it, at the door or in a batch."""
@@ -239,7 +243,7 @@ class World:
         self.engine.check()
         stats = self.engine.stats()
         assert stats.num_running == stats.num_waiting == 0
-        assert stats.kv_cells_used == 0
+        assert stats.kv_cells_used == stats.kv_cells_session
         assert stats.kv_cells_free + stats.kv_cells_retained == self.mix.n_cells
         assert self.context.n_seq_free == self.mix.n_running
         assert self.context.n_rows_max <= self.limits.max_num_batched_tokens
@@ -266,7 +270,8 @@ class World:
             assert min(stayed, key=queue_key) not in preempted, "the oldest was preempted"
             assert all(r.num_preempted < PREEMPTIONS_MAX for r in preempted), "one was preempted too often"
         if not stayed and any(r.source.deadline_s > now_s for r in view.waiting):
-            assert made.admit, "nothing runs, somebody waits, and nobody was let in"  # [I10]
+            pinned = self.engine.sessions.n_pinned  # it is planned again without them
+            assert made.admit or pinned, "nothing runs, somebody waits, and nobody was let in"  # [I10]
         if self.n_steps % STEPS_BETWEEN_CHECKS == 0:
             assert plan(view, now_s) == made, "equal views gave two plans"
         self.trace = zlib.crc32(repr((made.admit, made.preempt, made.expire)).encode(), self.trace)
@@ -278,7 +283,7 @@ class World:
         assert len(self.fates) <= self.limits.max_num_queued_reqs + self.mix.n_running  # [I9]
         assert stats.kv_cells_free == self.context.n_cells_free  # [I2]
         if not stats.num_running:
-            assert stats.kv_cells_used == 0
+            assert stats.kv_cells_used == stats.kv_cells_session
             assert stats.kv_cells_free + stats.kv_cells_retained == self.mix.n_cells
 
     def _take(self, output: EngineOutput) -> None:

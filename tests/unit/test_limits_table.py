@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fakes import core
 from fakes.asks import ask
@@ -27,7 +29,9 @@ from llaisys.errors import (
     RejectedError,
     RequestTimeoutError,
 )
-from llaisys.server.errors import TABLE
+from llaisys.server.errors import TABLE, ApiError
+from llaisys.server.limits import BodyGate, BodyLimits
+from llaisys.server.rates import RateGate
 from llaisys.types import FinishReason
 
 ROOT = Path(__file__).parents[2]
@@ -322,6 +326,73 @@ def enable_prefix_caching() -> None:
         assert engine.cached["b"] == (29 if enabled else 0)
 
 
+def of_a_door(door: ASGIApp, *bodies: bytes) -> list[int]:
+    """The statuses of posts, one after the other; none is ended before the last has been answered."""
+
+    async def ask_all() -> list[int]:
+        go, statuses = asyncio.Event(), []
+
+        async def ask_one(body: bytes) -> None:
+            parts = iter([body])
+
+            async def receive() -> Message:
+                part = next(parts, None)
+                if part is None or body == b"never":
+                    await asyncio.Event().wait()
+                return {"type": "http.request", "body": part, "more_body": False}
+
+            async def send(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    statuses.append(message["status"])
+                    if len(statuses) == len(bodies):
+                        go.set()
+                    await go.wait()
+
+            headers = [(b"content-length", str(len(body)).encode())]
+            await door({"type": "http", "method": "POST", "path": "/", "headers": headers}, receive, send)
+
+        await asyncio.gather(*map(ask_one, bodies))
+        return statuses
+
+    return asyncio.run(ask_all())
+
+
+async def reading(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001 -- ASGI
+    """An application behind the doors: answers a body, or the error of reading it."""
+    try:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+    except ApiError as e:
+        await send({"type": "http.response.start", "status": e.status_code, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def bodies(**settings: Any) -> BodyGate:
+    return BodyGate(reading, BodyLimits.of(load_config(settings)))
+
+
+def max_body_bytes() -> None:
+    assert of_a_door(bodies(max_body_bytes=3), b"abc") == [200]
+    assert of_a_door(bodies(max_body_bytes=3), b"abcd") == [413]
+
+
+def max_body_bytes_in_flight() -> None:
+    assert of_a_door(bodies(max_body_bytes_in_flight=6), b"abc", b"abc", b"a") == [429, 200, 200]
+
+
+def upload_timeout_s() -> None:
+    assert of_a_door(bodies(upload_timeout_s=0.01), b"never") == [408]
+
+
+def max_concurrent_requests_per_key() -> None:
+    assert of_a_door(RateGate(reading, 2, None), b"", b"", b"") == [200, 200, 429]
+
+
+def max_requests_per_minute_per_key() -> None:
+    assert of_a_door(RateGate(reading, None, 2), b"", b"", b"") == [200, 200, 429]
+
+
 BEHAVIOURS: dict[str, Callable[[], None]] = {
     test.__name__: test
     for test in (
@@ -348,6 +419,11 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
         session_kv_share,
         session_store,
         enable_prefix_caching,
+        max_body_bytes,
+        max_body_bytes_in_flight,
+        upload_timeout_s,
+        max_concurrent_requests_per_key,
+        max_requests_per_minute_per_key,
     )
 }
 

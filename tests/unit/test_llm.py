@@ -266,3 +266,33 @@ def test_the_package_is_lazy_and_lists_its_names() -> None:
     assert {"LLM", "AsyncLLM", "SamplingParams"} <= set(dir(llaisys))
     with pytest.raises(AttributeError, match="Llm"):
         llaisys.Llm  # noqa: B018 -- the access is the test
+
+
+def n_cached(llm: LLM, ids: list[int], **more: Any) -> int:
+    (output,) = llm.generate(prompt(*ids), GREEDY, **more)
+    return output.num_cached_tokens
+
+
+def test_a_session_keeps_what_others_push_out() -> None:
+    """Its next turn computes what is new; without one everything was pushed out."""
+    chat = [*range(1, 31)]
+    for session, want in (("chat", 39), ("", 0)):
+        with LLM("fake", num_kv_cells=128, max_model_len=64, max_num_seqs=1) as llm:
+            (first,) = llm.generate(prompt(*chat), GREEDY, session_id=session)
+            for i in range(4):
+                llm.generate(prompt(*[100 + i] * 50), GREEDY)
+            turn = [*chat, *first.outputs[0].token_ids, 7]
+            assert n_cached(llm, turn, session_id=session) == want
+
+
+def test_each_prompt_has_its_own_session(llm: LLM) -> None:
+    prompts = [prompt(1, 2, 3), prompt(4, 5, 6), prompt(7, 8, 9)]
+    llm.generate(prompts, GREEDY, session_id=["a", "", "b"])
+    stats = llm._client.stats()
+    assert (stats.num_sessions, stats.kv_cells_session) == (2, 2 * 12)
+    for wrong in ("a", ["a", "b"], ["a", "a", ""], ["a", "../b", ""]):
+        with pytest.raises(RejectedError) as caught:
+            llm.generate(prompts, GREEDY, session_id=wrong)
+        assert caught.value.param == "session_id"
+    llm.chat([[{"role": "user", "content": "hi"}]], GREEDY, session_id="c")
+    assert llm._client.stats().num_sessions == 3

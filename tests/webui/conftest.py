@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, expect, sync_playwright
 
 from chatpage import FLAGS, Chat, find_browser
 from serving import GOLDENS, Server, long_model, serving
+
+# Patience costs nothing where all is well, and a machine may be busy with something else.
+PATIENCE_MS = 30_000
+expect.set_options(timeout=PATIENCE_MS)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +28,7 @@ def browser() -> Iterator[Browser]:
 def context(browser: Browser) -> Iterator[BrowserContext]:
     """A browser that has never seen the page."""
     made = browser.new_context(viewport={"width": 1280, "height": 800})
-    made.set_default_timeout(20_000)
+    made.set_default_timeout(PATIENCE_MS)
     made.grant_permissions(["clipboard-read", "clipboard-write"])
     yield made
     made.close()

@@ -131,7 +131,7 @@ def test_a_chat_may_have_its_own_settings(chat: Chat) -> None:
     assert asked(chat, "again")["temperature"] == 0.1
     chat.button("New chat").first.click()
     assert asked(chat, "other")["temperature"] == 0.9
-    chat.page.reload()
+    chat.reload()
     assert asked(chat, "after a reload")["temperature"] == 0.9
     chat.sessions.filter(has_text="mine").click()
     expect(chat.asked.first).to_have_text("mine")
@@ -155,7 +155,7 @@ def test_presets_are_chosen_and_saved(chat: Chat) -> None:
     expect(preset.locator("option:checked")).to_have_text("mine")
     dialog.get_by_role("button", name="Reset", exact=True).click()
     expect(preset.locator("option:checked")).to_have_text("Model's defaults")
-    chat.page.reload()
+    chat.reload()
     dialog = settings(chat)
     dialog.get_by_role("combobox", name="Preset", exact=True).select_option(label="mine")
     chat.page.keyboard.press("Escape")

@@ -401,7 +401,7 @@ fn a_folder_is_inspected_with_its_tokenizer() {
         folder(s, |_| {})
     };
     refused("a link to a file outside", make, &["tokenizer.json leads outside of the model folder"]);
-    for name in ["tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"] {
+    for name in ["tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "modules.json"] {
         let scratch = Scratch::new();
         let path = folder(&scratch, |_| {});
         symlink("/etc/hostname", scratch.file(name)).unwrap();

@@ -259,6 +259,14 @@ fn rope_kinds_are_refused_by_name() {
 }
 
 #[test]
+fn the_pooling_of_embeddings_is_told_as_the_file_states_it() {
+    let pooling = |gguf: Gguf| gguf.open().unwrap().info().pooling_type;
+    assert_eq!(pooling(small()), None);
+    assert_eq!(pooling(small().with("llama.pooling_type", Meta::U32(3))), Some(3));
+    assert!(small().with("llama.pooling_type", "last").open().is_err());
+}
+
+#[test]
 fn other_things_that_would_run_wrong_are_refused_by_name() {
     let refused = |key: &str, value: Meta, words: &[&str]| {
         assert_names(&unsupported(small().with(key, value).open()), words);

@@ -127,7 +127,8 @@ impl Shared {
     }
 }
 
-/// Watches one context's progress, the engine's numbers and the event loop.
+/// Watches one context's progress, the engine's numbers and the event loop; without a context (its engine is in another
+/// process) the event loop alone.
 #[pyclass(frozen, module = "llaisys._core")]
 pub(crate) struct Watchdog {
     shared: Arc<Shared>,
@@ -144,7 +145,7 @@ impl Watchdog {
     ))]
     fn new(
         py: Python<'_>,
-        progress: &Progress,
+        progress: Option<&Progress>,
         period_s: f64,
         step_s: f64,
         admit_s: f64,
@@ -170,7 +171,8 @@ impl Watchdog {
             let longest_look_s = Windows::default().longest_look_s.max(2.0 * period_s);
             let windows =
                 Windows { step_s, admit_s, commit_s, deadline_s, loop_s, step_factor, longest_look_s };
-            let shared = Arc::new(shared(&progress.core));
+            let core = progress.map_or_else(Arc::default, |progress| Arc::clone(&progress.core));
+            let shared = Arc::new(shared(core));
             let (reader, writer) = std::io::pipe().map_err(|e| Fault::Argument(format!("no pipe: {e}")))?;
             let watching = Arc::clone(&shared);
             let thread = std::thread::Builder::new()
@@ -233,9 +235,9 @@ impl Drop for Watchdog {
 }
 
 #[allow(clippy::disallowed_methods, reason = "the watchdog's one clock; the core is given its seconds")]
-fn shared(progress: &Arc<CoreProgress>) -> Shared {
+fn shared(progress: Arc<CoreProgress>) -> Shared {
     Shared {
-        progress: Arc::clone(progress),
+        progress,
         born: Instant::now(),
         n_waiting: AtomicU64::new(0),
         n_running: AtomicU64::new(0),

@@ -15,7 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from llaisys.config import Config, load_config
+from llaisys.config import Config, Source, explain_config, load_config
 from llaisys.errors import RejectedError
 
 SUFFIXES = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
@@ -29,6 +29,12 @@ SERVER_ONLY = frozenset(
         "idle_unload_s",
         "host",
         "port",
+        "api_key_file",
+        "max_concurrent_requests_per_key",
+        "max_requests_per_minute_per_key",
+        "max_body_bytes",
+        "max_body_bytes_in_flight",
+        "upload_timeout_s",
         "allowed_origins",
         "allowed_hosts",
         "strict_fields",
@@ -82,6 +88,11 @@ def overrides_of(arguments: argparse.Namespace) -> dict[str, Any]:
 def config_of(arguments: argparse.Namespace) -> Config:
     """The configuration: flags, then environment, then `--config`, then defaults. Raises RejectedError."""
     return load_config(overrides_of(arguments), arguments.config)
+
+
+def explained_config_of(arguments: argparse.Namespace) -> tuple[Config, dict[str, Source]]:
+    """As `config_of`, with where each value comes from."""
+    return explain_config(overrides_of(arguments), arguments.config)
 
 
 def flag_of(name: str) -> str:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from llaisys.cli import chat, doctor, generate, models, pull, rm, serve
+from llaisys.cli import batch, bench, chat, config, doctor, generate, models, pull, rm, serve
 from llaisys.cli.parsing import Commands, Parser
 from llaisys.config import package_version
 from llaisys.errors import LlaisysError
@@ -28,10 +28,13 @@ COMMANDS: dict[str, Command] = {
     "serve": serve,
     "chat": chat,
     "generate": generate,
+    "run-batch": batch,
     "pull": pull,
     "models": models,
     "rm": rm,
     "doctor": doctor,
+    "config": config,
+    "bench": bench,
 }
 
 
@@ -44,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.add_parser(commands)
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
-        commands.choices[arguments.command].refuse_unknown(unknown)
+        arguments.refuse_unknown(unknown)
     try:
         return COMMANDS[arguments.command].run(arguments)
     except LlaisysError as e:

@@ -26,9 +26,11 @@ class Parser(argparse.ArgumentParser):
 
 def add_command(commands: Commands, name: str, summary: str, examples: str) -> Parser:
     """A command's parser; `examples` are the lines that `--help` ends with."""
-    return commands.add_parser(
+    parser = commands.add_parser(
         name, help=summary, description=summary, epilog=f"examples:\n{_indented(examples)}"
     )
+    parser.set_defaults(refuse_unknown=parser.refuse_unknown)  # of a command's command: the inner one's
+    return parser
 
 
 def _indented(text: str) -> str:

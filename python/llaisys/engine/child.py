@@ -31,12 +31,14 @@ from llaisys.engine.wire import (
     Cancel,
     Ended,
     FromEngine,
+    Recall,
     Refused,
     Shutdown,
     Start,
     Started,
     Step,
     Submit,
+    ToEngine,
     child_sockets,
     decode_to_engine,
     encode,
@@ -81,7 +83,7 @@ class _Wire:
         """Waits until everything is sent."""
         self._context.destroy()
 
-    def receive(self) -> Start | Submit | Cancel | Ask | Shutdown:
+    def receive(self) -> ToEngine:
         """Raises msgspec.DecodeError or LlaisysError for what is no message."""
         return decode_to_engine(self._inbox.recv())
 
@@ -117,7 +119,7 @@ def _serve(wire: _Wire) -> None:
     grammars = None if start.grammar_tokens is None else Grammars(start.grammar_tokens)
     loop = EngineLoop(
         partial(build_engine, start.settings, start.limits, start.seed, grammars),
-        Listener(step, answer, ended, time.monotonic),
+        Listener(step, answer, wire.send, ended, time.monotonic),
         start.inbox_max,
         watch,
     )
@@ -139,7 +141,7 @@ def _serve(wire: _Wire) -> None:
                 loop.send(message)
 
 
-def _compile_first(grammars: Grammars | None, message: Submit | Cancel | Ask) -> None:
+def _compile_first(grammars: Grammars | None, message: Submit | Cancel | Ask | Recall) -> None:
     """A grammar is compiled here, so that the engine's steps do not wait for it. The door has compiled it
     before; should it fail here, the engine finds that too, and ends its request."""
     if isinstance(message, Submit) and grammars is not None:

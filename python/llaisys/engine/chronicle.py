@@ -10,12 +10,18 @@ from collections.abc import Mapping, Sequence
 
 from llaisys.engine.plan import Plan
 from llaisys.engine.request import Request, WaitingForRemoteKvs
-from llaisys.engine.timeline import N_NAMES_MAX, Key, Kind, Timeline
+from llaisys.engine.timeline import N_NAMES_MAX, Timeline
+from llaisys.story import Key, Kind, Story
+from llaisys.types import CHOICES_MAX, RequestId
 
 
 def key_of(request: Request) -> Key:
     """A request's name in the timeline: its id, for later choices with the index."""
-    return (request.request_id, request.index) if request.index else request.request_id
+    return _key(request.request_id, request.index)
+
+
+def _key(request_id: RequestId, index: int) -> Key:
+    return (request_id, index) if index else request_id
 
 
 class Chronicle:
@@ -68,6 +74,11 @@ class Chronicle:
     def end(self, request: Request, now_s: float) -> None:
         """A choice is over."""
         self.timeline.end(key_of(request), now_s)
+
+    def stories(self, request_id: RequestId, now_s: float) -> dict[int, Story]:
+        """The stories of a request's choices, by index."""
+        told = {i: self.timeline.story(_key(request_id, i), now_s) for i in range(CHOICES_MAX)}
+        return {index: story for index, story in told.items() if story is not None}
 
     def _note_all(
         self, made: Plan, requests: Mapping[int, Request], first: Sequence[Key], now_s: float

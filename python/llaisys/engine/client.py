@@ -9,29 +9,30 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from llaisys.engine.limits import Limits, token_limit
 from llaisys.engine.outputs import EngineOutput, refusal
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.sessions import SessionAnswer, SessionCall
-from llaisys.engine.wire import Ask, Cancel, Submit
+from llaisys.engine.wire import Ask, Cancel, Recall, Recalled, Submit
 from llaisys.errors import EngineDeadError, ExhaustedError, QueueFullError, RejectedError
 from llaisys.stats import EngineStats
-from llaisys.types import RequestId, SamplingParams, SessionInfo
+from llaisys.story import Story
+from llaisys.types import Pooling, RequestId, SamplingParams, SessionInfo
 
 Deliver: TypeAlias = Callable[[list[EngineOutput]], None]
 
 # A request sends one Submit, and one Cancel for each of its choices and for all of them together.
 MESSAGES_A_REQUEST = 10
-# Calls of sessions that may be open at the same time: each may hold a piece of a file.
+# Calls that may be open at the same time: one of a session may hold a piece of a file.
 CALLS_MAX = 16
 
 
 class Link(Protocol):
     """One living engine, as messages reach it."""
 
-    def send(self, message: Submit | Cancel | Ask) -> None:
+    def send(self, message: Submit | Cancel | Ask | Recall) -> None:
         """Leaves a message for the engine's next step; from any thread, never waits."""
 
 
@@ -52,7 +53,7 @@ class EngineClient(ABC):
         self._open: set[RequestId] = set()
         # What was cancelled of each open request: its choices, or None for all of them.
         self._cancelled: dict[RequestId, set[int | None]] = {}
-        self._calls: dict[int, Future[list[SessionInfo]]] = {}
+        self._calls: dict[int, Future[Any]] = {}
         self._call_ids = itertools.count()
         self._open_max = limits.max_num_seqs + limits.max_num_queued_reqs
         self._link: Link | None = None
@@ -70,9 +71,11 @@ class EngineClient(ABC):
         """Why there is no engine now (dead, restarting or shutting down); None while it lives."""
         return self._error
 
-    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+    def check(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, pooling: Pooling | None = None
+    ) -> None:
         """Raises RejectedError or ContextLengthError for a request that could never run."""
-        token_limit(prompt_ids, params, self._limits)
+        token_limit(prompt_ids, params, self._limits, pooling=pooling)
 
     def submit(self, request: EngineRequest) -> None:
         """Hands a request over; its outputs follow through `deliver`.
@@ -83,7 +86,7 @@ class EngineClient(ABC):
         link = self._link
         if link is None or not self._is_owner():
             raise self._why_not()
-        self.check(request.prompt_token_ids, request.params)
+        self.check(request.prompt_token_ids, request.params, pooling=request.pooling)
         request_id = request.request_id
         if request_id in self._open:
             raise RejectedError(f"request id {request_id!r} is in use", param="request_id")
@@ -120,21 +123,30 @@ class EngineClient(ABC):
 
         Raises EngineDeadError, or ExhaustedError beyond CALLS_MAX open calls.
         """
+        return self._ask(lambda call_id: Ask(replace(call, call_id=call_id)))
+
+    def stories(self, request_id: RequestId) -> Future[dict[int, Story]]:
+        """Where the time of a request went, by choice; empty for one that is not known (any more). Raises as
+        `call`."""
+        return self._ask(lambda call_id: Recall(call_id, request_id))
+
+    def _ask(self, message: Callable[[int], Ask | Recall]) -> Future[Any]:
         link = self._link
         if link is None or not self._is_owner():
             raise self._why_not()
         if len(self._calls) >= CALLS_MAX:
-            raise ExhaustedError(f"{CALLS_MAX} calls of sessions are under way, at most so many may be")
-        call = replace(call, call_id=next(self._call_ids))
-        future: Future[list[SessionInfo]] = Future()
+            raise ExhaustedError(
+                f"{CALLS_MAX} calls of sessions or timelines are under way, no more may be: try again"
+            )
+        call_id, future = next(self._call_ids), Future[Any]()
         future.set_running_or_notify_cancel()
-        self._calls[call.call_id] = future
+        self._calls[call_id] = future
         try:
-            link.send(Ask(call))
+            link.send(message(call_id))
         except BaseException:
-            self._calls.pop(call.call_id, None)
+            self._calls.pop(call_id, None)
             raise
-        if self._link is not link and self._calls.pop(call.call_id, None) is not None:
+        if self._link is not link and self._calls.pop(call_id, None) is not None:
             raise self._why_not()  # as in `submit`
         return future
 
@@ -143,11 +155,12 @@ class EngineClient(ABC):
         return self._stats
 
     @property
+    @abstractmethod
     def stuck(self) -> bool:
-        """True once the watchdog has given up an engine of this process, which should end, then."""
-        return False
+        """True once the watchdog has given up this process, which should end, then."""
 
-    def beat(self) -> None:  # noqa: B027 -- nobody watches for it where the engine has a process of its own
+    @abstractmethod
+    def beat(self) -> None:
         """The caller's event loop came round; once this is called, it must be called again and again."""
 
     def close(self) -> None:
@@ -189,6 +202,11 @@ class EngineClient(ABC):
             future.set_result(answer.sessions)
         else:
             future.set_exception(answer.error)
+
+    def _recalled(self, recalled: Recalled) -> None:
+        future = self._calls.pop(recalled.call_id, None)
+        if future is not None:
+            future.set_result(recalled.stories)
 
     def _step(self, outputs: list[EngineOutput], stats: EngineStats) -> None:
         self._stats = stats

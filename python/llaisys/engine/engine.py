@@ -7,9 +7,10 @@ from llaisys.engine.chronicle import Chronicle
 from llaisys.engine.executor import Executor
 from llaisys.engine.fairness import FairState
 from llaisys.engine.grammar import Grammars, Guides
-from llaisys.engine.limits import Limits, token_limit
+from llaisys.engine.limits import Limits, check_first_token, token_limit
 from llaisys.engine.outputs import EngineOutput, TokenLogprobs
 from llaisys.engine.plan import Admit, Plan, View
+from llaisys.engine.pooling import embedding_of, new_pool
 from llaisys.engine.prefix import Lock, PrefixIndex
 from llaisys.engine.reclaim import most_cells, reclaimable
 from llaisys.engine.request import (
@@ -36,7 +37,6 @@ from llaisys.engine.scheduler import plan
 from llaisys.engine.session_calls import Hooks, SessionCalls
 from llaisys.engine.sessions import Session, Sessions
 from llaisys.engine.tally import Tally
-from llaisys.engine.timeline import Timeline
 from llaisys.engine.worker import Batch, Chunk, StepResult, Worker, sequence_of
 from llaisys.errors import (
     EngineDeadError,
@@ -46,6 +46,7 @@ from llaisys.errors import (
     RequestFailedError,
 )
 from llaisys.stats import EngineStats
+from llaisys.story import Story
 from llaisys.types import RequestId
 
 # The books are checked when the engine falls idle, and every so many steps.
@@ -82,8 +83,7 @@ class LLMEngine:
         self._pending: list[EngineOutput] = []
         self._fair = FairState()
         self._last_scan_s = self._last_cleanup_s = self._stuck_s = float("-inf")
-        self._num_submitted = 0
-        self._num_choices = 0
+        self._num_submitted = self._num_choices = 0
         self._tally = Tally()
         self._chronicle = Chronicle()
         self._now_s = float("-inf")
@@ -93,10 +93,9 @@ class LLMEngine:
         """The bounds it keeps."""
         return self._limits
 
-    @property
-    def timeline(self) -> Timeline:
-        """Where each request's time went."""
-        return self._chronicle.timeline
+    def stories(self, request_id: RequestId, now_s: float) -> dict[int, Story]:
+        """Where the time of a request's choices went, by index; what is not known any more is left out."""
+        return self._chronicle.stories(request_id, now_s)
 
     @property
     def requests(self) -> OpenRequests:
@@ -120,13 +119,15 @@ class LLMEngine:
 
         Raises RejectedError, ContextLengthError (could never run) or QueueFullError; then it is not taken.
         """
-        limit = token_limit(source.prompt_token_ids, source.params, self._limits)
+        limit = token_limit(source.prompt_token_ids, source.params, self._limits, pooling=source.pooling)
         self._guides.check(source)
+        check_first_token(source)
         if source.request_id in self._requests:
             raise RejectedError(f"request id {source.request_id!r} is in use", param="request_id")
         seed = source.params.seed
         seed = derive_seed(self._seed, self._num_submitted) if seed is None else seed % 2**64
         leader = Request(source, self._num_choices, seed, limit, window_cells=self._window_cells(source))
+        leader.pool = new_pool(source)
         check_queue(leader, self._requests, self._limits, self._n_room)
         session = self.sessions.named_by(source)
         if session is not None and session.is_restoring:
@@ -400,6 +401,8 @@ class LLMEngine:
         step, tally = self._tally.num_steps, self._tally
         tally.computed(sum(len(chunk.token_ids) for chunk in batch.chunks), len(batch.decode))
         ids, logprobs = result.token_ids, result.logprobs
+        for item, rows in result.hidden.items():
+            batch.request(item).add_hidden(rows)
         for item, request in enumerate(batch.decode):
             if item in result.errors:
                 outputs.append(self._finish(request, Failed(result.errors[item])))
@@ -445,6 +448,8 @@ class LLMEngine:
 
     def _first_token(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> EngineOutput:
         """The first token since the request was admitted: all before it is computed, for others to use."""
+        if request.pool is not None:
+            return self._finish(request, *embedding_of(request))
         if self._retention is not None:
             self._retention.publish(request)
         is_first = request.num_output == 0

@@ -26,7 +26,7 @@ class InprocClient(EngineClient):
     ) -> None:
         """Builds the engine on its own thread and waits for it. Raises what `build` raises."""
         super().__init__(limits, deliver)
-        listener = Listener(self._step, self._answered, self._ended, clock)
+        listener = Listener(self._step, self._answered, self._recalled, self._ended, clock)
         self._loop = EngineLoop(build, listener, self._inbox_max, watch)
         self._watch = watch
         self._link = self._loop

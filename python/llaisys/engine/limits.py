@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from llaisys.engine.request import EngineRequest
 from llaisys.errors import ContextLengthError, RejectedError
-from llaisys.types import SamplingParams
+from llaisys.types import Pooling, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +85,14 @@ class Limits:
 PROMPT_LOGPROBS_MAX = 1 << 17
 
 
-def token_limit(prompt: Sequence[int], params: SamplingParams, limits: Limits) -> int:
+def token_limit(
+    prompt: Sequence[int], params: SamplingParams, limits: Limits, *, pooling: Pooling | None = None
+) -> int:
     """Tokens, prompt and answer, at which the request ends by length: the KV cells it may need at worst.
 
-    An absent `max_tokens` is the most that is allowed. Raises RejectedError (an empty prompt, an id outside
-    the vocabulary, too many tokens or choices) or ContextLengthError with both numbers, if the request can
-    never run.
+    An absent `max_tokens` is the most that is allowed; with `pooling` there is no answer. Raises
+    RejectedError (an empty prompt, an id outside the vocabulary, too many tokens or choices) or
+    ContextLengthError with both numbers, if the request can never run.
     """
     if not prompt:
         raise RejectedError("the prompt is empty: it needs at least one token", param="prompt")
@@ -111,6 +114,12 @@ def token_limit(prompt: Sequence[int], params: SamplingParams, limits: Limits) -
             f"the prompt has {len(prompt)} tokens, max_input_tokens allows at most {limits.max_input_tokens}",
             param="prompt",
         )
+    if pooling is not None:
+        if len(prompt) > limits.max_model_len:
+            raise ContextLengthError(
+                f"the prompt has {len(prompt)} tokens, the context is {limits.max_model_len}", param="prompt"
+            )
+        return len(prompt)
     if params.max_tokens is not None and limits.max_output_tokens is not None:
         _at_most("max_tokens", params.max_tokens, limits.max_output_tokens, "is the most allowed")
     wanted = len(prompt) + (1 if params.max_tokens is None else params.max_tokens)
@@ -124,6 +133,25 @@ def token_limit(prompt: Sequence[int], params: SamplingParams, limits: Limits) -
         return wanted
     n_most = limits.max_model_len if limits.max_output_tokens is None else limits.max_output_tokens
     return min(limits.max_model_len, len(prompt) + n_most)
+
+
+def check_first_token(source: EngineRequest) -> None:
+    """Raises RejectedError where the request's own fields forbid every token that could come first.
+
+    What only shows later, or with a grammar, ends the request when it shows, with the same error.
+    """
+    params = source.params
+    if params.allowed_token_ids is None:
+        return
+    forbidden = {ids[0] for ids in source.bad_word_ids if len(ids) == 1}
+    if params.min_tokens:
+        forbidden |= {*params.stop_token_ids, *(() if params.ignore_eos else source.eos_token_ids)}
+    if forbidden.issuperset(params.allowed_token_ids):
+        others = [name for name in ("bad_words", "min_tokens") if getattr(params, name)]
+        raise RejectedError(
+            f"{' and '.join(['allowed_token_ids', *others])} leave no token: what is allowed is forbidden",
+            param="allowed_token_ids",
+        )
 
 
 def _at_most(param: str, value: int, most: int, says: str) -> None:

@@ -23,7 +23,7 @@ from llaisys.engine.outputs import EngineOutput, refusal
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.sessions import SessionAnswer
 from llaisys.engine.watch import Watch
-from llaisys.engine.wire import Ask, Cancel, Shutdown, Submit
+from llaisys.engine.wire import Ask, Cancel, Recall, Recalled, Shutdown, Submit
 from llaisys.engine.worker import WorkerSettings, open_worker
 from llaisys.errors import EngineDeadError, LlaisysError
 from llaisys.stats import EngineStats
@@ -36,7 +36,7 @@ class _Wake:
     """File work of a session is done."""
 
 
-Message: TypeAlias = Submit | Cancel | Ask | Shutdown | _Wake
+Message: TypeAlias = Submit | Cancel | Ask | Recall | Shutdown | _Wake
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Listener:
     """How the loop speaks; all are called on the engine thread and must not raise.
 
     - `step`: the outputs and the books after each step.
-    - `answer`: of a call of sessions.
+    - `answer`: of a call of sessions. `recalled`: where a request's time went.
     - `ended`: the loop is over, for this reason; no output follows. Called once; where the engine is stuck,
       on the thread that found it.
     - `clock`: monotonic seconds, the one that requests' times are of.
@@ -52,6 +52,7 @@ class Listener:
 
     step: Callable[[list[EngineOutput], EngineStats], None]
     answer: Callable[[SessionAnswer], None]
+    recalled: Callable[[Recalled], None]
     ended: Callable[[EngineDeadError], None]
     clock: Callable[[], float]
 
@@ -82,7 +83,7 @@ class EngineLoop:
             self.stop()
             raise
 
-    def send(self, message: Submit | Cancel | Ask) -> None:
+    def send(self, message: Submit | Cancel | Ask | Recall) -> None:
         """Leaves a message for the next step. Raises queue.Full beyond `inbox_max`."""
         if self._inbox.qsize() >= self._inbox_max:
             raise queue.Full
@@ -141,6 +142,9 @@ class EngineLoop:
                         engine.cancel(request_id, index)
                     case Ask(call):
                         calls.call(call)
+                    case Recall(call_id, request_id):
+                        stories = engine.stories(request_id, self._listener.clock())
+                        self._listener.recalled(Recalled(call_id, stories))
                     case Shutdown():
                         return
             calls.turn()

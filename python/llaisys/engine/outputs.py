@@ -33,6 +33,7 @@ class EngineOutput:
     - `num_cached_tokens`: prompt tokens that were not computed anew; in the first output of choice 0.
     - `queued_s`: seconds from arrival until it was first admitted; in the first output of each choice.
     - `new_prompt_logprobs`: of the prompt's tokens from the second on, if asked for; in the same output.
+    - `embedding`: what a request that asked for one ends with; see `types.RequestOutput`.
     - `error`: set with the reasons TIMEOUT and ERROR only.
     """
 
@@ -47,6 +48,7 @@ class EngineOutput:
     index: int = 0
     last: bool = False
     new_prompt_logprobs: list[TokenLogprobs] | None = None
+    embedding: bytes | None = None
 
 
 def refusal(request_id: RequestId, error: LlaisysError) -> EngineOutput:

@@ -30,11 +30,14 @@ from llaisys.config import Config, package_version
 from llaisys.engine.capacity import Capacity
 from llaisys.engine.client import Deliver, EngineClient
 from llaisys.engine.grammar import GrammarTokens
+from llaisys.engine.watch import Watch
 from llaisys.engine.wire import (
     Answer,
     Ask,
     Cancel,
     Ended,
+    Recall,
+    Recalled,
     Refused,
     Shutdown,
     Start,
@@ -88,8 +91,9 @@ class ProcessClient(EngineClient):
         clock: Callable[[], float] = time.monotonic,
         *,
         grammar_tokens: GrammarTokens | None = None,
+        watch: Watch | None = None,
     ) -> None:
-        """Starts the process and waits until the model is loaded.
+        """Starts the process and waits until the model is loaded. `watch`: of this process's event loop.
 
         Raises what the loading raises, or EngineDeadError if the process died of it.
         """
@@ -113,13 +117,28 @@ class ProcessClient(EngineClient):
         self._thread = threading.Thread(target=self._supervise, name="llaisys-engine-client", daemon=True)
         self._thread.start()
         atexit.register(self._close_at_exit)
+        self._watch = watch
         try:
             self._loaded.result()
+            if watch is not None:
+                watch.begin_loop(self._ended)
         except BaseException:
             self.close()
             raise
 
+    @property
+    def stuck(self) -> bool:
+        """As the watchdog says."""
+        return self._watch is not None and self._watch.stuck
+
+    def beat(self) -> None:
+        """For the watchdog."""
+        if self._watch is not None:
+            self._watch.beat()
+
     def _stop(self) -> None:
+        if self._watch is not None:
+            self._watch.end()
         self._closing.set()
         os.eventfd_write(self._wake, 1)
         if threading.current_thread() is not self._thread:
@@ -179,6 +198,8 @@ class ProcessClient(EngineClient):
                         self._step(outputs, stats)
                     case Answer(answer):
                         self._answered(answer)
+                    case Recalled() as recalled:
+                        self._recalled(recalled)
                     case Ended(error):
                         self._ended(error)
                         child.finish()
@@ -227,7 +248,7 @@ class _Child:
         """Its process id."""
         return self._process.pid
 
-    def send(self, message: Submit | Cancel | Ask) -> None:
+    def send(self, message: Submit | Cancel | Ask | Recall) -> None:
         """Leaves a message for it. Raises TypeError for what has no form on the wire."""
         self._outgoing.put(encode(message))
         os.eventfd_write(self._wake, 1)

@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from llaisys.engine.outputs import TokenLogprobs
 from llaisys.errors import LlaisysError, RequestTimeoutError
-from llaisys.types import FinishReason, RequestId, SamplingParams
+from llaisys.types import FinishReason, Pooling, RequestId, SamplingParams
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from llaisys.engine.pooling import Pool
     from llaisys.engine.prefix import Lock
 
 # A request that was preempted so often is admitted again only with its worst case set aside, and stays.
@@ -32,6 +36,7 @@ class EngineRequest:
     - `cache_salt`: requests share cached prefixes only with requests of the same salt.
     - `bad_word_ids`: the token sequences of `params.bad_words`.
     - `session_id`: while KV of this session is being restored, the request waits for it.
+    - `pooling`: the request is for the embedding of its prompt and ends with it; nothing is sampled.
     """
 
     request_id: RequestId
@@ -45,6 +50,7 @@ class EngineRequest:
     cache_salt: str = ""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     session_id: str = ""
+    pooling: Pooling | None = None
 
 
 # --- states: each holds exactly what exists in it; only Running has a sequence id ---
@@ -195,6 +201,7 @@ class Request:
     - `num_cached`: prompt tokens that its first admission found computed; None before. `queued_s`: seconds
       from its arrival until then.
     - `prompt_logprobs`: of the prompt's tokens from the second on, as far as known; of a leader only.
+    - `pool`: what it has pooled, if it is for an embedding; kept when it is preempted.
     - `last_step`: the last step that computed something of it. `lock`: its pinned path, while it runs.
 
     Invariant: `num_computed < len(token_ids) <= token_limit` until it is finished; 0 unless it runs.
@@ -216,6 +223,7 @@ class Request:
     last_step: int = -1
     lock: Lock | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    pool: Pool | None = None
     state: State = field(default_factory=Waiting)
     token_ids: array[int] = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
@@ -258,7 +266,10 @@ class Request:
     @property
     def num_reusable(self) -> int:
         """Leading tokens that need not be computed anew if they are cached: all but the last, whose logits
-        are wanted; while the prompt is being scored, those whose rows have given their score."""
+        are wanted; while the prompt is being scored or pooled, those whose rows have given what they are for.
+        """
+        if self.pool is not None:
+            return self.pool.num_reusable
         n_scored = len(self.prompt_logprobs)
         if self.wants_prompt_logprobs and n_scored < self.num_prompt - 1:
             return n_scored
@@ -269,6 +280,12 @@ class Request:
         if not self.wants_prompt_logprobs:
             return range(0)
         return range(max(start, len(self.prompt_logprobs)), min(end, self.num_prompt - 1))
+
+    def add_hidden(self, hidden: NDArray[np.float32]) -> None:
+        """Pools the final hidden states `[n, d_model]` of rows that were asked for them."""
+        if self.pool is None:
+            raise BrokenInvariant(f"request {self.ordinal} has hidden states and no pool")
+        self.pool.add(hidden)
 
     @property
     def is_secured(self) -> bool:

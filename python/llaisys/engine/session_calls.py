@@ -9,6 +9,7 @@ evicted. A restored piece is pinned as part of its session, and so given up wher
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,11 +25,19 @@ from llaisys.engine.limits import Limits
 from llaisys.engine.retention import Retention
 from llaisys.engine.session_file import SUFFIX, Facts, SessionReader, SessionWriter
 from llaisys.engine.sessions import Session, SessionAnswer, SessionCall, Sessions, check_name
-from llaisys.errors import EngineDeadError, LlaisysError, UnsupportedError
+from llaisys.errors import (
+    CoreFaultError,
+    EngineDeadError,
+    LlaisysError,
+    RequestFailedError,
+    UnsupportedError,
+)
 from llaisys.types import SessionInfo
 
 # A piece of a file is at most so many bytes of K and V, or one position.
 PIECE_BYTES = 2**22
+
+log = logging.getLogger(__name__)
 
 _Steps: TypeAlias = Generator[Callable[[], Any], Any, None]
 
@@ -172,6 +181,10 @@ class SessionCalls:
             self._answers.append(SessionAnswer(call_id, [self._sessions.info(session)]))
         except EngineDeadError:
             raise
+        except CoreFaultError as fault:  # of an export, which changes nothing: it is this call's alone
+            log.warning("a call of session %r failed in the core: %s", session.key[1], fault)
+            failed = RequestFailedError(f"the session's KV could not be read: {fault}")
+            self._answers.append(SessionAnswer(call_id, [], failed))
         except LlaisysError as error:
             self._answers.append(SessionAnswer(call_id, [], error))
         else:

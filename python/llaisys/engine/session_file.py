@@ -27,7 +27,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from llaisys.errors import ExhaustedError, LlaisysError, RejectedError, RequestFailedError, UnsupportedError
+from llaisys.errors import (
+    ExhaustedError,
+    LlaisysError,
+    NotFoundError,
+    RejectedError,
+    RequestFailedError,
+    UnsupportedError,
+)
 
 MAGIC = b"LLAISKV\n"
 VERSION = 1
@@ -235,6 +242,6 @@ def _disk_errors(path: Path) -> Iterator[None]:
     except LlaisysError:
         raise
     except FileNotFoundError as error:
-        raise RejectedError(f"there is no saved session {path.stem!r}", param="file") from error
+        raise NotFoundError(f"there is no saved session {path.stem!r}", param="file") from error
     except OSError as error:
         raise RequestFailedError(f"the saved session {path.stem!r}: {error.strerror}") from error

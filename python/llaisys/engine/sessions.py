@@ -19,11 +19,12 @@ from llaisys.engine.limits import Limits
 from llaisys.engine.prefix import Lock
 from llaisys.engine.request import BrokenInvariant, EngineRequest, Request
 from llaisys.engine.retention import Retention
-from llaisys.errors import ExhaustedError, LlaisysError, RejectedError, UnsupportedError
+from llaisys.errors import ExhaustedError, LlaisysError, NotFoundError, RejectedError, UnsupportedError
 from llaisys.types import SessionInfo
 
 NAME_MAX = 64
-_NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{NAME_MAX - 1}}}")
+NAME_PATTERN = rf"^[A-Za-z0-9_][A-Za-z0-9._-]{{0,{NAME_MAX - 1}}}$"
+_NAME = re.compile(NAME_PATTERN[1:-1])
 
 # Whose, and its name: nobody meets another client's.
 SessionKey: TypeAlias = tuple[str, str]
@@ -91,11 +92,11 @@ class Sessions:
     # --- by name ---
 
     def find(self, client_id: str, name: str) -> Session:
-        """A client's session. Raises RejectedError for one that the client does not have."""
+        """A client's session. Raises NotFoundError for one that the client does not have."""
         check_name(name)
         session = self._by_key.get((client_id, name))
         if session is None:
-            raise RejectedError(f"there is no session {name!r}", param="session_id")
+            raise NotFoundError(f"there is no session {name!r}", param="session_id")
         return session
 
     def settled(self, client_id: str, name: str) -> Session:

@@ -36,8 +36,9 @@ def start_engine(
     """
     capacity = size(config, info, available_bytes(), usable_cores())
     log.info("%s", capacity.summary)
+    watch = Watch(config.watchdog_window_s, exits=exits)
     if config.engine_process:
         tokens = None if grammars is None else grammars.tokens
-        return ProcessClient(capacity, config, deliver, grammar_tokens=tokens)
+        return ProcessClient(capacity, config, deliver, grammar_tokens=tokens, watch=watch)
     build = partial(build_engine, capacity.settings, capacity.limits, config.seed, grammars)
-    return InprocClient(build, capacity.limits, deliver, watch=Watch(config.watchdog_window_s, exits=exits))
+    return InprocClient(build, capacity.limits, deliver, watch=watch)

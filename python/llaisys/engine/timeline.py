@@ -8,55 +8,13 @@ overlap or leave a gap, and a request that goes on decoding costs nothing.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
-from enum import Enum
-from typing import TypeAlias
+from collections.abc import Iterable
 
-# A request id, or (request id, choice).
-Key: TypeAlias = Hashable
+from llaisys.story import Key, Kind, Span, Story
 
 N_SPANS_MAX = 256
 N_FINISHED_MAX = 1024
 N_NAMES_MAX = 3
-
-
-class Kind(str, Enum):
-    """What time went to; `by` of a span names whom, where somebody else is the reason."""
-
-    QUEUED = "queued"  # behind whom
-    OWN_CHUNK = "own_chunk"  # its prompt was computed
-    OTHER_CHUNK = "other_chunk"  # its step waited for a prompt's chunk: whose (the largest)
-    DECODE = "decode"
-    PREEMPTED = "preempted"  # by whom
-    KV_WAIT = "kv_wait"  # cells were short
-    REMOTE_KV = "remote_kv"  # a saved prefix was being restored
-    SLOW_READER = "slow_reader"
-    FOLDED = "folded"  # the middle of a long story: `seconds` still has its kinds
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """`start_s <= t < end_s` of one request went to `kind`."""
-
-    start_s: float
-    end_s: float
-    kind: Kind
-    by: tuple[Key, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Story:
-    """One request's time. `spans` follow on each other without a gap from `arrival_s` to `end_s`.
-
-    `seconds`: the sum over all spans of each kind, the folded ones included. `is_over`: it has ended.
-    """
-
-    arrival_s: float
-    end_s: float
-    spans: tuple[Span, ...]
-    seconds: dict[Kind, float]
-    is_over: bool
 
 
 class _Record:

@@ -1,7 +1,8 @@
 """What follows when the core's watchdog finds the engine stuck: it is said, with what is known, and ended.
 
-Lives in the engine's process, on a thread that only waits for the verdict. The watchdog itself is a native
-thread: it needs no interpreter to find out that this one has stopped.
+Lives in the engine's process (and in the server's for its event loop, if that is another), on a thread that
+only waits for the verdict. The watchdog itself is a native thread: it needs no interpreter to find out that
+this one has stopped.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from llaisys.engine.engine import LLMEngine
+from llaisys.engine.worker import loop_watchdog
 from llaisys.errors import EngineDeadError
 from llaisys.stats import EngineStats
 
@@ -55,9 +57,15 @@ class Watch:
 
     def begin(self, engine: LLMEngine, on_verdict: Callable[[EngineDeadError], None]) -> None:
         """Starts watching. `on_verdict` is called once, on a thread of its own."""
-        self._engine, self._on_verdict = engine, on_verdict
-        self._stats = engine.stats()
-        self._watchdog = engine.worker.watchdog(self._window_s, self._exit_after_s)
+        self._engine, self._stats = engine, engine.stats()
+        self._start(engine.worker.watchdog(self._window_s, self._exit_after_s), on_verdict)
+
+    def begin_loop(self, on_verdict: Callable[[EngineDeadError], None]) -> None:
+        """Starts watching the event loop alone: the engine's own process watches the engine."""
+        self._start(loop_watchdog(self._window_s, self._exit_after_s), on_verdict)
+
+    def _start(self, watchdog: Watchdog, on_verdict: Callable[[EngineDeadError], None]) -> None:
+        self._watchdog, self._on_verdict = watchdog, on_verdict
         threading.Thread(target=self._wait, name="llaisys-verdict", daemon=True).start()
 
     def report(self, engine: LLMEngine, stats: EngineStats, now_s: float) -> None:
@@ -86,12 +94,12 @@ class Watch:
     def _wait(self) -> None:
         watchdog, engine = self._watchdog, self._engine
         assert watchdog is not None
-        assert engine is not None
         if not os.read(watchdog.fileno(), 1):  # it ended without one
             return
         self.stuck = True
         verdict = str(watchdog.verdict)
-        log.critical("the engine is stuck (%s): %s\n%s", verdict, _MEANINGS[verdict], self._snapshot(engine))
+        books = "  its books are in the engine's process" if engine is None else self._snapshot(engine)
+        log.critical("the engine is stuck (%s): %s\n%s", verdict, _MEANINGS[verdict], books)
         faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
         self._on_verdict(EngineDeadError(f"the engine is stuck: {verdict}"))
 

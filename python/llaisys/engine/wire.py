@@ -21,6 +21,7 @@ from llaisys.engine.sessions import SessionAnswer, SessionCall
 from llaisys.engine.worker import WorkerSettings
 from llaisys.errors import EngineDeadError, LlaisysError, QueueFullError
 from llaisys.stats import EngineStats
+from llaisys.story import Story
 from llaisys.types import RequestId
 
 # --- to the engine ---
@@ -58,6 +59,13 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     call: SessionCall
 
 
+class Recall(msgspec.Struct, frozen=True, tag=True):
+    """Where did this request's time go?"""
+
+    call_id: int
+    request_id: RequestId
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """The last message: end, whatever is open."""
 
@@ -88,14 +96,21 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     answer: SessionAnswer
 
 
+class Recalled(msgspec.Struct, frozen=True, tag=True):
+    """The one answer to a Recall: the story of each choice that is known."""
+
+    call_id: int
+    stories: dict[int, Story]
+
+
 class Ended(msgspec.Struct, frozen=True, tag=True):
     """The engine is over, for this reason; no output follows."""
 
     error: EngineDeadError
 
 
-ToEngine: TypeAlias = Start | Submit | Cancel | Ask | Shutdown
-FromEngine: TypeAlias = Started | Refused | Step | Answer | Ended
+ToEngine: TypeAlias = Start | Submit | Cancel | Ask | Recall | Shutdown
+FromEngine: TypeAlias = Started | Refused | Step | Answer | Recalled | Ended
 
 
 class _Error(msgspec.Struct, frozen=True):

@@ -18,22 +18,31 @@ from numpy.typing import NDArray
 from llaisys.engine.outputs import TokenLogprobs
 from llaisys.engine.prefix import CacheEdit, Retain, Split, Trim
 from llaisys.engine.request import BrokenInvariant, Request, Running
-from llaisys.errors import CoreFaultError, EngineDeadError, LlaisysError, RequestFailedError
+from llaisys.errors import (
+    CoreFaultError,
+    EngineDeadError,
+    LlaisysError,
+    RejectedError,
+    RequestFailedError,
+)
 from llaisys.types import GgufTokenizer, ModelInfo
 
 if TYPE_CHECKING:
-    from llaisys._core import Context, DecodeOutput, SamplerSpec
+    from llaisys._core import Context, DecodeOutput, Progress, SamplerSpec
     from llaisys._core import Watchdog as Watchdog
 
 log = logging.getLogger(__name__)
 
 # Ids of segments that live within one call; the prefix index counts its own up from 1.
 _FIRST_PASSING_SEGMENT = 2**63
-_LOGITS = 1  # `wants_output`: logits and a sampled id
+# `wants_output`: logits and a sampled id; the final hidden state.
+_LOGITS, _HIDDEN = 1, 2
 _FAULTS = {
     "non_finite": "the model gave a number that is not finite for this request",
     "all_masked": "every token of this request was forbidden",
 }
+# What forbids tokens, by its field.
+_FORBIDDING = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +63,8 @@ class WorkerSettings:
 
 @dataclass(slots=True)
 class Chunk:
-    """Consecutive tokens of a running request, from position `start`. `samples`: the last gives an id."""
+    """Consecutive tokens of a running request, from position `start`. `samples`: the last gives an id, or
+    ends what is pooled."""
 
     request: Request
     start: int
@@ -65,6 +75,12 @@ class Chunk:
     def scored(self) -> range:
         """Positions whose rows score a prompt token."""
         return self.request.rows_to_score(self.start, self.start + len(self.token_ids))
+
+    @property
+    def pooled(self) -> range:
+        """Positions whose rows give their hidden state."""
+        pool = self.request.pool
+        return range(0) if pool is None else pool.rows(self.start, self.start + len(self.token_ids))
 
 
 @dataclass(slots=True)
@@ -105,7 +121,8 @@ class StepResult:
 
     - `token_ids`: the sampled id; -1 where nothing was sampled.
     - `logprobs`: of items that asked for them. `prompt_logprobs`: of the prompt tokens that an item's rows
-      scored, in order. `errors`: what ends the item's request.
+      scored, in order. `errors`: what ends the item's request. `hidden`: the final hidden states
+      `[n, d_model]` of an item's pooled rows.
     - `refused`: items that the core would not run at all, even alone.
     """
 
@@ -114,6 +131,7 @@ class StepResult:
     errors: dict[int, LlaisysError] = field(default_factory=dict)
     refused: list[int] = field(default_factory=list)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    hidden: dict[int, NDArray[np.float32]] = field(default_factory=dict)
 
     def extend(self, other: StepResult) -> None:
         """Appends the results of the next items."""
@@ -122,6 +140,7 @@ class StepResult:
         self.logprobs |= {n + item: entry for item, entry in other.logprobs.items()}
         self.prompt_logprobs |= {n + item: entries for item, entries in other.prompt_logprobs.items()}
         self.errors |= {n + item: error for item, error in other.errors.items()}
+        self.hidden |= {n + item: rows for item, rows in other.hidden.items()}
         self.refused += [n + item for item in other.refused]
 
 
@@ -248,7 +267,7 @@ class Worker:
         tokens = [request.token_ids[-1] for request in decode]
         positions = [request.num_computed for request in decode]
         seq_ids = [sequence_of(request) for request in decode]
-        wants = bytearray([_LOGITS]) * len(decode)
+        wants = bytearray(_LOGITS if request.pool is None else _HIDDEN for request in decode)
         for chunk in batch.chunks:
             n = len(chunk.token_ids)
             tokens += chunk.token_ids
@@ -257,7 +276,9 @@ class Worker:
             wants += bytes(n)
             for position in chunk.scored:
                 wants[position - chunk.start - n] = _LOGITS
-            if chunk.samples:
+            for position in chunk.pooled:
+                wants[position - chunk.start - n] = _HIDDEN
+            if chunk.samples and chunk.request.pool is None:
                 wants[-1] = _LOGITS
         masks: dict[str, Any] = {"logits_mask": _masks(batch)} if batch.masks else {}
         output = self._context.decode(
@@ -272,19 +293,7 @@ class Worker:
 
     def watchdog(self, window_s: float, exit_after_s: float | None) -> Watchdog:
         """A watchdog of this context: `window_s` for layers and tokens, a sixth of it for the rest."""
-        from llaisys import _core  # as in `open_worker`
-
-        short_s = window_s / 6
-        return _core.Watchdog(
-            self._context.progress(),
-            period_s=min(0.25, short_s / 2),
-            step_s=window_s,
-            commit_s=window_s,
-            admit_s=short_s,
-            deadline_s=short_s,
-            loop_s=short_s,
-            exit_after_s=exit_after_s,
-        )
+        return _watchdog(self._context.progress(), window_s, exit_after_s)
 
     def _change(self, call: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -322,6 +331,27 @@ def open_worker(settings: WorkerSettings) -> Worker:
         n_streams=settings.n_streams,
     )
     return Worker(context, _core.SamplerSpec, settings.n_streams)
+
+
+def loop_watchdog(window_s: float, exit_after_s: float | None) -> Watchdog:
+    """A watchdog of the event loop alone, a sixth of `window_s`: the engine is in another process."""
+    return _watchdog(None, window_s, exit_after_s)
+
+
+def _watchdog(progress: Progress | None, window_s: float, exit_after_s: float | None) -> Watchdog:
+    from llaisys import _core  # as in `open_worker`
+
+    short_s = window_s / 6
+    return _core.Watchdog(
+        progress,
+        period_s=min(0.25, short_s / 2),
+        step_s=window_s,
+        commit_s=window_s,
+        admit_s=short_s,
+        deadline_s=short_s,
+        loop_s=short_s,
+        exit_after_s=exit_after_s,
+    )
 
 
 def available_isas() -> list[str]:
@@ -384,14 +414,16 @@ def _masks(batch: Batch) -> tuple[NDArray[np.int32], NDArray[np.uint32]] | None:
 
 
 def _result(batch: Batch, output: DecodeOutput) -> StepResult:
-    """Output rows come in batch order: of each item those that score, then the one that samples."""
+    """Output rows come in batch order: of each item those that score, then the one that samples; or those
+    that are pooled."""
     ids: list[int] = output.token_ids.tolist()
     items = list(range(len(batch.decode)))
     scored: set[int] = set()
     for item, chunk in enumerate(batch.chunks, len(batch.decode)):
         n_scored = len(chunk.scored)
         scored.update(range(len(items), len(items) + n_scored))
-        items += [item] * (n_scored + chunk.samples)
+        n_sampled = int(chunk.samples) if chunk.request.pool is None else 0
+        items += [item] * (n_scored + n_sampled + len(chunk.pooled))
     if len(ids) != len(items):
         raise BrokenInvariant(f"the core gave {len(ids)} ids for {len(items)} rows")
     result = StepResult(ids)
@@ -406,8 +438,26 @@ def _result(batch: Batch, output: DecodeOutput) -> StepResult:
             result.prompt_logprobs.setdefault(items[row], []).append(entry)
         else:
             result.logprobs[items[row]] = entry
+    if output.hidden is not None:
+        item_of_row = np.array(items)
+        for item in dict.fromkeys(items):
+            if batch.request(item).pool is not None:
+                result.hidden[item] = output.hidden[item_of_row == item]
     if output.faults:
         item_of = dict(zip(output.rows.tolist(), items, strict=True))
         for batch_row, fault in output.faults:
-            result.errors[item_of[batch_row]] = RequestFailedError(_FAULTS.get(fault, fault))
+            item = item_of[batch_row]
+            result.errors[item] = _row_error(fault, batch.request(item))
     return result
+
+
+def _row_error(fault: str, request: Request) -> LlaisysError:
+    """What is wrong with a row. That no token is left is the doing of the request's own fields."""
+    fields = [name for name in _FORBIDDING if getattr(request.source.params, name)]
+    if fault == "all_masked" and fields:
+        return RejectedError(
+            f"{' and '.join(fields)} leave no token after {request.num_output} tokens of the answer: "
+            "take one out, or allow more",
+            param=fields[0],
+        )
+    return RequestFailedError(_FAULTS.get(fault, fault))

@@ -44,6 +44,8 @@ _OPTIONAL = (
     "chat_template.json",
     "quantize_config.json",
     "quant_config.json",
+    "modules.json",
+    "1_Pooling/config.json",
 )
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 # What llama.cpp and Ollama take of a repository with several files if nothing else is asked for.

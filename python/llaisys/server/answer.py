@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from llaisys.errors import LlaisysError
+from llaisys.server.book import Entry
 from llaisys.server.errors import ApiError, ended, send_error, to_json
 from llaisys.server.fan_in import Deltas, fan_in
 from llaisys.server.sse import SseWriter
@@ -42,8 +43,8 @@ class Shape(Protocol):
     def closing(self) -> list[Json]:
         """Chunks after the last token of all choices."""
 
-    def whole(self, chunks: Iterable[Json]) -> Json:
-        """The body of a non-stream answer: the stream's chunks, collected."""
+    def whole(self, chunks: Iterable[Json]) -> Json | bytes:
+        """The body of a non-stream answer: the stream's chunks, collected; bytes are JSON already."""
 
 
 class Answer(Response):
@@ -61,6 +62,8 @@ class Answer(Response):
         self._streams = streams
         self._shape = shape
         self._extra_headers = dict(headers)
+        self._entry: Entry | None = None
+        self._is_cancelled = False
         self._finish_reasons: set[str] = set()
         self.is_stream = False
 
@@ -69,8 +72,27 @@ class Answer(Response):
         self.is_stream = True
         return self
 
+    def listed(self, entry: Entry) -> Answer:
+        """The same answer, in the book of requests while it is given: others can cancel it there."""
+        self._entry = entry
+        return self
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 -- ASGI's signature
         """ASGI. `receive` has only the client's going away left to say."""
+        if self._entry is None:
+            await self._give(receive, send)
+            return
+        with state_of(self._request).requests.open(self._entry, self._cancel):
+            await self._give(receive, send)
+
+    def _cancel(self) -> None:
+        """The engine ends each request within a step, and the end comes as an output like any other."""
+        assert self._entry is not None
+        self._is_cancelled = True
+        for request_id in self._entry.request_ids:
+            self._entry.engine.abort(request_id)
+
+    async def _give(self, receive: Receive, send: Send) -> None:
         work = asyncio.ensure_future(self._stream(send) if self.is_stream else self._collect(send))
         gone = asyncio.ensure_future(_client_gone(receive))
         try:
@@ -121,7 +143,8 @@ class Answer(Response):
             await send_error(send, self._wire_error(e))
             return
         self._note_end()
-        body = to_json(self._shape.whole(chunks))
+        whole = self._shape.whole(chunks)
+        body = whole if isinstance(whole, bytes) else to_json(whole)
         headers = {
             "content-type": "application/json",
             "content-length": str(len(body)),
@@ -132,6 +155,8 @@ class Answer(Response):
         await send({"type": "http.response.body", "body": body})
 
     def _take(self, index: int, delta: RequestOutput) -> list[Json]:
+        if self._is_cancelled:
+            raise ended(FinishReason.ABORT.value)
         for answer in delta.outputs:
             if answer.finish_reason not in WIRE_REASONS:
                 raise ended(str(answer.finish_reason))

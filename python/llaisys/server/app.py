@@ -14,26 +14,49 @@ from starlette.types import ASGIApp
 
 from llaisys.config import package_version
 from llaisys.errors import LlaisysError
-from llaisys.server import chat, chats, completions, health, metrics, models, page
+from llaisys.server import (
+    chat,
+    chats,
+    completions,
+    embeddings,
+    health,
+    metrics,
+    models,
+    page,
+    requests,
+    sessions,
+    tokens,
+)
 from llaisys.server.auth import KeyGate
 from llaisys.server.errors import ApiError, to_json
 from llaisys.server.gate import PROBES, HostGate, HostRule
-from llaisys.server.limits import BodyLimit
+from llaisys.server.limits import BodyGate, BodyLimits
+from llaisys.server.rates import RateGate
 from llaisys.server.state import ServerState, state_of
 from llaisys.server.trace import RequestTrace, note, request_id_of
 
-EXPOSED_HEADERS = ("x-request-id", "x-llaisys-ignored-fields", "retry-after")
+EXPOSED_HEADERS = (
+    "x-request-id",
+    "x-llaisys-ignored-fields",
+    "retry-after",
+    "x-ratelimit-limit-requests",
+    "x-ratelimit-remaining-requests",
+    "x-ratelimit-reset-requests",
+)
 
 
 def create_app(state: ServerState, port: int) -> ASGIApp:
     """The whole server as one ASGI application, bound to `port`.
 
-    From the outside in: one id and log line, Host and Origin, CORS (if origins are listed), the key, the
-    body's size, then the routes. None is a BaseHTTPMiddleware, which would hide a client's going away.
+    From the outside in: one id and log line, Host and Origin, CORS (if origins are listed), the key, its
+    rate, the body's size, then the routes. None is a BaseHTTPMiddleware, which would hide a client's going
+    away.
     """
     routes = _routes(state)
-    app: ASGIApp = BodyLimit(routes)
-    app = KeyGate(app, state.config.api_key, PROBES | {"/"} | set(routes.state.page))
+    config = state.config
+    app: ASGIApp = BodyGate(routes, BodyLimits.of(config))
+    app = RateGate(app, config.max_concurrent_requests_per_key, config.max_requests_per_minute_per_key)
+    app = KeyGate(app, state.keys, PROBES | {"/"} | set(routes.state.page))
     if state.config.allowed_origins:
         app = CORSMiddleware(
             app,
@@ -44,6 +67,11 @@ def create_app(state: ServerState, port: int) -> ASGIApp:
         )
     app = HostGate(app, HostRule.of(state.config, port), state.config.allowed_origins)
     return RequestTrace(app, state.metrics, state.spans)
+
+
+def create_handlers(state: ServerState) -> ASGIApp:
+    """The routes for a caller in this process: nobody is kept out."""
+    return RequestTrace(_routes(state), state.metrics)
 
 
 def _routes(state: ServerState) -> FastAPI:
@@ -58,7 +86,8 @@ def _routes(state: ServerState) -> FastAPI:
     app.state.server = state
     app.state.chats = state.chats
     app.state.page = page.load_page()
-    for module in (chat, chats, completions, models, health, metrics, page):
+    api = (chat, chats, completions, embeddings, models, tokens, sessions, requests)
+    for module in (*api, health, metrics, page):
         app.include_router(module.router)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -110,6 +139,7 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
 UNIONS = {
     "stop": "must be a string or a list of strings",
     "prompt": "must be a string, a list of strings, a list of token ids or a list of such lists",
+    "input": "must be a string, a list of strings, a list of token ids or a list of such lists",
 }
 
 

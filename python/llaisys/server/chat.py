@@ -11,6 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llaisys.server.answer import Answer, Json
+from llaisys.server.body import BodyRoute
+from llaisys.server.book import Entry
 from llaisys.server.head import Head
 from llaisys.server.logprobs import chat_logprobs, prompt_logprobs
 from llaisys.server.messages import generation_prompt, last_answer, template_kwargs, template_messages
@@ -28,9 +30,10 @@ from llaisys.server.state import served_name, state_of
 from llaisys.server.tools import AnswerParts, message_of, tool_use
 from llaisys.server.trace import client_id_of, ignored_headers, note_asked
 from llaisys.server.usage import Usage
+from llaisys.service import AsyncLLM
 from llaisys.types import CompletionOutput, RequestOutput
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/chat/completions")
@@ -46,25 +49,31 @@ async def chat_completions(body: ChatCompletionRequest, request: Request) -> Res
     note_asked(request, model, params)
     options = answer_options(body, params)
     head = Head.new("chatcmpl", model, body.request_id)
-    told = engine_options(body, client_id_of(request))
-    add, continue_final = generation_prompt(body.add_generation_prompt, body.continue_final_message)
-    rendered = await engine.chat_prompt(
-        template_messages(body.messages),
-        add_generation_prompt=add,
-        continue_final_message=continue_final,
-        add_special_tokens=bool(body.add_special_tokens),
-        tools=tools.shown,
-        template_kwargs=template_kwargs(body.chat_template_kwargs),
-    )
-    prompt = await engine.prompt_ids(rendered, params)
+    client_id = client_id_of(request)
+    told = engine_options(body, client_id)
+    prompt = await engine.prompt_ids(await prompt_of(body, engine, tools.shown), params)
 
     def parts() -> AnswerParts:
         return AnswerParts(engine.answer_parser(params, tools.names), only_first=tools.only_first)
 
     shape = ChatShape(head, options, prompt, parts, last_answer(body.messages) if body.echo else "")
     stream = engine.generate(prompt, params, head.id, **told)
-    answer = Answer(request, [stream], shape, headers)
+    entry = Entry(head.id, client_id, engine, [head.id], params.n)
+    answer = Answer(request, [stream], shape, headers).listed(entry)
     return answer.as_stream() if body.stream else answer
+
+
+async def prompt_of(body: ChatCompletionRequest, engine: AsyncLLM, tools: list[Json] | None) -> list[int]:
+    """The token ids of a chat that shows these tools, by the model's template."""
+    add, continue_final = generation_prompt(body.add_generation_prompt, body.continue_final_message)
+    return await engine.chat_prompt(
+        template_messages(body.messages),
+        add_generation_prompt=add,
+        continue_final_message=continue_final,
+        add_special_tokens=bool(body.add_special_tokens),
+        tools=tools,
+        template_kwargs=template_kwargs(body.chat_template_kwargs),
+    )
 
 
 class ChatShape:

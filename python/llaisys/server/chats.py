@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llaisys.server.body import BodyRoute
 from llaisys.server.chat_store import CHANGES_PER_PAGE, ChatStore, Conflict
 from llaisys.server.errors import ApiError, to_json
 from llaisys.server.trace import client_id_of
@@ -21,7 +22,7 @@ REVISION_MAX = 2**53 - 1
 ChatId = Annotated[str, Path(pattern=r"^[\w-]{1,64}$")]
 Revision = Annotated[int, Query(ge=0, le=REVISION_MAX)]
 
-router = APIRouter(prefix="/v1/chats")
+router = APIRouter(prefix="/v1/chats", route_class=BodyRoute)
 
 
 class ChatWrite(BaseModel):

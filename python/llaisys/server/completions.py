@@ -12,6 +12,8 @@ from starlette.responses import Response
 
 from llaisys.errors import RejectedError
 from llaisys.server.answer import Answer, Json
+from llaisys.server.body import BodyRoute
+from llaisys.server.book import Entry
 from llaisys.server.checks import text_of
 from llaisys.server.head import Head
 from llaisys.server.logprobs import CompletionLogprobs, prompt_logprobs
@@ -36,7 +38,7 @@ PROMPTS_MAX = 128
 
 Prompt: TypeAlias = str | list[int]
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/completions")
@@ -52,20 +54,28 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     options = answer_options(body, params)
     head = Head.new("cmpl", model, body.request_id)
     add_special = body.add_special_tokens is not False
-    told = {**engine_options(body, client_id_of(request)), "add_special_tokens": add_special}
+    client_id = client_id_of(request)
+    told = {**engine_options(body, client_id), "add_special_tokens": add_special}
     prompts, echoes = prompts_of(body.prompt), []
+    if body.session_id and len(prompts) > 1:
+        raise RejectedError(
+            f"session_id goes with one prompt, not with {len(prompts)}: send a request for each",
+            param="session_id",
+        )
     for index, prompt in enumerate(prompts if body.echo else ()):
         prompts[index] = ids = await engine.prompt_ids(prompt, params, add_special_tokens=add_special)
         echoes.append(await _echo(engine, prompt, ids, params))
     shape = CompletionShape(head, options, echoes)
+    names = [f"{head.id}-{index}" for index in range(len(prompts))]
     streams = [
-        engine.generate(prompt, params, f"{head.id}-{index}", **told) for index, prompt in enumerate(prompts)
+        engine.generate(prompt, params, name, **told) for prompt, name in zip(prompts, names, strict=True)
     ]
-    answer = Answer(request, streams, shape, headers)
+    entry = Entry(head.id, client_id, engine, names, params.n)
+    answer = Answer(request, streams, shape, headers).listed(entry)
     return answer.as_stream() if body.stream else answer
 
 
-def prompts_of(prompt: str | list[Any]) -> list[Prompt]:
+def prompts_of(prompt: str | list[Any], n_max: int = PROMPTS_MAX) -> list[Prompt]:
     """The four forms of `prompt`: text, token ids, a list of texts, a list of lists of token ids.
 
     Raises RejectedError naming the entry. Ids are checked against the vocabulary by the engine.
@@ -76,8 +86,8 @@ def prompts_of(prompt: str | list[Any]) -> list[Prompt]:
         raise RejectedError("prompt is empty", param="prompt")
     if _is_ids(prompt):
         return [prompt]
-    if len(prompt) > PROMPTS_MAX:
-        raise RejectedError(f"prompt has {len(prompt)} entries, at most {PROMPTS_MAX}", param="prompt")
+    if len(prompt) > n_max:
+        raise RejectedError(f"prompt has {len(prompt)} entries, at most {n_max}", param="prompt")
     return [_checked(f"prompt[{i}]", entry) for i, entry in enumerate(prompt)]
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.types import Send
 
@@ -45,6 +47,26 @@ class ApiError(HTTPException):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
+class ErrorDetail(BaseModel):
+    """What is wrong, for people (`message`) and for programs (`code`). `param`: the field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorAnswer(BaseModel):
+    """OpenAI's error object."""
+
+    error: ErrorDetail
+
+
+def error_answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """What a route's schema says of its errors."""
+    return {status: {"model": ErrorAnswer, "description": HTTPStatus(status).phrase} for status in statuses}
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """How one exception class is answered. `message` None: the exception's own words, else these."""
@@ -61,6 +83,7 @@ TABLE: Mapping[type[errors.LlaisysError], Row] = {
     errors.LlaisysError: Row(500, SERVER_ERROR, "internal_error", "internal error", retry=False),
     errors.RejectedError: Row(400, INVALID_REQUEST, "invalid_value"),
     errors.ContextLengthError: Row(400, INVALID_REQUEST, "context_length_exceeded"),
+    errors.NotFoundError: Row(404, INVALID_REQUEST, "not_found"),
     errors.UnsupportedError: Row(400, INVALID_REQUEST, "unsupported_value"),
     errors.ExhaustedError: Row(429, "rate_limit_error", "server_overloaded"),
     errors.QueueFullError: Row(429, "rate_limit_error", "server_overloaded"),
@@ -137,6 +160,34 @@ def ended(reason: str) -> ApiError:
 def body_too_large(limit_bytes: int) -> ApiError:
     """413: a body over the limit, declared or counted."""
     return ApiError(413, f"The request body is larger than {limit_bytes} bytes.", code="request_too_large")
+
+
+def bodies_too_large() -> ApiError:
+    """429: the bodies of all requests together are over their limit."""
+    message = "The server holds as many request bodies as it can; try again in a moment."
+    answer = ApiError(429, message, code="server_overloaded", kind="rate_limit_error")
+    return answer.with_headers({"retry-after": "1"})
+
+
+def body_too_slow(seconds: float) -> ApiError:
+    """408: a body that was not there in time."""
+    message = f"The request body did not arrive within {seconds:g} seconds."
+    answer = ApiError(408, message, code="request_timeout", kind="timeout_error")
+    return answer.with_headers({**NO_RETRY, "connection": "close"})
+
+
+def too_many_at_once(limit: int) -> ApiError:
+    """429: the client has too many open requests."""
+    message = f"This key has {limit} requests open, which is its limit; wait until one has ended."
+    answer = ApiError(429, message, code="rate_limit_exceeded", kind="rate_limit_error")
+    return answer.with_headers({"retry-after": "1"})
+
+
+def too_many_in_a_minute(limit: int, wait_s: int) -> ApiError:
+    """429: the client came too often."""
+    message = f"This key may send {limit} requests a minute; try again in {wait_s} s."
+    answer = ApiError(429, message, code="rate_limit_exceeded", kind="rate_limit_error")
+    return answer.with_headers({"retry-after": str(wait_s)})
 
 
 def to_json(value: Any) -> bytes:

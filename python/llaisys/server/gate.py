@@ -37,10 +37,11 @@ def is_loopback(host: str) -> bool:
 
 def check_exposure(config: Config) -> None:
     """Refuses settings that would open the server further than the operator can have meant."""
-    if config.uds is None and not is_loopback(config.host) and not config.api_key:
+    has_keys = bool(config.api_key or config.api_key_file)
+    if config.uds is None and not is_loopback(config.host) and not has_keys:
         raise RejectedError(
             f"host {config.host} can be reached from other machines, so an API key is needed: "
-            "set LLAISYS_API_KEY (or --api-key), or keep --host 127.0.0.1",
+            "set LLAISYS_API_KEY, --api-key-file or --api-key, or keep --host 127.0.0.1",
             param="host",
         )
     if "*" in config.allowed_origins:
@@ -114,6 +115,8 @@ class HostGate:
     def _refusal(self, scope: Scope) -> ApiError | None:
         """The probes skip the Host check: a prober uses the address that it has."""
         headers = Headers(scope=scope)
+        if "websocket" in headers.get("upgrade", "").lower():
+            return ApiError(400, "There are no WebSockets here.", code="websocket_refused")
         if scope["path"] not in PROBES and not self._host_ok(headers):
             message = "The Host header is not one of this server's names; --allowed-hosts adds more."
             return ApiError(400, message, code="invalid_host")

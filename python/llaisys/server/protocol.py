@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from llaisys.errors import RejectedError, UnsupportedError
 from llaisys.server.checks import text_of
 from llaisys.server.errors import ApiError
+from llaisys.sessions import check_name
 from llaisys.types import SamplingParams
 
 LOGIT_BIAS_MAX = 300
@@ -53,7 +54,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "truncation_side": ("left",),
     "return_prompt_text": (False,),
-    "session_id": ("",),
     "kv_transfer_params": (),
     "vllm_xargs": ({},),
     "repetition_detection": (),
@@ -84,6 +84,24 @@ COMPLETION_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **NEUTRAL,
     "suffix": ("",),
     "prompt_embeds": (),
+}
+
+
+EMBEDDING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "messages": (),
+    "embed_dtype": ("float32",),
+    "endianness": ("little", "native"),
+    "normalize": (True,),
+    "use_activation": (True,),
+    "truncation_side": ("left",),
+    "session_id": ("",),
+}
+
+
+TOKENS_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "chat_template": (),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
 }
 
 
@@ -139,6 +157,7 @@ class GenerationRequest(BaseModel):
     priority: int | None = None
     cache_salt: str | None = None
     request_id: str | None = None
+    session_id: str | None = None
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -162,6 +181,22 @@ class CompletionRequest(GenerationRequest):
     prompt: str | list[Any]
     logprobs: int | None = None
     best_of: int | None = None
+
+
+class EmbeddingRequest(BaseModel):
+    """POST /v1/embeddings. `input`: text, token ids, or a list of either."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    input: str | list[Any]
+    model: str | None = None
+    encoding_format: str | None = None
+    dimensions: int | None = None
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +238,7 @@ def answer_options(request: GenerationRequest, params: SamplingParams) -> Answer
     )
 
 
-def engine_options(request: GenerationRequest, client_id: str) -> dict[str, Any]:
+def engine_options(request: GenerationRequest | EmbeddingRequest, client_id: str) -> dict[str, Any]:
     """What the engine is told of a request besides prompt and sampling. Raises RejectedError.
 
     Where there are keys (`client_id` is not empty) nobody goes before the others' requests: a priority can
@@ -219,7 +254,15 @@ def engine_options(request: GenerationRequest, client_id: str) -> dict[str, Any]
         raise RejectedError(
             f"cache_salt has {len(salt)} characters, at most {CACHE_SALT_CHARS_MAX}", param="cache_salt"
         )
-    return {"client_id": client_id, "priority": priority, "cache_salt": text_of("cache_salt", salt)}
+    session_id = request.session_id or "" if isinstance(request, GenerationRequest) else ""
+    if session_id:
+        check_name(session_id)
+    return {
+        "client_id": client_id,
+        "priority": priority,
+        "cache_salt": text_of("cache_salt", salt),
+        "session_id": session_id,
+    }
 
 
 def usage_options(request: GenerationRequest) -> UsageOptions:
@@ -232,13 +275,11 @@ def usage_options(request: GenerationRequest) -> UsageOptions:
     return UsageOptions(bool(options.include_usage), bool(options.continuous_usage_stats))
 
 
-def ignored_fields(
-    request: GenerationRequest, neutral: Mapping[str, tuple[Any, ...]], strict: bool
-) -> list[str]:
+def ignored_fields(request: BaseModel, neutral: Mapping[str, tuple[Any, ...]], strict: bool) -> list[str]:
     """Names of the unknown fields, at most 64. Raises for a known field that asks for something, and for an
     unknown one if `strict`."""
     extra = dict(request.model_extra or {})
-    if request.stream_options is not None:
+    if isinstance(request, GenerationRequest) and request.stream_options is not None:
         extra |= {f"stream_options.{k}": v for k, v in (request.stream_options.model_extra or {}).items()}
     unknown = []
     for name, value in extra.items():

@@ -22,7 +22,9 @@ from llaisys.config import Config
 from llaisys.registry import ModelRegistry
 from llaisys.server.app import create_app
 from llaisys.server.chat_store import ChatStore
+from llaisys.server.connection import connection_class
 from llaisys.server.gate import check_exposure
+from llaisys.server.keys import Keyring
 from llaisys.server.listen import CONNECTIONS_MAX, address_of, allow_files, listening, tls_options
 from llaisys.server.spans import Spans
 from llaisys.server.state import ServerState
@@ -45,10 +47,11 @@ def serve(config: Config) -> int:
     _start_log(config)
     allow_files()
     tls = tls_options(config)
+    keys = Keyring.of(config)
+    config = config.model_copy(update={"api_key": ()})  # from here on there are hashes only
     with listening(config) as listener, _chats(config) as chats, _spans(config) as spans:
-        return asyncio.run(
-            Lifecycle(config, listener, ServerState(config, chats=chats, spans=spans), tls).run()
-        )
+        state = ServerState(config, keys=keys, chats=chats, spans=spans)
+        return asyncio.run(Lifecycle(config, listener, state, tls).run())
 
 
 def _start_log(config: Config) -> None:
@@ -145,6 +148,8 @@ class Lifecycle:
         return _Uvicorn(
             uvicorn.Config(
                 create_app(self._state, self._port),
+                http=connection_class(self._config.upload_timeout_s),
+                ws="none",
                 log_config=None,
                 access_log=False,
                 lifespan="off",

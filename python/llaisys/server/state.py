@@ -10,6 +10,7 @@ from starlette.requests import Request
 from llaisys.config import Config
 from llaisys.errors import EngineDeadError
 from llaisys.registry import ModelRegistry
+from llaisys.server.book import RequestBook
 from llaisys.server.chat_store import ChatStore
 from llaisys.server.errors import (
     ApiError,
@@ -19,6 +20,7 @@ from llaisys.server.errors import (
     shutting_down,
     to_api_error,
 )
+from llaisys.server.keys import Keyring
 from llaisys.server.metrics import Metrics
 from llaisys.server.spans import Spans
 from llaisys.service import AsyncLLM
@@ -28,17 +30,21 @@ from llaisys.service import AsyncLLM
 class ServerState:
     """Where the server is in its life: loading (no models yet), serving, draining.
 
+    - `keys`: those that `config` names; `run.py` takes them out of it.
     - `models`: set once, when the models that are to be preloaded are in memory.
     - `chats`: the page's chats, None without `--chat-store`.
+    - `requests`: the answers that are being given, and those of lately.
     - `draining`: set once, at the first signal; new requests get 503 from then on.
     - `spans`: what sends traces, None without `--otlp-traces-endpoint`.
     - `created_s`: Unix time of the start, reported as the model's `created`.
     """
 
     config: Config
+    keys: Keyring = field(default_factory=Keyring)
     metrics: Metrics = field(default_factory=Metrics)
     models: ModelRegistry | None = None
     chats: ChatStore | None = None
+    requests: RequestBook = field(default_factory=RequestBook)
     spans: Spans | None = None
     draining: bool = False
     created_s: int = field(default_factory=lambda: int(time.time()))

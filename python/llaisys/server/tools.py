@@ -63,6 +63,11 @@ def tool_use(body: ChatCompletionRequest, engine: AsyncLLM) -> ToolUse:
     return ToolUse(body.tools, frozenset(wanted), grammar, only_first)
 
 
+def shown_tools(tools: list[Json] | None) -> list[Json] | None:
+    """The tools for the template, checked; None without any."""
+    return tools if _schemas(tools or []) else None
+
+
 def _schemas(tools: list[Json]) -> dict[str, Json]:
     """Name -> JSON schema of the arguments, in the order of the request."""
     if len(tools) > TOOLS_MAX:

@@ -28,6 +28,9 @@ class FuelledEnvironment(ImmutableSandboxedEnvironment):
     """Templates of this environment render inside `fuelled()` only, and fail with a TemplateError when it is
     used up."""
 
+    # What makes much of little is not worked out when a template is compiled, which nothing bounds.
+    intercepted_binops = frozenset({"*", "**", "%"})
+
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.filters[_COUNTED] = _counted

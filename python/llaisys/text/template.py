@@ -5,7 +5,8 @@ transformers does. Templates come from the model or the operator, never from a r
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -27,6 +28,8 @@ TEMPLATE_BYTES_MAX = 1 << 20
 OUTPUT_CHARS_FREE = 64 << 10
 OUTPUT_CHARS_PER_INPUT = 4
 
+_WORD = re.compile(r"\w+")
+_ESCAPE = re.compile(r"\\(u[0-9a-f]{4}|.)")  # of JSON
 # Variables that a request may not set: one is the conversation, the other would be a template of its own.
 _NOT_VARIABLES = frozenset({"messages", "chat_template"})
 # Follows the last message where the answer is to go on from it. The space tells whether the template strips.
@@ -54,8 +57,9 @@ class ChatTemplate:
             )
         environment = _environment()
         self._templates = {name: _compile(environment, name, text) for name, text in source.texts.items()}
+        self._words = frozenset(word for text in source.texts.values() for word in _WORD.findall(text))
         self._knows_developer = any("developer" in text for text in source.texts.values())
-        self._special_tokens = dict(source.special_tokens)
+        self.source = source
 
     def render(
         self,
@@ -73,7 +77,8 @@ class ChatTemplate:
           it; there is no generation prompt then.
         - `kwargs`: further variables for the template (`enable_thinking`, `documents`).
 
-        Raises RejectedError: bad messages, or whatever the template raises (its own words are kept).
+        Raises RejectedError: bad messages, or whatever the template raises: its own words are kept, those of
+        the conversation are not.
         """
         if taken := _NOT_VARIABLES.intersection(kwargs):
             raise RejectedError(f"{min(taken)} cannot be a template variable", param="chat_template_kwargs")
@@ -82,14 +87,14 @@ class ChatTemplate:
             chat = [*chat[:-1], {**chat[-1], "content": _text_to_continue(chat[-1]) + _CONTINUE_HERE}]
         variables = {
             "documents": None,
-            **self._special_tokens,
+            **self.source.special_tokens,
             **kwargs,
             "messages": chat,
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
-        text = _bounded_render(self._templates[name], variables)
+        text = _bounded_render(self._templates[name], variables, self._words)
         return _cut_to_continue(text) if continue_final_message else text
 
 
@@ -187,7 +192,7 @@ def _compile(environment: FuelledEnvironment, name: str, text: str) -> jinja2.Te
         ) from e
 
 
-def _bounded_render(template: jinja2.Template, variables: dict[str, Any]) -> str:
+def _bounded_render(template: jinja2.Template, variables: dict[str, Any], words: Collection[str]) -> str:
     n_input = len(json.dumps([variables["messages"], variables["tools"]], ensure_ascii=False, default=str))
     n_max = OUTPUT_CHARS_FREE + OUTPUT_CHARS_PER_INPUT * n_input
     pieces: list[str] = []
@@ -202,13 +207,28 @@ def _bounded_render(template: jinja2.Template, variables: dict[str, Any]) -> str
                         f"the chat template gives more than {n_max} characters", param="messages"
                     )
     except jinja2.TemplateError as e:
-        raise RejectedError(f"the chat template refuses these messages: {e.message}", param="messages") from e
+        raise RejectedError(
+            f"the chat template refuses these messages: {_told(e, variables, words)}", param="messages"
+        ) from None
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as e:
         # What an expression of the template raises when a message lacks what it expects.
         if isinstance(e, RejectedError):
             raise
-        raise RejectedError(f"the chat template fails on these messages: {e}", param="messages") from e
+        raise RejectedError(
+            f"the chat template fails on these messages: {type(e).__name__} {_told(e, variables, words)}",
+            param="messages",
+        ) from None
     return "".join(pieces)
+
+
+def _told(error: Exception, variables: dict[str, Any], own: Collection[str]) -> str:
+    """An error's text without the words that it can only have from the request: an answer shows no prompt.
+
+    `own`: the words of the template.
+    """
+    given = _ESCAPE.sub(" ", json.dumps(variables, ensure_ascii=False, default=str)).casefold()
+    kept = set(_WORD.findall(given)).difference(word.casefold() for word in own)
+    return _WORD.sub(lambda word: "..." if word[0].casefold() in kept else word[0], str(error))
 
 
 def _text_to_continue(message: Mapping[str, Any]) -> str:

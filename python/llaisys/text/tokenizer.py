@@ -109,9 +109,18 @@ class Tokenizer:
         except KeyError:
             return token.encode("utf-8")
 
+    def vocab_text(self, id: int) -> str:
+        """One token as the vocabulary writes it (`\u0120the`); empty if there is no such token."""
+        return self._tokens[id] if 0 <= id < len(self._tokens) else ""
+
     def token_text(self, id: int) -> str:
         """One token as text, for logprobs: part of a character shows as U+FFFD."""
         return self.id_to_bytes(id).decode("utf-8", "replace")
+
+
+def tokenizer_of_json(text: str) -> Tokenizer:
+    """The tokenizer that `to_json` wrote."""
+    return Tokenizer(tokenizers.Tokenizer.from_str(text))
 
 
 def load_tokenizer(info: ModelInfo) -> Tokenizer:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from fakes.engines import NOW, Engine
-from llaisys.engine.timeline import Kind
+from llaisys.story import Kind
 
 
 def spans(
     made: Engine, key: object, now_s: float = NOW + 100
 ) -> list[tuple[float, float, Kind, tuple[object, ...]]]:
     """Spans of a story, in seconds after NOW; checked to add up."""
-    story = made.engine.timeline.story(key, now_s)  # type: ignore[arg-type]
+    story = made.engine._chronicle.timeline.story(key, now_s)  # type: ignore[arg-type]
     assert story is not None
     ends = [story.arrival_s, *(span.end_s for span in story.spans)]
     assert [span.start_s for span in story.spans] == ends[:-1]
@@ -91,6 +91,6 @@ def test_a_cancelled_request_s_story_ends() -> None:
     made.submit("a")
     run(made, 3)
     made.engine.cancel("a")
-    story = made.engine.timeline.story("a", NOW + 50)
+    story = made.engine.stories("a", NOW + 50)[0]
     assert story is not None
     assert (story.is_over, story.end_s) == (True, NOW + 2)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from fakes.asks import ask, limits
-from llaisys.engine.limits import token_limit
+from llaisys.engine.limits import check_first_token, token_limit
 from llaisys.errors import ContextLengthError, RejectedError
 from llaisys.types import SamplingParams
 
@@ -84,3 +86,29 @@ def test_seats_of_a_step() -> None:
     assert limits().n_seats == 4
     assert limits(max_batch_size=2).n_seats == 2
     assert limits(max_num_batched_tokens=1).n_seats == 1
+
+
+EOS = (9,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "is_refused"),
+    [
+        ({"allowed_token_ids": [3, 4], "bad_words": ["a", "b"]}, ((3,), (4,), (5, 6)), True),
+        ({"allowed_token_ids": [3, 4], "bad_words": ["a"]}, ((3,), (4, 4)), False),
+        ({"allowed_token_ids": [9], "min_tokens": 1}, (), True),
+        ({"allowed_token_ids": [9], "min_tokens": 1, "ignore_eos": True}, (), False),
+        ({"allowed_token_ids": [9, 8], "min_tokens": 1, "stop_token_ids": [8]}, (), True),
+        ({"allowed_token_ids": [9]}, (), False),
+        ({"bad_words": ["a"], "min_tokens": 1}, ((3,),), False),
+    ],
+)
+def test_what_leaves_no_first_token_is_refused(changes: Any, words: Any, is_refused: bool) -> None:
+    source = ask(bad_word_ids=words, eos_token_ids=EOS, **changes)
+    if not is_refused:
+        check_first_token(source)
+        return
+    with pytest.raises(RejectedError, match="leave no token") as caught:
+        check_first_token(source)
+    assert caught.value.param == "allowed_token_ids"
+    assert all(name in str(caught.value) for name in {"bad_words", "min_tokens"} & changes.keys())

@@ -16,7 +16,13 @@ from fakes import core
 from fakes.desk import Desk
 from fakes.engines import NOW
 from llaisys.engine.session_file import SessionReader
-from llaisys.errors import ExhaustedError, RejectedError, UnsupportedError
+from llaisys.errors import (
+    CoreFaultError,
+    ExhaustedError,
+    RejectedError,
+    RequestFailedError,
+    UnsupportedError,
+)
 from llaisys.types import FinishReason, SessionInfo
 
 CHAT = list(range(1, 41))
@@ -217,6 +223,22 @@ def test_files_are_their_clients_and_in_the_store(tmp_path: Path) -> None:
         desk.call("save", "other", "file")
     assert [path.name for path in file.parent.iterdir()] == ["file.kv"]
     assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+
+
+def test_a_fault_of_an_export_is_the_calls_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(session_store=tmp_path)
+    first = desk.run("a", CHAT, session_id="chat")
+
+    def fails(*_: int) -> None:
+        raise CoreFaultError("a panic")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(desk.context, "kv_export", fails)
+        with pytest.raises(RequestFailedError, match="could not be read: a panic"):
+            desk.call("save", "chat", "file")
+    assert [*tmp_path.glob("*/*")] == [], "nothing half written is left"
+    assert first
+    assert desk.call("save", "chat", "file").num_tokens == 49
 
 
 def test_without_a_store_nothing_is_saved(desk: Desk) -> None:

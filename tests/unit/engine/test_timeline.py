@@ -7,7 +7,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llaisys.engine.timeline import N_FINISHED_MAX, N_SPANS_MAX, Kind, Span, Story, Timeline
+from llaisys.engine.timeline import N_FINISHED_MAX, N_SPANS_MAX, Timeline
+from llaisys.story import Kind, Span, Story
 
 KINDS = [kind for kind in Kind if kind is not Kind.FOLDED]
 

@@ -133,3 +133,27 @@ def test_closing_ends_the_watch() -> None:
         if thread.name == "llaisys-verdict":
             thread.join(30)
     assert not made.watch.stuck
+
+
+def test_a_loop_is_watched_without_an_engine(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[EngineDeadError] = []
+    heard = threading.Event()
+
+    def hear(error: EngineDeadError) -> None:
+        told.append(error)
+        heard.set()
+
+    watch = Watch(30.0, exits=False)
+    watch.begin_loop(hear)
+    watch.beat()
+    assert core.Watchdog.newest.n_beats == 1
+    assert core.Watchdog.newest.windows["exit_after_s"] is None
+    with caplog.at_level(logging.CRITICAL):
+        core.Watchdog.newest.tell("V5")
+        assert heard.wait(30)
+    assert watch.stuck
+    assert [str(error) for error in told] == ["the engine is stuck: V5"]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "stuck (V5): the event loop" in said
+    assert "in the engine's process" in said
+    watch.end()

@@ -15,6 +15,7 @@ from llaisys.config import Config
 from llaisys.errors import RejectedError
 from llaisys.server import chat_store
 from llaisys.server.chat_store import MIGRATIONS, Change, ChatStore, Conflict
+from llaisys.server.keys import Keyring
 from llaisys.server.state import ServerState
 
 
@@ -121,7 +122,8 @@ async def test_without_a_store_there_is_nothing(client: httpx.AsyncClient) -> No
 async def test_each_key_has_its_own_chats(
     store: ChatStore, make_client: Callable[..., httpx.AsyncClient], state: ServerState
 ) -> None:
-    locked = ServerState(Config(api_key=("a", "b")), models=state.models, chats=store)
+    config = Config(api_key=("a", "b"))
+    locked = ServerState(config, keys=Keyring.of(config), models=state.models, chats=store)
     async with make_client(locked) as client:
         mine, theirs = ({"authorization": f"Bearer {key}"} for key in "ab")
         assert (await client.get("/v1/chats")).status_code == 401

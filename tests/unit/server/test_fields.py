@@ -131,6 +131,7 @@ SHARED = {
     ),
     "priority": told("priority", -3),
     "cache_salt": told("cache_salt", "mine"),
+    "session_id": told("session_id", "chat-1"),
     "request_id": Case({"request_id": "my-1"}, lambda _, a: a.json()["id"].endswith("-my-1")),
     "response_format": grammar("response_format", {"type": "json_object"}, Spec(json_object=True)),
     "structured_outputs": grammar("structured_outputs", {"regex": "a+"}, Spec(regex="a+")),

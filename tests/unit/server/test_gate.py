@@ -15,7 +15,8 @@ from llaisys.errors import RejectedError
 from llaisys.registry import ModelRegistry
 from llaisys.server.app import create_app
 from llaisys.server.gate import HostRule, check_exposure, is_loopback
-from llaisys.server.limits import BODY_BYTES_MAX, BodyLimit
+from llaisys.server.keys import Keyring
+from llaisys.server.limits import BodyGate, BodyLimits
 from llaisys.server.state import ServerState
 
 KEYS = ("secret-1", "schlüssel")
@@ -26,6 +27,9 @@ CLOSED = [
     ("GET", "/v1/models/tiny"),
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
+    ("POST", "/v1/embeddings"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
     ("GET", "/metrics"),
     ("GET", "/version"),
     ("GET", "/docs"),
@@ -48,7 +52,9 @@ CLOSED = [
 @pytest.fixture
 async def locked(engine: FakeService, make_client: Any) -> AsyncIterator[httpx.AsyncClient]:
     config = Config(api_key=KEYS, allowed_hosts=("llm.example", "edge.example:444"), host="127.0.0.1")
-    async with make_client(ServerState(config, models=ModelRegistry([engine]))) as client:
+    async with make_client(
+        ServerState(config, keys=Keyring.of(config), models=ModelRegistry([engine]))
+    ) as client:
         yield client
 
 
@@ -191,7 +197,9 @@ async def test_a_rebound_name_is_not_its_own_witness(locked: httpx.AsyncClient) 
 
 async def test_listed_origins_get_cors(engine: FakeService, make_client: Any) -> None:
     config = Config(api_key=KEYS, allowed_origins=("http://app.example",))
-    async with make_client(ServerState(config, models=ModelRegistry([engine]))) as client:
+    async with make_client(
+        ServerState(config, keys=Keyring.of(config), models=ModelRegistry([engine]))
+    ) as client:
         ask = {
             "origin": "http://app.example",
             "access-control-request-method": "POST",
@@ -234,7 +242,7 @@ async def test_websockets_are_refused(state: ServerState) -> None:
 async def test_a_declared_body_over_the_limit_is_not_read(
     engine: FakeService, client: httpx.AsyncClient
 ) -> None:
-    body = b'{"prompt": "' + b"x" * BODY_BYTES_MAX + b'"}'
+    body = b'{"prompt": "' + b"x" * Config().max_body_bytes + b'"}'
     answer = await client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
     assert not engine.calls
@@ -244,7 +252,7 @@ async def test_a_body_without_a_length_is_counted(engine: FakeService, client: h
     async def parts() -> AsyncIterator[bytes]:
         yield b'{"prompt": "'
         for _ in range(5):
-            yield b"x" * (BODY_BYTES_MAX // 4)
+            yield b"x" * (Config().max_body_bytes // 4)
 
     answer = await client.post(
         "/v1/completions", content=parts(), headers={"content-type": "application/json"}
@@ -261,7 +269,7 @@ async def test_the_limit_itself(n_bytes: int, status: int) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    transport = httpx.ASGITransport(BodyLimit(read, limit_bytes=10))
+    transport = httpx.ASGITransport(BodyGate(read, BodyLimits(10, 1000, 30)))
     async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
         assert (await client.post("/", content=b"x" * n_bytes)).status_code == status
 

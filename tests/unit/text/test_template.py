@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,42 @@ def test_what_a_template_raises_is_a_rejection_with_its_words(text: str, words: 
     with pytest.raises(RejectedError, match=words) as caught:
         template(text).render(USER)
     assert caught.value.param == "messages"
+
+
+CANARY = "canary-5081"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{{ raise_exception(messages[0].content) }}", r"refuses these messages: \s*\S*\.\.\."),
+        ("{{ raise_exception('no role ' + messages[0].content) }}", r"no role \s*\S*\.\.\."),
+        ("{{ raise_exception('no role ' ~ messages[0].content) }}", r"no role \s*\S*\.\.\."),
+        ("{{ messages[messages[0].content] }}{{ messages[0][messages[0].content].x }}", "has no attribute"),
+        ("{{ 'x'.index(messages[0].content) }}", "ValueError"),
+        ("{{ {}.pop(messages[0].content) }}", "pop"),
+        ("{{ ('%d' % messages[0].content) }}", "TypeError"),
+        ("{{ ['x'] | map(messages[0].content) | list }}", "named"),
+        ("{{ 'é'.encode('ascii', messages[0].content) }}", "unknown error handler"),
+    ],
+)
+@pytest.mark.parametrize(
+    "content", [CANARY, f'it\'s "{CANARY}" é', f"it's {CANARY}", f"\n{CANARY}\t\x01{CANARY}"]
+)
+def test_no_error_shows_the_conversation(text: str, says: str, content: str) -> None:
+    with pytest.raises(RejectedError, match=says) as caught:
+        template(text).render([{"role": "user", "content": content}])
+    assert CANARY not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+def test_large_constants_are_not_worked_out_when_a_template_is_opened() -> None:
+    tracemalloc.start()
+    try:
+        template("{{ 'a' * 10**9 }}{{ 10**10**6 }}{{ '%1000000000d' % 1 }}")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    finally:
+        tracemalloc.stop()
 
 
 def test_output_is_capped() -> None:

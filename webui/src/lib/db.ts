@@ -61,6 +61,7 @@ export class Db {
   async putMessages(session: string, messages: readonly Message[]): Promise<void> {
     const writing = this.#db.transaction("messages", "readwrite");
     for (const message of messages) void writing.store.put({ ...message, session });
+    writing.commit(); // now, not after the puts have answered: a page that goes loses nothing
     await writing.done;
   }
 

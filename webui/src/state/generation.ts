@@ -1,15 +1,16 @@
-// One answer being made: reads the stream, tells the conversation once a frame, the store twice a second.
+// One answer being made: reads the stream, tells the conversation once a frame, the store twice a second and when the page goes.
 
 import { ApiError, streamChat, type ToolPiece } from "../lib/api";
 import type { End, Failure, Message, ToolCall, Usage } from "../lib/types";
 import { batched } from "./frames";
 
 const SAVE_MS = 400;
+const LEAVE_MS = 100;
 
 export interface Sink {
   /** The fields that changed; called once a frame. */
   draw(fields: Partial<Message>): void;
-  /** Time to write what has been drawn; called twice a second at most. */
+  /** Time to write what has been drawn; at the first piece, twice a second at most, when the page goes, at the end. */
   save(): void;
   failed(error: ApiError): void;
 }
@@ -43,7 +44,12 @@ export class Generation {
   /** Runs to the end, however it ends. */
   async run(body: Record<string, unknown>, key: string, sink: Sink): Promise<void> {
     const frames = batched(() => sink.draw(this.#fields()));
-    let savedMs = this.#startMs;
+    const save = () => {
+      frames.now();
+      sink.save();
+    };
+    let savedMs = -Infinity; // the first piece is written at once: a reload right after it finds it
+    addEventListener("pagehide", save);
     try {
       for await (const piece of streamChat(body, key, this.#control.signal)) {
         switch (piece.kind) {
@@ -66,12 +72,17 @@ export class Generation {
         frames.ask();
         if (performance.now() - savedMs > SAVE_MS) {
           savedMs = performance.now();
-          frames.now();
-          sink.save();
+          save();
         }
       }
       if (this.#end === "running") this.#end = "stop";
     } catch (error) {
+      if (!this.#control.signal.aborted) {
+        // A page that is going sees its connections end first. It keeps what came, as cut, and is gone before it
+        // could call that a failure.
+        save();
+        await new Promise((go) => setTimeout(go, LEAVE_MS));
+      }
       this.#end = this.#control.signal.aborted ? "stopped" : "error";
       if (this.#end === "error") {
         if (!(error instanceof ApiError)) throw error;
@@ -79,9 +90,9 @@ export class Generation {
         sink.failed(error);
       }
     } finally {
+      removeEventListener("pagehide", save);
       if (this.#end === "running") this.#end = "error";
-      frames.now();
-      sink.save();
+      save();
     }
   }
 

@@ -29,7 +29,7 @@ impl ModelFolder {
         &self.folder
     }
 
-    /// The file `name`, links resolved; None if there is none. `name` is a plain file name.
+    /// The file `name`, links resolved; None if there is none. `name` is a path below the folder.
     ///
     /// Errors: [`FormatError::OutsideFolder`] if it is a link to a place outside.
     pub fn file(&self, name: &str) -> Result<Option<PathBuf>, FormatError> {

@@ -25,7 +25,13 @@ use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
 /// Files of a folder that Python reads.
-const READ_ELSEWHERE: [&str; 3] = ["tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"];
+const READ_ELSEWHERE: [&str; 5] = [
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "modules.json",
+    "1_Pooling/config.json",
+];
 
 /// An open checkpoint. Every slot of its configuration has a tensor of the right shape, and no tensor is left
 /// over. The files stay mapped as long as it lives.
@@ -93,6 +99,7 @@ impl Checkpoint {
             file_format: FileFormat::Safetensors,
             generation: generation.defaults,
             tokenizer: None,
+            pooling_type: None,
         };
         Self::assemble(config, files, quantization, source)
     }
@@ -101,12 +108,14 @@ impl Checkpoint {
         let file = GgufFile::open(path)?;
         let header = file.header()?;
         let (config, tokenizer) = gguf_config::read(&header)?;
+        let pooling_type = gguf_config::pooling_type(&header)?;
         let tensors = header.place()?;
         let source = Source {
             path: path.to_string_lossy().into_owned(),
             file_format: FileFormat::Gguf,
             generation: Default::default(),
             tokenizer: Some(tokenizer),
+            pooling_type,
         };
         Self::assemble(config, file.into_files(tensors), None, source)
     }

@@ -93,6 +93,15 @@ pub(super) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
     Ok((config, tokenizer))
 }
 
+/// `<architecture>.pooling_type`: llama.cpp's number for how a prompt's hidden states become an embedding.
+///
+/// Errors: no architecture, or another type of value.
+pub(super) fn pooling_type(header: &Header<'_>) -> Result<Option<u64>> {
+    let metadata = &header.metadata;
+    let architecture = required(metadata.str("general.architecture")?, "general.architecture")?;
+    Ok(metadata.uint(&Keys { metadata, architecture }.full("pooling_type"))?)
+}
+
 fn d_head(keys: &Keys<'_>, d_model: usize, n_heads: usize) -> Result<usize> {
     let (key, value) = (keys.size("attention.key_length")?, keys.size("attention.value_length")?);
     if let (Some(key), Some(value)) = (key, value)

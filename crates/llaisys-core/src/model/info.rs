@@ -69,6 +69,9 @@ pub struct ModelInfo {
     pub generation: SamplingDefaults,
     /// The tokenizer of a GGUF file.
     pub tokenizer: Option<GgufTokenizer>,
+    /// What a GGUF file says of pooling, as llama.cpp's number.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pooling_type: Option<u64>,
 }
 
 /// The type, numbers and bytes of one tensor of the model.
@@ -85,6 +88,7 @@ pub(super) struct Source {
     pub(super) file_format: FileFormat,
     pub(super) generation: SamplingDefaults,
     pub(super) tokenizer: Option<GgufTokenizer>,
+    pub(super) pooling_type: Option<u64>,
 }
 
 impl ModelInfo {
@@ -118,6 +122,7 @@ impl ModelInfo {
             eos_token_ids: config.eos.clone(),
             generation: source.generation,
             tokenizer: source.tokenizer,
+            pooling_type: source.pooling_type,
         }
     }
 }

@@ -1,0 +1,64 @@
+"""What a grammar costs a token: the same number of tokens free and under a grammar, alternated in one run."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from llaisys.bench.client import Target
+from llaisys.bench.serve import ServeBench
+from llaisys.bench.workload import Workload
+from server_process import on_client_core, own_server
+
+ROUNDS, N_OUTPUT = 3, 96
+FLAGS = ("smollm2", "--num-threads", "1", "--num-kv-cells", "8192", "--log-level", "warning")
+EOS = "2"  # of SmolLM2
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+# None of them ends before N_OUTPUT tokens.
+KINDS: dict[str, dict[str, Any]] = {
+    "free": {"ignore_eos": True},
+    "letters": {"structured_outputs": {"regex": "[ a-z]*"}, "logit_bias": {EOS: -100}},
+    "json": {"structured_outputs": {"json": {"type": "array", "items": PERSON, "minItems": 64}}},
+}
+
+
+def mask() -> dict[str, Any]:
+    """Median TPOT by concurrency and kind, and what a mask adds, in microseconds; one a sequence a step."""
+    result: dict[str, Any] = {}
+    with own_server(*FLAGS) as server, on_client_core():
+        for concurrency in (1, 16):
+            tpots: dict[str, list[float]] = {kind: [] for kind in KINDS}
+            for seed in range(ROUNDS):
+                for kind, fields in KINDS.items():
+                    tpots[kind].append(_tpot_ms(server.url, fields, concurrency, seed))
+            medians = {kind: statistics.median(values) for kind, values in tpots.items()}
+            result[f"concurrency_{concurrency}"] = {
+                "tpot_ms": tpots,
+                "mask_us_a_token": {
+                    kind: 1e3 * (median - medians["free"]) / concurrency
+                    for kind, median in medians.items()
+                    if kind != "free"
+                },
+            }
+    return result
+
+
+def _tpot_ms(url: str, fields: dict[str, Any], concurrency: int, seed: int) -> float:
+    bench = ServeBench(
+        target=Target(base_url=url, fields={"temperature": 0, **fields}),
+        workload=Workload(num_prompts=max(2, concurrency), input_len=16, output_len=N_OUTPUT),
+        seed=seed,
+        max_concurrency=concurrency,
+    )
+    result, run = bench.run()
+    lengths = {record.output_tokens for record in run.records}
+    if lengths != {N_OUTPUT}:
+        raise SystemExit(
+            f"answers have {sorted(lengths)} tokens, {N_OUTPUT} were asked for: {result['failures']}"
+        )
+    return float(result["median_tpot_ms"])

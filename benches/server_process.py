@@ -1,0 +1,78 @@
+"""A server of our own to measure: `llaisys serve` on a free port, its log in a file, and what it says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+CLIENT_CORE = 1
+_END_LINE = re.compile(r"\bstatus\W+(\d+)\W+seconds\W+([\d.]+)")
+
+
+@dataclass(frozen=True)
+class OwnServer:
+    """`start_s`: from the process's start to /ready."""
+
+    url: str
+    process: psutil.Process
+    log: Path
+    start_s: float
+
+    def metric(self, name: str, label: str = "") -> float:
+        """The sum of the samples of /metrics of this name with this word among their labels."""
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        return sum(
+            float(line.rpartition(" ")[2])
+            for line in lines
+            if re.match(rf"{name}[ {{]", line) and label in line
+        )
+
+    def answer_seconds(self, status: int, since: int = 0) -> list[float]:
+        """Seconds from the arrival of a request to its answer's end, by the server's own log, of every answer
+        of this status. `since`: the log's size where the reading begins."""
+        text = self.log.read_bytes()[since:].decode("utf-8", "replace")
+        return [float(seconds) for found, seconds in _END_LINE.findall(text) if int(found) == status]
+
+
+@contextmanager
+def own_server(*flags: str) -> Iterator[OwnServer]:
+    """Ready when it is yielded, ended behind."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "server.log"
+        command = [sys.executable, "-m", "llaisys", "serve", "--port", "0", *flags]
+        start_s = time.perf_counter()
+        with log.open("w", encoding="utf-8") as stderr:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+        assert process.stdout is not None
+        try:
+            url = next((line.split()[-1] for line in process.stdout if "http" in line), None)
+            if url is None:
+                sys.exit(f"the server did not start: {log.read_text('utf-8')}")
+            while httpx.get(f"{url}/ready").status_code != 200:
+                time.sleep(0.01)
+            yield OwnServer(url, psutil.Process(process.pid), log, time.perf_counter() - start_s)
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+@contextmanager
+def on_client_core() -> Iterator[None]:
+    """This process, and what it starts meanwhile, on one core; a server that runs already keeps them all."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, before & {CLIENT_CORE} or before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

@@ -1,0 +1,231 @@
+"""What clients do to a server in a soak: good requests, bad ones, and ones that go away in the middle.
+
+Each action is a coroutine that raises AssertionError if the server did not answer as it has to. What is drawn
+comes from the worker's own seeded generator; words and grammars are drawn from fixed sets, whose every member
+is in the server's bounded caches after the warm-up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from llaisys.bench.workload import WORDS
+
+N_GRAMMARS = 300  # more than the server keeps
+BUSY = (200, 408, 429)  # 408: the server is given little time for a request
+
+
+@dataclass(frozen=True, slots=True)
+class Visitor:
+    """One client: its connections, its dice, its name."""
+
+    session: aiohttp.ClientSession
+    rng: random.Random
+    url: str
+    name: str
+
+    def words(self, most: int) -> str:
+        """Up to `most` words."""
+        return " ".join(self.rng.choices(WORDS, k=self.rng.randint(1, most)))
+
+    async def post(self, path: str, expected: tuple[int, ...], body: Any) -> dict[str, Any]:
+        """The answer's JSON."""
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"content-type": "application/json"}
+        async with self.session.post(self.url + path, data=raw, headers=headers) as answer:
+            text = await answer.read()
+            assert answer.status in expected, f"{path}: {answer.status} {text[:200]!r}"
+            found: dict[str, Any] = json.loads(text)
+            return found
+
+    def chat_body(self, **fields: Any) -> dict[str, Any]:
+        """A chat of one or two messages."""
+        messages = [{"role": "user", "content": self.words(40)}]
+        if self.rng.random() < 0.3:
+            messages = [{"role": "system", "content": self.words(8)}, *messages]
+        return {"messages": messages, "max_tokens": self.rng.randint(1, 24), **fields}
+
+
+Action: TypeAlias = "Callable[[Visitor], Awaitable[None]]"
+
+
+async def chat(visitor: Visitor) -> None:
+    """A whole answer."""
+    await visitor.post("/v1/chat/completions", BUSY, visitor.chat_body())
+
+
+async def completion(visitor: Visitor) -> None:
+    """Several choices with log-probabilities and stop strings."""
+    body = {"prompt": visitor.words(30), "max_tokens": 12, "n": 2, "logprobs": 2, "stop": ["the", "\n"]}
+    await visitor.post("/v1/completions", BUSY, {**body, "seed": visitor.rng.randint(0, 9)})
+
+
+async def stream(visitor: Visitor) -> None:
+    """A stream, read to its one end; sometimes slowly."""
+    pause_s = 0.05 if visitor.rng.random() < 0.2 else 0.0
+    body = visitor.chat_body(stream=True, stream_options={"include_usage": True})
+    async with visitor.session.post(f"{visitor.url}/v1/chat/completions", json=body) as answer:
+        assert answer.status in BUSY, answer.status
+        n_done = 0
+        async for line in answer.content:
+            n_done += line.startswith(b"data: [DONE]")
+            await asyncio.sleep(pause_s)
+        assert n_done == (answer.status == 200), f"{n_done} terminators"
+
+
+async def leave(visitor: Visitor) -> None:
+    """A client that is gone after some chunks, or before any."""
+    body = visitor.chat_body(stream=visitor.rng.random() < 0.7, ignore_eos=True)
+    body["max_tokens"] = 400
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(_read_some(visitor, body), visitor.rng.random())
+
+
+async def _read_some(visitor: Visitor, body: dict[str, Any]) -> None:
+    async with visitor.session.post(f"{visitor.url}/v1/chat/completions", json=body) as answer:
+        assert answer.status in BUSY, answer.status
+        async for _ in answer.content:
+            if visitor.rng.random() < 0.1:
+                answer.close()
+                return
+
+
+async def take_too_long(visitor: Visitor) -> None:
+    """An answer that the server's time limit cuts."""
+    await visitor.post("/v1/chat/completions", BUSY, visitor.chat_body(max_tokens=3000, ignore_eos=True))
+
+
+async def burst(visitor: Visitor) -> None:
+    """More at once than run and wait: some are refused."""
+    await asyncio.gather(*(chat(visitor) for _ in range(30)))
+
+
+async def half_a_request(visitor: Visitor) -> None:
+    """A head without its body, or a piece of a head, and the connection closed."""
+    parts = urlsplit(visitor.url)
+    _, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    head = f'POST /v1/completions HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-length: 1000\r\n\r\n{{"prompt":'
+    writer.write(head[: visitor.rng.randint(1, len(head))].encode())
+    await writer.drain()
+    await asyncio.sleep(visitor.rng.random() * 0.1)
+    writer.close()
+
+
+async def bad(visitor: Visitor) -> None:
+    """A request that is wrong in one way."""
+    path, status, body = visitor.rng.choice(
+        [
+            ("/v1/chat/completions", 400, b"{not json"),
+            ("/v1/chat/completions", 400, b"[" * 100_000),
+            ("/v1/chat/completions", 400, {"messages": "hello"}),
+            ("/v1/chat/completions", 400, {"messages": [{"role": "nobody", "content": "x"}]}),
+            ("/v1/completions", 400, {"prompt": "x", "temperature": -1}),
+            ("/v1/completions", 400, {"prompt": "x", "max_tokens": 0}),
+            ("/v1/completions", 400, {"prompt": [10**9]}),
+            ("/v1/completions", 400, {"prompt": "word " * 20_000}),
+            ("/v1/completions", 400, {"prompt": "x", "structured_outputs": {"regex": "("}}),
+            ("/v1/completions", 404, {"prompt": "x", "model": "nobody"}),
+            ("/v1/completions", 413, b"x" * 5_000_000),
+            ("/v1/nothing", 404, {}),
+        ]
+    )
+    try:
+        answer = await visitor.post(path, (status,), body)
+        assert answer["error"]["message"]
+    except aiohttp.ClientOSError:
+        assert status == 413  # closed while the body was sent
+
+
+async def structured(visitor: Visitor) -> None:
+    """An answer under one of N_GRAMMARS grammars."""
+    i = visitor.rng.randrange(N_GRAMMARS)
+    await visitor.post("/v1/chat/completions", BUSY, {**visitor.chat_body(), **grammar(i)})
+
+
+def grammar(i: int) -> dict[str, Any]:
+    """The fields of grammar `i`."""
+    if i % 2:
+        return {"structured_outputs": {"regex": f"[a-z]{{1,{1 + i}}}"}}
+    schema = {"type": "object", "properties": {f"k{i}": {"type": "integer"}}, "required": [f"k{i}"]}
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
+
+
+async def tool(visitor: Visitor) -> None:
+    """A call of a tool, by grammar."""
+    parameters = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
+    await visitor.post("/v1/chat/completions", BUSY, visitor.chat_body(tools=tools, tool_choice="required"))
+
+
+async def look(visitor: Visitor) -> None:
+    """What dashboards and probes read."""
+    path = visitor.rng.choice(["/livez", "/health", "/ready", "/metrics", "/v1/models", "/version", "/"])
+    async with visitor.session.get(visitor.url + path) as answer:
+        assert answer.status == 200, f"{path}: {answer.status}"
+        await answer.read()
+
+
+async def embed(visitor: Visitor) -> None:
+    """An embedding of several texts."""
+    body = {"input": [visitor.words(20) for _ in range(3)], "encoding_format": "base64"}
+    await visitor.post("/v1/embeddings", BUSY, body)
+
+
+async def tokenise(visitor: Visitor) -> None:
+    """A text into ids and back."""
+    ids = (await visitor.post("/tokenize", (200,), {"prompt": visitor.words(50)}))["tokens"]
+    await visitor.post("/detokenize", (200,), {"tokens": ids})
+
+
+async def converse(visitor: Visitor) -> None:
+    """Two turns of a named session, which is deleted behind."""
+    name = f"s-{visitor.name}"
+    messages = [{"role": "user", "content": visitor.words(10)}]
+    for _ in range(2):
+        body = {"messages": messages, "max_tokens": 4, "session_id": name}
+        answer = await visitor.post("/v1/chat/completions", BUSY, body)
+        if "error" in answer:
+            break
+        messages += [answer["choices"][0]["message"], {"role": "user", "content": visitor.words(10)}]
+    async with visitor.session.delete(f"{visitor.url}/v1/sessions/{name}") as answer_:
+        assert answer_.status in (200, 404), answer_.status
+
+
+# (action, weight, the route that it needs)
+ACTIONS: tuple[tuple[Action, int, str], ...] = (
+    (chat, 4, ""),
+    (completion, 3, ""),
+    (stream, 6, ""),
+    (leave, 5, ""),
+    (burst, 1, ""),
+    (take_too_long, 1, ""),
+    (half_a_request, 2, ""),
+    (bad, 5, ""),
+    (structured, 2, ""),
+    (tool, 1, ""),
+    (look, 3, ""),
+    (embed, 1, "/v1/embeddings"),
+    (tokenise, 1, "/tokenize"),
+    (converse, 2, "/v1/sessions"),
+)
+
+
+async def available(visitor: Visitor) -> list[tuple[Action, int]]:
+    """The actions whose route this server has."""
+    there = []
+    for action, weight, route in ACTIONS:
+        if route:
+            async with visitor.session.post(visitor.url + route, json={}) as answer:
+                if answer.status in (404, 405):
+                    continue
+        there.append((action, weight))
+    return there

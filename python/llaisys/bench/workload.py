@@ -1,0 +1,113 @@
+"""What is asked for: prompts and lengths, drawn from a seed alone, so that two servers get the same requests.
+
+Nobody's tokenizer is needed. A prompt is token ids (exact lengths on /v1/completions) or English words, each
+about a token; what a server counted is what its `usage` says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+Dataset: TypeAlias = Literal["random", "prefix_repetition", "chat"]
+Prompt: TypeAlias = "list[int] | str"
+
+# Short words that common BPE vocabularies hold as one token with the space before them.
+WORDS = """
+time year people way day man thing woman life child world school state family student group country
+problem hand part place case week company system program question work government number night point
+home water room mother area money story fact month lot right study book eye job word business issue
+side kind head house service friend father power hour game line end member law car city community name
+""".split()  # noqa: SIM905 -- a page of words, not of quotes
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request: the prompt, or in a conversation the user's next message, and the answer's tokens."""
+
+    prompt: Prompt
+    output_len: int
+
+
+Conversation: TypeAlias = "tuple[Turn, ...]"  # one turn, but for the chat workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A recipe; lengths in tokens. Defaults are vLLM's.
+
+    - `random`: `prefix_len` tokens that all share, then `input_len` of their own. Lengths are uniform in
+      `[len * (1 - range_ratio), len * (1 + range_ratio)]`.
+    - `prefix_repetition`: `num_prefixes` prefixes of `prefix_len`, each with `num_prompts / num_prefixes`
+      suffixes of `suffix_len`, shuffled.
+    - `chat`: conversations of `turns` requests; each message has `input_len`, and holds all before it.
+    - `num_prompts` counts requests; of `chat`, rounded up to whole conversations.
+    - `vocab_size`: ids are drawn from its upper nine tenths; specials and bytes are the lowest in most.
+    """
+
+    dataset: Dataset = "random"
+    num_prompts: int = 1000
+    input_len: int = 1024
+    output_len: int = 128
+    range_ratio: float = 0.0
+    prefix_len: int = 0
+    suffix_len: int = 256
+    num_prefixes: int = 10
+    turns: int = 4
+    vocab_size: int = 10_000
+    as_text: bool = False
+
+    def draw(self, seed: int) -> list[Conversation]:
+        """The requests; the same for the same seed."""
+        rng = np.random.default_rng(seed)
+        if self.dataset == "prefix_repetition":
+            return self._prefix_repetition(rng)
+        if self.dataset == "chat":
+            n_conversations = -(-self.num_prompts // self.turns)
+            return [tuple(self._turn(rng, []) for _ in range(self.turns)) for _ in range(n_conversations)]
+        shared = self._tokens(rng, self.prefix_len)
+        return [(self._turn(rng, shared),) for _ in range(self.num_prompts)]
+
+    def _turn(self, rng: np.random.Generator, shared: list[int]) -> Turn:
+        own = self._tokens(rng, self._length(rng, self.input_len))
+        return Turn(self._form([*shared, *own]), self._length(rng, self.output_len))
+
+    def _prefix_repetition(self, rng: np.random.Generator) -> list[Conversation]:
+        prefixes = [self._tokens(rng, self.prefix_len) for _ in range(self.num_prefixes)]
+        made: list[Conversation] = []
+        for i in range(self.num_prompts):
+            prompt = [*prefixes[i % self.num_prefixes], *self._tokens(rng, self.suffix_len)]
+            made.append((Turn(self._form(prompt), self.output_len),))
+        return [made[i] for i in rng.permutation(len(made))]
+
+    def _length(self, rng: np.random.Generator, mean: int) -> int:
+        low, high = int(mean * (1 - self.range_ratio)), -int(-mean * (1 + self.range_ratio) // 1)
+        return max(1, int(rng.integers(low, high + 1)))
+
+    def _tokens(self, rng: np.random.Generator, n: int) -> list[int]:
+        ids: list[int] = rng.integers(self.vocab_size // 10, self.vocab_size, n).tolist()
+        return ids
+
+    def _form(self, ids: list[int]) -> Prompt:
+        if self.as_text or self.dataset == "chat":
+            return " ".join(WORDS[i % len(WORDS)] for i in ids)
+        return ids
+
+
+def arrival_times(n: int, rate: float, burstiness: float, seed: int) -> list[float]:
+    """Seconds from the start at which `n` requests are due; all 0 for an infinite rate.
+
+    Gaps are gamma-distributed with shape `burstiness` and mean `1 / rate`: 1 is a Poisson process, less comes
+    in bursts, more is steadier, infinite is a metronome. As in vLLM they are stretched so that the last
+    request is due at `n / rate`: the rate is the same for every seed.
+    """
+    if rate == float("inf"):
+        return [0.0] * n
+    if burstiness == float("inf"):
+        return [(i + 1) / rate for i in range(n)]
+    rng = np.random.default_rng([seed, 1])  # a stream of its own: the prompts do not depend on the rate
+    due = np.cumsum(rng.gamma(burstiness, 1 / (rate * burstiness), n))
+    times: list[float] = (due * (n / rate / due[-1])).tolist()
+    return times

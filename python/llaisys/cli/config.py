@@ -1,0 +1,54 @@
+"""`llaisys config show`: every setting as a command would see it, and where its value comes from."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from llaisys.cli.flags import add_config_flags, explained_config_of
+from llaisys.cli.parsing import Commands, add_command
+from llaisys.config import SECRETS
+
+MASK = "***"
+
+
+def add_parser(commands: Commands) -> None:
+    """`llaisys config show [MODEL] [flags]`."""
+    parser = add_command(
+        commands,
+        "config",
+        "show every setting: its value, and whether a flag, the environment, the file or nobody set it",
+        """
+        llaisys config show
+        llaisys config show --config configs/example.yaml --port 8001
+        llaisys config show --json
+        """,
+    )
+    actions = parser.add_subparsers(dest="action", metavar="show", required=True)
+    show = actions.add_parser("show", description="show every setting and where its value comes from")
+    show.add_argument("--json", action="store_true", help="an object of {name: {value, source}}")
+    add_config_flags(show)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the settings on stdout, in the order of `llaisys serve --help`. Secrets are masked."""
+    config, sources = explained_config_of(arguments)
+    values = {name: _shown(name, value) for name, value in config.model_dump(mode="json").items()}
+    if arguments.json:
+        shown = {name: {"value": value, "source": sources[name]} for name, value in values.items()}
+        print(json.dumps(shown, indent=2))
+        return 0
+    width = max(map(len, values))
+    texts = {name: json.dumps(value, ensure_ascii=False) for name, value in values.items()}
+    value_width = max(map(len, texts.values()))
+    for name, text in texts.items():
+        print(f"{name.ljust(width)}  {text.ljust(value_width)}  {sources[name]}")
+    return 0
+
+
+def _shown(name: str, value: Any) -> Any:
+    """The value, or as many masks as there are secrets."""
+    if name not in SECRETS or value in (None, [], ""):
+        return value
+    return [MASK] * len(value) if isinstance(value, list) else MASK

@@ -1,0 +1,165 @@
+"""A file of requests, answered by the server's own handlers in this process: OpenAI's batch format.
+
+One line of JSON in is one line of JSON out, in the same order. What is wrong with a line is its answer; it
+never stops the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import uuid
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from starlette.types import ASGIApp, Message
+
+from llaisys.config import Config
+from llaisys.errors import EngineDeadError
+from llaisys.registry import ModelRegistry
+from llaisys.server.app import create_handlers
+from llaisys.server.completions import PROMPTS_MAX
+from llaisys.server.errors import to_json
+from llaisys.server.state import ServerState
+
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReport:
+    """Lines that were answered, and how many of them with an error."""
+
+    n_lines: int
+    n_failed: int
+
+
+class _BadLine(Exception):
+    """A line that is no request: `code` for programs, and what is known of its `custom_id`."""
+
+    def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.custom_id = custom_id
+
+
+async def run_batch(config: Config, lines: Iterable[str], out: TextIO) -> BatchReport:
+    """Loads the models, empties `out`, and answers each line that is not blank. Only whole lines are written,
+    as soon as all before them are.
+
+    Raises what loading raises, and EngineDeadError if an engine dies on the way: the lines from then on are
+    written with 503.
+    """
+    models = await ModelRegistry.start(_for_a_batch(config))
+    try:
+        out.truncate(0)
+        state = ServerState(config, models=models)
+        report = await _answer_all(create_handlers(state), lines, out, config.max_num_seqs)
+        if not models.is_alive():
+            raise EngineDeadError("the engine died; the lines after that have 503 as their answer")
+        return report
+    finally:
+        await models.close()
+
+
+def _for_a_batch(config: Config) -> Config:
+    """Lines are fed as room appears, so none may be turned away; and a batch takes as long as it takes, but
+    for a limit that somebody set."""
+    queued = max(config.max_num_queued_reqs, config.max_num_seqs * PROMPTS_MAX)
+    own: dict[str, Any] = {"max_num_queued_reqs": queued}
+    if "request_timeout_s" not in config.model_fields_set:
+        own["request_timeout_s"] = math.inf
+    return config.model_copy(update=own)
+
+
+async def _answer_all(app: ASGIApp, lines: Iterable[str], out: TextIO, n_at_once: int) -> BatchReport:
+    """Keeps `n_at_once` lines under way. At most so many answers wait for the ones before them."""
+    waiting: deque[asyncio.Task[dict[str, Any]]] = deque()
+    n_lines = n_failed = 0
+    feed: Iterator[str] = (line for line in lines if line.strip())
+    try:
+        while True:
+            while len(waiting) < n_at_once and (line := next(feed, None)) is not None:
+                waiting.append(asyncio.ensure_future(_answer(app, line)))
+            if not waiting:
+                return BatchReport(n_lines, n_failed)
+            result = await waiting[0]
+            waiting.popleft()
+            out.write(to_json(result).decode() + "\n")
+            out.flush()
+            n_lines += 1
+            n_failed += result["error"] is not None or result["response"]["status_code"] != 200
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def _answer(app: ASGIApp, line: str) -> dict[str, Any]:
+    """The output line of one input line."""
+    answered: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}"}
+    try:
+        custom_id, url, body = _parse(line)
+    except _BadLine as e:
+        error = {"code": e.code, "message": str(e)}
+        return {**answered, "custom_id": e.custom_id, "response": None, "error": error}
+    status, headers, raw = await _post(app, url, to_json(body))
+    response = {"status_code": status, "request_id": headers["x-request-id"], "body": json.loads(raw)}
+    return {**answered, "custom_id": custom_id, "response": response, "error": None}
+
+
+def _parse(line: str) -> tuple[str, str, dict[str, Any]]:
+    """(custom_id, url, body) of a line. Raises _BadLine."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as e:
+        raise _BadLine("invalid_json", f"the line is not valid JSON: {e}") from e
+    custom_id = entry.get("custom_id") if isinstance(entry, dict) else None
+    if not isinstance(custom_id, str):
+        raise _BadLine("missing_custom_id", "the line must be an object with a text as its custom_id")
+    method, url, body = entry.get("method", "POST"), entry.get("url"), entry.get("body")
+    if method != "POST" or url not in URLS:
+        asked = f"{str(method)[:10]} {str(url)[:100]}"
+        raise _BadLine("invalid_url", f"{asked} is not served here, but POST {', '.join(URLS)}", custom_id)
+    if not isinstance(body, dict):
+        raise _BadLine("invalid_body", "body must be an object", custom_id)
+    if body.get("stream"):
+        raise _BadLine("invalid_body", "stream: a batch has no streams; leave it out", custom_id)
+    return custom_id, url, body
+
+
+async def _post(app: ASGIApp, path: str, body: bytes) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body that the application answers a POST with; the client never goes away."""
+    sent: list[Message] = []
+    bodies = [body]
+
+    async def receive() -> Message:
+        if bodies:
+            return {"type": "http.request", "body": bodies.pop()}
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets this event")
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": headers,
+        "client": None,
+        "server": None,
+    }
+    await app(scope, receive, send)
+    start, *parts = sent
+    answered = {name.decode("latin-1"): value.decode("latin-1") for name, value in start["headers"]}
+    return start["status"], answered, b"".join(part["body"] for part in parts)

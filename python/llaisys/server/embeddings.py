@@ -1,0 +1,137 @@
+"""POST /v1/embeddings: texts or token ids in, one vector of length 1 for each out."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import struct
+from collections.abc import AsyncIterator, Iterable
+from contextlib import aclosing
+from typing import Any, cast
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llaisys.errors import RejectedError, UnsupportedError
+from llaisys.server.answer import Answer, Json
+from llaisys.server.completions import Prompt, prompts_of
+from llaisys.server.errors import to_json
+from llaisys.server.head import Head
+from llaisys.server.protocol import EMBEDDING_NEUTRAL, EmbeddingRequest, engine_options, ignored_fields
+from llaisys.server.state import served_name, state_of
+from llaisys.server.trace import client_id_of, ignored_headers
+from llaisys.server.usage import Usage
+from llaisys.service import AsyncLLM
+from llaisys.types import RequestOutput, SamplingParams
+
+INPUTS_MAX = 2048
+# Inputs of one HTTP request that are in the engine at the same time: it must not fill the queue alone.
+INPUTS_AT_ONCE = 32
+
+router = APIRouter()
+
+
+@router.post("/v1/embeddings")
+async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+    """The embedding of each input, in their order, as numbers or as base64 of little-endian float32."""
+    state = state_of(request)
+    engine = state.serving(body.model)
+    headers = ignored_headers(request, ignored_fields(body, EMBEDDING_NEUTRAL, state.config.strict_fields))
+    shape = EmbeddingShape(served_name(engine, body.model), as_base64=_is_base64(body.encoding_format))
+    _check_dimensions(body.dimensions, engine.model_info.d_model)
+    params = SamplingParams(truncate_prompt_tokens=body.truncate_prompt_tokens)
+    told = {
+        **engine_options(body, client_id_of(request)),
+        "add_special_tokens": body.add_special_tokens is not False,
+        "pooling": engine.pooling,
+    }
+    head = Head.new("embd", shape.model, body.request_id)
+    gate = asyncio.Semaphore(min(INPUTS_AT_ONCE, engine.config.max_num_seqs))
+    streams = [
+        _embed(engine, gate, (each, params, f"{head.id}-{index}"), told)
+        for index, each in enumerate(_inputs_of(body.input))
+    ]
+    return Answer(request, streams, shape, headers)
+
+
+async def _embed(
+    engine: AsyncLLM, gate: asyncio.Semaphore, asked: tuple[Prompt, SamplingParams, str], told: dict[str, Any]
+) -> AsyncIterator[RequestOutput]:
+    """One input's stream of one delta, begun when the gate lets it in."""
+    async with gate:
+        stream = cast("Any", engine.generate(*asked, **told))
+        try:
+            async with aclosing(stream) as deltas:
+                async for delta in deltas:
+                    yield delta
+        except RejectedError as e:
+            raise _of_input(e) from e
+
+
+def _inputs_of(given: str | list[Any]) -> list[Prompt]:
+    """The four forms of `input`. Raises RejectedError naming the entry."""
+    try:
+        return prompts_of(given, INPUTS_MAX)
+    except RejectedError as e:
+        raise _of_input(e) from e
+
+
+def _of_input(error: RejectedError) -> RejectedError:
+    """What is wrong with a prompt, in this endpoint's word for it."""
+    if error.param is None or not error.param.startswith("prompt"):
+        return error
+    return type(error)(str(error).replace("prompt", "input", 1), param="input" + error.param[len("prompt") :])
+
+
+def _is_base64(encoding_format: str | None) -> bool:
+    if encoding_format not in (None, "float", "base64"):
+        raise RejectedError(
+            f"encoding_format is {encoding_format[:40]!r}, allowed are float and base64",
+            param="encoding_format",
+        )
+    return encoding_format == "base64"
+
+
+def _check_dimensions(wanted: int | None, d_model: int) -> None:
+    """A vector cannot be cut: no model tells us that it was trained for that."""
+    if wanted is not None and wanted != d_model:
+        raise UnsupportedError(
+            f"dimensions is {wanted}: only {d_model}, the model's own, is served", param="dimensions"
+        )
+
+
+class EmbeddingShape:
+    """OpenAI's list of `embedding` objects. Each is made JSON when it arrives, so that a long list does not
+    hold the event loop up at its end."""
+
+    def __init__(self, model: str, *, as_base64: bool) -> None:
+        self.model = model
+        self.usage = Usage()
+        self._as_base64 = as_base64
+
+    def opening(self) -> list[Json]:
+        """Nothing comes before the first vector."""
+        return []
+
+    def chunks(self, index: int, delta: RequestOutput) -> list[Json]:
+        """One object."""
+        vector = delta.embedding or b""
+        if self._as_base64:
+            value: Any = base64.b64encode(vector).decode("ascii")
+        else:
+            value = struct.unpack(f"<{len(vector) // 4}f", vector)
+        return [
+            {"index": index, "json": to_json({"object": "embedding", "index": index, "embedding": value})}
+        ]
+
+    def closing(self) -> list[Json]:
+        """Nothing comes after the last."""
+        return []
+
+    def whole(self, chunks: Iterable[Json]) -> bytes:
+        """The list, in the order of the inputs."""
+        data = b",".join(chunk["json"] for chunk in sorted(chunks, key=lambda chunk: chunk["index"]))
+        usage = {"prompt_tokens": self.usage.prompt_tokens, "total_tokens": self.usage.prompt_tokens}
+        rest = to_json({"model": self.model, "usage": usage})
+        return b'{"object":"list","data":[' + data + b"]," + rest[1:]

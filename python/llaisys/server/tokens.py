@@ -1,0 +1,79 @@
+"""POST /tokenize and /detokenize, in vLLM's shapes: what a prompt or a chat becomes, and ids as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from llaisys.errors import RejectedError
+from llaisys.server.chat import prompt_of
+from llaisys.server.checks import text_of
+from llaisys.server.protocol import TOKENS_NEUTRAL, ChatCompletionRequest, ignored_fields
+from llaisys.server.state import state_of
+from llaisys.server.tools import shown_tools
+from llaisys.server.trace import ignored_headers
+
+router = APIRouter()
+
+
+class TokenizeRequest(BaseModel):
+    """POST /tokenize: a `prompt` or a chat's `messages`; the other fields but two belong to a chat."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    """POST /detokenize."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    model: str | None = None
+    tokens: list[int]
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+    """The token ids of a prompt as completions would take it, or of messages as a chat would."""
+    state = state_of(request)
+    engine = state.serving(body.model)
+    headers = ignored_headers(request, ignored_fields(body, TOKENS_NEUTRAL, state.config.strict_fields))
+    if (body.prompt is None) == (body.messages is None):
+        raise RejectedError("give either prompt or messages", param="prompt")
+    if body.prompt is not None:
+        special = body.add_special_tokens is not False
+        ids = await engine.encode(text_of("prompt", body.prompt), add_special_tokens=special)
+    else:
+        chat = ChatCompletionRequest(**body.model_dump(exclude={"prompt", "return_token_strs"}))
+        ids = await prompt_of(chat, engine, shown_tools(body.tools))
+    strs = await engine.token_strs(ids) if body.return_token_strs else None
+    answer = {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids, "token_strs": strs}
+    return JSONResponse(answer, headers=headers)
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+    """The text of token ids, special tokens written out."""
+    state = state_of(request)
+    engine = state.serving(body.model)
+    headers = ignored_headers(request, ignored_fields(body, TOKENS_NEUTRAL, state.config.strict_fields))
+    vocab_size = engine.model_info.vocab_size
+    for id in body.tokens:
+        if not 0 <= id < vocab_size:
+            raise RejectedError(
+                f"tokens holds token id {id}, allowed are 0 to {vocab_size - 1}", param="tokens"
+            )
+    return JSONResponse({"prompt": await engine.decode(body.tokens)}, headers=headers)

@@ -1,0 +1,151 @@
+"""What one client can cost the others, on a real server: templates, bodies, slow lines, rates."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from serving import GOLDENS, Server, serving
+
+TEMPLATE = """{% set say = messages[-1].content %}
+{%- if say == 'work' %}{{ 9 ** (9 ** 9) }}{% elif say == 'load' %}{{ ('a' * 10 ** 9) | length }}
+{%- else %}{{ say }}{% endif %}"""
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A hostile template, and a second for heads and bodies."""
+    folder = tmp_path_factory.mktemp("guarded")
+    (folder / "hostile.jinja").write_text(TEMPLATE)
+    flags = ("--chat-template", str(folder / "hostile.jinja"), "--upload-timeout-s", "1")
+    flags += ("--max-body-bytes-in-flight", "200000", "--num-kv-cells", "4096")
+    with serving(folder, str(GOLDENS / "qwen3-tied-bf16"), *flags) as made:
+        yield made
+
+
+def chat(server: Server, text: str) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 2, "temperature": 0}
+    return server.http.post("/v1/chat/completions", json=body)
+
+
+@pytest.mark.parametrize(("text", "says"), [("work", "2.0 s of CPU time"), ("load", "512 MiB of memory")])
+def test_a_template_that_costs_too_much_costs_its_request(server: Server, text: str, says: str) -> None:
+    want = chat(server, "Hello").json()["choices"]
+    with ThreadPoolExecutor() as threads:
+        doomed = threads.submit(chat, server, text)
+        is_done = False
+        while not is_done:  # once more behind its end, too
+            is_done = doomed.done()
+            assert chat(server, "Hello").json()["choices"] == want
+            assert server.http.get("/health").status_code == 200
+    error = doomed.result().json()["error"]
+    assert (doomed.result().status_code, error["param"]) == (400, "messages")
+    assert error["message"] == f"rendering and tokenising these messages takes more than {says}"
+
+
+def test_killed_text_processes_come_back(server: Server) -> None:
+    children = psutil.Process(server.process.pid).children()
+    assert len(children) == 2
+    for child in children:
+        child.kill()
+        child.wait()
+    assert chat(server, "Hello").status_code == 200
+
+
+def line(server: Server) -> socket.socket:
+    host, _, port = server.url.removeprefix("http://").rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=60)
+
+
+def all_of(connection: socket.socket) -> bytes:
+    """What comes until the other side closes."""
+    return b"".join(iter(partial(connection.recv, 65536), b""))
+
+
+def head(server: Server, *more: str) -> bytes:
+    host = server.url.removeprefix("http://")
+    lines = ["POST /v1/completions HTTP/1.1", f"Host: {host}", "Content-Type: application/json", *more]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+def test_a_slow_head_and_a_slow_body_end(server: Server) -> None:
+    for sent in (b"", b"GET / HTTP/1.1\r\nHost: x"):
+        with line(server) as connection:
+            connection.sendall(sent)
+            assert all_of(connection) == b""
+    with line(server) as connection:
+        connection.sendall(head(server, "Content-Length: 10") + b'{"p')
+        answer = all_of(connection)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"did not arrive within 1 seconds" in answer
+
+
+def send_for_ever(connection: socket.socket) -> None:
+    while True:
+        connection.sendall(b"x" * 65536)
+
+
+def test_a_refused_body_that_goes_on_for_ever_ends(server: Server) -> None:
+    with line(server) as connection:
+        connection.sendall(head(server, f"Content-Length: {2**40}"))
+        assert connection.recv(12) == b"HTTP/1.1 413"
+        with pytest.raises(OSError, match=r"reset|Broken pipe"):
+            send_for_ever(connection)
+
+
+def test_headers_are_bounded(server: Server) -> None:
+    with line(server) as connection:
+        connection.sendall(head(server, "X: " + "x" * 40_000, "Content-Length: 0"))
+        assert all_of(connection).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_large_body_is_refused_and_its_line_goes_on(server: Server) -> None:
+    """The client sends all of it, reads why it was refused, and asks again on the same connection."""
+    with line(server) as connection:
+        connection.sendall(head(server, f"Content-Length: {27 * MIB}") + b"x" * (27 * MIB))
+        assert connection.recv(12) == b"HTTP/1.1 413"
+        connection.sendall(head(server, "Content-Length: 2", "Connection: close") + b"{}")
+        assert b"HTTP/1.1 400 " in all_of(connection)
+
+
+def test_bodies_together_are_bounded(server: Server) -> None:
+    held = head(server, "Content-Length: 150000") + b'{"p'
+    with line(server) as first:
+        first.sendall(held)
+        assert server.http.get("/livez").status_code == 200  # behind it on the loop
+        answer = server.http.post("/v1/completions", content=b"x" * 50_001)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        assert answer.json()["error"]["code"] == "server_overloaded"
+        assert all_of(first).startswith(b"HTTP/1.1 408 ")
+    assert server.http.post("/v1/completions", content=b"x" * 50_001).status_code == 400
+
+
+def test_rates(tmp_path: Path) -> None:
+    flags = ("--max-requests-per-minute-per-key", "3", "--num-kv-cells", "4096")
+    flags += ("--max-concurrent-requests-per-key", "1", "--served-model-name", "m")
+    with serving(tmp_path, str(GOLDENS / "qwen3-tied-bf16"), *flags, key="one,two") as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="one", max_retries=0)
+        with client.completions.create(model="m", prompt="Hi", max_tokens=500, stream=True) as stream:
+            next(iter(stream))
+            with pytest.raises(openai.RateLimitError) as caught:
+                client.completions.create(model="m", prompt="Hi", max_tokens=1)
+            assert caught.value.code == "rate_limit_exceeded"
+            other = openai.OpenAI(base_url=f"{server.url}/v1", api_key="two", max_retries=0)
+            other.completions.create(model="m", prompt="Hi", max_tokens=1)
+        server.until("llaisys:http_responses_total", 2, path="/v1/completions", status="200")
+        for _ in range(2):
+            client.completions.create(model="m", prompt="Hi", max_tokens=1)
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.completions.create(model="m", prompt="Hi", max_tokens=1)
+        assert caught.value.response.headers["x-ratelimit-remaining-requests"] == "0"
+        assert int(caught.value.response.headers["retry-after"]) <= 20
+        assert len(client.models.list().data) == 1

@@ -1,0 +1,321 @@
+"""The security matrix: every route against every kind of caller, on a real server with two keys.
+
+Which refusal a request gets depends on its head alone: Host, then Origin, then the key, then the size. So the
+table is generated from the routes that the server has, and each row is asked in every column and variant.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+
+from llaisys.config import Config
+from llaisys.server.app import _routes
+from llaisys.server.state import ServerState
+from serving import GOLDENS, Server, serving
+
+CANARY = "canary-7f3a"
+GOOD, OTHER = f"{CANARY}-good", f"{CANARY}-other"
+EVIL = "evil.example"
+LIMIT = 100_000
+CHAT = b'{"messages": [{"role": "user", "content": "' + CANARY.encode() + b'"}], "max_tokens": 1}'
+COMPLETION = b'{"prompt": "' + CANARY.encode() + b'", "max_tokens": 1}'
+PROBES = ("/livez", "/health", "/ready")
+BODIES = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
+
+Header = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+@dataclass(frozen=True)
+class Row:
+    """A request, and its status for a good caller. `open`: no key is asked for."""
+
+    method: str
+    path: str
+    good: Sequence[int]
+    body: bytes = b""
+    open: bool = False
+
+    @property
+    def id(self) -> str:
+        return f"{self.method} {self.path}"
+
+
+def served() -> list[Row]:
+    """A row for each method of each route that the server has; a new route is a new row."""
+    rows = []
+    waiting: list[Any] = list(_routes(ServerState(Config())).routes)
+    while waiting:
+        route = waiting.pop(0)
+        if (router := getattr(route, "original_router", None)) is not None:
+            waiting = [*router.routes, *waiting]
+            continue
+        path = route.path.replace("{chat_id}", "x").replace("{name}", "x").replace("{model:path}", "x")
+        for method in sorted(route.methods):
+            is_open = path in (*PROBES, "/") and method in ("GET", "HEAD")
+            body = BODIES.get(path, b"{}") if method in ("POST", "PUT") else b""
+            rows.append(Row(method, path, (200,) if path in BODIES else (200, 201, 400, 404), body, is_open))
+    return rows
+
+
+UNKNOWN = [
+    Row("GET", "/nothing", (404,)),
+    Row("GET", "/docs", (404,)),
+    Row("GET", "/openapi.json", (404,)),
+    Row("DELETE", "/v1/models", (405,)),
+    Row("POST", "/health", (405,), b"{}"),
+    Row("OPTIONS", "/v1/chat/completions", (405,)),
+    Row("GET", "//v1/models", (404,)),
+    Row("GET", "/v1/../v1/models", (404,)),
+    Row("GET", "/V1/models", (404,)),
+    Row("GET", "/v1/models/", (404,)),
+    Row("GET", "/%76%31/models", (200,)),
+    Row("GET", "/v1%2fmodels", (200,)),
+    Row("GET", "/health/", (404,)),
+    Row("GET", "/health%2f..%2fv1%2fmodels", (404,)),
+    Row("GET", "/health;/v1/models", (404,)),
+    Row("GET", "/assets/../v1/models", (404,)),
+    Row("GET", "/assets/%2e%2e/%2e%2e/etc/passwd", (404,)),
+    Row("POST", "/invocations", (404,), COMPLETION),
+    Row("POST", "/v2/completions", (404,), COMPLETION),
+    Row("POST", "/v1/requests/cmpl-unknown/cancel", (404,), b"{}"),
+]
+# Over the limit, by its declared length; no byte of it is sent.
+LARGE = Row("POST", "/v1/completions", (413,), b"")
+ROWS = [*served(), *UNKNOWN]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("locked")
+    keys = folder / "keys.txt"
+    lines = [
+        f"{name} {hashlib.sha256(key.encode()).hexdigest()}" for name, key in (("a", GOOD), ("b", OTHER))
+    ]
+    keys.write_text("\n".join(lines), "utf-8")
+    flags = ("--api-key-file", str(keys), "--max-body-bytes", str(LIMIT), "--num-kv-cells", "4096")
+    with serving(folder, str(GOLDENS / "qwen3-tied-bf16"), *flags, "--log-level", "debug") as made:
+        made.http.headers["authorization"] = f"Bearer {GOOD}"
+        yield made
+
+
+def address(server: Server) -> tuple[str, int]:
+    host, _, port = server.url.removeprefix("http://").rpartition(":")
+    return host, int(port)
+
+
+def ask(
+    server: Server, row: Row, *headers: Header, host: str | None = "", target: str = "", declared: int = -1
+) -> Answer:
+    """One raw request. `host`: "" is the right one, None none at all."""
+    place = address(server)
+    lines = [f"{row.method} {target or row.path} HTTP/1.1"]
+    lines += [] if host is None else [f"Host: {host or f'{place[0]}:{place[1]}'}"]
+    lines += [f"{name}: {value}" for name, value in headers]
+    lines += ["Content-Type: application/json"] if row.body else []
+    lines += [f"Content-Length: {len(row.body) if declared < 0 else declared}", "Connection: close", "", ""]
+    with socket.create_connection(place, timeout=60) as line:
+        line.sendall("\r\n".join(lines).encode("latin-1") + row.body)
+        raw = b"".join(iter(partial(line.recv, 65536), b""))
+    head, _, body = raw.partition(b"\r\n\r\n")
+    status, *fields = head.decode("latin-1").split("\r\n")
+    told = {name.lower(): value.strip() for name, _, value in (field.partition(":") for field in fields)}
+    return Answer(int(status.split()[1]), told, body)
+
+
+def key(value: str) -> Header:
+    return ("Authorization", f"Bearer {value}")
+
+
+BAD_KEYS: list[tuple[Header, ...]] = [
+    (),
+    (key("wrong"),),
+    (key(GOOD[:-1]),),
+    (key(GOOD + "x"),),
+    (key(GOOD.upper()),),
+    (key(f" {GOOD}"),),
+    (key(""),),
+    (key(hashlib.sha256(GOOD.encode()).hexdigest()),),
+    (key("k" * 10_000),),
+    (key("schl\xfcssel"),),
+    (("Authorization", GOOD),),
+    (("Authorization", f"Basic {GOOD}"),),
+    (key(GOOD), key(OTHER)),
+    (key(GOOD), key("wrong")),
+    (("X-Api-Key", GOOD),),
+    (("Cookie", f"authorization=Bearer {GOOD}"),),
+]
+
+
+def refusal(answer: Answer, status: int, row: Row) -> None:
+    assert answer.status == status, (row.id, answer)
+    assert CANARY.encode() not in answer.body
+    assert CANARY not in str(answer.headers)
+    assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row.id for row in ROWS])
+def test_no_key_bad_key_good_key(server: Server, row: Row) -> None:
+    for headers in BAD_KEYS:
+        answer = ask(server, row, *headers)
+        if row.open:
+            assert answer.status in row.good
+        else:
+            refusal(answer, 401, row)
+            assert answer.headers["www-authenticate"] == "Bearer"
+    if not row.open:
+        refusal(ask(server, row, target=f"{row.path}?api_key={GOOD}&key={GOOD}"), 401, row)
+    for headers in ((key(GOOD),), (key(OTHER),), (("authorization", f"bearer {GOOD}  "),)):
+        answer = ask(server, row, *headers)
+        assert answer.status in row.good, (row.id, answer)
+    if row.method == "OPTIONS":
+        preflight = [("Access-Control-Request-Method", "POST"), key(GOOD)]
+        refusal(ask(server, row, *preflight), 405, row)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row.id for row in ROWS])
+def test_hosts(server: Server, row: Row) -> None:
+    host, port = address(server)
+    wrong = [
+        EVIL,
+        f"{EVIL}:{port}",
+        f":{port}",
+        f"localhost.{EVIL}:{port}",
+        f"{host}.{EVIL}:{port}",
+        f"{host}:{port + 1}",
+        f"{host}:",
+        f"user@{host}:{port}",
+        f"[::1]{port}",
+        "0.0.0.0",
+        f"{host}:{port}, {EVIL}",
+    ]
+    for value in wrong:
+        answer = ask(server, row, key(GOOD), host=value)
+        if row.path in PROBES:
+            assert answer.status in row.good or answer.status == 405
+        else:
+            refusal(answer, 400, row)
+    for value in (f"{host}:{port}", f"localhost:{port}", f"[::1]:{port}", "LocalHost"):
+        assert ask(server, row, key(GOOD), host=value).status in row.good
+
+
+def test_a_host_that_is_missing_empty_or_twice(server: Server) -> None:
+    host, port = address(server)
+    row = Row("GET", "/v1/models", (200,))
+    refusal(ask(server, row, key(GOOD), host=None), 400, row)
+    refusal(ask(server, row, key(GOOD), host=" "), 400, row)
+    for second in (EVIL, f"{host}:{port}"):
+        refusal(ask(server, row, key(GOOD), ("Host", second)), 400, row)
+
+
+def test_an_absolute_target_says_nothing(server: Server) -> None:
+    row = Row("GET", "/v1/models", (404,))
+    for host in (EVIL, f"{address(server)[0]}:{address(server)[1]}"):
+        target = f"http://{host}/v1/models"
+        refusal(ask(server, row, target=target), 401, row)
+        assert ask(server, row, key(GOOD), target=target).status == 404
+        refusal(ask(server, row, key(GOOD), target=target, host=EVIL), 400, row)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row.id for row in ROWS])
+def test_origins(server: Server, row: Row) -> None:
+    host, port = address(server)
+    for origin in (
+        f"http://{EVIL}",
+        "null",
+        "",
+        f"http://{host}.{EVIL}:{port}",
+        f"http://{host}:{port + 1}",
+        f"http://{host}:{port}.{EVIL}",
+        f"http://{EVIL}#{host}:{port}",
+        f"file://{host}:{port}",
+    ):
+        refusal(ask(server, row, key(GOOD), ("Origin", origin)), 403, row)
+    refusal(ask(server, row, key(GOOD), ("Origin", server.url), ("Origin", server.url)), 403, row)
+    refusal(ask(server, row, key(GOOD), ("Sec-Fetch-Site", "cross-site")), 403, row)
+    rebound = ask(server, row, key(GOOD), ("Origin", f"http://{EVIL}"), host=EVIL)
+    refusal(rebound, 403 if row.path in PROBES else 400, row)
+    assert ask(server, row, key(GOOD), ("Origin", server.url)).status in row.good
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row.id for row in ROWS])
+def test_websockets_are_refused(server: Server, row: Row) -> None:
+    upgrade = (("Upgrade", "websocket"), ("Sec-WebSocket-Version", "13"), ("Sec-WebSocket-Key", "eA=="))
+    for headers in ((), (key(GOOD),)):
+        answer = ask(server, row, *upgrade, *headers)
+        assert answer.status == 400, (row.id, answer)
+
+
+def test_a_body_over_the_limit(server: Server) -> None:
+    refusal(ask(server, LARGE, declared=LIMIT + 1), 401, LARGE)
+    refusal(ask(server, LARGE, key(GOOD), declared=LIMIT + 1), 413, LARGE)
+    refusal(ask(server, LARGE, key(GOOD), declared=LIMIT + 1, host=EVIL), 400, LARGE)
+    refusal(ask(server, LARGE, key(GOOD), ("Origin", "null"), declared=LIMIT + 1), 403, LARGE)
+    chunked = Row("POST", "/v1/completions", (413,), b"%x\r\n" % (LIMIT + 1) + b"x" * (LIMIT + 1))
+    for headers, status in (((), 401), ((key(GOOD),), 413)):
+        place = address(server)
+        head = [f"POST /v1/completions HTTP/1.1\r\nHost: {place[0]}:{place[1]}\r\nTransfer-Encoding: chunked"]
+        head += ["Content-Type: application/json", *(f"{name}: {value}" for name, value in headers)]
+        with socket.create_connection(place, timeout=60) as line:
+            line.sendall("\r\n".join([*head, "", ""]).encode() + chunked.body)
+            assert int(line.recv(12).split()[1]) == status
+
+
+def test_the_canary_is_nowhere(server: Server) -> None:
+    """In a prompt, a key, a header and what a template refuses. An error may show the short value of a field
+    that is no text (a role, a type) to who sent it; no log may."""
+    odd = [("X-Request-Id", "<script>"), ("User-Agent", CANARY), ("X-Other", CANARY), key(GOOD)]
+    bodies = [
+        CHAT,
+        CHAT.replace(b'"max_tokens": 1', b'"temperature": "' + CANARY.encode() + b'"'),
+        CHAT.replace(b'"max_tokens": 1', b'"max_tokens": 100000000'),
+        CHAT[:-3],
+        CHAT.replace(CANARY.encode(), CANARY.encode() * 2000),
+        b'{"messages": "' + CANARY.encode() + b'"}',
+        b'{"messages": [{"role": "tool", "content": {"x": "' + CANARY.encode() + b'"}}]}',
+        b'{"messages": [], "model": "x", "stop": ["' + CANARY.encode() + b'", 5]}',
+        *(CHAT.replace(b'"max_tokens": 1', more) for more in (b'"continue_final_message": true', b'"n": 9')),
+    ]
+    shown = [
+        CHAT.replace(b"user", CANARY.encode()),
+        CHAT.replace(b'"max_tokens": 1', b'"response_format": {"type": "' + CANARY.encode() + b'"}'),
+    ]
+    for body in shown:
+        ask(server, Row("POST", "/v1/chat/completions", (), body), *odd)
+    for body in bodies:
+        answer = ask(server, Row("POST", "/v1/chat/completions", (), body), *odd)
+        if answer.status != 200:
+            assert CANARY.encode() not in answer.body, (body[:200], answer.body)
+    metrics = server.http.get("/metrics").text
+    assert "llaisys" in metrics
+    assert CANARY not in metrics
+    log = server.log.read_text("utf-8")
+    assert "/v1/chat/completions" in log
+    assert CANARY not in log
+
+
+def test_nothing_of_it_is_a_server_error(server: Server) -> None:
+    statuses = server.samples("llaisys:http_responses_total")
+    assert sum(statuses) > 1000
+    assert not server.samples("llaisys:http_responses_total", status="500")
+
+
+def test_a_server_without_a_key_keeps_its_hosts_and_origins(tiny: Server) -> None:
+    for row in (Row("GET", "/v1/models", (200,)), Row("GET", "/nothing", (404,))):
+        for headers in ((), (key("wrong"),)):
+            assert ask(tiny, row, *headers).status in row.good
+        assert ask(tiny, row, host=EVIL).status == 400
+        assert ask(tiny, row, ("Origin", f"http://{EVIL}")).status == 403

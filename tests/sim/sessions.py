@@ -1,0 +1,160 @@
+"""A world whose clients have sessions: made, used, forked, trimmed and deleted while cells are short."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from fakes.core import N_PLAIN
+from llaisys.engine.outputs import EngineOutput
+from llaisys.engine.plan import Plan, View
+from llaisys.engine.sessions import SessionCall, SessionKey
+from llaisys.errors import RejectedError
+from llaisys.types import FinishReason
+from sim.world import PROMPT_MAX, Fate, World
+
+NAMES = ("a", "b", "c")
+STEPS_BETWEEN_LOOKS = 8
+USES, CALLS = 0.5, 0.3  # shares of requests that name a session, and of steps with a call
+
+
+@dataclass
+class SessionWorld(World):
+    """`tokens`: what each session has to have.
+
+    Every few steps each session has its tokens, and what it pins is cached; in no step does anybody give way
+    while a session pins anything.
+    """
+
+    tokens: dict[SessionKey, list[int]] = field(default_factory=dict)
+    n_calls: dict[str, int] = field(default_factory=dict)
+    n_lost_pins: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # A stream of its own: with and without sessions the same requests come.
+        self.session_rng = random.Random(self.seed + 2**32)
+        self._ended: dict[SessionKey, list[tuple[int, list[int]]]] = {}
+        self._short = False
+
+    # --- what clients do ---
+
+    def _join_session(self, prompt: list[int], facts: dict[str, Any]) -> None:
+        """A request often names a session, and then often goes on where it stands."""
+        rng, client_id = self.session_rng, facts["client_id"]
+        if rng.random() >= USES:
+            return
+        facts["session_id"] = name = rng.choice(NAMES)
+        tokens = self.tokens.get((client_id, name), [])
+        if tokens and rng.random() < 0.7:
+            facts["cache_salt"] = self.engine.sessions.find(client_id, name).salt
+            new = [rng.randrange(N_PLAIN) for _ in range(rng.randint(1, 24))]
+            prompt[:] = [*tokens[: PROMPT_MAX - len(new)], *new]
+
+    def arrive(self) -> None:
+        """A request that is taken makes its session."""
+        super().arrive()
+        fate = self.fates.get(f"r{self.n_arrived - 1}")
+        if fate is not None and fate.request.session_id:
+            self.tokens.setdefault((fate.request.client_id, fate.request.session_id), [])
+
+    def call(self) -> None:
+        """One call; it moves no cell, and is refused exactly if it asks for what is not there."""
+        rng = self.session_rng
+        kind = rng.choice(["create", "fork", "fork", "trim", "delete", "list"])
+        client_id, name, other = f"c{rng.randrange(8)}", rng.choice(NAMES), rng.choice(NAMES)
+        key, new = (client_id, name), (client_id, other)
+        have = self.tokens.get(key)
+        n_tokens = None if rng.random() < 0.3 and kind == "fork" else rng.randint(0, len(have or ()) + 1)
+        is_good = {"list": True, "create": have is None}.get(kind, have is not None)
+        if kind in ("fork", "trim") and have is not None:
+            is_good = n_tokens is None or n_tokens <= len(have)
+        if kind == "fork":
+            is_good = is_good and new not in self.tokens
+        n_free = self.context.n_cells_free
+        call = SessionCall(kind=kind, client_id=client_id, name=name, other=other, n_tokens=n_tokens)  # type: ignore[arg-type]
+        self.engine.session_calls.call(call)
+        (answer,) = self.engine.session_calls.take_answers()
+        assert self.context.n_cells_free == n_free, "a call moved cells"
+        assert (answer.error is None) == is_good, (kind, answer.error)
+        self.n_calls[kind] = self.n_calls.get(kind, 0) + 1
+        if not is_good:
+            assert isinstance(answer.error, RejectedError)
+            return
+        match kind:
+            case "create":
+                self.tokens[key] = []
+            case "fork":
+                self.tokens[new] = (have or [])[:n_tokens]
+            case "trim":
+                self.tokens[key] = (have or [])[:n_tokens]
+            case "delete":
+                del self.tokens[key]
+
+    # --- time ---
+
+    def step(self) -> None:
+        if self.session_rng.random() < CALLS:
+            self.call()
+        super().step()
+        for key, could in self._ended.items():
+            if key in self.tokens:
+                now = self.engine.sessions.find(*key).token_ids.tolist()
+                whole = [each for n_least, each in could if n_least <= len(now)]
+                good = now == self.tokens[key] or any(now == each[: len(now)] for each in whole)
+                assert good, "a session has tokens that no request of it computed"
+                self.tokens[key] = now
+        self._ended.clear()
+        if self.n_steps % STEPS_BETWEEN_LOOKS == 0:
+            self._check_sessions()
+
+    def run(self) -> None:
+        """At the end the sessions hold what they pin, and nothing when they are gone."""
+        super().run()
+        for key in self.tokens:
+            self.engine.sessions.delete(self.engine.sessions.find(*key))
+        self.engine.check()
+        assert self.engine.stats().kv_cells_used == 0
+
+    def _engine_step(self) -> list[EngineOutput]:
+        outputs = super()._engine_step()
+        assert not self._short, "somebody gave way, or went short, while a session pinned cells"
+        return outputs
+
+    def _plan(self, view: View, now_s: float) -> Plan:
+        made = super()._plan(view, now_s)
+        lacks = bool(made.preempt or made.short)
+        self.n_lost_pins += self._short
+        self._short = lacks and any(s.lock is not None for s in self._sessions())
+        return made
+
+    def _judge(self, fate: Fate, output: EngineOutput) -> None:
+        """What the session may have now: of a good end exactly what was computed, of another perhaps."""
+        super()._judge(fate, output)
+        request, tokens = fate.request, fate.tokens[0]
+        key = (request.client_id, request.session_id)
+        if output.index or not request.session_id or key not in self.tokens:
+            return
+        everything, n_least = [*request.prompt_token_ids, *tokens], len(request.prompt_token_ids)
+        match output.finish_reason:
+            case FinishReason.STOP | FinishReason.LENGTH:
+                self.tokens[key] = everything[:-1]
+                self._ended[key] = []
+            case FinishReason.ABORT | FinishReason.TIMEOUT:
+                self._ended.setdefault(key, []).append((n_least, everything))
+
+    def _sessions(self) -> list[Any]:
+        return [*self.engine.sessions._by_key.values()]
+
+    def _check_sessions(self) -> None:
+        sessions, retention = self.engine.sessions, self.engine._retention
+        sessions.check()
+        assert len(sessions) == len(self.tokens)
+        assert retention is not None
+        for session in self._sessions():
+            assert session.token_ids.tolist() == self.tokens[session.key]
+            if session.lock is not None:
+                n, ids = session.lock.n_tokens, session.token_ids
+                match = retention.index.match(session.salt, ids, n, session.stream)
+                assert match.n_tokens == n <= len(ids), "what a session pins was evicted"

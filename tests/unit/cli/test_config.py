@@ -1,0 +1,66 @@
+"""`llaisys config show`: values, where they come from, and no secret."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llaisys.cli.main import main
+from llaisys.config import Config
+
+KEY = "sk-very-secret"
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file, variables that go before it, and a key."""
+    file = tmp_path / "settings.yaml"
+    file.write_text("port: 1\nmax-num-seqs: 7\nseed: 3\nhost: 127.0.0.1\n", "utf-8")
+    monkeypatch.setenv("LLAISYS_PORT", "9001")
+    monkeypatch.setenv("LLAISYS_SEED", "4")
+    monkeypatch.setenv("LLAISYS_API_KEY", f"{KEY},other")
+    return file
+
+
+def show(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["config", "show", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert KEY not in printed
+    return printed
+
+
+def test_each_source_in_its_turn(settings: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = show(capsys, "--json", "some/model", "--config", str(settings), "--seed", "5")
+    shown: dict[str, Any] = json.loads(printed)
+    assert list(shown) == list(Config.model_fields)
+    assert shown["model"] == {"value": "some/model", "source": "flag"}
+    assert shown["seed"] == {"value": 5, "source": "flag"}
+    assert shown["port"] == {"value": 9001, "source": "environment"}
+    assert shown["max_num_seqs"] == {"value": 7, "source": "file"}
+    assert shown["host"] == {"value": "127.0.0.1", "source": "file"}
+    assert shown["isa"] == {"value": "auto", "source": "default"}
+    assert shown["api_key"] == {"value": ["***", "***"], "source": "environment"}
+
+
+def test_a_table_for_people(settings: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [line.split() for line in show(capsys, "--config", str(settings)).splitlines()]
+    assert [row[0] for row in rows] == list(Config.model_fields)
+    assert ["port", "9001", "environment"] in rows
+    assert ["max_num_seqs", "7", "file"] in rows
+    assert ["session_store", "null", "default"] in rows
+
+
+def test_no_key_is_no_mask(capsys: pytest.CaptureFixture[str]) -> None:
+    assert json.loads(show(capsys, "--json"))["api_key"] == {"value": [], "source": "default"}
+    shown = json.loads(show(capsys, "--json", "--api-key", KEY))
+    assert shown["api_key"] == {"value": ["***"], "source": "flag"}
+
+
+def test_what_would_stop_the_start_stops_it_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "show", "--port", "70000"]) == 1
+    assert "port" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["config", "shwo"])

@@ -1,0 +1,196 @@
+"""Embeddings in the engine: each hidden state once, whatever the chunks, the company and the preemptions."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fakes import core
+from fakes.asks import limits
+from fakes.engines import NOW, Engine
+from llaisys.engine.limits import token_limit
+from llaisys.errors import ContextLengthError, RejectedError
+from llaisys.types import FinishReason, Pooling, SamplingParams
+
+PROMPT = list(range(1, 31))
+
+
+def embedding(prompt: list[int], pooling: Pooling) -> list[float]:
+    """By the definition, in Python's own floats, row after row."""
+    rows = [core.hidden_of(prompt[: i + 1]) for i in range(len(prompt))]
+    rows = [np.array(row, np.float32).tolist() for row in (rows if pooling == "mean" else rows[-1:])]
+    total = [0.0] * core.D_MODEL
+    for row in rows:
+        total = [a + b for a, b in zip(total, row, strict=True)]
+    mean = [x / len(rows) for x in total]
+    length = math.sqrt(math.fsum(x * x for x in mean))
+    return np.array([x / length for x in mean], np.float32).tolist()
+
+
+def given(made: Engine, name: str) -> list[float]:
+    end = made.ends[name]
+    assert (end.finish_reason, end.last, end.new_token_ids) == (FinishReason.STOP, True, [])
+    assert end.embedding is not None
+    return np.frombuffer(end.embedding, "<f4").tolist()
+
+
+BUDGETS: list[dict[str, Any]] = [
+    {"max_num_batched_tokens": 64},
+    {"max_num_batched_tokens": 7},
+    {"max_num_batched_tokens": 29},  # the last token of the prompt comes alone
+    {"max_num_batched_tokens": 7, "enable_prefix_caching": False},
+]
+
+
+@pytest.mark.parametrize("changes", BUDGETS)
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+@pytest.mark.parametrize("company", [False, True])
+def test_the_same_bits_in_chunks_and_in_company(
+    changes: dict[str, Any], pooling: Pooling, company: bool
+) -> None:
+    made = Engine(**changes)
+    if company:
+        made.submit("x", prompt=[9, 8, 7])
+        made.step()
+        made.submit("y", prompt=PROMPT[:20])
+    made.submit("a", prompt=PROMPT, pooling=pooling)
+    made.submit("b", prompt=PROMPT[:1], pooling=pooling)
+    made.finish()
+    assert given(made, "a") == embedding(PROMPT, pooling)
+    assert given(made, "b") == embedding(PROMPT[:1], pooling)
+
+
+def test_a_cached_prompt_gives_its_last_state_and_is_computed_again_for_the_mean() -> None:
+    made = Engine()
+    made.submit("a", prompt=PROMPT, max_tokens=1)
+    made.finish()
+    n_rows = made.context.n_rows
+    made.submit("last", prompt=PROMPT, pooling="last")
+    made.finish()
+    assert made.context.n_rows == n_rows + 1
+    assert made.cached["last"] == len(PROMPT) - 1
+    made.submit("mean", prompt=PROMPT, pooling="mean")
+    made.finish()
+    assert made.context.n_rows == n_rows + 1 + len(PROMPT)
+    assert made.cached["mean"] == 0
+    assert given(made, "last") == embedding(PROMPT, "last")
+    assert given(made, "mean") == embedding(PROMPT, "mean")
+
+
+def test_what_it_computed_is_cached_for_others() -> None:
+    made = Engine()
+    made.submit("a", prompt=PROMPT, pooling="mean")
+    made.finish()
+    made.submit("b", prompt=[*PROMPT, 77])
+    made.finish()
+    assert made.cached["b"] == len(PROMPT)
+    assert made.tokens["b"] == core.answer([*PROMPT, 77], 10)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_a_preempted_prompt_goes_on_where_it_was(pooling: Pooling) -> None:
+    """Two answers take all cells but one a step, which the prompt gets; then it gives way."""
+    made = Engine(n_cells=96, max_model_len=64, max_num_batched_tokens=3)
+    made.submit("a", prompt=[7] * 20, max_tokens=40)
+    made.submit("b", prompt=[8] * 20, max_tokens=40)
+    made.submit("c", prompt=PROMPT, pooling=pooling)
+    pooled = made.engine.requests.by_ordinal[2]
+    while not pooled.num_preempted:
+        made.step()
+    assert pooled.pool is not None
+    if pooling == "mean":
+        assert 0 < pooled.pool.next < len(PROMPT)
+    made.finish()
+    assert given(made, "c") == embedding(PROMPT, pooling)
+
+
+def test_a_number_that_is_not_finite_ends_its_request_alone_and_is_not_cached() -> None:
+    made = Engine()
+    spoilt = [1, 2, core.NON_FINITE, 4]
+    made.submit("a", prompt=spoilt, pooling="mean")
+    made.submit("b", prompt=PROMPT, pooling="mean")
+    made.finish()
+    assert made.ends["a"].finish_reason is FinishReason.ERROR
+    assert made.ends["a"].embedding is None
+    assert given(made, "b") == embedding(PROMPT, "mean")
+    assert made.engine.stats().kv_cells_retained == len(PROMPT)
+
+
+def test_a_row_that_the_core_refuses_ends_its_request_alone() -> None:
+    made = Engine()
+    made.submit("a", prompt=[1, core.REFUSED, 4], pooling="mean")
+    made.submit("b", prompt=PROMPT, pooling="last")
+    made.finish()
+    assert made.ends["a"].finish_reason is FinishReason.ERROR
+    assert given(made, "b") == embedding(PROMPT, "last")
+
+
+def test_cancel_and_timeout_end_it_once() -> None:
+    made = Engine(max_num_batched_tokens=4)
+    made.submit("a", prompt=PROMPT, pooling="mean")
+    made.submit("b", prompt=PROMPT[::-1], pooling="mean", deadline_s=NOW + 5)
+    made.step()
+    made.engine.cancel("a")
+    made.step(now_s=NOW + 6)
+    assert made.reasons() == {"a": FinishReason.ABORT, "b": FinishReason.TIMEOUT}
+    made.finish()
+    assert made.over == {"a", "b"}
+
+
+def test_a_prompt_may_fill_the_context() -> None:
+    made = Engine()
+    made.submit("a", prompt=[5] * 64, pooling="last")
+    made.finish()
+    assert given(made, "a") == embedding([5] * 64, "last")
+    with pytest.raises(ContextLengthError, match="65 tokens, the context is 64"):
+        made.submit("b", prompt=[5] * 65, pooling="last")
+
+
+def test_its_limits_are_those_of_a_prompt() -> None:
+    params = SamplingParams()
+    assert token_limit([1, 2], params, limits(), pooling="mean") == 2
+    with pytest.raises(ContextLengthError, match="3 tokens, max_input_tokens allows at most 2"):
+        token_limit([1, 2, 3], params, limits(max_input_tokens=2), pooling="mean")
+    with pytest.raises(RejectedError, match="empty"):
+        token_limit([], params, limits(), pooling="mean")
+    with pytest.raises(RejectedError, match=f"token id {core.VOCAB_SIZE}"):
+        token_limit([core.VOCAB_SIZE], params, limits(), pooling="mean")
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_in_a_crowd_that_is_short_of_cells(seed: int) -> None:
+    """Answers and embeddings of related prompts, preempted and cancelled at random: the definition's bits."""
+    rng = random.Random(seed)
+    n_streams = 1 + seed % 2
+    made = Engine(
+        max_num_seqs=5,
+        n_cells=n_streams * rng.choice([48, 56, 64]),
+        n_streams=n_streams,
+        max_model_len=48,
+        max_num_batched_tokens=rng.choice([4, 6, 40]),
+        max_num_queued_reqs=64,
+        enable_prefix_caching=seed % 4 != 0,
+    )
+    heads = [[rng.randrange(1, 250) for _ in range(30)] for _ in range(2)]
+    asked: dict[str, tuple[list[int], Pooling]] = {}
+    for i in range(30):
+        head = rng.choice(heads)
+        prompt = head[: rng.randint(1, 30)] + [rng.randrange(1, 250) for _ in range(rng.randint(0, 12))]
+        if rng.random() < 0.6:
+            pooling: Pooling = "mean" if rng.random() < 0.6 else "last"
+            asked[f"{i}"] = prompt, pooling
+            made.submit(f"{i}", prompt=prompt, pooling=pooling, priority=1)
+        else:
+            made.submit(f"{i}", prompt=prompt[:20], max_tokens=rng.randint(9, 27), ignore_eos=True)
+        made.step(rng.randint(0, 6))
+        if rng.random() < 0.1:
+            made.engine.cancel(f"{rng.randint(0, i)}")
+    made.finish()
+    assert len(made.over) == 30
+    for name, (prompt, pooling) in asked.items():
+        if made.ends[name].finish_reason is not FinishReason.ABORT:
+            assert given(made, name) == embedding(prompt, pooling), (seed, name)

@@ -1,0 +1,167 @@
+"""POST /v1/embeddings on a scripted engine, whose vectors are the prompts' ids: forms, fields, refusals."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import httpx
+import pytest
+from openai.types import embedding_create_params
+
+from fakes.core import D_MODEL
+from fakes.service import Call, FakeService
+from llaisys.config import Config
+from llaisys.errors import ContextLengthError, RejectedError, UnsupportedError
+from llaisys.server.embeddings import INPUTS_AT_ONCE, INPUTS_MAX
+from llaisys.server.protocol import EMBEDDING_NEUTRAL, NO_EFFECT, EmbeddingRequest
+
+URL = "/v1/embeddings"
+VLLM = {"truncate_prompt_tokens", "add_special_tokens", "priority", "cache_salt", "request_id", "messages"}
+HI = [72.0, 105.0]
+JSON = {"content-type": "application/json"}
+
+
+async def vectors(client: httpx.AsyncClient, given: Any, **more: Any) -> list[Any]:
+    answer = await client.post(URL, json={"input": given, **more})
+    assert answer.status_code == 200, answer.text
+    body = answer.json()
+    assert [(e["object"], e["index"]) for e in body["data"]] == [
+        ("embedding", i) for i in range(len(body["data"]))
+    ]
+    return [e["embedding"] for e in body["data"]]
+
+
+@pytest.mark.parametrize(
+    ("given", "want"),
+    [("Hi", [HI]), (["Hi", "i"], [HI, [105]]), ([72, 105], [HI]), ([[1], [2, 3]], [[1], [2, 3]])],
+)
+async def test_the_four_forms_of_input(client: httpx.AsyncClient, given: Any, want: list[Any]) -> None:
+    assert await vectors(client, given) == want
+
+
+async def test_the_whole_answer(client: httpx.AsyncClient) -> None:
+    answer = await client.post(URL, json={"input": ["Hi", "i"], "model": "alias/of-tiny"})
+    assert answer.json() == {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": 0, "embedding": HI},
+            {"object": "embedding", "index": 1, "embedding": [105.0]},
+        ],
+        "model": "alias/of-tiny",
+        "usage": {"prompt_tokens": 3, "total_tokens": 3},
+    }
+
+
+async def test_base64_is_little_endian_float32(client: httpx.AsyncClient) -> None:
+    (text,) = await vectors(client, "Hi", encoding_format="base64")
+    assert base64.b64decode(text, validate=True) == struct.pack("<2f", *HI)
+    assert await vectors(client, "Hi", encoding_format="float") == [HI]
+
+
+async def test_a_long_list_keeps_its_order_and_leaves_room_in_the_engine(
+    engine: FakeService, client: httpx.AsyncClient
+) -> None:
+    given = [[i] for i in range(INPUTS_MAX)]
+    assert await vectors(client, given) == given
+    assert engine.n_open_most == INPUTS_AT_ONCE
+    engine.n_open_most, engine.config = 0, Config(max_num_seqs=3)
+    await vectors(client, given[:20])
+    assert engine.n_open_most == 3
+
+
+SERVED: Mapping[str, tuple[Any, Callable[[Call], Any], Any]] = {
+    "input": ("Hi", lambda call: call.prompt, "Hi"),
+    "model": ("alias/of-tiny", lambda call: call.prompt, "Hi"),
+    "encoding_format": ("float", lambda call: call.prompt, "Hi"),
+    "dimensions": (D_MODEL, lambda call: call.prompt, "Hi"),
+    "truncate_prompt_tokens": (1, lambda call: call.params.truncate_prompt_tokens, 1),
+    "add_special_tokens": (False, lambda call: call.options["add_special_tokens"], False),
+    "priority": (-3, lambda call: call.options["priority"], -3),
+    "cache_salt": ("mine", lambda call: call.options["cache_salt"], "mine"),
+    "request_id": ("my-1", lambda call: call.request_id, "embd-my-1-0"),
+}
+
+
+def test_every_known_field_is_in_one_table() -> None:
+    known = set(embedding_create_params.EmbeddingCreateParams.__annotations__) | VLLM
+    served = set(EmbeddingRequest.model_fields)
+    assert known <= served | set(EMBEDDING_NEUTRAL) | NO_EFFECT
+    assert not served & set(EMBEDDING_NEUTRAL)
+    assert set(SERVED) == served
+
+
+@pytest.mark.parametrize("field", SERVED)
+async def test_a_served_field(engine: FakeService, client: httpx.AsyncClient, field: str) -> None:
+    value, shows, want = SERVED[field]
+    answer = await client.post(URL, json={"input": "Hi", field: value})
+    assert answer.status_code == 200, answer.text
+    assert shows(engine.calls[0]) == want
+    assert engine.calls[0].options["pooling"] == "last"
+    assert (await client.post(URL, json={"input": "Hi", field: None})).status_code == (
+        400 if field == "input" else 200
+    )
+
+
+@pytest.mark.parametrize("field", EMBEDDING_NEUTRAL)
+async def test_a_refused_field(client: httpx.AsyncClient, field: str) -> None:
+    for neutral in (None, *EMBEDDING_NEUTRAL[field]):
+        assert (await client.post(URL, json={"input": "Hi", field: neutral})).status_code == 200
+    answer = await client.post(URL, json={"input": "Hi", field: {"asks": "for something"}})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [[]]}, "input[0]"),
+        ({"input": ["Hi", 7]}, "input[1]"),
+        ({"input": ["Hi", "\ud800"]}, "input[1]"),
+        ({"input": [[1]] * (INPUTS_MAX + 1)}, "input"),
+        ({"input": {"text": "Hi"}}, "input"),
+        ({}, "input"),
+        ({"input": "Hi", "dimensions": D_MODEL - 1}, "dimensions"),
+        ({"input": "Hi", "encoding_format": "hex"}, "encoding_format"),
+        ({"input": "Hi", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"input": "Hi", "priority": 2**31}, "priority"),
+        ({"input": "Hi", "request_id": "a b"}, "request_id"),
+    ],
+)
+async def test_a_wrong_value_is_named(
+    engine: FakeService, client: httpx.AsyncClient, body: dict[str, Any], param: str
+) -> None:
+    answer = await client.post(URL, content=json.dumps(body), headers=JSON)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert param in answer.json()["error"]["message"]
+    assert not engine.calls
+
+
+async def test_what_the_engine_refuses_is_said_of_the_input(
+    engine: FakeService, client: httpx.AsyncClient
+) -> None:
+    engine.embedding_error = ContextLengthError("the prompt has 9 tokens, the context is 8", param="prompt")
+    error = (await client.post(URL, json={"input": ["Hi", "i"]})).json()["error"]
+    assert error["message"] == "the input has 9 tokens, the context is 8"
+    assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
+    engine.embedding_error = RejectedError("request id 'x' is in use", param="request_id")
+    assert (await client.post(URL, json={"input": "Hi"})).json()["error"]["param"] == "request_id"
+    assert all(call.ended for call in engine.calls)
+
+
+async def test_a_model_that_is_pooled_otherwise_is_refused(
+    engine: FakeService, client: httpx.AsyncClient
+) -> None:
+    engine.embedding_error = UnsupportedError("tiny makes embeddings with cls")
+    answer = await client.post(URL, json={"input": "Hi"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_value")
+    assert not engine.calls
+
+
+async def test_unknown_fields_and_models(client: httpx.AsyncClient) -> None:
+    answer = await client.post(URL, json={"input": "Hi", "colour": 1})
+    assert answer.headers["x-llaisys-ignored-fields"] == "colour"
+    assert (await client.post(URL, json={"input": "Hi", "model": "other"})).status_code == 404

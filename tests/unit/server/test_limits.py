@@ -1,0 +1,132 @@
+"""Bodies: each, all together, and the time that one takes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.routing import APIRoute
+from starlette.types import Message, Receive, Scope, Send
+
+from fakes.service import FakeService
+from llaisys.config import Config
+from llaisys.registry import ModelRegistry
+from llaisys.server import app as application
+from llaisys.server.body import INLINE_BYTES_MAX, BodyRoute
+from llaisys.server.errors import ApiError
+from llaisys.server.limits import BodyGate, BodyLimits
+from llaisys.server.state import ServerState
+
+
+class Held:
+    """An application that reads its body and answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.have_read = asyncio.Semaphore(0)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 -- ASGI
+        try:
+            while (await receive()).get("more_body"):
+                pass
+            self.have_read.release()
+            await self.go.wait()
+            status = 200
+        except ApiError as e:
+            status = e.status_code
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def ask(gate: BodyGate, n_bytes: int, *, declared: bool) -> asyncio.Task[int]:
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(n_bytes):
+            yield b"x"
+
+    async def post() -> int:
+        content: Any = b"x" * n_bytes if declared else parts()
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://x") as client:
+            answer = await client.post("/", content=content)
+            return answer.status_code
+
+    return asyncio.ensure_future(post())
+
+
+@pytest.mark.parametrize("declared", [True, False])
+async def test_bodies_together_are_bounded_until_their_requests_end(declared: bool) -> None:
+    held = Held()
+    gate = BodyGate(held, BodyLimits(bytes_max=60, bytes_in_flight=100, upload_s=30))
+    first, second = ask(gate, 60, declared=declared), ask(gate, 40, declared=declared)
+    for _ in range(2):
+        await held.have_read.acquire()
+    assert await ask(gate, 1, declared=declared) == 429
+    assert await ask(gate, 61, declared=declared) == 413 if declared else 429
+    held.go.set()
+    assert (await first, await second) == (200, 200)
+    assert await ask(gate, 60, declared=declared) == 200
+    assert gate._in_flight == 0
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    async def never() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    gate = BodyGate(Held(), BodyLimits(10, 10, 0.01))
+    scope: Scope = {"type": "http", "method": "POST", "headers": [(b"content-length", b"3")]}
+    await gate(scope, never, send)
+    assert sent[0]["status"] == 408
+    assert gate._in_flight == 0
+
+
+@pytest.fixture
+def large(engine: FakeService, make_client: Callable[..., httpx.AsyncClient]) -> httpx.AsyncClient:
+    return make_client(ServerState(Config(), models=ModelRegistry([engine])))  # type: ignore[list-item]  # as conftest's
+
+
+@pytest.mark.parametrize("n_bytes", [0, INLINE_BYTES_MAX])
+async def test_small_and_large_bodies_are_answered_alike(
+    large: httpx.AsyncClient, engine: FakeService, n_bytes: int
+) -> None:
+    pad = "x" * n_bytes
+    headers = {"content-type": "application/json"}
+    answer = await large.post("/v1/completions", json={"prompt": pad + "Hi"})
+    assert answer.status_code == 200
+    assert engine.calls[-1].prompt == pad + "Hi"
+    for raw, code, words in (
+        (f'{{"prompt": "{pad}", x'.encode(), "invalid_json", f"at byte {n_bytes + 15}"),
+        (b'{"prompt": "' + pad.encode() + b'\xff"}', "invalid_request", "cannot be read"),
+        (b"[" * 5000 + pad.encode(), "invalid_request", "cannot be read"),
+        (f'{{"prompt": "{pad}", "x": {"[" * 40}{"]" * 40}}}'.encode(), "invalid_value", "x is nested"),
+        (f'"{pad}"'.encode(), "invalid_body", "JSON object"),
+        (f'{{"prompt": "{pad}", "n": "x"}}'.encode(), "invalid_type", "n: "),
+    ):
+        refused = await large.post("/v1/completions", content=raw, headers=headers)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (400, code), error
+        assert words in error["message"]
+
+
+def test_every_route_with_a_body_bounds_it(state: ServerState) -> None:
+    """`APIRouter(route_class=BodyRoute)`: its bodies are parsed off the event loop, and not too deep."""
+    routes = [route for route in flat(application._routes(state).routes) if isinstance(route, APIRoute)]
+    assert routes
+    unbounded = [route.path for route in routes if route.body_field and not isinstance(route, BodyRoute)]
+    assert not unbounded, f"these need APIRouter(route_class=BodyRoute): {unbounded}"
+
+
+def flat(routes: Any) -> list[Any]:
+    """Routes, those of included routers too."""
+    found = []
+    for route in routes:
+        router = getattr(route, "original_router", None)
+        found += [route] if router is None else flat(router.routes)
+    return found

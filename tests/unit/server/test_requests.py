@@ -1,0 +1,295 @@
+"""Cancelling answers and telling where their time went, over the real service on the fake core."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import httpx
+import pytest
+from starlette.types import Message
+
+from fakes import core
+from llaisys.config import Config
+from llaisys.errors import RejectedError
+from llaisys.registry import ModelRegistry
+from llaisys.server.app import create_app
+from llaisys.server.book import N_ENDED_MAX, Entry, RequestBook
+from llaisys.server.errors import ApiError
+from llaisys.server.sse import SseWriter
+from llaisys.server.state import ServerState
+from llaisys.service import AsyncLLM
+from sse import events
+
+KEYS = ("one", "two")
+ONE, TWO = ({"authorization": f"Bearer {key}"} for key in KEYS)
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 40},
+    COMPLETIONS: {"prompt": ["a", "bc"], "max_tokens": 40, "n": 2},
+}
+
+pytestmark = pytest.mark.usefixtures("fake_model")
+
+
+class Gate:
+    """Holds the engine inside a decode, after `n_free` of them, until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.inside, self.opened = threading.Event(), threading.Event()
+        self.n_free = 0
+        decode = core.Context.decode
+
+        def held(context: core.Context, *arrays: Any) -> Any:
+            self.n_free -= 1
+            if self.n_free < 0:
+                self.inside.set()
+                self.opened.wait(30)
+            return decode(context, *arrays)
+
+        monkeypatch.setattr(core.Context, "decode", held)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch, fake_core: None) -> Iterator[Gate]:  # noqa: ARG001 -- its effect is needed
+    made = Gate(monkeypatch)
+    yield made
+    made.opened.set()
+
+
+@pytest.fixture
+async def state(gate: Gate, request: pytest.FixtureRequest) -> AsyncIterator[ServerState]:
+    settings = getattr(request, "param", {})
+    service = await AsyncLLM.start(Config(num_kv_cells=512, max_num_seqs=4, **settings))
+    yield ServerState(Config(api_key=KEYS), models=ModelRegistry([service]))
+    gate.opened.set()
+    await service.close()
+
+
+@pytest.fixture
+async def http(state: ServerState) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(create_app(state, 8000))
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://127.0.0.1:8000", headers=ONE
+    ) as client:
+        yield client
+
+
+def code(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+def services(state: ServerState) -> Sequence[AsyncLLM]:
+    assert state.models is not None
+    return state.models.services
+
+
+async def until(condition: Any) -> None:
+    """Lets other tasks run until it holds; the test's own time limit is the bound."""
+    while not condition():  # noqa: ASYNC110 -- it yields, it does not wait for time
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Set when a stream has written frames."""
+    event, frames = asyncio.Event(), SseWriter.frames
+
+    async def spied(writer: SseWriter, values: Sequence[Any]) -> None:
+        await frames(writer, values)
+        event.set()
+
+    monkeypatch.setattr(SseWriter, "frames", spied)
+    return event
+
+
+@pytest.mark.parametrize("form", ["whole", "stream", "stream that has begun"])
+@pytest.mark.parametrize(("path", "id"), [(CHAT, "chatcmpl-mine"), (COMPLETIONS, "cmpl-mine")])
+async def test_a_cancelled_answer_gets_its_one_end(
+    http: httpx.AsyncClient, gate: Gate, written: asyncio.Event, path: str, id: str, form: str
+) -> None:
+    gate.n_free = 3 if form == "stream that has begun" else 0
+    body = {**BODIES[path], "request_id": "mine", "stream": form != "whole"}
+    work = asyncio.create_task(http.post(path, json=body))
+    await asyncio.to_thread(gate.inside.wait, 30)
+    if form == "stream that has begun":
+        await written.wait()
+    for stranger in (f"/v1/requests/{id}", "/v1/requests/unknown"):
+        refused = await http.post(f"{stranger}/cancel", headers=TWO)
+        assert code(refused) == (404, "not_found")
+        assert "mine" not in refused.text
+    assert not work.done()
+    answer = await http.post(f"/v1/requests/{id}/cancel")
+    assert answer.json() == {"id": id, "object": "request", "status": "cancelled"}
+    gate.opened.set()
+    ended = await work
+    if form == "stream that has begun":
+        *_, error, done = events(ended.content)
+        assert (error["error"]["code"], done) == ("cancelled", "[DONE]")
+        assert ended.text.count("[DONE]") == 1
+        assert ended.text.count('"error"') == 1
+    else:
+        assert code(ended) == (499, "cancelled")
+    again = await http.post(f"/v1/requests/{id}/cancel")
+    assert again.json()["status"] == "ended"
+
+
+async def test_a_cancelled_answer_leaves_nothing_running(
+    http: httpx.AsyncClient, gate: Gate, state: ServerState
+) -> None:
+    work = asyncio.create_task(http.post(COMPLETIONS, json={**BODIES[COMPLETIONS], "request_id": "m"}))
+    await asyncio.to_thread(gate.inside.wait, 30)
+    await http.post("/v1/requests/cmpl-m/cancel")
+    gate.opened.set()
+    await work
+    (service,) = services(state)
+    await until(lambda: service.stats().engine.num_running == service.stats().engine.num_waiting == 0)
+    assert service.stats().engine.finished["abort"] == 4
+
+
+@pytest.mark.parametrize("state", [{"preload": False}], indirect=True)
+async def test_an_answer_is_cancelled_while_its_model_is_loaded(
+    http: httpx.AsyncClient, state: ServerState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine never sees it."""
+    loading, go, made = asyncio.Event(), asyncio.Event(), AsyncLLM._load
+
+    async def held(service: AsyncLLM) -> None:
+        loading.set()
+        await go.wait()
+        await made(service)
+
+    monkeypatch.setattr(AsyncLLM, "_load", held)
+    work = asyncio.create_task(http.post(COMPLETIONS, json={**BODIES[COMPLETIONS], "request_id": "m"}))
+    await loading.wait()
+    assert (await http.post("/v1/requests/cmpl-m/cancel")).status_code == 200
+    go.set()
+    assert code(await work) == (499, "cancelled")
+    assert services(state)[0].stats().engine.num_submitted == 0
+
+
+async def test_an_id_is_one_answers(http: httpx.AsyncClient, gate: Gate) -> None:
+    body = {**BODIES[CHAT], "request_id": "mine"}
+    work = asyncio.create_task(http.post(CHAT, json=body))
+    await asyncio.to_thread(gate.inside.wait, 30)
+    refused = await http.post(CHAT, json=body, headers=TWO)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "request_id")
+    gate.opened.set()
+    assert (await work).status_code == 200
+    assert (await http.post(CHAT, json=body, headers=TWO)).status_code == 200
+    assert code(await http.get("/v1/requests/chatcmpl-mine/timeline")) == (404, "not_found"), "it is two's"
+
+
+async def test_a_timeline_has_every_gap_and_no_other_keys_ids(
+    http: httpx.AsyncClient, gate: Gate, state: ServerState
+) -> None:
+    """Two's choices take every sequence, so one's requests wait behind them, and one behind the other."""
+    works = [
+        asyncio.create_task(
+            http.post(CHAT, json={**BODIES[CHAT], "n": 4, "request_id": "theirs"}, headers=TWO)
+        )
+    ]
+    await asyncio.to_thread(gate.inside.wait, 30)
+    for name in ("a", "b"):
+        body = {**BODIES[CHAT], "request_id": name}
+        works.append(asyncio.create_task(http.post(CHAT, json=body)))
+    client = services(state)[0]._client
+    assert client is not None
+    await until(lambda: len(client._open) == 3)
+    gate.opened.set()
+    for work in works:
+        assert (await work).status_code == 200
+    seen: set[str] = set()
+    for name in ("a", "b"):
+        told = (await http.get(f"/v1/requests/chatcmpl-{name}/timeline")).json()
+        (choice,) = told["choices"]
+        spans = choice["spans"]
+        assert (told["id"], choice["index"], choice["is_over"]) == (f"chatcmpl-{name}", 0, True)
+        assert (spans[0]["start_s"], spans[-1]["end_s"]) == (0.0, choice["total_s"])
+        assert all(a["end_s"] == b["start_s"] for a, b in itertools.pairwise(spans))
+        assert sum(choice["seconds"].values()) == pytest.approx(choice["total_s"])
+        assert {"queued", "decode"} >= {span["kind"] for span in spans} - {"own_chunk", "other_chunk"}
+        seen |= {by for span in spans for by in span["by"]}
+    assert seen <= {"other", "chatcmpl-a", "chatcmpl-b"}
+    theirs = (await http.get("/v1/requests/chatcmpl-theirs/timeline", headers=TWO)).json()
+    assert [choice["index"] for choice in theirs["choices"]] == [0, 1, 2, 3]
+    for path in ("chatcmpl-theirs", "unknown"):
+        assert code(await http.get(f"/v1/requests/{path}/timeline")) == (404, "not_found")
+
+
+async def test_what_another_request_of_the_same_id_left_is_not_told(
+    http: httpx.AsyncClient, gate: Gate
+) -> None:
+    gate.opened.set()
+    body = {**BODIES[CHAT], "request_id": "same"}
+    assert (await http.post(CHAT, json={**body, "n": 3})).status_code == 200
+    refused = {**body, "max_tokens": 10**6}
+    assert (await http.post(CHAT, json=refused, headers=TWO)).status_code == 400
+    told = (await http.get("/v1/requests/chatcmpl-same/timeline", headers=TWO)).json()
+    assert told["choices"] == []
+
+
+async def test_a_slow_reader_is_in_its_timeline(
+    state: ServerState, gate: Gate, http: httpx.AsyncClient
+) -> None:
+    """Its client takes the first bytes and no more until the engine has given the whole answer."""
+    sent: list[Message] = []
+    blocked, go = asyncio.Event(), asyncio.Event()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+        if b"content" in message.get("body", b"") and not go.is_set():
+            blocked.set()
+            await go.wait()
+
+    app = create_app(state, 8000)
+    gate.n_free = 1
+    request = httpx.Request("POST", f"http://127.0.0.1:8000{CHAT}", json={**BODIES[CHAT], "stream": True})
+    body = [{"type": "http.request", "body": request.content, "more_body": False}]
+
+    async def receive() -> Any:
+        return body.pop() if body else await asyncio.Event().wait()
+
+    headers = [(k.lower(), v) for k, v in request.headers.raw] + [(b"authorization", b"Bearer one")]
+    scope = {
+        "type": "http", "http_version": "1.1", "method": "POST", "path": CHAT, "raw_path": CHAT.encode(),
+        "query_string": b"", "headers": headers, "client": ("127.0.0.1", 5), "server": ("127.0.0.1", 8000),
+    }  # fmt: skip
+    work = asyncio.create_task(app(scope, receive, send))
+    await blocked.wait()
+    gate.opened.set()
+    (service,) = services(state)
+    await until(lambda: service.stats().finished.get("length") == 1)
+    go.set()
+    await work
+    raw = b"".join(message.get("body", b"") for message in sent)
+    id = events(raw)[0]["id"]
+    (choice,) = (await http.get(f"/v1/requests/{id}/timeline")).json()["choices"]
+    assert choice["seconds"]["slow_reader"] > 0
+    assert choice["spans"][-1]["kind"] == "slow_reader", "it lasted longer than the engine's part"
+    assert choice["spans"][-1]["end_s"] == choice["total_s"]
+
+
+def test_the_book_keeps_the_newest_ended_ones() -> None:
+    book = RequestBook()
+    for i in range(N_ENDED_MAX + 10):
+        with book.open(Entry(f"{i}", "k", None, [f"{i}-0", f"{i}-1"], 1), lambda: None):  # type: ignore[arg-type]  # not used
+            assert book.find(f"{i}", "k").cancel is not None
+    assert len(book._entries) == len(book._ended) == N_ENDED_MAX
+    assert len(book._by_request) == 2 * N_ENDED_MAX
+    with pytest.raises(ApiError):
+        book.find("9", "k")
+    assert book.find("10", "k").cancel is None
+    assert [book.name(request, "k") for request in ("9-0", "10-1")] == ["other", "10"]
+    assert book.name("10-1", "x") == "other"
+    with book.open(Entry("10", "x", None, ["10-0"], 1), lambda: None):  # type: ignore[arg-type]  # not used
+        with (
+            pytest.raises(RejectedError, match="in use"),
+            book.open(Entry("10", "k", None, [], 1), lambda: None),  # type: ignore[arg-type]  # not used
+        ):
+            pass
+        assert book.name("10-1", "k") == "other", "the old one is forgotten"
+    assert len(book._entries) == N_ENDED_MAX

@@ -1,0 +1,216 @@
+"""/v1/sessions and `session_id` over the real service on the fake core."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from llaisys.config import Config
+from llaisys.registry import ModelRegistry
+from llaisys.server.app import _routes, create_app
+from llaisys.server.state import ServerState
+from llaisys.service import AsyncLLM
+
+KEYS = ("one", "two")
+ONE, TWO = ({"authorization": f"Bearer {key}"} for key in KEYS)
+PROMPT = [*range(1, 31)]
+# Five tokens of answer; the last has no K and V yet.
+N_TOKENS = len(PROMPT) + 4
+BAD_NAMES = ("..", "../up", "a/b", "%2e%2e%2fup", ".hidden", "-x", "a" * 65, "a b", "é", "a%00")
+
+pytestmark = pytest.mark.usefixtures("fake_model")
+
+
+@pytest.fixture
+async def http(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[httpx.AsyncClient]:
+    settings = {"session_store": tmp_path / "store", **getattr(request, "param", {})}
+    service = await AsyncLLM.start(Config(num_kv_cells=512, **settings))
+    app = create_app(ServerState(Config(api_key=KEYS), models=ModelRegistry([service])), 8000)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://127.0.0.1:8000", headers=ONE
+    ) as client:
+        yield client
+    await service.close()
+
+
+async def generate(http: httpx.AsyncClient, session: str, prompt: Any = None, **more: Any) -> httpx.Response:
+    body = {"prompt": prompt or PROMPT, "max_tokens": 5, "session_id": session, "temperature": 0}
+    return await http.post("/v1/completions", json=body, **more)
+
+
+def shown(name: str, n: int) -> dict[str, Any]:
+    return {
+        "id": name, "object": "session", "num_tokens": n, "num_cached_tokens": n, "num_pinned_tokens": n,
+        "is_restoring": False,
+    }  # fmt: skip
+
+
+def error(answer: httpx.Response) -> tuple[int, str, str | None]:
+    told = answer.json()["error"]
+    assert set(told) == {"message", "type", "param", "code"}
+    return answer.status_code, told["code"], told["param"]
+
+
+async def test_a_sessions_life(http: httpx.AsyncClient) -> None:
+    assert (await http.get("/v1/sessions")).json() == {"object": "list", "data": []}
+    assert (await http.post("/v1/sessions", json={"session_id": "empty"})).json() == shown("empty", 0)
+    assert (await generate(http, "chat")).status_code == 200
+    assert (await http.get("/v1/sessions/chat")).json() == shown("chat", N_TOKENS)
+    fork = {"session_id": "branch", "n_tokens": 12}
+    assert (await http.post("/v1/sessions/chat/fork", json=fork)).json() == shown("branch", 12)
+    whole = await http.post("/v1/sessions/chat/fork", json={"session_id": "twin"})
+    assert whole.json() == shown("twin", N_TOKENS)
+    trimmed = await http.post("/v1/sessions/branch/trim", json={"n_tokens": 3})
+    assert trimmed.json() == shown("branch", 3)
+    listed = (await http.get("/v1/sessions")).json()["data"]
+    assert [each["id"] for each in listed] == ["branch", "chat", "empty", "twin"]
+    gone = await http.delete("/v1/sessions/twin")
+    assert gone.json() == {"id": "twin", "object": "session.deleted", "deleted": True}
+    assert error(await http.get("/v1/sessions/twin")) == (404, "not_found", "session_id")
+
+
+async def test_a_saved_session_comes_back(http: httpx.AsyncClient, tmp_path: Path) -> None:
+    first = (await generate(http, "chat")).json()
+    saved = await http.post("/v1/sessions/chat/save", json={"file": "monday"})
+    assert saved.json() == shown("chat", N_TOKENS)
+    (file,) = (tmp_path / "store").rglob("*.kv")
+    assert file.name == "monday.kv"
+    assert (await http.delete("/v1/sessions/chat")).status_code == 200
+    back = await http.post("/v1/sessions/again/restore", json={"file": "monday"})
+    assert back.json() == shown("again", N_TOKENS)
+    again = (await generate(http, "again")).json()
+    assert again["choices"][0]["text"] == first["choices"][0]["text"]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == len(PROMPT) - 1
+    lost = await http.post("/v1/sessions/x/restore", json={"file": "tuesday"})
+    assert error(lost) == (404, "not_found", "file")
+
+
+async def test_the_chat_endpoint_takes_a_session(http: httpx.AsyncClient) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "session_id": "chat"}
+    n = (await http.post("/v1/chat/completions", json=body)).json()["usage"]["total_tokens"]
+    assert (await http.get("/v1/sessions/chat")).json() == shown("chat", n - 1)
+
+
+async def test_a_key_has_its_own_sessions_and_files(http: httpx.AsyncClient) -> None:
+    await generate(http, "chat")
+    await http.post("/v1/sessions/chat/save", json={"file": "monday"})
+    assert (await http.get("/v1/sessions", headers=TWO)).json()["data"] == []
+    for answer in (
+        await http.get("/v1/sessions/chat", headers=TWO),
+        await http.delete("/v1/sessions/chat", headers=TWO),
+        await http.post("/v1/sessions/chat/trim", json={"n_tokens": 0}, headers=TWO),
+        await http.post("/v1/sessions/chat/fork", json={"session_id": "mine"}, headers=TWO),
+        await http.post("/v1/sessions/chat/save", json={"file": "mine"}, headers=TWO),
+        await http.post("/v1/sessions/mine/restore", json={"file": "monday"}, headers=TWO),
+    ):
+        assert error(answer)[:2] == (404, "not_found")
+    assert (await generate(http, "chat", headers=TWO)).status_code == 200, "a session of the same name"
+    assert (await http.get("/v1/sessions/chat")).json()["num_tokens"] == N_TOKENS
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+async def test_no_name_leads_out_of_the_store(http: httpx.AsyncClient, tmp_path: Path, name: str) -> None:
+    await generate(http, "chat")
+    for path, body in (
+        ("/v1/sessions/chat/save", {"file": name}),
+        ("/v1/sessions/new/restore", {"file": name}),
+        ("/v1/sessions", {"session_id": name}),
+        ("/v1/sessions/chat/fork", {"session_id": name}),
+    ):
+        status, _, param = error(await http.post(path, json=body))
+        assert (status, param) == (400, next(iter(body)))
+    assert error(await generate(http, name))[::2] == (400, "session_id")
+    assert (await http.get(f"/v1/sessions/{name}")).status_code in (400, 404)
+    assert (await http.post(f"/v1/sessions/{name}/save", json={"file": "a"})).status_code in (400, 404, 405)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("http", [{"session_store": None}], indirect=True)
+async def test_without_a_store_saving_is_refused_by_name(http: httpx.AsyncClient) -> None:
+    await generate(http, "chat")
+    for path in ("chat/save", "new/restore"):
+        answer = await http.post(f"/v1/sessions/{path}", json={"file": "a"})
+        assert error(answer) == (400, "unsupported_value", "session_store")
+        assert "session_store" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("http", [{"enable_prefix_caching": False}], indirect=True)
+async def test_without_the_prefix_cache_sessions_are_refused(http: httpx.AsyncClient) -> None:
+    assert error(await generate(http, "chat"))[0] == 400
+    created = await http.post("/v1/sessions", json={"session_id": "a"})
+    assert error(created) == (400, "unsupported_value", "session_id")
+
+
+@pytest.mark.parametrize("http", [{"max_sessions": 1}], indirect=True)
+async def test_too_many_sessions_are_429(http: httpx.AsyncClient) -> None:
+    for name, status in (("a", 200), ("b", 429)):
+        assert (await http.post("/v1/sessions", json={"session_id": name})).status_code == status
+    assert error(await http.post("/v1/sessions", json={"session_id": "a"})) == (
+        400,
+        "invalid_value",
+        "session_id",
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("", {}, "session_id"),
+        ("", {"session_id": 3}, "session_id"),
+        ("", {"session_id": "a", "more": 1}, "more"),
+        ("/chat/trim", {"n_tokens": -1}, "n_tokens"),
+        ("/chat/trim", {"n_tokens": True}, "n_tokens"),
+        ("/chat/trim", {"n_tokens": "3"}, "n_tokens"),
+        ("/chat/trim", {"n_tokens": 10**9}, "n_tokens"),
+        ("/chat/fork", {"session_id": "b", "n_tokens": 2**40}, "n_tokens"),
+        ("/chat/fork", {"session_id": "chat"}, "session_id"),
+        ("/new/restore", {"file": "a", "cache_salt": "\ud800"}, "cache_salt"),
+    ],
+)
+async def test_bodies_are_checked(
+    http: httpx.AsyncClient, path: str, body: dict[str, Any], param: str
+) -> None:
+    await generate(http, "chat")
+    raw = json.dumps(body)  # httpx cannot write half a surrogate pair
+    headers = {"content-type": "application/json"}
+    answer = await http.post(f"/v1/sessions{path}", content=raw, headers=headers)
+    assert error(answer)[::2] == (400, param)
+
+
+async def test_a_session_goes_with_one_prompt(http: httpx.AsyncClient) -> None:
+    assert error(await generate(http, "chat", ["a", "b"]))[::2] == (400, "session_id")
+    assert (await http.get("/v1/sessions")).json()["data"] == []
+
+
+async def test_models_have_their_own(http: httpx.AsyncClient) -> None:
+    for method, path in (("GET", ""), ("GET", "/a"), ("DELETE", "/a")):
+        answer = await http.request(method, f"/v1/sessions{path}", params={"model": "other"})
+        assert error(answer) == (404, "model_not_found", "model")
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate Operation ID")
+def test_all_of_it_is_in_the_schema() -> None:
+    schema = _routes(ServerState(Config())).openapi()
+    paths = {path for path in schema["paths"] if path.startswith(("/v1/sessions", "/v1/requests"))}
+    assert paths == {
+        "/v1/sessions",
+        "/v1/sessions/{session_id}",
+        *(f"/v1/sessions/{{session_id}}/{what}" for what in ("fork", "trim", "save", "restore")),
+        "/v1/requests/{request_id}/cancel",
+        "/v1/requests/{request_id}/timeline",
+    }
+    for path in paths:
+        for operation in schema["paths"][path].values():
+            answers = operation["responses"]
+            assert "$ref" in answers["200"]["content"]["application/json"]["schema"]
+            for status in ("400", "401", "404", "429", "503"):
+                assert answers[status]["content"]["application/json"]["schema"]["$ref"].endswith(
+                    "ErrorAnswer"
+                )

@@ -1,0 +1,158 @@
+"""Text processes: the same answers and errors as in this process, and what is too much ends one alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import psutil
+import pytest
+
+from llaisys.errors import EngineDeadError, LlaisysError, RejectedError, RequestFailedError
+from llaisys.text.pool import N_PROCESSES, PromptMaker, TextPool
+from llaisys.text.template import ChatTemplate, TemplateSource
+from llaisys.text.tokenizer import Tokenizer
+
+USER = [{"role": "user", "content": "Hi, é漢😀"}]
+OPTIONS = {"add_generation_prompt": True, "continue_final_message": False, "tools": None}
+TEMPLATE = (
+    "{{ bos }}{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{{ m.role }}:{{ m.content }}|{{ x }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+)
+WORK = "{{ 9 ** (9 ** 9) }}"  # one step of a template, minutes of CPU
+LOAD = "{{ 'a' * 10 ** 9 }}"
+
+
+def template(text: str) -> ChatTemplate:
+    return ChatTemplate(TemplateSource({"default": text}, {"bos": "<s>"}))
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[TextPool]:
+    made = TextPool(cpu_s=0.5)
+    yield made
+    await made.close()
+
+
+async def test_answers_and_errors_are_those_of_this_process(pool: TextPool, tiny: Tokenizer) -> None:
+    chat = template(TEMPLATE)
+    prompts = pool.add(tiny, chat)
+    await pool.ready()
+    for text in ("", "abc é漢😀 <|end|>", "\0"):
+        for add in (True, False):
+            assert await prompts.encode(text, add) == tiny.encode(text, add)
+    cases: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [
+        (USER, OPTIONS),
+        (USER, {**OPTIONS, "x": [1, 2.5, None, True, 10**30, "\ud800"[:0]]}),
+        (USER, {**OPTIONS, "add_generation_prompt": False, "continue_final_message": True}),
+        ([{"role": "tool", "content": "x", "tool_call_id": "y"}], OPTIONS),
+        ([{"role": "user"}], OPTIONS),
+        (USER, {**OPTIONS, "x": "\ud800"}),
+        ([], OPTIONS),
+    ]
+    for messages, options in cases:
+        try:
+            want: Any = tiny.encode(chat.render(messages, **options), False)
+        except LlaisysError as e:
+            want = (type(e), str(e), e.param)
+        try:
+            got: Any = await prompts.chat(messages, options, False)
+        except LlaisysError as e:
+            got = (type(e), str(e), e.param)
+        assert got == want
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [(WORK, r"messages takes more than 0\.5 s of CPU"), (LOAD, r"messages takes more than 512 MiB")],
+    ids=["time", "memory"],
+)
+async def test_too_much_is_that_request_s_alone(
+    pool: TextPool, tiny: Tokenizer, text: str, says: str
+) -> None:
+    good, bad = pool.add(tiny, template(TEMPLATE)), pool.add(tiny, template(text))
+    await pool.ready()
+    want = await good.chat(USER, OPTIONS, False)
+    for _ in range(2):
+        doomed = asyncio.ensure_future(bad.chat(USER, OPTIONS, False))
+        await asyncio.sleep(0)  # it has begun
+        assert await good.chat(USER, OPTIONS, False) == want
+        with pytest.raises(RejectedError, match=says) as caught:
+            await doomed
+        assert caught.value.param == "messages"
+    answers = await asyncio.gather(*(good.chat(USER, OPTIONS, False) for _ in range(20)))
+    assert answers == [want] * 20
+
+
+def processes() -> list[psutil.Process]:
+    children = psutil.Process().children()
+    return [child for child in children if "llaisys.text.child" in " ".join(child.cmdline())]
+
+
+async def test_a_killed_process_is_started_again(pool: TextPool, tiny: Tokenizer) -> None:
+    prompts = pool.add(tiny, None)
+    await pool.ready()
+    before = processes()
+    assert len(before) == N_PROCESSES
+    for child in before:  # idle: nobody's request
+        child.kill()
+        child.wait()
+    assert await prompts.encode("abc", False) == tiny.encode("abc", False)
+    stuck = pool.add(tiny, template(WORK))
+    await pool.ready()
+    doomed = asyncio.ensure_future(stuck.chat(USER, OPTIONS, False))
+    at_work = await asyncio.to_thread(busy)
+    at_work.kill()
+    with pytest.raises(RequestFailedError, match="-9"):
+        await doomed
+    assert await prompts.encode("abc", False) == tiny.encode("abc", False)
+
+
+def busy() -> psutil.Process:
+    """The process that gets CPU time."""
+    start = {child: child.cpu_times().user for child in processes()}
+    while True:
+        for child, user in start.items():
+            if child.cpu_times().user > user + 0.2:
+                return child
+
+
+async def test_bodies_are_parsed_as_here(pool: TextPool) -> None:
+    value = {"a": [1, -2.5e300, None, True, "é\ud800", {"b": {}}], "n": 10**40}
+    assert await pool.parse_json(json.dumps(value).encode()) == value
+    with pytest.raises(json.JSONDecodeError) as caught:
+        await pool.parse_json(b'{"a": x}')
+    assert caught.value.pos == 6
+    with pytest.raises(ValueError, match="no JSON"):
+        await pool.parse_json(b'"\xff"')
+    with pytest.raises(ValueError, match="no JSON"):
+        await pool.parse_json(b"[" * 100_000)
+    with pytest.raises(RejectedError, match="nested"):
+        await pool.parse_json(b'{"a":' + b"[" * 50 + b"]" * 50 + b"}")
+
+
+async def test_a_closed_pool_refuses_and_leaves_no_process(tiny: Tokenizer) -> None:
+    pool = TextPool()
+    prompts = pool.add(tiny, template(WORK))
+    await pool.ready()
+    children = processes()
+    doomed = asyncio.ensure_future(prompts.chat(USER, OPTIONS, False))
+    await asyncio.to_thread(busy)
+    await pool.close()
+    await pool.close()
+    with pytest.raises(LlaisysError):
+        await doomed
+    with pytest.raises(EngineDeadError, match="shutting down"):
+        await prompts.encode("x", False)
+    assert not any(child.is_running() for child in children)
+
+
+async def test_a_pool_may_be_closed_while_it_starts(tiny: Tokenizer) -> None:
+    pool = TextPool()
+    prompts: PromptMaker = pool.add(tiny, None)
+    await pool.close()
+    assert not processes()
+    with pytest.raises(EngineDeadError):
+        await prompts.encode("x", False)
