@@ -41,7 +41,8 @@ HTTP_BOUNDS_S = (0.1, 0.5, 1.0)
 _Family: TypeAlias = GaugeMetricFamily | CounterMetricFamily
 
 router = APIRouter()
-disable_created_metrics()  # a series `_created` beside each counter, which nobody draws; vLLM has none either
+# A series `_created` beside each counter, which nobody draws; vLLM has none either.
+disable_created_metrics()  # type: ignore[no-untyped-call]  # the library's own
 
 
 def _usage(stats: ServiceStats) -> float:
