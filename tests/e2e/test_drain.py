@@ -142,7 +142,7 @@ def moments() -> list[Moment]:
     made = []
     for i in range(N_MOMENTS):
         drain_s, second, lengths = random.choice(
-            ((0.0, None, (30, LONG)), (60.0, None, (5, 40)), (60.0, random.randint(1, 50), (30, LONG)))
+            ((0.0, None, (30, LONG)), (600.0, None, (5, 40)), (600.0, random.randint(1, 50), (30, LONG)))
         )
         made.append(Moment(SEED + i, random.randint(1, 300), drain_s, second, lengths))
     return made
