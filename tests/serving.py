@@ -85,7 +85,7 @@ def serving(folder: Path, model: str | None, *flags: str, key: str = "") -> Iter
             assert ready is not None, f"{line}{log.read_text('utf-8')}"
             headers = {"authorization": f"Bearer {key.split(',')[0]}"} if key else {}
             base = ready[2] if ready[2].startswith("http") else "http://localhost"
-            with httpx.Client(base_url=base, headers=headers, timeout=120, verify=False) as http:
+            with httpx.Client(base_url=base, headers=headers, timeout=None, verify=False) as http:
                 yield Server(process, ready[1], ready[2], log, http)
         finally:
             process.kill()

@@ -58,7 +58,7 @@ def read_at_random(server: Server, path: str, body: dict[str, Any], seed: int) -
     """The body of a 200 that is read in pieces of random sizes, now and then after a moment."""
     random = Random(seed)
     address = urlsplit(server.url)
-    connection = HTTPConnection(address.netloc, timeout=120)
+    connection = HTTPConnection(address.netloc)
     try:
         connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
         answer = connection.getresponse()

@@ -19,6 +19,9 @@ from llaisys.config import Config
 from llaisys.errors import RejectedError
 
 CONNECTIONS_MAX = 1024
+# What the kernel takes for a connection (it doubles this); left to itself it takes up to 4 MiB for a reader
+# that does not read.
+SEND_BYTES = 128 * 1024
 # Files open beside the connections: weights, stores, epoll, pipes, libraries while they are read.
 SPARE_FILES = 256
 TLS_SETTINGS = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
@@ -59,6 +62,7 @@ def bind(config: Config) -> socket.socket:
         raise RejectedError(_bind_text(config, e), param="host") from e
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)  # connections inherit it
         listener.bind(address)
         listener.listen(CONNECTIONS_MAX)
     except OSError as e:

@@ -17,12 +17,14 @@ from prometheus_client import (
     Counter,
     Histogram,
     ProcessCollector,
+    disable_created_metrics,
     generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llaisys.server.errors import TABLE
 from llaisys.stats import HistogramData, ServiceStats
 from llaisys.types import FinishReason
 
@@ -39,6 +41,8 @@ HTTP_BOUNDS_S = (0.1, 0.5, 1.0)
 _Family: TypeAlias = GaugeMetricFamily | CounterMetricFamily
 
 router = APIRouter()
+# A series `_created` beside each counter, which nobody draws; vLLM has none either.
+disable_created_metrics()  # type: ignore[no-untyped-call]  # the library's own
 
 
 def _usage(stats: ServiceStats) -> float:
@@ -209,6 +213,8 @@ class Metrics:
             ("reason",),
             registry=self._registry,
         )
+        for row in TABLE.values():  # so that a rate over them exists before the first
+            self._refused.labels(row.code)
 
     def answered(self, route: str, method: str, status: int, seconds: float) -> None:
         """Counts an HTTP answer, by class of status (`2xx`). `route` is never what a client wrote."""

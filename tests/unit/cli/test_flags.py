@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llaisys.cli.flags import SERVER_ONLY, add_config_flags, config_of, flag_of, integer
+from llaisys.cli.flags import SERVER_ONLY, add_config_flags, config_of, flag_of, integer, overrides_of
 from llaisys.config import Config
 from llaisys.errors import RejectedError
 
@@ -102,3 +102,10 @@ def test_integers(text: str, value: int) -> None:
 def test_no_integers(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         integer(text)
+
+
+def test_flags_as_peers_spell_them() -> None:
+    parser = argparse.ArgumentParser()
+    add_config_flags(parser)
+    given = overrides_of(parser.parse_args(["--shutdown-timeout", "7", "--timeout-keep-alive", "8"]))
+    assert given == {"shutdown_timeout_s": 7, "timeout_keep_alive_s": 8}

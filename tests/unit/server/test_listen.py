@@ -16,7 +16,7 @@ import trustme
 from llaisys.config import Config
 from llaisys.errors import RejectedError
 from llaisys.server import listen
-from llaisys.server.listen import address_of, bind, listening, tls_options
+from llaisys.server.listen import SEND_BYTES, address_of, bind, listening, tls_options
 
 
 def test_a_taken_port_says_what_to_do() -> None:
@@ -51,18 +51,21 @@ def test_the_address_says_how_it_is_reached() -> None:
 
 
 async def test_small_frames_are_not_held_back() -> None:
-    """A connection of the server's listening socket has TCP_NODELAY: a stream is many small writes."""
+    """A connection of the server's listening socket has TCP_NODELAY: a stream is many small writes. And the
+    kernel holds no megabytes for a reader that does not read."""
     seen: asyncio.Queue[int] = asyncio.Queue()
 
     def on_connection(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = writer.get_extra_info("socket")
         seen.put_nowait(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        seen.put_nowait(connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))
         writer.close()
 
     with bind(Config(port=0)) as listener:
         server = await asyncio.start_server(on_connection, sock=listener)
         _, writer = await asyncio.open_connection(*listener.getsockname())
         assert await seen.get()
+        assert await seen.get() <= 2 * SEND_BYTES
         writer.close()
         server.close()
 
