@@ -64,7 +64,8 @@ class ErrorAnswer(BaseModel):
 
 def error_answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """What a route's schema says of its errors."""
-    return {status: {"model": ErrorAnswer, "description": HTTPStatus(status).phrase} for status in statuses}
+    names = {status.value: status.phrase for status in HTTPStatus} | {499: "Cancelled"}
+    return {status: {"model": ErrorAnswer, "description": names[status]} for status in statuses}
 
 
 @dataclass(frozen=True, slots=True)

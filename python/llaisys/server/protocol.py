@@ -108,7 +108,7 @@ TOKENS_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 class StreamOptions(BaseModel):
     """`stream_options`: usage in a last chunk of its own, or in every chunk."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", strict=True)
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -117,7 +117,7 @@ class StreamOptions(BaseModel):
 class GenerationRequest(BaseModel):
     """What both endpoints share. Ranges are checked once, by SamplingParams."""
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
+    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
 
     model: str | None = None
     stream: bool | None = None
@@ -186,7 +186,7 @@ class CompletionRequest(GenerationRequest):
 class EmbeddingRequest(BaseModel):
     """POST /v1/embeddings. `input`: text, token ids, or a list of either."""
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
+    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
 
     input: str | list[Any]
     model: str | None = None
