@@ -415,12 +415,7 @@ class LLMEngine:
                 outputs.append(self._first_token(request, ids[item], entry))
                 continue
             event = request.append(ids[item])
-            output = EngineOutput(
-                request.source.request_id,
-                [ids[item]],
-                None if entry is None else [entry],
-                index=request.index,
-            )
+            output = _output(request, ids[item], entry)
             outputs.append(output if event is None else self._finish(request, event, output))
         for item, chunk in enumerate(batch.chunks, len(batch.decode)):
             request = chunk.request
@@ -455,9 +450,7 @@ class LLMEngine:
             self._retention.publish(request)
         is_first = request.num_output == 0
         event = request.append(token_id)
-        output = EngineOutput(
-            request.request_id, [token_id], None if logprobs is None else [logprobs], index=request.index
-        )
+        output = _output(request, token_id, logprobs)
         if is_first and request.index == 0:
             output.num_cached_tokens = request.num_cached or 0
             if request.wants_prompt_logprobs:
@@ -499,3 +492,9 @@ class LLMEngine:
         output.finish_reason, output.stop_reason, output.error = state.reason, state.stop_reason, state.error
         output.last = is_last
         return output
+
+
+def _output(request: Request, token_id: int, logprobs: TokenLogprobs | None) -> EngineOutput:
+    """One token of a choice."""
+    entries = None if logprobs is None else [logprobs]
+    return EngineOutput(request.request_id, [token_id], entries, index=request.index)

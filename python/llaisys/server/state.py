@@ -30,7 +30,7 @@ from llaisys.service import AsyncLLM
 class ServerState:
     """Where the server is in its life: loading (no models yet), serving, draining.
 
-    - `keys`: those that `config` names; `run.py` takes them out of it.
+    - `keys`: those that `config` names, unless they were taken out of it already, as `run.py` does.
     - `models`: set once, when the models that are to be preloaded are in memory.
     - `chats`: the page's chats, None without `--chat-store`.
     - `requests`: the answers that are being given, and those of lately.
@@ -48,6 +48,9 @@ class ServerState:
     spans: Spans | None = None
     draining: bool = False
     created_s: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.keys = self.keys or Keyring.of(self.config)
 
     def registry(self) -> ModelRegistry:
         """The models, or the 503 that says why there are none for a request."""

@@ -16,6 +16,7 @@ from fakes import core
 from llaisys.config import Config
 from llaisys.errors import RejectedError
 from llaisys.registry import ModelRegistry
+from llaisys.resident import ResidentEngine
 from llaisys.server.app import create_app
 from llaisys.server.book import N_ENDED_MAX, Entry, RequestBook
 from llaisys.server.errors import ApiError
@@ -155,14 +156,14 @@ async def test_an_answer_is_cancelled_while_its_model_is_loaded(
     http: httpx.AsyncClient, state: ServerState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine never sees it."""
-    loading, go, made = asyncio.Event(), asyncio.Event(), AsyncLLM._load
+    loading, go, made = asyncio.Event(), asyncio.Event(), ResidentEngine._load
 
-    async def held(service: AsyncLLM) -> None:
+    async def held(engine: ResidentEngine) -> None:
         loading.set()
         await go.wait()
-        await made(service)
+        await made(engine)
 
-    monkeypatch.setattr(AsyncLLM, "_load", held)
+    monkeypatch.setattr(ResidentEngine, "_load", held)
     work = asyncio.create_task(http.post(COMPLETIONS, json={**BODIES[COMPLETIONS], "request_id": "m"}))
     await loading.wait()
     assert (await http.post("/v1/requests/cmpl-m/cancel")).status_code == 200

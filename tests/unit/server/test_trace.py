@@ -14,6 +14,7 @@ import pytest
 from fakes.service import FakeService, Piece
 from llaisys.config import Config
 from llaisys.errors import EngineDeadError, RequestTimeoutError
+from llaisys.server.keys import Keyring
 from llaisys.server.state import ServerState
 from llaisys.server.trace import clean_request_id
 
@@ -54,7 +55,7 @@ def line_of(record: logging.LogRecord) -> dict[str, Any]:
 async def test_one_line_a_request_and_no_secrets(
     make_client: Callable[..., httpx.AsyncClient], state: ServerState, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state.config = Config(api_key=("canary-4",))
+    state.keys = Keyring.of(Config(api_key=("canary-4",)))
     body = {"prompt": "canary-2", "user": "canary-3", "max_tokens": 5, "stop": ["canary-5"]}
     headers = {"authorization": "Bearer canary-4", "x-request-id": "mine-1", "cookie": "canary-6"}
     async with make_client(state, **headers) as client:
