@@ -254,9 +254,13 @@ class VersionAnswer(_Shape):
 
 def one_or_stream(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     """A 200 that is one object, or with `stream` server-sent events."""
-    text = "`data:` frames of JSON, the last of them `data: [DONE]`"
-    content = {"text/event-stream": {"schema": {"type": "string", "description": text}}}
-    return {200: {"model": model, "content": content}}
+    frame = {
+        "type": "object",
+        "description": "each event: `data` is a chunk as JSON, and `[DONE]` in the last one",
+        "properties": {"data": {"type": "string"}},
+        "required": ["data"],
+    }
+    return {200: {"model": model, "content": {"text/event-stream": {"schema": frame}}}}
 
 
 def text_of_type(media_type: str) -> dict[int | str, dict[str, Any]]:

@@ -90,7 +90,7 @@ def _routes(state: ServerState) -> FastAPI:
     )
     app.state.server = state
     document = cache(partial(openapi.openapi_of, app, PROBES, has_keys=bool(state.keys)))
-    app.openapi = document  # type: ignore[method-assign] -- as FastAPI documents it
+    app.openapi = document  # type: ignore[method-assign]  # as FastAPI documents it
     app.state.chats = state.chats
     app.state.page = page.load_page()
     api = (chat, chats, completions, embeddings, models, tokens, sessions, requests)

@@ -38,9 +38,7 @@ from llaisys.types import CompletionOutput, RequestOutput
 router = APIRouter(route_class=BodyRoute)
 
 
-@router.post(
-    "/v1/chat/completions", responses={**error_answers(404, 499), **one_or_stream(ChatCompletion)}
-)
+@router.post("/v1/chat/completions", responses={**error_answers(404, 499), **one_or_stream(ChatCompletion)})
 async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
     """Renders the conversation, generates its choices, answers as a stream or as one object."""
     state = state_of(request)

@@ -127,7 +127,7 @@ def model_not_found(name: str) -> ApiError:
 
 def invalid_key() -> ApiError:
     """401: no key, or a key that is not ours."""
-    message = "Incorrect or missing API key: send it as `Authorization: Bearer KEY`."
+    message = "Incorrect API key provided, or none: send it as `Authorization: Bearer KEY`."
     return ApiError(401, message, code="invalid_api_key").with_headers({"www-authenticate": "Bearer"})
 
 

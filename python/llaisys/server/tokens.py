@@ -26,7 +26,12 @@ router = APIRouter(route_class=BodyRoute)
 class TokenizeRequest(BaseModel):
     """POST /tokenize: a `prompt` or a chat's `messages`; the other fields but two belong to a chat."""
 
-    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="allow",
+        strict=True,
+        protected_namespaces=(),
+        json_schema_extra={"examples": [{"prompt": "Gravity is"}]},
+    )
 
     model: str | None = None
     prompt: str | None = None
@@ -42,7 +47,12 @@ class TokenizeRequest(BaseModel):
 class DetokenizeRequest(BaseModel):
     """POST /detokenize."""
 
-    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="allow",
+        strict=True,
+        protected_namespaces=(),
+        json_schema_extra={"examples": [{"tokens": [1, 2, 3]}]},
+    )
 
     model: str | None = None
     tokens: list[int]
