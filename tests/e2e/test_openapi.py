@@ -40,7 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "--max-num-seqs",
         "16",
         "--max-output-tokens",
-        "4",
+        "16",
     )
     stores = ("--session-store", str(folder / "sessions"), "--chat-store", str(folder / "chats.db"))
     with serving(folder, str(folder / "tiny"), *flags, *stores, key=KEY) as made:
