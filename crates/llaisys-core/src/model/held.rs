@@ -16,22 +16,23 @@ const ROWS_AT_ONCE: usize = 64;
 
 /// The format in which `mode` holds the matrix of `slot`, stored as `dtype` with rows of `n_columns`.
 ///
-/// 4 bits are too few for the head (and the embeddings that it is often tied to): an error there meets no later
-/// norm that makes it small, so the head of a 4-bit model has 6.
+/// The head (and the embeddings that it is often tied to) has more: an error there goes straight into the logits.
+/// In a 4-bit model it has 6 bits; in an 8-bit one finer scales, which find those of a head that was in Q8_0 before.
 pub fn packed_format(mode: ComputeMode, slot: Slot, dtype: DType, n_columns: usize) -> PackedFormat {
     let own = PackedFormat::of(dtype);
     let wanted = match (mode, slot) {
         (ComputeMode::Float32, _) => PackedFormat::F32,
         (ComputeMode::Bfloat16, _) => PackedFormat::BF16,
+        (ComputeMode::Int8, Slot::Embed | Slot::LmHead) => PackedFormat::Q8_0,
         (ComputeMode::Int8, _) => PackedFormat::I8,
         (ComputeMode::Int4, Slot::Embed | Slot::LmHead) => PackedFormat::I6,
-        (ComputeMode::Int4, Slot::Layer(..) | Slot::OutputNorm) => PackedFormat::I4,
+        (ComputeMode::Int4, _) => PackedFormat::I4,
         (ComputeMode::Auto, _) => own,
     };
-    match wanted {
-        wanted if PackedMatrix::can_pack(wanted, n_columns) => wanted,
+    match mode {
+        _ if PackedMatrix::can_pack(wanted, n_columns) => wanted,
         // Rows of an odd length stay as they are.
-        wanted if wanted.fit().is_some() => own,
+        ComputeMode::Int8 | ComputeMode::Int4 => own,
         _ => PackedFormat::F32,
     }
 }

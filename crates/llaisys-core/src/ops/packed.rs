@@ -265,7 +265,7 @@ impl PackedMatrix {
     /// Packs a matrix, its panels in parallel. `source(n)` is the stored row of output `n`; a row without bytes
     /// stands for zeros (padding). Plain types convert to either plain format (to bf16 rounding to nearest
     /// even), block types dequantise to them, and a grouped format takes only the types that it is
-    /// [`PackedFormat::of`], or if it [fits](PackedFormat::fit), plain types of finite values.
+    /// [`PackedFormat::of`], or if it [fits](PackedFormat::fit) (Q8_0 does too), plain types of finite values.
     ///
     /// Errors: [`DeviceError::Allocation`]. Panics if [`Self::can_pack`] says no, if a row has another length,
     /// or a grouped format another type: the loader has chosen the format by the tensor's type.

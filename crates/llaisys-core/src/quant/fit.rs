@@ -14,8 +14,9 @@
 //! again without a change: a unit has 8 significant bits, so that every value is exact in f32, and the group that
 //! reaches farthest, from which the unit follows, keeps the scale 255.
 
-use super::{BLOCK_LEN, dequantize_row};
+use super::{BLOCK_LEN, Block, dequantize_row};
 use crate::tensor::RowView;
+use half::f16;
 
 /// Which integers stand for weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -104,6 +105,25 @@ pub fn fit(grid: Grid, values: &[f32], out: &mut Fitted) {
         Grid::Symmetric { bits } => fit_symmetric(group, bits, out.unit),
         Grid::ZeroPoint => fit_zero_point(group, out.unit),
     }));
+}
+
+/// Fits a group by a Q8_0 block: of the f16 scales next to the one that reaches the farthest weight, the best.
+///
+/// Its scales are finer than those of [`Grid`]s: weights that were in Q8_0 before become what they were.
+pub fn fit_q8_0(group: &[f32; BLOCK_LEN]) -> Block {
+    const MAX: f32 = 127.0;
+    let [low, high] = ends(group);
+    let whole = f16::from_f32(high.max(-low) / MAX);
+    let mut best = (f32::INFINITY, Block::scaled(0.0, 128, [128; BLOCK_LEN]));
+    // Rounding to bf16 moves the farthest weight, and with it the scale, by up to 2^-8: 4 steps of f16.
+    for step in [0, 1, -1, 2, -2, 3, -3, 4, -4] {
+        let scale = f16::from_bits(whole.to_bits().saturating_add_signed(step)).to_f32();
+        let fitted = assign(group, scale, 0.0, [-MAX, MAX]);
+        if fitted.error < best.0 {
+            best = (fitted.error, Block::scaled(scale, 128, fitted.q.map(|q| (q + 128.0) as u8)));
+        }
+    }
+    best.1
 }
 
 /// The scale, in absolute numbers, at which the grid reaches every weight of a group.

@@ -1,7 +1,7 @@
 //! Stored rows into panels.
 
 use super::{PANEL, PackedFormat, PackedMatrix};
-use crate::quant::fit::{self, Fitted};
+use crate::quant::fit::{Fitted, Fitter, fit_q8_0};
 use crate::quant::{BLOCK_LEN, Block, dequantize_row};
 use crate::tensor::{AlignedBuf, RowView};
 use crate::threads::Pool;
@@ -40,11 +40,19 @@ pub(super) fn fill(
             }
         }),
         _ => pool.run_chunks(panels.as_mut_slice::<u8>(), n_bytes, &|p, panel| {
-            let mut fitter = format.fit().map(|grid| fit::Fitter::new(grid, n_columns));
+            let mut fitter = format.fit().map(|grid| Fitter::new(grid, n_columns));
             for (c, row) in rows(p) {
                 match &mut fitter {
                     Some(fitter) => put_fitted(format, panel, c, fitter.fit(row)),
-                    None => put_blocks(format, n_columns, panel, (c, row)),
+                    None if row.dtype.is_quantized() => put_blocks(format, n_columns, panel, (c, row)),
+                    None => {
+                        assert_eq!(format, PackedFormat::Q8_0, "a grouped format takes its own block types only");
+                        let mut values = vec![0.0; n_columns];
+                        dequantize_row(row, &mut values);
+                        for (g, group) in values.as_chunks().0.iter().enumerate() {
+                            put_block(format, panel, (g, c), &fit_q8_0(group));
+                        }
+                    }
                 }
             }
         }),
@@ -72,18 +80,21 @@ fn put_bf16(panel: &mut [u16], c: usize, values: &[f32]) {
 fn put_blocks(format: PackedFormat, n_columns: usize, panel: &mut [u8], (c, row): (usize, RowView<'_>)) {
     assert_eq!(PackedFormat::of(row.dtype), format, "a grouped format takes its own block types only");
     assert_eq!(row.dtype.bytes_of(n_columns), Some(row.bytes.len()), "row of another length");
-    Block::for_each(row, |g, block| {
-        let group = &mut panel[g * format.group_bytes()..][..format.group_bytes()];
-        let (header, integers) = group.split_at_mut(format.header_bytes());
-        let n_scales = format.n_scales();
-        for half in 0..n_scales {
-            put_f16(header, half, c, block.scale[half]);
-            if format.has_min() {
-                put_f16(header, n_scales + half, c, block.min[half]);
-            }
+    Block::for_each(row, |g, block| put_block(format, panel, (g, c), block));
+}
+
+/// Writes group `g` of column `c` of a panel.
+fn put_block(format: PackedFormat, panel: &mut [u8], (g, c): (usize, usize), block: &Block) {
+    let group = &mut panel[g * format.group_bytes()..][..format.group_bytes()];
+    let (header, integers) = group.split_at_mut(format.header_bytes());
+    let n_scales = format.n_scales();
+    for half in 0..n_scales {
+        put_f16(header, half, c, block.scale[half]);
+        if format.has_min() {
+            put_f16(header, n_scales + half, c, block.min[half]);
         }
-        put_integers(format, integers, c, &block.q);
-    });
+    }
+    put_integers(format, integers, c, &block.q);
 }
 
 /// Writes column `c` of a panel from a fitted row. The integers of the column are zero before.
