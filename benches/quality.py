@@ -4,10 +4,11 @@ usage: quality.py [--peer-python .venv-peers/bin/python] [--threads N] [--out FI
 
 Three sources, each compared with its own weights in float32:
 - `file`: SmolLM2's GGUF as it is, in the default mode of either engine.
-- `bf16`: its weights dequantised to BF16, then quantised by each engine. They lie near the grid of the file they
-  come from (Q4_1, 32 inputs a group), which a 4-bit quantiser with groups of 32 can find again: this flatters it.
-- `shuffled`: the same function with the channels between the matrices permuted, so that no group of 32 is one of
-  the file's. Nothing is near a grid there: this is what a quantiser does to weights that were never quantised.
+- `bf16`: its weights dequantised to BF16, then quantised by each engine. They lie near the grid of the file that
+  they come from (Q4_1, 32 inputs a group; the head Q8_0), which a quantiser with groups of 32 can find again:
+  this flatters it.
+- `shuffled`: the same function with the channels between the matrices permuted, so that no group of 32 is one
+  of the file's. Nothing is near a grid there: what a quantiser does to weights that were never quantised.
 
 The interval is the 95 % bootstrap interval of the mean over tokens (2,000 resamples). `make bench-quality`.
 """
@@ -127,7 +128,9 @@ def main() -> None:
         sources = {
             "file": own,
             "bf16": write_bf16(own, scratch / "bf16.gguf", tensors),
-            "shuffled": write_bf16(own, scratch / "shuffled.gguf", shuffled(tensors, inspect_model(str(own)))),
+            "shuffled": write_bf16(
+                own, scratch / "shuffled.gguf", shuffled(tensors, inspect_model(str(own)))
+            ),
         }
         reference, logits, quantised = (scratch / name for name in ("ref.npy", "logits.npy", "q.gguf"))
         of = None

@@ -24,8 +24,8 @@ def write_bf16(source: Path, target: Path, tensors: dict[str, Matrix]) -> Path:
 def shuffled(tensors: dict[str, Matrix], info: ModelInfo) -> dict[str, Matrix]:
     """The same function of a Llama with a tied head, its inner channels in another order.
 
-    Permuted are the residual stream, the inner channels of each feed-forward part, and the channels of each value
-    head; queries and keys keep theirs, which belong to rotary pairs. Seeded.
+    Permuted are the residual stream, the inner channels of each feed-forward part, and the channels of each
+    value head; queries and keys keep theirs, which belong to rotary pairs. Seeded.
     """
     rng = np.random.default_rng(5)
     stream = rng.permutation(info.d_model)
@@ -37,7 +37,8 @@ def shuffled(tensors: dict[str, Matrix], info: ModelInfo) -> dict[str, Matrix]:
     for layer in range(info.n_layers):
         inner = rng.permutation(info.d_ff)
         gate, up, down, v, o = (
-            f"blk.{layer}.{part}.weight" for part in ("ffn_gate", "ffn_up", "ffn_down", "attn_v", "attn_output")
+            f"blk.{layer}.{part}.weight"
+            for part in ("ffn_gate", "ffn_up", "ffn_down", "attn_v", "attn_output")
         )
         out[gate], out[up], out[down] = out[gate][inner], out[up][inner], out[down][:, inner]
         heads = out[v].reshape(info.n_kv_heads, info.d_head, -1).copy()

@@ -92,9 +92,10 @@ def size(config: Config, info: ModelInfo, memory_bytes: int, n_cores: int) -> Ca
     _refuse_what_does_not_fit(config, info, memory_bytes, n_cells * cell_bytes)
     n_mib = n_cells * cell_bytes / 2**20
     cut = f", cut from {wanted_len} to fit the cache" if limits.max_model_len < wanted_len else ""
+    weights = f"{_mib(_weight_bytes(config, info))} ({_mode(config)})"
     summary = (
-        f"weights: {_mib(_weight_bytes(config, info))} ({_mode(config)}); KV cache: {n_cells} cells x {cell_bytes} B ({kv_dtype}) = {n_mib:.1f} MiB ({why}); "
-        f"context {limits.max_model_len} tokens{cut}"
+        f"weights: {weights}; KV cache: {n_cells} cells x {cell_bytes} B ({kv_dtype}) = {n_mib:.1f} MiB "
+        f"({why}); context {limits.max_model_len} tokens{cut}"
     )
     return Capacity(settings, limits, summary)
 
