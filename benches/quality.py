@@ -4,9 +4,9 @@ usage: quality.py [--peer-python .venv-peers/bin/python] [--threads N] [--out FI
 
 Three sources, each compared with its own weights in float32:
 - `file`: SmolLM2's GGUF as it is, in the default mode of either engine.
-- `bf16`: its weights dequantised to BF16, then quantised by each engine. They lie near the grid of the file that
-  they come from (Q4_1, 32 inputs a group; the head Q8_0), which a quantiser with groups of 32 can find again:
-  this flatters it.
+- `bf16`: its weights dequantised to BF16, then quantised by each engine. They lie near the grid of the file
+  that they come from (Q4_1, 32 inputs a group; the head Q8_0), which a quantiser with groups of 32 can find
+  again: this flatters it.
 - `shuffled`: the same function with the channels between the matrices permuted, so that no group of 32 is one
   of the file's. Nothing is near a grid there: what a quantiser does to weights that were never quantised.
 

@@ -252,8 +252,7 @@ fn odd_numbers_stay_in_their_row() {
 #[test]
 fn no_rows_give_no_results() {
     let mut cx = context(IsaName::available()[0], 2);
-    let weight =
-        Stored::of(&mut Rng(1), PackedFormat::F32, 40, 8).pack(&cx.pool, PackedFormat::F32);
+    let weight = Stored::of(&mut Rng(1), PackedFormat::F32, 40, 8).pack(&cx.pool, PackedFormat::F32);
     linear(&mut cx, &[], &[LinearPart { weight: &weight, bias: None }], &mut [&mut []]);
     linear(&mut cx, &[1.0], &[], &mut []);
 }
@@ -262,8 +261,7 @@ fn no_rows_give_no_results() {
 #[should_panic(expected = "the context has room for")]
 fn more_rows_than_the_context_holds_are_refused() {
     let mut cx = context(IsaName::Scalar, 1);
-    let weight =
-        Stored::of(&mut Rng(1), PackedFormat::F32, 1, 8).pack(&cx.pool, PackedFormat::F32);
+    let weight = Stored::of(&mut Rng(1), PackedFormat::F32, 1, 8).pack(&cx.pool, PackedFormat::F32);
     linear_add(&mut cx, &[0.0; 65 * 8], &weight, &mut [0.0; 65]);
 }
 

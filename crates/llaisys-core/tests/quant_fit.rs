@@ -36,7 +36,9 @@ fn nearest(grid: Grid, values: &[f32], unit: f32) -> Vec<f32> {
         let step = (reach / unit).ceil().clamp(1.0, 255.0) * unit;
         let zero = match grid {
             Grid::Symmetric { .. } => 0.0,
-            Grid::ZeroPoint => (-low / step * 16.0).round_ties_even().min(255.0) / 16.0,
+            // Of a group without positive weights, zero is the largest integer.
+            Grid::ZeroPoint if high == 0.0 => 15.0,
+            Grid::ZeroPoint => (-low / step * 16.0).round_ties_even().min(240.0) / 16.0,
         };
         let value = |w: f32| ((w / step + zero).round_ties_even().clamp(levels.0, levels.1) - zero) * step;
         out.extend(group.iter().map(|&w| if unit > 0.0 { value(w) } else { 0.0 }));
@@ -49,7 +51,8 @@ fn nearest(grid: Grid, values: &[f32], unit: f32) -> Vec<f32> {
 fn rows() -> impl Strategy<Value = Vec<f32>> {
     let group = (prop::collection::vec(-1.0_f32..1.0, 4 * BLOCK_LEN), -12_i32..3, 0..6_u8);
     let group = group.prop_map(|(parts, power, kind)| {
-        let mut group: Vec<f32> = parts.chunks(4).map(|w| w.iter().sum::<f32>() * 2_f32.powi(power)).collect();
+        let mut group: Vec<f32> =
+            parts.chunks(4).map(|w| w.iter().sum::<f32>() * 2_f32.powi(power)).collect();
         match kind {
             0 => group[7] *= 40.0,
             1 => group.iter_mut().for_each(|w| *w = w.abs()),
@@ -107,7 +110,7 @@ fn errors_on_normal_weights() {
     let mut normal = || (0..12).map(|_| uniform()).sum::<f32>() - 6.0;
     let values: Vec<f32> = (0..1024 * BLOCK_LEN).map(|_| normal()).collect();
     let size: f64 = values.iter().map(|&w| f64::from(w).powi(2)).sum();
-    for (grid, at_most) in GRIDS.into_iter().zip([0.0052, 0.021, 0.074]) {
+    for (grid, at_most) in GRIDS.into_iter().zip([0.0050, 0.0206, 0.072]) {
         let (mut ours, mut plain) = (0.0, 0.0);
         for row in values.chunks(32 * BLOCK_LEN) {
             let fitted = fitted(grid, row);

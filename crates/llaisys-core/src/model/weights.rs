@@ -414,7 +414,8 @@ impl<'a> Packer<'a> {
         let slot = gate;
         let (gate, up) = (self.source(gate)?, self.source(up)?);
         let (n_inner, n_columns) = (gate.n_rows, gate.n_columns());
-        let formats = [&gate, &up].map(|source| packed_format(self.mode, slot, source.tensor.dtype, n_columns));
+        let formats =
+            [&gate, &up].map(|source| packed_format(self.mode, slot, source.tensor.dtype, n_columns));
         let format = if formats[0] == formats[1] { formats[0] } else { PackedFormat::F32 };
         // Zero bytes are zeros in every type (a block's scale is zero too): the rows that fill the last panel.
         let zeros = vec![0_u8; gate.row(0).bytes.len()];

@@ -8,11 +8,11 @@
 //! ZeroPoint            unit * scale * (q - zero / 16)       q of 4 bits
 //! ```
 //!
-//! Of each group the squared error is made small by search: scales from the one that reaches the farthest weight
-//! down to those that cut it short, each with the zero point that suits the integers it gives. The first
-//! candidate is rounding to nearest, and another one is taken only if it is better. What a fit made fits itself
-//! again without a change: a unit has 8 significant bits, so that every value is exact in f32, and the group that
-//! reaches farthest, from which the unit follows, keeps the scale 255.
+//! Of each group the squared error is made small by search: scales around the one that reaches the farthest
+//! weight, each with the zero point that suits the integers it gives. The first candidate is rounding to nearest,
+//! and another one is taken only if it is better. What a fit made fits itself again without a change: a unit has 8
+//! significant bits, so that every value is exact in f32; the group that reaches farthest, from which the unit
+//! follows, keeps the scale 255; and a scale that gives a whole number of steps is always tried.
 
 use super::{BLOCK_LEN, Block, dequantize_row};
 use crate::tensor::RowView;
@@ -36,8 +36,8 @@ const MAX_SCALE: f32 = 255.0;
 const MAX_NIBBLE: f32 = 15.0;
 /// Parts of a step in which zero points are given.
 const ZERO_PARTS: f32 = 16.0;
-/// Scales that are tried below the one that reaches the farthest weight.
-const N_SHORTER: u16 = 12;
+/// Scales that are tried below the one that reaches the farthest weight, and above it.
+const N_AROUND: (i32, i32) = (6, 3);
 
 /// One row in integers.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -155,23 +155,27 @@ fn whole_scale(reach: f32, unit: f32) -> Option<u16> {
     (reach > 0.0 && unit > 0.0).then(|| scale.clamp(1.0, MAX_SCALE) as u16)
 }
 
-/// Scales to try: `whole`, then shorter ones down to `1 - depth` of it. The longest group of a row, which has the
-/// scale 255, keeps it.
-fn scales(whole: u16, depth: f32) -> impl Iterator<Item = u16> {
-    let step = (f32::from(whole) * depth / f32::from(N_SHORTER)).max(1.0) as u16;
-    let n = if f32::from(whole) < MAX_SCALE { (f32::from(whole) * depth) as u16 / step } else { 0 };
-    (0..=n).map(move |i| whole - i * step)
+/// Scales to try for a group whose weights span `span`: `whole`, shorter ones down to `1 - depth` of it, a few
+/// longer ones (weights may lie better on them), and those at which `span` is a whole number of steps up to
+/// `levels`. The longest group of a row, which has the scale 255, keeps it.
+fn scales(whole: u16, depth: f32, (span, levels): (f32, u8)) -> impl Iterator<Item = u16> {
+    let is_longest = f32::from(whole) == MAX_SCALE;
+    let step = ((f32::from(whole) * depth) as i32 / N_AROUND.0).max(1);
+    let around = (-N_AROUND.0..=N_AROUND.1).map(move |i| i32::from(whole) + i * step);
+    let exact = (1..=levels).map(move |n| span / f32::from(n)).filter(|scale| scale.fract() == 0.0);
+    let others = around.chain(exact.map(|scale| scale as i32)).filter(|scale| (1..=255).contains(scale));
+    std::iter::once(whole).chain(others.map(|scale| scale as u16).filter(move |_| !is_longest))
 }
 
 fn fit_symmetric(group: &[f32; BLOCK_LEN], bits: u32, unit: f32) -> Group {
     let (max, middle) = (max_symmetric(bits), f32::from(1_u8 << (bits - 1)));
     let zeros = Group { scale: 0, zero: 0, q: [middle as u8; BLOCK_LEN] };
     let Some(whole) = whole_scale(reach(Grid::Symmetric { bits }, group), unit) else { return zeros };
+    let [low, high] = ends(group);
     let mut best = (f32::INFINITY, zeros);
     // The fewer bits, the more a shorter scale can gain.
-    for scale in scales(whole, 4.0 / max) {
-        let step = unit * f32::from(scale);
-        let fitted = assign(group, step, 0.0, [-max, max]);
+    for scale in scales(whole, 4.0 / max, (high.max(-low) / unit, max as u8)) {
+        let fitted = assign(group, unit * f32::from(scale), 0.0, [-max, max]);
         if fitted.error < best.0 {
             let q = fitted.q.map(|q| (q + middle) as u8);
             best = (fitted.error, Group { scale: scale as u8, zero: 0, q });
@@ -184,13 +188,15 @@ fn fit_zero_point(group: &[f32; BLOCK_LEN], unit: f32) -> Group {
     let zeros = Group { scale: 0, zero: 0, q: [0; BLOCK_LEN] };
     let Some(whole) = whole_scale(reach(Grid::ZeroPoint, group), unit) else { return zeros };
     let [low, high] = ends(group);
-    let is_two_sided = low < 0.0 && high > 0.0;
+    // Zero stays at its end of a group on one side of it, and the longest group keeps its ends.
+    let may_move = low < 0.0 && high > 0.0 && f32::from(whole) < MAX_SCALE;
     let mut best = (f32::INFINITY, zeros);
-    let mut consider = |scale: u16, may_move: bool| {
+    for scale in scales(whole, 0.25, (high / unit - low / unit, MAX_NIBBLE as u8)) {
         let step = unit * f32::from(scale);
         // What does not fit is cut on both sides alike.
-        let excess = (high / step - low / step - MAX_NIBBLE).max(0.0);
-        let mut zero = whole_zero(-low / step - excess / 2.0);
+        let excess = if scale < whole { (high / step - low / step - MAX_NIBBLE).max(0.0) } else { 0.0 };
+        let mut zero =
+            if high > 0.0 { whole_zero(-low / step - excess / 2.0) } else { whole_zero(MAX_NIBBLE) };
         for _ in 0..if may_move { 2 } else { 1 } {
             let fitted = assign(group, step, zero / ZERO_PARTS, [0.0, MAX_NIBBLE]);
             if fitted.error < best.0 {
@@ -199,24 +205,13 @@ fn fit_zero_point(group: &[f32; BLOCK_LEN], unit: f32) -> Group {
             }
             zero = whole_zero(fitted.zero);
         }
-    };
-    let is_longest = f32::from(whole) == MAX_SCALE;
-    for scale in scales(whole, 0.25) {
-        consider(scale, is_two_sided && !is_longest);
-    }
-    // A group that needs fewer levels than there are, as a fit may leave it.
-    for levels in [14.0, 13.0, 12.0] {
-        let scale = nearest((high / levels - low / levels) / unit);
-        if is_two_sided && !is_longest {
-            consider(scale.clamp(1.0, MAX_SCALE) as u16, true);
-        }
     }
     best.1
 }
 
-/// A zero point in 16ths.
+/// A zero point in 16ths, within the integers.
 fn whole_zero(zero: f32) -> f32 {
-    nearest(zero * ZERO_PARTS).clamp(0.0, f32::from(u8::MAX))
+    nearest(zero * ZERO_PARTS).clamp(0.0, MAX_NIBBLE * ZERO_PARTS)
 }
 
 /// Integers of a group at one scale and zero point.

@@ -46,7 +46,11 @@ pub(super) fn fill(
                     Some(fitter) => put_fitted(format, panel, c, fitter.fit(row)),
                     None if row.dtype.is_quantized() => put_blocks(format, n_columns, panel, (c, row)),
                     None => {
-                        assert_eq!(format, PackedFormat::Q8_0, "a grouped format takes its own block types only");
+                        assert_eq!(
+                            format,
+                            PackedFormat::Q8_0,
+                            "a grouped format takes its own block types only"
+                        );
                         let mut values = vec![0.0; n_columns];
                         dequantize_row(row, &mut values);
                         for (g, group) in values.as_chunks().0.iter().enumerate() {
