@@ -10,9 +10,10 @@
 //!
 //! Of each group the squared error is made small by search: scales around the one that reaches the farthest
 //! weight, each with the zero point that suits the integers it gives. The first candidate is rounding to nearest,
-//! and another one is taken only if it is better. What a fit made fits itself again without a change: a unit has 8
-//! significant bits, so that every value is exact in f32; the group that reaches farthest, from which the unit
-//! follows, keeps the scale 255; and a scale that gives a whole number of steps is always tried.
+//! and another one is taken only if it is better. What a fit made fits itself again without a change (but for
+//! groups that reach less than a step to one side of zero): a unit has 8 significant bits, so that every value is
+//! exact in f32; the group that reaches farthest, from which the unit follows, keeps the scale 255; and a scale
+//! that gives a whole number of steps is always tried.
 
 use super::{BLOCK_LEN, Block, dequantize_row};
 use crate::tensor::RowView;
