@@ -22,7 +22,7 @@ GOLDENS = Path(__file__).parents[1] / "data" / "goldens"
 N_TOKENS = 1024
 # The mean KL of llama.cpp's Q8_0 and Q4_K_M from the same weights is 0.0043 and 0.054 over 5,120 tokens
 # (benches/results/quality.json, ours beside them). These bounds are ours over the first 1,024, and a tenth.
-MAX_KL = {"int8": 0.0048, "int4": 0.0052}
+MAX_KL = {"int8": 0.0041, "int4": 0.0121}
 
 
 @pytest.mark.model
@@ -41,7 +41,7 @@ def test_quantised_from_floats_it_stays_close_to_float32(tmp_path: Path) -> None
 
 @pytest.mark.model
 def test_what_is_quantised_already_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match=r"'token_embd\.weight' is quantised already \(Q8_0\)"):
+    with pytest.raises(UnsupportedError, match=r"\"token_embd\.weight\" is quantised already \(Q8_0\)"):
         LLM("smollm2", quantization="int8")
 
 
