@@ -13,7 +13,7 @@ ARGS   ?=
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name 'Cargo.toml') Cargo.toml Cargo.lock
 PAGE_SOURCES := $(shell find webui -type f -not -path '*/node_modules/*' -not -path 'webui/tests/*')
 
-.PHONY: help setup build serve check test lint fmt bench bench-engine bench-load bench-serve bench-server bench-peers bench-ui screenshots soak soak-sim mutants fuzz faults-core wheel lock clean model browser
+.PHONY: help setup build serve check test lint fmt bench bench-engine bench-load bench-serve bench-server bench-peers bench-quality bench-ui screenshots soak soak-sim mutants fuzz faults-core wheel lock clean model browser
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -123,6 +123,9 @@ mutants: build ## mutation tests of scheduler, prefix index, cells and ids (long
 
 bench-peers: model .venv-peers/stamp ## one stream against llama.cpp on the same file, alternated in one run
 	$(PY) benches/peers.py $(ARGS)
+
+bench-quality: model .venv-peers/stamp ## what quantising costs, ours and llama.cpp's: mean KL to float32 over 5,120 tokens
+	$(PY) benches/quality.py $(ARGS)
 
 bench-ui: build browser ## the page on a stream of 200 tokens a second: first paint, a long chat, long tasks
 	$(PY) benches/ui.py $(ARGS)

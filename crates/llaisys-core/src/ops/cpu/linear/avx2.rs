@@ -77,6 +77,62 @@ fn load_f16<const T: usize>(header: &[u8; 2 * PANEL], first: usize) -> [__m256; 
     std::array::from_fn(|t| _mm256_cvtph_ps(unsafe { _mm_loadu_si128(vectors[t].as_ptr().cast()) }))
 }
 
+/// Eight columns of a header of bytes, starting at vector `first`, as f32.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn load_u8<const T: usize>(header: &[u8; PANEL], first: usize) -> [__m256; T] {
+    let vectors = &header.as_chunks::<{ LANE / 4 }>().0[first..first + T];
+    std::array::from_fn(|t| {
+        // SAFETY: each chunk has 8 bytes; the load asks for no alignment.
+        let bytes = unsafe { _mm_loadl_epi64(vectors[t].as_ptr().cast()) };
+        _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes))
+    })
+}
+
+/// Line `line` of a group's scales and minima (or zero points) as f32.
+#[inline]
+#[target_feature(enable = "avx2,f16c")]
+fn load_line<const T: usize, G: Group>(header: &[u8], line: usize, first: usize) -> [__m256; T] {
+    if G::HAS_UNITS {
+        load_u8(&header.as_chunks().0[line], first)
+    } else {
+        load_f16(&header.as_chunks().0[line], first)
+    }
+}
+
+/// The minima of part `part` of a group, whose scales are `scale`; those of zero points follow from them.
+#[inline]
+#[target_feature(enable = "avx2,f16c")]
+fn load_min<const T: usize, G: Group>(
+    header: &[u8],
+    part: usize,
+    first: usize,
+    scale: [__m256; T],
+) -> [__m256; T] {
+    let min = load_line::<T, G>(header, G::PARTS + part, first);
+    if !G::HAS_UNITS {
+        return min;
+    }
+    let sixteenth = _mm256_set1_ps(-1.0 / 16.0);
+    std::array::from_fn(|t| _mm256_mul_ps(_mm256_mul_ps(min[t], scale[t]), sixteenth))
+}
+
+/// Multiplies each row's sums by the units of the columns.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn apply_units<const R: usize, const T: usize>(
+    sums: &mut [[__m256; T]; R],
+    units: &[u8; STEP],
+    first: usize,
+) {
+    let units = load::<T>(units, first).map(|units| _mm256_castsi256_ps(units));
+    for sums in sums {
+        for (sum, unit) in sums.iter_mut().zip(units) {
+            *sum = _mm256_mul_ps(*sum, unit);
+        }
+    }
+}
+
 /// Writes the sums of `T` vectors of columns for each row.
 #[inline]
 #[target_feature(enable = "avx2")]
@@ -162,14 +218,14 @@ fn group_tile<const R: usize, const T: usize, G: Group>(
         for ((group, x), inputs) in panel.bytes.chunks_exact(G::BYTES).zip(x).zip(inputs.as_chunks::<R>().0) {
             ahead.prefetch();
             let (header, weights) = group.split_at(G::HEADER);
-            let (header, weights) = (header.as_chunks().0, weights.as_chunks().0);
+            let weights = weights.as_chunks().0;
             for part in 0..G::PARTS {
                 let acc = if G::BITS == 8 {
                     sum_bytes::<R, T>(weights, first, x)
                 } else {
                     sum_bits::<R, T, G>(weights, first, part, (x, inputs))
                 };
-                let scale = load_f16::<T>(&header[part], first);
+                let scale = load_line::<T, G>(header, part, first);
                 for r in 0..R {
                     let unit = _mm256_set1_ps(inputs[r].scale);
                     for t in 0..T {
@@ -178,7 +234,7 @@ fn group_tile<const R: usize, const T: usize, G: Group>(
                     }
                 }
                 if G::HAS_MIN {
-                    let min = load_f16::<T>(&header[G::PARTS + part], first);
+                    let min = load_min::<T, G>(header, part, first, scale);
                     for r in 0..R {
                         let input_sum = _mm256_set1_ps(inputs[r].scale * G::sum(inputs[r], part) as f32);
                         for t in 0..T {
@@ -187,6 +243,9 @@ fn group_tile<const R: usize, const T: usize, G: Group>(
                     }
                 }
             }
+        }
+        if G::HAS_UNITS {
+            apply_units(&mut sums, &panel.bytes[x.len() * G::BYTES..].as_chunks().0[0], first);
         }
         ahead = Ahead::NONE;
         store(sums, first, out);

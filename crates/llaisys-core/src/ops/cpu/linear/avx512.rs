@@ -69,6 +69,33 @@ fn load_f16(bytes: &[u8; 2 * PANEL]) -> [__m512; 2] {
     [_mm512_cvtph_ps(halves[0]), _mm512_cvtph_ps(halves[1])]
 }
 
+/// 32 bytes as f32.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn load_u8(bytes: &[u8; PANEL]) -> [__m512; 2] {
+    // SAFETY: the array has 32 bytes; the loads ask for no alignment.
+    let halves =
+        unsafe { [_mm_loadu_si128(bytes.as_ptr().cast()), _mm_loadu_si128(bytes.as_ptr().add(16).cast())] };
+    halves.map(|half| _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(half)))
+}
+
+/// Line `line` of a group's scales and minima (or zero points) as f32.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn load_line<G: Group>(header: &[u8], line: usize) -> [__m512; 2] {
+    if G::HAS_UNITS { load_u8(&header.as_chunks().0[line]) } else { load_f16(&header.as_chunks().0[line]) }
+}
+
+/// Multiplies each row's sums by the units of the columns.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn apply_units<const R: usize>(sums: &mut [[__m512; 2]; R], units: &[u8; 4 * PANEL]) {
+    let units = load(units).map(|units| _mm512_castsi512_ps(units));
+    for sums in sums {
+        *sums = [_mm512_mul_ps(sums[0], units[0]), _mm512_mul_ps(sums[1], units[1])];
+    }
+}
+
 /// Writes each row's sums.
 #[inline]
 #[target_feature(enable = "avx512f")]
@@ -149,10 +176,11 @@ fn group_tile<const R: usize, G: Group>(panel: &Panel<'_>, (x, inputs): GroupInp
     let mut sums = [[_mm512_setzero_ps(); 2]; R];
     let mut ahead = panel.ahead;
     let x = x.as_chunks::<R>().0.as_chunks::<QUADS>().0;
+    let n_groups = x.len();
     for ((group, x), inputs) in panel.bytes.chunks_exact(G::BYTES).zip(x).zip(inputs.as_chunks::<R>().0) {
         ahead.prefetch();
         let (header, weights) = group.split_at(G::HEADER);
-        let (header, weights) = (header.as_chunks().0, weights.as_chunks().0);
+        let weights = weights.as_chunks().0;
         for part in 0..G::PARTS {
             let mut acc = [[_mm512_setzero_si512(); 2]; R];
             for (acc, &input) in acc.iter_mut().zip(inputs) {
@@ -163,7 +191,7 @@ fn group_tile<const R: usize, G: Group>(panel: &Panel<'_>, (x, inputs): GroupInp
                 dot(&mut acc, even, &x[2 * pair]);
                 dot(&mut acc, odd, &x[2 * pair + 1]);
             }
-            let scale = load_f16(&header[part]);
+            let scale = load_line::<G>(header, part);
             for r in 0..R {
                 let unit = _mm512_set1_ps(inputs[r].scale);
                 for t in 0..2 {
@@ -172,7 +200,7 @@ fn group_tile<const R: usize, G: Group>(panel: &Panel<'_>, (x, inputs): GroupInp
                 }
             }
             if G::HAS_MIN {
-                let min = load_f16(&header[G::PARTS + part]);
+                let min = load_min::<G>(header, part, scale);
                 for r in 0..R {
                     let input_sum = _mm512_set1_ps(inputs[r].scale * G::sum(inputs[r], part) as f32);
                     for t in 0..2 {
@@ -182,7 +210,23 @@ fn group_tile<const R: usize, G: Group>(panel: &Panel<'_>, (x, inputs): GroupInp
             }
         }
     }
+    if G::HAS_UNITS {
+        apply_units(&mut sums, &panel.bytes[n_groups * G::BYTES..].as_chunks().0[0]);
+    }
     store(sums, out);
+}
+
+/// The minima of part `part` of a group, whose scales are `scale`; those of zero points follow from them.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn load_min<G: Group>(header: &[u8], part: usize, scale: [__m512; 2]) -> [__m512; 2] {
+    let min = load_line::<G>(header, G::PARTS + part);
+    if !G::HAS_UNITS {
+        return min;
+    }
+    let sixteenth = _mm512_set1_ps(-1.0 / 16.0);
+    let min_of = |t: usize| _mm512_mul_ps(_mm512_mul_ps(min[t], scale[t]), sixteenth);
+    [min_of(0), min_of(1)]
 }
 
 /// The weights of quads `2 * pair` and `2 * pair + 1` of a group, a byte each.

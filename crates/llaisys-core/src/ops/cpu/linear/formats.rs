@@ -23,8 +23,10 @@ pub(super) trait Group {
     const HAS_MIN: bool = Self::FORMAT.has_min();
     /// Bytes of a group.
     const BYTES: usize = Self::FORMAT.group_bytes();
-    /// Bytes of its f16 numbers, which come first.
+    /// Bytes of its scales and minima, which come first.
     const HEADER: usize = Self::FORMAT.header_bytes();
+    /// Scales are bytes, minima zero points in 16ths, and each column has a unit.
+    const HAS_UNITS: bool = Self::FORMAT.has_units();
 
     /// The pairs of quads of part `part`.
     #[inline(always)]
@@ -71,5 +73,5 @@ macro_rules! groups {
     };
 }
 
-groups!(Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q6_K Q3_K Q2_K);
+groups!(Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q6_K Q3_K Q2_K I8 I6 I4);
 pub(super) use for_group;

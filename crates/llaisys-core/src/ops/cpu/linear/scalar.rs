@@ -2,7 +2,7 @@
 
 use super::{Panel, Tile};
 use crate::ops::cpu::activations::{GroupInput, Inputs};
-use crate::ops::packed::{PANEL, PackedFormat, read_block};
+use crate::ops::packed::{PANEL, PackedFormat, read_block, read_unit};
 use crate::quant::BLOCK_LEN;
 
 /// Rows of a tile.
@@ -64,6 +64,14 @@ fn grouped(panel: &Panel<'_>, n_rows: usize, (words, groups): (&[u32], &[GroupIn
                         sums[c] += block.min[part] * (input.scale * sum as f32);
                     }
                 }
+            }
+        }
+    }
+    if panel.format.has_units() {
+        let n_columns = groups.len() / n_rows * BLOCK_LEN;
+        for sums in &mut out.0[..n_rows] {
+            for (c, sum) in sums.iter_mut().enumerate() {
+                *sum *= read_unit(panel.format, panel.bytes, n_columns, c);
             }
         }
     }
