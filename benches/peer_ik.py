@@ -31,6 +31,8 @@ class Peer:
 
     def __init__(self, path: str, n_threads: int) -> None:
         api._lib.llama_log_set(_silent, None)
+        api._lib.llama_kv_cache_seq_rm.argtypes = [ctypes.c_void_p, *[ctypes.c_int32] * 3]
+        api._lib.llama_kv_cache_seq_cp.argtypes = [ctypes.c_void_p, *[ctypes.c_int32] * 4]
         api.llama_backend_init()
         of_model = api.llama_model_default_params()
         of_model.use_mmap, of_model.repack_tensors = False, True
@@ -41,6 +43,7 @@ class Peer:
         params.flash_attn = params.fused_up_gate = True
         self.context = api.llama_init_from_model(self.model, params)
         self.batch = api.llama_batch_init(self.n_batch, 0, 1)
+        self.n_prompt = 0
 
     def run(self, rows: list[tuple[int, int, int, bool]]) -> None:
         """One decode of rows (token, position, sequence, wants logits)."""
@@ -55,14 +58,17 @@ class Peer:
 
     def prompt(self, n_tokens: int) -> None:
         api.llama_kv_cache_clear(self.context)
+        self.n_prompt = n_tokens
         self.run([(100 + i, i, 0, i == n_tokens - 1) for i in range(n_tokens)])
 
     def decode(self, n_streams: int, n_context: int, n_new: int) -> float:
-        self.prompt(n_context)
+        if n_context == self.n_prompt:
+            for sequence in range(32):
+                api._lib.llama_kv_cache_seq_rm(self.context, sequence, n_context if sequence == 0 else 0, -1)
+        else:
+            self.prompt(n_context)
         for sequence in range(1, n_streams):
-            api._lib.llama_kv_cache_seq_cp(
-                ctypes.c_void_p(self.context), 0, sequence, ctypes.c_int(-1), ctypes.c_int(-1)
-            )
+            api._lib.llama_kv_cache_seq_cp(self.context, 0, sequence, -1, -1)
         steps = [
             [(100 + 37 * i + s, n_context + i, s, True) for s in range(n_streams)] for i in range(n_new + 1)
         ]

@@ -59,7 +59,7 @@ class Peer:
     def decode(self, n_streams: int, n_context: int, n_new: int) -> float:
         # Those that start first may be some steps ahead when the last has its first token.
         spare = 8 + n_streams * n_context // 2048
-        handles = [self.add(n_context, n_new + spare, n_context + i) for i in range(n_streams)]
+        handles = [self.add(n_context, n_new + spare, 1000 * n_context + i) for i in range(n_streams)]
         while not all(handle.can_read() for handle in handles):
             self.pipeline.step()
         self.pipeline.step()

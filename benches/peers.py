@@ -133,8 +133,8 @@ def rate(engine: Engine, row: Row) -> dict[str, float]:
         return engine.prefill(row.n)
     if row.kind == "overhead":
         assert isinstance(engine, Resident)
-        return engine.overhead(row.n, row.n_new)
-    return engine.decode(row.n, row.n_new)
+        return engine.overhead(row)
+    return engine.decode(row)
 
 
 def is_available(engine: str) -> bool:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from peers_rows import CONTEXTS, THREADS
+from peers_rows import THREADS, Row
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -84,18 +84,18 @@ class Resident:
         answer: dict[str, float] = json.loads(self.talker.ask(*words))
         return answer
 
-    def decode(self, n_streams: int, n_new: int) -> dict[str, float]:
+    def decode(self, row: Row) -> dict[str, float]:
         """Tokens a second at each context."""
-        seconds = {c: self.ask("decode", n_streams, c, n_new)["seconds"] for c in CONTEXTS}
-        return {str(c): n_streams * n_new / s for c, s in seconds.items()}
+        seconds = {c: self.ask("decode", row.n, c, row.n_new)["seconds"] for c in row.contexts}
+        return {str(c): row.n * row.n_new / s for c, s in seconds.items()}
 
     def prefill(self, n_tokens: int) -> dict[str, float]:
         return {"0": n_tokens / self.ask("prefill", n_tokens)["seconds"]}
 
-    def overhead(self, n_streams: int, n_new: int) -> dict[str, float]:
-        """Share of the time of a step that is not the core's (`--timed`)."""
-        parts = [self.ask("decode", n_streams, c, n_new) for c in CONTEXTS]
-        return {str(c): 1 - p["core_s"] / p["seconds"] for c, p in zip(CONTEXTS, parts, strict=True)}
+    def overhead(self, row: Row) -> dict[str, float]:
+        """Share of the time of a step that is not the core's (`--timed`), at each context."""
+        parts = {c: self.ask("decode", row.n, c, row.n_new) for c in row.contexts}
+        return {str(c): 1 - part["core_s"] / part["seconds"] for c, part in parts.items()}
 
     def close(self) -> None:
         self.talker.close()
@@ -115,13 +115,13 @@ class LlamaTools:
             raise PeerError(f"{' '.join(command)}: {done.stderr[-300:]}")
         return done.stdout + done.stderr
 
-    def decode(self, n_streams: int, n_new: int) -> dict[str, float]:
+    def decode(self, row: Row) -> dict[str, float]:
         """Tokens a second at each context; the prompt is computed once and copied to the other sequences."""
-        cells = n_streams * (max(CONTEXTS) + n_new + 16)
-        contexts = ",".join(map(str, CONTEXTS))
-        shape = ["-c", str(cells), "-npp", contexts, "-ntg", str(n_new), "-npl", str(n_streams), "-pps"]
+        cells = row.n * (max(row.contexts) + row.n_new + 16)
+        contexts = ",".join(map(str, row.contexts))
+        shape = ["-c", str(cells), "-npp", contexts, "-ntg", str(row.n_new), "-npl", str(row.n), "-pps"]
         rates = batched_bench_rates(self.run("llama-batched-bench", *shape, *BATCH, "-fa", "on"))
-        return {str(c): rates[c, n_streams] for c in CONTEXTS}
+        return {str(c): rates[c, row.n] for c in row.contexts}
 
     def prefill(self, n_tokens: int) -> dict[str, float]:
         shape = ["-p", str(n_tokens), "-n", "0", "-r", "1", "-fa", "1", "-o", "json"]

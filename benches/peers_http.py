@@ -85,8 +85,9 @@ class Server:
             command += ["-np", n, "-c", str(cells), "-fa", "on", "-b", "2048", "-ub", "512"]
             command += ["--cache-ram", "0", "--no-webui"]
         env = None if engine.startswith("llaisys") else environment(engine)
+        # If this process is killed, the server goes with it.
         self.process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env
+            ["setpriv", "--pdeathsig", "KILL", "--", *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env
         )
         ready = f"http://127.0.0.1:{port}/health"
         end = time.monotonic() + START_TIMEOUT_S

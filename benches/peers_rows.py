@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-# Steps begin at both ends of the contexts 64 to 512. A step's time grows linearly with the context, so the mean
-# of the two ends is the mean over all contexts between them.
-CONTEXTS = (64, 480)
+# Steps of a few streams begin at both ends of the contexts 64 to 512, those of many in the middle, as their prompts
+# take long. A step's time grows linearly with the context, so either is the mean over all contexts from 64 to 512.
+ENDS, MIDDLE = (64, 480), (280,)
 PROMPT, ANSWER = 128, 64  # tokens of a request over HTTP
 THREADS = 2
 BEST = "best peer"
@@ -78,9 +78,14 @@ class Row:
         return f"{self.kind}-{self.n}-{self.precision}"
 
     @property
+    def contexts(self) -> tuple[int, ...]:
+        """Tokens that the sequences of `decode` begin with."""
+        return ENDS if self.n <= 4 else MIDDLE
+
+    @property
     def n_new(self) -> int:
         """Timed steps at each of the contexts: enough to last, few enough for seven rounds."""
-        return {1: 24, 4: 16}.get(self.n, 12)
+        return 24 if self.n == 1 else 16
 
 
 def rows() -> list[Row]:
