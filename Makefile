@@ -110,12 +110,11 @@ mutants: build ## mutation tests of scheduler, prefix index, cells and ids (long
 	$(PY) scripts/mutants.py $(ARGS)
 	$(PY) benches/mutants_core.py --out benches/results/mutants-rust.txt
 
-.venv-peers/stamp:
-	python3 -m venv .venv-peers
-	.venv-peers/bin/pip install --quiet llama-cpp-python
+.venv-peers/stamp: scripts/build-peers.sh benches/peers_models.py benches/read_bandwidth.rs
+	@scripts/build-peers.sh
 	@touch $@
 
-bench-peers: model .venv-peers/stamp ## one stream against llama.cpp on the same file, alternated in one run
+bench-peers: model .venv-peers/stamp ## beside llama.cpp, ik_llama.cpp and OpenVINO (ARGS="--only targets"); goes on where it ended
 	$(PY) benches/peers.py $(ARGS)
 
 bench-ui: build browser ## the page on a stream of 200 tokens a second: first paint, a long chat, long tasks

@@ -1,11 +1,12 @@
 """ik_llama.cpp as a peer: answers timing commands on standard input. Runs in the peers' environment.
 
-usage: peer_ik.py MODEL.gguf N_THREADS; then lines `decode STREAMS CONTEXT NEW` or `prefill TOKENS`, each answered
-with one line of JSON with the `seconds`.
+usage: peer_ik.py MODEL.gguf N_THREADS; then lines `decode STREAMS CONTEXT NEW` or `prefill TOKENS`, each
+answered with one line of JSON with the `seconds`.
 
-A step is one `llama_decode` of the C API with one token of each sequence, as its own llama-batched-bench does (the
-Python package has the library and not that tool): no sampling, the next tokens are given. The prompt is computed
-once and shared by the sequences. Weights are repacked at load (`-rtr`), flash attention and fused ops are on.
+A step is one `llama_decode` of the C API with one token of each sequence, as its own llama-batched-bench
+does (the Python package has the library and not that tool): no sampling, the next tokens are given. The
+prompt is computed once and shared by the sequences. Weights are repacked at load (`-rtr`), flash attention
+and fused ops are on.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
 usage: peer_ours.py MODEL N_THREADS [--quantization int8|int4] [--timed]; then lines
 `decode STREAMS CONTEXT NEW` or `prefill TOKENS`, each answered with one line of JSON.
 
-`decode`: seconds of NEW steps of STREAMS sequences that begin with CONTEXT tokens: the difference of two calls
-with the same prompts, one of which gives NEW tokens more, so scheduling, sampling and making the answers are in
-it and the prompts are not (they are in the prefix cache). `--timed` adds `core_s`, the part spent in the core.
+`decode`: seconds of NEW steps of STREAMS sequences that begin with CONTEXT tokens: the difference of two
+calls with the same prompts, one of which gives NEW tokens more, so scheduling, sampling and making the
+answers are in it and the prompts are not (they are in the prefix cache). `--timed` adds `core_s`, the part
+spent in the core.
 """
 
 from __future__ import annotations

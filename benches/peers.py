@@ -1,12 +1,14 @@
-"""Ours beside llama.cpp, ik_llama.cpp and OpenVINO: rows measured in rounds, engines in turn, ratios by round.
+"""Ours beside llama.cpp, ik_llama.cpp and OpenVINO: rows measured in rounds, engines in turn, ratios by
+round.
 
 usage: peers.py [--only PATTERN ...] [--rounds 7] [--budget-s SECONDS] [--fresh] [--report] [--list] [--smoke]
 
-A round of a row measures every engine once, beginning with another one each round, with a read of the memory
-before and after each. Rounds are kept in benches/results/peers-rounds.jsonl, so a run goes on where the one
-before ended (exit status 3: rows are left); rounds of another build of the core are thrown away when their row is
-measured. PATTERN is a row, a glob (`decode-1-*`, see --list) or `targets`: the rows that issue 5 sets a target for. After each run the table, the JSON and the plot
-are written anew. Build the peers first: `make bench-peers` does.
+A round of a row measures every engine once, beginning with another one each round, with a read of the
+memory before and after each. Rounds are kept in benches/results/peers-rounds.jsonl, so a run goes on where
+the one before ended (exit status 3: rows are left); rounds of another build of the core are thrown away
+when their row is measured. PATTERN is a row, a glob (`decode-1-*`, see --list) or `targets`: the rows that
+issue 5 sets a target for. After each run the table, the JSON and the plot are written anew. Build the peers
+first: `make bench-peers` does.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
+import platform
 import sys
 import time
 from datetime import datetime, timezone
@@ -111,9 +115,11 @@ class Bench:
             for name in names:  # loading and the first steps are nobody's figure
                 if time.monotonic() > self.end:
                     return False
+                begun = time.monotonic()
                 engine = self.engine(row, name)
                 if not isinstance(engine, LlamaTools):
                     rate(engine, row)
+                print(f"{row.name:22} {name} ready in {time.monotonic() - begun:.1f} s", flush=True)
         while len(done := self.of(row)) < n_rounds:
             begun = time.monotonic()
             if begun + self.longest_s > self.end:
@@ -152,6 +158,20 @@ def build_id() -> str:
     return hashlib.sha256(Path(str(_core.__file__)).read_bytes()).hexdigest()[:12]
 
 
+def cpu_name() -> str:
+    """As the kernel names it."""
+    lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor()
+
+
+def machine() -> str:
+    """The processor, and which instructions ours finds."""
+    from llaisys import _core
+
+    return f"{cpu_name()}, {os.cpu_count()} CPUs, {_core.available_isas()[0]}"
+
+
 def prepare() -> None:
     """The embedded model under the peers' models."""
     from llaisys.hub import resolve_model
@@ -186,7 +206,7 @@ def main() -> int:
         return 0 if chosen else 2
     bench = Bench(args.budget_s)
     left = chosen if args.report else measure_all(bench, chosen, args)
-    peers_report.write(bench.rounds, RESULTS, versions())
+    peers_report.write(bench.rounds, RESULTS, machine(), versions())
     if left and not args.report:
         print(f"{len(left)} rows are left; the same command goes on: {' '.join(r.name for r in left[:8])}")
         return ROWS_ARE_LEFT

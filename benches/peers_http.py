@@ -1,6 +1,8 @@
-"""The same load on any server of OpenAI's API: N clients, each one streamed request, one small client for all.
+"""The same load on any server of OpenAI's API: N clients, each one streamed request, one small client for
+all.
 
-The client only looks for the stream's frames, so that it takes little of the processors it shares with the server.
+The client only looks for the stream's frames, so that it takes little of the processors it shares with the
+server.
 """
 
 from __future__ import annotations
@@ -75,7 +77,17 @@ class Server:
         self.port, self.n_streams = free_port(), n_streams
         model, port, n = str(MODELS / file), str(self.port), str(n_streams)
         if engine.startswith("llaisys"):
-            command = [sys.executable, "-m", "llaisys", "serve", model, "--port", port, "--log-level", "warning"]
+            command = [
+                sys.executable,
+                "-m",
+                "llaisys",
+                "serve",
+                model,
+                "--port",
+                port,
+                "--log-level",
+                "warning",
+            ]
             command += ["--num-threads", str(THREADS), "--max-num-seqs", "32"]
             setting = engine.partition("/")[2]
             command += ["--quantization", setting] if setting else []
@@ -87,7 +99,10 @@ class Server:
         env = None if engine.startswith("llaisys") else environment(engine)
         # If this process is killed, the server goes with it.
         self.process = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", "--", *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env
+            ["setpriv", "--pdeathsig", "KILL", "--", *command],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=env,
         )
         ready = f"http://127.0.0.1:{port}/health"
         end = time.monotonic() + START_TIMEOUT_S

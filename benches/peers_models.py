@@ -2,10 +2,11 @@
 
 usage: .venv-peers/bin/python benches/peers_models.py FOLDER
 
-Writes FOLDER/q05 (a Hugging Face folder in BF16), q05-{bf16,q8_0,q4_0}.gguf and q05-ov-{bf16,int8,int4}
-(OpenVINO). The weights are a function of a seed, so every machine makes the same files; the speed of a dense
-model does not depend on its weights. Nothing is fetched: the tokenizer is the test data's. What is there is
-kept. The 4-bit files keep the embedding, which is the head too, in 8 bits, for every engine.
+Writes FOLDER/q05 (a Hugging Face folder in BF16), q05-{bf16,f16,q8_0,q4_0}.gguf and q05-ov-{bf16,int8,int4}
+(OpenVINO, which reads no BF16 file: made from the F16 one and run in bf16). The weights are a function of a
+seed, so every machine makes the same files; the speed of a dense model does not depend on its weights.
+Nothing is fetched: the tokenizer is the test data's. What is there is kept. The 4-bit files keep the
+embedding, which is the head too, in 8 bits, for every engine.
 """
 
 from __future__ import annotations
@@ -136,6 +137,35 @@ def write_gguf(path: Path, kind: gguf.GGMLQuantizationType) -> None:
     Path(str(path) + ".part").rename(path)
 
 
+def write_openvino(folder: Path) -> None:
+    """OpenVINO's files: its own reader of the F16 file saves the graph, nncf compresses it as optimum-intel
+    would (int8: a scale a channel, asymmetric; int4: symmetric, groups of 128, embedding and head in int8)."""
+    import nncf
+    import openvino as ov
+    import openvino_genai as genai
+
+    plain = folder / "q05-ov-bf16"
+    if not (plain / "openvino_model.bin").exists():
+        plain.mkdir(exist_ok=True)
+        source = plain / "q05-f16.gguf"
+        source.symlink_to(folder / "q05-f16.gguf")
+        genai.LLMPipeline(source, "CPU", enable_save_ov_model=True)
+        source.unlink()
+    modes = nncf.CompressWeightsMode
+    ways = {
+        "int8": {"mode": modes.INT8_ASYM},
+        "int4": {"mode": modes.INT4_SYM, "group_size": 128, "ratio": 1.0},
+    }
+    for name, way in ways.items():
+        out = folder / f"q05-ov-{name}"
+        if (out / "openvino_model.bin").exists():
+            continue
+        model = ov.Core().read_model(plain / "openvino_model.xml")
+        ov.save_model(nncf.compress_weights(model, **way), out / "openvino_model.xml", compress_to_fp16=False)
+        for file in plain.glob("openvino_*tokenizer.*"):
+            shutil.copy(file, out)
+
+
 def main() -> None:
     """Makes what is missing."""
     folder = Path(sys.argv[1])
@@ -146,6 +176,7 @@ def main() -> None:
         path = folder / f"q05-{kind.lower()}.gguf"
         if not path.exists():
             write_gguf(path, gguf.GGMLQuantizationType[kind])
+    write_openvino(folder)
 
 
 if __name__ == "__main__":

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from peers_rows import BANDWIDTH_AT_LEAST, BEST, OVERHEAD_AT_MOST, SCALING_AT_LEAST, TARGETS, is_ours, rows
+from peers_rows import (
+    BANDWIDTH_AT_LEAST,
+    BEST,
+    OVERHEAD_AT_MOST,
+    SCALING_AT_LEAST,
+    TARGETS,
+    THREADS,
+    is_ours,
+    rows,
+)
 
 Round = dict[str, Any]
 
-# Bytes of weights that a step of one stream reads (all of them: the head is the embedding), and those of K and V of
-# one cell: 24 layers x 2 heads x 64 numbers, twice, in bf16.
+# Weights that a step of one stream reads (all of them: the head is the embedding), and bytes of K and V of one
+# cell: 24 layers x 2 heads x 64 numbers, twice, in bf16.
 PARAMETERS = 494_032_768
 KV_BYTES = 24 * 2 * 64 * 2 * 2
 WEIGHT_BYTES = {"decode-1-bf16": 2 * PARAMETERS, "decode-1-8bit": PARAMETERS * 34 // 32}
@@ -63,7 +72,7 @@ def summarise(found: list[Round]) -> dict[str, Any]:
 
 
 def bandwidth_share(found: list[Round]) -> float | None:
-    """Of one stream of ours: bytes that a step must read, a second, over the reads just before and after it."""
+    """Of one stream of ours: bytes a second that its steps must read, over the reads before and after it."""
     n_bytes = WEIGHT_BYTES.get(found[0]["row"])
     if n_bytes is None:
         return None
@@ -88,13 +97,25 @@ def verdicts(table: dict[str, Any]) -> list[tuple[str, str, float, float, bool]]
                 made.append((row, peer, ours[peer], least, ours[peer] >= least))
     if {"decode-1-smollm2", "decode-16-smollm2"} <= table.keys():
         one, many = (table[f"decode-{n}-smollm2"]["engines"]["llaisys"]["tokens_per_s"] for n in (1, 16))
-        made.append(("decode-16-smollm2", "our 1 stream", many / one, SCALING_AT_LEAST, many / one >= SCALING_AT_LEAST))
+        made.append(
+            (
+                "decode-16-smollm2",
+                "our 1 stream",
+                many / one,
+                SCALING_AT_LEAST,
+                many / one >= SCALING_AT_LEAST,
+            )
+        )
     if "overhead-16-bf16" in table:
         share = overhead(table["overhead-16-bf16"])
-        made.append(("overhead-16-bf16", "a step, at most", share, OVERHEAD_AT_MOST, share <= OVERHEAD_AT_MOST))
+        made.append(
+            ("overhead-16-bf16", "a step, at most", share, OVERHEAD_AT_MOST, share <= OVERHEAD_AT_MOST)
+        )
     if "bandwidth_share" in table.get("decode-1-bf16", {}):
         share = table["decode-1-bf16"]["bandwidth_share"]
-        made.append(("decode-1-bf16", "read bandwidth", share, BANDWIDTH_AT_LEAST, share >= BANDWIDTH_AT_LEAST))
+        made.append(
+            ("decode-1-bf16", "read bandwidth", share, BANDWIDTH_AT_LEAST, share >= BANDWIDTH_AT_LEAST)
+        )
     return made
 
 
@@ -125,8 +146,8 @@ def markdown(table: dict[str, Any], about: dict[str, Any]) -> str:
         "",
         f"{about['machine']}, {about['threads']} threads; {about['date']}; core build {about['build']}.",
         "Versions: " + ", ".join(f"{name} {v}" for name, v in about["versions"].items()) + ".",
-        "Tokens a second (medians); in brackets the median of our ratio to it, round by round. Bold: our ratio to the",
-        "best peer of each round. GB/s: the read bandwidth measured between the engines (median).",
+        "Tokens a second (medians); in brackets the median of our ratio to it, round by round. Bold: our ratio to",
+        "the best peer of each round. GB/s: the read bandwidth measured between the engines (median).",
         "",
         "| row | ours | " + " | ".join(peers) + " | to the best | GB/s | rounds |",
         "| --- " * (len(peers) + 5) + "|",
@@ -141,7 +162,9 @@ def markdown(table: dict[str, Any], about: dict[str, Any]) -> str:
         cells = [row, f"{own['tokens_per_s']:.0f}" + (f" ({setting})" if setting else "")]
         for peer in peers:
             known = peer in engines
-            cells.append(f"{engines[peer]['tokens_per_s']:.0f} ({own['ratios'][peer]:.2f}x)" if known else "–")
+            cells.append(
+                f"{engines[peer]['tokens_per_s']:.0f} ({own['ratios'][peer]:.2f}x)" if known else "–"
+            )
         cells += [f"**{own['ratios'][BEST]:.2f}x**", f"{summary['gb_s']:.1f}", str(summary["rounds"])]
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", "| target | against | measured | wanted | |", "| --- " * 5 + "|"]
@@ -179,7 +202,8 @@ def plot(table: dict[str, Any]) -> str:
         + _text(LEFT + 150 * i + 17, 24, name)
         for i, (name, colour) in enumerate(COLOURS.items())
     )
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {y}" font-family="sans-serif" font-size="12">'
+    font = 'font-family="sans-serif" font-size="12"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {y}" {font}>'
     ground = f'<rect width="{WIDE}" height="{y}" fill="#ffffff"/>'
     return "\n".join([head, ground, legend, *parts, "</svg>"]) + "\n"
 
@@ -188,25 +212,28 @@ def _text(x: float, y: float, words: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" fill="#222222">{words}</text>'
 
 
-def write(found: list[Round], folder: Path, versions: dict[str, str]) -> None:
+def write(found: list[Round], folder: Path, machine: str, versions: dict[str, str]) -> None:
     """peers.json, peers.md and peers.svg of all rounds; says the targets."""
     if not found:
         return
     table = table_of(found)
     about = {
-        "machine": versions["machine"],
-        "threads": 2,
+        "machine": machine,
+        "threads": THREADS,
         "date": datetime.now(timezone.utc).date().isoformat(),
         "build": found[-1]["build"],
-        "versions": {name: v for name, v in versions.items() if name != "machine"},
+        "versions": versions,
     }
-    put: Callable[[str, str], object] = lambda name, text: (folder / name).write_text(text, encoding="utf-8")
     targets = [
         {"row": row, "against": peer, "measured": value, "wanted": wanted, "met": met}
         for row, peer, value, wanted, met in verdicts(table)
     ]
-    put("peers.json", json.dumps(about | {"targets": targets, "rows": table}, indent=1) + "\n")
-    put("peers.md", markdown(table, about))
-    put("peers.svg", plot(table))
+    pages = {
+        "peers.json": json.dumps(about | {"targets": targets, "rows": table}, indent=1) + "\n",
+        "peers.md": markdown(table, about),
+        "peers.svg": plot(table),
+    }
+    for name, text in pages.items():
+        (folder / name).write_text(text, encoding="utf-8")
     for row, peer, value, wanted, met in verdicts(table):
         print(f"{'met   ' if met else 'missed'} {row:22} {peer:16} {value:6.3g} of {wanted:g}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-# Steps of a few streams begin at both ends of the contexts 64 to 512, those of many in the middle, as their prompts
-# take long. A step's time grows linearly with the context, so either is the mean over all contexts from 64 to 512.
+# Steps of a few streams begin at both ends of the contexts 64 to 512, those of many in the middle, as their
+# prompts take long. A step's time grows linearly with the context: both are the mean over all of 64 to 512.
 ENDS, MIDDLE = (64, 480), (280,)
 PROMPT, ANSWER = 128, 64  # tokens of a request over HTTP
 THREADS = 2

@@ -42,11 +42,9 @@ done
 
 rustc -C opt-level=3 -C target-cpu=native -o "$peers/bin/read_bandwidth" benches/read_bandwidth.rs
 "$peers/bin/python" benches/peers_models.py "$peers/models"
-"$peers/bin/python" benches/peers_models.py --openvino "$peers/models"
 
 cat >"$peers/versions.json" <<JSON
 {
- "machine": "$(sed -n 's/^model name\s*: //p' /proc/cpuinfo | head -n 1)",
  "llama.cpp": "llama-cpp-python $LLAMA_CPP_PYTHON, native build",
  "ik_llama.cpp": "ik-llama-cpp-python $IK_LLAMA_CPP_PYTHON, wheel",
  "openvino": "openvino-genai $OPENVINO_GENAI, nncf $NNCF"
