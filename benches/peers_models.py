@@ -139,7 +139,7 @@ def write_gguf(path: Path, kind: gguf.GGMLQuantizationType) -> None:
 
 def write_openvino(folder: Path) -> None:
     """OpenVINO's files: its own reader of the F16 file saves the graph, nncf compresses it as optimum-intel
-    would (int8: a scale a channel, asymmetric; int4: symmetric, groups of 128, embedding and head in int8)."""
+    would (int8: a scale a channel, asymmetric; int4: symmetric, groups of 128, embedding in int8)."""
     import nncf
     import openvino as ov
     import openvino_genai as genai

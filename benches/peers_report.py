@@ -22,7 +22,7 @@ from peers_rows import (
 
 Round = dict[str, Any]
 
-# Weights that a step of one stream reads (all of them: the head is the embedding), and bytes of K and V of one
+# Weights that a step of one stream reads (all: the head is the embedding), and bytes of K and V of one
 # cell: 24 layers x 2 heads x 64 numbers, twice, in bf16.
 PARAMETERS = 494_032_768
 KV_BYTES = 24 * 2 * 64 * 2 * 2
@@ -146,8 +146,8 @@ def markdown(table: dict[str, Any], about: dict[str, Any]) -> str:
         "",
         f"{about['machine']}, {about['threads']} threads; {about['date']}; core build {about['build']}.",
         "Versions: " + ", ".join(f"{name} {v}" for name, v in about["versions"].items()) + ".",
-        "Tokens a second (medians); in brackets the median of our ratio to it, round by round. Bold: our ratio to",
-        "the best peer of each round. GB/s: the read bandwidth measured between the engines (median).",
+        "Tokens a second (medians); in brackets the median of our ratio to it, round by round. Bold: our",
+        "ratio to the best peer of each round. GB/s: the read bandwidth measured between the engines (median).",
         "",
         "| row | ours | " + " | ".join(peers) + " | to the best | GB/s | rounds |",
         "| --- " * (len(peers) + 5) + "|",
