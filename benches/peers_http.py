@@ -76,26 +76,16 @@ class Server:
     def __init__(self, engine: str, file: str, n_streams: int) -> None:
         self.port, self.n_streams = free_port(), n_streams
         model, port, n = str(MODELS / file), str(self.port), str(n_streams)
+        common = ["--port", port, "--threads" if engine == "llama.cpp" else "--num-threads", str(THREADS)]
         if engine.startswith("llaisys"):
-            command = [
-                sys.executable,
-                "-m",
-                "llaisys",
-                "serve",
-                model,
-                "--port",
-                port,
-                "--log-level",
-                "warning",
-            ]
-            command += ["--num-threads", str(THREADS), "--max-num-seqs", "32"]
+            command = [sys.executable, "-m", "llaisys", "serve", model, *common]
+            command += ["--max-num-seqs", "32", "--log-level", "warning"]
             setting = engine.partition("/")[2]
             command += ["--quantization", setting] if setting else []
         else:
-            command = [str(BUILDS[engine] / "llama-server"), "-m", model, "--port", port, "-t", str(THREADS)]
             cells = n_streams * (PROMPT + ANSWER + 16)
-            command += ["-np", n, "-c", str(cells), "-fa", "on", "-b", "2048", "-ub", "512"]
-            command += ["--cache-ram", "0", "--no-webui"]
+            command = [str(BUILDS[engine] / "llama-server"), "-m", model, *common, "-np", n, "-c", str(cells)]
+            command += ["-fa", "on", "-b", "2048", "-ub", "512", "--cache-ram", "0"]
         env = None if engine.startswith("llaisys") else environment(engine)
         # If this process is killed, the server goes with it.
         self.process = subprocess.Popen(
@@ -104,7 +94,7 @@ class Server:
             stderr=subprocess.DEVNULL,
             env=env,
         )
-        ready = f"http://127.0.0.1:{port}/health"
+        ready = f"http://127.0.0.1:{port}/{'ready' if engine.startswith('llaisys') else 'health'}"
         end = time.monotonic() + START_TIMEOUT_S
         while not _answers(ready):
             if self.process.poll() is not None or time.monotonic() > end:

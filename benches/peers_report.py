@@ -147,7 +147,7 @@ def markdown(table: dict[str, Any], about: dict[str, Any]) -> str:
         f"{about['machine']}, {about['threads']} threads; {about['date']}; core build {about['build']}.",
         "Versions: " + ", ".join(f"{name} {v}" for name, v in about["versions"].items()) + ".",
         "Tokens a second (medians); in brackets the median of our ratio to it, round by round. Bold: our",
-        "ratio to the best peer of each round. GB/s: the read bandwidth measured between the engines (median).",
+        "ratio to the best peer of each round. GB/s: the read bandwidth between the engines (median).",
         "",
         "| row | ours | " + " | ".join(peers) + " | to the best | GB/s | rounds |",
         "| --- " * (len(peers) + 5) + "|",

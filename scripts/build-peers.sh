@@ -34,7 +34,7 @@ for tool in llama-bench llama-batched-bench llama-server llama-quantize; do
     if [ ! -x "$build/bin/$tool" ]; then
         echo "building llama.cpp's tools (long); the log is $peers/build.log"
         { cmake -S "$src/vendor/llama.cpp" -B "$build" -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF \
-            -DGGML_NATIVE=ON &&
+            -DGGML_NATIVE=ON -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF &&
             cmake --build "$build" -j "$JOBS" \
                 --target llama-bench llama-batched-bench llama-server llama-quantize; } >"$peers/build.log" 2>&1
     fi
