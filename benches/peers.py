@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import platform
+import subprocess
 import sys
 import time
 from datetime import datetime, timezone
@@ -172,6 +173,12 @@ def machine() -> str:
     return f"{cpu_name()}, {os.cpu_count()} CPUs, {_core.available_isas()[0]}"
 
 
+def commit() -> str:
+    """Which sources are here."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True, cwd=RESULTS).stdout.strip() or "unknown"
+
+
 def prepare() -> None:
     """The embedded model under the peers' models."""
     from llaisys.hub import resolve_model
@@ -206,7 +213,7 @@ def main() -> int:
         return 0 if chosen else 2
     bench = Bench(args.budget_s)
     left = chosen if args.report else measure_all(bench, chosen, args)
-    peers_report.write(bench.rounds, RESULTS, machine(), versions())
+    peers_report.write(bench.rounds, RESULTS, machine(), {"llaisys": commit(), **versions()})
     if left and not args.report:
         print(f"{len(left)} rows are left; the same command goes on: {' '.join(r.name for r in left[:8])}")
         return ROWS_ARE_LEFT

@@ -68,7 +68,7 @@ def summarise(found: list[Round]) -> dict[str, Any]:
     reads = [gb_s for each in found for gb_s in each["gb_s"]]
     summary = {"rounds": len(found), "gb_s": statistics.median(reads), "engines": engines}
     share = bandwidth_share(found)
-    return summary | ({"bandwidth_share": share} if share else {})
+    return summary | ({"bandwidth_share": share} if share else {}) | {"build": found[-1]["build"]}
 
 
 def bandwidth_share(found: list[Round]) -> float | None:
@@ -159,7 +159,8 @@ def markdown(table: dict[str, Any], about: dict[str, Any]) -> str:
         ours = best_of_ours(summary)
         setting = ours.partition("/")[2]
         own = engines[ours]
-        cells = [row, f"{own['tokens_per_s']:.0f}" + (f" ({setting})" if setting else "")]
+        older = "" if summary["build"] == about["build"] else " (older core)"
+        cells = [row + older, f"{own['tokens_per_s']:.0f}" + (f" ({setting})" if setting else "")]
         for peer in peers:
             known = peer in engines
             cells.append(
@@ -221,7 +222,7 @@ def write(found: list[Round], folder: Path, machine: str, versions: dict[str, st
         "machine": machine,
         "threads": THREADS,
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "build": found[-1]["build"],
+        "build": max(found, key=lambda each: str(each["when"]))["build"],
         "versions": versions,
     }
     targets = [
