@@ -83,9 +83,11 @@ test: model browser
 	$(VENV)/bin/pytest -q tests/acceptance -m "$(SUITE)"
 endif
 
-bench: build ## kernels and the decode step (criterion); results in target/criterion
+bench: build ## kernels and the decode step (criterion; in target/criterion), each product beside its roofline
 	cargo bench -p llaisys-core --bench kernels --bench attention --bench decode -- \
 		--warm-up-time 0.3 --measurement-time 1
+	@rustc -C opt-level=3 -C target-cpu=native -o target/machine_speed benches/machine_speed.rs
+	$(PY) benches/roofline.py
 
 bench-engine: model ## the engine: simulator rate, a step's Python cost, second turn, reclaim time
 	$(PY) benches/simulate.py | tee benches/results/engine.jsonl
@@ -110,7 +112,7 @@ mutants: build ## mutation tests of scheduler, prefix index, cells and ids (long
 	$(PY) scripts/mutants.py $(ARGS)
 	$(PY) benches/mutants_core.py --out benches/results/mutants-rust.txt
 
-.venv-peers/stamp: scripts/build-peers.sh benches/peers_models.py benches/read_bandwidth.rs
+.venv-peers/stamp: scripts/build-peers.sh benches/peers_models.py benches/machine_speed.rs
 	@scripts/build-peers.sh
 	@touch $@
 

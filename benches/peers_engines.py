@@ -66,10 +66,10 @@ class Bandwidth:
     """Reads of memory, 10^9 bytes a second."""
 
     def __init__(self) -> None:
-        self.talker = Talker([str(PEERS / "bin" / "read_bandwidth"), str(THREADS)])
+        self.talker = Talker([str(PEERS / "bin" / "machine_speed"), str(THREADS)])
 
     def read(self) -> float:
-        return float(self.talker.ask())
+        return float(self.talker.ask("read"))
 
 
 class Resident:

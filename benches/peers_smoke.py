@@ -13,6 +13,7 @@ from pathlib import Path
 import peers_report
 from peers_engines import PeerError, batched_bench_rates, bench_rate
 from peers_rows import BEST, MIDDLE, TARGETS, rows
+from roofline import Product
 
 BATCHED_BENCH = """
 main: n_kv_max = 9216, n_batch = 2048, n_ubatch = 512, flash_attn = 1, n_threads = 2, n_threads_batch = 2
@@ -53,6 +54,7 @@ def check() -> None:
     check_parsing()
     check_arithmetic()
     check_report()
+    check_roofline()
 
 
 def check_parsing() -> None:
@@ -97,3 +99,10 @@ def check_report() -> None:
         )
         assert json.loads((Path(folder) / "peers.json").read_text())["targets"][0]["met"] is True
         assert (Path(folder) / "peers.svg").read_text().startswith("<svg")
+
+
+def check_roofline() -> None:
+    """1 MB at 10 GB/s takes 100 us, 10^8 operations at 2 x 100 GFLOP/s 500 us: in 1 ms, half of the roofline."""
+    product = Product("linear-bf16-o", 16, 1e-3, n_bytes=1e6, n_operations=1e8)
+    assert abs(product.share(gb_s=10.0, gflops=100.0) - 0.5) < 1e-9
+    assert abs(product.share(gb_s=1.0, gflops=100.0) - 1.0) < 1e-9

@@ -40,7 +40,7 @@ for tool in llama-bench llama-batched-bench llama-server llama-quantize; do
     fi
 done
 
-rustc -C opt-level=3 -C target-cpu=native -o "$peers/bin/read_bandwidth" benches/read_bandwidth.rs
+rustc -C opt-level=3 -C target-cpu=native -o "$peers/bin/machine_speed" benches/machine_speed.rs
 "$peers/bin/python" benches/peers_models.py "$peers/models"
 
 cat >"$peers/versions.json" <<JSON
