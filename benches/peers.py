@@ -184,8 +184,8 @@ def prepare() -> None:
     from llaisys.hub import resolve_model
 
     link = MODELS / "smollm2.gguf"
-    if not link.exists():
-        link.symlink_to(resolve_model("smollm2").path)
+    link.unlink(missing_ok=True)
+    link.symlink_to(resolve_model("smollm2").path)
 
 
 def main() -> int:

@@ -102,7 +102,7 @@ def check_report() -> None:
 
 
 def check_roofline() -> None:
-    """1 MB at 10 GB/s takes 100 us, 10^8 operations at 2 x 100 GFLOP/s 500 us: in 1 ms, half of the roofline."""
+    """1 MB at 10 GB/s takes 100 us, 10^8 operations at 2 x 100 GFLOP/s 500 us: 1 ms is half as fast."""
     product = Product("linear-bf16-o", 16, 1e-3, n_bytes=1e6, n_operations=1e8)
     assert abs(product.share(gb_s=10.0, gflops=100.0) - 0.5) < 1e-9
     assert abs(product.share(gb_s=1.0, gflops=100.0) - 1.0) < 1e-9
