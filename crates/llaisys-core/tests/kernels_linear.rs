@@ -5,16 +5,20 @@ mod stored;
 
 use llaisys_core::ops::dispatch::{IsaName, Kernels};
 use llaisys_core::ops::packed::{PackedFormat, PackedMatrix};
-use llaisys_core::ops::{LinearPart, OpContext, linear, linear_add, reference};
+use llaisys_core::ops::{
+    Gate, LinearPart, OpContext, contract, gate_up_row, gate_up_rows, linear, linear_add, linear_gated,
+    reference,
+};
 use llaisys_core::threads::Pool;
 use stored::{Rng, Stored, block_len, f16_places};
 
-/// Rows from one tile to several, over the borders of every tile height (1, 2, 4, 6, 12) and of dynamic chunks.
-const N_ROWS: [usize; 14] = [1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 25, 31, 33];
+/// Rows from one tile to several, over the borders of every tile height (1, 2, 4, 6, 12), of dynamic
+/// chunks and of rows cut for threads.
+const N_ROWS: [usize; 15] = [1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 25, 31, 33, 70];
 
 fn context(isa: IsaName, n_threads: usize) -> OpContext {
     let kernels = Kernels::select(Some(isa)).unwrap();
-    OpContext::new(kernels, Pool::new(n_threads).unwrap(), 64, 1536).unwrap()
+    OpContext::new(kernels, Pool::new(n_threads).unwrap(), 100, 1536).unwrap()
 }
 
 /// Outputs and inputs of the test matrices: tails of panels, odd K for plain formats, whole blocks for others.
@@ -134,12 +138,12 @@ fn integer_kernels_do_not_saturate() {
 /// The bits of a row's outputs do not depend on the rows beside it, nor on the number of threads.
 #[test]
 fn rows_are_bitwise_the_same_in_any_batch_and_on_any_threads() {
-    let batches: Vec<usize> = (1..=33).chain([64]).collect();
+    let batches: Vec<usize> = (1..=33).chain([63, 64, 65, 100]).collect();
     for isa in IsaName::available() {
         for format in PackedFormat::ALL {
             let (n, k) = (100, if format.is_grouped() { whole(format, 160) } else { 37 });
             let rng = &mut Rng(7);
-            let x = rng.units(64 * k);
+            let x = rng.units(100 * k);
             let stored = Stored::of(rng, format, n, k);
             let mut alone = Vec::new();
             for n_threads in 1..=3 {
@@ -147,15 +151,15 @@ fn rows_are_bitwise_the_same_in_any_batch_and_on_any_threads() {
                 let weight = stored.pack(&cx.pool, format);
                 let part = [LinearPart { weight: &weight, bias: None }];
                 if alone.is_empty() {
-                    alone = vec![0.0; 64 * n];
+                    alone = vec![0.0; 100 * n];
                     for (x, y) in x.chunks_exact(k).zip(alone.chunks_exact_mut(n)) {
                         linear(&mut cx, x, &part, &mut [y]);
                     }
                 }
                 for &m in &batches {
                     let mut y = vec![f32::NAN; m * n];
-                    linear(&mut cx, &x[(64 - m) * k..], &part, &mut [&mut y]);
-                    let same = y.iter().zip(&alone[(64 - m) * n..]).all(|(a, b)| a.to_bits() == b.to_bits());
+                    linear(&mut cx, &x[(100 - m) * k..], &part, &mut [&mut y]);
+                    let same = y.iter().zip(&alone[(100 - m) * n..]).all(|(a, b)| a.to_bits() == b.to_bits());
                     assert!(
                         same,
                         "{isa:?} {format:?}: {m} rows on {n_threads} threads differ from single rows"
@@ -190,6 +194,35 @@ fn parts_of_one_call_are_the_same_as_calls() {
             let mut alone = vec![0.0; y.len()];
             linear(&mut cx, &x, &[*part], &mut [&mut alone]);
             assert_eq!(&alone, y, "{isa:?} {:?}", part.weight.format());
+        }
+    }
+}
+
+/// The sums that `linear` gives, through the gate, in every form of work.
+#[test]
+fn linear_gated_is_linear_and_a_gate() {
+    for isa in IsaName::available() {
+        for n_threads in [1, 3] {
+            let mut cx = context(isa, n_threads);
+            for format in PackedFormat::ALL {
+                let (rng, k) = (&mut Rng(19), whole(format, 64));
+                for (m, d_ff) in [(1, 48), (5, 20), (40, 33), (70, 7)] {
+                    let n = gate_up_rows(d_ff);
+                    let weight = Stored::of(rng, format, n, k).pack(&cx.pool, format);
+                    let x = rng.units(m * k);
+                    let (mut sums, mut y) = (vec![0.0; m * n], vec![f32::NAN; m * d_ff]);
+                    linear(&mut cx, &x, &[LinearPart { weight: &weight, bias: None }], &mut [&mut sums]);
+                    linear_gated(&mut cx, &x, &weight, Gate::Silu, &mut y);
+                    for (i, &y) in y.iter().enumerate() {
+                        let place = |is_up| (0..n).find(|&n| gate_up_row(d_ff, n) == Some((is_up, i % d_ff)));
+                        let of = |is_up| sums[i / d_ff * n + place(is_up).unwrap()];
+                        let want = reference::swiglu::swiglu(&[of(false)], &[of(true)])[0];
+                        let bound = contract::swiglu_tolerance(f64::from(of(true)), want);
+                        let error = (f64::from(y) - want).abs();
+                        assert!(error <= bound, "{isa:?} {format:?} {m} x {d_ff}, {i}: {y} for {want}");
+                    }
+                }
+            }
         }
     }
 }
@@ -262,7 +295,7 @@ fn no_rows_give_no_results() {
 fn more_rows_than_the_context_holds_are_refused() {
     let mut cx = context(IsaName::Scalar, 1);
     let weight = Stored::of(&mut Rng(1), PackedFormat::F32, 1, 8).pack(&cx.pool, PackedFormat::F32);
-    linear_add(&mut cx, &[0.0; 65 * 8], &weight, &mut [0.0; 65]);
+    linear_add(&mut cx, &[0.0; 101 * 8], &weight, &mut [0.0; 101]);
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::ops::Range;
 /// Words of four inputs in a group.
 pub(super) const QUADS: usize = BLOCK_LEN / 4;
 
-/// The inputs of a block for a grouped format: integers `[k/4][r]`, groups `[k/32][r]`.
+/// The inputs of a block for a grouped format: integers `[k/32][r][8]`, groups `[k/32][r]`.
 pub(super) type GroupInputs<'a> = (&'a [u32], &'a [GroupInput]);
 
 /// What a kernel knows of a grouped format when it is compiled; `ops/packed.rs` draws the layouts.
@@ -35,16 +35,10 @@ pub(super) trait Group {
         part * n..(part + 1) * n
     }
 
-    /// The sum of part `part` of the inputs' integers.
+    /// Which of a [`GroupInput`]'s sums belongs to part `part`.
     #[inline(always)]
-    fn sum(input: GroupInput, part: usize) -> i32 {
-        if Self::PARTS == 2 { input.sums[part] } else { input.sums[0] + input.sums[1] }
-    }
-
-    /// Where the sum of `weight * input` starts, so that the stored weights may be unsigned.
-    #[inline(always)]
-    fn init(input: GroupInput, part: usize) -> i32 {
-        -i32::from(Self::FORMAT.offset()) * Self::sum(input, part)
+    fn sum(part: usize) -> usize {
+        if Self::PARTS == 2 { 1 + part } else { 0 }
     }
 }
 
