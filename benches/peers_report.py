@@ -186,8 +186,8 @@ def plot(table: dict[str, Any]) -> str:
     for row in shown:
         engines = table[row]["engines"]
         ours = best_of_ours(table[row])
-        rates = {"llaisys": engines[ours]["tokens_per_s"]}
-        rates |= {name: e["tokens_per_s"] for name, e in engines.items() if not is_ours(name)}
+        shown_as = {name: ours if name == "llaisys" else name for name in COLOURS}
+        rates = {name: engines[e]["tokens_per_s"] for name, e in shown_as.items() if e in engines}
         fastest = max(rates.values())
         parts.append(_text(8, y + len(rates) * BAR / 2 + 4, row))
         for name, value in rates.items():

@@ -36,9 +36,16 @@ for tool in llama-bench llama-batched-bench llama-server llama-quantize; do
         { cmake -S "$src/vendor/llama.cpp" -B "$build" -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF \
             -DGGML_NATIVE=ON -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF &&
             cmake --build "$build" -j "$JOBS" \
-                --target llama-bench llama-batched-bench llama-server llama-quantize; } >"$peers/build.log" 2>&1
+                --target llama-bench llama-batched-bench llama-server llama-quantize mtmd; } >"$peers/build.log" 2>&1
     fi
 done
+
+# llama.cpp's Python binding, for `make bench-quality`: the package of the sdist with the libraries just built.
+"$peers/bin/pip" install --quiet typing_extensions diskcache jinja2
+mkdir -p "$src/llama_cpp/lib"
+ln -sf "$build"/bin/lib{llama,ggml,ggml-base,ggml-cpu,mtmd}.so* "$src/llama_cpp/lib/"
+"$peers/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' |
+    while read -r packages; do echo "$src" >"$packages/llama_cpp_sdist.pth"; done
 
 rustc -C opt-level=3 -C target-cpu=native -o "$peers/bin/machine_speed" benches/machine_speed.rs
 "$peers/bin/python" benches/peers_models.py "$peers/models"
