@@ -13,7 +13,7 @@ ARGS   ?=
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name 'Cargo.toml') Cargo.toml Cargo.lock
 PAGE_SOURCES := $(shell find webui -type f -not -path '*/node_modules/*' -not -path 'webui/tests/*')
 
-.PHONY: help setup build serve check test test-clients lint fmt bench bench-engine bench-load bench-serve bench-server bench-peers bench-ui screenshots soak soak-sim mutants fuzz faults-core wheel lock clean model browser
+.PHONY: help setup build serve check test test-clients lint fmt bench bench-engine bench-load bench-serve bench-server bench-peers bench-quality bench-ui screenshots soak soak-sim mutants fuzz faults-core wheel lock clean model browser
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -95,9 +95,11 @@ endif
 test-clients: model .venv-clients/stamp ## langchain-openai, litellm and llm against a server; calls in benches/results
 	$(PY) tests/clients/run.py --python .venv-clients/bin/python | tee benches/results/clients.txt
 
-bench: build ## kernels and the decode step (criterion); results in target/criterion
+bench: build ## kernels and the decode step (criterion; in target/criterion), each product beside its roofline
 	cargo bench -p llaisys-core --bench kernels --bench attention --bench decode -- \
 		--warm-up-time 0.3 --measurement-time 1
+	@rustc -C opt-level=3 -C target-cpu=native -o target/machine_speed benches/machine_speed.rs
+	$(PY) benches/roofline.py
 
 bench-engine: model ## the engine: simulator rate, a step's Python cost, second turn, reclaim time
 	$(PY) benches/simulate.py | tee benches/results/engine.jsonl
@@ -128,13 +130,15 @@ mutants: build ## mutation tests of scheduler, prefix index, cells and ids (long
 	$(PY) scripts/mutants.py $(ARGS)
 	$(PY) benches/mutants_core.py --out benches/results/mutants-rust.txt
 
-.venv-peers/stamp:
-	python3 -m venv .venv-peers
-	.venv-peers/bin/pip install --quiet llama-cpp-python
+.venv-peers/stamp: scripts/build-peers.sh benches/peers_models.py benches/machine_speed.rs
+	@scripts/build-peers.sh
 	@touch $@
 
-bench-peers: model .venv-peers/stamp ## one stream against llama.cpp on the same file, alternated in one run
+bench-peers: model .venv-peers/stamp ## beside llama.cpp, ik_llama.cpp and OpenVINO (ARGS="--only targets"); goes on where it ended
 	$(PY) benches/peers.py $(ARGS)
+
+bench-quality: model .venv-peers/stamp ## what quantising costs, ours and llama.cpp's: mean KL to float32 over 5,120 tokens
+	$(PY) benches/quality.py $(ARGS)
 
 bench-ui: build browser ## the page on a stream of 200 tokens a second: first paint, a long chat, long tasks
 	$(PY) benches/ui.py $(ARGS)

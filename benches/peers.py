@@ -1,136 +1,246 @@
-"""One stream of SmolLM2 beside llama.cpp on the same file, alternated in one run.
+"""Ours beside llama.cpp, ik_llama.cpp and OpenVINO: rows measured in rounds, engines in turn, ratios by
+round.
 
-usage: peers.py [--rounds 7] [--threads 2] [--new 128] [--peer-python .venv-peers/bin/python]
+usage: peers.py [--only PATTERN ...] [--rounds 7] [--budget-s SECONDS] [--fresh] [--report] [--list] [--smoke]
 
-Both sides answer the same commands (`decode`, `prefill`) in turn, A B A B, so that a change of the machine's
-memory speed hits both. Prints medians and the median of the pairwise ratios; writes a JSON file under
-benches/results/. The peer's environment is made by `make bench-peers`.
+A round of a row measures every engine once, beginning with another one each round, with a read of the
+memory before and after each. Rounds are kept in benches/results/peers-rounds.jsonl, so a run goes on where
+the one before ended (exit status 3: rows are left); rounds of another build of the core are thrown away
+when their row is measured. PATTERN is a row, a glob (`decode-1-*`, see --list) or `targets`: the rows that
+issue 5 sets a target for. After each run the table, the JSON and the plot are written anew. Build the peers
+first: `make bench-peers` does.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import os
 import platform
-import statistics
 import subprocess
 import sys
 import time
 from datetime import datetime, timezone
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
-import numpy as np
+import peers_report
+from peers_engines import MODELS, Bandwidth, LlamaTools, PeerError, Resident, start, versions
+from peers_http import Server
+from peers_rows import TARGETS, Row, is_ours, rows
 
-from llaisys._core import Context
-from llaisys.hub import resolve_model
+RESULTS = Path(__file__).parent / "results"
+ROUNDS = RESULTS / "peers-rounds.jsonl"
+ROWS_ARE_LEFT = 3
 
-HERE = Path(__file__).parent
+TARGET_ROWS = [*TARGETS, "overhead-16-bf16"]
 
-
-class Ours:
-    """The context alone: what the core gives, without the engine above it."""
-
-    def __init__(self, path: Path, n_threads: int) -> None:
-        self.context = Context(
-            str(path), n_cells=2048, n_seq_max=1, n_batch=512, max_model_len=2048, n_threads=n_threads
-        )
-
-    def step(self, seq: int, tokens: list[int], start: int) -> int:
-        n = len(tokens)
-        flags = np.zeros(n, np.uint8)
-        flags[-1] = 1
-        out = self.context.decode(
-            np.array(tokens, np.int32),
-            np.arange(start, start + n, dtype=np.int32),
-            np.ones(n, np.int32),
-            np.full(n, seq, np.int64),
-            flags,
-        )
-        return int(out.token_ids[0])
-
-    def decode(self, n_prompt: int, n_new: int) -> float:
-        seq = self.context.seq_acquire()
-        token = self.step(seq, [100 + i for i in range(n_prompt)], 0)
-        start = time.perf_counter()
-        for i in range(n_new):
-            token = self.step(seq, [token], n_prompt + i)
-        rate = n_new / (time.perf_counter() - start)
-        self.context.seq_release(seq)
-        return rate
-
-    def prefill(self, n_tokens: int) -> float:
-        seq = self.context.seq_acquire()
-        start = time.perf_counter()
-        self.step(seq, [100 + i for i in range(n_tokens)], 0)
-        rate = n_tokens / (time.perf_counter() - start)
-        self.context.seq_release(seq)
-        return rate
+Engine = Resident | LlamaTools | Server
 
 
-class Peer:
-    """llama.cpp in its own process and environment."""
+class Bench:
+    """The rounds so far, and the engines that are loaded."""
 
-    def __init__(self, python: str, path: Path, n_threads: int) -> None:
-        command = [python, str(HERE / "peer_llama_cpp.py"), str(path), str(n_threads)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.version = self._line().split()[1]
+    def __init__(self, budget_s: float) -> None:
+        self.end = time.monotonic() + budget_s
+        self.build = build_id()
+        lines = ROUNDS.read_text("utf-8").splitlines() if ROUNDS.exists() else []
+        self.rounds: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        self.engines: dict[tuple[str, ...], Engine] = {}
+        self.bandwidth: Bandwidth | None = None
+        self.longest_s = 0.0
 
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            sys.exit("the llama.cpp peer ended; is llama-cpp-python in its environment?")
-        return line
+    def of(self, row: Row) -> list[dict[str, Any]]:
+        return [r for r in self.rounds if r["row"] == row.name and r["build"] == self.build]
 
-    def ask(self, *words: object) -> float:
-        assert self.process.stdin is not None
-        self.process.stdin.write(" ".join(map(str, words)) + "\n")
-        self.process.stdin.flush()
-        return float(self._line())
+    def drop(self, row: Row, *, fresh: bool) -> None:
+        """Forgets the row's rounds of other builds, or all."""
+        kept = [] if fresh else self.of(row)
+        self.rounds = [r for r in self.rounds if r["row"] != row.name] + kept
+
+    def save(self) -> None:
+        ROUNDS.parent.mkdir(exist_ok=True)
+        part = ROUNDS.with_suffix(".part")
+        part.write_text("".join(json.dumps(r) + "\n" for r in self.rounds), encoding="utf-8")
+        part.replace(ROUNDS)
+
+    def engine(self, row: Row, name: str) -> Engine:
+        """Loaded once for all rows of its model; a server is one for a row."""
+        key = (name, row.engines[name], row.kind if row.kind in ("http", "overhead") else "")
+        key += (row.name,) if row.kind == "http" else ()
+        if key not in self.engines:
+            if row.kind == "http":
+                self.engines[key] = Server(name, row.engines[name], row.n)
+            else:
+                self.engines[key] = start(name, row.engines[name], timed=row.kind == "overhead")
+        return self.engines[key]
+
+    def unload(self) -> None:
+        for engine in self.engines.values():
+            engine.close()
+        self.engines.clear()
+
+    def read(self) -> float:
+        if self.bandwidth is None:
+            self.bandwidth = Bandwidth()
+        return self.bandwidth.read()
+
+    def measure(self, row: Row, n_done: int) -> dict[str, Any]:
+        """One round."""
+        names = [name for name in row.engines if is_available(name)]
+        first = n_done % len(names)
+        order = names[first:] + names[:first]
+        gb_s, rates, took_s = [self.read()], {}, {}
+        for name in order:
+            begun = time.monotonic()
+            rates[name] = rate(self.engine(row, name), row)
+            took_s[name] = round(time.monotonic() - begun, 1)
+            gb_s.append(self.read())
+        return {
+            "row": row.name,
+            "build": self.build,
+            "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "order": order,
+            "gb_s": gb_s,
+            "rates": rates,
+            "took_s": took_s,
+        }
+
+    def run(self, row: Row, n_rounds: int) -> bool:
+        """Rounds until there are so many; False if the time is over before."""
+        names = [name for name in row.engines if is_available(name)]
+        done = self.of(row)
+        if len(done) < n_rounds:
+            for name in names:  # loading and the first steps are nobody's figure
+                if time.monotonic() > self.end:
+                    return False
+                begun = time.monotonic()
+                engine = self.engine(row, name)
+                if not isinstance(engine, LlamaTools):
+                    rate(engine, row)
+                print(f"{row.name:22} {name} ready in {time.monotonic() - begun:.1f} s", flush=True)
+        while len(done := self.of(row)) < n_rounds:
+            begun = time.monotonic()
+            if begun + self.longest_s > self.end:
+                return False
+            self.rounds.append(self.measure(row, len(done)))
+            self.longest_s = time.monotonic() - begun
+            self.save()
+            print(peers_report.round_line(self.rounds[-1]), flush=True)
+        return True
+
+
+def rate(engine: Engine, row: Row) -> dict[str, float]:
+    """Tokens a second (overhead: a share) by context, 0 where there is none."""
+    if isinstance(engine, Server):
+        return engine.http(row.n)
+    if row.kind == "prefill":
+        return engine.prefill(row.n)
+    if row.kind == "overhead":
+        assert isinstance(engine, Resident)
+        return engine.overhead(row)
+    return engine.decode(row)
+
+
+def is_available(engine: str) -> bool:
+    """Our settings for a model count from the version that has them on."""
+    from llaisys.config import Config
+
+    setting = engine.partition("/")[2] if is_ours(engine) else ""
+    return not setting or "quantization" in Config.model_fields
+
+
+def build_id() -> str:
+    """Which compiled core is measured: the begin of its hash."""
+    from llaisys import _core
+
+    return hashlib.sha256(Path(str(_core.__file__)).read_bytes()).hexdigest()[:12]
 
 
 def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
+    """As the kernel names it."""
+    lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor()
 
 
-def main() -> None:
+def machine() -> str:
+    """The processor, and which instructions ours finds."""
+    from llaisys import _core
+
+    return f"{cpu_name()}, {os.cpu_count()} CPUs, {_core.available_isas()[0]}"
+
+
+def commit() -> str:
+    """Which sources are here."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True, cwd=RESULTS).stdout.strip() or "unknown"
+
+
+def prepare() -> None:
+    """The embedded model under the peers' models."""
+    from llaisys.hub import resolve_model
+
+    link = MODELS / "smollm2.gguf"
+    link.unlink(missing_ok=True)
+    link.symlink_to(resolve_model("smollm2").path)
+
+
+def main() -> int:
+    """Reads the flags, measures, reports."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--only", nargs="+", default=["*"])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--new", type=int, default=128)
-    parser.add_argument("--peer-python", default=".venv-peers/bin/python")
+    parser.add_argument("--budget-s", type=float, default=float("inf"))
+    parser.add_argument("--fresh", action="store_true", help="drop the rows' rounds and begin anew")
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--smoke", action="store_true", help="check parsing and arithmetic; needs no peer")
     args = parser.parse_args()
-    path = resolve_model("smollm2").path
-    ours, peer = Ours(path, args.threads), Peer(args.peer_python, path, args.threads)
-    rows: dict[str, list[tuple[float, float]]] = {}
-    for command in (("decode", 64, args.new), ("prefill", 512)):
-        name = " ".join(map(str, command))
-        getattr(ours, command[0])(*command[1:])
-        peer.ask(*command)
-        rows[name] = [
-            (getattr(ours, command[0])(*command[1:]), peer.ask(*command)) for _ in range(args.rounds)
-        ]
-    result = {
-        "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": f"{cpu_name()}, {args.threads} threads",
-        "isa": ours.context.isa,
-        "peer": f"llama-cpp-python {peer.version}",
-        "model": path.name,
-        "unit": "tokens a second, [ours, llama.cpp] a round",
-        "rounds": rows,
-    }
-    for name, pairs in rows.items():
-        a, b = statistics.median(p[0] for p in pairs), statistics.median(p[1] for p in pairs)
-        ratio = statistics.median(p[0] / p[1] for p in pairs)
-        print(f"{name:20} ours {a:8.1f}  llama.cpp {b:8.1f}  ratio {ratio:.2f}")
-    out = HERE / "results" / "peers-llama-cpp.json"
-    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if args.smoke:
+        import peers_smoke
+
+        peers_smoke.check()
+        return 0
+    patterns = [p for only in args.only for p in (TARGET_ROWS if only == "targets" else [only])]
+    chosen = [row for row in rows() if any(fnmatch(row.name, pattern) for pattern in patterns)]
+    if args.list or not chosen:
+        print("\n".join(row.name for row in (chosen or rows())))
+        return 0 if chosen else 2
+    bench = Bench(args.budget_s)
+    left = chosen if args.report else measure_all(bench, chosen, args)
+    peers_report.write(bench.rounds, RESULTS, machine(), {"llaisys": commit(), **versions()})
+    if left and not args.report:
+        print(f"{len(left)} rows are left; the same command goes on: {' '.join(r.name for r in left[:8])}")
+        return ROWS_ARE_LEFT
+    return 0
+
+
+def measure_all(bench: Bench, chosen: list[Row], args: argparse.Namespace) -> list[Row]:
+    """Rows that have too few rounds still."""
+    prepare()
+    loaded = ""
+    try:
+        for row in chosen:
+            bench.drop(row, fresh=args.fresh)
+            group = row.precision + (row.name if row.kind in ("http", "overhead") else "")
+            if group != loaded:
+                bench.unload()
+            loaded = group
+            try:
+                if not bench.run(row, args.rounds):
+                    break
+            except PeerError as error:
+                sys.exit(f"{row.name}: {error}")
+    finally:
+        bench.unload()
+        bench.save()
+    return [row for row in chosen if len(bench.of(row)) < args.rounds]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -228,8 +228,9 @@ class Context:
         lifo: bool = False,
         poison: bool = False,
     ) -> Context:
-        """Loads the weights (GIL released). `n_batch` is the rows of one ubatch; larger batches are split.
+        """Loads the weights (GIL released); `dtype` "int8" and "int4" quantise those of a float checkpoint.
 
+        `n_batch` is the rows of one ubatch; larger batches are split.
         `n_streams` arenas of `n_cells // n_streams` cells each (it must divide): arena `s` is the cells from
         `s * n_cells // n_streams`. For tests: `lifo` hands out what was freed last, `poison` keeps NaN in
         every cell that is free or reserved."""

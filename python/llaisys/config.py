@@ -86,6 +86,10 @@ class Config(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="weights and products; auto keeps the checkpoint's own precision"
     )
+    quantization: Literal["int8", "int4"] | None = Field(
+        None,
+        description="quantise a float checkpoint as it is loaded: 8.25 bits a weight, or 4.5 (head 6.25)",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
     kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="K and V; auto is float32 with dtype float32, else bfloat16"

@@ -66,6 +66,7 @@ class LLM:
         model: str,
         *,
         dtype: str = "auto",
+        quantization: str | None = None,
         device: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
@@ -78,6 +79,7 @@ class LLM:
         Raises RejectedError or UnsupportedError: the setting or the model, by name.
         """
         named = {
+            "quantization": quantization,
             "max_model_len": max_model_len,
             "max_num_seqs": max_num_seqs,
             "kv_cache_memory_bytes": kv_cache_memory,

@@ -486,7 +486,7 @@ def inspect(path: str) -> str:
             "max_position_embeddings": 128,
             "n_parameters": 1000,
             "weight_bytes": 4000,
-            "packed_bytes": {"auto": 4000, "float32": 4000, "bfloat16": 2000},
+            "packed_bytes": {"auto": 4000, "float32": 4000, "bfloat16": 2000, "int8": 1032, "int4": 600},
             "kv_bytes_per_cell": {"float32": 8, "bfloat16": 4},
             "bos_token_id": None,
             "eos_token_ids": [256, 257],

@@ -78,10 +78,8 @@ fn row_wise(c: &mut Criterion) {
     let cx = context();
     let draw = &mut Draw::new(1);
     let (x, weight) = (draw.values(Size::Unit, MAX_ROWS * D_MODEL), draw.values(Size::Unit, D_MODEL));
-    let gate_up = draw.values(Size::Unit, MAX_ROWS * ops::gate_up_rows(D_FF));
     let angles = draw.values(Size::Unit, MAX_ROWS * D_HEAD / 2);
     let mut y = x.clone();
-    let mut inner = vec![0.0; MAX_ROWS * D_FF];
     let mut group = c.benchmark_group("rows");
     for n in [1, 16, MAX_ROWS] {
         let x = &x[..n * D_MODEL];
@@ -92,11 +90,6 @@ fn row_wise(c: &mut Criterion) {
         group.bench_function(BenchmarkId::new("rope", n), |b| {
             let angles = &angles[..n * D_HEAD / 2];
             b.iter(|| ops::rope(&cx, &mut y[..n * D_MODEL], D_HEAD, angles, angles));
-        });
-        let gate_up = &gate_up[..n * ops::gate_up_rows(D_FF)];
-        group.throughput(Throughput::Bytes((size_of_val(gate_up) / 2 * 3) as u64));
-        group.bench_function(BenchmarkId::new("swiglu", n), |b| {
-            b.iter(|| ops::swiglu(&cx, gate_up, D_FF, &mut inner[..n * D_FF]));
         });
     }
     let logits = draw.values(Size::Unit, VOCAB_SIZE);

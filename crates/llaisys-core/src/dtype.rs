@@ -144,7 +144,7 @@ impl DType {
     }
 }
 
-/// How the weights are held and multiplied (`--dtype`).
+/// How the weights are held and multiplied (`--dtype`, `--quantization`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ComputeMode {
@@ -154,6 +154,10 @@ pub enum ComputeMode {
     Float32,
     /// Weights and activations of every product rounded to bf16, sums in f32.
     Bfloat16,
+    /// Matrices quantised to 8 bits while they are loaded.
+    Int8,
+    /// Matrices quantised to 4 bits while they are loaded, the head and the embeddings to 6.
+    Int4,
 }
 
 /// Element type of the K and V tensors.

@@ -109,6 +109,12 @@ pub enum Unsupported {
     /// A tensor's element type.
     #[error("tensor {tensor:?} has type {dtype}; supported are {supported}")]
     TensorType { tensor: String, dtype: String, supported: &'static str },
+    /// A checkpoint in integers that is to be quantised while it is loaded.
+    #[error(
+        "tensor {tensor:?} is quantised already ({dtype}); quantization takes checkpoints in F32, F16 or BF16: \
+         leave it out to load this one as it is"
+    )]
+    Quantized { tensor: String, dtype: String },
     /// An instruction set that this machine lacks or that is not known.
     #[error("instruction set {name:?} is not available on this machine; available are {available}")]
     Isa { name: String, available: String },

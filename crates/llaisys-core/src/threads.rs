@@ -60,6 +60,8 @@ pub struct Pool {
     busy: AtomicBool,
     /// The CPU that is left to the caller when every worker is pinned to one of the others.
     home: Option<usize>,
+    /// How many items of each queue of [`Pool::run_queues`] are taken.
+    queues: Box<[Line<AtomicUsize>]>,
 }
 
 impl std::fmt::Debug for Pool {
@@ -87,7 +89,8 @@ impl Pool {
         let cpus = affinity::usable_cpus();
         let pin = n_threads > 1 && cpus.len() == n_threads;
         let home = cpus.first().copied().filter(|_| pin);
-        let mut pool = Self { shared, workers: Vec::new(), busy: AtomicBool::new(false), home };
+        let queues = (0..n_threads).map(|_| Line(AtomicUsize::new(0))).collect();
+        let mut pool = Self { shared, workers: Vec::new(), busy: AtomicBool::new(false), home, queues };
         for worker in 1..n_threads {
             let shared = Arc::clone(&pool.shared);
             let cpu = cpus.get(worker).copied().filter(|_| pin);
@@ -145,6 +148,26 @@ impl Pool {
                 let range = i * chunk_len..((i + 1) * chunk_len).min(out.len());
                 // SAFETY: `share` gives each chunk to exactly one worker, and chunks do not overlap.
                 job(i, unsafe { out.range(range) });
+            }
+        });
+    }
+
+    /// One queue of `n` items for each thread, handed out in chunks of `chunk >= 1`: calls `job(queue, items)` once
+    /// for each chunk. A thread takes its own queue's chunks first, then what is left of the others': so each works
+    /// on data of its own, and none waits for one that another process slows down.
+    pub fn run_queues(&self, n: usize, chunk: usize, job: &(dyn Fn(usize, Range<usize>) + Sync)) {
+        assert!(chunk >= 1, "a chunk has at least one item");
+        self.queues.iter().for_each(|queue| queue.0.store(0, Ordering::Relaxed));
+        self.run(&|worker| {
+            for i in 0..self.queues.len() {
+                let queue = (worker + i) % self.queues.len();
+                loop {
+                    let start = self.queues[queue].0.fetch_add(chunk, Ordering::Relaxed);
+                    if start >= n {
+                        break;
+                    }
+                    job(queue, start..(start + chunk).min(n));
+                }
             }
         });
     }

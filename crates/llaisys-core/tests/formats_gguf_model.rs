@@ -42,6 +42,9 @@ fn info_has_the_fields_of_the_python_type() {
         "auto": q8_0 / 32 * 34 + f32 * 4 + vectors,
         "float32": (q8_0 + f32) * 4 + vectors,
         "bfloat16": (q8_0 + f32) * 2 + vectors,
+        // Each panel of one group of 32 inputs: its numbers and integers, and the units.
+        "int8": 32 * 34 + 7 * (32 * 33 + 128_usize).next_multiple_of(64) + vectors,
+        "int4": (32 * 25 + 128_usize).next_multiple_of(64) + 7 * (32 * 18 + 128) + vectors,
     });
     let want = json!({
         "file_format": "gguf", "architecture": "LlamaForCausalLM", "dtype": "f32",

@@ -6,16 +6,16 @@ mod stored;
 use llaisys_core::dtype::{DType, KvDType};
 use llaisys_core::ops::contract::{self, Draw, RowsCase, Size};
 use llaisys_core::ops::dispatch::{IsaName, Kernels};
-use llaisys_core::ops::packed::PackedFormat;
-use llaisys_core::ops::{self, OpContext, RopeTable, reference};
-use llaisys_core::tensor::{AlignedBuf, KvLayerMut};
+use llaisys_core::ops::packed::{PackedFormat, PackedMatrix};
+use llaisys_core::ops::{self, Gate, OpContext, RopeTable, reference};
+use llaisys_core::tensor::{AlignedBuf, KvLayerMut, RowView};
 use llaisys_core::threads::Pool;
 use stored::{Rng, Stored};
 
 fn context(isa: IsaName, n_threads: usize) -> OpContext {
     let kernels = Kernels::select(Some(isa)).expect("the machine has it");
     let pool = Pool::new(n_threads).expect("threads start");
-    OpContext::new(kernels, pool, 8, 64).expect("memory for the scratch")
+    OpContext::new(kernels, pool, 32, 64).expect("memory for the scratch")
 }
 
 /// Every instruction set on one, two and three threads.
@@ -252,22 +252,26 @@ fn shifted_keys_are_keys_of_the_new_positions() {
     }
 }
 
-/// Gate and up `[n, d_ff]`, interleaved by `gate_up_row`.
-fn interleave(d_ff: usize, gate: &[f32], up: &[f32]) -> Vec<f32> {
-    let mut out = Vec::new();
-    for (gate, up) in gate.chunks_exact(d_ff).zip(up.chunks_exact(d_ff)) {
-        out.extend((0..ops::gate_up_rows(d_ff)).map(|n| match ops::gate_up_row(d_ff, n) {
-            Some((is_up, row)) => {
-                if is_up {
-                    up[row]
-                } else {
-                    gate[row]
-                }
-            }
-            None => 0.0,
-        }));
-    }
-    out
+/// `linear_gated` of numbers `[n, d_ff]` as they are: row t of the inputs picks the weights of columns 2t (gates) and
+/// 2t + 1 (ups), and its product with them is exact.
+fn gated(cx: &mut OpContext, function: Gate, d_ff: usize, (gate, up): (&[f32], &[f32])) -> Vec<f32> {
+    let n = gate.len() / d_ff;
+    let k = 2 * n.max(1);
+    let row = |i: usize| {
+        let numbers = ops::gate_up_row(d_ff, i).map(|(is_up, f)| (is_up, if is_up { up } else { gate }, f));
+        (0..k).flat_map(move |c| {
+            let number = numbers.filter(|(is_up, ..)| usize::from(*is_up) == c % 2 && c / 2 < n);
+            number.map_or(0.0, |(_, numbers, f)| numbers[c / 2 * d_ff + f]).to_le_bytes()
+        })
+    };
+    let bytes: Vec<u8> = (0..ops::gate_up_rows(d_ff)).flat_map(row).collect();
+    let stored = |i: usize| RowView { dtype: DType::F32, bytes: &bytes[i * 4 * k..(i + 1) * 4 * k] };
+    let n_rows = ops::gate_up_rows(d_ff);
+    let weight = PackedMatrix::pack(&cx.pool, PackedFormat::F32, n_rows, k, &stored).expect("memory");
+    let x: Vec<f32> = (0..n * k).map(|i| if i % k / 2 == i / k { 1.0 } else { 0.0 }).collect();
+    let mut y = vec![f32::NAN; gate.len()];
+    ops::linear_gated(cx, &x, &weight, function, &mut y);
+    y
 }
 
 #[test]
@@ -282,14 +286,14 @@ fn gate_up_rows_hold_each_row_of_both_once() {
 
 #[test]
 fn swiglu_is_the_reference_within_its_roundings() {
-    for cx in contexts() {
+    for mut cx in contexts() {
         for d_ff in contract::swiglu_widths() {
             for (n, size) in
                 [(3, Size::Unit), (1, Size::Huge), (2, Size::Tiny), (0, Size::Unit), (17, Size::Outliers)]
             {
                 let draw = &mut Draw::new(d_ff as u64);
                 let (gate, up) = (draw.values(size, n * d_ff), draw.values(size, n * d_ff));
-                assert_swiglu(&cx, d_ff, (&gate, &up));
+                assert_swiglu(&mut cx, d_ff, (&gate, &up));
             }
         }
     }
@@ -298,40 +302,36 @@ fn swiglu_is_the_reference_within_its_roundings() {
 /// Every gate from -130 to 130 in steps of 1/64, so the exponential over its whole range.
 #[test]
 fn swiglu_is_accurate_for_every_gate() {
-    for cx in contexts() {
+    for mut cx in contexts() {
         let gate: Vec<f32> = (-130 * 64..130 * 64).map(|i| i as f32 / 64.0).collect();
-        assert_swiglu(&cx, gate.len(), (&gate, &vec![1.0; gate.len()]));
+        assert_swiglu(&mut cx, gate.len(), (&gate, &vec![1.0; gate.len()]));
     }
 }
 
-fn assert_swiglu(cx: &OpContext, d_ff: usize, (gate, up): (&[f32], &[f32])) {
-    let mut y = vec![f32::NAN; gate.len()];
-    ops::swiglu(cx, &interleave(d_ff, gate, up), d_ff, &mut y);
+fn assert_swiglu(cx: &mut OpContext, d_ff: usize, (gate, up): (&[f32], &[f32])) {
+    let y = gated(cx, Gate::Silu, d_ff, (gate, up));
     let want = reference::swiglu::swiglu(gate, up);
     let what = format!("{} {d_ff}", name(cx));
     assert_close(&y, &want, |i, want| contract::swiglu_tolerance(f64::from(up[i]), want), &what);
     for ((gate, up), y) in gate.chunks_exact(d_ff).zip(up.chunks_exact(d_ff)).zip(y.chunks_exact(d_ff)) {
-        let mut alone = vec![f32::NAN; d_ff];
-        ops::swiglu(cx, &interleave(d_ff, gate, up), d_ff, &mut alone);
+        let alone = gated(cx, Gate::Silu, d_ff, (gate, up));
         assert_same_bits(y, &alone, &what);
     }
 }
 
 #[test]
 fn geglu_is_the_reference_within_its_roundings() {
-    for cx in contexts() {
+    for mut cx in contexts() {
         // Every gate from -13 to 13 in steps of 1/512, and larger ones.
         let mut gate: Vec<f32> = (-13 * 512..13 * 512).map(|i| i as f32 / 512.0).collect();
         gate.extend([-0.0, 1e-30, -1e-30, 100.0, -100.0, 1e15, -1e15, f32::MAX, f32::MIN]);
         let up = Draw::new(4).values(Size::Unit, gate.len());
-        let mut y = vec![f32::NAN; gate.len()];
-        ops::geglu(&cx, &interleave(gate.len(), &gate, &up), gate.len(), &mut y);
+        let y = gated(&mut cx, Gate::GeluTanh, gate.len(), (&gate, &up));
         let want = reference::geglu::geglu(&gate, &up);
         let bound = |i: usize, want| contract::geglu_tolerance((gate[i], up[i]), want);
         assert_close(&y, &want, bound, &name(&cx));
         for (i, y) in y.iter().enumerate().step_by(97) {
-            let mut alone = [f32::NAN];
-            ops::geglu(&cx, &interleave(1, &gate[i..=i], &up[i..=i]), 1, &mut alone);
+            let alone = gated(&mut cx, Gate::GeluTanh, 1, (&gate[i..=i], &up[i..=i]));
             assert_same_bits(&alone, std::slice::from_ref(y), "alone");
         }
     }
@@ -464,7 +464,7 @@ fn scaled_tables_turn_by_their_own_frequencies_and_shifts_keep_the_amplitude() {
 /// Numbers that are not finite come out as such and stay in their row.
 #[test]
 fn numbers_that_are_not_finite_are_not_hidden() {
-    for cx in contexts() {
+    for mut cx in contexts() {
         let mut x = vec![1.0; 3 * 40];
         x[45] = f32::NAN;
         let mut y = vec![0.0; x.len()];
@@ -476,8 +476,7 @@ fn numbers_that_are_not_finite_are_not_hidden() {
 
         let gate = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1.0, f32::NEG_INFINITY];
         let up = [1.0, 1.0, 1.0, f32::NAN, 0.0];
-        let mut y = [0.0; 5];
-        ops::swiglu(&cx, &interleave(5, &gate, &up), 5, &mut y);
+        let y = gated(&mut cx, Gate::Silu, 5, (&gate, &up));
         assert!(y[0].is_nan() && y[1] == f32::INFINITY && y[2..].iter().all(|y| y.is_nan()), "{y:?}");
     }
 }

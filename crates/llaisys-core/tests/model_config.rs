@@ -51,11 +51,22 @@ fn info_has_the_fields_of_the_python_type() {
     // 5 norms of the width and 4 of a head in f32; the embedding's 600 rows are filled up to 608.
     let n_vectors = 5 * 64 + 4 * 32;
     let packed = |bytes: usize| (155_584 - n_vectors + 8 * 64) * bytes + n_vectors * 4;
+    // Panels of 32 outputs: groups of 32 inputs (scales and integers, in 4 bits zero points too), and the units.
+    let fitted = |n_panels: usize, n_columns: usize, column: usize| {
+        n_panels * (n_columns / 32 * 32 * column + 128).next_multiple_of(64)
+    };
+    // Of a layer: Q, K, V and 22 panels of gate and up together; O of 128 inputs; d_ff is 176, which is no whole
+    // number of groups, so down stays in bf16.
+    let layer = |column| fitted(4 + 2 + 2 + 11, 64, column) + fitted(2, 128, column) + 64 * 176 * 2;
+    let int8 = 19 * 32 * (2 * 34) + 2 * layer(33) + n_vectors * 4;
+    let int4 = fitted(19, 64, 25) + 2 * layer(18) + n_vectors * 4;
     let want = json!({
         "path": golden("qwen3-tied-bf16"), "file_format": "safetensors", "architecture": "Qwen3ForCausalLM",
         "dtype": "bf16", "n_layers": 2, "d_model": 64, "n_heads": 4, "n_kv_heads": 2, "d_head": 32, "d_ff": 176,
         "vocab_size": 600, "max_position_embeddings": 512, "n_parameters": 155_584, "weight_bytes": 311_168,
-        "packed_bytes": {"auto": packed(2), "float32": packed(4), "bfloat16": packed(2)},
+        "packed_bytes": {
+            "auto": packed(2), "float32": packed(4), "bfloat16": packed(2), "int8": int8, "int4": int4,
+        },
         "kv_bytes_per_cell": {"float32": 1024, "bfloat16": 512},
         "bos_token_id": null, "eos_token_ids": [599], "generation": {}, "tokenizer": null,
     });

@@ -6,10 +6,11 @@ use half::bf16;
 use llaisys_core::dtype::DType;
 use llaisys_core::error::DeviceError;
 use llaisys_core::ops::packed::{PackedFormat, PackedMatrix};
+use llaisys_core::quant::fit::{Fitted, fit};
 use llaisys_core::quant::{BLOCK_LEN, Block, HALF_LEN, dequantize_row};
 use llaisys_core::tensor::RowView;
 use llaisys_core::threads::Pool;
-use stored::{Rng, Stored, as_packed};
+use stored::{Rng, Stored, as_packed, block_len};
 
 /// Outputs and inputs; those of types with larger blocks have as many blocks.
 const SHAPES: [(usize, usize); 5] = [(1, 32), (31, 64), (32, 96), (33, 32), (100, 320)];
@@ -89,6 +90,39 @@ fn rows_come_out_as_they_went_in() {
     }
 }
 
+#[test]
+fn what_fits_comes_out_as_it_went_in() {
+    let pool = pool();
+    for format in PackedFormat::ALL.into_iter().filter(|format| format.fit().is_some()) {
+        for (i, &(n, k)) in SHAPES.iter().enumerate() {
+            let stored = Stored::of(&mut Rng(i as u64), format, n, k);
+            let matrix = stored.pack(&pool, format);
+            assert_eq!((matrix.n_rows(), matrix.n_columns(), matrix.format()), (n, k, format));
+            for row in 0..n {
+                assert_eq!(read(&matrix, row), values(stored.row(row), k), "{format:?} row {row}");
+            }
+        }
+    }
+}
+
+/// Weights of every plain type become what `quant::fit` makes of their values.
+#[test]
+fn plain_weights_are_fitted_as_they_are_packed() {
+    let pool = pool();
+    for format in PackedFormat::ALL {
+        let Some(grid) = format.fit() else { continue };
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            let stored = Stored::random(&mut Rng(8), dtype, 33, 96);
+            let matrix = stored.pack(&pool, format);
+            let mut fitted = Fitted::default();
+            for n in 0..33 {
+                fit(grid, &values(stored.row(n), 96), &mut fitted);
+                assert_eq!(read(&matrix, n), fitted.values(grid), "{dtype:?} in {format:?}");
+            }
+        }
+    }
+}
+
 /// Types with f16 scales lose nothing; the others' scales and minima are off by 2^-11 of themselves at most, which
 /// is a 64th of a step where an integer is 32 steps from its zero.
 #[test]
@@ -129,8 +163,8 @@ fn any_row_of_the_file_may_be_any_output() {
 fn rows_without_bytes_are_zeros() {
     let pool = pool();
     for format in PackedFormat::ALL {
-        let k = columns(format.dtype(), 64);
-        let stored = Stored::random(&mut Rng(5), format.dtype(), 40, k);
+        let k = 64_usize.next_multiple_of(block_len(format));
+        let stored = Stored::of(&mut Rng(5), format, 40, k);
         let padding = RowView { dtype: format.dtype(), bytes: &[] };
         let row = |n: usize| if n % 3 == 1 { padding } else { stored.row(n) };
         let matrix = PackedMatrix::pack(&pool, format, 40, k, &row).unwrap();
@@ -147,9 +181,15 @@ fn sizes_are_those_of_the_layout() {
     let pool = pool();
     // Two panels of 32 outputs, bits an element times two.
     let half_bits = [64, 32, 17, 9, 10, 11, 12, 14, 8, 8];
-    for (format, half_bits) in PackedFormat::ALL.into_iter().zip(half_bits) {
+    let (fits, files): (Vec<_>, Vec<_>) = PackedFormat::ALL.into_iter().partition(|f| f.fit().is_some());
+    for (format, half_bits) in files.into_iter().zip(half_bits) {
         let matrix = Stored::random(&mut Rng(1), format.dtype(), 33, 256).pack(&pool, format);
         assert_eq!(matrix.n_bytes(), 64 * 256 * half_bits / 16, "{format:?}");
+    }
+    // Two panels of three groups (a scale, or two numbers, of a byte; the integers) and 32 units of four bytes.
+    for (format, column) in fits.into_iter().zip([1 + 32, 1 + 24, 2 + 16]) {
+        let matrix = Stored::of(&mut Rng(1), format, 33, 96).pack(&pool, format);
+        assert_eq!(matrix.n_bytes(), 2 * (3 * 32 * column + 128_usize).next_multiple_of(64), "{format:?}");
     }
     // An odd number of inputs takes a whole pair in bf16.
     let odd = Stored::random(&mut Rng(1), DType::BF16, 32, 5).pack(&pool, PackedFormat::BF16);

@@ -26,6 +26,24 @@ fn worker_zero_is_the_caller() {
     pool.run(&|worker| assert_eq!(worker == 0, std::thread::current().id() == caller));
 }
 
+/// Each thread has a queue; whoever is through with its own helps with the others'.
+#[test]
+fn queues_are_emptied_once_by_whoever_comes() {
+    for (n_threads, n, chunk) in [(1, 7, 2), (2, 0, 1), (3, 1, 5), (3, 100, 7), (4, 64, 1)] {
+        let pool = Pool::new(n_threads).unwrap();
+        for _ in 0..50 {
+            let counts: Vec<AtomicUsize> = (0..n_threads * n).map(|_| AtomicUsize::new(0)).collect();
+            pool.run_queues(n, chunk, &|queue, items| {
+                assert!(items.len() <= chunk);
+                for i in items {
+                    counts[queue * n + i].fetch_add(1, Ordering::Relaxed);
+                }
+            });
+            assert!(counts.iter().all(|n| n.load(Ordering::Relaxed) == 1), "{n_threads} threads: {counts:?}");
+        }
+    }
+}
+
 #[test]
 fn a_panic_of_any_worker_reaches_the_caller_and_the_pool_lives_on() {
     let pool = Pool::new(3).unwrap();

@@ -96,13 +96,15 @@ pub(crate) fn count(what: &'static str, value: i64, max: i64) -> Result<usize, E
     usize::try_from(value).map_err(|_| Rejected::OutOfRange { what, got: value, min: 1, max }.into())
 }
 
-/// `auto`, `float32` or `bfloat16`.
+/// `auto`, `float32`, `bfloat16`, `int8` or `int4`.
 pub(crate) fn compute_mode(word: &str) -> Result<ComputeMode, Fault> {
     match word {
         "auto" => Ok(ComputeMode::Auto),
         "float32" => Ok(ComputeMode::Float32),
         "bfloat16" => Ok(ComputeMode::Bfloat16),
-        _ => Err(unknown_word("dtype", word)),
+        "int8" => Ok(ComputeMode::Int8),
+        "int4" => Ok(ComputeMode::Int4),
+        _ => Err(unknown_word("dtype", word, "auto, float32, bfloat16, int8 and int4")),
     }
 }
 
@@ -112,7 +114,7 @@ pub(crate) fn kv_dtype(word: &str) -> Result<Option<KvDType>, Fault> {
         "auto" => Ok(None),
         "float32" => Ok(Some(KvDType::Float32)),
         "bfloat16" => Ok(Some(KvDType::Bfloat16)),
-        _ => Err(unknown_word("kv_dtype", word)),
+        _ => Err(unknown_word("kv_dtype", word, "auto, float32 and bfloat16")),
     }
 }
 
@@ -121,6 +123,6 @@ pub(crate) fn isa(word: &str) -> Result<Option<IsaName>, Error> {
     if word == "auto" { Ok(None) } else { Ok(Some(IsaName::parse(word)?)) }
 }
 
-fn unknown_word(what: &str, word: &str) -> Fault {
-    Fault::Argument(format!("{what} is {word:?}, allowed are auto, float32 and bfloat16"))
+fn unknown_word(what: &str, word: &str, allowed: &str) -> Fault {
+    Fault::Argument(format!("{what} is {word:?}, allowed are {allowed}"))
 }

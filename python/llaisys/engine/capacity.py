@@ -79,7 +79,7 @@ def size(config: Config, info: ModelInfo, memory_bytes: int, n_cores: int) -> Ca
     )
     settings = WorkerSettings(
         path=Path(info.path),
-        dtype=config.dtype,
+        dtype=_mode(config),
         kv_dtype=kv_dtype,
         isa=config.isa,
         n_cells=n_cells,
@@ -92,9 +92,10 @@ def size(config: Config, info: ModelInfo, memory_bytes: int, n_cores: int) -> Ca
     _refuse_what_does_not_fit(config, info, memory_bytes, n_cells * cell_bytes)
     n_mib = n_cells * cell_bytes / 2**20
     cut = f", cut from {wanted_len} to fit the cache" if limits.max_model_len < wanted_len else ""
+    weights = f"{_mib(_weight_bytes(config, info))} ({_mode(config)})"
     summary = (
-        f"KV cache: {n_cells} cells x {cell_bytes} B ({kv_dtype}) = {n_mib:.1f} MiB ({why}); "
-        f"context {limits.max_model_len} tokens{cut}"
+        f"weights: {weights}; KV cache: {n_cells} cells x {cell_bytes} B ({kv_dtype}) = {n_mib:.1f} MiB "
+        f"({why}); context {limits.max_model_len} tokens{cut}"
     )
     return Capacity(settings, limits, summary)
 
@@ -120,6 +121,18 @@ def _n_seqs(config: Config) -> int:
         if name in config.model_fields_set and value is not None and value > most:
             raise RejectedError(f"{name} is {value}, more than max_concurrent_requests {most}", param=name)
     return min(config.max_num_seqs, most)
+
+
+def _mode(config: Config) -> str:
+    """How the core holds the weights. Raises RejectedError for two settings that contradict each other."""
+    if config.quantization is None:
+        return config.dtype
+    if config.dtype != "auto":
+        raise RejectedError(
+            f"dtype {config.dtype} and quantization {config.quantization} contradict each other; give one",
+            param="quantization",
+        )
+    return config.quantization
 
 
 def _kv_dtype(config: Config) -> str:
@@ -153,7 +166,7 @@ def _n_cells(
 
 def _weight_bytes(config: Config, info: ModelInfo) -> int:
     """Bytes of the weights as the core packs them."""
-    return info.packed_bytes[config.dtype]
+    return info.packed_bytes[_mode(config)]
 
 
 def _workspace_bytes(config: Config, info: ModelInfo) -> int:

@@ -30,7 +30,7 @@ def sized(memory_bytes: int = 100 * MIB, **settings: Any) -> Capacity:
 
 def weighing(auto: int, float32: int = 0, bfloat16: int = 0) -> ModelInfo:
     """The fake model with so many MiB of packed weights."""
-    mib = {"auto": auto, "float32": float32, "bfloat16": bfloat16}
+    mib = {"auto": auto, "float32": float32, "bfloat16": bfloat16, "int8": 20, "int4": 10}
     packed_bytes = {dtype: n * MIB for dtype, n in mib.items()}
     return replace(inspect_model(Path("fake")), weight_bytes=MIB, packed_bytes=packed_bytes)
 
@@ -114,7 +114,16 @@ def test_a_model_larger_than_the_memory_is_refused_with_the_sum() -> None:
 
 def test_the_weights_are_counted_as_they_are_packed() -> None:
     info = weighing(auto=30, float32=80, bfloat16=40)
-    for dtype, n_mib in info.packed_bytes.items():
-        size(Config(dtype=dtype), info, n_mib + MIB, 1)
+    for mode, n_mib in info.packed_bytes.items():
+        config = Config(quantization=mode) if mode.startswith("int") else Config(dtype=mode)
+        sized = size(config, info, n_mib + MIB, 1)
+        assert sized.settings.dtype == mode
+        assert f"weights: {n_mib // MIB}.0 MiB ({mode})" in sized.summary
         with pytest.raises(RejectedError, match=rf"weights {n_mib // MIB}\.0 MiB"):
-            size(Config(dtype=dtype), info, n_mib, 1)
+            size(config, info, n_mib, 1)
+
+
+def test_a_type_and_a_quantization_contradict_each_other() -> None:
+    with pytest.raises(RejectedError, match="dtype float32 and quantization int8 contradict") as caught:
+        sized(dtype="float32", quantization="int8")
+    assert caught.value.param == "quantization"

@@ -105,7 +105,7 @@ impl Context {
         let weights = Weights::pack(&checkpoint, config.mode, &pool)?;
         let kv_dtype = config.kv_dtype.unwrap_or(match config.mode {
             ComputeMode::Float32 => KvDType::Float32,
-            ComputeMode::Auto | ComputeMode::Bfloat16 => KvDType::Bfloat16,
+            _ => KvDType::Bfloat16,
         });
         let fingerprint = Fingerprint::new(&checkpoint, &config, &pool, (kv_dtype, kernels.isa()));
         let names = checkpoint.into_names();

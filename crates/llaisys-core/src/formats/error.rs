@@ -46,6 +46,9 @@ pub enum FormatError {
     /// A safetensors header that the format does not allow.
     #[error("{file} is not a valid safetensors file: {source}")]
     Safetensors { file: String, source: safetensors::SafeTensorError },
+    /// A weight that no integer stands for.
+    #[error("tensor {name:?} holds an infinity or NaN in row {row}; such a model cannot be quantised")]
+    NotFinite { name: String, row: usize },
     /// A tensor with too many dimensions.
     #[error("{file}: tensor {name:?} has {n_dims} dimensions, at most {max} are read")]
     Dimensions { file: String, name: String, n_dims: usize, max: usize },

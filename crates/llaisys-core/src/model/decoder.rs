@@ -8,7 +8,7 @@ use crate::model::config::{Experts, ModelConfig};
 use crate::model::family::Activation;
 use crate::model::weights::{FeedForward, LayerWeights, Mlp, Weights};
 use crate::ops::packed::PackedMatrix;
-use crate::ops::{self, AttentionRows, OpContext, RopeTable, Scoring};
+use crate::ops::{self, AttentionRows, Gate, OpContext, RopeTable, Scoring};
 use crate::tensor::{KvLayer, KvLayerMut};
 use workspace::{Activations, ExpertRows};
 
@@ -49,17 +49,14 @@ pub struct Decoder {
     gate: Gate,
 }
 
-/// `swiglu` or an op that takes the same.
-type Gate = fn(&OpContext, &[f32], usize, &mut [f32]);
-
 impl Decoder {
     /// Joins packed weights with their configuration.
     pub fn new(config: ModelConfig, weights: Weights) -> Self {
         let rope = config.rope.table(config.d_head);
         let local_rope = config.local_rope.as_ref().map(|rope| rope.table(config.d_head));
         let gate = match config.family.activation {
-            Activation::Silu => ops::swiglu,
-            Activation::GeluTanh => ops::geglu,
+            Activation::Silu => Gate::Silu,
+            Activation::GeluTanh => Gate::GeluTanh,
         };
         Self { config, weights, rope, local_rope, gate }
     }
@@ -129,11 +126,11 @@ impl Decoder {
         let norm = layer.ffn_post_norm.as_ref();
         match (&layer.feed_forward, self.config.experts) {
             (FeedForward::Experts { router, experts }, Some(facts)) => {
-                self.experts(cx, (router, experts, facts), &mut w.experts, (input, w.gate_up, w.inner));
+                self.experts(cx, (router, experts, facts), &mut w.experts, (input, w.inner));
                 self.add_branch(cx, w.experts.sum, norm, w.x);
             }
             (FeedForward::Dense(mlp), _) => {
-                self.inner(cx, mlp, input, (w.gate_up, w.inner));
+                ops::linear_gated(cx, input, &mlp.gate_up, self.gate, w.inner);
                 self.add(cx, (w.inner, &mlp.down), norm, (w.x, w.normed));
             }
             (FeedForward::Experts { .. }, None) => unreachable!("experts are packed by the configuration"),
@@ -147,7 +144,7 @@ impl Decoder {
         cx: &mut OpContext,
         (router, experts, facts): (&PackedMatrix, &[Mlp], Experts),
         w: &mut ExpertRows<'_>,
-        (input, gate_up, inner): (&[f32], &mut [f32], &mut [f32]),
+        (input, inner): (&[f32], &mut [f32]),
     ) {
         let (d_model, d_ff) = (self.config.d_model, self.config.d_ff);
         let part = |weight| ops::LinearPart { weight, bias: None };
@@ -168,17 +165,10 @@ impl Decoder {
             let (gathered, out) = (&mut w.gathered[..n * d_model], &mut w.out[..n * d_model]);
             let inner = &mut inner[..n * d_ff];
             ops::gather(cx, input, d_model, w.rows, gathered);
-            self.inner(cx, mlp, gathered, (&mut gate_up[..n * ops::gate_up_rows(d_ff)], inner));
+            ops::linear_gated(cx, gathered, &mlp.gate_up, self.gate, inner);
             ops::linear(cx, inner, &[part(&mlp.down)], &mut [&mut *out]);
             ops::scatter_add(w.sum, d_model, (w.rows, w.weights), out);
         }
-    }
-
-    /// `inner = G(gate x) * up x`.
-    fn inner(&self, cx: &mut OpContext, mlp: &Mlp, x: &[f32], (gate_up, inner): (&mut [f32], &mut [f32])) {
-        let part = ops::LinearPart { weight: &mlp.gate_up, bias: None };
-        ops::linear(cx, x, &[part], &mut [&mut *gate_up]);
-        (self.gate)(cx, gate_up, self.config.d_ff, inner);
     }
 
     /// Adds a product to the residual stream `x`, normed if `norm` says so; `room` is for it then.

@@ -9,6 +9,7 @@ pub mod fields;
 mod folder_config;
 pub mod generation;
 mod gguf_config;
+pub mod held;
 pub mod info;
 pub mod packed_size;
 mod quantized;

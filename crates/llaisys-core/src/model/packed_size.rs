@@ -2,8 +2,8 @@
 
 use crate::dtype::{ComputeMode, DType};
 use crate::model::config::ModelConfig;
+use crate::model::held::packed_format;
 use crate::model::slot::{ExpertPart, LayerSlot, Slot};
-use crate::model::weights::packed_format;
 use crate::ops::gate_up_rows;
 use crate::ops::packed::PackedFormat;
 use serde::Serialize;
@@ -19,6 +19,10 @@ pub struct PackedBytes {
     pub float32: usize,
     /// [`ComputeMode::Bfloat16`].
     pub bfloat16: usize,
+    /// [`ComputeMode::Int8`], of a checkpoint that can be quantised.
+    pub int8: usize,
+    /// [`ComputeMode::Int4`], of a checkpoint that can be quantised.
+    pub int4: usize,
 }
 
 impl PackedBytes {
@@ -29,6 +33,8 @@ impl PackedBytes {
             auto: bytes(ComputeMode::Auto),
             float32: bytes(ComputeMode::Float32),
             bfloat16: bytes(ComputeMode::Bfloat16),
+            int8: bytes(ComputeMode::Int8),
+            int4: bytes(ComputeMode::Int4),
         }
     }
 }
@@ -82,7 +88,7 @@ impl Sizes<'_> {
             Slot::Layer(index, part) => Slot::Layer(index, self.config.stored_in(part).0),
             other => other,
         };
-        packed_format(self.mode, (self.stored)(stored), self.shape(slot)[1])
+        packed_format(self.mode, slot, (self.stored)(stored), self.shape(slot)[1])
     }
 
     fn shape(&self, slot: Slot) -> [usize; 2] {

@@ -1,9 +1,10 @@
 //! The tensors of a checkpoint, packed once for this machine. After packing the checkpoint can be dropped.
 
-use crate::dtype::{ComputeMode, DType};
+use crate::dtype::ComputeMode;
 use crate::error::{DeviceError, Result, Unsupported};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::family::{ExpertPart, LayerSlot, Slot};
+use crate::model::held::{check_source, packed_format};
 use crate::ops::packed::{PackedFormat, PackedMatrix};
 use crate::ops::{LinearPart, gate_up_row, gate_up_rows};
 use crate::quant::dequantize_row;
@@ -90,8 +91,11 @@ pub struct Weights {
 }
 
 impl Weights {
-    /// Packs every tensor of `checkpoint` in the format that `mode` asks for. Errors: no memory.
+    /// Packs every tensor of `checkpoint` in the format that `mode` asks for.
+    ///
+    /// Errors: no memory; as [`check_source`].
     pub fn pack(checkpoint: &Checkpoint, mode: ComputeMode, pool: &Pool) -> Result<Self> {
+        check_source(checkpoint, mode, pool)?;
         let packer = Packer { checkpoint, mode, pool };
         let config = checkpoint.config();
         let lm_head = if config.tied_head { None } else { Some(packer.matrix(Slot::LmHead)?) };
@@ -313,7 +317,7 @@ impl Replacement<'_> {
     fn check_format(&self, matrix: &PackedMatrix) -> Result<()> {
         let stored = match matrix.format() {
             PackedFormat::F32 | PackedFormat::BF16 => return Ok(()),
-            format => format.dtype().name(),
+            format => format.name(),
         };
         Err(Unsupported::ReplaceWeight { name: self.name.to_owned(), stored, given: "float32 values" }.into())
     }
@@ -328,16 +332,6 @@ impl LayerWeights {
         let n_bytes = matrices.into_iter().map(PackedMatrix::n_bytes).sum::<usize>();
         n_bytes + n_values * size_of::<f32>() + self.feed_forward.n_bytes()
     }
-}
-
-/// The format in which `mode` holds a matrix stored as `dtype` with rows of `n_columns`.
-pub fn packed_format(mode: ComputeMode, dtype: DType, n_columns: usize) -> PackedFormat {
-    let wanted = match mode {
-        ComputeMode::Float32 => PackedFormat::F32,
-        ComputeMode::Bfloat16 => PackedFormat::BF16,
-        ComputeMode::Auto => PackedFormat::of(dtype),
-    };
-    if PackedMatrix::can_pack(wanted, n_columns) { wanted } else { PackedFormat::F32 }
 }
 
 struct Packer<'a> {
@@ -409,16 +403,19 @@ impl<'a> Packer<'a> {
     fn matrix_as(&self, slot: Slot, format: Option<PackedFormat>) -> Result<PackedMatrix, DeviceError> {
         let source = self.source(slot)?;
         let n_columns = source.n_columns();
-        let format = format.unwrap_or_else(|| packed_format(self.mode, source.tensor.dtype, n_columns));
+        let dtype = source.tensor.dtype;
+        let format = format.unwrap_or_else(|| packed_format(self.mode, slot, dtype, n_columns));
         let row = |n: usize| source.row(self.checkpoint.stored_row(slot, n));
         PackedMatrix::pack(self.pool, format, source.n_rows, n_columns, &row)
     }
 
     /// Both matrices in one, so that one region reads the input once. Different formats meet in f32.
     fn gate_up(&self, gate: Slot, up: Slot) -> Result<PackedMatrix, DeviceError> {
+        let slot = gate;
         let (gate, up) = (self.source(gate)?, self.source(up)?);
         let (n_inner, n_columns) = (gate.n_rows, gate.n_columns());
-        let formats = [&gate, &up].map(|source| packed_format(self.mode, source.tensor.dtype, n_columns));
+        let formats =
+            [&gate, &up].map(|source| packed_format(self.mode, slot, source.tensor.dtype, n_columns));
         let format = if formats[0] == formats[1] { formats[0] } else { PackedFormat::F32 };
         // Zero bytes are zeros in every type (a block's scale is zero too): the rows that fill the last panel.
         let zeros = vec![0_u8; gate.row(0).bytes.len()];

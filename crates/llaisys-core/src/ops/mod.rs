@@ -20,17 +20,16 @@ pub use cpu::add::add;
 pub use cpu::argmax::argmax;
 pub use cpu::attention::{AttentionRow, AttentionRows, MAX_D_HEAD, Scoring, attention, window_span};
 pub use cpu::embed::embed;
+pub use cpu::gate::{Gate, gate_up_row, gate_up_rows};
 pub use cpu::gather::gather;
-pub use cpu::geglu::geglu;
 pub use cpu::kv_store::kv_store;
-pub use cpu::linear::{LinearPart, linear, linear_add};
+pub use cpu::linear::{LinearPart, linear, linear_add, linear_gated};
 pub use cpu::rms_norm::{rms_norm, rms_norm_in_place};
 pub use cpu::rope::{RopeTable, rope, rope_shift};
 pub use cpu::route::{Routes, route};
 pub use cpu::scale::scale;
 pub use cpu::scatter_add::scatter_add;
 pub use cpu::soft_cap::soft_cap;
-pub use cpu::swiglu::{gate_up_row, gate_up_rows, swiglu};
 
 /// What every op needs: the chosen kernels, the threads, and scratch memory sized at creation, so that no op
 /// allocates.

@@ -13,6 +13,8 @@
 //!   B >= 4  low four bits: byte (i/8)*128 + c*4 + i%4, low nibble for even i/4, high for odd
 //!           then each higher bit a plane of 128 bytes: byte c*4 + i%4, bit i/4
 //!   B < 4   each bit such a plane, lowest first
+//! I*    per 32 k a group: u8 scale[32] (I4: then u8 zero[32]), then the integers as above; after the last group
+//!       f32 unit[32], by which the columns' sums are multiplied
 //! ```
 //!
 //! | format | B | scales, minima | value | lines a group | bits an element |
@@ -23,22 +25,28 @@
 //! | Q6_K | 6 | 2, 0 | `scale * (q - 32)` | 14 | 7 |
 //! | Q3_K | 3 | 2, 0 | `scale * (q - 4)` | 8 | 4 |
 //! | Q2_K | 2 | 2, 2 | `scale * q + min` | 8 | 4 |
+//! | I8 | 8 | 1, 0 | `unit * scale * (q - 128)` | 16.5 | 8.25 |
+//! | I6 | 6 | 1, 0 | `unit * scale * (q - 32)` | 12.5 | 6.25 |
+//! | I4 | 4 | 1, 1 | `unit * scale * (q - zero / 16)` | 9 | 4.5 |
 //!
 //! Integers are kept as the file has them. Scales and minima of the types with 32 elements are f16 in the file
 //! and kept too; those of the K types (and of Int4) are products of 15 to 19 significant bits and rounded to f16,
 //! each off by at most 2^-11 of itself. So no value is off by more than a 64th of the distance to its neighbour
 //! and 2^-11 of the minimum: a quarter of what rounding activations to 8 bits does. A product beyond f16's 65504
 //! becomes infinite, and so does what is computed from it.
+//!
+//! The I formats hold what `quant::fit` made of plain weights while they were packed. Their scales and zero points
+//! take a byte each: as I4 has both in the two bytes of Q4_0's scale, it costs as much as Q4_0 and is as close as Q4_1.
 
 mod fill;
 mod pages;
 mod read;
 
-pub(crate) use read::read_block;
+pub(crate) use read::{read_block, read_unit};
 
 use crate::dtype::DType;
 use crate::error::DeviceError;
-use crate::quant::BLOCK_LEN;
+use crate::quant::{BLOCK_LEN, fit};
 use crate::tensor::{AlignedBuf, RowView};
 use crate::threads::Pool;
 
@@ -72,11 +80,17 @@ pub enum PackedFormat {
     Q3_K,
     /// 2-bit integers, scale and minimum for each half group.
     Q2_K,
+    /// Plain weights fitted with 8-bit integers.
+    I8,
+    /// Plain weights fitted with 6-bit integers.
+    I6,
+    /// Plain weights fitted with 4-bit integers above a zero point.
+    I4,
 }
 
 impl PackedFormat {
     /// Every format.
-    pub const ALL: [PackedFormat; 10] = [
+    pub const ALL: [PackedFormat; 13] = [
         PackedFormat::F32,
         PackedFormat::BF16,
         PackedFormat::Q8_0,
@@ -87,6 +101,9 @@ impl PackedFormat {
         PackedFormat::Q6_K,
         PackedFormat::Q3_K,
         PackedFormat::Q2_K,
+        PackedFormat::I8,
+        PackedFormat::I6,
+        PackedFormat::I4,
     ];
 
     /// The format that holds a type as it is: the same integers, scales and minima (those of K types and Int4
@@ -106,7 +123,7 @@ impl PackedFormat {
         }
     }
 
-    /// The type after which the format is named.
+    /// The type after which the format is named; F32 for those that fit plain weights.
     pub const fn dtype(self) -> DType {
         match self {
             PackedFormat::F32 => DType::F32,
@@ -119,6 +136,27 @@ impl PackedFormat {
             PackedFormat::Q6_K => DType::Q6_K,
             PackedFormat::Q3_K => DType::Q3_K,
             PackedFormat::Q2_K => DType::Q2_K,
+            PackedFormat::I8 | PackedFormat::I6 | PackedFormat::I4 => DType::F32,
+        }
+    }
+
+    /// The name used in errors.
+    pub const fn name(self) -> &'static str {
+        match self {
+            PackedFormat::I8 => "int8",
+            PackedFormat::I6 => "int6",
+            PackedFormat::I4 => "int4",
+            _ => self.dtype().name(),
+        }
+    }
+
+    /// How plain weights are fitted, in the formats that do.
+    pub const fn fit(self) -> Option<fit::Grid> {
+        match self {
+            PackedFormat::I8 => Some(fit::Grid::Symmetric { bits: 8 }),
+            PackedFormat::I6 => Some(fit::Grid::Symmetric { bits: 6 }),
+            PackedFormat::I4 => Some(fit::Grid::ZeroPoint),
+            _ => None,
         }
     }
 
@@ -133,10 +171,10 @@ impl PackedFormat {
             PackedFormat::F32 | PackedFormat::BF16 => 0,
             PackedFormat::Q2_K => 2,
             PackedFormat::Q3_K => 3,
-            PackedFormat::Q4_0 | PackedFormat::Q4_1 => 4,
+            PackedFormat::Q4_0 | PackedFormat::Q4_1 | PackedFormat::I4 => 4,
             PackedFormat::Q5_0 | PackedFormat::Q5_1 => 5,
-            PackedFormat::Q6_K => 6,
-            PackedFormat::Q8_0 => 8,
+            PackedFormat::Q6_K | PackedFormat::I6 => 6,
+            PackedFormat::Q8_0 | PackedFormat::I8 => 8,
         }
     }
 
@@ -144,7 +182,9 @@ impl PackedFormat {
     pub(crate) const fn offset(self) -> u8 {
         match self {
             PackedFormat::Q3_K | PackedFormat::Q4_0 | PackedFormat::Q5_0 => 1 << (self.bits() - 1),
-            PackedFormat::Q6_K | PackedFormat::Q8_0 => 1 << (self.bits() - 1),
+            PackedFormat::Q6_K | PackedFormat::Q8_0 | PackedFormat::I8 | PackedFormat::I6 => {
+                1 << (self.bits() - 1)
+            }
             _ => 0,
         }
     }
@@ -162,10 +202,20 @@ impl PackedFormat {
         }
     }
 
+    /// Bytes of a scale, and of a minimum or zero point.
+    const fn number_bytes(self) -> usize {
+        if self.has_units() { 1 } else { 2 }
+    }
+
+    /// True if scales are small integers of a unit that a column has, and a minimum is a zero point in 16ths.
+    pub(crate) const fn has_units(self) -> bool {
+        self.fit().is_some()
+    }
+
     /// Bytes of scales and minima in front of a group's integers; 0 for plain formats.
     pub(crate) const fn header_bytes(self) -> usize {
         let n_numbers = if self.has_min() { 2 * self.n_scales() } else { self.n_scales() };
-        if self.is_grouped() { PANEL * 2 * n_numbers } else { 0 }
+        if self.is_grouped() { PANEL * self.number_bytes() * n_numbers } else { 0 }
     }
 
     /// Bytes of a group with its header; 0 for plain formats.
@@ -183,8 +233,17 @@ impl PackedFormat {
         match self {
             PackedFormat::F32 => n_columns.saturating_mul(PANEL * 4),
             PackedFormat::BF16 => n_columns.div_ceil(2).saturating_mul(PANEL * 4),
-            _ => (n_columns / BLOCK_LEN).saturating_mul(self.group_bytes()),
+            _ => {
+                let units = if self.has_units() { PANEL * 4 } else { 0 };
+                let groups = (n_columns / BLOCK_LEN).saturating_mul(self.group_bytes());
+                groups.saturating_add(units).div_ceil(64).saturating_mul(64)
+            }
         }
+    }
+
+    /// Where the units of a panel's columns lie in its bytes, `f32[32]`: behind the last group.
+    pub(crate) const fn units_at(self, n_columns: usize) -> usize {
+        n_columns / BLOCK_LEN * self.group_bytes()
     }
 }
 
@@ -206,7 +265,7 @@ impl PackedMatrix {
     /// Packs a matrix, its panels in parallel. `source(n)` is the stored row of output `n`; a row without bytes
     /// stands for zeros (padding). Plain types convert to either plain format (to bf16 rounding to nearest
     /// even), block types dequantise to them, and a grouped format takes only the types that it is
-    /// [`PackedFormat::of`].
+    /// [`PackedFormat::of`], or if it [fits](PackedFormat::fit) (Q8_0 does too), plain types of finite values.
     ///
     /// Errors: [`DeviceError::Allocation`]. Panics if [`Self::can_pack`] says no, if a row has another length,
     /// or a grouped format another type: the loader has chosen the format by the tensor's type.

@@ -7,6 +7,7 @@
 //!
 //! One file for each type. Source: GGUF, the `block_*` structures of ggml-common.h; bytes are little endian.
 
+pub mod fit;
 pub mod int4;
 pub mod iq4_nl;
 pub mod q2_k;

@@ -4,6 +4,7 @@
 use half::{bf16, f16};
 use llaisys_core::dtype::DType;
 use llaisys_core::ops::packed::{PackedFormat, PackedMatrix};
+use llaisys_core::quant::fit::{Fitted, Grid, fit};
 use llaisys_core::quant::{BLOCK_LEN, Block, HALF_LEN};
 use llaisys_core::tensor::RowView;
 use llaisys_core::threads::Pool;
@@ -36,6 +37,8 @@ pub struct Stored {
     pub n_rows: usize,
     pub n_columns: usize,
     bytes: Vec<u8>,
+    /// What the rows are made of, of a matrix for a format that fits plain weights.
+    fitted: Vec<(f64, f64)>,
 }
 
 impl Stored {
@@ -50,7 +53,23 @@ impl Stored {
                 _ => bytes.extend(random_block(rng, dtype)),
             }
         }
-        Self { dtype, n_rows, n_columns, bytes }
+        Self { dtype, n_rows, n_columns, bytes, fitted: Vec::new() }
+    }
+
+    /// A matrix that `format` holds without a loss: of the type that it is named after, or if it fits plain
+    /// weights, values of a fit.
+    pub fn of(rng: &mut Rng, format: PackedFormat, n_rows: usize, n_columns: usize) -> Self {
+        let mut stored = Self::random(rng, format.dtype(), n_rows, n_columns);
+        if let Some(grid) = format.fit() {
+            let mut row = Fitted::default();
+            stored.bytes.clear();
+            for _ in 0..n_rows {
+                fit(grid, &rng.units(n_columns), &mut row);
+                stored.bytes.extend(row.values(grid).iter().flat_map(|value| value.to_le_bytes()));
+                stored.fitted.extend(fitted_parts(&row, grid));
+            }
+        }
+        stored
     }
 
     pub fn row(&self, n: usize) -> RowView<'_> {
@@ -73,6 +92,9 @@ impl Stored {
     }
 
     fn parts(&self) -> Vec<(f64, f64)> {
+        if !self.fitted.is_empty() {
+            return self.fitted.clone();
+        }
         let blocks = self.bytes.chunks_exact(self.dtype.block_bytes());
         match self.dtype {
             DType::F32 => {
@@ -90,6 +112,21 @@ impl Stored {
             }
         }
     }
+}
+
+/// Each value of a fitted row as `scaled + min`.
+fn fitted_parts(row: &Fitted, grid: Grid) -> Vec<(f64, f64)> {
+    let values = row.values(grid);
+    let min = |i: usize| {
+        let group = row.groups[i / BLOCK_LEN];
+        -f64::from(row.unit) * f64::from(group.scale) * f64::from(group.zero) / 16.0
+    };
+    values.iter().enumerate().map(|(i, &value)| (f64::from(value) - min(i), min(i))).collect()
+}
+
+/// Elements of which rows of a format have whole numbers.
+pub fn block_len(format: PackedFormat) -> usize {
+    if format.fit().is_some() { BLOCK_LEN } else { format.dtype().block_len() }
 }
 
 /// The f16 numbers of a block lie at these bytes.

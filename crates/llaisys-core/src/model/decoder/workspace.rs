@@ -2,7 +2,7 @@
 
 use crate::error::{DeviceError, Result};
 use crate::model::config::ModelConfig;
-use crate::ops::{self, Routes};
+use crate::ops::Routes;
 use crate::tensor::AlignedBuf;
 
 /// Activations of the rows of one forward pass, allocated once. Pages are touched as row counts grow.
@@ -15,7 +15,6 @@ pub struct Workspace {
     k: AlignedBuf,
     v: AlignedBuf,
     attended: AlignedBuf,
-    gate_up: AlignedBuf,
     inner: AlignedBuf,
     cos: AlignedBuf,
     sin: AlignedBuf,
@@ -36,7 +35,6 @@ struct Widths {
     model: usize,
     q: usize,
     kv: usize,
-    gate_up: usize,
     inner: usize,
     angles: usize,
     local_angles: usize,
@@ -54,7 +52,6 @@ pub(super) struct Activations<'a> {
     pub(super) k: &'a mut [f32],
     pub(super) v: &'a mut [f32],
     pub(super) attended: &'a mut [f32],
-    pub(super) gate_up: &'a mut [f32],
     pub(super) inner: &'a mut [f32],
     pub(super) cos: &'a mut [f32],
     pub(super) sin: &'a mut [f32],
@@ -87,7 +84,6 @@ impl Workspace {
             model: config.d_model,
             q: config.n_heads * config.d_head,
             kv: config.n_kv_heads * config.d_head,
-            gate_up: ops::gate_up_rows(config.d_ff),
             inner: config.d_ff,
             angles: config.d_head / 2,
             local_angles: config.local_rope.as_ref().map_or(0, |_| config.d_head / 2),
@@ -105,7 +101,6 @@ impl Workspace {
             k: rows(widths.kv)?,
             v: rows(widths.kv)?,
             attended: rows(widths.q)?,
-            gate_up: rows(widths.gate_up)?,
             inner: rows(widths.inner)?,
             cos: rows(widths.angles)?,
             sin: rows(widths.angles)?,
@@ -135,7 +130,6 @@ impl Workspace {
             k: first(&mut self.k, n * w.kv),
             v: first(&mut self.v, n * w.kv),
             attended: first(&mut self.attended, n * w.q),
-            gate_up: first(&mut self.gate_up, n * w.gate_up),
             inner: first(&mut self.inner, n * w.inner),
             cos: first(&mut self.cos, n * w.angles),
             sin: first(&mut self.sin, n * w.angles),

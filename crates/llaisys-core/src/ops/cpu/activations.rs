@@ -1,16 +1,18 @@
 //! Inputs of a product, packed once for all its panels.
 //!
-//! Rows are cut into blocks of `R` rows, as high as the kernel's tile. Within a block the `R` rows' elements at
-//! one place lie side by side, so a kernel reads one stream: the block that starts at row `s` begins at
-//! `s * (words of a row)` and holds
+//! Rows are cut into blocks of `R` rows, as high as the kernel's tile, and columns into runs of 32. Within a block
+//! the `R` rows' parts of a run lie one after the other, so a kernel reads one stream, and packing writes whole
+//! cache lines: the block that starts at row `s` begins at `s * (words of a row)` and holds
 //!
 //! ```text
-//! Plain    f32      [k][r]            the inputs
-//! Rounded  f32      [k][r]            the inputs rounded to bf16
-//! Pairs    2 x bf16 [k/2][r]          the inputs rounded to bf16, even k in the low half
-//! Groups   4 x i8   [k/4][r]          the inputs rounded to 8 bits with one scale for 32 neighbours,
-//!          GroupInput [k/32][r]       and that scale
+//! Plain    f32      [k/32][r][k%32]      the inputs
+//! Rounded  f32      [k/32][r][k%32]      the inputs rounded to bf16
+//! Pairs    2 x bf16 [k/32][r][k%32/2]    the inputs rounded to bf16, even k in the low half
+//! Groups   4 x i8   [k/32][r][k%32/4]    the inputs rounded to 8 bits with one scale for 32 neighbours,
+//!          GroupInput [k/32][r]          and that scale
 //! ```
+//!
+//! Zeros follow the last column of a row up to a whole run.
 //!
 //! Rounding is the same on every instruction set: bf16 to nearest even; 8 bits as `round(x * (127 / absmax))`,
 //! nearest even, value `q * (absmax / 127)`. A group with a number that is not finite gets a NaN scale: the
@@ -34,9 +36,9 @@ const PARALLEL_ELEMENTS: usize = 1 << 13;
 pub(crate) enum Form {
     /// f32 as given.
     Plain,
-    /// f32 rounded to bf16, K even.
+    /// f32 rounded to bf16.
     Rounded,
-    /// Pairs of bf16, K even.
+    /// Pairs of bf16.
     Pairs,
     /// 8-bit integers in groups of 32.
     Groups,
@@ -45,12 +47,7 @@ pub(crate) enum Form {
 impl Form {
     /// Words of a row of `n_columns` inputs.
     fn row_words(self, n_columns: usize) -> usize {
-        match self {
-            Form::Plain => n_columns,
-            Form::Rounded => n_columns.next_multiple_of(2),
-            Form::Pairs => n_columns.div_ceil(2),
-            Form::Groups => n_columns / 4,
-        }
+        n_columns.div_ceil(BLOCK_LEN) * self.run_words()
     }
 
     /// Words of a run of 32 inputs.
@@ -63,17 +60,31 @@ impl Form {
     }
 }
 
-/// What a kernel must know of one row's group of 32 inputs besides the integers.
+/// What a kernel must know of one row's group of 32 inputs besides the integers. Sums are what an offset or a
+/// minimum of the weights is multiplied by; they are held as kernels use them, so that those only load.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
 pub(crate) struct GroupInput {
     /// The integers' unit: absmax / 127.
     pub(crate) scale: f32,
-    /// The sum of the integers of each half: what an offset or a minimum of the weights is multiplied by.
-    pub(crate) sums: [i32; 2],
+    /// The sum of the integers, times -1: of all, of the first half, of the second.
+    pub(crate) minus_sums: [i32; 3],
+    /// The unit times the sum of the integers, likewise.
+    pub(crate) scaled_sums: [f32; 3],
+    /// To 32 bytes.
+    padding: u32,
 }
 
-// SAFETY: three 4-byte numbers without padding, any bits allowed, alignment 4.
+impl GroupInput {
+    /// The group of integers with this unit and these sums of each half.
+    pub(crate) fn new(scale: f32, [first, second]: [i32; 2]) -> Self {
+        let sums = [first + second, first, second];
+        let (minus_sums, scaled_sums) = (sums.map(|sum| -sum), sums.map(|sum| scale * sum as f32));
+        Self { scale, minus_sums, scaled_sums, padding: 0 }
+    }
+}
+
+// SAFETY: eight 4-byte numbers without padding between them, any bits allowed, alignment 4.
 unsafe impl Plain for GroupInput {}
 
 /// How rows are cut into blocks of nearly equal height: 16 rows of at most 12 make 8 + 8, not 12 + 4.
@@ -207,7 +218,7 @@ impl Buffers<'_> {
     /// While the result lives, nobody else may ask for runs of these rows that overlap.
     unsafe fn part(&self, n_columns: usize, rows: &Range<usize>, runs: &Range<usize>) -> Outputs<'_> {
         let place = |row_words: usize, run_words: usize| {
-            let word = |run: usize| rows.start * row_words + rows.len() * (run * run_words).min(row_words);
+            let word = |run: usize| rows.start * row_words + rows.len() * run * run_words;
             word(runs.start)..word(runs.end)
         };
         let words = place(self.form.row_words(n_columns), self.form.run_words());

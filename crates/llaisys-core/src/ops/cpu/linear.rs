@@ -1,8 +1,8 @@
 //! `linear`: products with packed weights. Meaning: `ops/reference/linear.rs`.
 //!
-//! Work is cut by panels of 32 outputs; a panel is never split between threads, and within it one sum per
-//! output runs over k in ascending order, whatever the number of rows. So a row's result is bitwise the same
-//! alone, in any batch, and on any number of threads (on one instruction set).
+//! One sum per output runs over k in ascending order, whatever the number of rows. So a row's result is bitwise the
+//! same alone, in any batch, and on any number of threads (on one instruction set). Work is cut by panels of 32
+//! outputs; many rows are cut as well, so that a thread's inputs stay in its own cache while panels pass by.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -13,6 +13,7 @@ mod formats;
 mod scalar;
 
 use super::activations::{Activations, Form, Inputs, RowBlocks, Rows};
+use super::gate::{Gate, HALF_PANEL, gate_up_rows};
 use super::isa::Isa;
 use crate::ops::OpContext;
 use crate::ops::packed::{PANEL, PackedFormat, PackedMatrix};
@@ -24,10 +25,16 @@ const MAX_PARTS: usize = 4;
 /// Rows from which panels are handed out in chunks; below, the weights' stream is all that counts, and each
 /// thread gets one.
 const DYNAMIC_ROWS: usize = 32;
-/// Rows from which kernels prefetch the next panel; below, the hardware's own prefetch keeps up.
-const PREFETCH_ROWS: usize = 3;
+/// Rows from which each thread has rows of its own, and all threads read all panels: inputs no longer fit a core's
+/// second-level cache, and panels cost little beside the products.
+const SPLIT_ROWS: usize = 64;
+/// Blocks of rows from which kernels prefetch the next panel. With fewer, memory is what they wait for, the hardware's
+/// own prefetch keeps up, and asking costs up to a fifth of the time (Zen 4).
+const PREFETCH_BLOCKS: usize = 3;
 /// Chunks a thread gets on average.
 const CHUNKS_PER_THREAD: usize = 8;
+/// Chunks of panels for each part of the rows: with more, threads end closer together.
+const CHUNKS_PER_PART: usize = 32;
 /// Rows of the highest tile of any instruction set.
 const MAX_TILE_ROWS: usize = 12;
 
@@ -91,19 +98,30 @@ pub struct LinearPart<'a> {
     pub bias: Option<&'a [f32]>,
 }
 
-/// What happens to a sum.
+/// What happens to sums.
 #[derive(Clone, Copy)]
 enum Epilogue<'a> {
     Store,
     Bias(&'a [f32]),
     Add,
+    /// Of 16 gates and 16 ups a panel, 16 products are left.
+    Gate(Gate),
 }
 
 /// One matrix of a call and where its results go.
 struct Target<'a> {
     weight: &'a PackedMatrix,
     epilogue: Epilogue<'a>,
+    /// `[n, n_columns]`
     out: Disjoint<'a, f32>,
+    n_columns: usize,
+}
+
+/// A share of the rows: of so many parts, the one of this number.
+#[derive(Clone, Copy)]
+struct Part {
+    number: usize,
+    n: usize,
 }
 
 /// `outs[i] = x W_i^T + b_i` for every part, in one region of the pool.
@@ -120,6 +138,7 @@ pub fn linear(cx: &mut OpContext, x: &[f32], parts: &[LinearPart<'_>], outs: &mu
             weight: part.weight,
             epilogue: part.bias.map_or(Epilogue::Store, Epilogue::Bias),
             out: Disjoint::new(out),
+            n_columns: part.weight.n_rows(),
         })
     });
     product(cx, x, &targets);
@@ -131,7 +150,24 @@ pub fn linear(cx: &mut OpContext, x: &[f32], parts: &[LinearPart<'_>], outs: &mu
 ///
 /// Panics as [`linear`] does.
 pub fn linear_add(cx: &mut OpContext, x: &[f32], weight: &PackedMatrix, y: &mut [f32]) {
-    product(cx, x, &[Some(Target { weight, epilogue: Epilogue::Add, out: Disjoint::new(y) })]);
+    let n_columns = weight.n_rows();
+    product(cx, x, &[Some(Target { weight, epilogue: Epilogue::Add, out: Disjoint::new(y), n_columns })]);
+}
+
+/// `inner = G(x gate^T) * (x up^T)`, the first half of a gated feed-forward block (arXiv:2002.05202): gates and ups
+/// never reach memory.
+///
+/// - `x`: `[n, K]`; `gate_up`: `[gate_up_rows(d_ff), K]`, interleaved as [`gate_up_row`](super::gate::gate_up_row)
+///   says; `inner`: `[n, d_ff]`
+///
+/// Panics as [`linear`] does.
+pub fn linear_gated(cx: &mut OpContext, x: &[f32], gate_up: &PackedMatrix, gate: Gate, inner: &mut [f32]) {
+    let n_rows = x.len() / gate_up.n_columns();
+    let n_columns = inner.len().checked_div(n_rows).unwrap_or(0);
+    let wide = n_rows == 0 || gate_up_rows(n_columns) == gate_up.n_rows();
+    assert!(wide, "{n_columns} outputs of {} rows", gate_up.n_rows());
+    let (epilogue, out) = (Epilogue::Gate(gate), Disjoint::new(inner));
+    product(cx, x, &[Some(Target { weight: gate_up, epilogue, out, n_columns })]);
 }
 
 fn product(cx: &mut OpContext, x: &[f32], targets: &[Option<Target<'_>>]) {
@@ -152,11 +188,10 @@ fn product(cx: &mut OpContext, x: &[f32], targets: &[Option<Target<'_>>]) {
 }
 
 fn check(target: &Target<'_>, x: Rows<'_>) {
-    let (n, k) = (target.weight.n_rows(), target.weight.n_columns());
-    assert_eq!(x.n_columns, k, "inputs of another width than the weights");
-    assert_eq!(target.out.len(), x.n_rows * n, "outputs of another shape");
+    assert_eq!(x.n_columns, target.weight.n_columns(), "inputs of another width than the weights");
+    assert_eq!(target.out.len(), x.n_rows * target.n_columns, "outputs of another shape");
     if let Epilogue::Bias(bias) = target.epilogue {
-        assert_eq!(bias.len(), n, "bias of another length");
+        assert_eq!(bias.len(), target.n_columns, "bias of another length");
     }
 }
 
@@ -196,16 +231,24 @@ struct Region<'a> {
 
 impl Region<'_> {
     fn run(&self, pool: &Pool) {
-        let (n_threads, n_panels) = (pool.n_threads(), self.targets().map(|t| t.weight.n_panels()).sum());
-        if self.n_rows < DYNAMIC_ROWS {
-            pool.run(&|worker| self.panels(share(n_panels, n_threads, worker)));
-        } else {
-            let chunks = Chunks::new(n_panels, (n_panels / (n_threads * CHUNKS_PER_THREAD)).max(1));
-            pool.run(&|_| {
-                while let Some(panels) = chunks.take() {
-                    self.panels(panels);
-                }
-            });
+        let n_threads = pool.n_threads();
+        let n_panels: usize = self.targets().map(|t| t.weight.n_panels()).sum();
+        let chunk = |n_chunks: usize| (n_panels / n_chunks).max(1);
+        match self.n_rows {
+            0..DYNAMIC_ROWS => pool.run(&|worker| {
+                self.panels(share(n_panels, n_threads, worker), Part::ALL);
+            }),
+            DYNAMIC_ROWS..SPLIT_ROWS => {
+                let chunks = Chunks::new(n_panels, chunk(n_threads * CHUNKS_PER_THREAD));
+                pool.run(&|_| {
+                    while let Some(panels) = chunks.take() {
+                        self.panels(panels, Part::ALL);
+                    }
+                });
+            }
+            _ => pool.run_queues(n_panels, chunk(CHUNKS_PER_PART), &|number, panels| {
+                self.panels(panels, Part { number, n: n_threads });
+            }),
         }
     }
 
@@ -213,38 +256,42 @@ impl Region<'_> {
         self.targets.iter().flatten()
     }
 
-    /// Computes `panels`, numbered through all targets.
-    fn panels(&self, panels: Range<usize>) {
+    /// Computes `panels`, numbered through all targets, for a part of the rows.
+    fn panels(&self, panels: Range<usize>, part: Part) {
         let mut tile = Tile([[0.0; PANEL]; MAX_TILE_ROWS]);
         let mut first = 0;
         for target in self.targets() {
             let n = target.weight.n_panels();
             for p in panels.start.max(first)..panels.end.min(first + n) {
-                self.panel(target, p - first, &mut tile);
+                self.panel((target, p - first), part, &mut tile);
             }
             first += n;
         }
     }
 
-    /// Computes one panel for all rows. Only the one worker that was given it does.
-    fn panel(&self, target: &Target<'_>, p: usize, tile: &mut Tile) {
+    /// Computes one panel for a part of the rows. Only the one worker that was given both does.
+    fn panel(&self, (target, p): (&Target<'_>, usize), part: Part, tile: &mut Tile) {
         let weight = target.weight;
         let form = form(self.isa, weight.format());
         let blocks = RowBlocks::new(self.n_rows, rows_max(self.isa, form));
+        let own = share(blocks.len(), part.n, part.number);
         let (bytes, rest) = weight.panels_from(p).split_at(weight.panel_bytes());
-        let columns = p * PANEL..((p + 1) * PANEL).min(weight.n_rows());
-        for i in 0..blocks.len() {
+        let columns = target.epilogue.columns(p, target.n_columns);
+        for i in own.clone() {
             let rows = blocks.rows(i);
             let inputs = self.activations.block(form, weight.n_columns(), &rows);
-            let ahead = match self.n_rows {
-                0..PREFETCH_ROWS => Ahead::NONE,
-                _ => Ahead::share(rest, (weight.format(), bytes.len()), (i, blocks.len())),
+            let ahead = match own.len() {
+                0..PREFETCH_BLOCKS => Ahead::NONE,
+                _ => Ahead::share(rest, (weight.format(), bytes.len()), (i - own.start, own.len())),
             };
             let panel = Panel { format: weight.format(), bytes, ahead };
             run_tile(self.isa, &panel, (rows.len(), inputs), tile);
+            if let Epilogue::Gate(gate) = target.epilogue {
+                gate.apply(self.isa, &mut tile.0[..rows.len()]);
+            }
             for (row, sums) in rows.zip(&tile.0) {
-                let start = row * weight.n_rows() + columns.start;
-                // SAFETY: this worker alone has this panel, and rows of a panel do not overlap.
+                let start = row * target.n_columns + columns.start;
+                // SAFETY: this worker alone has this panel and these rows, and rows of a panel do not overlap.
                 let out = unsafe { target.out.range(start..start + columns.len()) };
                 target.epilogue.apply(sums, columns.start, out);
             }
@@ -252,11 +299,22 @@ impl Region<'_> {
     }
 }
 
+impl Part {
+    /// All rows.
+    const ALL: Part = Part { number: 0, n: 1 };
+}
+
 impl Epilogue<'_> {
+    /// Which of `n` columns of the output come of panel `p`.
+    fn columns(self, p: usize, n: usize) -> Range<usize> {
+        let width = if matches!(self, Epilogue::Gate(_)) { HALF_PANEL } else { PANEL };
+        p * width..((p + 1) * width).min(n)
+    }
+
     /// Puts the sums of one row of a panel, whose first output is `n`, where they go.
     fn apply(self, sums: &[f32; PANEL], n: usize, out: &mut [f32]) {
         match self {
-            Epilogue::Store => out.copy_from_slice(&sums[..out.len()]),
+            Epilogue::Store | Epilogue::Gate(_) => out.copy_from_slice(&sums[..out.len()]),
             Epilogue::Bias(bias) => {
                 for ((y, sum), bias) in out.iter_mut().zip(sums).zip(&bias[n..]) {
                     *y = sum + bias;

@@ -1,6 +1,7 @@
 //! Stored rows into panels.
 
 use super::{PANEL, PackedFormat, PackedMatrix};
+use crate::quant::fit::{Fitted, Fitter, fit_q8_0};
 use crate::quant::{BLOCK_LEN, Block, dequantize_row};
 use crate::tensor::{AlignedBuf, RowView};
 use crate::threads::Pool;
@@ -38,13 +39,27 @@ pub(super) fn fill(
                 put_bf16(panel, c, &values);
             }
         }),
-        _ => {
-            pool.run_chunks(panels.as_mut_slice::<u8>(), n_bytes, &|p, panel| {
-                for (c, row) in rows(p) {
-                    put_blocks(format, panel, c, row);
+        _ => pool.run_chunks(panels.as_mut_slice::<u8>(), n_bytes, &|p, panel| {
+            let mut fitter = format.fit().map(|grid| Fitter::new(grid, n_columns));
+            for (c, row) in rows(p) {
+                match &mut fitter {
+                    Some(fitter) => put_fitted(format, panel, c, fitter.fit(row)),
+                    None if row.dtype.is_quantized() => put_blocks(format, n_columns, panel, (c, row)),
+                    None => {
+                        assert_eq!(
+                            format,
+                            PackedFormat::Q8_0,
+                            "a grouped format takes its own block types only"
+                        );
+                        let mut values = vec![0.0; n_columns];
+                        dequantize_row(row, &mut values);
+                        for (g, group) in values.as_chunks().0.iter().enumerate() {
+                            put_block(format, panel, (g, c), &fit_q8_0(group));
+                        }
+                    }
                 }
-            });
-        }
+            }
+        }),
     }
 }
 
@@ -66,27 +81,49 @@ fn put_bf16(panel: &mut [u16], c: usize, values: &[f32]) {
 
 /// Writes column `c` of a grouped panel from a row of a type that the format is made for. The integers of the
 /// column are zero before.
-fn put_blocks(format: PackedFormat, panel: &mut [u8], c: usize, row: RowView<'_>) {
+fn put_blocks(format: PackedFormat, n_columns: usize, panel: &mut [u8], (c, row): (usize, RowView<'_>)) {
     assert_eq!(PackedFormat::of(row.dtype), format, "a grouped format takes its own block types only");
-    let n_columns = panel.len() / format.group_bytes() * BLOCK_LEN;
     assert_eq!(row.dtype.bytes_of(n_columns), Some(row.bytes.len()), "row of another length");
-    Block::for_each(row, |g, block| {
-        let group = &mut panel[g * format.group_bytes()..][..format.group_bytes()];
+    Block::for_each(row, |g, block| put_block(format, panel, (g, c), block));
+}
+
+/// Writes group `g` of column `c` of a panel.
+fn put_block(format: PackedFormat, panel: &mut [u8], (g, c): (usize, usize), block: &Block) {
+    let group = &mut panel[g * format.group_bytes()..][..format.group_bytes()];
+    let (header, integers) = group.split_at_mut(format.header_bytes());
+    let n_scales = format.n_scales();
+    for half in 0..n_scales {
+        put_f16(header, half, c, block.scale[half]);
+        if format.has_min() {
+            put_f16(header, n_scales + half, c, block.min[half]);
+        }
+    }
+    put_integers(format, integers, c, &block.q);
+}
+
+/// Writes column `c` of a panel from a fitted row. The integers of the column are zero before.
+fn put_fitted(format: PackedFormat, panel: &mut [u8], c: usize, row: &Fitted) {
+    let groups = panel.chunks_exact_mut(format.group_bytes());
+    for (group, fitted) in groups.zip(&row.groups) {
         let (header, integers) = group.split_at_mut(format.header_bytes());
-        let n_scales = format.n_scales();
-        for half in 0..n_scales {
-            put_f16(header, half, c, block.scale[half]);
-            if format.has_min() {
-                put_f16(header, n_scales + half, c, block.min[half]);
-            }
+        header[c] = fitted.scale;
+        if format.has_min() {
+            header[PANEL + c] = fitted.zero;
         }
-        for (low, bits) in digits(format) {
-            for (i, &q) in block.q.iter().enumerate() {
-                let (byte, shift) = digit_place(format, low, c, i);
-                integers[byte] |= (q >> low & (0xff >> (8 - bits))) << shift;
-            }
+        put_integers(format, integers, c, &fitted.q);
+    }
+    let unit = format.units_at(row.groups.len() * BLOCK_LEN) + 4 * c;
+    panel[unit..unit + 4].copy_from_slice(&row.unit.to_le_bytes());
+}
+
+/// Writes the integers of column `c` of a group.
+fn put_integers(format: PackedFormat, integers: &mut [u8], c: usize, q: &[u8; BLOCK_LEN]) {
+    for (low, bits) in digits(format) {
+        for (i, &q) in q.iter().enumerate() {
+            let (byte, shift) = digit_place(format, low, c, i);
+            integers[byte] |= (q >> low & (0xff >> (8 - bits))) << shift;
         }
-    });
+    }
 }
 
 /// Writes number `line` of column `c` in a group's header, rounded to f16.

@@ -31,10 +31,11 @@ impl PackedMatrix {
             }
             format => {
                 let groups = bytes.chunks_exact(format.group_bytes());
+                let unit = read_unit(format, bytes, self.n_columns, c);
                 for (values, group) in out.chunks_exact_mut(BLOCK_LEN).zip(groups) {
                     let block = read_block(format, group, c);
                     for (i, value) in values.iter_mut().enumerate() {
-                        *value = block.value(i);
+                        *value = block.value(i) * unit;
                     }
                 }
             }
@@ -42,10 +43,23 @@ impl PackedMatrix {
     }
 }
 
-/// Column `c` of a group: the block that was packed there.
+/// By what the values of column `c` of a panel are to be multiplied: 1 in formats without units.
+pub(crate) fn read_unit(format: PackedFormat, panel: &[u8], n_columns: usize, c: usize) -> f32 {
+    if !format.has_units() {
+        return 1.0;
+    }
+    let at = format.units_at(n_columns) + 4 * c;
+    f32::from_le_bytes([panel[at], panel[at + 1], panel[at + 2], panel[at + 3]])
+}
+
+/// Column `c` of a group: the block that was packed there, without its unit.
 pub(crate) fn read_block(format: PackedFormat, group: &[u8], c: usize) -> Block {
     let (header, integers) = group.split_at(format.header_bytes());
     let number = |line: usize| {
+        if format.has_units() {
+            let byte = |line: usize| f32::from(header[line * PANEL + c]);
+            return if line == 0 { byte(0) } else { -byte(0) * byte(line) / 16.0 };
+        }
         let at = 2 * (line * PANEL + c);
         f16::from_le_bytes([header[at], header[at + 1]]).to_f32()
     };

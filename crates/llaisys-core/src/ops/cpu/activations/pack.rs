@@ -15,7 +15,7 @@ pub(super) struct Item<'a> {
     pub(super) runs: Range<usize>,
 }
 
-/// Where an item goes, from its first run on: `[word][row]`, and `[run][row]` for the groups.
+/// Where an item goes, from its first run on: `[run][row][word of the run]`, and `[run][row]` for the groups.
 pub(super) enum Outputs<'a> {
     /// The inputs' bits.
     Plain(&'a mut [u32]),
@@ -55,14 +55,14 @@ fn pack_avx512(token: Avx512, item: Item<'_>, out: Outputs<'_>) {
 /// The packing itself: plain loops that compilers turn into vector code. No closures here: they would be
 /// compiled without the set's features.
 ///
-/// Runs of 32 columns are taken for all rows in turn, so that the places they go to, which are neighbours, stay
-/// in the cache; zeros follow the last column.
+/// Runs of 32 columns are taken for all rows in turn, in the order in which they are written; zeros follow the
+/// last column.
 #[inline(always)]
 fn pack_lanes<R: Round>(round: R, item: Item<'_>, mut out: Outputs<'_>) {
     let Item { x, runs } = item;
     for run in runs.clone() {
         for (row, values) in x.values.chunks_exact(x.n_columns).enumerate() {
-            let place = Place { run: run - runs.start, row, n_rows: x.n_rows };
+            let place = (run - runs.start) * x.n_rows + row;
             let values = &values[run * BLOCK_LEN..];
             match values.first_chunk() {
                 Some(values) => out.put(round, place, values),
@@ -80,64 +80,33 @@ fn padded(values: &[f32]) -> [f32; BLOCK_LEN] {
     run
 }
 
-/// Which run of which row, counted from the start of the output.
-#[derive(Clone, Copy)]
-struct Place {
-    run: usize,
-    row: usize,
-    n_rows: usize,
-}
-
 impl Outputs<'_> {
-    /// Rounds one run and puts it in its place.
+    /// Rounds one run of one row and puts it in its place, counted in runs.
     #[inline(always)]
-    fn put<R: Round>(&mut self, round: R, place: Place, values: &[f32; BLOCK_LEN]) {
+    fn put<R: Round>(&mut self, round: R, place: usize, values: &[f32; BLOCK_LEN]) {
         match self {
             Outputs::Plain(out) => {
-                let mut words = [0; BLOCK_LEN];
-                for (word, value) in words.iter_mut().zip(values) {
+                for (word, value) in run_at::<BLOCK_LEN>(out, place).iter_mut().zip(values) {
                     *word = value.to_bits();
                 }
-                put_words(out, place, &words);
             }
             Outputs::Rounded(out) => {
-                let mut words = [0; BLOCK_LEN];
-                for (word, value) in words.iter_mut().zip(values) {
+                for (word, value) in run_at::<BLOCK_LEN>(out, place).iter_mut().zip(values) {
                     *word = round_bf16(*value) << 16;
                 }
-                put_words(out, place, &words);
             }
-            Outputs::Pairs(out) => {
-                let mut pairs = [0; BLOCK_LEN / 2];
-                for (pair, values) in pairs.iter_mut().zip(values.as_chunks::<2>().0) {
-                    *pair = round_bf16(values[0]) | round_bf16(values[1]) << 16;
-                }
-                put_words(out, place, &pairs);
-            }
+            Outputs::Pairs(out) => round.pairs(values, run_at(out, place)),
             Outputs::Groups(words, groups) => {
-                let (group, integers) = round_group(round, values);
-                groups[place.run * place.n_rows + place.row] = group;
-                put_words(words, place, &integers);
+                groups[place] = round_group(round, values, run_at(words, place));
             }
         }
     }
 }
 
-/// Writes the `N` words of a run into its row's column of `[word][row]`; padding past the end is left out.
+/// The `N` words of the run at `place`.
 #[inline(always)]
-fn put_words<const N: usize>(out: &mut [u32], place: Place, words: &[u32; N]) {
-    let out = &mut out[place.run * N * place.n_rows + place.row..];
-    if place.n_rows == 1
-        && let Some(out) = out.first_chunk_mut()
-    {
-        *out = *words;
-        return;
-    }
-    for (i, word) in words.iter().enumerate() {
-        if let Some(slot) = out.get_mut(i * place.n_rows) {
-            *slot = *word;
-        }
-    }
+fn run_at<const N: usize>(words: &mut [u32], place: usize) -> &mut [u32; N] {
+    &mut words.as_chunks_mut().0[place]
 }
 
 /// The bf16 nearest to `value` (ties to even) in the low half of a word; a NaN stays one.
@@ -150,31 +119,33 @@ fn round_bf16(value: f32) -> u32 {
 
 /// Rounds 32 inputs to 8 bits with one scale.
 #[inline(always)]
-fn round_group<R: Round>(round: R, values: &[f32; BLOCK_LEN]) -> (GroupInput, [u32; BLOCK_LEN / 4]) {
+fn round_group<R: Round>(
+    round: R,
+    values: &[f32; BLOCK_LEN],
+    words: &mut [u32; BLOCK_LEN / 4],
+) -> GroupInput {
     // Bits of absolute values order like the values, infinities above all numbers and NaNs above those.
     let max = f32::from_bits(round.largest_size(values));
     let inverse = 127.0 / max;
-    if !max.is_finite() {
-        let group = GroupInput { scale: f32::NAN, sums: [0; 2] };
-        return (group, [0; BLOCK_LEN / 4]);
+    if !max.is_finite() || !inverse.is_finite() {
+        // Not a number, or zeros, or so small that 127/max overflows: below 2^-120, nothing beside any weight.
+        words.fill(0);
+        return GroupInput::new(if max.is_finite() { 0.0 } else { f32::NAN }, [0; 2]);
     }
-    if !inverse.is_finite() {
-        // Zeros, or so small that 127/max overflows: below 2^-120, nothing beside any weight.
-        return (GroupInput::default(), [0; BLOCK_LEN / 4]);
-    }
-    let (sums, words) = round.integers(values, inverse);
-    (GroupInput { scale: max / 127.0, sums }, words)
+    GroupInput::new(max / 127.0, round.integers(values, inverse, words))
 }
 
-/// The two steps of [`round_group`] that compilers do not turn into good vector code. Every implementation
-/// gives the same bits.
+/// The steps that compilers do not turn into good vector code. Every implementation gives the same bits.
 trait Round: Copy {
     /// The largest of the values' bits without sign.
     fn largest_size(self, values: &[f32; BLOCK_LEN]) -> u32;
 
-    /// `values * inverse` (at most 127) rounded to nearest even: the sum of each half, and the bytes four to a
-    /// word, first in the low byte.
-    fn integers(self, values: &[f32; BLOCK_LEN], inverse: f32) -> ([i32; 2], [u32; BLOCK_LEN / 4]);
+    /// `values * inverse` (at most 127) rounded to nearest even, the bytes four to a word, first in the low byte;
+    /// returns the sum of each half.
+    fn integers(self, values: &[f32; BLOCK_LEN], inverse: f32, words: &mut [u32; BLOCK_LEN / 4]) -> [i32; 2];
+
+    /// The values rounded to bf16, two to a word, first in the low half.
+    fn pairs(self, values: &[f32; BLOCK_LEN], words: &mut [u32; BLOCK_LEN / 2]);
 }
 
 /// Plain loops.
@@ -192,18 +163,26 @@ impl Round for Portable {
     }
 
     #[inline(always)]
-    fn integers(self, values: &[f32; BLOCK_LEN], inverse: f32) -> ([i32; 2], [u32; BLOCK_LEN / 4]) {
+    fn integers(self, values: &[f32; BLOCK_LEN], inverse: f32, words: &mut [u32; BLOCK_LEN / 4]) -> [i32; 2] {
         // Adding 1.5 * 2^23 leaves the integer, rounded to nearest even, in the low bits of the sum.
         const ROUND: f32 = 12_582_912.0;
-        let (mut sums, mut words) = ([0; 2], [0; BLOCK_LEN / 4]);
+        let mut sums = [0; 2];
         for (quad, values) in values.as_chunks::<4>().0.iter().enumerate() {
+            words[quad] = 0;
             for (i, value) in values.iter().enumerate() {
                 let integer = (value * inverse + ROUND).to_bits().wrapping_sub(ROUND.to_bits());
                 words[quad] |= (integer & 0xff) << (8 * i);
                 sums[2 * quad / words.len()] += integer.cast_signed();
             }
         }
-        (sums, words)
+        sums
+    }
+
+    #[inline(always)]
+    fn pairs(self, values: &[f32; BLOCK_LEN], words: &mut [u32; BLOCK_LEN / 2]) {
+        for (pair, values) in words.iter_mut().zip(values.as_chunks::<2>().0) {
+            *pair = round_bf16(values[0]) | round_bf16(values[1]) << 16;
+        }
     }
 }
 
@@ -220,9 +199,20 @@ mod avx512 {
         }
 
         #[inline(always)]
-        fn integers(self, values: &[f32; BLOCK_LEN], inverse: f32) -> ([i32; 2], [u32; BLOCK_LEN / 4]) {
+        fn integers(
+            self,
+            values: &[f32; BLOCK_LEN],
+            inverse: f32,
+            words: &mut [u32; BLOCK_LEN / 4],
+        ) -> [i32; 2] {
             // SAFETY: as above.
-            unsafe { integers(values, inverse) }
+            unsafe { integers(values, inverse, words) }
+        }
+
+        #[inline(always)]
+        fn pairs(self, values: &[f32; BLOCK_LEN], words: &mut [u32; BLOCK_LEN / 2]) {
+            // SAFETY: as above.
+            unsafe { pairs(values, words) }
         }
     }
 
@@ -245,17 +235,34 @@ mod avx512 {
 
     #[inline]
     #[target_feature(enable = "avx512f")]
-    fn integers(values: &[f32; BLOCK_LEN], inverse: f32) -> ([i32; 2], [u32; BLOCK_LEN / 4]) {
+    fn integers(values: &[f32; BLOCK_LEN], inverse: f32, words: &mut [u32; BLOCK_LEN / 4]) -> [i32; 2] {
         let ([a, b], inverse) = (load(values), _mm512_set1_ps(inverse));
         let a = _mm512_cvtps_epi32(_mm512_mul_ps(a, inverse));
         let b = _mm512_cvtps_epi32(_mm512_mul_ps(b, inverse));
-        let sums = [_mm512_reduce_add_epi32(a), _mm512_reduce_add_epi32(b)];
-        let mut words = [0; BLOCK_LEN / 4];
         // SAFETY: the array has 32 bytes, 16 for each half; the stores ask for no alignment.
         unsafe {
             _mm_storeu_si128(words.as_mut_ptr().cast(), _mm512_cvtepi32_epi8(a));
             _mm_storeu_si128(words.as_mut_ptr().add(4).cast(), _mm512_cvtepi32_epi8(b));
         }
-        (sums, words)
+        [_mm512_reduce_add_epi32(a), _mm512_reduce_add_epi32(b)]
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    fn pairs(values: &[f32; BLOCK_LEN], words: &mut [u32; BLOCK_LEN / 2]) {
+        let [a, b] = load(values).map(|values| {
+            // Just below one half is added, and the last kept bit; NaN gets its quiet bit instead.
+            // (vcvtneps2bf16 would flush denormals, which the other instruction sets keep.)
+            let bits = _mm512_castps_si512(values);
+            let last = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+            let sum = _mm512_add_epi32(bits, _mm512_add_epi32(last, _mm512_set1_epi32(0x7fff)));
+            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(values, values);
+            _mm512_srli_epi32::<16>(_mm512_mask_or_epi32(sum, nan, bits, _mm512_set1_epi32(0x0040_0000)))
+        });
+        // SAFETY: the array has 64 bytes, 32 for each half; the stores ask for no alignment.
+        unsafe {
+            _mm256_storeu_si256(words.as_mut_ptr().cast(), _mm512_cvtepi32_epi16(a));
+            _mm256_storeu_si256(words.as_mut_ptr().add(8).cast(), _mm512_cvtepi32_epi16(b));
+        }
     }
 }

@@ -1,13 +1,14 @@
 //! The products with 256-bit vectors, for CPUs without AVX-512 BF16 and VNNI.
 //!
 //! A panel is four vectors wide; 16 registers do not hold a tile of all four, so a tile takes `T` vectors of
-//! columns at a time and passes over the panel `4 / T` times.
+//! columns at a time and passes over the panel `4 / T` times. Each tile is a function of its own, as in `avx512.rs`.
 
 use super::formats::{self, Group, GroupInputs, QUADS, for_group};
 use super::{Ahead, Panel, Tile};
 use crate::ops::cpu::activations::{GroupInput, Inputs};
 use crate::ops::cpu::isa::Avx2;
 use crate::ops::packed::{PANEL, PackedFormat};
+use crate::quant::BLOCK_LEN;
 use std::arch::x86_64::*;
 
 /// Rows of a tile of a plain format: 6 x 16 columns.
@@ -77,6 +78,62 @@ fn load_f16<const T: usize>(header: &[u8; 2 * PANEL], first: usize) -> [__m256; 
     std::array::from_fn(|t| _mm256_cvtph_ps(unsafe { _mm_loadu_si128(vectors[t].as_ptr().cast()) }))
 }
 
+/// Eight columns of a header of bytes, starting at vector `first`, as f32.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn load_u8<const T: usize>(header: &[u8; PANEL], first: usize) -> [__m256; T] {
+    let vectors = &header.as_chunks::<{ LANE / 4 }>().0[first..first + T];
+    std::array::from_fn(|t| {
+        // SAFETY: each chunk has 8 bytes; the load asks for no alignment.
+        let bytes = unsafe { _mm_loadl_epi64(vectors[t].as_ptr().cast()) };
+        _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes))
+    })
+}
+
+/// Line `line` of a group's scales and minima (or zero points) as f32.
+#[inline]
+#[target_feature(enable = "avx2,f16c")]
+fn load_line<const T: usize, G: Group>(header: &[u8], line: usize, first: usize) -> [__m256; T] {
+    if G::HAS_UNITS {
+        load_u8(&header.as_chunks().0[line], first)
+    } else {
+        load_f16(&header.as_chunks().0[line], first)
+    }
+}
+
+/// The minima of part `part` of a group, whose scales are `scale`; those of zero points follow from them.
+#[inline]
+#[target_feature(enable = "avx2,f16c")]
+fn load_min<const T: usize, G: Group>(
+    header: &[u8],
+    part: usize,
+    first: usize,
+    scale: [__m256; T],
+) -> [__m256; T] {
+    let min = load_line::<T, G>(header, G::PARTS + part, first);
+    if !G::HAS_UNITS {
+        return min;
+    }
+    let sixteenth = _mm256_set1_ps(-1.0 / 16.0);
+    std::array::from_fn(|t| _mm256_mul_ps(_mm256_mul_ps(min[t], scale[t]), sixteenth))
+}
+
+/// Multiplies each row's sums by the units of the columns.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn apply_units<const R: usize, const T: usize>(
+    sums: &mut [[__m256; T]; R],
+    units: &[u8; STEP],
+    first: usize,
+) {
+    let units = load::<T>(units, first).map(|units| _mm256_castsi256_ps(units));
+    for sums in sums {
+        for (sum, unit) in sums.iter_mut().zip(units) {
+            *sum = _mm256_mul_ps(*sum, unit);
+        }
+    }
+}
+
 /// Writes the sums of `T` vectors of columns for each row.
 #[inline]
 #[target_feature(enable = "avx2")]
@@ -90,15 +147,19 @@ fn store<const R: usize, const T: usize>(sums: [[__m256; T]; R], first: usize, o
 }
 
 /// F32: one fused multiply-add for each k.
+#[inline(never)]
 #[target_feature(enable = "avx2,fma")]
 fn f32_tile<const R: usize, const T: usize>(panel: &Panel<'_>, x: &[f32], out: &mut Tile) {
+    let steps: &[[u8; STEP]] = panel.bytes.as_chunks().0;
     let mut ahead = panel.ahead;
     for first in (0..VECTORS).step_by(T) {
         let mut sums = [[_mm256_setzero_ps(); T]; R];
-        for (w, x) in panel.bytes.as_chunks().0.iter().zip(x.as_chunks::<R>().0) {
-            ahead.prefetch();
-            let w = load::<T>(w, first).map(|w| _mm256_castsi256_ps(w));
-            multiply(&mut sums, x, w);
+        for (run, x) in steps.chunks(BLOCK_LEN).zip(x.as_chunks::<BLOCK_LEN>().0.as_chunks::<R>().0) {
+            for (i, w) in run.iter().enumerate() {
+                ahead.prefetch();
+                let w = load::<T>(w, first).map(|w| _mm256_castsi256_ps(w));
+                multiply(&mut sums, x, i, w);
+            }
         }
         ahead = Ahead::NONE;
         store(sums, first, out);
@@ -106,31 +167,40 @@ fn f32_tile<const R: usize, const T: usize>(panel: &Panel<'_>, x: &[f32], out: &
 }
 
 /// BF16: weights widened by shift and mask, one fused multiply-add for each k.
+#[inline(never)]
 #[target_feature(enable = "avx2,fma")]
 fn bf16_tile<const R: usize, const T: usize>(panel: &Panel<'_>, x: &[f32], out: &mut Tile) {
     let high = _mm256_set1_epi32(0xffff_0000_u32.cast_signed());
-    let x = x.as_chunks::<R>().0.as_chunks::<2>().0;
+    let steps: &[[u8; STEP]] = panel.bytes.as_chunks().0;
     let mut ahead = panel.ahead;
     for first in (0..VECTORS).step_by(T) {
         let mut sums = [[_mm256_setzero_ps(); T]; R];
-        for (w, [even, odd]) in panel.bytes.as_chunks().0.iter().zip(x) {
-            ahead.prefetch();
-            let w = load::<T>(w, first);
-            multiply(&mut sums, even, w.map(|w| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(w))));
-            multiply(&mut sums, odd, w.map(|w| _mm256_castsi256_ps(_mm256_and_si256(w, high))));
+        for (run, x) in steps.chunks(BLOCK_LEN / 2).zip(x.as_chunks::<BLOCK_LEN>().0.as_chunks::<R>().0) {
+            for (i, w) in run.iter().enumerate() {
+                ahead.prefetch();
+                let w = load::<T>(w, first);
+                let even = w.map(|w| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(w)));
+                multiply(&mut sums, x, 2 * i, even);
+                multiply(&mut sums, x, 2 * i + 1, w.map(|w| _mm256_castsi256_ps(_mm256_and_si256(w, high))));
+            }
         }
         ahead = Ahead::NONE;
         store(sums, first, out);
     }
 }
 
-/// `sums[r] += x[r] * w`.
+/// `sums[r] += x[r][i] * w`.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
-fn multiply<const R: usize, const T: usize>(sums: &mut [[__m256; T]; R], x: &[f32; R], w: [__m256; T]) {
-    for (sums, &x) in sums.iter_mut().zip(x) {
+fn multiply<const R: usize, const T: usize>(
+    sums: &mut [[__m256; T]; R],
+    x: &[[f32; BLOCK_LEN]; R],
+    i: usize,
+    w: [__m256; T],
+) {
+    for (sums, x) in sums.iter_mut().zip(x) {
         for (sum, w) in sums.iter_mut().zip(w) {
-            *sum = _mm256_fmadd_ps(_mm256_set1_ps(x), w, *sum);
+            *sum = _mm256_fmadd_ps(_mm256_set1_ps(x[i]), w, *sum);
         }
     }
 }
@@ -149,27 +219,28 @@ fn group_rows<G: Group>(panel: &Panel<'_>, n_rows: usize, x: GroupInputs<'_>, ou
 
 /// Groups: an exact integer sum of each part of a group, scaled by the weights' and the inputs' units into the
 /// f32 sum.
+#[inline(never)]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn group_tile<const R: usize, const T: usize, G: Group>(
     panel: &Panel<'_>,
     (x, inputs): GroupInputs<'_>,
     out: &mut Tile,
 ) {
-    let x = x.as_chunks::<R>().0.as_chunks::<QUADS>().0;
+    let x = x.as_chunks::<QUADS>().0.as_chunks::<R>().0;
     let mut ahead = panel.ahead;
     for first in (0..VECTORS).step_by(T) {
         let mut sums = [[_mm256_setzero_ps(); T]; R];
         for ((group, x), inputs) in panel.bytes.chunks_exact(G::BYTES).zip(x).zip(inputs.as_chunks::<R>().0) {
             ahead.prefetch();
             let (header, weights) = group.split_at(G::HEADER);
-            let (header, weights) = (header.as_chunks().0, weights.as_chunks().0);
+            let weights = weights.as_chunks().0;
             for part in 0..G::PARTS {
                 let acc = if G::BITS == 8 {
                     sum_bytes::<R, T>(weights, first, x)
                 } else {
                     sum_bits::<R, T, G>(weights, first, part, (x, inputs))
                 };
-                let scale = load_f16::<T>(&header[part], first);
+                let scale = load_line::<T, G>(header, part, first);
                 for r in 0..R {
                     let unit = _mm256_set1_ps(inputs[r].scale);
                     for t in 0..T {
@@ -178,15 +249,18 @@ fn group_tile<const R: usize, const T: usize, G: Group>(
                     }
                 }
                 if G::HAS_MIN {
-                    let min = load_f16::<T>(&header[G::PARTS + part], first);
+                    let min = load_min::<T, G>(header, part, first, scale);
                     for r in 0..R {
-                        let input_sum = _mm256_set1_ps(inputs[r].scale * G::sum(inputs[r], part) as f32);
+                        let input_sum = _mm256_set1_ps(inputs[r].scaled_sums[G::sum(part)]);
                         for t in 0..T {
                             sums[r][t] = _mm256_fmadd_ps(min[t], input_sum, sums[r][t]);
                         }
                     }
                 }
             }
+        }
+        if G::HAS_UNITS {
+            apply_units(&mut sums, &panel.bytes[x.len() * G::BYTES..].as_chunks().0[0], first);
         }
         ahead = Ahead::NONE;
         store(sums, first, out);
@@ -200,15 +274,15 @@ fn group_tile<const R: usize, const T: usize, G: Group>(
 fn sum_bytes<const R: usize, const T: usize>(
     weights: &[[u8; STEP]],
     first: usize,
-    x: &[[u32; R]; QUADS],
+    x: &[[u32; QUADS]; R],
 ) -> [[__m256i; T]; R] {
     let (offset, ones) = (_mm256_set1_epi8(-128), _mm256_set1_epi16(1));
     let mut acc = [[_mm256_setzero_si256(); T]; R];
-    for (w, x) in weights.iter().zip(x) {
+    for (quad, w) in weights.iter().enumerate() {
         let w = load::<T>(w, first).map(|w| _mm256_xor_si256(w, offset));
         let size = w.map(|w| _mm256_abs_epi8(w));
         for r in 0..R {
-            let x = _mm256_set1_epi32(x[r].cast_signed());
+            let x = _mm256_set1_epi32(x[r][quad].cast_signed());
             for t in 0..T {
                 let pairs = _mm256_maddubs_epi16(size[t], _mm256_sign_epi8(x, w[t]));
                 acc[r][t] = _mm256_add_epi32(acc[r][t], _mm256_madd_epi16(pairs, ones));
@@ -226,14 +300,14 @@ fn sum_bits<const R: usize, const T: usize, G: Group>(
     weights: &[[u8; STEP]],
     first: usize,
     part: usize,
-    (x, inputs): (&[[u32; R]; QUADS], &[GroupInput; R]),
+    (x, inputs): (&[[u32; QUADS]; R], &[GroupInput; R]),
 ) -> [[__m256i; T]; R] {
     let ones = _mm256_set1_epi16(1);
     let mut acc = [[_mm256_setzero_si256(); T]; R];
     for pair in G::pairs(part) {
         let [even, odd] = load_pair::<T, G>(weights, first, pair);
         for r in 0..R {
-            let x = [2 * pair, 2 * pair + 1].map(|quad| _mm256_set1_epi32(x[quad][r].cast_signed()));
+            let x = [2 * pair, 2 * pair + 1].map(|quad| _mm256_set1_epi32(x[r][quad].cast_signed()));
             for t in 0..T {
                 let even = _mm256_maddubs_epi16(even[t], x[0]);
                 let odd = _mm256_maddubs_epi16(odd[t], x[1]);
@@ -247,7 +321,8 @@ fn sum_bits<const R: usize, const T: usize, G: Group>(
         }
     }
     for r in 0..R {
-        let init = _mm256_set1_epi32(G::init(inputs[r], part));
+        let init = i32::from(G::FORMAT.offset()) * inputs[r].minus_sums[G::sum(part)];
+        let init = _mm256_set1_epi32(init);
         for acc in &mut acc[r] {
             let sum = if G::BITS <= 4 { _mm256_madd_epi16(*acc, ones) } else { *acc };
             *acc = _mm256_add_epi32(sum, init);

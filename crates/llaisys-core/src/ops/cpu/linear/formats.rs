@@ -8,7 +8,7 @@ use std::ops::Range;
 /// Words of four inputs in a group.
 pub(super) const QUADS: usize = BLOCK_LEN / 4;
 
-/// The inputs of a block for a grouped format: integers `[k/4][r]`, groups `[k/32][r]`.
+/// The inputs of a block for a grouped format: integers `[k/32][r][8]`, groups `[k/32][r]`.
 pub(super) type GroupInputs<'a> = (&'a [u32], &'a [GroupInput]);
 
 /// What a kernel knows of a grouped format when it is compiled; `ops/packed.rs` draws the layouts.
@@ -23,8 +23,10 @@ pub(super) trait Group {
     const HAS_MIN: bool = Self::FORMAT.has_min();
     /// Bytes of a group.
     const BYTES: usize = Self::FORMAT.group_bytes();
-    /// Bytes of its f16 numbers, which come first.
+    /// Bytes of its scales and minima, which come first.
     const HEADER: usize = Self::FORMAT.header_bytes();
+    /// Scales are bytes, minima zero points in 16ths, and each column has a unit.
+    const HAS_UNITS: bool = Self::FORMAT.has_units();
 
     /// The pairs of quads of part `part`.
     #[inline(always)]
@@ -33,16 +35,10 @@ pub(super) trait Group {
         part * n..(part + 1) * n
     }
 
-    /// The sum of part `part` of the inputs' integers.
+    /// Which of a [`GroupInput`]'s sums belongs to part `part`.
     #[inline(always)]
-    fn sum(input: GroupInput, part: usize) -> i32 {
-        if Self::PARTS == 2 { input.sums[part] } else { input.sums[0] + input.sums[1] }
-    }
-
-    /// Where the sum of `weight * input` starts, so that the stored weights may be unsigned.
-    #[inline(always)]
-    fn init(input: GroupInput, part: usize) -> i32 {
-        -i32::from(Self::FORMAT.offset()) * Self::sum(input, part)
+    fn sum(part: usize) -> usize {
+        if Self::PARTS == 2 { 1 + part } else { 0 }
     }
 }
 
@@ -71,5 +67,5 @@ macro_rules! groups {
     };
 }
 
-groups!(Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q6_K Q3_K Q2_K);
+groups!(Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q6_K Q3_K Q2_K I8 I6 I4);
 pub(super) use for_group;

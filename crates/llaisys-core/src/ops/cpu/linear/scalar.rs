@@ -2,7 +2,7 @@
 
 use super::{Panel, Tile};
 use crate::ops::cpu::activations::{GroupInput, Inputs};
-use crate::ops::packed::{PANEL, PackedFormat, read_block};
+use crate::ops::packed::{PANEL, PackedFormat, read_block, read_unit};
 use crate::quant::BLOCK_LEN;
 
 /// Rows of a tile.
@@ -22,7 +22,12 @@ pub(super) fn tile(panel: &Panel<'_>, (n_rows, inputs): (usize, Inputs<'_>), out
 
 /// F32 and BF16: `sum += x[k] * w[k]`, each step rounded.
 fn plain(panel: &Panel<'_>, n_rows: usize, x: &[f32], out: &mut Tile) {
-    for (k, x) in x.chunks_exact(n_rows).enumerate() {
+    let n_columns = match panel.format {
+        PackedFormat::F32 => panel.bytes.len() / (4 * PANEL),
+        _ => panel.bytes.len() / (2 * PANEL),
+    };
+    for k in 0..n_columns {
+        let x = &x[k / BLOCK_LEN * n_rows * BLOCK_LEN + k % BLOCK_LEN..];
         for c in 0..PANEL {
             let weight = match panel.format {
                 PackedFormat::F32 => {
@@ -34,7 +39,7 @@ fn plain(panel: &Panel<'_>, n_rows: usize, x: &[f32], out: &mut Tile) {
                     f32::from_bits(u32::from(panel.bytes[at]) << 16 | u32::from(panel.bytes[at + 1]) << 24)
                 }
             };
-            for (sums, x) in out.0.iter_mut().zip(x) {
+            for (sums, x) in out.0[..n_rows].iter_mut().zip(x.iter().step_by(BLOCK_LEN)) {
                 sums[c] += x * weight;
             }
         }
@@ -46,6 +51,7 @@ fn grouped(panel: &Panel<'_>, n_rows: usize, (words, groups): (&[u32], &[GroupIn
     let group_words = words.chunks_exact(BLOCK_LEN / 4 * n_rows);
     let group_bytes = panel.bytes.chunks_exact(panel.format.group_bytes());
     let n_parts = panel.format.n_scales();
+    let offset = i32::from(panel.format.offset());
     let part_len = BLOCK_LEN / n_parts;
     for ((bytes, words), inputs) in group_bytes.zip(group_words).zip(groups.chunks_exact(n_rows)) {
         for c in 0..PANEL {
@@ -53,17 +59,25 @@ fn grouped(panel: &Panel<'_>, n_rows: usize, (words, groups): (&[u32], &[GroupIn
             for (r, (sums, input)) in out.0.iter_mut().zip(inputs).enumerate() {
                 for part in 0..n_parts {
                     let elements = part * part_len..(part + 1) * part_len;
-                    let (mut dot, mut sum) = (0, 0);
+                    let which = if n_parts == 2 { 1 + part } else { 0 };
+                    let mut dot = offset * input.minus_sums[which];
                     for i in elements {
-                        let x = i32::from(words[i / 4 * n_rows + r].to_le_bytes()[i % 4] as i8);
-                        dot += (i32::from(block.q[i]) - i32::from(block.offset)) * x;
-                        sum += x;
+                        let x = words[r * (BLOCK_LEN / 4) + i / 4].to_le_bytes()[i % 4] as i8;
+                        dot += i32::from(block.q[i]) * i32::from(x);
                     }
                     sums[c] += dot as f32 * input.scale * block.scale[part];
                     if panel.format.has_min() {
-                        sums[c] += block.min[part] * (input.scale * sum as f32);
+                        sums[c] += block.min[part] * input.scaled_sums[which];
                     }
                 }
+            }
+        }
+    }
+    if panel.format.has_units() {
+        let n_columns = groups.len() / n_rows * BLOCK_LEN;
+        for sums in &mut out.0[..n_rows] {
+            for (c, sum) in sums.iter_mut().enumerate() {
+                *sum *= read_unit(panel.format, panel.bytes, n_columns, c);
             }
         }
     }

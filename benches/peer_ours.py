@@ -1,0 +1,114 @@
+"""Ours as a peer: answers timing commands on standard input, through `LLM.generate`.
+
+usage: peer_ours.py MODEL N_THREADS [--quantization int8|int4] [--timed]; then lines
+`decode STREAMS CONTEXT NEW` or `prefill TOKENS`, each answered with one line of JSON.
+
+`decode`: seconds of NEW steps of STREAMS sequences that begin with CONTEXT tokens: the difference of two
+calls with the same prompts, one of which gives NEW tokens more, so scheduling, sampling and making the
+answers are in it and the prompts are not (they are in the prefix cache). `--timed` adds `core_s`, the part
+spent in the core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from typing import Any
+
+from llaisys import LLM, SamplingParams
+from llaisys.engine import worker
+
+VOCAB = 49000  # below both models' special tokens
+
+
+class TimedContext:
+    """The core's context, its decodes timed."""
+
+    seconds = 0.0
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def decode(self, *arrays: Any, **masks: Any) -> Any:
+        start = time.perf_counter()
+        output = self._context.decode(*arrays, **masks)
+        TimedContext.seconds += time.perf_counter() - start
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+
+def time_the_core() -> None:
+    """From now on workers count the seconds that they spend in the core."""
+    make = worker.Worker.__init__
+
+    def timed(self: worker.Worker, context: Any, *others: Any) -> None:
+        make(self, TimedContext(context), *others)
+
+    worker.Worker.__init__ = timed  # type: ignore[method-assign]
+
+
+class Ours:
+    """One LLM; every call is greedy and never stops early."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        settings = {"quantization": args.quantization} if args.quantization else {}
+        self.llm = LLM(
+            args.model,
+            num_threads=args.threads,
+            max_num_seqs=32,
+            max_model_len=1024,
+            num_kv_cells=40960,
+            **settings,
+        )
+        self.n_prefills = 0
+
+    def generate(self, prompts: list[list[int]], n_new: int) -> tuple[float, float]:
+        """Seconds of a call, and those of them in the core."""
+        params = SamplingParams(temperature=0.0, max_tokens=n_new, ignore_eos=True)
+        start, core = time.perf_counter(), TimedContext.seconds
+        outputs = self.llm.generate(prompts, params)
+        seconds = time.perf_counter() - start
+        if any(len(output.outputs[0].token_ids) != n_new for output in outputs):
+            sys.exit("a request gave fewer tokens than it was asked for")
+        return seconds, TimedContext.seconds - core
+
+    def decode(self, n_streams: int, n_context: int, n_new: int) -> dict[str, float]:
+        random.seed(n_context)
+        prompts = [[random.randrange(VOCAB) for _ in range(n_context)] for _ in range(n_streams)]
+        self.generate(prompts, 1)  # from now on the prompts are in the prefix cache
+        short, short_core = self.generate(prompts, 2)
+        long, long_core = self.generate(prompts, 2 + n_new)
+        return {"seconds": long - short, "core_s": long_core - short_core}
+
+    def prefill(self, n_tokens: int) -> dict[str, float]:
+        """Seconds of a prompt that no earlier one begins like, with the sampling of one token."""
+        self.n_prefills += 1
+        random.seed(-self.n_prefills)
+        seconds, core = self.generate([[random.randrange(VOCAB) for _ in range(n_tokens)]], 1)
+        return {"seconds": seconds, "core_s": core}
+
+
+def main() -> None:
+    """Loads, says `ready`, answers."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("threads", type=int)
+    parser.add_argument("--quantization")
+    parser.add_argument("--timed", action="store_true")
+    args = parser.parse_args()
+    if args.timed:
+        time_the_core()
+    ours = Ours(args)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        command, *numbers = line.split()
+        print(json.dumps(getattr(ours, command)(*map(int, numbers))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""The engines behind one face: `decode`, `prefill` and `http` give rates in tokens a second.
+
+llama.cpp is measured by its own tools, one process a measurement, which warm up themselves; the others by
+processes that stay. All use the same threads. Settings that differ from a peer's defaults
+are those that were fastest on the machine of the committed results (benches/results/README.md).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from peers_rows import THREADS, Row
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+PEERS = ROOT / ".venv-peers"
+MODELS = PEERS / "models"
+BATCH = ["-b", "2048", "-ub", "512"]
+BUILDS = {"llama.cpp": PEERS / "src/vendor/llama.cpp/build/bin"}
+SCRIPTS = {"ik_llama.cpp": "peer_ik.py", "openvino": "peer_openvino.py"}
+
+
+class PeerError(Exception):
+    """A peer that did not run, or whose output is not understood."""
+
+
+def environment(engine: str) -> dict[str, str]:
+    """A peer's tools find their libraries beside them, wherever those were built."""
+    return {**os.environ, "LD_LIBRARY_PATH": str(BUILDS[engine])}
+
+
+class Talker:
+    """A process that answers each line with one line."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.command = command
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise PeerError(f"{' '.join(self.command)} ended; run it by hand to see why")
+        return line
+
+    def ask(self, *words: object) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write(" ".join(map(str, words)) + "\n")
+        self.process.stdin.flush()
+        return self.line()
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(30)
+
+
+class Bandwidth:
+    """Reads of memory, 10^9 bytes a second."""
+
+    def __init__(self) -> None:
+        self.talker = Talker([str(PEERS / "bin" / "machine_speed"), str(THREADS)])
+
+    def read(self) -> float:
+        return float(self.talker.ask("read"))
+
+
+class Resident:
+    """An engine in a process of its own that stays loaded."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.talker = Talker(command)
+        if self.talker.line().strip() != "ready":
+            raise PeerError(f"{' '.join(command)} is not ready")
+
+    def ask(self, *words: object) -> dict[str, float]:
+        answer: dict[str, float] = json.loads(self.talker.ask(*words))
+        return answer
+
+    def decode(self, row: Row) -> dict[str, float]:
+        """Tokens a second at each context."""
+        seconds = {c: self.ask("decode", row.n, c, row.n_new)["seconds"] for c in row.contexts}
+        return {str(c): row.n * row.n_new / s for c, s in seconds.items()}
+
+    def prefill(self, n_tokens: int) -> dict[str, float]:
+        return {"0": n_tokens / self.ask("prefill", n_tokens)["seconds"]}
+
+    def overhead(self, row: Row) -> dict[str, float]:
+        """Share of the time of a step that is not the core's (`--timed`), at each context."""
+        parts = {c: self.ask("decode", row.n, c, row.n_new) for c in row.contexts}
+        return {str(c): 1 - part["core_s"] / part["seconds"] for c, part in parts.items()}
+
+    def close(self) -> None:
+        self.talker.close()
+
+
+class LlamaTools:
+    """llama-batched-bench and llama-bench."""
+
+    def __init__(self, engine: str, model: Path) -> None:
+        self.engine, self.model = engine, model
+        self.bin = BUILDS[engine]
+
+    def run(self, tool: str, *args: str) -> str:
+        command = [str(self.bin / tool), "-m", str(self.model), "-t", str(THREADS), *args]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(self.engine))
+        if done.returncode:
+            raise PeerError(f"{' '.join(command)}: {done.stderr[-300:]}")
+        return done.stdout + done.stderr
+
+    def decode(self, row: Row) -> dict[str, float]:
+        """Tokens a second at each context; the prompt is computed once and copied to the other sequences."""
+        cells = row.n * (max(row.contexts) + row.n_new + 16)
+        contexts = ",".join(map(str, row.contexts))
+        shape = ["-c", str(cells), "-npp", contexts, "-ntg", str(row.n_new), "-npl", str(row.n), "-pps"]
+        rates = batched_bench_rates(self.run("llama-batched-bench", *shape, *BATCH, "-fa", "on"))
+        return {str(c): rates[c, row.n] for c in row.contexts}
+
+    def prefill(self, n_tokens: int) -> dict[str, float]:
+        shape = ["-p", str(n_tokens), "-n", "0", "-r", "1", "-fa", "1", "-o", "json"]
+        return {"0": bench_rate(self.run("llama-bench", *shape))}
+
+    def close(self) -> None:
+        """Nothing stays."""
+
+
+def batched_bench_rates(output: str) -> dict[tuple[int, int], float]:
+    """Tokens a second of the generation by (context, streams), from the table of llama-batched-bench."""
+    rates = {}
+    for line in output.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if line.lstrip().startswith("|") and len(cells) == 10 and cells[0].isdigit():
+            rates[int(cells[0]), int(cells[2])] = float(cells[7])
+    if not rates:
+        raise PeerError(f"no table in the output of llama-batched-bench: {output[-300:]!r}")
+    return rates
+
+
+def bench_rate(output: str) -> float:
+    """Tokens a second, from the JSON list of llama-bench (log lines may surround it)."""
+    found = re.search(r"^\[$.*?^\]$", output, re.DOTALL | re.MULTILINE)
+    if not found:
+        raise PeerError(f"no JSON in the output of llama-bench: {output[-300:]!r}")
+    (only,) = json.loads(found[0])
+    return float(only["avg_ts"])
+
+
+def start(engine: str, file: str, *, timed: bool = False) -> Resident | LlamaTools:
+    """Loads an engine."""
+    model = MODELS / file
+    name, _, setting = engine.partition("/")
+    if name == "llaisys":
+        command = [sys.executable, str(HERE / "peer_ours.py"), str(model), str(THREADS)]
+        command += ["--quantization", setting] if setting else []
+        return Resident(command + (["--timed"] if timed else []))
+    if name in SCRIPTS:
+        python = str(PEERS / "bin" / "python")
+        return Resident([python, str(HERE / SCRIPTS[name]), str(model), str(THREADS)])
+    return LlamaTools(engine, model)
+
+
+def versions() -> dict[str, str]:
+    """What is measured, as scripts/build-peers.sh wrote it down."""
+    found: dict[str, str] = json.loads((PEERS / "versions.json").read_text("utf-8"))
+    return found

@@ -1,0 +1,126 @@
+"""The same load on any server of OpenAI's API: N clients, each one streamed request, one small client for
+all.
+
+The client only looks for the stream's frames, so that it takes little of the processors it shares with the
+server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from itertools import count
+
+from peers_engines import BUILDS, MODELS, PeerError, environment
+from peers_rows import ANSWER, PROMPT, THREADS
+
+VOCAB = 49000
+START_TIMEOUT_S = 60
+_seeds = count(1)
+
+
+async def one(port: int) -> float:
+    """Sends a request with a prompt of its own; seconds to its first frame. The answer has ANSWER tokens."""
+    drawn = random.Random(next(_seeds))
+    body = json.dumps(
+        {
+            "prompt": [drawn.randrange(VOCAB) for _ in range(PROMPT)],
+            "max_tokens": ANSWER,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
+    sent = time.perf_counter()
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    first, text = 0.0, b""
+    while b"data: [DONE]" not in text[-4096:]:
+        part = await reader.read(2**16)
+        if not part:
+            raise PeerError(f"the server ended the stream: {text[-300:]!r}")
+        text += part
+        if not first and b"data: {" in text:
+            first = time.perf_counter() - sent
+    writer.close()
+    if f'"completion_tokens":{ANSWER}'.encode() not in text.replace(b" ", b""):
+        raise PeerError(f"the answer has not {ANSWER} tokens: {text[-300:]!r}")
+    return first
+
+
+async def burst(port: int, n_streams: int) -> tuple[float, list[float]]:
+    """Seconds until all clients have their answers, and each one's seconds to the first frame."""
+    start = time.perf_counter()
+    firsts = await asyncio.gather(*(one(port) for _ in range(n_streams)))
+    return time.perf_counter() - start, sorted(firsts)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class Server:
+    """A server process, ready when made and warmed up by one request for each stream."""
+
+    def __init__(self, engine: str, file: str, n_streams: int) -> None:
+        self.port, self.n_streams = free_port(), n_streams
+        model, port, n = str(MODELS / file), str(self.port), str(n_streams)
+        common = ["--port", port, "--threads" if engine == "llama.cpp" else "--num-threads", str(THREADS)]
+        if engine.startswith("llaisys"):
+            command = [sys.executable, "-m", "llaisys", "serve", model, *common]
+            command += ["--max-num-seqs", "32", "--log-level", "warning"]
+            setting = engine.partition("/")[2]
+            command += ["--quantization", setting] if setting else []
+        else:
+            cells = n_streams * (PROMPT + ANSWER + 16)
+            command = [str(BUILDS[engine] / "llama-server"), "-m", model, *common, "-np", n, "-c", str(cells)]
+            command += ["-fa", "on", "-b", "2048", "-ub", "512", "--cache-ram", "0"]
+        env = None if engine.startswith("llaisys") else environment(engine)
+        # If this process is killed, the server goes with it.
+        self.process = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", "--", *command],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=env,
+        )
+        ready = f"http://127.0.0.1:{port}/{'ready' if engine.startswith('llaisys') else 'health'}"
+        end = time.monotonic() + START_TIMEOUT_S
+        while not _answers(ready):
+            if self.process.poll() is not None or time.monotonic() > end:
+                self.close()
+                raise PeerError(f"{' '.join(command)} does not start; run it by hand to see why")
+            time.sleep(0.1)
+        self.http(n_streams)
+
+    def http(self, n_streams: int) -> dict[str, float]:
+        """Output tokens a second, and the median seconds to the first frame."""
+        seconds, firsts = asyncio.run(burst(self.port, n_streams))
+        return {"0": n_streams * ANSWER / seconds, "first_s": firsts[len(firsts) // 2]}
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False

@@ -1,0 +1,240 @@
+"""From rounds to medians of ratios: the table, the JSON and the plot of benches/results."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from peers_rows import (
+    BANDWIDTH_AT_LEAST,
+    BEST,
+    OVERHEAD_AT_MOST,
+    SCALING_AT_LEAST,
+    TARGETS,
+    THREADS,
+    is_ours,
+    rows,
+)
+
+Round = dict[str, Any]
+
+# Weights that a step of one stream reads (all: the head is the embedding), and bytes of K and V of one
+# cell: 24 layers x 2 heads x 64 numbers, twice, in bf16.
+PARAMETERS = 494_032_768
+KV_BYTES = 24 * 2 * 64 * 2 * 2
+WEIGHT_BYTES = {"decode-1-bf16": 2 * PARAMETERS, "decode-1-8bit": PARAMETERS * 34 // 32}
+
+
+def tokens_per_s(by_context: dict[str, float]) -> float:
+    """Of a measurement: the rate over its contexts, each with as many tokens (a harmonic mean)."""
+    rates = [rate for context, rate in by_context.items() if context.isdigit()]
+    return statistics.harmonic_mean(rates)
+
+
+def ratios(found: Iterable[Round], engine: str, peer: str) -> list[float]:
+    """`engine` over `peer` (BEST: the fastest peer of the round), round by round."""
+    made = []
+    for each in found:
+        rates = {name: tokens_per_s(r) for name, r in each["rates"].items()}
+        peers = {name: rate for name, rate in rates.items() if not is_ours(name)}
+        against = max(peers.values(), default=0.0) if peer == BEST else peers.get(peer, 0.0)
+        if engine in rates and against:
+            made.append(rates[engine] / against)
+    return made
+
+
+def best_of_ours(summary: dict[str, Any]) -> str:
+    """Our engine of a row with the greatest ratio to the best peer; the plain one if there are no peers."""
+    ours = {name: e["ratios"].get(BEST, 0.0) for name, e in summary["engines"].items() if is_ours(name)}
+    return max(ours, key=ours.__getitem__)
+
+
+def summarise(found: list[Round]) -> dict[str, Any]:
+    """Of one row's rounds: medians of rates, of bandwidth, and of our ratios to every peer."""
+    engines: dict[str, Any] = {}
+    for name in found[-1]["rates"]:
+        of_engine = [r["rates"][name] for r in found if name in r["rates"]]
+        entry: dict[str, Any] = {"tokens_per_s": statistics.median(map(tokens_per_s, of_engine))}
+        entry["by_context"] = {c: statistics.median(r[c] for r in of_engine) for c in of_engine[0]}
+        if is_ours(name):
+            peers = [BEST, *(peer for peer in found[-1]["rates"] if not is_ours(peer))]
+            by_peer = {peer: ratios(found, name, peer) for peer in peers}
+            entry["ratios"] = {peer: statistics.median(r) for peer, r in by_peer.items() if r}
+        engines[name] = entry
+    reads = [gb_s for each in found for gb_s in each["gb_s"]]
+    summary = {"rounds": len(found), "gb_s": statistics.median(reads), "engines": engines}
+    share = bandwidth_share(found)
+    return summary | ({"bandwidth_share": share} if share else {}) | {"build": found[-1]["build"]}
+
+
+def bandwidth_share(found: list[Round]) -> float | None:
+    """Of one stream of ours: bytes a second that its steps must read, over the reads before and after it."""
+    n_bytes = WEIGHT_BYTES.get(found[0]["row"])
+    if n_bytes is None:
+        return None
+    shares = []
+    for each in found:
+        place = each["order"].index("llaisys")
+        beside = (each["gb_s"][place] + each["gb_s"][place + 1]) / 2
+        read = statistics.mean(
+            rate * (n_bytes + KV_BYTES * int(context)) for context, rate in each["rates"]["llaisys"].items()
+        )
+        shares.append(read / 1e9 / beside)
+    return statistics.median(shares)
+
+
+def verdicts(table: dict[str, Any]) -> list[tuple[str, str, float, float, bool]]:
+    """Each target that was measured: row, against what, what it is, what it has to be, whether it is."""
+    made = []
+    for row, (peer, least) in TARGETS.items():
+        if row in table:
+            ours = table[row]["engines"][best_of_ours(table[row])]["ratios"]
+            if peer in ours:
+                made.append((row, peer, ours[peer], least, ours[peer] >= least))
+    if {"decode-1-smollm2", "decode-16-smollm2"} <= table.keys():
+        one, many = (table[f"decode-{n}-smollm2"]["engines"]["llaisys"]["tokens_per_s"] for n in (1, 16))
+        made.append(
+            (
+                "decode-16-smollm2",
+                "our 1 stream",
+                many / one,
+                SCALING_AT_LEAST,
+                many / one >= SCALING_AT_LEAST,
+            )
+        )
+    if "overhead-16-bf16" in table:
+        share = overhead(table["overhead-16-bf16"])
+        made.append(
+            ("overhead-16-bf16", "a step, at most", share, OVERHEAD_AT_MOST, share <= OVERHEAD_AT_MOST)
+        )
+    if "bandwidth_share" in table.get("decode-1-bf16", {}):
+        share = table["decode-1-bf16"]["bandwidth_share"]
+        made.append(
+            ("decode-1-bf16", "read bandwidth", share, BANDWIDTH_AT_LEAST, share >= BANDWIDTH_AT_LEAST)
+        )
+    return made
+
+
+def overhead(summary: dict[str, Any]) -> float:
+    """The share of a step that is not the core's, the mean over the contexts."""
+    return statistics.mean(summary["engines"]["llaisys"]["by_context"].values())
+
+
+def round_line(each: Round) -> str:
+    """One round for the eye."""
+    parts = [f"{name} {tokens_per_s(r):.4g}" for name, r in each["rates"].items()]
+    return f"{each['row']:22} {'  '.join(parts)}  ({statistics.median(each['gb_s']):.1f} GB/s)"
+
+
+def table_of(found: list[Round]) -> dict[str, Any]:
+    """Summaries by row, in the order of the rows."""
+    by_row: dict[str, list[Round]] = {}
+    for each in found:
+        by_row.setdefault(each["row"], []).append(each)
+    return {row.name: summarise(by_row[row.name]) for row in rows() if row.name in by_row}
+
+
+def markdown(table: dict[str, Any], about: dict[str, Any]) -> str:
+    """The page."""
+    peers = ["llama.cpp", "ik_llama.cpp", "openvino"]
+    lines = [
+        "# Ours beside the peers",
+        "",
+        f"{about['machine']}, {about['threads']} threads; {about['date']}; core build {about['build']}.",
+        "Versions: " + ", ".join(f"{name} {v}" for name, v in about["versions"].items()) + ".",
+        "Tokens a second (medians); in brackets the median of our ratio to it, round by round. Bold: our",
+        "ratio to the best peer of each round. GB/s: the read bandwidth between the engines (median).",
+        "",
+        "| row | ours | " + " | ".join(peers) + " | to the best | GB/s | rounds |",
+        "| --- " * (len(peers) + 5) + "|",
+    ]
+    for row, summary in table.items():
+        if row.startswith("overhead"):
+            continue
+        engines = summary["engines"]
+        ours = best_of_ours(summary)
+        setting = ours.partition("/")[2]
+        own = engines[ours]
+        older = "" if summary["build"] == about["build"] else " (older core)"
+        cells = [row + older, f"{own['tokens_per_s']:.0f}" + (f" ({setting})" if setting else "")]
+        for peer in peers:
+            known = peer in engines
+            cells.append(
+                f"{engines[peer]['tokens_per_s']:.0f} ({own['ratios'][peer]:.2f}x)" if known else "–"
+            )
+        cells += [f"**{own['ratios'][BEST]:.2f}x**", f"{summary['gb_s']:.1f}", str(summary["rounds"])]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "| target | against | measured | wanted | |", "| --- " * 5 + "|"]
+    for row, peer, value, wanted, met in verdicts(table):
+        lines.append(f"| {row} | {peer} | {value:.3g} | {wanted:g} | {'met' if met else 'missed'} |")
+    return "\n".join(lines) + "\n"
+
+
+BAR, GAP, LEFT, WIDE, FULL = 16, 6, 150, 820, 560
+COLOURS = {"llaisys": "#1f6feb", "llama.cpp": "#9a9a9a", "ik_llama.cpp": "#c2a15a", "openvino": "#7f6bb3"}
+
+
+def plot(table: dict[str, Any]) -> str:
+    """Bars of decode and prefill as an SVG: each row's rates, as shares of its fastest engine."""
+    parts: list[str] = []
+    y = 46
+    shown = [row for row in table if row.split("-")[0] in ("decode", "prefill", "http")]
+    for row in shown:
+        engines = table[row]["engines"]
+        ours = best_of_ours(table[row])
+        shown_as = {name: ours if name == "llaisys" else name for name in COLOURS}
+        rates = {name: engines[e]["tokens_per_s"] for name, e in shown_as.items() if e in engines}
+        fastest = max(rates.values())
+        parts.append(_text(8, y + len(rates) * BAR / 2 + 4, row))
+        for name, value in rates.items():
+            width = FULL * value / fastest
+            parts.append(
+                f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR - 3}" fill="{COLOURS[name]}"/>'
+            )
+            parts.append(_text(LEFT + width + 5, y + BAR - 5, f"{value:.0f}"))
+            y += BAR
+        y += GAP
+    legend = "".join(
+        f'<rect x="{LEFT + 150 * i}" y="14" width="12" height="12" fill="{colour}"/>'
+        + _text(LEFT + 150 * i + 17, 24, name)
+        for i, (name, colour) in enumerate(COLOURS.items())
+    )
+    font = 'font-family="sans-serif" font-size="12"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {y}" {font}>'
+    ground = f'<rect width="{WIDE}" height="{y}" fill="#ffffff"/>'
+    return "\n".join([head, ground, legend, *parts, "</svg>"]) + "\n"
+
+
+def _text(x: float, y: float, words: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" fill="#222222">{words}</text>'
+
+
+def write(found: list[Round], folder: Path, machine: str, versions: dict[str, str]) -> None:
+    """peers.json, peers.md and peers.svg of all rounds; says the targets."""
+    if not found:
+        return
+    table = table_of(found)
+    about = {
+        "machine": machine,
+        "threads": THREADS,
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "build": max(found, key=lambda each: str(each["when"]))["build"],
+        "versions": versions,
+    }
+    targets = [
+        {"row": row, "against": peer, "measured": value, "wanted": wanted, "met": met}
+        for row, peer, value, wanted, met in verdicts(table)
+    ]
+    pages = {
+        "peers.json": json.dumps(about | {"targets": targets, "rows": table}, indent=1) + "\n",
+        "peers.md": markdown(table, about),
+        "peers.svg": plot(table),
+    }
+    for name, text in pages.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    for row, peer, value, wanted, met in verdicts(table):
+        print(f"{'met   ' if met else 'missed'} {row:22} {peer:16} {value:6.3g} of {wanted:g}")

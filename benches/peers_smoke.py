@@ -1,0 +1,108 @@
+"""The benchmark's own check, without peers: their output is understood, medians and ratios are right.
+
+`peers.py --smoke` runs it; tests/unit/test_bench_peers.py does too. The outputs are from real runs,
+shortened.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import peers_report
+from peers_engines import PeerError, batched_bench_rates, bench_rate
+from peers_rows import BEST, MIDDLE, TARGETS, rows
+from roofline import Product
+
+BATCHED_BENCH = """
+main: n_kv_max = 9216, n_batch = 2048, n_ubatch = 512, flash_attn = 1, n_threads = 2, n_threads_batch = 2
+
+|    PP |     TG |    B |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s |      T s |    S t/s |
+|-------|--------|------|--------|----------|----------|----------|----------|----------|----------|
+|    64 |     12 |    1 |     76 |    0.216 |   296.30 |    0.363 |    33.06 |    0.579 |   131.26 |
+|   480 |     12 |   16 |   7872 |    1.655 |   290.03 |    1.385 |   138.63 |    3.040 |  2589.47 |
+
+llama_perf_context_print:        load time =     512.46 ms
+"""
+BENCH = """warning: asserts enabled
+[
+  {
+    "n_threads": 2, "n_prompt": 512, "n_gen": 0, "avg_ns": 1548032110, "avg_ts": 330.74,
+    "samples_ns": [ 1548032110 ], "samples_ts": [ 330.74 ]
+  }
+]
+"""
+
+
+def a_round(row: str, ours: float, llama: float, openvino: float) -> peers_report.Round:
+    """With a read of 50, 40, 60 and 50 GB/s between the engines."""
+    context = str(MIDDLE[0])
+    rates = {"llama.cpp": llama, "llaisys": ours, "openvino": openvino}
+    return {
+        "row": row,
+        "build": "0",
+        "when": "",
+        "order": [*rates],
+        "gb_s": [50.0, 40.0, 60.0, 50.0],
+        "rates": {name: {context: rate} for name, rate in rates.items()},
+    }
+
+
+def check() -> None:
+    """Raises AssertionError where something is wrong."""
+    check_parsing()
+    check_arithmetic()
+    check_report()
+    check_roofline()
+
+
+def check_parsing() -> None:
+    assert batched_bench_rates(BATCHED_BENCH) == {(64, 1): 33.06, (480, 16): 138.63}
+    assert bench_rate(BENCH) == 330.74
+    for parse in (batched_bench_rates, bench_rate):
+        try:
+            figure = parse("error: failed to load model")
+        except PeerError:
+            continue
+        raise AssertionError(f"{parse.__name__} made {figure} of an error")
+
+
+def check_arithmetic() -> None:
+    # 100 steps at 25 a second and 100 at 100 a second take 5 s: 40 a second.
+    assert abs(peers_report.tokens_per_s({"64": 25.0, "480": 100.0, "first_s": 9.0}) - 40.0) < 1e-9
+    found = [a_round("decode-16-bf16", *r) for r in ((30, 10, 20), (20, 20, 10), (90, 30, 15))]
+    # The best peer changes from round to round; the ratios' median is not the medians' ratio (30 / 20).
+    assert peers_report.ratios(found, "llaisys", BEST) == [1.5, 1.0, 3.0]
+    summary = peers_report.summarise(found)["engines"]["llaisys"]
+    assert summary["ratios"] == {BEST: 1.5, "llama.cpp": 3.0, "openvino": 2.0}
+    assert summary["tokens_per_s"] == 30.0
+    # 40 and 60 GB/s beside our turn: 50; a step at no context reads 0.988 GB.
+    one = a_round("decode-1-bf16", 50.0, 1.0, 1.0)
+    one["rates"]["llaisys"] = {"0": 50.0}
+    share = peers_report.bandwidth_share([one])
+    assert share is not None
+    assert abs(share - 50.0 * 2 * 494_032_768 / 50e9) < 1e-9
+
+
+def check_report() -> None:
+    names = [row.name for row in rows()]
+    assert len(set(names)) == len(names)
+    assert set(TARGETS) <= set(names)
+    found = [a_round("decode-16-bf16", 30.0, 10.0, 15.0)] * 7
+    (verdict,) = peers_report.verdicts(peers_report.table_of(found))
+    assert verdict == ("decode-16-bf16", "openvino", 2.0, 1.5, True)
+    with tempfile.TemporaryDirectory() as folder:
+        peers_report.write(found, Path(folder), "a machine", {"openvino": "1"})
+        assert (
+            "| decode-16-bf16 | 30 | 10 (3.00x) | – | 15 (2.00x) |" in (Path(folder) / "peers.md").read_text()
+        )
+        assert json.loads((Path(folder) / "peers.json").read_text())["targets"][0]["met"] is True
+        assert (Path(folder) / "peers.svg").read_text().startswith("<svg")
+
+
+def check_roofline() -> None:
+    """1 MB at 10 GB/s takes 100 us, 10^8 operations at 2 x 100 GFLOP/s 500 us: 1 ms is half as fast."""
+    product = Product("linear-bf16-o", 16, 1e-3, n_bytes=1e6, n_operations=1e8)
+    assert abs(product.share(gb_s=10.0, gflops=100.0) - 0.5) < 1e-9
+    assert abs(product.share(gb_s=1.0, gflops=100.0) - 1.0) < 1e-9

@@ -1,0 +1,92 @@
+"""Each product of `cargo bench --bench kernels` beside what the machine allows: its share of the roofline.
+
+usage: roofline.py [--criterion target/criterion] [--speed FILE]
+
+A product of n rows cannot be faster than reading its weights, nor than its operations at the peak rate; the
+greater of these times over the measured one is the share. The read bandwidth and the f32 rate are those of
+`machine_speed`, now; dot instructions of bf16 make twice, those of 8-bit integers four times as many
+operations as f32 ones of the same width (so on Zen 4 and 5; where it is less, the share reads too low). Bytes
+of weights are the benchmark's own. A share above 1: the weights were in a cache, or the machine was not quiet
+when one of the two was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# Operations of one instruction, relative to f32's, by the format of the weights; all others are integers.
+RATE = {"f32": 1, "f16": 1, "bf16": 2}
+INTEGERS = 4
+TIMED_BY_BYTES = 16  # rows below which the benchmark's throughput is bytes, and from which on operations
+
+
+@dataclass(frozen=True)
+class Product:
+    """One shape in one format with so many rows: median seconds, bytes of weights, operations."""
+
+    group: str
+    rows: int
+    seconds: float
+    n_bytes: float
+    n_operations: float
+
+    def share(self, gb_s: float, gflops: float) -> float:
+        """Of the roofline: 1 is as fast as the machine allows."""
+        rate = RATE.get(self.group.split("-")[1], INTEGERS)
+        least_s = max(self.n_bytes / gb_s, self.n_operations / (gflops * rate)) / 1e9
+        return least_s / self.seconds
+
+
+def products(criterion: Path) -> Iterator[Product]:
+    """What criterion left, by group and rows."""
+    for group in sorted(criterion.glob("linear-*")):
+        runs = {}
+        for path in group.glob("*/new/benchmark.json"):
+            about = json.loads(path.read_text("utf-8"))
+            median = json.loads(path.with_name("estimates.json").read_text("utf-8"))["median"]
+            runs[int(about["function_id"])] = (about["throughput"], 1e-9 * median["point_estimate"])
+        per_row = {n: t["Elements"] / n for n, (t, _) in runs.items() if n >= TIMED_BY_BYTES}
+        if 1 not in runs or not per_row:
+            continue
+        n_bytes, operations = runs[1][0]["Bytes"], next(iter(per_row.values()))
+        for n, (_, seconds) in sorted(runs.items()):
+            yield Product(group.name, n, seconds, n_bytes, n * operations)
+
+
+def machine_speed(tool: Path) -> tuple[float, float]:
+    """10^9 bytes and 10^9 f32 operations a second, of all usable CPUs."""
+    n_threads = re.findall(r"^processor", Path("/proc/cpuinfo").read_text("utf-8"), re.MULTILINE)
+    asked = subprocess.run(
+        [str(tool), str(len(n_threads))], input="read\nflops\n", capture_output=True, text=True, check=True
+    )
+    gb_s, gflops = map(float, asked.stdout.split())
+    return gb_s, gflops
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--criterion", type=Path, default=ROOT / "target" / "criterion")
+    parser.add_argument("--speed", type=Path, default=ROOT / "target" / "machine_speed")
+    args = parser.parse_args()
+    gb_s, gflops = machine_speed(args.speed)
+    print(f"read {gb_s:.1f} GB/s, f32 {gflops:.0f} GFLOP/s\n")
+    print(f"{'product':22} {'rows':>5} {'us':>10} {'GB/s':>7} {'GOP/s':>7} {'of the roofline':>16}")
+    for each in products(args.criterion):
+        bandwidth, rate = each.n_bytes / each.seconds / 1e9, each.n_operations / each.seconds / 1e9
+        share = each.share(gb_s, gflops)
+        figures = f"{1e6 * each.seconds:10.1f} {bandwidth:7.1f} {rate:7.0f} {share:15.0%}"
+        print(f"{each.group:22} {each.rows:5} {figures}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,394 @@
+//! Where the time of a step goes: every op of a forward pass, in the decoder's order, beside what the machine
+//! could do.
+//!
+//! `cargo bench -p llaisys-core --bench step -- --model qwen --format bf16 --rows 1,4,16,512`: decode steps of that
+//! many sequences at 96 positions each, or (512) one prompt. Random weights. One line of JSON for each number of
+//! rows: microseconds of a step by kind of op (sums over layers, medians over steps); for products also the bytes of
+//! their weights and their operations a second, the bytes beside the bandwidth that a plain sum over memory reads.
+//! `--json` for the machine, a table otherwise. `--rows -` takes numbers of rows from
+//! standard input, one a line, and answers each at once: so two builds can be measured in turn (`benches/pairs.py`).
+
+#![allow(
+    clippy::disallowed_methods,
+    reason = "a bench is there to read the clock; the core it times does not"
+)]
+
+use llaisys_core::dtype::KvDType;
+use llaisys_core::ops::contract::{Draw, Size};
+use llaisys_core::ops::dispatch::Kernels;
+use llaisys_core::ops::packed::{PackedFormat, PackedMatrix};
+use llaisys_core::ops::{self, AttentionRow, AttentionRows, Gate, LinearPart, OpContext, RopeTable, Scoring};
+use llaisys_core::tensor::{AlignedBuf, KvLayer, KvLayerMut, RowView};
+use llaisys_core::threads::{Pool, share};
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+/// Positions that every sequence holds in a decode step, its new one included.
+const N_CONTEXT: usize = 96;
+/// Rows from which a step is a prompt.
+const PROMPT: usize = 64;
+/// Bytes of the array that bandwidth is measured on.
+const UNCACHED: usize = 256 << 20;
+const D_HEAD: usize = 64;
+
+/// A family of shapes.
+#[derive(Debug, Clone, Copy)]
+struct Shape {
+    d_model: usize,
+    d_ff: usize,
+    n_layers: usize,
+    n_heads: usize,
+    n_kv_heads: usize,
+    vocab_size: usize,
+}
+
+const QWEN: Shape =
+    Shape { d_model: 896, d_ff: 4864, n_layers: 24, n_heads: 14, n_kv_heads: 2, vocab_size: 151_936 };
+const SMOLLM2: Shape =
+    Shape { d_model: 576, d_ff: 1536, n_layers: 30, n_heads: 9, n_kv_heads: 3, vocab_size: 49_152 };
+
+/// Kinds of ops in the order of a layer.
+const KINDS: [&str; 13] = [
+    "embed",
+    "norm",
+    "qkv",
+    "rope",
+    "kv_store",
+    "attention",
+    "o",
+    "norm2",
+    "gate_up",
+    "down",
+    "final_norm",
+    "head",
+    "argmax",
+];
+
+struct Layer {
+    qkv: [PackedMatrix; 3],
+    o: PackedMatrix,
+    gate_up: PackedMatrix,
+    down: PackedMatrix,
+    k: AlignedBuf,
+    v: AlignedBuf,
+}
+
+struct Model {
+    shape: Shape,
+    layers: Vec<Layer>,
+    head: PackedMatrix,
+    rope: RopeTable,
+}
+
+/// A matrix of small numbers that depend on their place.
+fn matrix(pool: &Pool, format: PackedFormat, n: usize, k: usize) -> PackedMatrix {
+    let dtype = format.dtype();
+    // 0x2x or 0x3x in the upper bytes makes every float (of 16 or 32 bits) a number below one.
+    let byte = |i: usize| if format.is_grouped() { (i * 89 % 61) as u8 } else { 0x20 | (i * 7 % 29) as u8 };
+    let bytes: Vec<u8> = (0..dtype.bytes_of(k).expect("whole blocks") + 64).map(byte).collect();
+    let n_bytes = bytes.len() - 64;
+    let row = |n: usize| RowView { dtype, bytes: &bytes[n % 64..n % 64 + n_bytes] };
+    PackedMatrix::pack(pool, format, n, k, &row).expect("memory for the weights")
+}
+
+impl Model {
+    fn new(pool: &Pool, shape: Shape, (format, head): (PackedFormat, PackedFormat), n_cells: usize) -> Self {
+        let Shape { d_model, d_ff, n_heads, n_kv_heads, .. } = shape;
+        let cells = || {
+            let bytes = n_cells * n_kv_heads * D_HEAD * KvDType::Bfloat16.bytes();
+            let mut cells = AlignedBuf::zeroed("keys and values", bytes).expect("memory for the cells");
+            cells.as_mut_slice::<u16>().fill(0x3c3c);
+            cells
+        };
+        let layer = |_| Layer {
+            qkv: [n_heads, n_kv_heads, n_kv_heads].map(|n| matrix(pool, format, n * D_HEAD, d_model)),
+            o: matrix(pool, format, d_model, n_heads * D_HEAD),
+            gate_up: matrix(pool, format, ops::gate_up_rows(d_ff), d_model),
+            down: matrix(pool, format, d_model, d_ff),
+            k: cells(),
+            v: cells(),
+        };
+        Self {
+            shape,
+            layers: (0..shape.n_layers).map(layer).collect(),
+            head: matrix(pool, head, shape.vocab_size, d_model),
+            rope: RopeTable::new(D_HEAD, 1e6),
+        }
+    }
+
+    /// Bytes of each kind of product.
+    fn n_bytes(&self, kind: &str) -> usize {
+        let of = |layer: &Layer| match kind {
+            "qkv" => layer.qkv.iter().map(PackedMatrix::n_bytes).sum(),
+            "o" => layer.o.n_bytes(),
+            "gate_up" => layer.gate_up.n_bytes(),
+            "down" => layer.down.n_bytes(),
+            _ => 0,
+        };
+        if kind == "head" { self.head.n_bytes() } else { self.layers.iter().map(of).sum() }
+    }
+
+    /// Weights of each kind of product.
+    fn n_weights(&self, kind: &str) -> usize {
+        let Shape { d_model, d_ff, n_layers, n_heads, n_kv_heads, vocab_size } = self.shape;
+        match kind {
+            "qkv" => n_layers * (n_heads + 2 * n_kv_heads) * D_HEAD * d_model,
+            "o" => n_layers * n_heads * D_HEAD * d_model,
+            "gate_up" => n_layers * ops::gate_up_rows(d_ff) * d_model,
+            "down" => n_layers * d_ff * d_model,
+            "head" => vocab_size * d_model,
+            _ => 0,
+        }
+    }
+}
+
+/// The rows of a step and the memory they are computed in.
+struct Rows {
+    n: usize,
+    cells: Vec<u32>,
+    listed: Vec<u32>,
+    seen: Vec<AttentionRow>,
+    positions: Vec<i32>,
+    x: Vec<f32>,
+    normed: Vec<f32>,
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+    attended: Vec<f32>,
+    inner: Vec<f32>,
+    cos: Vec<f32>,
+    sin: Vec<f32>,
+    logits: Vec<f32>,
+}
+
+impl Rows {
+    /// `n` sequences of one row, or one of `n` rows.
+    fn new(shape: Shape, n: usize) -> Self {
+        let Shape { d_model, d_ff, n_heads, n_kv_heads, vocab_size, .. } = shape;
+        let prompt = n >= PROMPT;
+        // Sequences have runs of 32 cells in turn, as the cells are handed out.
+        let cell = |seq: usize, i: usize| ((i / 32 * n + seq) * 32 + i % 32) as u32;
+        let (mut listed, mut seen, mut cells, mut positions) = (vec![], vec![], vec![], vec![]);
+        if prompt {
+            listed.extend(0..n as u32);
+            cells.extend(0..n as u32);
+            positions.extend(0..n as i32);
+            seen.extend((0..n as u32).map(|i| AttentionRow { start: 0, n_hidden: 0, n_visible: i + 1 }));
+        } else {
+            for seq in 0..n {
+                let start = listed.len() as u32;
+                listed.extend((0..N_CONTEXT).map(|i| cell(seq, i)));
+                seen.push(AttentionRow { start, n_hidden: 0, n_visible: N_CONTEXT as u32 });
+                cells.push(cell(seq, N_CONTEXT - 1));
+                positions.push(N_CONTEXT as i32 - 1);
+            }
+        }
+        let zeros = |width: usize| vec![0.0; n * width];
+        Self {
+            n,
+            cells,
+            listed,
+            seen,
+            positions,
+            x: zeros(d_model),
+            normed: zeros(d_model),
+            q: zeros(n_heads * D_HEAD),
+            k: zeros(n_kv_heads * D_HEAD),
+            v: zeros(n_kv_heads * D_HEAD),
+            attended: zeros(n_heads * D_HEAD),
+            inner: zeros(d_ff),
+            cos: zeros(D_HEAD / 2),
+            sin: zeros(D_HEAD / 2),
+            logits: vec![0.0; if prompt { 1 } else { n } * vocab_size],
+        }
+    }
+}
+
+/// Seconds of one step by kind.
+struct Laps {
+    last: Instant,
+    spent: [Duration; KINDS.len()],
+}
+
+impl Laps {
+    fn new() -> Self {
+        Self { last: Instant::now(), spent: [Duration::ZERO; KINDS.len()] }
+    }
+
+    fn lap(&mut self, kind: usize) {
+        let now = Instant::now();
+        self.spent[kind] += now - self.last;
+        self.last = now;
+    }
+}
+
+/// One step, op by op.
+fn step(cx: &mut OpContext, model: &mut Model, r: &mut Rows, start: &[f32]) -> Laps {
+    let d_model = model.shape.d_model;
+    let weight = vec![1.0; d_model];
+    let mut laps = Laps::new();
+    let n_inputs = r.x.len();
+    r.x.copy_from_slice(&start[..n_inputs]);
+    model.rope.angles(&r.positions, &mut r.cos, &mut r.sin);
+    laps.lap(0);
+    let part = |weight| LinearPart { weight, bias: None };
+    for layer in &mut model.layers {
+        ops::rms_norm(cx, &r.x, &weight, 1e-6, &mut r.normed);
+        laps.lap(1);
+        let qkv = [part(&layer.qkv[0]), part(&layer.qkv[1]), part(&layer.qkv[2])];
+        ops::linear(cx, &r.normed, &qkv, &mut [&mut r.q, &mut r.k, &mut r.v]);
+        laps.lap(2);
+        ops::rope(cx, &mut r.q, D_HEAD, &r.cos, &r.sin);
+        ops::rope(cx, &mut r.k, D_HEAD, &r.cos, &r.sin);
+        laps.lap(3);
+        let (dtype, n_kv_heads, d_head) = (KvDType::Bfloat16, model.shape.n_kv_heads, D_HEAD);
+        let (k, v) = (&mut layer.k, &mut layer.v);
+        ops::kv_store(cx, KvLayerMut { dtype, n_kv_heads, d_head, k, v }, &r.cells, &r.k, &r.v);
+        laps.lap(4);
+        let cells = KvLayer { dtype, n_kv_heads, d_head, k: &layer.k, v: &layer.v };
+        let rows = AttentionRows { cells: &r.listed, rows: &r.seen, window: None };
+        let scoring = Scoring { scale: 0.125, soft_cap: None };
+        ops::attention(cx, (&r.q, scoring), cells, rows, &mut r.attended);
+        laps.lap(5);
+        ops::linear_add(cx, &r.attended, &layer.o, &mut r.x);
+        laps.lap(6);
+        ops::rms_norm(cx, &r.x, &weight, 1e-6, &mut r.normed);
+        laps.lap(7);
+        ops::linear_gated(cx, &r.normed, &layer.gate_up, Gate::Silu, &mut r.inner);
+        laps.lap(8);
+        ops::linear_add(cx, &r.inner, &layer.down, &mut r.x);
+        laps.lap(9);
+    }
+    let n_out = r.logits.len() / model.shape.vocab_size;
+    let hidden = &mut r.x[(r.n - n_out) * d_model..];
+    ops::rms_norm_in_place(cx, hidden, &weight, 1e-6);
+    laps.lap(10);
+    ops::linear(cx, hidden, &[part(&model.head)], &mut [&mut r.logits]);
+    laps.lap(11);
+    for logits in r.logits.chunks_exact(model.shape.vocab_size) {
+        black_box(ops::argmax(logits));
+    }
+    laps.lap(12);
+    laps
+}
+
+/// GB/s that a plain sum over memory reads.
+fn bandwidth(pool: &Pool, data: &[u64]) -> f64 {
+    let once = || {
+        let start = Instant::now();
+        pool.run(&|worker| {
+            let part = share(data.len(), pool.n_threads(), worker);
+            black_box(data[part].iter().fold(0_u64, |sum, x| sum.wrapping_add(*x)));
+        });
+        UNCACHED as f64 / start.elapsed().as_secs_f64() / 1e9
+    };
+    median((0..5).map(|_| once()).collect())
+}
+
+fn median(mut x: Vec<f64>) -> f64 {
+    x.sort_by(f64::total_cmp);
+    x[x.len() / 2]
+}
+
+struct Arguments {
+    shape: Shape,
+    formats: (PackedFormat, PackedFormat),
+    rows: Vec<usize>,
+    /// Instead of `rows`, which then only says what is the most.
+    from_stdin: bool,
+    n_threads: usize,
+    seconds: f64,
+    json: bool,
+}
+
+fn format(name: &str) -> PackedFormat {
+    let found = PackedFormat::ALL.into_iter().find(|f| f.dtype().name().eq_ignore_ascii_case(name));
+    found.unwrap_or_else(|| panic!("no format {name}"))
+}
+
+fn arguments() -> Arguments {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let value = |name: &str, default: &str| {
+        let at = words.iter().position(|word| word == name);
+        at.and_then(|at| words.get(at + 1)).map_or(default.to_owned(), Clone::clone)
+    };
+    let body = value("--format", "bf16");
+    let head = value("--head", &body);
+    let all_threads = std::thread::available_parallelism().map_or(1, usize::from).to_string();
+    let shape = if value("--model", "qwen") == "qwen" { QWEN } else { SMOLLM2 };
+    let from_stdin = value("--rows", "") == "-";
+    let rows = if from_stdin { "512".to_owned() } else { value("--rows", "1,4,16,512") };
+    Arguments {
+        shape: Shape {
+            n_layers: value("--layers", &shape.n_layers.to_string()).parse().expect("a number"),
+            ..shape
+        },
+        formats: (format(&body), format(&head)),
+        rows: rows.split(',').map(|n| n.parse().expect("a number")).collect(),
+        from_stdin,
+        n_threads: value("--threads", &all_threads).parse().expect("a number"),
+        seconds: value("--seconds", "1.0").parse().expect("a number"),
+        json: words.iter().any(|word| word == "--json"),
+    }
+}
+
+fn main() {
+    let args = arguments();
+    let kernels = Kernels::select(None).expect("some kernels always run");
+    let pool = Pool::new(args.n_threads).expect("threads start");
+    let data = vec![1_u64; UNCACHED / 8];
+    let most = args.rows.iter().copied().max().unwrap_or(1);
+    let mut cx = OpContext::new(kernels, pool, most, args.shape.d_ff).expect("memory for the scratch");
+    let n_cells = (most.min(PROMPT) * N_CONTEXT.next_multiple_of(32)).max(most);
+    let mut model = Model::new(&cx.pool, args.shape, args.formats, n_cells);
+    let start = Draw::new(1).values(Size::Unit, most * args.shape.d_model);
+    let lines = std::io::stdin().lines().map(|line| line.expect("text").trim().parse().expect("a number"));
+    let asked: Box<dyn Iterator<Item = usize>> =
+        if args.from_stdin { Box::new(lines) } else { Box::new(args.rows.into_iter()) };
+    for n in asked {
+        let read = bandwidth(&cx.pool, &data);
+        let mut rows = Rows::new(args.shape, n);
+        let mut steps: Vec<Laps> = Vec::new();
+        step(&mut cx, &mut model, &mut rows, &start);
+        let begin = Instant::now();
+        while steps.len() < 3 || begin.elapsed().as_secs_f64() < args.seconds {
+            steps.push(step(&mut cx, &mut model, &mut rows, &start));
+        }
+        let of = |kind: usize| median(steps.iter().map(|s| s.spent[kind].as_secs_f64() * 1e6).collect());
+        let spent: Vec<f64> = (0..KINDS.len()).map(of).collect();
+        let whole =
+            median(steps.iter().map(|s| s.spent.iter().sum::<Duration>().as_secs_f64() * 1e6).collect());
+        report(&model, (n, read, args.json), &spent, whole);
+    }
+}
+
+/// One step: `spent` and `whole` in microseconds.
+fn report(model: &Model, (n, read, json): (usize, f64, bool), spent: &[f64], whole: f64) {
+    let tokens = n as f64 / whole * 1e6;
+    if json {
+        let kinds: Vec<String> =
+            KINDS.iter().zip(spent).map(|(kind, us)| format!("\"{kind}\": {us:.1}")).collect();
+        println!(
+            "{{\"rows\": {n}, \"tokens_per_second\": {tokens:.1}, \"read_gb_s\": {read:.1}, \"step_us\": {whole:.1}, {}}}",
+            kinds.join(", ")
+        );
+        return;
+    }
+    println!("{n} rows: {whole:.0} us, {tokens:.1} tokens/s, memory reads {read:.1} GB/s");
+    for (kind, us) in KINDS.iter().zip(spent) {
+        let bytes = model.n_bytes(kind) as f64;
+        let rate = if bytes == 0.0 {
+            String::new()
+        } else {
+            let n = if *kind == "head" && n >= PROMPT { 1 } else { n };
+            let products = (2 * model.n_weights(kind) * n) as f64;
+            format!(
+                "{:7.1} GB/s {:3.0} % {:7.0} GOP/s",
+                bytes / us / 1e3,
+                bytes / us / 10.0 / read,
+                products / us / 1e3
+            )
+        };
+        println!("  {kind:>10} {us:9.1} us {:5.1} % {rate}", us / whole * 100.0);
+    }
+}

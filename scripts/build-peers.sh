@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# The peers of `make bench-peers`, at pinned versions, into .venv-peers: llama.cpp's tools from the source inside the
+# sdist of llama-cpp-python, ik_llama.cpp and OpenVINO from their wheels, and the models in each engine's format.
+# 10 to 20 minutes on two cores, 8 GB of disk. What is there already is kept.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+LLAMA_CPP_PYTHON=0.3.36
+LLAMA_CPP_SHA256=832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e
+IK_LLAMA_CPP_PYTHON=0.1.5
+OPENVINO_GENAI=2026.4.1.0
+NNCF=3.4.0
+GGUF=0.19.0
+CMAKE=4.4.4
+JOBS=${CMAKE_BUILD_PARALLEL_LEVEL:-2}
+
+peers=$PWD/.venv-peers
+[ -x "$peers/bin/python" ] || python3 -m venv "$peers"
+"$peers/bin/pip" install --quiet "cmake==$CMAKE" scikit-build-core "ik-llama-cpp-python==$IK_LLAMA_CPP_PYTHON" \
+    "openvino-genai==$OPENVINO_GENAI" "nncf==$NNCF" "gguf==$GGUF"
+
+src=$peers/src
+if [ ! -d "$src/vendor/llama.cpp" ]; then
+    "$peers/bin/pip" download --quiet --no-deps --no-build-isolation --no-binary llama-cpp-python \
+        --dest "$peers/sdist" "llama-cpp-python==$LLAMA_CPP_PYTHON"
+    archive=$peers/sdist/llama_cpp_python-$LLAMA_CPP_PYTHON.tar.gz
+    echo "$LLAMA_CPP_SHA256  $archive" | sha256sum --check --quiet
+    mkdir -p "$src"
+    tar xf "$archive" -C "$src" --strip-components 1
+fi
+export PATH=$peers/bin:$PATH
+build=$src/vendor/llama.cpp/build
+for tool in llama-bench llama-batched-bench llama-server llama-quantize; do
+    if [ ! -x "$build/bin/$tool" ]; then
+        echo "building llama.cpp's tools (long); the log is $peers/build.log"
+        { cmake -S "$src/vendor/llama.cpp" -B "$build" -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF \
+            -DGGML_NATIVE=ON -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF &&
+            cmake --build "$build" -j "$JOBS" \
+                --target llama-bench llama-batched-bench llama-server llama-quantize mtmd; } >"$peers/build.log" 2>&1
+    fi
+done
+
+# llama.cpp's Python binding, for `make bench-quality`: the package of the sdist with the libraries just built.
+"$peers/bin/pip" install --quiet typing_extensions diskcache jinja2
+mkdir -p "$src/llama_cpp/lib"
+ln -sf "$build"/bin/lib{llama,ggml,ggml-base,ggml-cpu,mtmd}.so* "$src/llama_cpp/lib/"
+"$peers/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' |
+    while read -r packages; do echo "$src" >"$packages/llama_cpp_sdist.pth"; done
+
+rustc -C opt-level=3 -C target-cpu=native -o "$peers/bin/machine_speed" benches/machine_speed.rs
+"$peers/bin/python" benches/peers_models.py "$peers/models"
+
+cat >"$peers/versions.json" <<JSON
+{
+ "llama.cpp": "llama-cpp-python $LLAMA_CPP_PYTHON, native build",
+ "ik_llama.cpp": "ik-llama-cpp-python $IK_LLAMA_CPP_PYTHON, wheel",
+ "openvino": "openvino-genai $OPENVINO_GENAI, nncf $NNCF"
+}
+JSON
