@@ -1,0 +1,109 @@
+"""Random bodies and texts: no body is a 500, and a stream reads back as written however it is cut."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from starlette.types import ASGIApp
+
+from fakes.service import FakeService
+from llaisys.bench import client as bench
+from llaisys.config import Config
+from llaisys.registry import ModelRegistry
+from llaisys.server import protocol, tokens
+from llaisys.server.app import create_app
+from llaisys.server.sse import SseWriter
+from llaisys.server.state import ServerState
+from sse import events
+
+MODELS = {
+    "/v1/chat/completions": protocol.ChatCompletionRequest,
+    "/v1/completions": protocol.CompletionRequest,
+    "/v1/embeddings": protocol.EmbeddingRequest,
+    "/tokenize": tokens.TokenizeRequest,
+    "/detokenize": tokens.DetokenizeRequest,
+}
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(st.characters(exclude_categories=()), max_size=8)
+    | st.sampled_from(
+        ["", "tiny", "function", "user", "json_schema", "\ud800", 0, 1, -1, 2**31, 2**63, 1e308]
+    )
+)
+NAMES = st.sampled_from(["type", "role", "content", "function", "name", "json_schema", "schema", "json", ""])
+VALUES = st.recursive(
+    SCALARS, lambda each: st.lists(each, max_size=3) | st.dictionaries(NAMES, each, max_size=3), max_leaves=6
+)
+
+
+@cache
+def app_for(path: str) -> ASGIApp:  # noqa: ARG001 -- one for each test, and so for each event loop
+    """The application on a scripted engine. Making one takes longer than an example."""
+    return create_app(ServerState(Config(), models=ModelRegistry([FakeService()])), 8000)  # type: ignore[list-item]
+
+
+def bodies(path: str) -> st.SearchStrategy[Any]:
+    """Objects of the route's own fields with any values, many on a base that is good; or any value."""
+    base = {"messages": [{"role": "user", "content": "Hi"}], "prompt": "Hi", "input": "Hi", "tokens": [1]}
+    served = MODELS[path].model_fields
+    good = {name: value for name, value in base.items() if name in served}
+    good = {name: good[name] for name in list(good)[:1]}
+    random = st.dictionaries(st.sampled_from(sorted(served)), VALUES, max_size=4)
+    return random | random.map(lambda drawn: {**drawn, **good}) | VALUES
+
+
+@pytest.mark.parametrize("path", MODELS)
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(data=st.data())
+async def test_no_body_is_a_server_error(path: str, data: st.DataObject) -> None:
+    body = data.draw(bodies(path))
+    transport = httpx.ASGITransport(app_for(path), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as http:
+        headers = {"content-type": "application/json"}
+        answer = await http.post(path, content=json.dumps(body), headers=headers)
+    assert answer.status_code in (200, 400, 404), answer.text
+    if answer.status_code != 200:
+        assert answer.json()["error"]["code"]
+
+
+@settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    texts=st.lists(
+        st.text() | st.sampled_from(["\n\n", "\r\n", "data: [DONE]", "\u2028", "天🦙"]), max_size=6
+    ),
+    cuts=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+)
+async def test_a_stream_reads_back_however_it_is_cut(texts: list[str], cuts: list[int]) -> None:
+    sent: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    chunks: list[dict[str, Any]] = [{"choices": [{"index": 0, "text": text}]} for text in texts]
+    usage = {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": len(texts)}}
+    writer = SseWriter(send, {}, [], lambda: None)
+    for chunk in chunks:
+        await writer.frames([chunk])
+    await writer.finish([usage])
+    raw = b"".join(sent)
+    assert events(raw) == [*chunks, usage, "[DONE]"]
+
+    record = bench.RequestRecord(due_s=0.0)
+    stream = bench._Stream(record)
+    at = turn = 0
+    while at < len(raw):
+        size = cuts[turn % len(cuts)]
+        stream.feed(raw[at : at + size], float(turn))
+        at, turn = at + size, turn + 1
+    stream.close()
+    assert record.text == "".join(texts)
+    assert record.output_tokens == len(texts)
