@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -21,7 +21,16 @@ from llaisys.server.trace import client_id_of
 REVISION_MAX = 2**53 - 1
 
 ChatId = Annotated[str, Path(pattern=r"^[\w-]{1,64}$")]
-Revision = Annotated[int, Query(ge=0, le=REVISION_MAX)]
+
+
+def _digits(value: Any) -> Any:
+    """Refuses what pydantic would take for a number beside digits: `+1.0`, ` 1`."""
+    if isinstance(value, str) and not (value.isascii() and value.isdigit()):
+        raise ValueError("must be digits")
+    return value
+
+
+Revision = Annotated[int, BeforeValidator(_digits), Query(ge=0, le=REVISION_MAX)]
 
 router = APIRouter(prefix="/v1/chats", route_class=BodyRoute)
 

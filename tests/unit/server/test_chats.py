@@ -202,3 +202,9 @@ async def test_a_migration_that_fails_leaves_the_file_as_it_was(
     again = ChatStore(path)
     assert await again.put("", "one", 0, {}) == 1
     again.close()
+
+
+@pytest.mark.parametrize("since", ["+0.0", " 1", "1.0", "x", "-1", ""])
+async def test_a_revision_is_digits(client: httpx.AsyncClient, since: str) -> None:
+    answer = await client.get("/v1/chats", params={"since": since})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "since")
