@@ -13,7 +13,7 @@ ARGS   ?=
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name 'Cargo.toml') Cargo.toml Cargo.lock
 PAGE_SOURCES := $(shell find webui -type f -not -path '*/node_modules/*' -not -path 'webui/tests/*')
 
-.PHONY: help setup build serve check test lint fmt bench bench-engine bench-load bench-serve bench-server bench-peers bench-quality bench-ui screenshots soak soak-sim mutants fuzz faults-core wheel lock clean model browser
+.PHONY: help setup build serve check test test-clients lint fmt bench bench-engine bench-load bench-serve bench-server bench-peers bench-quality bench-ui screenshots soak soak-sim mutants fuzz faults-core wheel lock clean model browser
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,8 +72,12 @@ check: lint ## lint and the fast tests (under 5 minutes)
 	npm --prefix webui test --silent
 	$(VENV)/bin/pytest -q tests/unit
 
+$(STAMPS)/node-clients: tests/clients/node/package.json tests/clients/node/package-lock.json | $(STAMPS)/tools
+	@npm --prefix tests/clients/node ci --silent --no-audit --no-fund
+	@mkdir -p $(STAMPS) && touch $@
+
 ifeq ($(SUITE),)
-test: lint model browser faults-core ## every test (SUITE=stage0|stage1|stage2: those acceptance tests only)
+test: lint model browser faults-core $(STAMPS)/node-clients ## every test (SUITE=stage0|stage1|stage2: those acceptance tests only)
 	cargo test -p llaisys-core --quiet
 	npm --prefix webui test --silent
 	cargo test -p llaisys-core --quiet --features faults --test faults
@@ -82,6 +86,14 @@ else
 test: model browser
 	$(VENV)/bin/pytest -q tests/acceptance -m "$(SUITE)"
 endif
+
+.venv-clients/stamp: tests/clients/requirements.txt
+	python3 -m venv .venv-clients
+	.venv-clients/bin/pip install --quiet -r tests/clients/requirements.txt
+	@touch $@
+
+test-clients: model .venv-clients/stamp ## langchain-openai, litellm and llm against a server; calls in benches/results
+	$(PY) tests/clients/run.py --python .venv-clients/bin/python | tee benches/results/clients.txt
 
 bench: build ## kernels and the decode step (criterion; in target/criterion), each product beside its roofline
 	cargo bench -p llaisys-core --bench kernels --bench attention --bench decode -- \
@@ -156,6 +168,6 @@ lock: ## requirements.lock from the versions in .venv
 	@scripts/lock-python.sh $(PY) > requirements.lock.new && mv requirements.lock.new requirements.lock
 
 clean: ## everything that a build made; the model cache stays
-	rm -rf $(VENV) .venv-peers target dist webui/node_modules python/llaisys/webui
+	rm -rf $(VENV) .venv-peers .venv-clients target dist webui/node_modules tests/clients/node/node_modules python/llaisys/webui
 	find python tests benches -name __pycache__ -type d -prune -exec rm -rf {} +
 	find python -name '_core*.so' -delete

@@ -75,7 +75,6 @@ def served() -> list[Row]:
 UNKNOWN = [
     Row("GET", "/nothing", (404,)),
     Row("GET", "/docs", (404,)),
-    Row("GET", "/openapi.json", (404,)),
     Row("DELETE", "/v1/models", (405,)),
     Row("POST", "/health", (405,), b"{}"),
     Row("OPTIONS", "/v1/chat/completions", (405,)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -10,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp
 
 from llaisys.config import package_version
@@ -22,19 +24,21 @@ from llaisys.server import (
     health,
     metrics,
     models,
+    openapi,
     page,
     requests,
     sessions,
     tokens,
 )
 from llaisys.server.auth import KeyGate
-from llaisys.server.errors import ApiError, to_json
+from llaisys.server.errors import ApiError, error_answers, to_json
 from llaisys.server.gate import PROBES, HostGate, HostRule
 from llaisys.server.limits import BodyGate, BodyLimits
 from llaisys.server.rates import RateGate
 from llaisys.server.state import ServerState, state_of
 from llaisys.server.trace import RequestTrace, note, request_id_of
 
+METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE")
 EXPOSED_HEADERS = (
     "x-request-id",
     "x-llaisys-ignored-fields",
@@ -61,7 +65,7 @@ def create_app(state: ServerState, port: int) -> ASGIApp:
         app = CORSMiddleware(
             app,
             allow_origins=state.config.allowed_origins,
-            allow_methods=("GET", "POST", "PUT", "DELETE"),
+            allow_methods=METHODS,
             allow_headers=("*",),
             expose_headers=EXPOSED_HEADERS,
         )
@@ -82,12 +86,15 @@ def _routes(state: ServerState) -> FastAPI:
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
+        responses=error_answers(*openapi.COMMON_STATUSES),
     )
     app.state.server = state
+    document = cache(partial(openapi.openapi_of, app, PROBES, has_keys=bool(state.keys)))
+    app.openapi = document  # type: ignore[method-assign]  # as FastAPI documents it
     app.state.chats = state.chats
     app.state.page = page.load_page()
     api = (chat, chats, completions, embeddings, models, tokens, sessions, requests)
-    for module in (*api, health, metrics, page):
+    for module in (*api, health, metrics, openapi, page):
         app.include_router(module.router)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -118,8 +125,20 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         404: ("There is nothing at this path.", "not_found"),
         405: ("This path does not take this method.", "method_not_allowed"),
     }.get(error.status_code, ("The request cannot be read.", "invalid_request"))
-    answer = ApiError(error.status_code, message, code=code).with_headers(error.headers or {})
+    answer = ApiError(error.status_code, message, code=code)
+    if error.status_code == 405:
+        answer.with_headers({"allow": ", ".join(_methods_of(request))})
     return await _on_error(request, answer)
+
+
+def _methods_of(request: Request) -> list[str]:
+    """What the path takes. The framework itself names only the methods of its first route."""
+    routes, scope = request.app.routes, request.scope
+    taken = {
+        method: any(route.matches({**scope, "method": method})[0] is Match.FULL for route in routes)
+        for method in METHODS
+    }
+    return [method for method in METHODS if taken[method]]
 
 
 async def _on_invalid_body(request: Request, error: Exception) -> Response:

@@ -11,8 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llaisys.server.answer import Answer, Json
+from llaisys.server.answers import ChatCompletion, one_or_stream
 from llaisys.server.body import BodyRoute
 from llaisys.server.book import Entry
+from llaisys.server.errors import error_answers
 from llaisys.server.head import Head
 from llaisys.server.logprobs import chat_logprobs, prompt_logprobs
 from llaisys.server.messages import generation_prompt, last_answer, template_kwargs, template_messages
@@ -36,7 +38,7 @@ from llaisys.types import CompletionOutput, RequestOutput
 router = APIRouter(route_class=BodyRoute)
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses={**error_answers(404, 499), **one_or_stream(ChatCompletion)})
 async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
     """Renders the conversation, generates its choices, answers as a stream or as one object."""
     state = state_of(request)

@@ -8,13 +8,14 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llaisys.server.answers import ChatChanges, ChatWritten, StoredChat
 from llaisys.server.body import BodyRoute
 from llaisys.server.chat_store import CHANGES_PER_PAGE, ChatStore, Conflict
-from llaisys.server.errors import ApiError, to_json
+from llaisys.server.errors import ApiError, error_answers, to_json
 from llaisys.server.trace import client_id_of
 
 REVISION_MAX = 2**53 - 1
@@ -28,11 +29,13 @@ router = APIRouter(prefix="/v1/chats", route_class=BodyRoute)
 class ChatWrite(BaseModel):
     """PUT /v1/chats/{id}. `base`: the revision that the chat was read at; 0 makes a new one."""
 
+    model_config = ConfigDict(strict=True)
+
     base: int = Field(ge=0, le=REVISION_MAX)
     chat: dict[str, Any]
 
 
-@router.get("")
+@router.get("", response_model=ChatChanges)
 async def list_changes(request: Request, since: Revision = 0) -> dict[str, Any]:
     """What changed after a revision, oldest first; ask again from the last one while `has_more`.
 
@@ -51,7 +54,7 @@ async def list_changes(request: Request, since: Revision = 0) -> dict[str, Any]:
     }
 
 
-@router.get("/{chat_id}")
+@router.get("/{chat_id}", response_model=StoredChat, responses=error_answers(404))
 async def read_chat(request: Request, chat_id: ChatId) -> Response:
     """A chat as it was written."""
     found = await _store(request).get(client_id_of(request), chat_id)
@@ -61,14 +64,14 @@ async def read_chat(request: Request, chat_id: ChatId) -> Response:
     return Response(to_json(body), media_type="application/json")
 
 
-@router.put("/{chat_id}")
+@router.put("/{chat_id}", response_model=ChatWritten, responses=error_answers(404, 409))
 async def write_chat(request: Request, chat_id: ChatId, body: ChatWrite) -> dict[str, Any]:
     """Writes a chat; 409 if it changed since `base`."""
     store = _store(request)
     return _written(chat_id, await store.put(client_id_of(request), chat_id, body.base, body.chat))
 
 
-@router.delete("/{chat_id}")
+@router.delete("/{chat_id}", response_model=ChatWritten, responses=error_answers(404, 409))
 async def delete_chat(request: Request, chat_id: ChatId, base: Revision) -> dict[str, Any]:
     """Deletes a chat; 409 if it changed since `base`."""
     return _written(chat_id, await _store(request).delete(client_id_of(request), chat_id, base))

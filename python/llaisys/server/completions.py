@@ -12,9 +12,11 @@ from starlette.responses import Response
 
 from llaisys.errors import RejectedError
 from llaisys.server.answer import Answer, Json
+from llaisys.server.answers import Completion, one_or_stream
 from llaisys.server.body import BodyRoute
 from llaisys.server.book import Entry
 from llaisys.server.checks import text_of
+from llaisys.server.errors import error_answers
 from llaisys.server.head import Head
 from llaisys.server.logprobs import CompletionLogprobs, prompt_logprobs
 from llaisys.server.protocol import (
@@ -41,7 +43,7 @@ Prompt: TypeAlias = str | list[int]
 router = APIRouter(route_class=BodyRoute)
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses={**error_answers(404, 499), **one_or_stream(Completion)})
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Generates the choices of each prompt, answers as a stream or as one object."""
     state = state_of(request)

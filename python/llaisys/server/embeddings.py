@@ -15,9 +15,10 @@ from starlette.responses import Response
 
 from llaisys.errors import RejectedError, UnsupportedError
 from llaisys.server.answer import Answer, Json
+from llaisys.server.answers import EmbeddingList
 from llaisys.server.body import BodyRoute
 from llaisys.server.completions import Prompt, prompts_of
-from llaisys.server.errors import to_json
+from llaisys.server.errors import error_answers, to_json
 from llaisys.server.head import Head
 from llaisys.server.protocol import EMBEDDING_NEUTRAL, EmbeddingRequest, engine_options, ignored_fields
 from llaisys.server.state import served_name, state_of
@@ -33,7 +34,7 @@ INPUTS_AT_ONCE = 32
 router = APIRouter(route_class=BodyRoute)
 
 
-@router.post("/v1/embeddings")
+@router.post("/v1/embeddings", response_model=EmbeddingList, responses=error_answers(404))
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """The embedding of each input, in their order, as numbers or as base64 of little-endian float32."""
     state = state_of(request)

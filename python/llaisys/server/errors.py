@@ -64,7 +64,8 @@ class ErrorAnswer(BaseModel):
 
 def error_answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """What a route's schema says of its errors."""
-    return {status: {"model": ErrorAnswer, "description": HTTPStatus(status).phrase} for status in statuses}
+    names = {status.value: status.phrase for status in HTTPStatus} | {499: "Cancelled"}
+    return {status: {"model": ErrorAnswer, "description": names[status]} for status in statuses}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ def model_not_found(name: str) -> ApiError:
 
 def invalid_key() -> ApiError:
     """401: no key, or a key that is not ours."""
-    message = "Incorrect or missing API key: send it as `Authorization: Bearer KEY`."
+    message = "Incorrect API key provided, or none: send it as `Authorization: Bearer KEY`."
     return ApiError(401, message, code="invalid_api_key").with_headers({"www-authenticate": "Bearer"})
 
 

@@ -24,6 +24,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llaisys.server.answers import text_of_type
 from llaisys.server.errors import TABLE
 from llaisys.stats import HistogramData, ServiceStats
 from llaisys.types import FinishReason
@@ -233,7 +234,7 @@ class Metrics:
         return generate_latest(self._registry) + generate_latest(registry)
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=Response, responses=text_of_type("text/plain"))
 async def metrics(request: Request) -> Response:
     """Engine figures are absent until the models are loaded; afterwards each model has its own."""
     state: ServerState = request.app.state.server

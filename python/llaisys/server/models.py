@@ -7,20 +7,21 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from llaisys.server.errors import model_not_found
+from llaisys.server.answers import ModelCard, ModelList
+from llaisys.server.errors import error_answers, model_not_found
 from llaisys.server.state import ServerState, state_of
 
 router = APIRouter()
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", response_model=ModelList)
 async def list_models(request: Request) -> dict[str, Any]:
     """Every served name; the first is the one that answers report by default."""
     state = state_of(request)
     return {"object": "list", "data": [_card(state, name) for name in state.registry().names]}
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", response_model=ModelCard, responses=error_answers(404))
 async def show_model(request: Request, name: str) -> dict[str, Any]:
     """One served name, which may hold slashes; 404 for another."""
     state = state_of(request)

@@ -87,8 +87,8 @@ def _asset(path: Path, cache: str) -> Asset:
     return Asset(content, gzipped if 0 < len(gzipped) < len(content) else None, media_type, cache)
 
 
-@router.api_route("/", methods=["GET", "HEAD"])
-@router.api_route("/assets/{name}", methods=["GET", "HEAD"])
+@router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+@router.api_route("/assets/{name}", methods=["GET", "HEAD"], include_in_schema=False)
 async def page(request: Request) -> Response:
     """A file of the page; 404 for a name that is not one."""
     asset: Asset | None = request.app.state.page.get(request.scope["path"])

@@ -108,7 +108,7 @@ TOKENS_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 class StreamOptions(BaseModel):
     """`stream_options`: usage in a last chunk of its own, or in every chunk."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", strict=True)
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -117,7 +117,7 @@ class StreamOptions(BaseModel):
 class GenerationRequest(BaseModel):
     """What both endpoints share. Ranges are checked once, by SamplingParams."""
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
+    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
 
     model: str | None = None
     stream: bool | None = None
@@ -160,8 +160,17 @@ class GenerationRequest(BaseModel):
     session_id: str | None = None
 
 
+EXAMPLE_CHAT: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "What is gravity?"}],
+    "max_tokens": 4,
+}
+EXAMPLE_COMPLETION: dict[str, Any] = {"prompt": "Gravity is", "max_tokens": 16}
+
+
 class ChatCompletionRequest(GenerationRequest):
     """POST /v1/chat/completions."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [EXAMPLE_CHAT]})
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -178,6 +187,8 @@ class ChatCompletionRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions. `prompt`: text, token ids, or a list of either."""
 
+    model_config = ConfigDict(json_schema_extra={"examples": [EXAMPLE_COMPLETION]})
+
     prompt: str | list[Any]
     logprobs: int | None = None
     best_of: int | None = None
@@ -186,7 +197,12 @@ class CompletionRequest(GenerationRequest):
 class EmbeddingRequest(BaseModel):
     """POST /v1/embeddings. `input`: text, token ids, or a list of either."""
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
+    model_config = ConfigDict(
+        extra="allow",
+        strict=True,
+        protected_namespaces=(),
+        json_schema_extra={"examples": [{"input": ["Gravity", "Levity"]}]},
+    )
 
     input: str | list[Any]
     model: str | None = None

@@ -17,7 +17,7 @@ from llaisys.story import Kind, Span, Story
 
 RequestName = Annotated[str, Path(description="the `id` of an answer: `chatcmpl-...`, `cmpl-...`")]
 
-router = APIRouter(prefix="/v1/requests", responses=error_answers(400, 401, 404, 429, 503))
+router = APIRouter(prefix="/v1/requests", responses=error_answers(404))
 
 
 class RequestState(BaseModel):

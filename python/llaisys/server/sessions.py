@@ -29,7 +29,7 @@ Tokens = Annotated[int, Field(strict=True, ge=0, le=TOKENS_MAX)]
 router = APIRouter(
     prefix="/v1/sessions",
     route_class=BodyRoute,
-    responses=error_answers(400, 401, 404, 429, 500, 503),
+    responses=error_answers(404),
 )
 
 

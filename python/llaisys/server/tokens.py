@@ -10,9 +10,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from llaisys.errors import RejectedError
+from llaisys.server.answers import Text, Tokens
 from llaisys.server.body import BodyRoute
 from llaisys.server.chat import prompt_of
 from llaisys.server.checks import text_of
+from llaisys.server.errors import error_answers
 from llaisys.server.protocol import TOKENS_NEUTRAL, ChatCompletionRequest, ignored_fields
 from llaisys.server.state import state_of
 from llaisys.server.tools import shown_tools
@@ -24,7 +26,12 @@ router = APIRouter(route_class=BodyRoute)
 class TokenizeRequest(BaseModel):
     """POST /tokenize: a `prompt` or a chat's `messages`; the other fields but two belong to a chat."""
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
+    model_config = ConfigDict(
+        extra="allow",
+        strict=True,
+        protected_namespaces=(),
+        json_schema_extra={"examples": [{"prompt": "Gravity is"}]},
+    )
 
     model: str | None = None
     prompt: str | None = None
@@ -40,13 +47,18 @@ class TokenizeRequest(BaseModel):
 class DetokenizeRequest(BaseModel):
     """POST /detokenize."""
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
+    model_config = ConfigDict(
+        extra="allow",
+        strict=True,
+        protected_namespaces=(),
+        json_schema_extra={"examples": [{"tokens": [1, 2, 3]}]},
+    )
 
     model: str | None = None
     tokens: list[int]
 
 
-@router.post("/tokenize")
+@router.post("/tokenize", response_model=Tokens, responses=error_answers(404))
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """The token ids of a prompt as completions would take it, or of messages as a chat would."""
     state = state_of(request)
@@ -65,7 +77,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     return JSONResponse(answer, headers=headers)
 
 
-@router.post("/detokenize")
+@router.post("/detokenize", response_model=Text, responses=error_answers(404))
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids, special tokens written out."""
     state = state_of(request)

@@ -70,7 +70,6 @@ def test_json_can_always_be_sent() -> None:
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
         ("DELETE", "/v1/models", 405, "method_not_allowed"),
         ("GET", "/docs", 404, "not_found"),
-        ("GET", "/openapi.json", 404, "not_found"),
     ],
 )
 async def test_errors_of_the_framework(

@@ -195,7 +195,6 @@ async def test_models_have_their_own(http: httpx.AsyncClient) -> None:
         assert error(answer) == (404, "model_not_found", "model")
 
 
-@pytest.mark.filterwarnings("ignore:Duplicate Operation ID")
 def test_all_of_it_is_in_the_schema() -> None:
     schema = _routes(ServerState(Config())).openapi()
     paths = {path for path in schema["paths"] if path.startswith(("/v1/sessions", "/v1/requests"))}

@@ -1,0 +1,82 @@
+"""Makes half of schemathesis's valid bodies ones that a server can serve.
+
+A schema cannot say which model is served or which fields go together, so random bodies that fit it are
+nearly all refused. What does not fit its schema is left as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from zlib import crc32
+
+import schemathesis
+from pydantic import BaseModel, ValidationError
+
+from llaisys.server.protocol import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
+from llaisys.server.tokens import DetokenizeRequest, TokenizeRequest
+
+MODELS: dict[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/embeddings": EmbeddingRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+
+
+def text(value: Any) -> str:
+    return value if isinstance(value, str) else "Hi"
+
+
+def up_to(limit: int) -> Callable[[Any], Any]:
+    return lambda value: value if isinstance(value, bool) else int(value) % (limit + 1)
+
+
+# Fields that stay, and what their values become; null stays null, other known fields go.
+SERVABLE: dict[str, Callable[[Any], Any]] = {
+    "model": lambda _: "tiny",
+    "messages": lambda value: (
+        [{"role": "user", "content": text(each.get("content"))} for each in value]
+        or [{"role": "user", "content": "Hi"}]
+    ),
+    "prompt": text,
+    "input": text,
+    "tokens": lambda value: [each % 500 for each in value],
+    "stream": bool,
+    "n": lambda value: value % 3 + 1,
+    "max_tokens": lambda value: value % 3 + 1,
+    "temperature": up_to(2),
+    "seed": up_to(2**31),
+    "logprobs": up_to(3),
+    "return_token_ids": bool,
+    "return_token_strs": bool,
+    "skip_special_tokens": bool,
+    "ignore_eos": bool,
+    "add_special_tokens": bool,
+    "presence_penalty": up_to(2),
+    "top_k": up_to(40),
+    "response_format": lambda _: {"type": "text"},
+    "encoding_format": lambda _: "base64",
+    "cache_salt": lambda value: "salt" if value else "",
+}
+
+
+@schemathesis.hook
+def map_body(context: Any, body: Any) -> Any:
+    """Called with every body before it is sent."""
+    model = MODELS.get(context.operation.path)
+    if model is None or not isinstance(body, dict) or crc32(repr(body).encode("utf-8", "replace")) % 2:
+        return body
+    try:
+        model(**body)
+    except ValidationError:
+        return body
+    known = {
+        name: None if body[name] is None else change(body[name])
+        for name, change in SERVABLE.items()
+        if name in body and name in model.model_fields
+    }
+    if model is TokenizeRequest and known.get("prompt") is not None:
+        known.pop("messages", None)
+    return {**known, **{name: value for name, value in body.items() if name not in model.model_fields}}

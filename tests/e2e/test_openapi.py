@@ -1,0 +1,82 @@
+"""The served OpenAPI document, and schemathesis over it against a real server.
+
+Bodies that fit it and bodies that do not, each method, each key rule, sequences of calls: no 500, and
+nothing that the document does not say.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from serving import GOLDENS, Server, environment, serving
+
+HERE = Path(__file__).parent
+KEY = "sesame"
+# Another one finds other bodies; it is printed with what it found.
+SEED = 6
+N_EXAMPLES = 20
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The tiny model with everything that a route may need."""
+    folder = tmp_path_factory.mktemp("openapi")
+    shutil.copytree(GOLDENS / "qwen2-tied-bf16", folder / "tiny")
+    (folder / "sessions").mkdir()
+    flags = (
+        "--dtype",
+        "float32",
+        "--num-kv-cells",
+        "4096",
+        "--max-num-seqs",
+        "16",
+        "--max-output-tokens",
+        "16",
+    )
+    stores = ("--session-store", str(folder / "sessions"), "--chat-store", str(folder / "chats.db"))
+    with serving(folder, str(folder / "tiny"), *flags, *stores, key=KEY) as made:
+        yield made
+
+
+def test_the_document_needs_the_key_and_has_every_route(server: Server) -> None:
+    assert httpx.get(f"{server.url}/openapi.json").status_code == 401
+    document = server.http.get("/openapi.json").json()
+    assert {"/v1/chat/completions", "/v1/embeddings", "/tokenize", "/v1/sessions", "/metrics"} <= set(
+        document["paths"]
+    )
+    errors = {"$ref": "#/components/schemas/ErrorAnswer"}
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            assert "422" not in operation["responses"]
+            assert operation["responses"]["400"]["content"]["application/json"]["schema"] == errors
+            assert operation["security"] == ([] if path in ("/livez", "/health", "/ready") else [{"key": []}])
+
+
+def test_schemathesis_finds_nothing(server: Server, tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, "-m", "schemathesis.cli", "--config-file", str(HERE / "schemathesis.toml"), "run"),
+        *(f"{server.url}/openapi.json", "-H", f"Authorization: Bearer {KEY}", "--no-color"),
+        *("--seed", str(SEED), "--max-examples", str(N_EXAMPLES), "--generation-database", "none"),
+        *("--suppress-health-check", "all", "--warnings", "off"),
+    ]
+    path = os.pathsep.join(sys.path)
+    hooks = environment(PYTHONPATH=path, SCHEMATHESIS_HOOKS=str(HERE / "schemathesis_hooks.py"))
+    done = subprocess.run(command, cwd=tmp_path, env=hooks, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, f"seed {SEED}\n{done.stdout}\n{done.stderr}"
+    print(f"seed {SEED}")
+    generated = re.search(r"(\d+) generated, (\d+) passed", done.stdout)
+    assert generated is not None, done.stdout
+    assert int(generated[1]) == int(generated[2]) > 1000
+    log = server.log.read_text("utf-8")
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/v1/sessions"):
+        assert f'"path": "{path}", "status": 200' in log, f"no body reached {path} that it could serve"
+    assert not re.search(r'"status": 5\d\d', log)
