@@ -106,7 +106,7 @@ bench-engine: model ## the engine: simulator rate, a step's Python cost, second 
 	$(PY) benches/engine.py | tee -a benches/results/engine.jsonl
 	$(PY) benches/turns.py | tee -a benches/results/engine.jsonl
 
-fuzz: ## each parser for MINUTES (default 10) with AFL++; results in benches/results/fuzz.txt
+fuzz: ## each parser for MINUTES of CPU time (default 10) with AFL++; results in benches/results/fuzz.txt
 	@scripts/fuzz.sh $(or $(MINUTES),10)
 
 bench-load: model ## time and memory to load a model; results in benches/results/load.jsonl

@@ -95,6 +95,7 @@ SHARED: dict[str, list[dict[str, Any]]] = {
     "priority": [{"priority": 3}],
     "cache_salt": [{"cache_salt": "salt"}],
     "request_id": [{"request_id": "mine"}],
+    "session_id": [{"session_id": "mine"}],
 }
 CASES: dict[str, dict[str, list[dict[str, Any]]]] = {
     CHAT: {

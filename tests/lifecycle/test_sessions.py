@@ -189,14 +189,14 @@ async def test_an_idle_model_is_not_unloaded_under_a_call(monkeypatch: pytest.Mo
     async with started(idle_unload_s=1000.0) as service:
         client, timers = service._client, []
         assert client is not None
-        assert service._idle is not None, "nothing is open: the time counts"
+        assert service._engine._idle is not None, "nothing is open: the time counts"
         call = client.call
 
         def watched(what: SessionCall) -> Any:
-            timers.append(service._idle)
+            timers.append(service._engine._idle)
             return call(what)
 
         monkeypatch.setattr(client, "call", watched)
         await service.sessions.create("a")
         assert timers == [None]
-        assert service._idle is not None
+        assert service._engine._idle is not None
