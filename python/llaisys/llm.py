@@ -100,6 +100,7 @@ class LLM:
             self._config, self._model.info, self._router.deliver, grammars=self._grammars
         )
         self._finalizer = weakref.finalize(self, self._client.close)
+        self._finalizer.atexit = False  # at exit the client closes itself, Ctrl-C or not
 
     @property
     def model_info(self) -> ModelInfo:
