@@ -50,8 +50,10 @@ def replay_server() -> Iterator[str]:
     command = [sys.executable, str(ROOT / "tests" / "replay.py")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        yield process.stdout.readline().strip()
-        process.kill()
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.kill()
 
 
 def long_chat() -> str:
@@ -77,6 +79,8 @@ def one_run(browser: Browser, url: str) -> dict[str, Any]:
     context = browser.new_context(viewport={"width": 1280, "height": 800})
     context.set_default_timeout(60_000)
     chat = Chat.open(context, url)
+    painted = "() => performance.getEntriesByName('first-contentful-paint').length > 0"
+    chat.page.wait_for_function(painted)  # what is in the tree need not be on the screen yet
     figures: dict[str, Any] = chat.page.evaluate(
         """() => {
             const files = ["navigation", "resource"].flatMap((type) => performance.getEntriesByType(type));
