@@ -4,9 +4,11 @@ For tests that make the core fail while they run."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 from fakes.asks import ask, limits
+from golden import FOLDER
 from llaisys.engine.engine import LLMEngine
 from llaisys.engine.executor import Executor
 from llaisys.engine.limits import Limits
@@ -90,6 +92,22 @@ class Answers:
     def failed(self) -> set[str]:
         """The requests of which a choice ended with an error."""
         return {name for (name, _), end in self.ends.items() if end.error is not None}
+
+
+def context_of(core: ModuleType, limits: Limits) -> Any:
+    """A context of the tiny golden model in which mistakes show: cells are reused at once, and poisoned."""
+    return core.Context(
+        str(FOLDER),
+        dtype="float32",
+        n_cells=limits.n_cells,
+        n_seq_max=limits.max_num_seqs,
+        n_streams=limits.n_streams,
+        n_batch=8,
+        max_model_len=limits.max_model_len,
+        n_threads=1,
+        lifo=True,
+        poison=True,
+    )
 
 
 def make_engine(context: Any, spec: Any, limits: Limits) -> LLMEngine:

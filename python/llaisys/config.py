@@ -21,7 +21,7 @@ DEFAULT_MODEL = "smollm2"
 # Where a value comes from, the weakest first.
 Source: TypeAlias = Literal["default", "file", "environment", "flag"]
 # What an entry of `models` cannot set, because all of them share it.
-_OF_THE_SERVER = frozenset(
+OF_THE_SERVER = frozenset(
     {
         "models",
         "served_model_name",
@@ -289,14 +289,14 @@ class Config(BaseSettings):
             raise RejectedError(
                 f"models names them all; take out {' and '.join(sorted(twice))}", param="models"
             )
-        shared = self.model_dump(include=self.model_fields_set - _OF_THE_SERVER)
+        shared = self.model_dump(include=self.model_fields_set - OF_THE_SERVER)
         made: dict[str, Config] = {}
         for i, entry in enumerate(self.models):
             where, own = f"models[{i}]", {key.replace("-", "_"): value for key, value in entry.items()}
             name = own.pop("name", None)
             if not isinstance(name, str) or not name or name in made:
                 raise RejectedError(f"{where}: name is {name!r}, expected a text of its own", param="models")
-            if wrong := sorted(map(str, own.keys() & _OF_THE_SERVER)):
+            if wrong := sorted(map(str, own.keys() & OF_THE_SERVER)):
                 raise RejectedError(f"{where}: {wrong[0]} is the server's, not a model's", param="models")
             values = {**shared, **own, "served_model_name": (name,), "models": ()}
             try:

@@ -10,13 +10,11 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
 import crowd
 from crowd import Answers, judge
-from golden import FOLDER
 from llaisys.engine.limits import Limits
 from llaisys.errors import EngineDeadError
 from llaisys.types import FinishReason
@@ -65,23 +63,8 @@ CASES = [
 ]
 
 
-def context_of(core: ModuleType, limits: Limits) -> Any:
-    return core.Context(
-        str(FOLDER),
-        dtype="float32",
-        n_cells=limits.n_cells,
-        n_seq_max=limits.max_num_seqs,
-        n_streams=limits.n_streams,
-        n_batch=8,
-        max_model_len=limits.max_model_len,
-        n_threads=1,
-        lifo=True,
-        poison=True,
-    )
-
-
 def run(core: ModuleType, limits: Limits) -> Answers:
-    context = context_of(core, limits)
+    context = crowd.context_of(core, limits)
     try:
         return crowd.run(crowd.make_engine(context, core.SamplerSpec, limits), context)
     finally:

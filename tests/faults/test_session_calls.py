@@ -15,7 +15,6 @@ import pytest
 
 import crowd
 from fakes.asks import ask
-from golden import FOLDER
 from llaisys.engine.engine import LLMEngine
 from llaisys.engine.sessions import SessionCall
 from llaisys.errors import LlaisysError, RequestFailedError
@@ -53,18 +52,7 @@ def call(engine: LLMEngine, kind: str, name: str, other: str = "") -> LlaisysErr
 def run(core: ModuleType, store: Path, arm: Callable[[], None]) -> tuple[list[list[int]], list[LlaisysError]]:
     """What a chat is told over a save and a restore onto the half of it that is still cached."""
     limits = replace(crowd.bounds(prefix=True), session_store=store, kv_cell_bytes=CELL_BYTES, vocab_size=600)
-    context = core.Context(
-        str(FOLDER),
-        dtype="float32",
-        kv_dtype="float32",
-        n_cells=limits.n_cells,
-        n_seq_max=limits.max_num_seqs,
-        n_batch=8,
-        max_model_len=limits.max_model_len,
-        n_threads=1,
-        lifo=True,
-        poison=True,
-    )
+    context = crowd.context_of(core, limits)
     engine = crowd.make_engine(context, core.SamplerSpec, limits)
     try:
         first = answer(engine, "first", PROMPT, "chat")

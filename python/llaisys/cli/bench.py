@@ -142,9 +142,8 @@ def _latency(arguments: argparse.Namespace) -> int:
     from llaisys.bench.workload import Workload
 
     config = config_of(arguments)
-    if (
-        "enable_prefix_caching" not in config.model_fields_set
-    ):  # else only the first round computes the prompts
+    if "enable_prefix_caching" not in config.model_fields_set:
+        # With it only the first round would compute the prompts.
         config = Config(**config.model_dump(exclude_unset=True), enable_prefix_caching=False)
     batch = Workload(
         num_prompts=arguments.batch_size, input_len=arguments.input_len, output_len=arguments.output_len

@@ -15,43 +15,19 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from llaisys.config import Config, Source, explain_config, load_config
+from llaisys.config import OF_THE_SERVER, Config, Source, explain_config, load_config
 from llaisys.errors import RejectedError
 
 SUFFIXES = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
 
-# Settings that only a server has; the other commands leave them out.
-SERVER_ONLY = frozenset(
-    {
-        "served_model_name",
-        "models",
-        "preload",
-        "idle_unload_s",
-        "host",
-        "port",
-        "api_key_file",
-        "max_concurrent_requests_per_key",
-        "max_requests_per_minute_per_key",
-        "max_body_bytes",
-        "max_body_bytes_in_flight",
-        "upload_timeout_s",
-        "allowed_origins",
-        "allowed_hosts",
-        "strict_fields",
-        "enable_auto_tool_choice",
-        "tool_call_parser",
-        "reasoning_parser",
-        "shutdown_timeout_s",
-        "log_level",
-        "uds",
-        "ssl_certfile",
-        "ssl_keyfile",
-        "ssl_ca_certs",
-        "ssl_cert_reqs",
-        "timeout_keep_alive_s",
-        "otlp_traces_endpoint",
-    }
-)
+# Settings that only a server has; the other commands leave them out. (A client has a key, too.)
+SERVER_ONLY = (OF_THE_SERVER - {"api_key"}) | {
+    "preload",
+    "idle_unload_s",
+    "enable_auto_tool_choice",
+    "tool_call_parser",
+    "reasoning_parser",
+}
 
 # Flags that peers spell otherwise: vLLM's, and uvicorn's.
 ALIASES = {"shutdown_timeout_s": ("--shutdown-timeout",), "timeout_keep_alive_s": ("--timeout-keep-alive",)}

@@ -15,6 +15,7 @@ from llaisys.engine.limits import Limits, token_limit
 from llaisys.engine.outputs import EngineOutput, refusal
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.sessions import SessionAnswer, SessionCall
+from llaisys.engine.watch import Watch
 from llaisys.engine.wire import Ask, Cancel, Recall, Recalled, Submit
 from llaisys.errors import EngineDeadError, ExhaustedError, QueueFullError, RejectedError
 from llaisys.stats import EngineStats
@@ -47,7 +48,9 @@ class EngineClient(ABC):
     and its request has been ended. A process forked from the owner has no engine.
     """
 
-    def __init__(self, limits: Limits, deliver: Deliver) -> None:
+    def __init__(self, limits: Limits, deliver: Deliver, watch: Watch | None) -> None:
+        """`watch`: of this process."""
+        self._watch = watch
         self._limits = limits
         self._deliver = deliver
         self._open: set[RequestId] = set()
@@ -155,13 +158,14 @@ class EngineClient(ABC):
         return self._stats
 
     @property
-    @abstractmethod
     def stuck(self) -> bool:
         """True once the watchdog has given up this process, which should end, then."""
+        return self._watch is not None and self._watch.stuck
 
-    @abstractmethod
     def beat(self) -> None:
         """The caller's event loop came round; once this is called, it must be called again and again."""
+        if self._watch is not None:
+            self._watch.beat()
 
     def close(self) -> None:
         """Ends the engine and every open request (EngineDeadError: shutting down); waits for it.

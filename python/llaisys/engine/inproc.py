@@ -25,10 +25,9 @@ class InprocClient(EngineClient):
         watch: Watch | None = None,
     ) -> None:
         """Builds the engine on its own thread and waits for it. Raises what `build` raises."""
-        super().__init__(limits, deliver)
+        super().__init__(limits, deliver, watch)
         listener = Listener(self._step, self._answered, self._recalled, self._ended, clock)
         self._loop = EngineLoop(build, listener, self._inbox_max, watch)
-        self._watch = watch
         self._link = self._loop
         # From the start: a program that is interrupted while the model loads waits for the thread, too.
         atexit.register(self._close_at_exit)
@@ -37,16 +36,6 @@ class InprocClient(EngineClient):
         except BaseException:
             atexit.unregister(self._close_at_exit)
             raise
-
-    @property
-    def stuck(self) -> bool:
-        """As the watchdog says."""
-        return self._watch is not None and self._watch.stuck
-
-    def beat(self) -> None:
-        """For the watchdog."""
-        if self._watch is not None:
-            self._watch.beat()
 
     def _stop(self) -> None:
         self._loop.stop()

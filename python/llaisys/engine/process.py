@@ -97,7 +97,7 @@ class ProcessClient(EngineClient):
 
         Raises what the loading raises, or EngineDeadError if the process died of it.
         """
-        super().__init__(capacity.limits, deliver)
+        super().__init__(capacity.limits, deliver, watch)
         self._start = Start(
             version=package_version(),
             settings=capacity.settings,
@@ -117,7 +117,6 @@ class ProcessClient(EngineClient):
         self._thread = threading.Thread(target=self._supervise, name="llaisys-engine-client", daemon=True)
         self._thread.start()
         atexit.register(self._close_at_exit)
-        self._watch = watch
         try:
             self._loaded.result()
             if watch is not None:
@@ -125,16 +124,6 @@ class ProcessClient(EngineClient):
         except BaseException:
             self.close()
             raise
-
-    @property
-    def stuck(self) -> bool:
-        """As the watchdog says."""
-        return self._watch is not None and self._watch.stuck
-
-    def beat(self) -> None:
-        """For the watchdog."""
-        if self._watch is not None:
-            self._watch.beat()
 
     def _stop(self) -> None:
         if self._watch is not None:

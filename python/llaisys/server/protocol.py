@@ -114,10 +114,14 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(BaseModel):
-    """What both endpoints share. Ranges are checked once, by SamplingParams."""
+class OpenRequest(BaseModel):
+    """A body whose unknown fields `ignored_fields` looks through; types are as the JSON says."""
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
+
+
+class GenerationRequest(OpenRequest):
+    """What both endpoints share. Ranges are checked once, by SamplingParams."""
 
     model: str | None = None
     stream: bool | None = None
@@ -194,15 +198,10 @@ class CompletionRequest(GenerationRequest):
     best_of: int | None = None
 
 
-class EmbeddingRequest(BaseModel):
+class EmbeddingRequest(OpenRequest):
     """POST /v1/embeddings. `input`: text, token ids, or a list of either."""
 
-    model_config = ConfigDict(
-        extra="allow",
-        strict=True,
-        protected_namespaces=(),
-        json_schema_extra={"examples": [{"input": ["Gravity", "Levity"]}]},
-    )
+    model_config = ConfigDict(json_schema_extra={"examples": [{"input": ["Gravity", "Levity"]}]})
 
     input: str | list[Any]
     model: str | None = None

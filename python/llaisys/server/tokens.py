@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -15,7 +15,7 @@ from llaisys.server.body import BodyRoute
 from llaisys.server.chat import prompt_of
 from llaisys.server.checks import text_of
 from llaisys.server.errors import error_answers
-from llaisys.server.protocol import TOKENS_NEUTRAL, ChatCompletionRequest, ignored_fields
+from llaisys.server.protocol import TOKENS_NEUTRAL, ChatCompletionRequest, OpenRequest, ignored_fields
 from llaisys.server.state import state_of
 from llaisys.server.tools import shown_tools
 from llaisys.server.trace import ignored_headers
@@ -23,15 +23,10 @@ from llaisys.server.trace import ignored_headers
 router = APIRouter(route_class=BodyRoute)
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(OpenRequest):
     """POST /tokenize: a `prompt` or a chat's `messages`; the other fields but two belong to a chat."""
 
-    model_config = ConfigDict(
-        extra="allow",
-        strict=True,
-        protected_namespaces=(),
-        json_schema_extra={"examples": [{"prompt": "Gravity is"}]},
-    )
+    model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "Gravity is"}]})
 
     model: str | None = None
     prompt: str | None = None
@@ -44,15 +39,10 @@ class TokenizeRequest(BaseModel):
     tools: list[dict[str, Any]] | None = None
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(OpenRequest):
     """POST /detokenize."""
 
-    model_config = ConfigDict(
-        extra="allow",
-        strict=True,
-        protected_namespaces=(),
-        json_schema_extra={"examples": [{"tokens": [1, 2, 3]}]},
-    )
+    model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [1, 2, 3]}]})
 
     model: str | None = None
     tokens: list[int]
