@@ -140,12 +140,23 @@ class _TextProcess:
             self._ensure(n_kits)
 
     def call(self, name: str, kit: int, arguments: tuple[Any, ...]) -> Any:
-        """The answer; the error that it met there, or RejectedError for what was over its allowance."""
+        """The answer; the error that it met there, or RejectedError for what was over its allowance.
+
+        A process that somebody else ended (the kernel out of memory, an operator) costs no request: its job is
+        done once more. A job that ends two of them fails.
+        """
+        raw = marshal.dumps((name, kit, arguments))
         with self._lock:
             self._ensure(len(self._kits))
             try:
-                raw = marshal.dumps((name, kit, arguments))
-                answer = self._exchange(raw)
+                try:
+                    answer = self._exchange(raw)
+                except _Died as died:
+                    if died.is_ours or self._closed:
+                        raise
+                    log.warning("a text process %s; its job is done once more", died)
+                    self._ensure(len(self._kits))
+                    answer = self._exchange(raw)
             except _Died as died:
                 if not self._closed:
                     self._ensure(len(self._kits))  # here, so that only this request waits for it
@@ -223,9 +234,9 @@ class _Died(Exception):
 
     def __init__(self, code: int) -> None:
         super().__init__(f"ended with code {code}")
-        self.reason = {-signal.SIGPROF: "time", -signal.SIGABRT: "memory", -signal.SIGSEGV: "memory"}.get(
-            code, f"ended with code {code}"
-        )
+        why = {-signal.SIGPROF: "time", -signal.SIGABRT: "memory", -signal.SIGSEGV: "memory"}.get(code)
+        self.is_ours = why is not None  # the end of the job's allowance
+        self.reason = why or f"ended with code {code}"
 
 
 def _value(name: str, n_bytes: int, answer: tuple[Any, ...]) -> Any:
