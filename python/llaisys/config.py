@@ -387,7 +387,7 @@ def home_folder() -> Path:
 
 
 def bare_environment() -> dict[str, str]:
-    """What a Python process needs of our environment to start and to know the local time: no setting, no secret."""
+    """What a Python process needs of ours to start and to know the local time: no setting, no secret."""
     needed = ("LD_LIBRARY_PATH", "PYTHONHOME", "TZ")
     return {name: os.environ[name] for name in needed if name in os.environ}
 

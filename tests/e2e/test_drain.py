@@ -18,14 +18,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from serving import Server, long_model, serving
+from serving import END_S, Server, long_model, serving
 from sse import events
 
 SEED = int(os.environ.get("DRAIN_SEED", "20261121"))
 N_MOMENTS, N_CLIENTS = 20, 12
 LONG = 2_500  # tokens: no answer of this length ends by itself before the second signal
-# After the drain: uvicorn closes connections, the engine ends its step, the interpreter ends.
-EXIT_BOUND_S = 30
 JSON = {"content-type": "application/json"}
 FLAGS = (
     *("--num-kv-cells", "16384", "--max-num-seqs", "6", "--max-num-queued-reqs", "64", "--dtype", "float32"),
@@ -195,7 +193,7 @@ def end_one(model: Path, tmp_path: Path, moment: Moment) -> Crowd:
         if moment.second is not None:
             crowd.until(crowd.n_pieces + moment.second)
             server.process.send_signal(signal.SIGTERM)
-        attempt(crowd, lambda: server.process.wait(timeout=moment.drain_s + EXIT_BOUND_S), want=0)
+        attempt(crowd, lambda: server.process.wait(timeout=moment.drain_s + END_S), want=0)
         for client in clients:
             client.join()
         attempt(crowd, lambda: "Traceback" in server.log.read_text("utf-8"), want=False)

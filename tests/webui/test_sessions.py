@@ -214,6 +214,7 @@ def test_drafts_stay_with_their_sessions(chat: Chat, tiny: Server, context: Brow
     chat.message.press("End")
     chat.message.press_sequentially(", longer")
     chat.message.blur()
+    chat.settle()
     chat.page.close()
     chat.page = Chat.open(context, tiny.url).page
     expect(chat.message).to_have_value("a draft of a new one")
