@@ -55,7 +55,7 @@ class Server:
             assert self.process.poll() is None, self.log.read_text("utf-8")
 
     def lines(self, mark: str) -> list[Any]:
-        """The JSON lines of the log that hold `mark`, once there are any: one is written behind its answer's end."""
+        """The JSON lines of the log that hold `mark`, once there are any: they come behind their answers."""
         while True:
             is_over = self.process.poll() is not None
             found = [line for line in self.log.read_text("utf-8").splitlines(True) if mark in line]
@@ -83,7 +83,7 @@ def serving(folder: Path, model: str | None, *flags: str, key: str = "") -> Iter
     """A server that is ready, killed at the end if it still runs. `folder` takes its log; `key`: `a,b`.
     `model` None: the flags name them."""
     log = folder / "server.log"
-    # An idle connection that a client takes up again in the moment when the server closes it is an error to it.
+    # A client that takes up an idle connection in the moment when the server closes it gets an error.
     idle = ("--timeout-keep-alive", "600")
     command = [*COMMAND, "serve", *([model] if model else []), "--port", "0", *idle, *flags]
     env = environment(LLAISYS_API_KEY=key) if key else environment()
