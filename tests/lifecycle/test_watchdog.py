@@ -91,7 +91,7 @@ async def test_v5_a_loop_that_does_not_come_round(engine_process: bool) -> None:
 
 @contextmanager
 def stuck_server(folder: Path, how: str, *flags: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
-    """A sixth of the window is the event loop's: short where that is to be found stuck, else not too short."""
+    """A sixth of the window is the event loop's: short where it is to be found stuck, else long enough."""
     window = ("--watchdog-window-s", "6" if how == "loop" else "12")
     arguments = ["serve", str(long_model(folder)), "--port", "0", "--num-kv-cells", "65536"]
     env = {**environment(), "PYTHONPATH": os.pathsep.join(sys.path)}
