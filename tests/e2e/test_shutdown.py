@@ -96,7 +96,7 @@ def test_a_signal_ends_every_answer_properly(tmp_path: Path, number: int) -> Non
 
 
 def test_a_drain_lets_answers_end(tmp_path: Path) -> None:
-    with serving(tmp_path, str(long_model(tmp_path)), *FLAGS, "--shutdown-timeout", "100") as server:
+    with serving(tmp_path, str(long_model(tmp_path)), *FLAGS, "--shutdown-timeout", "250") as server:
         reader = Reader(server, {**LONG, "max_tokens": 500, "stream": True})
         reader.start()
         reader.has_begun.wait()
@@ -109,7 +109,7 @@ def test_a_drain_lets_answers_end(tmp_path: Path) -> None:
 
 
 def test_a_second_signal_cuts_the_drain(tmp_path: Path) -> None:
-    with serving(tmp_path, str(long_model(tmp_path)), *FLAGS, "--shutdown-timeout", "100") as server:
+    with serving(tmp_path, str(long_model(tmp_path)), *FLAGS, "--shutdown-timeout", "250") as server:
         reader = Reader(server, {**LONG, "stream": True})
         reader.start()
         server.until("vllm:num_requests_running", 1)
