@@ -151,6 +151,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return long_model(tmp_path_factory.mktemp("drain"))
 
 
+@pytest.mark.timeout(900)  # half a minute on two quiet cores
 @pytest.mark.parametrize("half", [0, 1])
 def test_a_signal_at_random_moments(model: Path, tmp_path: Path, half: int) -> None:
     """Half of the moments, two servers at a time: one starts while the other ends."""
