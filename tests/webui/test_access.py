@@ -106,6 +106,7 @@ def test_everything_by_keyboard(chat: Chat) -> None:
     expect(chat.page.get_by_role("textbox", name="Edit message")).to_have_count(0)
     chat.message.focus()
     keyboard.press("ArrowUp")
+    expect(chat.page.get_by_role("textbox", name="Edit message")).to_be_focused()
     keyboard.type(" more")
     keyboard.press("Control+Enter")
     expect(chat.asked).to_have_text(["one more"])

@@ -196,7 +196,7 @@ def test_a_long_session_mounts_what_is_visible(chat: Chat) -> None:
             place,
         )
         most = max(most, mounted.count())
-        assert mounted.last.is_visible()
+        expect(mounted.last).to_be_visible()
     # A view of 800 pixels and the margin of 400 on both sides, rows of at least 70 pixels.
     assert most <= 1600 / 70 + 2
 
