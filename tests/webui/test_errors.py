@@ -156,11 +156,26 @@ def test_a_key_is_asked_for_and_kept_in_memory_only(context: BrowserContext, tmp
         page.goto(server.url)
         chat = Chat(page, server.url)
         expect(page.get_by_text("This server asks for an API key.")).to_be_visible()
-        page.get_by_label("API key").fill("wrong")
-        page.get_by_label("API key").press("Enter")
-        page.get_by_label("API key").fill("secret-1")
-        page.get_by_label("API key").press("Enter")
+        late: list[Route] = []
+
+        def hold_the_wrong_one(route: Route) -> None:
+            if route.request.headers.get("authorization") == "Bearer wrong":
+                late.append(route)
+            else:
+                route.continue_()
+
+        page.route("**/v1/models", hold_the_wrong_one)
+        for key in ("wrong", "secret-1"):
+            page.get_by_label("API key").fill(key)
+            page.get_by_label("API key").press("Enter")
         expect(page.get_by_label("Model", exact=True)).to_be_visible()
+        # The answer to the older key comes last, and says nothing any more.
+        with page.expect_response("**/v1/models") as refused:
+            late[0].continue_()
+        assert refused.value.status == 401
+        refused.value.finished()
+        page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        expect(page.get_by_text("This server asks for an API key.")).to_have_count(0)
         chat.with_fields(max_tokens=5, ignore_eos=True)
         chat.send("Hello")
         expect(chat.text).not_to_be_empty()
