@@ -133,4 +133,7 @@ pub enum DeviceError {
     /// A worker thread could not be started.
     #[error("cannot start {n_threads} worker threads: {source}")]
     Threads { n_threads: usize, source: std::io::Error },
+    /// A CUDA call failed; `status` is the driver's or the library's name and number.
+    #[error("CUDA: {op} failed: {status}")]
+    Cuda { op: String, status: String },
 }

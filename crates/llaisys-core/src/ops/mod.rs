@@ -6,6 +6,8 @@
 
 pub mod contract;
 mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod dispatch;
 pub mod packed;
 pub mod reference;
