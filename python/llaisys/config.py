@@ -386,6 +386,12 @@ def home_folder() -> Path:
     return (Path(cache) if cache else Path.home() / ".cache") / "llaisys"
 
 
+def bare_environment() -> dict[str, str]:
+    """What a Python process needs of ours to start and to know the local time: no setting, no secret."""
+    needed = ("LD_LIBRARY_PATH", "PYTHONHOME", "TZ")
+    return {name: os.environ[name] for name in needed if name in os.environ}
+
+
 def package_version() -> str:
     """The version that is installed now; `unknown` if LLAISYS runs from a source tree that is not."""
     try:

@@ -173,7 +173,6 @@ class Lifecycle:
         )
         pulse = asyncio.ensure_future(self._pulse(models))
         await self._stop.wait()
-        pulse.cancel()
         exit_code = EXIT_OK if models.is_alive() else EXIT_ENGINE_DEAD
         self._state.draining = True
         log.info("ending; open requests may go on for %g s", self._config.shutdown_timeout_s)
@@ -183,6 +182,7 @@ class Lifecycle:
             closing.cancel()
             await asyncio.gather(closing, return_exceptions=True)
             await models.close()
+        pulse.cancel()  # not before: without it a drain would be a loop that has stopped
         return exit_code
 
 
