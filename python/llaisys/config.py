@@ -198,6 +198,9 @@ class Config(BaseSettings):
     num_threads: int | None = Field(
         None, ge=1, le=1024, description="compute threads (default: the usable cores)"
     )
+    tensor_parallel_size: int = Field(
+        1, ge=1, le=1024, description="ranks that the model is split over; each has its share of the threads"
+    )
     isa: Literal["auto", "avx512", "avx2", "scalar"] = Field(
         "auto", description="instruction set; auto is the best"
     )

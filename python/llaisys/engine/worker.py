@@ -59,6 +59,7 @@ class WorkerSettings:
     max_model_len: int
     n_threads: int
     n_streams: int = 1
+    n_ranks: int = 1
 
 
 @dataclass(slots=True)
@@ -329,6 +330,7 @@ def open_worker(settings: WorkerSettings) -> Worker:
         max_model_len=settings.max_model_len,
         n_threads=settings.n_threads,
         n_streams=settings.n_streams,
+        n_ranks=settings.n_ranks,
     )
     return Worker(context, _core.SamplerSpec, settings.n_streams)
 

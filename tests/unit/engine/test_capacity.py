@@ -127,3 +127,12 @@ def test_a_type_and_a_quantization_contradict_each_other() -> None:
     with pytest.raises(RejectedError, match="dtype float32 and quantization int8 contradict") as caught:
         sized(dtype="float32", quantization="int8")
     assert caught.value.param == "quantization"
+
+
+def test_ranks_hold_what_they_say_to_each_other() -> None:
+    made = sized(tensor_parallel_size=2, num_threads=6)
+    assert (made.settings.n_ranks, made.settings.n_threads) == (2, 6)
+    assert made.summary.endswith("split over 2 ranks")
+    workspace = 4 * (512 * (4 * 2 + 8) + 64 * (4 + 2) * 300)
+    assert sized(memory_bytes=workspace + 4000 + 5 * 1000 * 4, tensor_parallel_size=2).limits.n_cells == 992
+    assert "rank" not in sized().summary

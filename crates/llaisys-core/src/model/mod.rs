@@ -1,5 +1,5 @@
 //! Models: facts (`family`, `slot`, `config` and its readers), files (`checkpoint`), what others may know of
-//! them (`info`), packed tensors (`weights`) and the forward pass (`decoder`).
+//! them (`info`), packed tensors (`weights`), the ranks' parts of them (`shard`) and the forward pass (`decoder`).
 
 pub mod checkpoint;
 pub mod config;
@@ -14,6 +14,7 @@ pub mod info;
 pub mod packed_size;
 mod quantized;
 pub mod rope;
+pub mod shard;
 pub mod slot;
 pub mod tokenizer;
 pub mod weights;
