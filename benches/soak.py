@@ -4,7 +4,8 @@ usage: soak.py [--minutes 30] [--seed N]
 
 Rounds of traffic by many clients; between them the server is let come to rest, and its memory, open files and
 threads are read, its children's with them. The warm-up (a sixth of the time, two minutes at least) fills what
-is bounded: KV cells, grammars, the tokenizer's words, pools of threads. Goals behind it: memory at the end
+is bounded: KV cells, grammars, the tokenizer's words, pools of threads, what all visitors at once take, the
+books of ended requests. Goals behind it: memory at the end
 within 2 MB of memory then, files and threads no more than then, no answer that is not as it has to be. Lines
 go to benches/results/soak-server.jsonl: one a round, then the verdict, which is the exit code.
 """
@@ -34,7 +35,7 @@ import psutil
 from llaisys.bench.client import KEEP_IDLE_S
 from peers import cpu_name
 from server_process import OwnServer, own_server
-from soak_traffic import BUSY, N_GRAMMARS, Visitor, available, grammar
+from soak_traffic import BUSY, N_GRAMMARS, Visitor, available, bad, burst, grammar, structured
 
 OUT = Path(__file__).parent / "results" / "soak-server.jsonl"
 N_VISITORS, ROUND_S, REST_S = 16, 20.0, 2.0
@@ -88,6 +89,12 @@ class Soak:
         for i in range(4 * N_GRAMMARS):
             body = {"prompt": "a", "max_tokens": 1, **grammar(i % N_GRAMMARS)}
             await visitor.post("/v1/completions", BUSY, body)
+        crowd = [
+            Visitor(session, random.Random(f"{self.seed} {k}"), self.server.url, "crowd")
+            for k in range(N_VISITORS)
+        ]
+        for _ in range(3):  # more at once than the dice will bring: connections, threads, what each takes
+            await asyncio.gather(*map(burst, crowd), *map(bad, crowd), *map(structured, crowd))
         for _ in range(12):
             words = ("".join(visitor.rng.choices(string.ascii_lowercase, k=9)) for _ in range(2000))
             await visitor.post("/v1/completions", (400,), {"prompt": " ".join(words)})

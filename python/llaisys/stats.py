@@ -99,8 +99,8 @@ class EngineStats:
 
     - `num_submitted`: requests it has taken from its inbox, refused ones included.
     - `num_queued`: requests that wait, siblings not counted, of which `max_num_queued_reqs` may.
-    - `num_waiting`: all choices that wait; `waiting_by_reason`: in the queue `capacity` and `preempted`, outside it
-      `sibling` (another choice's prompt), `remote_kv` (a session that is being restored).
+    - `num_waiting`: all choices that wait; `waiting_by_reason`: in the queue `capacity` and `preempted`,
+      outside it `sibling` (another choice's prompt), `remote_kv` (a session that is being restored).
     - `seq_ids_free`: sequences that may still run beside those that do.
     - Of the `kv_cells`, `kv_cells_used` hold what running requests use or sessions pin (`kv_cells_session`),
       `kv_cells_free` hold nothing, and the others can be evicted; the prefix cache holds `kv_cells_retained`,

@@ -1,4 +1,4 @@
-"""A full queue, and bodies over their budget, seen by a client that has sent a head and waits with its body."""
+"""A full queue, and bodies over their budget, seen by a client that has sent a head alone."""
 
 from __future__ import annotations
 

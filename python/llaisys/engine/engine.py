@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from llaisys.engine.cells import Room, check_queue, near_need, stream_of
 from llaisys.engine.chronicle import Chronicle
 from llaisys.engine.executor import Executor
@@ -85,7 +87,7 @@ class LLMEngine:
         self._fair = FairState()
         self._last_scan_s = self._last_cleanup_s = self._stuck_s = float("-inf")
         self._num_submitted = self._num_choices = 0
-        self._tally = Tally()
+        self._tally = Tally(time.perf_counter)
         self._chronicle = Chronicle()
         self._now_s = float("-inf")
 
@@ -378,8 +380,7 @@ class LLMEngine:
                 tokens = request.token_ids[each.start : each.start + each.n_tokens]
                 chunks.append(Chunk(request, each.start, tokens, each.samples))
         batch = Batch(decode, chunks)
-        failed = self._guides.fill(batch)
-        outputs += [self._finish(request, Failed(error)) for request, error in failed]
+        outputs += [self._finish(request, Failed(error)) for request, error in self._guides.fill(batch)]
         return batch
 
     def _fail_stuck(self, now_s: float) -> EngineOutput:

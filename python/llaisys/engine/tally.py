@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ class Tally:
     """Owned by one engine. `num_steps` counts the plans that were carried out. `clock`: seconds; it times the
     phases, and nothing is decided by it."""
 
+    clock: Callable[[], float]
     num_steps: int = 0
     num_preempted: int = 0
     prefix_query_tokens: int = 0
@@ -38,7 +38,6 @@ class Tally:
     )
     seconds_of_cancels: Histogram = field(default_factory=lambda: Histogram(CANCEL_BOUNDS_S))
     num_violations: int = 0
-    clock: Callable[[], float] = time.perf_counter
     _began_s: float | None = None
     _lap_s: float = 0.0
 

@@ -53,8 +53,8 @@ def create_app(state: ServerState, port: int) -> ASGIApp:
     """The whole server as one ASGI application, bound to `port`.
 
     From the outside in: one id and log line, Host and Origin, CORS (if origins are listed), the key, its
-    rate, the body's size, the queue, then the routes. None is a BaseHTTPMiddleware, which would hide a client's going
-    away.
+    rate, the body's size, the queue, then the routes. None is a BaseHTTPMiddleware, which would hide a
+    client's going away.
     """
     routes = _routes(state)
     config = state.config

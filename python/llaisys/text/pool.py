@@ -142,8 +142,8 @@ class _TextProcess:
     def call(self, name: str, kit: int, arguments: tuple[Any, ...]) -> Any:
         """The answer; the error that it met there, or RejectedError for what was over its allowance.
 
-        A process that somebody else ended (the kernel out of memory, an operator) costs no request: its job is
-        done once more. A job that ends two of them fails.
+        A process that somebody else ended (the kernel out of memory, an operator) costs no request: its job
+        is done once more. A job that ends two of them fails.
         """
         raw = marshal.dumps((name, kit, arguments))
         with self._lock:
