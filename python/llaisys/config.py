@@ -34,6 +34,7 @@ OF_THE_SERVER = frozenset(
         "max_body_bytes",
         "max_body_bytes_in_flight",
         "upload_timeout_s",
+        "send_timeout_s",
         "allowed_origins",
         "allowed_hosts",
         "strict_fields",
@@ -223,6 +224,12 @@ class Config(BaseSettings):
     )
     upload_timeout_s: float = Field(
         30.0, gt=0, description="seconds in which a request's head, and then its body, must arrive"
+    )
+    send_timeout_s: float = Field(
+        30.0,
+        gt=0,
+        le=86400,
+        description="seconds in which a client must take some of what it was sent; else it is dropped",
     )
     allowed_origins: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="origins for CORS; none: same origin only"

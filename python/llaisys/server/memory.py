@@ -11,7 +11,7 @@ import asyncio
 import ctypes
 from collections.abc import Callable
 
-TRIM_INTERVAL_S = 10.0
+TRIM_INTERVAL_S = 5.0
 
 
 def trim() -> None:
