@@ -2,12 +2,12 @@
 
 usage: soak.py [--minutes 30] [--seed N]
 
-Rounds of traffic by many clients; between them the server is let come to rest, and its memory, open files and
-threads are read, its children's with them. The warm-up fills what is bounded: KV cells, grammars, the
-tokenizer's words, pools of threads, what all visitors at once take; then it lasts until a sixth of the time is
-over, two minutes at least, and the books of ended requests know this traffic only. Goals behind it: memory at
-the end within 2 MB of memory then, files and threads no more than then, no answer that is not as it has to be.
-Lines go to benches/results/soak-server.jsonl: one a round, then the verdict, which is the exit code.
+Rounds of traffic by many clients; between them the server is let come to rest, and its memory, open files
+and threads are read, its children's with them. The warm-up fills what is bounded: KV cells, grammars, the
+tokenizer's words, pools of threads, what all visitors at once take; then it lasts until a sixth of the time
+is over, two minutes at least, and the books of ended requests know this traffic only. Goals behind it: memory
+at the end within 2 MB of memory then, files and threads no more than then, no answer that is not as it has to
+be. Lines go to benches/results/soak-server.jsonl: one a round, then the verdict, which is the exit code.
 """
 
 from __future__ import annotations
