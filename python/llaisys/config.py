@@ -7,6 +7,7 @@ Each field is a flag (`--max-num-seqs`), an environment variable (`LLAISYS_MAX_N
 from __future__ import annotations
 
 import os
+import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -51,8 +52,10 @@ OF_THE_SERVER = frozenset(
 )
 
 
-# Settings that are shown to nobody.
+# Settings that are shown to nobody. HF_TOKEN and OTEL_EXPORTER_OTLP_HEADERS are never settings: the libraries
+# read them.
 SECRETS = frozenset({"api_key"})
+_CREDENTIALS = re.compile(r"(?<=://)[^/@]*(?=@)")
 
 
 class Config(BaseSettings):
@@ -358,6 +361,11 @@ def explain_config(
         unnamed: Source = "environment" if key in config.model_fields_set else "default"
         sources.setdefault(key, "flag" if key in values else unnamed)
     return config, sources
+
+
+def without_credentials(address: str) -> str:
+    """A URL as it may be shown: without the name and the password in it."""
+    return _CREDENTIALS.sub("***", address)
 
 
 def _first_of(error: ValidationError) -> str:

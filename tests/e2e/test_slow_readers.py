@@ -67,11 +67,11 @@ def servers_end(connection: socket.socket) -> bool:
 
 
 def test_a_whole_answer_that_nobody_reads_is_dropped(tmp_path: Path) -> None:
-    """A megabyte of logprobs, finished, and its client takes nothing: the connection goes, and with it what
-    the answer held."""
+    """A prompt's logprobs by the megabyte, finished, and its client takes nothing: the connection goes, and
+    with it what the answer held."""
     flags = ("--num-kv-cells", "4096", "--dtype", "float32", "--send-timeout-s", "1")
-    body = {**slow_body(0), "stream": False, "max_tokens": 2000}
-    del body["request_id"]
+    prompt = [5 + i % 200 for i in range(1000)]
+    body = {"prompt": prompt, "max_tokens": 1, "prompt_logprobs": 20, "ignore_eos": True}
     with serving(tmp_path, str(long_model(tmp_path)), *flags) as server:
         whole = server.http.post(COMPLETIONS, json=body).content
         assert len(whole) > 3 * HELD_MAX, "the kernel would take all of it"
