@@ -7,6 +7,7 @@ Each field is a flag (`--max-num-seqs`), an environment variable (`LLAISYS_MAX_N
 from __future__ import annotations
 
 import os
+import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -34,6 +35,7 @@ OF_THE_SERVER = frozenset(
         "max_body_bytes",
         "max_body_bytes_in_flight",
         "upload_timeout_s",
+        "send_timeout_s",
         "allowed_origins",
         "allowed_hosts",
         "strict_fields",
@@ -50,8 +52,10 @@ OF_THE_SERVER = frozenset(
 )
 
 
-# Settings that are shown to nobody.
+# Settings that are shown to nobody. HF_TOKEN and OTEL_EXPORTER_OTLP_HEADERS are never settings: the libraries
+# read them.
 SECRETS = frozenset({"api_key"})
+_CREDENTIALS = re.compile(r"(?<=://)[^/@]*(?=@)")
 
 
 class Config(BaseSettings):
@@ -227,6 +231,12 @@ class Config(BaseSettings):
     upload_timeout_s: float = Field(
         30.0, gt=0, description="seconds in which a request's head, and then its body, must arrive"
     )
+    send_timeout_s: float = Field(
+        30.0,
+        gt=0,
+        le=86400,
+        description="seconds in which a client must take some of what it was sent; else it is dropped",
+    )
     allowed_origins: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="origins for CORS; none: same origin only"
     )
@@ -354,6 +364,11 @@ def explain_config(
         unnamed: Source = "environment" if key in config.model_fields_set else "default"
         sources.setdefault(key, "flag" if key in values else unnamed)
     return config, sources
+
+
+def without_credentials(address: str) -> str:
+    """A URL as it may be shown: without the name and the password in it."""
+    return _CREDENTIALS.sub("***", address)
 
 
 def _first_of(error: ValidationError) -> str:
