@@ -11,6 +11,7 @@ pub mod embed;
 pub mod gate;
 pub mod gather;
 pub mod gemv;
+pub mod gemv_quant;
 pub mod rope_kv_store;
 pub mod step;
 pub mod unit;
