@@ -2,11 +2,16 @@
 //! [`device::Device`]. What an op means stands in `reference/<op>.rs`, as for the CPU.
 
 pub mod add_rms_norm;
+pub mod attention;
+pub mod attn_decode;
+pub mod attn_prefill;
 pub mod convert;
 pub mod device;
 pub mod embed;
 pub mod gate;
 pub mod gather;
+pub mod gemv;
+pub mod gemv_quant;
 pub mod rope_kv_store;
 pub mod step;
 pub mod unit;
