@@ -2,4 +2,5 @@
 //! [`device::Device`]. What an op means stands in `reference/<op>.rs`, as for the CPU.
 
 pub mod device;
+pub mod embed;
 pub mod unit;
