@@ -3,4 +3,6 @@
 
 pub mod device;
 pub mod embed;
+pub mod sample;
+pub mod sample_tables;
 pub mod unit;

@@ -12,7 +12,12 @@ use crate::sample::{Logprobs, Outcome, RowFault};
 /// `kernels/sample.cu`. It knows logits only, in f32: one unit serves both storage types.
 pub const FILE: KernelFile = KernelFile {
     name: "sample",
-    text: include_str!("kernels/sample.cu"),
+    text: concat!(
+        "#line 1 \"sample.cuh\"\n",
+        include_str!("kernels/sample.cuh"),
+        "#line 1 \"sample.cu\"\n",
+        include_str!("kernels/sample.cu")
+    ),
     variants: || vec![vec![unit::storage(Element::Bf16)]],
     kernels: &[
         Kernel {

@@ -117,7 +117,12 @@ impl SampleTables {
     }
 
     /// What the grammar of a `masked` slot allows in its next step, `[ceil(vocab_size / 32)]`; `None`: everything.
-    pub fn set_mask(&self, device: &dyn Device, slot: usize, bits: Option<&[u32]>) -> Result<(), DeviceError> {
+    pub fn set_mask(
+        &self,
+        device: &dyn Device,
+        slot: usize,
+        bits: Option<&[u32]>,
+    ) -> Result<(), DeviceError> {
         match bits {
             Some(bits) => self.write(device, self.mask(slot, 0), bits),
             None => device.fill(self.mask(slot, 0), 0xff, mask_bytes(self.vocab_size)),
@@ -150,14 +155,17 @@ fn unsupported(what: &'static str, got: usize, supported: &'static str) -> Unsup
 }
 
 /// A `SampleParams`, word by word.
-fn params_of(spec: &SamplerSpec, [n_prompt, mask, allowed]: [u32; 3], edits: [usize; 2]) -> [u32; PARAMS_BYTES / 4] {
+fn params_of(
+    spec: &SamplerSpec,
+    [n_prompt, mask, allowed]: [u32; 3],
+    edits: [usize; 2],
+) -> [u32; PARAMS_BYTES / 4] {
     let greedy = spec.is_greedy();
     let inverse = if greedy { 1.0 } else { 1.0 / f64::from(spec.temperature) };
     let scale = inverse * std::f64::consts::LOG2_E;
     let scale_high = scale as f32;
     let scale_low = (scale - f64::from(scale_high)) as f32;
-    let flags =
-        ACTIVE | if greedy { GREEDY } else { 0 } | if spec.has_penalties() { PENALTIES } else { 0 };
+    let flags = ACTIVE | if greedy { GREEDY } else { 0 } | if spec.has_penalties() { PENALTIES } else { 0 };
     let halves = |bits: u64| [bits as u32, (bits >> 32) as u32];
     let [inverse_low, inverse_high] = halves(inverse.to_bits());
     let [seed_low, seed_high] = halves(spec.seed);
