@@ -1,8 +1,14 @@
 //! The ops on an NVIDIA GPU: `kernels/<op>.cu` is the kernel, `<op>.rs` checks its arrays and starts it on a
 //! [`device::Device`]. What an op means stands in `reference/<op>.rs`, as for the CPU.
 
+pub mod add_rms_norm;
+pub mod convert;
 pub mod device;
 pub mod embed;
+pub mod gate;
+pub mod gather;
+pub mod rope_kv_store;
 pub mod sample;
 pub mod sample_tables;
+pub mod step;
 pub mod unit;
