@@ -24,6 +24,7 @@ struct Rig {
     last_tokens: DevicePtr,
     tops: DevicePtr,
     slots: DevicePtr,
+    slot_stride: usize,
     logits: DevicePtr,
     edited: DevicePtr,
     stats: DevicePtr,
@@ -45,13 +46,18 @@ impl Rig {
                 tables.set_mask(&device, slot_of(i), Some(mask)).expect("the slot is its own");
             }
         }
-        let slots: Vec<u32> = (0..n_rows).map(|row| slot_of(row) as u32).collect();
+        // The slots alone, or as in the plan of a step.
+        let slot_stride = 1 + n_rows % 2;
+        let slots: Vec<u32> = (0..n_rows)
+            .flat_map(|row| [slot_of(row) as u32, u32::MAX].into_iter().take(slot_stride))
+            .collect();
         let positions: Vec<i32> = rows.iter().map(|row| row.n_before() as i32 - 1).collect();
         let logits: Vec<f32> = rows.iter().flat_map(|row| row.logits.clone()).collect();
         let room = |what, n_bytes| device.alloc(what, n_bytes).expect("the emulator has memory");
         Self {
             positions: device.i32s("positions", &positions),
             slots: device.u32s("slots", &slots),
+            slot_stride,
             logits: device.elements("logits", Element::F32, &logits),
             edited: room("edited", logits.len() * 4),
             stats: room("stats", sample::stats_bytes(n_rows, vocab)),
@@ -65,11 +71,19 @@ impl Rig {
     }
 
     fn launch(&self, tops: DevicePtr) {
-        let Self { tables, logits, edited, slots, positions, stats, last_tokens, results, n_rows, .. } = self;
-        let (logits, edited, slots, positions) = (*logits, *edited, *slots, *positions);
-        let (stats, last_tokens, results, n_rows) = (*stats, *last_tokens, *results, *n_rows);
-        let sample =
-            Sample { tables, logits, edited, slots, positions, stats, last_tokens, results, tops, n_rows };
+        let sample = Sample {
+            tables: &self.tables,
+            logits: self.logits,
+            edited: self.edited,
+            slots: self.slots,
+            slot_stride: self.slot_stride,
+            positions: self.positions,
+            stats: self.stats,
+            last_tokens: self.last_tokens,
+            results: self.results,
+            tops,
+            n_rows: self.n_rows,
+        };
         sample.launch(&self.device).expect("the kernels run");
     }
 

@@ -5,7 +5,7 @@
 
 use super::device::{Arg, Device, DevicePtr, Element, Launch};
 use super::sample_tables::SampleTables;
-use super::unit::{self, Function, Kernel, KernelFile, Unit};
+use super::unit::{self, Function, Kernel, KernelFile};
 use crate::error::DeviceError;
 use crate::sample::{Logprobs, Outcome, RowFault};
 
@@ -56,7 +56,7 @@ pub const TOP_BYTES: usize = MAX_TOP * 8;
 
 /// One of the three kernels.
 pub fn function(name: &'static str) -> Function {
-    Function { unit: Unit { file: FILE.name, defines: vec![unit::storage(Element::Bf16)] }, name }
+    FILE.function(&[unit::storage(Element::Bf16)], name)
 }
 
 /// The kernels in the order of their launches.
@@ -78,8 +78,10 @@ pub struct Sample<'a> {
     pub logits: DevicePtr,
     /// `[n_rows, vocab_size]` f32: logits after the rules, of those rows that have any.
     pub edited: DevicePtr,
-    /// `[n_rows]` u32: each row's slot. A row of an idle slot is left out: padding.
+    /// `[n_rows, slot_stride]` u32, the first of each row its slot. A row of an idle slot is left out: padding.
     pub slots: DevicePtr,
+    /// 1, or 2 for the plan of [`super::step::StepBegin`].
+    pub slot_stride: usize,
     /// `[n_rows]` i32: where the row's input token stands; what is sampled stands one further.
     pub positions: DevicePtr,
     /// [`stats_bytes`] of scratch.
@@ -102,9 +104,13 @@ impl Sample<'_> {
         let tables = self.tables;
         let vocab = tables.vocab_size as u32;
         let n_chunks = tables.vocab_size.div_ceil(CHUNK) as u32;
-        let (slots, positions) = (Arg::Ptr(self.slots), Arg::Ptr(self.positions));
-        let of_slots = [Arg::U32(vocab), slots, positions, Arg::Ptr(tables.params)];
-        let [vocab, ..] = of_slots;
+        let of_slots = [
+            Arg::U32(vocab),
+            Arg::Ptr(self.slots),
+            Arg::U32(self.slot_stride as u32),
+            Arg::Ptr(self.positions),
+            Arg::Ptr(tables.params),
+        ];
         let start = |name, grid, block, args: &[Arg]| {
             device.launch(&Launch { function: &function(name), grid, block, shared_bytes: 0, args })
         };
@@ -126,7 +132,8 @@ impl Sample<'_> {
         if self.tops == DevicePtr::NULL {
             return Ok(());
         }
-        let mut args = vec![Arg::Ptr(self.logits), vocab, slots, positions, Arg::Ptr(tables.params)];
+        let mut args = vec![Arg::Ptr(self.logits)];
+        args.extend(of_slots);
         args.extend([self.stats, self.results, self.tops].map(Arg::Ptr));
         start("sample_logprobs", by_row, DRAW_THREADS, &args)
     }

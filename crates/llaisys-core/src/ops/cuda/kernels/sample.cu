@@ -92,13 +92,15 @@ __device__ __forceinline__ u64 chunk_mass(const Chunk& c, Scale scale, u64* shar
 // One block for each chunk (x) of each row (y). Chunks of rows with rules are written to `edited`.
 extern "C" __global__ void __launch_bounds__(256) sample_scan(
     const float* __restrict__ logits, float* __restrict__ edited, unsigned vocab, const unsigned* __restrict__ slots,
-    const int* __restrict__ positions, const SampleParams* __restrict__ params, const int* __restrict__ tokens,
-    unsigned max_len, const unsigned* __restrict__ masks, const Edit* __restrict__ edits,
+    unsigned slot_stride, const int* __restrict__ positions, const SampleParams* __restrict__ params,
+    const int* __restrict__ tokens, unsigned max_len, const unsigned* __restrict__ masks,
+    const Edit* __restrict__ edits,
     const unsigned* __restrict__ words, ChunkStat* __restrict__ stats) {
     __shared__ float value[LL_CHUNK];
     __shared__ unsigned seen[LL_CHUNK];
     __shared__ u64 shared[32];
-    const unsigned slot = slots[blockIdx.y], n_before = positions[blockIdx.y] + 1, begin = blockIdx.x * LL_CHUNK;
+    const unsigned slot = slots[blockIdx.y * slot_stride], n_before = positions[blockIdx.y] + 1;
+    const unsigned begin = blockIdx.x * LL_CHUNK;
     const SampleParams& p = params[slot];
     if (!(p.flags & LL_ACTIVE)) return;
     const Chunk c = {begin, min(vocab - begin, (unsigned)LL_CHUNK), value, seen};
@@ -283,11 +285,11 @@ __device__ __forceinline__ unsigned draw(const float* __restrict__ row, unsigned
 // One block for each row.
 extern "C" __global__ void __launch_bounds__(512, 2) sample_draw(
     const float* __restrict__ logits, const float* __restrict__ edited, unsigned vocab,
-    const unsigned* __restrict__ slots, const int* __restrict__ positions, const SampleParams* __restrict__ params,
-    const ChunkStat* __restrict__ stats, int* __restrict__ tokens, unsigned max_len, int* __restrict__ last_tokens,
-    RowResult* __restrict__ results) {
+    const unsigned* __restrict__ slots, unsigned slot_stride, const int* __restrict__ positions,
+    const SampleParams* __restrict__ params, const ChunkStat* __restrict__ stats, int* __restrict__ tokens,
+    unsigned max_len, int* __restrict__ last_tokens, RowResult* __restrict__ results) {
     __shared__ Work h;
-    const unsigned slot = slots[blockIdx.x], n_before = positions[blockIdx.x] + 1, tid = threadIdx.x;
+    const unsigned slot = slots[blockIdx.x * slot_stride], n_before = positions[blockIdx.x] + 1, tid = threadIdx.x;
     const unsigned n_chunks = (vocab + LL_CHUNK - 1) / LL_CHUNK;
     const SampleParams& p = params[slot];
     RowResult result = {0, LL_IDLE, 0.0f, 0};
@@ -327,14 +329,15 @@ extern "C" __global__ void __launch_bounds__(512, 2) sample_draw(
 // One block for each row: logprob and rank of its token, and the best ones, falling, ties by id.
 extern "C" __global__ void __launch_bounds__(512, 2) sample_logprobs(
     const float* __restrict__ logits, unsigned vocab, const unsigned* __restrict__ slots,
-    const int* __restrict__ positions, const SampleParams* __restrict__ params, const ChunkStat* __restrict__ stats,
+    unsigned slot_stride, const int* __restrict__ positions, const SampleParams* __restrict__ params,
+    const ChunkStat* __restrict__ stats,
     RowResult* __restrict__ results, TopEntry* __restrict__ tops) {
     __shared__ Work h;
     __shared__ double sums[LL_MAX_CHUNKS];
     __shared__ TopEntry found[LL_MAX_TOP];
     const unsigned tid = threadIdx.x, n_before = positions[blockIdx.x] + 1;
     const unsigned n_chunks = (vocab + LL_CHUNK - 1) / LL_CHUNK;
-    const SampleParams& p = params[slots[blockIdx.x]];
+    const SampleParams& p = params[slots[blockIdx.x * slot_stride]];
     const unsigned wanted = is_scored(p, n_before) ? p.n_prompt_top : p.n_top;
     if (!(p.flags & LL_ACTIVE) || results[blockIdx.x].outcome != LL_TOKEN || wanted == LL_NONE) return;
     const float* row = logits + (size_t)blockIdx.x * vocab;
