@@ -2,6 +2,7 @@
 //! [`device::Device`]. What an op means stands in `reference/<op>.rs`, as for the CPU.
 
 pub mod add_rms_norm;
+pub mod ahead;
 pub mod convert;
 pub mod device;
 pub mod embed;
