@@ -2,6 +2,7 @@
 //! [`device::Device`]. What an op means stands in `reference/<op>.rs`, as for the CPU.
 
 pub mod add_rms_norm;
+pub mod ahead;
 pub mod attention;
 pub mod attn_decode;
 pub mod attn_prefill;
@@ -13,5 +14,7 @@ pub mod gather;
 pub mod gemv;
 pub mod gemv_quant;
 pub mod rope_kv_store;
+pub mod sample;
+pub mod sample_tables;
 pub mod step;
 pub mod unit;
