@@ -468,6 +468,11 @@ def available_isas() -> list[str]:
     return ["fake"]
 
 
+def cuda_info(folders: list[str], driver: str = "libcuda.so.1") -> str:  # noqa: ARG001 -- the core's signature
+    """A machine without a GPU."""
+    return json.dumps({"reason": "no NVIDIA driver: this is the fake"})
+
+
 def inspect(path: str) -> str:
     """Facts of the made-up model."""
     return json.dumps(

@@ -13,6 +13,8 @@ use std::ptr;
 
 /// CUDA 13.0's: what the loader finds must be of the generation that was looked for.
 const VERSION_MIN: usize = 130_000;
+/// CUBLAS_OP_T of cublas_api.h, which cudarc has with cublas only.
+const TRANSPOSED: i32 = 1;
 
 /// What an algorithm is chosen by. By the exact number of rows: a step asks for a few shapes, and what was chosen
 /// for other rows may not be allowed for these.
@@ -66,7 +68,9 @@ impl Blas {
         if version < VERSION_MIN {
             return Err(DeviceError::Cuda {
                 op: "start cublasLt".to_owned(),
-                status: format!("the loader gives version {version}, {VERSION_MIN} is needed: LD_LIBRARY_PATH?"),
+                status: format!(
+                    "the loader gives version {version}, {VERSION_MIN} is needed: LD_LIBRARY_PATH?"
+                ),
             });
         }
         let handle = result::create_handle().map_err(|e| fail("start cublasLt".to_owned(), e))?;
@@ -126,8 +130,7 @@ impl Blas {
             [layout(element, key.k, key.n)?, layout(element, key.k, key.m)?, layout(out, key.n, key.m)?];
         let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
         let desc = result::create_matmul_desc(compute, data_type(Element::F32))?;
-        let transposed = sys::cublasOperation_t::CUBLAS_OP_T;
-        set(desc, Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &transposed)?;
+        set(desc, Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &TRANSPOSED)?;
         if key.has_bias {
             let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS;
             set(desc, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)?;
@@ -140,9 +143,7 @@ impl Blas {
             let bytes = sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
             let value = ptr::from_ref(&self.workspace_bytes);
             result::set_matmul_pref_attribute(preference, bytes, value.cast(), size_of::<usize>())
-                .and_then(|()| {
-                    result::get_matmul_algo_heuristic(self.handle, desc, a, b, d, d, preference)
-                })
+                .and_then(|()| result::get_matmul_algo_heuristic(self.handle, desc, a, b, d, d, preference))
         };
         // SAFETY: it was made above and is used no more.
         let _ = unsafe { result::destroy_matmul_pref(preference) };
@@ -172,9 +173,7 @@ fn set<T>(
     value: &T,
 ) -> Result<(), CublasError> {
     // SAFETY: the description lives; each caller passes the type that cublasLt.h gives the attribute.
-    unsafe {
-        result::set_matmul_desc_attribute(desc, attribute, ptr::from_ref(value).cast(), size_of::<T>())
-    }
+    unsafe { result::set_matmul_desc_attribute(desc, attribute, ptr::from_ref(value).cast(), size_of::<T>()) }
 }
 
 fn data_type(element: Element) -> sys::cudaDataType {

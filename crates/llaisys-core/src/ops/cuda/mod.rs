@@ -1,8 +1,13 @@
 //! The ops on an NVIDIA GPU: `kernels/<op>.cu` is the kernel, `<op>.rs` checks its arrays and starts it on a
 //! [`device::Device`]. What an op means stands in `reference/<op>.rs`, as for the CPU.
 
+pub mod blas;
 pub mod compile;
 pub mod device;
+pub mod embed;
+pub mod nvidia;
 pub mod nvrtc;
 pub mod probe;
+mod ring;
+pub mod status;
 pub mod unit;

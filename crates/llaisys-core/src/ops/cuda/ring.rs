@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 /// A buffer that is given out in order and taken back in the same order.
 #[derive(Debug)]
-pub struct Ring<T> {
+pub(super) struct Ring<T> {
     capacity: usize,
     /// Given out, the oldest first: from, to, and what tells when it is free again.
     lent: VecDeque<(usize, usize, T)>,
@@ -12,17 +12,17 @@ pub struct Ring<T> {
 
 impl<T> Ring<T> {
     /// Over `capacity` bytes, all free.
-    pub fn new(capacity: usize) -> Self {
+    pub(super) fn new(capacity: usize) -> Self {
         Self { capacity, lent: VecDeque::new() }
     }
 
     /// All bytes.
-    pub fn capacity(&self) -> usize {
+    pub(super) fn capacity(&self) -> usize {
         self.capacity
     }
 
     /// Where `n_bytes` (1 to the capacity) in one piece are free; None until the oldest is taken back.
-    pub fn place(&self, n_bytes: usize) -> Option<usize> {
+    pub(super) fn place(&self, n_bytes: usize) -> Option<usize> {
         debug_assert!((1..=self.capacity).contains(&n_bytes));
         let (Some(&(oldest, ..)), Some(&(.., end, _))) = (self.lent.front(), self.lent.back()) else {
             return Some(0);
@@ -38,18 +38,18 @@ impl<T> Ring<T> {
     }
 
     /// Gives out `n_bytes` at what [`Ring::place`] said.
-    pub fn lend(&mut self, start: usize, n_bytes: usize, until: T) {
+    pub(super) fn lend(&mut self, start: usize, n_bytes: usize, until: T) {
         debug_assert_eq!(self.place(n_bytes), Some(start));
         self.lent.push_back((start, start + n_bytes, until));
     }
 
     /// The oldest that is lent: where it begins, and its sign.
-    pub fn oldest(&self) -> Option<(usize, &T)> {
+    pub(super) fn oldest(&self) -> Option<(usize, &T)> {
         self.lent.front().map(|(start, _, until)| (*start, until))
     }
 
     /// Takes the oldest back.
-    pub fn take_back(&mut self) -> Option<T> {
+    pub(super) fn take_back(&mut self) -> Option<T> {
         self.lent.pop_front().map(|(.., until)| until)
     }
 }

@@ -24,7 +24,7 @@ pub fn severity(status: u32) -> Severity {
     match status {
         2 => Severity::OutOfMemory,
         700 | 702 | 710 | 714..=719 | 999 => Severity::Fatal,
-        900..=999 => Severity::Capture,
+        900..=908 => Severity::Capture,
         _ => Severity::Call,
     }
 }
@@ -69,7 +69,7 @@ mod tests {
         for capture in [900, 901, 905, 907, 908] {
             assert_eq!(severity(capture), Severity::Capture, "{capture}");
         }
-        for call in [1, 100, 209, 222, 400, 500, 600, 701, 704, 720, 801] {
+        for call in [1, 100, 209, 222, 400, 500, 600, 701, 704, 720, 801, 911] {
             assert_eq!(severity(call), Severity::Call, "{call}");
         }
     }
