@@ -4,6 +4,7 @@
 
 pub mod arena;
 pub mod load;
+mod pass;
 pub mod rows;
 pub mod support;
 
@@ -12,17 +13,19 @@ use crate::model::checkpoint::Checkpoint;
 use crate::model::config::ModelConfig;
 use crate::model::decoder::ForwardRows;
 use crate::model::family::Activation;
-use crate::ops::cuda::add_rms_norm::{self, AddRmsNorm};
-use crate::ops::cuda::device::{Device, DevicePtr, Element, Product};
-use crate::ops::cuda::embed::{self, Embed};
-use crate::ops::cuda::gate::{self, Gate, GateKind};
-use crate::ops::cuda::gather::Gather;
-use crate::ops::cuda::rope_kv_store::{self, HeadShape, RopeKvStore};
+use crate::ops::Scoring;
+use crate::ops::cuda::attention::Attention;
+use crate::ops::cuda::attn_decode::{AttnDecode, n_splits};
+use crate::ops::cuda::attn_prefill::AttnPrefill;
+use crate::ops::cuda::device::{Device, DevicePtr, Element};
+use crate::ops::cuda::gate::GateKind;
+use crate::ops::cuda::rope_kv_store::HeadShape;
 use crate::ops::cuda::unit::Function;
+use crate::ops::cuda::{add_rms_norm, embed, gate, gemv, rope_kv_store};
 use crate::threads::Pool;
 use arena::{Arena, Room};
-use load::{DeviceLayer, DeviceWeights};
-use rows::{DeviceRows, Seen};
+use load::DeviceWeights;
+use pass::Pass;
 
 /// What the memory of a decoder is sized for.
 #[derive(Debug, Clone, Copy)]
@@ -78,6 +81,8 @@ struct Memory {
     /// Cosines and sines, `[max_len, d_head / 2]` f32 each.
     cos: DevicePtr,
     sin: DevicePtr,
+    /// Of rows that share their contexts' work.
+    scratch: DevicePtr,
     /// The arrays of a pass.
     rows: DevicePtr,
 }
@@ -98,9 +103,10 @@ impl DeviceDecoder {
         let functions = functions(&config, element);
         device.prepare(&functions.iter().collect::<Vec<_>>())?;
         let weights = load::load(device, checkpoint, element, pool)?;
-        let n_bytes = Memory::place(&config, &limits, Arena::counting()).1;
+        let n_sms = device.facts().n_sms as usize;
+        let n_bytes = Memory::place(&config, &limits, (n_sms, Arena::counting())).1;
         let base = device.alloc("the activations", n_bytes)?;
-        let memory = Memory::place(&config, &limits, Arena::placing(base)).0;
+        let memory = Memory::place(&config, &limits, (n_sms, Arena::placing(base))).0;
         memory.write_angles(device, &config, limits.max_len)?;
         let n_cells = match limits.cells {
             CellCount::Exactly(n) => n,
@@ -140,8 +146,9 @@ impl DeviceDecoder {
         let (n, most) = (rows.tokens.len(), &self.limits);
         let n_listed = rows.attention.cells.len().max(rows.near.map_or(0, |near| near.cells.len()));
         assert!(n <= most.n_rows && outputs.len() <= most.n_outputs && n_listed <= most.n_listed);
-        let at = rows::upload(device, self.memory.rows, rows, outputs)?;
-        let pass = Pass { decoder: self, device, rows: at, n };
+        let group = self.config.n_heads / self.config.n_kv_heads;
+        let rows = rows::upload(device, self.memory.rows, rows, (outputs, group))?;
+        let pass = Pass { decoder: self, device, rows, n };
         pass.run()?;
         pass.logits(outputs.len())?;
         Ok(self.memory.logits)
@@ -161,12 +168,48 @@ impl DeviceDecoder {
 
 /// Every kernel that a pass of the model starts.
 fn functions(config: &ModelConfig, element: Element) -> Vec<Function> {
+    let attention = attention(config, element);
+    let [decode, merge] = AttnDecode::functions(&attention);
     vec![
         embed::function(element),
         add_rms_norm::function(element),
         rope_kv_store::function(element),
+        decode,
+        merge,
+        AttnPrefill::function(&attention),
         gate::function(element, gate_kind(config)),
+        gemv::function(element, element),
+        gemv::function(element, Element::F32),
     ]
+}
+
+/// The attention of this model, of no rows as yet.
+fn attention(config: &ModelConfig, element: Element) -> Attention {
+    let ModelConfig { n_heads, n_kv_heads, d_head, .. } = *config;
+    let none = DevicePtr::NULL;
+    Attention {
+        element,
+        n_heads,
+        n_kv_heads,
+        d_head,
+        q: none,
+        q_width: (n_heads + 2 * n_kv_heads) * d_head,
+        k: none,
+        v: none,
+        cells: none,
+        n_hidden: none,
+        n_visible: none,
+        scoring: Scoring { scale: config.score_scale, soft_cap: None },
+        out: none,
+    }
+}
+
+/// Bytes that decode rows of any number up to `n_rows` need to split their contexts.
+fn scratch_bytes(config: &ModelConfig, n_rows: usize, n_sms: usize) -> usize {
+    // The element's size does not matter: sums are in f32.
+    let attention = attention(config, Element::Bf16);
+    let bytes = |n| AttnDecode::scratch_bytes(&attention, n, n_splits(n, config.n_kv_heads, n_sms));
+    (1..=n_rows).map(bytes).max().unwrap_or(0)
 }
 
 fn gate_kind(config: &ModelConfig) -> GateKind {
@@ -178,8 +221,12 @@ fn gate_kind(config: &ModelConfig) -> GateKind {
 
 impl Memory {
     /// Where everything lies in an arena, and how many bytes that is.
-    fn place(config: &ModelConfig, limits: &DeviceLimits, mut arena: Arena) -> (Self, usize) {
-        let DeviceLimits { n_rows, n_outputs, max_len, n_listed, .. } = *limits;
+    fn place(
+        config: &ModelConfig,
+        limits: &DeviceLimits,
+        (n_sms, mut arena): (usize, Arena),
+    ) -> (Self, usize) {
+        let DeviceLimits { n_rows, n_outputs, max_len, .. } = *limits;
         let q = config.n_heads * config.d_head;
         let qkv = q + 2 * config.n_kv_heads * config.d_head;
         let mut rows_of = |width: usize| arena.take(n_rows * width * 2);
@@ -198,7 +245,8 @@ impl Memory {
             logits: arena.take(n_outputs * config.vocab_size * size_of::<f32>()),
             cos: arena.take(angles),
             sin: arena.take(angles),
-            rows: arena.take(rows::n_bytes(n_rows, n_outputs, n_listed, config.window.is_some())),
+            scratch: arena.take(scratch_bytes(config, n_rows, n_sms)),
+            rows: arena.take(rows::n_bytes(config, limits)),
         };
         (memory, arena.n_bytes())
     }
@@ -219,147 +267,5 @@ impl Memory {
             device.upload(at, &bytes)?;
         }
         Ok(())
-    }
-}
-
-/// One pass at work.
-struct Pass<'a> {
-    decoder: &'a DeviceDecoder,
-    device: &'a dyn Device,
-    rows: DeviceRows,
-    n: usize,
-}
-
-impl Pass<'_> {
-    fn run(&self) -> Result<(), DeviceError> {
-        let DeviceDecoder { config, element, weights, memory, .. } = self.decoder;
-        Embed {
-            element: *element,
-            table: weights.embed,
-            tokens: self.rows.tokens,
-            out: memory.x,
-            n_rows: self.n,
-            width: config.d_model,
-        }
-        .launch(self.device)?;
-        let mut added = DevicePtr::NULL;
-        for (index, layer) in weights.layers.iter().enumerate() {
-            self.add_norm(added, layer.attn_norm)?;
-            self.attention(index, layer)?;
-            self.add_norm(memory.branch, layer.ffn_norm)?;
-            self.feed_forward(layer)?;
-            added = memory.branch;
-        }
-        self.add_norm(added, weights.output_norm)
-    }
-
-    /// Adds a branch to the residual stream and norms that into the branch's place.
-    fn add_norm(&self, x: DevicePtr, weight: DevicePtr) -> Result<(), DeviceError> {
-        let DeviceDecoder { config, element, memory, .. } = self.decoder;
-        let norm = AddRmsNorm {
-            element: *element,
-            residual: memory.x,
-            x,
-            weight,
-            out: memory.branch,
-            n_rows: self.n,
-            width: config.d_model,
-            eps: config.rms_eps,
-            rounds_twice: true,
-        };
-        norm.launch(self.device)
-    }
-
-    fn attention(&self, index: usize, layer: &DeviceLayer) -> Result<(), DeviceError> {
-        let DeviceDecoder { config, element, memory, .. } = self.decoder;
-        let shape = self.decoder.shape();
-        let (q, qkv) = (config.n_heads * config.d_head, shape.n_all() * config.d_head);
-        self.product((memory.branch, config.d_model), (layer.qkv, layer.qkv_bias), (memory.qkv, qkv))?;
-        let (keys, values) = self.decoder.cells(index);
-        RopeKvStore {
-            element: *element,
-            shape,
-            qkv: memory.qkv,
-            q_norm: layer.q_norm,
-            k_norm: layer.k_norm,
-            eps: config.rms_eps,
-            cos: memory.cos,
-            sin: memory.sin,
-            positions: self.rows.positions,
-            cells: self.rows.cells,
-            keys,
-            values,
-            n_rows: self.n,
-        }
-        .launch(self.device)?;
-        let seen = self.rows.near.filter(|_| config.windowed[index]).unwrap_or(self.rows.far);
-        self.attend((keys, values), seen)?;
-        self.product((memory.attended, q), (layer.o, DevicePtr::NULL), (memory.branch, config.d_model))
-    }
-
-    fn feed_forward(&self, layer: &DeviceLayer) -> Result<(), DeviceError> {
-        let DeviceDecoder { config, element, memory, .. } = self.decoder;
-        let (d_model, d_ff) = (config.d_model, config.d_ff);
-        let none = DevicePtr::NULL;
-        self.product((memory.branch, d_model), (layer.gate_up, none), (memory.gate_up, 2 * d_ff))?;
-        Gate {
-            element: *element,
-            kind: gate_kind(config),
-            gate_up: memory.gate_up,
-            out: memory.inner,
-            n_rows: self.n,
-            width: d_ff,
-        }
-        .launch(self.device)?;
-        self.product((memory.inner, d_ff), (layer.down, none), (memory.branch, d_model))
-    }
-
-    /// Of the rows whose final hidden states [`Pass::run`] left in the branch's place.
-    fn logits(&self, n_outputs: usize) -> Result<(), DeviceError> {
-        let DeviceDecoder { config, element, weights, memory, .. } = self.decoder;
-        if n_outputs == 0 {
-            return Ok(());
-        }
-        Gather {
-            element: *element,
-            x: memory.branch,
-            rows: self.rows.outputs,
-            out: memory.hidden,
-            n_rows: n_outputs,
-            width: config.d_model,
-        }
-        .launch(self.device)?;
-        self.device.product(&Product {
-            m: n_outputs,
-            n: config.vocab_size,
-            k: config.d_model,
-            element: *element,
-            out_element: Element::F32,
-            input: memory.hidden,
-            weight: weights.head,
-            bias: DevicePtr::NULL,
-            out: memory.logits,
-        })
-    }
-
-    /// `out[n, width] = input[n, k] . weight^T + bias`.
-    fn product(
-        &self,
-        (input, k): (DevicePtr, usize),
-        (weight, bias): (DevicePtr, DevicePtr),
-        (out, width): (DevicePtr, usize),
-    ) -> Result<(), DeviceError> {
-        let element = self.decoder.element;
-        self.device.product(&Product {
-            m: self.n,
-            n: width,
-            k,
-            element,
-            out_element: element,
-            input,
-            weight,
-            bias,
-            out,
-        })
     }
 }

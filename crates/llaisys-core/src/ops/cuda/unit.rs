@@ -7,7 +7,12 @@ use std::fmt;
 const PRIM: &str = include_str!("kernels/prim.cuh");
 
 /// Every kernel file. A kernel that is not reached from here is neither compiled nor proved.
-pub const FILES: &[&KernelFile] = &[&super::embed::FILE];
+pub const FILES: &[&KernelFile] = &[
+    &super::attn_decode::FILE,
+    &super::attn_prefill::FILE,
+    &super::embed::FILE,
+    &super::gemv::FILE,
+];
 
 /// A kernel file: its text, what it is compiled for, and the bounds that its kernels keep.
 #[derive(Debug)]
