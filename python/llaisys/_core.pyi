@@ -24,6 +24,10 @@ def cuda_info(folders: list[str], driver: str = "libcuda.so.1") -> str:
     system's loader is asked; `driver`: the driver's library.
     """
 
+def cuda_units() -> str:
+    """The CUDA kernels, JSON: [{unit, source, defines: {NAME: value}, kernels: [{name, max_threads, max_registers,
+    max_shared_bytes}]}]."""
+
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
     """One Philox4x32-10 block (Salmon et al. 2011), for known-answer tests."""
 

@@ -35,7 +35,7 @@ mod _core {
     #[pymodule_export]
     use super::faults::{fault_hits, fault_points, set_fault};
     #[pymodule_export]
-    use super::inspect::{available_isas, inspect, philox4x32};
+    use super::inspect::{available_isas, cuda_units, inspect, philox4x32};
     #[pymodule_export]
     use super::output::DecodeOutput;
     #[pymodule_export]

@@ -1,7 +1,7 @@
 //! `embed`: rows of the embedding table. Meaning: `ops/reference/embed.rs`.
 
 use super::device::{Arg, Device, DevicePtr, Element, Launch};
-use super::unit::{self, Function, Kernel, KernelFile, Unit};
+use super::unit::{self, Function, Kernel, KernelFile};
 use crate::error::DeviceError;
 
 /// `kernels/embed.cu`
@@ -19,8 +19,7 @@ pub const FILE: KernelFile = KernelFile {
 
 /// The kernel for a storage type.
 pub fn function(element: Element) -> Function {
-    let unit = Unit { file: FILE.name, defines: vec![unit::storage(element)] };
-    Function { unit, name: "embed" }
+    FILE.function(&[unit::storage(element)], "embed")
 }
 
 /// `out[r] = table[tokens[r]]`.

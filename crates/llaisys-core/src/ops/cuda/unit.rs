@@ -8,10 +8,15 @@ const PRIM: &str = include_str!("kernels/prim.cuh");
 
 /// Every kernel file. A kernel that is not reached from here is neither compiled nor proved.
 pub const FILES: &[&KernelFile] = &[
+    &super::add_rms_norm::FILE,
     &super::attn_decode::FILE,
     &super::attn_prefill::FILE,
+    &super::convert::FILE,
     &super::embed::FILE,
+    &super::gate::FILE,
     &super::gemv::FILE,
+    &super::rope_kv_store::FILE,
+    &super::step::FILE,
 ];
 
 /// A kernel file: its text, what it is compiled for, and the bounds that its kernels keep.
@@ -50,6 +55,11 @@ impl KernelFile {
     /// The file of this name in [`FILES`].
     pub fn of(name: &str) -> Option<&'static Self> {
         FILES.iter().find(|file| file.name == name).copied()
+    }
+
+    /// A kernel of it, compiled with these constants.
+    pub fn function(&self, defines: &[(&'static str, u32)], name: &'static str) -> Function {
+        Function { unit: Unit { file: self.name, defines: defines.to_vec() }, name }
     }
 
     /// The units made of it.
