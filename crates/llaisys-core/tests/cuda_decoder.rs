@@ -101,8 +101,7 @@ fn on_device(folder: &Path) -> [Vec<Vec<f32>>; 2] {
 
 /// As [`on_device`], of every token.
 fn on_cpu(folder: &Path) -> [Vec<Vec<f32>>; 2] {
-    let mut context =
-        Context::load(folder, common_settings()).unwrap();
+    let mut context = Context::load(folder, common_settings()).unwrap();
     let vocab_size = context.config().vocab_size;
     sequences(vocab_size).map(|sequence| {
         let seq = context.open_sequence().unwrap();
@@ -128,12 +127,17 @@ fn assert_agrees(folder: &Path, tolerance: f64) {
     let (device, cpu) = (on_device(folder), on_cpu(folder));
     let (mut n_compared, mut worst) = (0, 0.0_f64);
     for (index, (device, cpu)) in device.iter().zip(&cpu).enumerate() {
-        for (position, (got, want)) in device.iter().zip(cpu).enumerate().filter(|(_, (got, _))| !got.is_empty()) {
+        for (position, (got, want)) in
+            device.iter().zip(cpu).enumerate().filter(|(_, (got, _))| !got.is_empty())
+        {
             let [best, second] = best_two(want);
             let ulp = best.1.abs().log2().floor().exp2() / 128.0;
             let [ours, _] = best_two(got);
             let at = format!("sequence {index}, position {position}");
-            assert!(ours.0 == best.0 || best.1 - second.1 < 2.0 * ulp, "{at}: {ours:?} for {best:?}, {second:?}");
+            assert!(
+                ours.0 == best.0 || best.1 - second.1 < 2.0 * ulp,
+                "{at}: {ours:?} for {best:?}, {second:?}"
+            );
             let square = |x: f32| f64::from(x) * f64::from(x);
             let error: f64 = got.iter().zip(want).map(|(a, b)| square(a - b)).sum();
             let size: f64 = want.iter().map(|&b| square(b)).sum();
@@ -179,19 +183,17 @@ fn what_no_kernel_computes_is_refused_by_name() {
     let refused = |model: &Tiny| {
         let folder = model.write();
         let checkpoint = Checkpoint::open(&folder).unwrap();
-        let limits = DeviceLimits {
-            n_rows: 1,
-            n_outputs: 1,
-            max_len: 1,
-            n_listed: 1,
-            cells: CellCount::Exactly(1),
-        };
+        let limits =
+            DeviceLimits { n_rows: 1, n_outputs: 1, max_len: 1, n_listed: 1, cells: CellCount::Exactly(1) };
         let made = DeviceDecoder::new(&Emulator::new(), &checkpoint, limits, &Pool::new(1).unwrap());
         std::fs::remove_dir_all(&folder).unwrap();
         made.unwrap_err().to_string()
     };
     let narrow = refused(&Tiny::odd("LlamaForCausalLM", true));
-    assert!(narrow.contains("the head width \"16 on a GPU\"") && narrow.contains("64, 80, 96, 128"), "{narrow}");
+    assert!(
+        narrow.contains("the head width \"16 on a GPU\"") && narrow.contains("64, 80, 96, 128"),
+        "{narrow}"
+    );
     let experts = refused(&Tiny { d_head: 16, ..Tiny::experts(3) });
     assert!(experts.contains("on a GPU"), "{experts}");
 }

@@ -155,11 +155,7 @@ impl Pass<'_> {
                 attention: of,
                 start: seen.start,
                 n_rows: self.rows.n_alone,
-                n_splits: n_splits(
-                    self.rows.n_alone,
-                    config.n_kv_heads,
-                    self.device.facts().n_sms as usize,
-                ),
+                n_splits: n_splits(self.rows.n_alone, config.n_kv_heads, self.device.facts().n_sms as usize),
                 scratch: memory.scratch,
             }
             .launch(self.device)?;

@@ -27,7 +27,8 @@ pub fn check(config: &ModelConfig) -> Result<(), Unsupported> {
     if config.local_rope.is_some() {
         return refuse("a rotation", "another one in layers with a window".to_owned(), "one for all layers");
     }
-    let caps = [("the soft cap of scores", config.attn_soft_cap), ("the soft cap of logits", config.logit_soft_cap)];
+    let caps =
+        [("the soft cap of scores", config.attn_soft_cap), ("the soft cap of logits", config.logit_soft_cap)];
     for (what, cap) in caps {
         if let Some(cap) = cap {
             return refuse(what, cap.to_string(), "none");
