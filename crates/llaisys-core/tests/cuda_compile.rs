@@ -1,25 +1,16 @@
 //! The cache of machine code, with the real compiler of the pip package: it needs no GPU.
 #![cfg(feature = "cuda")]
 
+#[path = "common/c_library.rs"]
+mod c_library;
 #[path = "common/folder.rs"]
 mod folder;
 
+use c_library::nvrtc_folder;
 use folder::Folder;
 use llaisys_core::ops::cuda::compile::Cubins;
 use llaisys_core::ops::cuda::nvrtc::{Nvrtc, Source};
 use std::path::{Path, PathBuf};
-
-/// The folder of NVRTC: the one of `make setup`'s environment, or the one that is named.
-#[allow(clippy::disallowed_methods, reason = "where a test finds a library is the machine's to say")]
-fn nvrtc_folder() -> PathBuf {
-    if let Ok(named) = std::env::var("LLAISYS_CUDA_LIB_DIR") {
-        return named.into();
-    }
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.venv/lib");
-    let pythons = root.read_dir().into_iter().flatten().filter_map(Result::ok);
-    let mut folders = pythons.map(|python| python.path().join("site-packages/nvidia/cu13/lib"));
-    folders.find(|folder| folder.join("libnvrtc.so.13").is_file()).expect("`make setup` brings NVRTC")
-}
 
 fn nvrtc() -> Nvrtc {
     Nvrtc::open(&nvrtc_folder().join("libnvrtc.so.13")).unwrap()

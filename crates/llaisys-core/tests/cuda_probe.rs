@@ -2,13 +2,15 @@
 //! of a few lines of C.
 #![cfg(feature = "cuda")]
 
+#[path = "common/c_library.rs"]
+mod c_library;
 #[path = "common/folder.rs"]
 mod folder;
 
+use c_library::build;
 use folder::Folder;
 use llaisys_core::ops::cuda::probe::{Cuda, CudaUnavailable, DRIVER_VERSION_MIN};
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::PathBuf;
 
 /// A driver with `n` GPUs of compute capability 9.0; each behaviour can be replaced by a macro.
 const DRIVER: &str = r#"
@@ -60,17 +62,6 @@ int nvrtcGetProgramLogSize(void) { return 1; }
 int nvrtcGetProgramLog(void) { return 1; }
 const char *nvrtcGetErrorString(int status) { return 0; }
 ";
-
-/// Builds a shared object with `defines`. Panics without a C compiler, which the build needs anyway.
-fn build(folder: &Path, name: &str, text: &str, defines: &[&str]) -> PathBuf {
-    let (source, library) = (folder.join(format!("{name}.c")), folder.join(name));
-    std::fs::write(&source, text).unwrap();
-    let mut cc = Command::new("cc");
-    cc.args(["-shared", "-fPIC", "-w", "-o"]).arg(&library).arg(&source);
-    let made = cc.args(defines.iter().map(|define| format!("-D{define}"))).status();
-    assert!(made.expect("cc is there: apt-get install build-essential").success());
-    library
-}
 
 /// What a driver with `defines` leads to when the loader finds no other library.
 fn with_driver(defines: &[&str]) -> CudaUnavailable {
