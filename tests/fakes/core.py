@@ -468,9 +468,8 @@ def available_isas() -> list[str]:
     return ["fake"]
 
 
-def cuda_info(folders: list[str], driver: str = "libcuda.so.1") -> str:  # noqa: ARG001 -- the core's signature
-    """A machine without a GPU."""
-    return json.dumps({"reason": "no NVIDIA driver: this is the fake"})
+def cuda_info(folders: list[str]) -> str:  # noqa: ARG001 -- as the compiled core's
+    return json.dumps({"reason": "no NVIDIA driver"})
 
 
 def inspect(path: str) -> str:
