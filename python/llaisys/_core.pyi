@@ -17,6 +17,13 @@ def inspect(path: str) -> str:
 def available_isas() -> list[str]:
     """Instruction sets that this machine can run, best first: `avx512`, `avx2`, `scalar`."""
 
+def cuda_info(folders: list[str], driver: str = "libcuda.so.1") -> str:
+    """What CUDA computes with on this machine, or why it cannot.
+
+    A JSON object with the fields of `types.CudaInfo`. `folders`: where libraries are looked for before the
+    system's loader is asked; `driver`: the driver's library.
+    """
+
 def cuda_units() -> str:
     """The CUDA kernels, JSON: `[{unit, source, defines: {NAME: value}, kernels}]`, each kernel
     `{name, max_threads, max_registers, max_shared_bytes}`."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from llaisys.config import Config
 from llaisys.engine.limits import Limits
 from llaisys.engine.worker import WorkerSettings
-from llaisys.errors import RejectedError, UnsupportedError
+from llaisys.errors import RejectedError
 from llaisys.types import ModelInfo
 
 # The part of the available memory that K and V take if nothing is configured.
@@ -50,10 +50,8 @@ class Capacity:
 def size(config: Config, info: ModelInfo, memory_bytes: int, n_cores: int) -> Capacity:
     """Sizes an engine for a machine with `memory_bytes` available and `n_cores` to compute on.
 
-    Raises UnsupportedError (device) or RejectedError (a bound that cannot be kept), naming the setting.
+    Raises RejectedError, naming the setting: a bound that cannot be kept.
     """
-    if config.device == "cuda":
-        raise UnsupportedError("device 'cuda' is not in this build; supported: cpu", param="device")
     wanted_len = _wanted_len(config, info)
     kv_dtype = _kv_dtype(config)
     cell_bytes = info.kv_bytes_per_cell[kv_dtype]

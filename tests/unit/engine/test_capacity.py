@@ -11,7 +11,7 @@ import pytest
 from llaisys.config import Config
 from llaisys.engine.capacity import Capacity, size
 from llaisys.engine.worker import inspect_model
-from llaisys.errors import RejectedError, UnsupportedError
+from llaisys.errors import RejectedError
 from llaisys.types import ModelInfo
 
 MIB = 2**20
@@ -83,11 +83,6 @@ def test_what_cannot_be_kept_names_its_setting(
     with pytest.raises(RejectedError) as caught:
         sized(memory_bytes, **settings)
     assert caught.value.param == param
-
-
-def test_cuda_is_not_in_this_build() -> None:
-    with pytest.raises(UnsupportedError, match="cuda"):
-        sized(device="cuda")
 
 
 def test_a_larger_model_leaves_less() -> None:
