@@ -100,6 +100,7 @@ impl AlignedBuf {
         let Some(base) = NonNull::new(unsafe { alloc_zeroed(layout) }) else { return Err(refused) };
         // SAFETY: the offset is below ALIGN, and the layout holds `len + ALIGN` bytes.
         let ptr = unsafe { base.add(base.as_ptr().align_offset(ALIGN)) };
+        prefer_huge_pages(ptr, len);
         Ok(Self { ptr, base, len })
     }
 
@@ -137,6 +138,25 @@ impl AlignedBuf {
         unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr().cast(), self.len / size_of::<T>()) }
     }
 }
+
+/// Asks for pages of 2 MiB where whole ones fit: keys and values lie scattered, and each 4 KiB page of them costs a
+/// walk of the page tables, which is most expensive under a hypervisor. Memory is then touched 2 MiB at a time. A
+/// refusal only costs speed.
+#[cfg(target_os = "linux")]
+fn prefer_huge_pages(start: NonNull<u8>, len: usize) {
+    const HUGE: usize = 2 << 20;
+    let skipped = start.as_ptr().align_offset(HUGE);
+    let len = len.saturating_sub(skipped) / HUGE * HUGE;
+    if len > 0 {
+        let first = start.as_ptr().wrapping_add(skipped).cast();
+        // SAFETY: the advice changes how memory is mapped, never what it holds nor whether it may be used.
+        unsafe { libc::madvise(first, len, libc::MADV_HUGEPAGE) };
+    }
+}
+
+/// Other systems choose by themselves.
+#[cfg(not(target_os = "linux"))]
+fn prefer_huge_pages(_: NonNull<u8>, _: usize) {}
 
 impl Drop for AlignedBuf {
     fn drop(&mut self) {

@@ -1,21 +1,23 @@
 //! `attention`: out[t, h] = sum_j softmax_j(cap(scale * q[t, h] . K[j])) V[j] over the cells j that row t sees.
 //! Meaning: `ops/reference/attention.rs`.
 //!
-//! Arithmetic, all in f32, of one row and head; it depends on nothing but the row's own list of cells:
+//! Arithmetic, all sums in f32, of one row and head; it depends on nothing but the row's own list of cells:
 //!
 //! 1. The list is cut into blocks of 128 from its start, and blocks into spans: at most 16 of equal length,
 //!    as many as the list's length asks for, or, with a window, of the length that [`window_span`] gives it.
 //!    With a window lists begin at multiples of that length, counted in the sequence, so that the cuts stay
 //!    where they are while the window moves on; what a row does not see of its first block is left out.
-//! 2. A score is one sum over the dimensions in ascending order, of q times the scale times k, then capped.
+//! 2. A score is one sum over the dimensions in ascending order, of q times the scale times k, then capped. With
+//!    bf16 cells, q times the scale is rounded to bf16, and two dimensions at a time are added.
 //! 3. A span keeps a running maximum m, a sum l of e^(s - m) and the weighted values; each block rescales them
 //!    by e^(old m - new m) (online softmax, arXiv:1805.02867). Within a block, weights are summed in N lanes, and
-//!    each output is one sum over the cells in ascending order.
+//!    each output is one sum over the cells in ascending order. With bf16 cells, weights are rounded to bf16 once
+//!    they are summed, and two cells at a time are added; one of a pair that the row does not see is left out.
 //! 4. Spans are merged in ascending order, by the same rescaling. The output is the weighted values over l.
 //!
 //! So which rows are computed together, on which thread, and where cells lie changes no bit. Work is cut into
 //! items: some rows of one sequence (chunk) x the query heads of one kv head; when there are few, single rows
-//! x kv heads x spans. Rows of a chunk share the conversion of keys and values to f32. Only listed cells are
+//! x kv heads x spans. Rows of a chunk share the turning of keys and values. Only listed cells are
 //! read.
 
 mod item;

@@ -7,6 +7,7 @@ use crate::ops::cpu::isa::lanes::{Kernel, Lanes, exp};
 use crate::ops::cpu::kv_element::KvElement;
 use crate::ops::cpu::soft_cap::Cap;
 use crate::threads::Disjoint;
+use std::marker::PhantomData;
 use std::ops::Range;
 
 /// Numbers that a span computed apart gives besides its values: m and l, in front of them.
@@ -149,7 +150,7 @@ struct Pass<'a, L, T> {
 }
 
 impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
-    /// Queries times the scale of scores.
+    /// Queries times the scale of scores, rounded to the type of keys.
     #[inline(always)]
     fn scale_queries(&mut self, (q, scale): (&[f32], f32), row_len: usize) {
         let (item, d) = (self.item, self.keys.d);
@@ -160,6 +161,7 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
             for (q, out) in head.chunks(L::N).zip(out.chunks_mut(L::N)) {
                 self.lanes.store_first(self.lanes.mul(self.lanes.load_first(q), scale), out);
             }
+            T::round(self.lanes, out, d);
         }
     }
 
@@ -199,7 +201,10 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
             let padded = self.values.d.next_multiple_of(L::N);
             let packed = std::mem::take(&mut self.area.values);
             tile::pack_values(self.lanes, self.values, cells, packed);
-            self.add_values(start, &Packed { values: packed, padded });
+            self.add_values(
+                start,
+                &Packed { values: packed, padded, d: self.values.d, element: PhantomData::<T> },
+            );
             self.area.values = packed;
         }
     }
@@ -214,7 +219,8 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
             let n_cells = rows.map(|i| item.seen(i, start).end).max().unwrap_or(0).saturating_sub(offset);
             let n_vectors = n_cells.div_ceil(L::N).min(TILE_VECTORS);
             let (lanes, keys) = (self.lanes, &self.area.keys[..d * TILE_VECTORS * L::N]);
-            tile::run::<L, _>(out.len(), Scores { lanes, queries, keys, n_vectors, out, offset });
+            let element = PhantomData::<T>;
+            tile::run::<L, _>(out.len(), Scores { lanes, element, queries, keys, n_vectors, out, offset });
         }
     }
 
@@ -234,6 +240,7 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
             let largest = largest(lanes, scores, seen.clone());
             let new_m = if m > largest { m } else { largest };
             let sum = weights(lanes, scores, (seen, new_m));
+            T::round(lanes, scores, scores.len());
             let rescale = exp(lanes, lanes.splat(m - new_m));
             let l = lanes.mul_add(lanes.splat(state.l[i]), rescale, lanes.splat(sum));
             lanes.store_first(rescale, &mut self.area.rescale[i..=i]);
@@ -244,7 +251,7 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
 
     /// Adds the weighted values of a block, in tiles of rows that see the same part of it.
     #[inline(always)]
-    fn add_values<V: Values<L>>(&mut self, start: usize, values: &V) {
+    fn add_values<V: Values<L, Element = T>>(&mut self, start: usize, values: &V) {
         let (lanes, item) = (self.lanes, self.item);
         let padded = self.values.d.next_multiple_of(L::N);
         let mut first = 0;

@@ -6,6 +6,7 @@ use super::BLOCK;
 use super::scratch::TILE_VECTORS;
 use crate::ops::cpu::isa::lanes::{Lanes, MAX_LANES, prefetch_all};
 use crate::ops::cpu::kv_element::KvElement;
+use std::marker::PhantomData;
 use std::ops::Range;
 
 /// A tile whose code depends on its number of rows.
@@ -29,12 +30,13 @@ pub(super) fn run<L: Lanes, T: Tile>(n_rows: usize, tile: T) {
     }
 }
 
-/// Scores of some rows against up to `4 N` keys.
-pub(super) struct Scores<'a, L> {
+/// Scores of some rows against up to `4 N` keys. A word holds an element of f32 or two of bf16.
+pub(super) struct Scores<'a, L, T> {
     pub(super) lanes: L,
-    /// `[R][d]`
+    pub(super) element: PhantomData<T>,
+    /// `[R][d]`, of which the words of a row come first.
     pub(super) queries: &'a [f32],
-    /// `[d][4 N]`
+    /// `[word of d][4 N]`
     pub(super) keys: &'a [f32],
     /// Vectors of keys to score.
     pub(super) n_vectors: usize,
@@ -44,7 +46,7 @@ pub(super) struct Scores<'a, L> {
     pub(super) offset: usize,
 }
 
-impl<L: Lanes> Tile for Scores<'_, L> {
+impl<L: Lanes, T: KvElement> Tile for Scores<'_, L, T> {
     #[inline(always)]
     fn run<const R: usize>(mut self) {
         if self.n_vectors == TILE_VECTORS {
@@ -56,7 +58,7 @@ impl<L: Lanes> Tile for Scores<'_, L> {
     }
 }
 
-impl<L: Lanes> Scores<'_, L> {
+impl<L: Lanes, T: KvElement> Scores<'_, L, T> {
     #[inline(always)]
     fn vectors<const R: usize, const C: usize>(&mut self, first: usize) {
         let lanes = self.lanes;
@@ -67,7 +69,7 @@ impl<L: Lanes> Scores<'_, L> {
             queries[r] = &self.queries[r * d..][..d];
         }
         let keys = self.keys.chunks_exact(TILE_VECTORS * L::N);
-        for (i, line) in (0..d).zip(keys) {
+        for (i, line) in (0..d / T::PER_WORD).zip(keys) {
             let line = &line[first * L::N..];
             let mut keys = [lanes.splat(0.0); C];
             for c in 0..C {
@@ -76,7 +78,7 @@ impl<L: Lanes> Scores<'_, L> {
             for r in 0..R {
                 let q = lanes.splat(queries[r][i]);
                 for c in 0..C {
-                    sums[r][c] = lanes.mul_add(q, keys[c], sums[r][c]);
+                    sums[r][c] = T::dot(lanes, q, keys[c], sums[r][c]);
                 }
             }
         }
@@ -89,28 +91,45 @@ impl<L: Lanes> Scores<'_, L> {
     }
 }
 
-/// Where a tile finds the values of a block.
-pub(super) trait Values<L> {
-    /// As stored, or converted.
+/// Where a tile finds the values of a block: words of one cell (f32) or of two neighbours (bf16), by dimension.
+pub(super) trait Values<L: Lanes> {
+    /// Of the cells.
     type Element: KvElement;
-    /// The value of cell `j` of the block.
-    fn row(&self, j: usize) -> &[Self::Element];
-    /// Called before cell `j` is used, once for each row.
+    /// Elements of a value.
+    fn d(&self) -> usize;
+    /// The words of cells `PER_WORD * step` and so on, from dimension `at` on; `WHOLE`: there are `N` more.
+    fn words<const WHOLE: bool>(&self, lanes: L, step: usize, at: usize) -> L::F;
+    /// Cell `j` as numbers, from dimension `at` on.
+    fn cell(&self, lanes: L, j: usize, at: usize) -> L::F;
+    /// Called before cell `j` is used, once for each tile.
     fn look_ahead(&self, lanes: L, j: usize);
 }
 
-/// Values converted beforehand: `[cell][d padded]`.
-pub(super) struct Packed<'a> {
+/// Values put into words beforehand: `[step][d padded]`.
+pub(super) struct Packed<'a, T> {
     pub(super) values: &'a [f32],
     pub(super) padded: usize,
+    pub(super) d: usize,
+    pub(super) element: PhantomData<T>,
 }
 
-impl<L: Lanes> Values<L> for Packed<'_> {
-    type Element = f32;
+impl<L: Lanes, T: KvElement> Values<L> for Packed<'_, T> {
+    type Element = T;
 
     #[inline(always)]
-    fn row(&self, j: usize) -> &[f32] {
-        &self.values[j * self.padded..][..self.padded]
+    fn d(&self) -> usize {
+        self.d
+    }
+
+    #[inline(always)]
+    fn words<const WHOLE: bool>(&self, lanes: L, step: usize, at: usize) -> L::F {
+        lanes.load(&self.values[step * self.padded + at..])
+    }
+
+    #[inline(always)]
+    fn cell(&self, lanes: L, j: usize, at: usize) -> L::F {
+        let words = self.words::<true>(lanes, j / T::PER_WORD, at);
+        T::pick(lanes, words, j % T::PER_WORD)
     }
 
     #[inline(always)]
@@ -150,8 +169,24 @@ impl<L: Lanes, T: KvElement> Values<L> for Stored<'_, T> {
     type Element = T;
 
     #[inline(always)]
-    fn row(&self, j: usize) -> &[T] {
-        self.values.row(self.cells[j])
+    fn d(&self) -> usize {
+        self.values.d
+    }
+
+    #[inline(always)]
+    fn words<const WHOLE: bool>(&self, lanes: L, step: usize, at: usize) -> L::F {
+        let (first, last) = (step * T::PER_WORD, (step + 1) * T::PER_WORD - 1);
+        let rows = [self.values.row(self.cells[first]), self.values.row(self.cells[last])];
+        if WHOLE {
+            T::zip_first(lanes, [&rows[0][at..at + L::N], &rows[1][at..at + L::N]])
+        } else {
+            T::zip_first(lanes, [&rows[0][at..], &rows[1][at..]])
+        }
+    }
+
+    #[inline(always)]
+    fn cell(&self, lanes: L, j: usize, at: usize) -> L::F {
+        T::load_first(lanes, &self.values.row(self.cells[j])[at..])
     }
 
     #[inline(always)]
@@ -180,8 +215,7 @@ pub(super) struct Weighted<'a, L, V> {
 impl<L: Lanes, V: Values<L>> Tile for Weighted<'_, L, V> {
     #[inline(always)]
     fn run<const R: usize>(mut self) {
-        let d = self.values.row(0).len();
-        let mut at = 0;
+        let (d, mut at) = (self.values.d(), 0);
         while at + TILE_VECTORS * L::N <= d {
             self.vectors::<R, TILE_VECTORS>(at);
             at += TILE_VECTORS * L::N;
@@ -194,33 +228,67 @@ impl<L: Lanes, V: Values<L>> Tile for Weighted<'_, L, V> {
 }
 
 impl<L: Lanes, V: Values<L>> Weighted<'_, L, V> {
+    /// Cells in ascending order: whole words, and single cells where the rows see only one of a word's.
     #[inline(always)]
     fn vectors<const R: usize, const C: usize>(&mut self, at: usize) {
-        let lanes = self.lanes;
+        let (lanes, per_word) = (self.lanes, V::Element::PER_WORD);
         let weights: &[[f32; BLOCK]; R] = self.weights.as_chunks().0.first().expect("R rows of weights");
         let mut sums = [[lanes.splat(0.0); C]; R];
-        for j in self.seen.start..self.seen.end.min(BLOCK) {
+        let seen = self.seen.start..self.seen.end.min(BLOCK);
+        let first = seen.start.div_ceil(per_word);
+        let steps = first..first.max(seen.end / per_word);
+        for j in seen.start..seen.end.min(steps.start * per_word) {
+            self.one_cell(weights, (j, at), &mut sums);
+        }
+        for step in steps.clone() {
             if at == 0 {
-                self.values.look_ahead(lanes, j);
-            }
-            let row = &self.values.row(j)[at..];
-            let mut values = [lanes.splat(0.0); C];
-            if C == 1 {
-                values[0] = V::Element::load_first(lanes, row);
-            } else {
-                let row = &row[..C * L::N];
-                for c in 0..C {
-                    values[c] = V::Element::load(lanes, &row[c * L::N..]);
+                for j in step * per_word..(step + 1) * per_word {
+                    self.values.look_ahead(lanes, j);
                 }
             }
+            let mut values = [lanes.splat(0.0); C];
+            for c in 0..C {
+                values[c] = if C == 1 {
+                    self.values.words::<false>(lanes, step, at)
+                } else {
+                    self.values.words::<true>(lanes, step, at + c * L::N)
+                };
+            }
             for r in 0..R {
-                let weight = lanes.splat(weights[r][j]);
+                let weight = lanes.splat(weights[r][step]);
                 for c in 0..C {
-                    sums[r][c] = lanes.mul_add(weight, values[c], sums[r][c]);
+                    sums[r][c] = V::Element::dot(lanes, weight, values[c], sums[r][c]);
                 }
             }
         }
+        for j in steps.end * per_word..seen.end {
+            self.one_cell(weights, (j, at), &mut sums);
+        }
         self.add(at, &sums);
+    }
+
+    /// Adds the weighted value of cell `j`.
+    #[inline(always)]
+    fn one_cell<const R: usize, const C: usize>(
+        &self,
+        weights: &[[f32; BLOCK]; R],
+        (j, at): (usize, usize),
+        sums: &mut [[L::F; C]; R],
+    ) {
+        let lanes = self.lanes;
+        if at == 0 {
+            self.values.look_ahead(lanes, j);
+        }
+        let mut values = [lanes.splat(0.0); C];
+        for c in 0..C {
+            values[c] = self.values.cell(lanes, j, at + c * L::N);
+        }
+        for r in 0..R {
+            let weight = lanes.splat(V::Element::number(&weights[r], j));
+            for c in 0..C {
+                sums[r][c] = lanes.mul_add(weight, values[c], sums[r][c]);
+            }
+        }
     }
 
     /// Rescales what is there and adds `sums`.
@@ -238,7 +306,7 @@ impl<L: Lanes, V: Values<L>> Weighted<'_, L, V> {
     }
 }
 
-/// Keys of `cells` (at most `4 N`) turned to `[d][4 N]`, so that a vector is one dimension of N cells. Missing
+/// Keys of `cells` (at most `4 N`) turned to `[word of d][4 N]`, so that a vector is one word of N cells. Missing
 /// cells of the last vector repeat its first one. Fetches the same cells' values meanwhile.
 #[inline(always)]
 pub(super) fn pack_keys<L: Lanes, T: KvElement>(
@@ -265,9 +333,9 @@ pub(super) fn pack_keys<L: Lanes, T: KvElement>(
                 tile[i] = T::load_words(lanes, &rows[i][at..at + step]);
             }
             let tile = lanes.transpose(tile);
-            let lines = &mut out[at * line_len + c * L::N..][..(step - 1) * line_len + L::N];
+            let lines = &mut out[at / T::PER_WORD * line_len + c * L::N..][..(L::N - 1) * line_len + L::N];
             for i in 0..L::N {
-                T::store_words(lanes, tile[i], &mut lines[i * T::PER_WORD * line_len..], line_len);
+                lanes.store(tile[i], &mut lines[i * line_len..]);
             }
             at += step;
         }
@@ -277,15 +345,15 @@ pub(super) fn pack_keys<L: Lanes, T: KvElement>(
                 tile[i] = T::load_words_first(lanes, &rows[i][at..]);
             }
             let tile = lanes.transpose(tile);
-            let lines = out[at * line_len..].chunks_mut(T::PER_WORD * line_len);
-            for (words, lines) in tile.iter().zip(lines).take((keys.d - at) / T::PER_WORD) {
-                T::store_words(lanes, *words, &mut lines[c * L::N..], line_len);
+            let lines = out[at / T::PER_WORD * line_len..].chunks_mut(line_len);
+            for (words, line) in tile.iter().zip(lines).take((keys.d - at) / T::PER_WORD) {
+                lanes.store(*words, &mut line[c * L::N..]);
             }
         }
     }
 }
 
-/// Values of `cells` as f32, `[cell][d padded]`.
+/// Values of `cells` in words, `[step][d padded]`; a missing cell of the last word repeats the one before.
 #[inline(always)]
 pub(super) fn pack_values<L: Lanes, T: KvElement>(
     lanes: L,
@@ -294,9 +362,10 @@ pub(super) fn pack_values<L: Lanes, T: KvElement>(
     out: &mut [f32],
 ) {
     let padded = values.d.next_multiple_of(L::N);
-    for (cell, out) in cells.iter().zip(out.chunks_exact_mut(padded)) {
-        for (x, out) in values.row(*cell).chunks(L::N).zip(out.chunks_exact_mut(L::N)) {
-            lanes.store(T::load_first(lanes, x), out);
+    for (cells, out) in cells.chunks(T::PER_WORD).zip(out.chunks_exact_mut(padded)) {
+        let rows = [values.row(cells[0]), values.row(cells[cells.len() - 1])];
+        for (i, out) in out.chunks_exact_mut(L::N).enumerate() {
+            lanes.store(T::zip_first(lanes, [&rows[0][i * L::N..], &rows[1][i * L::N..]]), out);
         }
     }
 }

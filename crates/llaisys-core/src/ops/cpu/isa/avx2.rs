@@ -152,6 +152,16 @@ impl Lanes for Avx2 {
     }
 
     #[inline(always)]
+    fn zip_pairs_first(self, low: &[u16], high: &[u16]) -> __m256 {
+        let (low, high) = (self.load_bf16_first(low), self.load_bf16_first(high));
+        // SAFETY: `self` proves the features.
+        unsafe {
+            let low = _mm256_srli_epi32::<16>(_mm256_castps_si256(low));
+            _mm256_castsi256_ps(_mm256_or_si256(low, _mm256_castps_si256(high)))
+        }
+    }
+
+    #[inline(always)]
     fn split_pairs(self, v: __m256) -> (__m256, __m256) {
         // SAFETY: `self` proves the features.
         unsafe {

@@ -139,6 +139,27 @@ impl Lanes for Avx512 {
     }
 
     #[inline(always)]
+    fn zip_pairs_first(self, low: &[u16], high: &[u16]) -> __m512 {
+        // SAFETY: only elements below each `len` are read (the masks); `self` proves the features.
+        unsafe {
+            let low = _mm256_maskz_loadu_epi16(mask(low.len()), low.as_ptr().cast());
+            let high = _mm256_maskz_loadu_epi16(mask(high.len()), high.as_ptr().cast());
+            let high = _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(high));
+            _mm512_castsi512_ps(_mm512_or_si512(_mm512_cvtepu16_epi32(low), high))
+        }
+    }
+
+    #[inline(always)]
+    fn dot_pairs(self, a: __m512, b: __m512, acc: __m512) -> __m512 {
+        // SAFETY: any bits are pairs of bf16, of the same size; `self` proves the features.
+        unsafe {
+            let (a, b) =
+                (std::mem::transmute::<__m512, __m512bh>(a), std::mem::transmute::<__m512, __m512bh>(b));
+            _mm512_dpbf16_ps(acc, a, b)
+        }
+    }
+
+    #[inline(always)]
     fn split_pairs(self, v: __m512) -> (__m512, __m512) {
         // SAFETY: `self` proves the features.
         unsafe {

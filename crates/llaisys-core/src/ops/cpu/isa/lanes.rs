@@ -45,6 +45,16 @@ pub(crate) trait Lanes: Copy {
     /// The pairs of `load_pairs` as numbers: the even elements, the odd ones.
     fn split_pairs(self, v: Self::F) -> (Self::F, Self::F);
 
+    /// Pairs of bf16 as bits: element `i` of the first slice in the low half of lane `i`, of the second in the high
+    /// one; zeros past the ends.
+    fn zip_pairs_first(self, low: &[u16], high: &[u16]) -> Self::F;
+    /// `acc` and the products of both elements of each pair of `a` and `b`, the odd ones first.
+    #[inline(always)]
+    fn dot_pairs(self, a: Self::F, b: Self::F, acc: Self::F) -> Self::F {
+        let ((a_even, a_odd), (b_even, b_odd)) = (self.split_pairs(a), self.split_pairs(b));
+        self.mul_add(a_even, b_even, self.mul_add(a_odd, b_odd, acc))
+    }
+
     /// `a + b`
     fn add(self, a: Self::F, b: Self::F) -> Self::F;
     /// `a - b`

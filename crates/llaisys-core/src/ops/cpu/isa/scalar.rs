@@ -81,6 +81,12 @@ impl Lanes for Scalar {
     }
 
     #[inline(always)]
+    fn zip_pairs_first(self, low: &[u16], high: &[u16]) -> Self::F {
+        let half = |x: &[u16], i: usize| x.get(i).copied().map_or(0, u32::from);
+        std::array::from_fn(|i| f32::from_bits(half(low, i) | half(high, i) << 16))
+    }
+
+    #[inline(always)]
     fn split_pairs(self, v: Self::F) -> (Self::F, Self::F) {
         let even = v.map(|v| f32::from_bits(v.to_bits() << 16));
         (even, v.map(|v| f32::from_bits(v.to_bits() & 0xffff_0000)))
