@@ -28,6 +28,8 @@ const PROMPT: usize = 64;
 /// Bytes of the array that bandwidth is measured on.
 const UNCACHED: usize = 256 << 20;
 const D_HEAD: usize = 64;
+/// Cells at least: a pool that lies in pages as an engine's does.
+const N_CELLS: usize = 16_384;
 
 /// A family of shapes.
 #[derive(Debug, Clone, Copy)]
@@ -340,7 +342,7 @@ fn main() {
     let data = vec![1_u64; UNCACHED / 8];
     let most = args.rows.iter().copied().max().unwrap_or(1);
     let mut cx = OpContext::new(kernels, pool, most, args.shape.d_ff).expect("memory for the scratch");
-    let n_cells = (most.min(PROMPT) * args.n_context.next_multiple_of(32)).max(most);
+    let n_cells = (most.min(PROMPT) * args.n_context.next_multiple_of(32)).max(N_CELLS);
     let mut model = Model::new(&cx.pool, args.shape, args.formats, n_cells);
     let start = Draw::new(1).values(Size::Unit, most * args.shape.d_model);
     let lines = std::io::stdin().lines().map(|line| line.expect("text").trim().parse().expect("a number"));

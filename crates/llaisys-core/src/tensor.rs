@@ -139,18 +139,19 @@ impl AlignedBuf {
     }
 }
 
-/// Asks for pages of 2 MiB where whole ones fit: keys and values lie scattered, and each 4 KiB page of them costs a
-/// walk of the page tables, which is most expensive under a hypervisor. Memory is then touched 2 MiB at a time. A
-/// refusal only costs speed.
+/// Asks for pages of 2 MiB: keys and values lie scattered, and each 4 KiB page of them costs a walk of the page
+/// tables, which is most expensive under a hypervisor. Memory is then touched 2 MiB at a time; buffers that lie side
+/// by side share such a page. A refusal only costs speed.
 #[cfg(target_os = "linux")]
 fn prefer_huge_pages(start: NonNull<u8>, len: usize) {
-    const HUGE: usize = 2 << 20;
-    let skipped = start.as_ptr().align_offset(HUGE);
-    let len = len.saturating_sub(skipped) / HUGE * HUGE;
-    if len > 0 {
-        let first = start.as_ptr().wrapping_add(skipped).cast();
+    /// Below this nothing is gained.
+    const WORTHWHILE: usize = 1 << 20;
+    const PAGE: usize = 4096;
+    if len >= WORTHWHILE {
+        let past_page = start.addr().get() % PAGE;
+        let first = start.as_ptr().wrapping_sub(past_page).cast();
         // SAFETY: the advice changes how memory is mapped, never what it holds nor whether it may be used.
-        unsafe { libc::madvise(first, len, libc::MADV_HUGEPAGE) };
+        unsafe { libc::madvise(first, past_page + len, libc::MADV_HUGEPAGE) };
     }
 }
 

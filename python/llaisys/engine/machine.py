@@ -1,10 +1,13 @@
-"""What this process may use of the machine: memory and cores, cgroup limits included (Linux)."""
+"""What this process may use of the machine: memory and CPUs, cgroup limits included (Linux)."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+
+from llaisys.errors import RejectedError
 
 _ROOT = Path("/")
 
@@ -17,9 +20,68 @@ def available_bytes(root: Path = _ROOT) -> int:
     return max(0, min([_mem_available(root), *_cgroup_rooms(root)]))
 
 
-def usable_cores(root: Path = _ROOT) -> int:
-    """Cores of the affinity mask, at most the CPU quota of the cgroups (rounded up). At least 1."""
-    return max(1, min([len(os.sched_getaffinity(0)), *_cgroup_cores(root)]))
+@dataclass(frozen=True, slots=True)
+class Cpus:
+    """Where to compute: on `n` threads, kept to the CPUs `ids` (empty: wherever the system puts them)."""
+
+    n: int
+    ids: tuple[int, ...] = ()
+    bind: bool = True
+
+
+def usable_cpus(bind: str = "auto", root: Path = _ROOT) -> Cpus:
+    """CPUs to compute on, of those in the affinity mask; `bind` is the setting `cpu_threads_bind`.
+
+    "auto": one of each physical core (the second thread of a core shares its arithmetic units), at most the CPU
+    quota of the cgroups, rounded up; bound unless the quota is smaller. "nobind": as many, not bound. A list
+    ("0-3,8"): these. `root` stands for `/` in tests. Raises RejectedError: a list that is none, or that names a
+    CPU outside the mask.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    if bind not in ("auto", "nobind"):
+        ids = _cpu_list(bind, allowed)
+        return Cpus(len(ids), ids)
+    ids = _one_of_each_core(allowed, root)
+    n = max(1, min([len(ids), *_cgroup_cores(root)]))
+    if bind == "nobind" or n < len(ids):
+        return Cpus(n, bind=bind == "auto")
+    return Cpus(n, ids)
+
+
+def _one_of_each_core(allowed: list[int], root: Path) -> tuple[int, ...]:
+    """The first of the allowed CPUs of each core; all where the system does not tell."""
+    first: dict[str, int] = {}
+    for cpu in allowed:
+        topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        siblings = _text(topology / "thread_siblings_list").strip() or str(cpu)
+        first.setdefault(siblings, cpu)
+    return tuple(first.values())
+
+
+def _cpu_list(text: str, allowed: list[int]) -> tuple[int, ...]:
+    """The CPUs of a list of numbers and ranges: "0-3,8"."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if not (first.isascii() and first.isdigit() and (not last or (last.isascii() and last.isdigit()))):
+            raise RejectedError(
+                f"cpu_threads_bind is {text!r}: it is auto, nobind, or a list of CPUs such as 0-3,8",
+                param="cpu_threads_bind",
+            )
+        wanted = range(int(first), int(last or first) + 1)
+        outside = [wanted.start] if not wanted else [cpu for cpu in (wanted[0], wanted[-1]) if cpu not in allowed]
+        if outside:
+            raise RejectedError(
+                f"cpu_threads_bind names CPU {outside[0]}, this process may use {allowed}",
+                param="cpu_threads_bind",
+            )
+        found.update(wanted)
+    missing = found.difference(allowed)
+    if missing:
+        raise RejectedError(
+            f"cpu_threads_bind names CPU {min(missing)}, this process may use {allowed}", param="cpu_threads_bind"
+        )
+    return tuple(sorted(found))
 
 
 def _mem_available(root: Path) -> int:

@@ -208,15 +208,26 @@ fn run<T: KvElement>(cx: &mut OpContext, job: &Job<'_, T>, out: &mut [f32]) {
     let n_spans = cut(job, (cx.pool.n_threads(), partials.len()), chunks);
     let split = n_spans > 1;
     let chunks = &*chunks;
-    let next = Chunks::new(chunks.len() * job.heads.items() * n_spans, 1);
+    let n_items = chunks.len() * job.heads.items() * n_spans;
+    // The heads of a sequence lie side by side in memory, so one thread takes them all where there is enough to do.
+    let at_once = if chunks.len() >= ITEMS_PER_THREAD * cx.pool.n_threads() { job.heads.items() } else { 1 };
+    let queue = Chunks::new(n_items, at_once);
     let areas = Disjoint::new(areas.as_mut_slice::<f32>());
     let target = Disjoint::new(if split { &mut *partials } else { &mut *out });
     cx.pool.run(&|worker| {
         // SAFETY: each worker has its own area.
         let area = unsafe { areas.range(worker * AREA..(worker + 1) * AREA) };
-        while let Some(number) = next.take() {
-            let item = Item::new(job, chunks, (number.start, n_spans));
-            isa.run(Compute { job, item, area, target: &target });
+        let mut taken = queue.take();
+        while let Some(numbers) = taken {
+            // Taken early, so that its first keys can be fetched meanwhile.
+            taken = queue.take();
+            let after = taken.as_ref().map(|numbers| numbers.start);
+            for number in numbers.clone() {
+                let next = if number + 1 < numbers.end { Some(number + 1) } else { after };
+                let item = |number| Item::new(job, chunks, (number, n_spans));
+                let (item, next) = (item(number), next.map(item));
+                isa.run(Compute { job, item, next, area: &mut *area, target: &target });
+            }
         }
     });
     if split {

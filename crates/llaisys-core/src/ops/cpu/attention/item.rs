@@ -1,7 +1,7 @@
 //! One item of attention: some rows of a sequence, the query heads of one kv head, some spans.
 
 use super::scratch::{Area, Chunk, State, TILE_VECTORS};
-use super::tile::{self, HeadRows, Packed, Scores, Stored, Values, Weighted};
+use super::tile::{self, Ahead, HeadRows, Packed, Scores, Stored, Values, Weighted};
 use super::{AttentionRow, BLOCK, Heads, Job, MAX_ITEM_HEADS, MAX_SPANS};
 use crate::ops::cpu::isa::lanes::{Kernel, Lanes, exp};
 use crate::ops::cpu::kv_element::KvElement;
@@ -73,6 +73,8 @@ impl<'a> Item<'a> {
 pub(super) struct Compute<'a, T> {
     pub(super) job: &'a Job<'a, T>,
     pub(super) item: Item<'a>,
+    /// What this thread computes after it.
+    pub(super) next: Option<Item<'a>>,
     pub(super) area: &'a mut [f32],
     /// The output, or partials `[row][head][span][STATE + d_head]` if the item is a single span.
     pub(super) target: &'a Disjoint<'a, f32>,
@@ -81,16 +83,23 @@ pub(super) struct Compute<'a, T> {
 impl<T: KvElement> Kernel for Compute<'_, T> {
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
-        let Compute { job, item, area, target } = self;
+        let Compute { job, item, next, area, target } = self;
         let item = &item;
         let d = job.heads.d_head;
         assert!(item.rows.iter().all(|row| row.n_visible > row.n_hidden), "a row that sees nothing");
         let area = Area::new(area, item.n_rows(), (d, d.next_multiple_of(L::N)));
-        let head = |data| HeadRows { data, cell_len: job.heads.cell_len(), offset: item.kv_head * d, d };
+        let cell_len = job.heads.cell_len();
+        let head = |data| HeadRows { data, cell_len, offset: item.kv_head * d, d };
+        let next = next.map(|next| {
+            let first = next.n_hidden() / BLOCK * BLOCK;
+            let cells = next.cells(job);
+            let rows = HeadRows { data: job.k, cell_len, offset: next.kv_head * d, d };
+            Ahead { rows, cells: &cells[first..cells.len().min(first + BLOCK)] }
+        });
         let cells = item.cells(job);
         let (n_hidden, soft_cap) = (item.n_hidden(), job.scoring.soft_cap);
         let (keys, values) = (head(job.k), head(job.v));
-        let mut pass = Pass { lanes, item, cells, n_hidden, soft_cap, keys, values, area };
+        let mut pass = Pass { lanes, item, cells, n_hidden, soft_cap, keys, values, next, area };
         pass.scale_queries((job.q, job.scoring.scale), job.heads.row_len());
         let span_len = job.rows.span_len(item.rows[0]);
         let all = n_hidden / span_len..cells.len().div_ceil(span_len);
@@ -146,6 +155,8 @@ struct Pass<'a, L, T> {
     soft_cap: Option<f32>,
     keys: HeadRows<'a, T>,
     values: HeadRows<'a, T>,
+    /// The first keys of the item after this one.
+    next: Option<Ahead<'a, T>>,
     area: Area<'a>,
 }
 
@@ -193,9 +204,10 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
             self.score(start, part * TILE_VECTORS * L::N);
         }
         self.weigh(start);
-        let ahead = &self.cells[end..span_end.min(end + BLOCK)];
         if self.item.rows.len() == 1 {
-            let stored = Stored { values: self.values, cells, ahead: (self.keys, ahead) };
+            let ahead = &self.cells[end..span_end.min(end + BLOCK)];
+            let ahead = if ahead.is_empty() { self.next } else { Some(Ahead { rows: self.keys, cells: ahead }) };
+            let stored = Stored { values: self.values, cells, ahead };
             self.add_values(start, &stored);
         } else {
             let padded = self.values.d.next_multiple_of(L::N);

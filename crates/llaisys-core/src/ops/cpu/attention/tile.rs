@@ -101,8 +101,8 @@ pub(super) trait Values<L: Lanes> {
     fn words<const WHOLE: bool>(&self, lanes: L, step: usize, at: usize) -> L::F;
     /// Cell `j` as numbers, from dimension `at` on.
     fn cell(&self, lanes: L, j: usize, at: usize) -> L::F;
-    /// Called before cell `j` is used, once for each tile.
-    fn look_ahead(&self, lanes: L, j: usize);
+    /// Called before the cells of a step are used, once for each tile.
+    fn look_ahead(&self, lanes: L, step: usize);
 }
 
 /// Values put into words beforehand: `[step][d padded]`.
@@ -133,7 +133,7 @@ impl<L: Lanes, T: KvElement> Values<L> for Packed<'_, T> {
     }
 
     #[inline(always)]
-    fn look_ahead(&self, _lanes: L, _j: usize) {}
+    fn look_ahead(&self, _lanes: L, _step: usize) {}
 }
 
 /// One kv head of a tensor.
@@ -156,13 +156,31 @@ impl<'a, T> HeadRows<'a, T> {
     }
 }
 
+/// Rows to fetch while others are worked on.
+#[derive(Clone, Copy)]
+pub(super) struct Ahead<'a, T> {
+    pub(super) rows: HeadRows<'a, T>,
+    pub(super) cells: &'a [u32],
+}
+
+impl<T> Ahead<'_, T> {
+    /// Asks the cache for part `i` of `n`.
+    #[inline(always)]
+    fn fetch<L: Lanes>(&self, lanes: L, (i, n): (usize, usize)) {
+        let per_part = self.cells.len().div_ceil(n);
+        for cell in self.cells.iter().skip(i * per_part).take(per_part) {
+            prefetch_all(lanes, self.rows.row(*cell));
+        }
+    }
+}
+
 /// Values where they are stored.
 pub(super) struct Stored<'a, T> {
     pub(super) values: HeadRows<'a, T>,
     /// The block's cells.
     pub(super) cells: &'a [u32],
-    /// Keys to fetch meanwhile, and for which cells: the next block's.
-    pub(super) ahead: (HeadRows<'a, T>, &'a [u32]),
+    /// Keys to fetch meanwhile: those that are scored next.
+    pub(super) ahead: Option<Ahead<'a, T>>,
 }
 
 impl<L: Lanes, T: KvElement> Values<L> for Stored<'_, T> {
@@ -190,10 +208,9 @@ impl<L: Lanes, T: KvElement> Values<L> for Stored<'_, T> {
     }
 
     #[inline(always)]
-    fn look_ahead(&self, lanes: L, j: usize) {
-        let (keys, cells) = &self.ahead;
-        if let Some(cell) = cells.get(j) {
-            prefetch_all(lanes, keys.row(*cell));
+    fn look_ahead(&self, lanes: L, step: usize) {
+        if let Some(ahead) = &self.ahead {
+            ahead.fetch(lanes, (step, self.cells.len().div_ceil(T::PER_WORD)));
         }
     }
 }
@@ -242,9 +259,7 @@ impl<L: Lanes, V: Values<L>> Weighted<'_, L, V> {
         }
         for step in steps.clone() {
             if at == 0 {
-                for j in step * per_word..(step + 1) * per_word {
-                    self.values.look_ahead(lanes, j);
-                }
+                self.values.look_ahead(lanes, step);
             }
             let mut values = [lanes.splat(0.0); C];
             for c in 0..C {
@@ -276,9 +291,6 @@ impl<L: Lanes, V: Values<L>> Weighted<'_, L, V> {
         sums: &mut [[L::F; C]; R],
     ) {
         let lanes = self.lanes;
-        if at == 0 {
-            self.values.look_ahead(lanes, j);
-        }
         let mut values = [lanes.splat(0.0); C];
         for c in 0..C {
             values[c] = self.values.cell(lanes, j, at + c * L::N);
