@@ -91,7 +91,8 @@ fn a_warm_step_allocates_its_lists_and_nothing_by_layer_or_row() {
             let mut loaded = load(&model, config);
             steps(&mut loaded.context, n_seqs, &spec);
             let warm = steps(&mut loaded.context, n_seqs, &spec);
-            let (n_calls, n_bytes) = (warm.iter().map(|step| step.0).max(), warm.iter().map(|step| step.1).max());
+            let (n_calls, n_bytes) =
+                (warm.iter().map(|step| step.0).max(), warm.iter().map(|step| step.1).max());
             println!("{mode:?}, {n_layers} layers, {n_seqs} rows: {n_calls:?} calls, {n_bytes:?} bytes");
             most.push(n_calls.unwrap());
             assert!(n_bytes.unwrap() <= 1024 + 256 * n_seqs, "{n_bytes:?} bytes for {n_seqs} rows");

@@ -179,7 +179,8 @@ fn faults_are_named() {
 #[test]
 fn a_logit_that_is_not_finite_is_found_anywhere() {
     let places = (0..17).chain(1008..1041).chain(2030..2061);
-    for (place, bad) in places.flat_map(|i| [f32::NAN, f32::INFINITY, f32::NEG_INFINITY].map(|bad| (i, bad))) {
+    for (place, bad) in places.flat_map(|i| [f32::NAN, f32::INFINITY, f32::NEG_INFINITY].map(|bad| (i, bad)))
+    {
         let mut row = vec![0.5; 2061];
         row[place] = bad;
         let outcome = sample(&mut Scratch::default(), &mut row, None, 0, None);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,26 +27,23 @@ class Cpus:
 
     n: int
     ids: tuple[int, ...] = ()
-    bind: bool = True
 
 
 def usable_cpus(bind: str = "auto", root: Path = _ROOT) -> Cpus:
     """CPUs to compute on, of those in the affinity mask; `bind` is the setting `cpu_threads_bind`.
 
-    "auto": one of each physical core (the second thread of a core shares its arithmetic units), at most the CPU
-    quota of the cgroups, rounded up; bound unless the quota is smaller. "nobind": as many, not bound. A list
-    ("0-3,8"): these. `root` stands for `/` in tests. Raises RejectedError: a list that is none, or that names a
-    CPU outside the mask.
+    "auto": one of each physical core (the threads of a core share its arithmetic units), and not bound if a
+    CPU quota of the cgroups, rounded up, is smaller: then as many threads as that. A list ("0-3,8"): these.
+    `root` stands for `/` in tests. Raises RejectedError: a list that is none, or that names a CPU outside the
+    mask.
     """
     allowed = sorted(os.sched_getaffinity(0))
-    if bind not in ("auto", "nobind"):
+    if bind != "auto":
         ids = _cpu_list(bind, allowed)
         return Cpus(len(ids), ids)
     ids = _one_of_each_core(allowed, root)
     n = max(1, min([len(ids), *_cgroup_cores(root)]))
-    if bind == "nobind" or n < len(ids):
-        return Cpus(n, bind=bind == "auto")
-    return Cpus(n, ids)
+    return Cpus(n, ids if n == len(ids) else ())
 
 
 def _one_of_each_core(allowed: list[int], root: Path) -> tuple[int, ...]:
@@ -60,28 +58,25 @@ def _one_of_each_core(allowed: list[int], root: Path) -> tuple[int, ...]:
 
 def _cpu_list(text: str, allowed: list[int]) -> tuple[int, ...]:
     """The CPUs of a list of numbers and ranges: "0-3,8"."""
-    found: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        if not (first.isascii() and first.isdigit() and (not last or (last.isascii() and last.isdigit()))):
-            raise RejectedError(
-                f"cpu_threads_bind is {text!r}: it is auto, nobind, or a list of CPUs such as 0-3,8",
-                param="cpu_threads_bind",
-            )
-        wanted = range(int(first), int(last or first) + 1)
-        outside = [wanted.start] if not wanted else [cpu for cpu in (wanted[0], wanted[-1]) if cpu not in allowed]
-        if outside:
-            raise RejectedError(
-                f"cpu_threads_bind names CPU {outside[0]}, this process may use {allowed}",
-                param="cpu_threads_bind",
-            )
-        found.update(wanted)
-    missing = found.difference(allowed)
-    if missing:
+    if re.fullmatch(r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*", text, re.ASCII) is None:
         raise RejectedError(
-            f"cpu_threads_bind names CPU {min(missing)}, this process may use {allowed}", param="cpu_threads_bind"
+            f"cpu_threads_bind is {text!r}: it is auto, or a list of CPUs such as 0-3,8",
+            param="cpu_threads_bind",
         )
-    return tuple(sorted(found))
+    wanted: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        cpus = range(int(first), int(last or first) + 1)
+        if not cpus:
+            raise RejectedError(f"cpu_threads_bind: {part} ends before it begins", param="cpu_threads_bind")
+        wanted.update(cpus)
+    outside = wanted.difference(allowed)
+    if outside:
+        raise RejectedError(
+            f"cpu_threads_bind names CPU {min(outside)}; this process may use {', '.join(map(str, allowed))}",
+            param="cpu_threads_bind",
+        )
+    return tuple(sorted(wanted))
 
 
 def _mem_available(root: Path) -> int:

@@ -17,7 +17,7 @@
 //!
 //! So which rows are computed together, on which thread, and where cells lie changes no bit. Work is cut into
 //! items: some rows of one sequence (chunk) x the query heads of one kv head; when there are few, single rows
-//! x kv heads x spans. Rows of a chunk share the turning of keys and values. Only listed cells are
+//! x kv heads x spans, and when there are many, single rows x all heads. Rows of a chunk share the turning of keys and values. Only listed cells are
 //! read.
 
 mod item;
@@ -205,33 +205,77 @@ fn run<T: KvElement>(cx: &mut OpContext, job: &Job<'_, T>, out: &mut [f32]) {
     let max_rows = *max_rows;
     assert!(job.rows.rows.len() <= max_rows, "{} rows, scratch is for {max_rows}", job.rows.rows.len());
     let partials = partials.as_mut_slice::<f32>();
-    let n_spans = cut(job, (cx.pool.n_threads(), partials.len()), chunks);
+    let n_threads = cx.pool.n_threads();
+    let n_spans = cut(job, (n_threads, partials.len()), chunks);
     let split = n_spans > 1;
     let chunks = &*chunks;
-    let n_items = chunks.len() * job.heads.items() * n_spans;
-    // The heads of a sequence lie side by side in memory, so one thread takes them all where there is enough to do.
-    let at_once = if chunks.len() >= ITEMS_PER_THREAD * cx.pool.n_threads() { job.heads.items() } else { 1 };
-    let queue = Chunks::new(n_items, at_once);
+    let cutting =
+        Cutting { chunks, n_spans, by_chunk: !split && chunks.len() >= ITEMS_PER_THREAD * n_threads };
+    let queue = Chunks::new(cutting.n_units(job.heads), 1);
     let areas = Disjoint::new(areas.as_mut_slice::<f32>());
     let target = Disjoint::new(if split { &mut *partials } else { &mut *out });
     cx.pool.run(&|worker| {
         // SAFETY: each worker has its own area.
         let area = unsafe { areas.range(worker * AREA..(worker + 1) * AREA) };
-        let mut taken = queue.take();
-        while let Some(numbers) = taken {
+        let take = || queue.take().map(|units| units.start);
+        let mut taken = take();
+        while let Some(unit) = taken {
             // Taken early, so that its first keys can be fetched meanwhile.
-            taken = queue.take();
-            let after = taken.as_ref().map(|numbers| numbers.start);
-            for number in numbers.clone() {
-                let next = if number + 1 < numbers.end { Some(number + 1) } else { after };
-                let item = |number| Item::new(job, chunks, (number, n_spans));
-                let (item, next) = (item(number), next.map(item));
+            taken = take();
+            let n_items = cutting.n_items(job.heads, unit);
+            for number in 0..n_items {
+                let after =
+                    if number + 1 < n_items { Some((unit, number + 1)) } else { taken.map(|unit| (unit, 0)) };
+                let item = cutting.item(job, (unit, number));
+                let next = after.map(|place| cutting.item(job, place));
                 isa.run(Compute { job, item, next, area: &mut *area, target: &target });
             }
         }
     });
     if split {
         isa.run(MergeSpans { job, partials, out });
+    }
+}
+
+/// How the work of a call is handed out: in units of one item, or of all items of a chunk.
+#[derive(Clone, Copy)]
+struct Cutting<'a> {
+    chunks: &'a [Chunk],
+    /// Into how many spans items are cut; 1: not at all.
+    n_spans: usize,
+    by_chunk: bool,
+}
+
+impl Cutting<'_> {
+    /// Units to hand out.
+    fn n_units(&self, heads: Heads) -> usize {
+        self.chunks.len() * if self.by_chunk { 1 } else { heads.items() * self.n_spans }
+    }
+
+    /// True if all heads of unit `unit`, a single row, are one item: their keys and values lie side by side.
+    fn is_one_item(&self, heads: Heads, unit: usize) -> bool {
+        let has_room = heads.group() <= MAX_ITEM_HEADS && heads.n_heads <= MAX_ITEM_ROWS;
+        self.by_chunk && has_room && self.chunks[unit].n == 1
+    }
+
+    /// Items of unit `unit`.
+    fn n_items(&self, heads: Heads, unit: usize) -> usize {
+        if !self.by_chunk || self.is_one_item(heads, unit) { 1 } else { heads.items() }
+    }
+
+    /// Item `number` of unit `unit`.
+    fn item<'a, T>(&self, job: &Job<'a, T>, (unit, number): (usize, usize)) -> Item<'a> {
+        if !self.by_chunk {
+            let (unit, span) = (unit / self.n_spans, unit % self.n_spans);
+            let chunk = self.chunks[unit / job.heads.items()];
+            return Item::new(job, chunk, unit % job.heads.items(), (self.n_spans > 1).then_some(span));
+        }
+        let chunk = self.chunks[unit];
+        if self.is_one_item(job.heads, unit) {
+            Item::all_heads(job, chunk)
+        } else {
+            Item::new(job, chunk, number, None)
+        }
     }
 }
 

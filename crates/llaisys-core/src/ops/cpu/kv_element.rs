@@ -25,6 +25,8 @@ pub(super) trait KvElement: Plain + Send + Sync {
     fn number(words: &[f32], j: usize) -> f32;
     /// The words whose elements are the first `min(N, len)` of each of `PER_WORD` rows.
     fn zip_first<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> L::F;
+    /// As `zip_first`, of `2 N` elements: two vectors.
+    fn zip_two<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> [L::F; 2];
     /// As numbers, element `which` of each word.
     fn pick<L: Lanes>(lanes: L, words: L::F, which: usize) -> L::F;
 }
@@ -68,6 +70,11 @@ impl KvElement for f32 {
     #[inline(always)]
     fn zip_first<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> L::F {
         lanes.load_first(rows[0])
+    }
+
+    #[inline(always)]
+    fn zip_two<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> [L::F; 2] {
+        [0, L::N].map(|at| lanes.load(&rows[0][at..]))
     }
 
     #[inline(always)]
@@ -122,6 +129,11 @@ impl KvElement for u16 {
     #[inline(always)]
     fn zip_first<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> L::F {
         lanes.zip_pairs_first(rows[0], rows[1])
+    }
+
+    #[inline(always)]
+    fn zip_two<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> [L::F; 2] {
+        lanes.zip_pairs(rows[0], rows[1])
     }
 
     #[inline(always)]

@@ -15,7 +15,14 @@ pub(super) trait Tile {
     fn run<const R: usize>(self);
 }
 
-/// Computes a tile of `n_rows <= L::TILE_ROWS` rows. The guards are constants: they keep code for tiles that
+/// Rows of the tiles that `n_rows` rows are cut into: all in one tall tile if that does it, so that what they read is
+/// read once.
+#[inline(always)]
+pub(super) fn height<L: Lanes>(n_rows: usize) -> usize {
+    if n_rows <= L::TALL_ROWS { n_rows.max(1) } else { L::TILE_ROWS }
+}
+
+/// Computes a tile of `n_rows <= L::TALL_ROWS` rows. The guards are constants: they keep code for tiles that
 /// do not occur from being made.
 #[inline(always)]
 pub(super) fn run<L: Lanes, T: Tile>(n_rows: usize, tile: T) {
@@ -26,7 +33,9 @@ pub(super) fn run<L: Lanes, T: Tile>(n_rows: usize, tile: T) {
         4 if L::TILE_ROWS >= 4 => tile.run::<4>(),
         5 if L::TILE_ROWS >= 5 => tile.run::<5>(),
         6 if L::TILE_ROWS >= 6 => tile.run::<6>(),
-        _ => unreachable!("tiles have up to {} rows", L::TILE_ROWS),
+        7 if L::TALL_ROWS >= 7 => tile.run::<7>(),
+        8 if L::TALL_ROWS >= 8 => tile.run::<8>(),
+        _ => unreachable!("tiles have up to {} rows", L::TALL_ROWS),
     }
 }
 
@@ -49,10 +58,16 @@ pub(super) struct Scores<'a, L, T> {
 impl<L: Lanes, T: KvElement> Tile for Scores<'_, L, T> {
     #[inline(always)]
     fn run<const R: usize>(mut self) {
-        if self.n_vectors == TILE_VECTORS {
+        let mut first = 0;
+        if R > L::TILE_ROWS {
+            while first + 2 <= self.n_vectors {
+                self.vectors::<R, 2>(first);
+                first += 2;
+            }
+        } else if self.n_vectors == TILE_VECTORS {
             return self.vectors::<R, TILE_VECTORS>(0);
         }
-        for first in 0..self.n_vectors {
+        for first in first..self.n_vectors {
             self.vectors::<R, 1>(first);
         }
     }
@@ -97,8 +112,10 @@ pub(super) trait Values<L: Lanes> {
     type Element: KvElement;
     /// Elements of a value.
     fn d(&self) -> usize;
-    /// The words of cells `PER_WORD * step` and so on, from dimension `at` on; `WHOLE`: there are `N` more.
-    fn words<const WHOLE: bool>(&self, lanes: L, step: usize, at: usize) -> L::F;
+    /// The words of cells `PER_WORD * step` and so on: the first `N` from dimension `at` on, or as many as there are.
+    fn words(&self, lanes: L, step: usize, at: usize) -> L::F;
+    /// As `words`, the first `2 N`.
+    fn two_words(&self, lanes: L, step: usize, at: usize) -> [L::F; 2];
     /// Cell `j` as numbers, from dimension `at` on.
     fn cell(&self, lanes: L, j: usize, at: usize) -> L::F;
     /// Called before the cells of a step are used, once for each tile.
@@ -122,13 +139,19 @@ impl<L: Lanes, T: KvElement> Values<L> for Packed<'_, T> {
     }
 
     #[inline(always)]
-    fn words<const WHOLE: bool>(&self, lanes: L, step: usize, at: usize) -> L::F {
+    fn words(&self, lanes: L, step: usize, at: usize) -> L::F {
         lanes.load(&self.values[step * self.padded + at..])
     }
 
     #[inline(always)]
+    fn two_words(&self, lanes: L, step: usize, at: usize) -> [L::F; 2] {
+        let words = &self.values[step * self.padded + at..][..2 * L::N];
+        [lanes.load(words), lanes.load(&words[L::N..])]
+    }
+
+    #[inline(always)]
     fn cell(&self, lanes: L, j: usize, at: usize) -> L::F {
-        let words = self.words::<true>(lanes, j / T::PER_WORD, at);
+        let words = self.words(lanes, j / T::PER_WORD, at);
         T::pick(lanes, words, j % T::PER_WORD)
     }
 
@@ -137,7 +160,6 @@ impl<L: Lanes, T: KvElement> Values<L> for Packed<'_, T> {
 }
 
 /// One kv head of a tensor.
-#[derive(Clone, Copy)]
 pub(super) struct HeadRows<'a, T> {
     /// `[cell][kv_head][d]`
     pub(super) data: &'a [T],
@@ -149,6 +171,18 @@ pub(super) struct HeadRows<'a, T> {
 }
 
 impl<'a, T> HeadRows<'a, T> {
+    /// Head `i` of those that lie side by side from this one on.
+    #[inline(always)]
+    pub(super) fn head(self, i: usize) -> Self {
+        Self { offset: self.offset + i * self.d, ..self }
+    }
+
+    /// The rows of `n` heads from this one on, as if they were one.
+    #[inline(always)]
+    pub(super) fn heads(self, n: usize) -> Self {
+        Self { d: n * self.d, ..self }
+    }
+
     /// The head's row of `cell`.
     #[inline(always)]
     pub(super) fn row(&self, cell: u32) -> &'a [T] {
@@ -156,17 +190,32 @@ impl<'a, T> HeadRows<'a, T> {
     }
 }
 
+impl<T> Clone for HeadRows<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for HeadRows<'_, T> {}
+
 /// Rows to fetch while others are worked on.
-#[derive(Clone, Copy)]
 pub(super) struct Ahead<'a, T> {
     pub(super) rows: HeadRows<'a, T>,
     pub(super) cells: &'a [u32],
 }
 
+impl<T> Clone for Ahead<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Ahead<'_, T> {}
+
 impl<T> Ahead<'_, T> {
     /// Asks the cache for part `i` of `n`.
     #[inline(always)]
-    fn fetch<L: Lanes>(&self, lanes: L, (i, n): (usize, usize)) {
+    pub(super) fn fetch<L: Lanes>(&self, lanes: L, (i, n): (usize, usize)) {
         let per_part = self.cells.len().div_ceil(n);
         for cell in self.cells.iter().skip(i * per_part).take(per_part) {
             prefetch_all(lanes, self.rows.row(*cell));
@@ -179,8 +228,17 @@ pub(super) struct Stored<'a, T> {
     pub(super) values: HeadRows<'a, T>,
     /// The block's cells.
     pub(super) cells: &'a [u32],
-    /// Keys to fetch meanwhile: those that are scored next.
-    pub(super) ahead: Option<Ahead<'a, T>>,
+    /// Keys to fetch meanwhile, those that are scored next: part `.1` of `.2` while this head is worked on.
+    pub(super) ahead: Option<(Ahead<'a, T>, usize, usize)>,
+}
+
+impl<'a, T: KvElement> Stored<'a, T> {
+    /// The first and the last cell of a word.
+    #[inline(always)]
+    fn rows(&self, step: usize) -> [&'a [T]; 2] {
+        let (first, last) = (step * T::PER_WORD, (step + 1) * T::PER_WORD - 1);
+        [self.values.row(self.cells[first]), self.values.row(self.cells[last])]
+    }
 }
 
 impl<L: Lanes, T: KvElement> Values<L> for Stored<'_, T> {
@@ -192,14 +250,15 @@ impl<L: Lanes, T: KvElement> Values<L> for Stored<'_, T> {
     }
 
     #[inline(always)]
-    fn words<const WHOLE: bool>(&self, lanes: L, step: usize, at: usize) -> L::F {
-        let (first, last) = (step * T::PER_WORD, (step + 1) * T::PER_WORD - 1);
-        let rows = [self.values.row(self.cells[first]), self.values.row(self.cells[last])];
-        if WHOLE {
-            T::zip_first(lanes, [&rows[0][at..at + L::N], &rows[1][at..at + L::N]])
-        } else {
-            T::zip_first(lanes, [&rows[0][at..], &rows[1][at..]])
-        }
+    fn words(&self, lanes: L, step: usize, at: usize) -> L::F {
+        let rows = self.rows(step);
+        T::zip_first(lanes, [&rows[0][at..], &rows[1][at..]])
+    }
+
+    #[inline(always)]
+    fn two_words(&self, lanes: L, step: usize, at: usize) -> [L::F; 2] {
+        let rows = self.rows(step);
+        T::zip_two(lanes, [&rows[0][at..][..2 * L::N], &rows[1][at..][..2 * L::N]])
     }
 
     #[inline(always)]
@@ -209,8 +268,9 @@ impl<L: Lanes, T: KvElement> Values<L> for Stored<'_, T> {
 
     #[inline(always)]
     fn look_ahead(&self, lanes: L, step: usize) {
-        if let Some(ahead) = &self.ahead {
-            ahead.fetch(lanes, (step, self.cells.len().div_ceil(T::PER_WORD)));
+        if let Some((ahead, part, n_parts)) = &self.ahead {
+            let n_steps = self.cells.len().div_ceil(T::PER_WORD);
+            ahead.fetch(lanes, (part * n_steps + step, n_parts * n_steps));
         }
     }
 }
@@ -233,9 +293,16 @@ impl<L: Lanes, V: Values<L>> Tile for Weighted<'_, L, V> {
     #[inline(always)]
     fn run<const R: usize>(mut self) {
         let (d, mut at) = (self.values.d(), 0);
-        while at + TILE_VECTORS * L::N <= d {
-            self.vectors::<R, TILE_VECTORS>(at);
-            at += TILE_VECTORS * L::N;
+        if R > L::TILE_ROWS {
+            while at + 2 * L::N <= d {
+                self.vectors::<R, 2>(at);
+                at += 2 * L::N;
+            }
+        } else {
+            while at + TILE_VECTORS * L::N <= d {
+                self.vectors::<R, TILE_VECTORS>(at);
+                at += TILE_VECTORS * L::N;
+            }
         }
         while at < d {
             self.vectors::<R, 1>(at);
@@ -262,12 +329,12 @@ impl<L: Lanes, V: Values<L>> Weighted<'_, L, V> {
                 self.values.look_ahead(lanes, step);
             }
             let mut values = [lanes.splat(0.0); C];
-            for c in 0..C {
-                values[c] = if C == 1 {
-                    self.values.words::<false>(lanes, step, at)
-                } else {
-                    self.values.words::<true>(lanes, step, at + c * L::N)
-                };
+            if C == 1 {
+                values[0] = self.values.words(lanes, step, at);
+            } else {
+                for (c, pair) in values.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+                    *pair = self.values.two_words(lanes, step, at + 2 * c * L::N);
+                }
             }
             for r in 0..R {
                 let weight = lanes.splat(weights[r][step]);
@@ -319,12 +386,13 @@ impl<L: Lanes, V: Values<L>> Weighted<'_, L, V> {
 }
 
 /// Keys of `cells` (at most `4 N`) turned to `[word of d][4 N]`, so that a vector is one word of N cells. Missing
-/// cells of the last vector repeat its first one. Fetches the same cells' values meanwhile.
+/// cells of the last vector repeat its first one. Calls `look_ahead` for each vector of cells.
 #[inline(always)]
 pub(super) fn pack_keys<L: Lanes, T: KvElement>(
     lanes: L,
-    (keys, values): (HeadRows<'_, T>, HeadRows<'_, T>),
+    keys: HeadRows<'_, T>,
     cells: &[u32],
+    look_ahead: impl Fn(usize),
     out: &mut [f32],
 ) {
     // Elements of N words, and where they go.
@@ -334,9 +402,7 @@ pub(super) fn pack_keys<L: Lanes, T: KvElement>(
         for i in 0..L::N {
             rows[i] = keys.row(*cells.get(i).unwrap_or(&cells[0]));
         }
-        for cell in cells {
-            prefetch_all(lanes, values.row(*cell));
-        }
+        look_ahead(c);
         let zeros = [lanes.splat(0.0); MAX_LANES];
         let mut at = 0;
         while at + step <= keys.d {

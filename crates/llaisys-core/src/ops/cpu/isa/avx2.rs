@@ -56,6 +56,7 @@ impl Lanes for Avx2 {
     type F = __m256;
     const N: usize = N;
     const TILE_ROWS: usize = 3;
+    const TALL_ROWS: usize = 3;
 
     lanewise! {
         add(a, b) = _mm256_add_ps;

@@ -24,6 +24,7 @@ impl Lanes for Scalar {
     type F = [f32; N];
     const N: usize = N;
     const TILE_ROWS: usize = 1;
+    const TALL_ROWS: usize = 1;
 
     #[inline(always)]
     fn splat(self, x: f32) -> Self::F {
