@@ -204,7 +204,12 @@ class Config(BaseSettings):
 
     # cpu
     num_threads: int | None = Field(
-        None, ge=1, le=1024, description="compute threads (default: the usable cores)"
+        None, ge=1, le=1024, description="compute threads (default: one for each usable core)"
+    )
+    cpu_threads_bind: str = Field(
+        "auto",
+        description="CPUs that compute threads are kept to: auto (one of each core, unless a CPU quota is "
+        "smaller), or a list such as 0-3,8",
     )
     tensor_parallel_size: int = Field(
         1, ge=1, le=1024, description="ranks that the model is split over; each has its share of the threads"

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from llaisys.config import home_folder
-from llaisys.engine.machine import available_bytes, usable_cores
+from llaisys.engine.machine import available_bytes, usable_cpus
 from llaisys.engine.worker import available_isas, cuda_info
 from llaisys.hub import list_models
 
@@ -48,7 +48,7 @@ def examine() -> list[Finding]:
         Finding("platform", f"{platform.system()} {platform.release()} {platform.machine()}"),
         Finding("packages", ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)),
         _processor(),
-        Finding("cores", f"{os.cpu_count()} in the machine, {usable_cores()} usable by this process"),
+        Finding("cores", f"{os.cpu_count()} in the machine, {usable_cpus().n} usable by this process"),
         _instruction_sets(),
         _memory(),
         _cuda(),

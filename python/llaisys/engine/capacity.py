@@ -47,8 +47,11 @@ class Capacity:
     summary: str
 
 
-def size(config: Config, info: ModelInfo, memory_bytes: int, n_cores: int) -> Capacity:
-    """Sizes an engine for a machine with `memory_bytes` available and `n_cores` to compute on.
+def size(
+    config: Config, info: ModelInfo, memory_bytes: int, n_cores: int, cpu_ids: tuple[int, ...] = ()
+) -> Capacity:
+    """Sizes an engine for a machine with `memory_bytes` available and `n_cores` to compute on: `cpu_ids`, if
+    there are any and no more threads than these are wanted.
 
     Raises RejectedError, naming the setting: a bound that cannot be kept.
     """
@@ -75,6 +78,7 @@ def size(config: Config, info: ModelInfo, memory_bytes: int, n_cores: int) -> Ca
         kv_cell_bytes=cell_bytes,
         **{name: getattr(config, name) for name in _AS_CONFIGURED},
     )
+    n_threads = config.num_threads or n_cores
     settings = WorkerSettings(
         path=Path(info.path),
         dtype=_mode(config),
@@ -84,7 +88,8 @@ def size(config: Config, info: ModelInfo, memory_bytes: int, n_cores: int) -> Ca
         n_seq_max=n_seqs,
         n_batch=config.max_num_batched_tokens,
         max_model_len=limits.max_model_len,
-        n_threads=config.num_threads or n_cores,
+        n_threads=n_threads,
+        cpu_ids=cpu_ids if n_threads <= len(cpu_ids) else (),
         n_streams=config.num_kv_streams,
         n_ranks=config.tensor_parallel_size,
     )

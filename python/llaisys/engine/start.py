@@ -11,7 +11,7 @@ from llaisys.engine.client import Deliver, EngineClient
 from llaisys.engine.grammar import Grammars
 from llaisys.engine.inproc import InprocClient
 from llaisys.engine.loop import build_engine
-from llaisys.engine.machine import available_bytes, usable_cores
+from llaisys.engine.machine import available_bytes, usable_cpus
 from llaisys.engine.process import ProcessClient
 from llaisys.engine.watch import Watch
 from llaisys.engine.worker import check_device
@@ -36,7 +36,8 @@ def start_engine(
     Raises RejectedError or UnsupportedError: a setting or the model, by name.
     """
     check_device(config.device)
-    capacity = size(config, info, available_bytes(), usable_cores())
+    cpus = usable_cpus(config.cpu_threads_bind)
+    capacity = size(config, info, available_bytes(), cpus.n, cpus.ids)
     log.info("%s", capacity.summary)
     watch = Watch(config.watchdog_window_s, exits=exits)
     if config.engine_process:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +61,8 @@ class WorkerSettings:
     n_batch: int
     max_model_len: int
     n_threads: int
+    # CPUs that the threads are kept to; empty: wherever the system puts them.
+    cpu_ids: tuple[int, ...] = ()
     n_streams: int = 1
     n_ranks: int = 1
 
@@ -321,6 +324,8 @@ def open_worker(settings: WorkerSettings) -> Worker:
     """Loads the model. Call it on the thread that will use it. Raises RejectedError or UnsupportedError."""
     from llaisys import _core  # here, so that planning, `--help` and their tests need no compiled core
 
+    if settings.cpu_ids:
+        os.sched_setaffinity(0, settings.cpu_ids)  # of this thread; those that the core starts inherit it
     context = _core.Context(
         str(settings.path),
         dtype=settings.dtype,

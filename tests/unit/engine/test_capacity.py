@@ -68,6 +68,14 @@ def test_settings_override_the_sum() -> None:
     assert sized(num_threads=7).settings.n_threads == 7
 
 
+def test_threads_are_kept_to_cpus_while_there_are_enough() -> None:
+    def cpu_ids(num_threads: int | None) -> tuple[int, ...]:
+        config, info = Config(num_threads=num_threads), inspect_model(Path("fake"))
+        return size(config, info, 200 * MIB, 2, (4, 6)).settings.cpu_ids
+
+    assert [cpu_ids(n) for n in (None, 1, 2, 3)] == [(4, 6), (4, 6), (4, 6), ()]
+
+
 @pytest.mark.parametrize(
     ("settings", "memory_bytes", "param"),
     [

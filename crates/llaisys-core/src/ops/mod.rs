@@ -20,7 +20,7 @@ use cpu::attention::Scratch as AttentionScratch;
 use dispatch::Kernels;
 
 pub use cpu::add::add;
-pub use cpu::argmax::argmax;
+pub use cpu::argmax::{argmax, argmax_finite, largest};
 pub use cpu::attention::{AttentionRow, AttentionRows, MAX_D_HEAD, Scoring, attention, window_span};
 pub use cpu::embed::embed;
 pub use cpu::gate::{Gate, gate_up_row, gate_up_rows};
