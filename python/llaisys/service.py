@@ -330,6 +330,10 @@ class AsyncLLM:
         """True while new requests are welcome: alive, not draining."""
         return self._admitting and self.is_alive()
 
+    def is_full(self) -> bool:
+        """True while a new request would be refused, whatever it asks."""
+        return self._client is not None and self._client.is_full()
+
     def is_stuck(self) -> bool:
         """True once the watchdog has given up an engine of this process, which should end, then."""
         return self._client is not None and self._client.stuck
@@ -341,7 +345,9 @@ class AsyncLLM:
 
     def stats(self) -> ServiceStats:
         """Gauges and totals now."""
-        return self._meter.snapshot(EngineStats() if self._client is None else self._client.stats())
+        if self._client is None:
+            return self._meter.snapshot(EngineStats(), 0)
+        return self._meter.snapshot(self._client.stats(), self._client.num_violations)
 
     # --- life ---
 
