@@ -49,13 +49,15 @@ fn phi3() -> Tiny {
 
 fn gemma(architecture: &'static str, more_keys: &str) -> Tiny {
     let mut model = sized(architecture, true, more_keys);
-    ["pre_feedforward_layernorm", "post_feedforward_layernorm"].map(|name| add_norm(&mut model, name, 64));
+    add_norm(&mut model, "pre_feedforward_layernorm", 64);
+    add_norm(&mut model, "post_feedforward_layernorm", 64);
     model
 }
 
 fn gemma3() -> Tiny {
     let mut model = gemma("Gemma3ForCausalLM", r#", "sliding_window": 9, "sliding_window_pattern": 2"#);
-    ["self_attn.q_norm", "self_attn.k_norm"].map(|name| add_norm(&mut model, name, 16));
+    add_norm(&mut model, "self_attn.q_norm", 16);
+    add_norm(&mut model, "self_attn.k_norm", 16);
     model
 }
 
@@ -83,7 +85,8 @@ fn qwen3_moe() -> Tiny {
     ];
     let renamed = |name: String| parts.iter().fold(name, |name, (from, to)| name.replace(from, to));
     model.tensors = model.tensors.into_iter().map(|(name, tensor)| (renamed(name), tensor)).collect();
-    ["self_attn.q_norm", "self_attn.k_norm"].map(|name| add_norm(&mut model, name, 16));
+    add_norm(&mut model, "self_attn.q_norm", 16);
+    add_norm(&mut model, "self_attn.k_norm", 16);
     model
 }
 
@@ -321,8 +324,9 @@ fn gguf(d_ff: u64) -> Gguf {
         file = file.with(&format!("llama.{key}"), Meta::U32(size));
     }
     file.tensors.clear();
-    ["output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"]
-        .map(|name| file.vector(&format!("{name}.weight"), 64));
+    for name in ["output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"] {
+        file.vector(&format!("{name}.weight"), 64);
+    }
     let matrices = [("token_embd", 8, 64), ("blk.0.attn_q", 64, 64), ("blk.0.attn_k", 32, 64)];
     let more = [("blk.0.attn_v", 32, 64), ("blk.0.attn_output", 64, 64), ("blk.0.ffn_gate", d_ff, 64)];
     let rest = [("blk.0.ffn_up", d_ff, 64), ("blk.0.ffn_down", 64, d_ff)];
