@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from serving import serving
 
 # Those with two key-value heads: tied and own head, biases, norms of heads.
 FOLDERS = ["qwen2-tied-bf16", "llama-untied-bf16", "llama3-rope-bf16", "mistral-bf16", "qwen3-tied-bf16"]
+SMOLLM2 = Path(__file__).parents[1] / "data" / "smollm2-135m" / "golden.json"
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
 
 
@@ -26,6 +28,16 @@ def test_greedy_ids_are_transformers(name: str) -> None:
     with split(FOLDER.parent / name) as llm:
         outputs = llm.generate([{"prompt_token_ids": p} for p in golden.prompts], GREEDY)
     assert [o.outputs[0].token_ids for o in outputs] == golden.greedy
+
+
+@pytest.mark.model
+def test_a_real_model_on_three_ranks() -> None:
+    """SmolLM2 has nine heads, three key-value heads, and 1,536 inner columns in blocks of 32."""
+    case = json.loads(SMOLLM2.read_text("utf-8"))["cases"][0]
+    params = SamplingParams(temperature=0, max_tokens=16)
+    with LLM("smollm2", dtype="float32", num_kv_cells=1024, tensor_parallel_size=3) as llm:
+        output = llm.chat([case["messages"]], params)[0]
+    assert output.outputs[0].token_ids == case["greedy_ids"][:16]
 
 
 def bits(output: RequestOutput) -> object:

@@ -24,7 +24,7 @@ CORE_MAY_USE = {
     "books": {"batch", "error", "kv", "seq"},
     "kv": {"dtype", "error", "seq", "tensor"},
     "threads": {"error"},
-    "collective": {"error", "threads"},
+    "collective": {"error"},
     "quant": {"dtype", "tensor"},
     "formats": {"dtype", "error", "tensor"},
     "sample": {"error"},

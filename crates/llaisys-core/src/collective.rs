@@ -4,10 +4,9 @@
 //! every rank and in every run: sums are taken in the order of the ranks.
 
 use crate::error::DeviceError;
-use crate::threads::pause;
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLock, RwLockReadGuard};
 
 /// One rank's end of its group. Errors of all three operations: [`DeviceError::RankLost`] if another rank has ended in
 /// the middle; the slices then hold nothing of use, and the group is not used again.
@@ -151,7 +150,7 @@ impl Collective for Local {
     }
 
     fn abort(&self) {
-        self.shared.barrier.aborted.store(true, Ordering::Release);
+        self.shared.barrier.abort();
     }
 }
 
@@ -161,26 +160,34 @@ impl Drop for Local {
     }
 }
 
-/// Where ranks wait for each other, again and again. They spin, as the pool's threads do: an exchange takes
-/// microseconds, and there are two in each layer.
+/// Where ranks wait for each other, again and again: two times in each layer, mostly for microseconds. So they spin for
+/// a while before they sleep.
 #[derive(Debug)]
 struct Barrier {
     world: usize,
     /// Ranks that wait for the current round to end.
     n_arrived: AtomicUsize,
-    /// Rounds that ended.
+    /// Rounds that ended. Written under `change`.
     round: AtomicUsize,
+    /// Written under `change`.
     aborted: AtomicBool,
+    /// Who sleeps has seen both as they were under this lock.
+    change: Mutex<()>,
+    changed: Condvar,
 }
 
 /// A rank will not come.
 #[derive(Debug)]
 struct Aborted;
 
+/// Pause instructions before a waiting rank sleeps: about 100 us at 23 ns each. Waking it costs a quarter of that.
+const N_SPINS: u32 = 4000;
+
 impl Barrier {
     fn new(world: usize) -> Self {
         let (n_arrived, round) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        Self { world, n_arrived, round, aborted: AtomicBool::new(false) }
+        let (change, changed) = (Mutex::new(()), Condvar::new());
+        Self { world, n_arrived, round, aborted: AtomicBool::new(false), change, changed }
     }
 
     /// Returns when all have come. What a rank wrote before is seen by every rank after.
@@ -191,17 +198,38 @@ impl Barrier {
         let round = self.round.load(Ordering::Acquire);
         if self.n_arrived.fetch_add(1, Ordering::AcqRel) + 1 == self.world {
             self.n_arrived.store(0, Ordering::Relaxed);
-            self.round.store(round.wrapping_add(1), Ordering::Release);
+            self.set(|| self.round.store(round.wrapping_add(1), Ordering::Release));
             return Ok(());
         }
-        let mut waited = 0;
-        while self.round.load(Ordering::Acquire) == round {
-            // The last of a round may leave its group at once: that round has ended all the same.
-            if self.aborted.load(Ordering::Acquire) && self.round.load(Ordering::Acquire) == round {
-                return Err(Aborted);
+        self.sleep_while(|| {
+            self.round.load(Ordering::Acquire) == round && !self.aborted.load(Ordering::Acquire)
+        });
+        // The last of a round may leave its group at once: that round has ended all the same.
+        if self.round.load(Ordering::Acquire) == round { Err(Aborted) } else { Ok(()) }
+    }
+
+    fn abort(&self) {
+        self.set(|| self.aborted.store(true, Ordering::Release));
+    }
+
+    /// Makes a change and wakes who sleeps.
+    fn set(&self, change: impl FnOnce()) {
+        let lock = self.change.lock().unwrap_or_else(PoisonError::into_inner);
+        change();
+        drop(lock);
+        self.changed.notify_all();
+    }
+
+    fn sleep_while(&self, waits: impl Fn() -> bool) {
+        for _ in 0..N_SPINS {
+            if !waits() {
+                return;
             }
-            pause(&mut waited);
+            std::hint::spin_loop();
         }
-        Ok(())
+        let mut lock = self.change.lock().unwrap_or_else(PoisonError::into_inner);
+        while waits() {
+            lock = self.changed.wait(lock).unwrap_or_else(PoisonError::into_inner);
+        }
     }
 }
