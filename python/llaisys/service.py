@@ -318,8 +318,9 @@ class AsyncLLM:
     # --- health ---
 
     def is_alive(self) -> bool:
-        """False while the engine is dead, and once this is closed. A model that is not loaded is well."""
-        return not self._closed and (self._client is None or self._client.error is None)
+        """False while the engine is dead or stuck, and once this is closed. An unloaded model is well."""
+        is_dead = self._client is not None and self._client.error is not None
+        return not (self._closed or is_dead or self.is_stuck())
 
     def is_loaded(self) -> bool:
         """True while there is an engine."""

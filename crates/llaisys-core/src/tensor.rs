@@ -4,6 +4,7 @@ use crate::dtype::{DType, KvDType};
 use crate::error::DeviceError;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::borrow::Cow;
+use std::ops::Range;
 use std::ptr::NonNull;
 
 /// A borrowed row-major tensor of a model file. `bytes.len()` equals the product of `shape` in `dtype`; the
@@ -64,6 +65,14 @@ pub struct RowView<'a> {
     pub dtype: DType,
     /// The row's elements.
     pub bytes: &'a [u8],
+}
+
+impl RowView<'_> {
+    /// Some columns of the row. Panics if the range does not lie in it, on borders of the type's blocks.
+    pub fn columns(self, range: Range<usize>) -> Self {
+        let at = |column| self.dtype.bytes_of(column).expect("the loader has checked the borders");
+        Self { bytes: &self.bytes[at(range.start)..at(range.end)], ..self }
+    }
 }
 
 /// Bytes on a 64-byte boundary, zeroed, owned. Pages are touched only when written, so a large pool costs

@@ -2,6 +2,7 @@
 
 use crate::errors::{Fault, guarded};
 use llaisys_core::model::checkpoint::Checkpoint;
+use llaisys_core::ops::cuda::unit;
 use llaisys_core::ops::dispatch::IsaName;
 use llaisys_core::sample::philox;
 use pyo3::prelude::*;
@@ -22,6 +23,12 @@ pub(crate) fn inspect(py: Python<'_>, path: PathBuf) -> PyResult<String> {
 pub(crate) fn available_isas(py: Python<'_>) -> PyResult<Vec<&'static str>> {
     guarded(|| Ok(IsaName::available().into_iter().map(IsaName::name).collect()))
         .map_err(|fault| fault.into_py(py))
+}
+
+/// The CUDA kernels as JSON: each unit's text, its constants and the bounds that its kernels declare.
+#[pyfunction]
+pub(crate) fn cuda_units(py: Python<'_>) -> PyResult<String> {
+    guarded(|| Ok(unit::table_json())).map_err(|fault| fault.into_py(py))
 }
 
 /// One Philox4x32-10 block, for known-answer tests.

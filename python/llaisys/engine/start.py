@@ -14,6 +14,7 @@ from llaisys.engine.loop import build_engine
 from llaisys.engine.machine import available_bytes, usable_cores
 from llaisys.engine.process import ProcessClient
 from llaisys.engine.watch import Watch
+from llaisys.engine.worker import check_device
 from llaisys.types import ModelInfo
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ def start_engine(
 
     Raises RejectedError or UnsupportedError: a setting or the model, by name.
     """
+    check_device(config.device)
     capacity = size(config, info, available_bytes(), usable_cores())
     log.info("%s", capacity.summary)
     watch = Watch(config.watchdog_window_s, exits=exits)

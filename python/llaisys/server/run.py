@@ -174,8 +174,6 @@ class Lifecycle:
         )
         meanwhile = (asyncio.ensure_future(self._pulse(models)), asyncio.ensure_future(keep_trimmed()))
         await self._stop.wait()
-        for task in meanwhile:
-            task.cancel()
         exit_code = EXIT_OK if models.is_alive() else EXIT_ENGINE_DEAD
         self._state.draining = True
         log.info("ending; open requests may go on for %g s", self._config.shutdown_timeout_s)
@@ -185,6 +183,8 @@ class Lifecycle:
             closing.cancel()
             await asyncio.gather(closing, return_exceptions=True)
             await models.close()
+        for task in meanwhile:  # not before: without a pulse a drain would be a loop that has stopped
+            task.cancel()
         return exit_code
 
 

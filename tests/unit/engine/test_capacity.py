@@ -11,7 +11,7 @@ import pytest
 from llaisys.config import Config
 from llaisys.engine.capacity import Capacity, size
 from llaisys.engine.worker import inspect_model
-from llaisys.errors import RejectedError, UnsupportedError
+from llaisys.errors import RejectedError
 from llaisys.types import ModelInfo
 
 MIB = 2**20
@@ -85,11 +85,6 @@ def test_what_cannot_be_kept_names_its_setting(
     assert caught.value.param == param
 
 
-def test_cuda_is_not_in_this_build() -> None:
-    with pytest.raises(UnsupportedError, match="cuda"):
-        sized(device="cuda")
-
-
 def test_a_larger_model_leaves_less() -> None:
     info = replace(weighing(50), kv_bytes_per_cell={"bfloat16": MIB})
     assert size(Config(), info, 100 * MIB + WORKSPACE, 1).limits.n_cells == 10
@@ -127,3 +122,12 @@ def test_a_type_and_a_quantization_contradict_each_other() -> None:
     with pytest.raises(RejectedError, match="dtype float32 and quantization int8 contradict") as caught:
         sized(dtype="float32", quantization="int8")
     assert caught.value.param == "quantization"
+
+
+def test_ranks_hold_what_they_say_to_each_other() -> None:
+    made = sized(tensor_parallel_size=2, num_threads=6)
+    assert (made.settings.n_ranks, made.settings.n_threads) == (2, 6)
+    assert made.summary.endswith("split over 2 ranks")
+    workspace = 4 * (512 * (4 * 2 + 8) + 64 * (4 + 2) * 300)
+    assert sized(memory_bytes=workspace + 4000 + 5 * 1000 * 4, tensor_parallel_size=2).limits.n_cells == 992
+    assert "rank" not in sized().summary

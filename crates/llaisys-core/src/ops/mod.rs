@@ -6,10 +6,13 @@
 
 pub mod contract;
 mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod dispatch;
 pub mod packed;
 pub mod reference;
 
+use crate::collective::{Collective, Solo};
 use crate::error::DeviceError;
 use crate::threads::Pool;
 use cpu::activations::Activations;
@@ -39,6 +42,8 @@ pub struct OpContext {
     pub kernels: Kernels,
     /// The worker threads.
     pub pool: Pool,
+    /// The other ranks of a model that is split.
+    pub collective: Box<dyn Collective>,
     /// Inputs of the current product, as its kernel wants them.
     activations: Activations,
     /// Where attention computes.
@@ -46,7 +51,7 @@ pub struct OpContext {
 }
 
 impl OpContext {
-    /// Scratch for products of up to `max_rows` rows and `max_columns` inputs; memory is touched only as it is
+    /// Alone, with scratch for products of up to `max_rows` rows and `max_columns` inputs; memory is touched only as it is
     /// used.
     ///
     /// Errors: [`DeviceError::Allocation`].
@@ -58,6 +63,6 @@ impl OpContext {
     ) -> Result<Self, DeviceError> {
         let activations = Activations::new(max_rows, max_columns)?;
         let attention = AttentionScratch::new(pool.n_threads(), max_rows, max_columns)?;
-        Ok(Self { kernels, pool, activations, attention })
+        Ok(Self { kernels, pool, collective: Box::new(Solo), activations, attention })
     }
 }

@@ -1,0 +1,159 @@
+//! What the host asks of a device: memory, kernels, products, order.
+//!
+//! The one edge between the CUDA ops and whatever runs them: a GPU in `nvidia.rs`, and in tests an emulator that
+//! runs the kernels' own text on the CPU. Nothing above it knows which.
+
+use super::unit::Function;
+use crate::error::DeviceError;
+use std::fmt::Debug;
+
+/// An address in device memory. Arithmetic on it is checked by whoever owns the allocation it points into.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct DevicePtr(pub u64);
+
+impl DevicePtr {
+    /// Where an optional array is absent.
+    pub const NULL: Self = Self(0);
+
+    /// The address `n_bytes` further on.
+    pub fn at(self, n_bytes: usize) -> Self {
+        Self(self.0 + n_bytes as u64)
+    }
+}
+
+/// One argument of a kernel, by value, as the kernel's signature has it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Arg {
+    /// A pointer of any type.
+    Ptr(DevicePtr),
+    /// `int`
+    I32(i32),
+    /// `unsigned`
+    U32(u32),
+    /// `unsigned long long`
+    U64(u64),
+    /// `float`
+    F32(f32),
+}
+
+/// A kernel with what it is started with.
+#[derive(Debug, Clone, Copy)]
+pub struct Launch<'a> {
+    /// Which kernel of which unit.
+    pub function: &'a Function,
+    /// Blocks in x, y, z.
+    pub grid: [u32; 3],
+    /// Threads of a block, in x.
+    pub block: u32,
+    /// Dynamic shared memory of a block, bytes.
+    pub shared_bytes: u32,
+    /// In the order of the kernel's parameters.
+    pub args: &'a [Arg],
+}
+
+/// Element types that products and kernels know.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Element {
+    /// bfloat16
+    Bf16,
+    /// IEEE binary16
+    F16,
+    /// IEEE binary32; of results only
+    F32,
+}
+
+/// `out[m, n] = input[m, k] . weight[n, k]^T (+ bias[n])`, row-major, sums in f32.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Product {
+    /// Rows of input and result.
+    pub m: usize,
+    /// Rows of the weight: columns of the result.
+    pub n: usize,
+    /// Columns of input and weight.
+    pub k: usize,
+    /// Of input, weight and bias.
+    pub element: Element,
+    /// Of the result: `element` or F32.
+    pub out_element: Element,
+    /// `[m, k]`
+    pub input: DevicePtr,
+    /// `[n, k]`
+    pub weight: DevicePtr,
+    /// `[n]`, or NULL.
+    pub bias: DevicePtr,
+    /// `[m, n]`
+    pub out: DevicePtr,
+}
+
+/// What grids are cut for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeviceFacts {
+    /// As the driver says it.
+    pub name: String,
+    /// Compute capability: 90 is 9.0.
+    pub capability: u32,
+    /// Streaming multiprocessors.
+    pub n_sms: u32,
+    /// Dynamic shared memory that a block may ask for, bytes.
+    pub max_shared_bytes: u32,
+    /// Device memory, bytes.
+    pub total_bytes: usize,
+}
+
+/// A point in the order of a device's work; 0 is before all of it.
+pub type Event = u64;
+
+/// Work that was captured, to be done again as one launch. Belongs to the device that captured it.
+pub type GraphId = u32;
+
+/// A device with one order of work: what is asked first happens first. One thread uses it.
+///
+/// Errors of all methods: [`DeviceError::Cuda`]; an asynchronous fault may show at any later call.
+pub trait Device: Debug {
+    /// Facts that do not change.
+    fn facts(&self) -> &DeviceFacts;
+
+    /// Free device memory now, bytes.
+    fn free_bytes(&self) -> Result<usize, DeviceError>;
+
+    /// Memory that lives as long as the device, aligned to 256 bytes; `what` names it in errors. Nothing is
+    /// allocated after a model's start, so nothing is freed one by one.
+    fn alloc(&self, what: &'static str, n_bytes: usize) -> Result<DevicePtr, DeviceError>;
+
+    /// Copies to the device, in order; `from` may be changed when this returns.
+    fn upload(&self, to: DevicePtr, from: &[u8]) -> Result<(), DeviceError>;
+
+    /// Copies from the device when all work before is done; returns with the copy.
+    fn download(&self, from: DevicePtr, to: &mut [u8]) -> Result<(), DeviceError>;
+
+    /// Sets `n_bytes` bytes to `value`, in order.
+    fn fill(&self, to: DevicePtr, value: u8, n_bytes: usize) -> Result<(), DeviceError>;
+
+    /// Compiles what is needed of `functions` (or finds it compiled), so that no launch does.
+    fn prepare(&self, functions: &[&Function]) -> Result<(), DeviceError>;
+
+    /// Starts a kernel.
+    fn launch(&self, launch: &Launch<'_>) -> Result<(), DeviceError>;
+
+    /// Starts a matrix product.
+    fn product(&self, product: &Product) -> Result<(), DeviceError>;
+
+    /// Copies `n_bytes` to a read-back buffer, in order, and returns the event after it: the copy is taken with
+    /// [`Device::collect`], in the order of the calls, while later work goes on.
+    fn read_back(&self, from: DevicePtr, n_bytes: usize) -> Result<Event, DeviceError>;
+
+    /// Waits for the event of a [`Device::read_back`] and gives what it copied.
+    fn collect(&self, event: Event, to: &mut [u8]) -> Result<(), DeviceError>;
+
+    /// Waits for everything.
+    fn synchronize(&self) -> Result<(), DeviceError>;
+
+    /// From here to [`Device::end_capture`] launches, products and fills are noted, not done.
+    fn begin_capture(&self) -> Result<(), DeviceError>;
+
+    /// Ends the capture; after an error the device is out of it, and nothing was captured.
+    fn end_capture(&self) -> Result<GraphId, DeviceError>;
+
+    /// Does what was captured, in its order.
+    fn replay(&self, graph: GraphId) -> Result<(), DeviceError>;
+}

@@ -1,0 +1,222 @@
+//! The row-wise CUDA kernels, run by the emulator, against their references.
+
+#[allow(unsafe_code, dead_code, reason = "runs compiled kernels; each test file uses a part of it")]
+mod cuda_emu;
+
+use cuda_emu::Emulator;
+use cuda_emu::compare::{assert_close, rounded, two_ulps};
+use half::{bf16, f16};
+use llaisys_core::ops::contract::{Draw, Size};
+use llaisys_core::ops::cuda::add_rms_norm::{AddRmsNorm, MAX_WIDTH};
+use llaisys_core::ops::cuda::convert::Convert;
+use llaisys_core::ops::cuda::device::{DevicePtr, Element};
+use llaisys_core::ops::cuda::embed::Embed;
+use llaisys_core::ops::cuda::gate::Gate;
+use llaisys_core::ops::cuda::gather::Gather;
+use llaisys_core::ops::{Gate as GateKind, reference};
+
+const STORED: [Element; 2] = [Element::Bf16, Element::F16];
+
+/// Rows and widths: all of one with some of the other, no more than an emulator does in a second.
+fn shapes() -> Vec<(usize, usize)> {
+    let rows = [1, 2, 3, 7, 8, 9, 16, 17, 64, 257];
+    let mut shapes: Vec<_> = rows.map(|n| (n, 64)).to_vec();
+    shapes.extend([1, 9, 64].map(|n| (n, 896)));
+    shapes.extend([(3, 1536), (17, 1536), (2, 3584), (16, 3584)]);
+    shapes
+}
+
+/// An array on the device, and the values that it keeps.
+fn stored(
+    device: &Emulator,
+    (what, element): (&'static str, Element),
+    values: &[f32],
+) -> (DevicePtr, Vec<f32>) {
+    let at = device.elements(what, element, values);
+    (at, device.read(element, at, values.len()))
+}
+
+#[test]
+fn embed_and_gather_copy_rows_exactly() {
+    for element in STORED {
+        for (n_rows, width) in shapes() {
+            let device = Emulator::new();
+            let draw = &mut Draw::new(width as u64);
+            let vocab_size = 40;
+            let (table, values) =
+                stored(&device, ("table", element), &draw.values(Size::Unit, vocab_size * width));
+            let mut tokens: Vec<i32> = (0..n_rows).map(|_| draw.below(vocab_size) as i32).collect();
+            tokens[0] = vocab_size as i32 - 1;
+            let at = device.i32s("tokens", &tokens);
+            let rows: Vec<u32> = tokens.iter().map(|&t| t as u32).collect();
+            let want = reference::gather::gather(&values, width, &rows);
+            for gathers in [false, true] {
+                let out = device.room("out", element, n_rows * width);
+                let done = if gathers {
+                    Gather { element, x: table, rows: at, out, n_rows, width }.launch(&device)
+                } else {
+                    Embed { element, table, tokens: at, out, n_rows, width }.launch(&device)
+                };
+                done.expect("the kernel runs");
+                let what = format!("{element:?} {n_rows} x {width}, gathers: {gathers}");
+                assert_eq!(device.read(element, out, n_rows * width), want, "{what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn add_rms_norm_adds_and_norms_within_two_places() {
+    for element in STORED {
+        let mut shapes = shapes();
+        shapes.extend([(2, 8), (2, 264), (1, MAX_WIDTH)]);
+        for (case, (n_rows, width)) in shapes.into_iter().enumerate() {
+            let rounds_twice = case % 3 != 0;
+            let (device, draw) = (Emulator::new(), &mut Draw::new(case as u64));
+            let n = n_rows * width;
+            // Squares of larger numbers leave f16's range, which is the model's business.
+            let size = [Size::Unit, Size::Outliers, Size::Zero][case % 3];
+            let (residual, before) = stored(&device, ("residual", element), &draw.values(size, n));
+            let (x, branch) = stored(&device, ("x", element), &draw.values(Size::Unit, n));
+            let (weight_at, weight) =
+                stored(&device, ("weight", Element::F32), &draw.values(Size::Unit, width));
+            let out = device.room("out", element, n);
+            let (eps, x_or_null) = (1e-5, if case % 4 == 3 { DevicePtr::NULL } else { x });
+            let op = AddRmsNorm {
+                element,
+                residual,
+                x: x_or_null,
+                weight: weight_at,
+                out,
+                n_rows,
+                width,
+                eps,
+                rounds_twice,
+            };
+            op.launch(&device).expect("the kernel runs");
+            let what = format!("{element:?} {n_rows} x {width}, case {case}");
+            let sum: Vec<f32> = match x_or_null {
+                DevicePtr::NULL => before,
+                _ => before
+                    .iter()
+                    .zip(&branch)
+                    .map(|(a, b)| rounded(element, f64::from(a + b)) as f32)
+                    .collect(),
+            };
+            assert_eq!(device.read(element, residual, n), sum, "the residual stream, {what}");
+            let want: Vec<f64> = sum
+                .chunks_exact(width)
+                .flat_map(|row| reference::rms_norm::rms_norm(row, &weight, eps))
+                .collect();
+            assert_close(&device.read(element, out, n), &want, two_ulps(element), &what);
+            // The branch is read only.
+            assert_eq!(device.read(element, x, n), branch, "{what}");
+        }
+    }
+}
+
+/// The branch's array takes the result, as a decoder wants it; and the kernel rounds where it says.
+#[test]
+fn add_rms_norm_works_in_place_and_rounds_as_asked() {
+    let (element, width) = (Element::Bf16, 64);
+    let of = |rounds_twice| {
+        let device = Emulator::new();
+        let draw = &mut Draw::new(9);
+        let residual = device.elements("residual", element, &draw.values(Size::Unit, width));
+        let x = device.elements("x", element, &draw.values(Size::Unit, width));
+        let weight = draw.values(Size::Unit, width);
+        let weight_at = device.elements("weight", Element::F32, &weight);
+        let (n_rows, eps) = (1, 1e-6);
+        AddRmsNorm { element, residual, x, weight: weight_at, out: x, n_rows, width, eps, rounds_twice }
+            .launch(&device)
+            .expect("the kernel runs");
+        let sum = device.read(element, residual, width);
+        let normed = reference::rms_norm::rms_norm(&sum, &vec![1.0; width], eps);
+        let product = |(normed, &weight): (&f64, &f32)| {
+            let normed = if rounds_twice { rounded(element, *normed) } else { *normed };
+            rounded(element, normed * f64::from(weight)) as f32
+        };
+        let want: Vec<f32> = normed.iter().zip(&weight).map(product).collect();
+        (device.read(element, x, width), want)
+    };
+    let (twice, want_twice) = of(true);
+    let (once, want_once) = of(false);
+    assert_ne!(want_twice, want_once, "the case shows the difference");
+    // No number of this case lies within f32's error of the middle of two places.
+    assert_eq!((twice, once), (want_twice, want_once));
+}
+
+#[test]
+fn gates_are_within_two_places_of_swiglu_and_geglu() {
+    for element in STORED {
+        for kind in [GateKind::Silu, GateKind::GeluTanh] {
+            for (n_rows, width) in [(1, 64), (3, 2048), (2, 4864), (9, 896), (64, 72), (257, 8)] {
+                let (device, draw) = (Emulator::new(), &mut Draw::new(width as u64));
+                // Gates where the function bends, and some where it is zero or one.
+                let mut values = draw.values(Size::Unit, n_rows * 2 * width);
+                values.iter_mut().step_by(2).for_each(|x| *x *= 6.0);
+                values.iter_mut().step_by(37).for_each(|x| *x *= 100.0);
+                let (gate_up, values) = stored(&device, ("gate_up", element), &values);
+                let out = device.room("out", element, n_rows * width);
+                Gate { element, kind, gate_up, out, n_rows, width }.launch(&device).expect("the kernel runs");
+                let of_row = |row: &[f32]| match kind {
+                    GateKind::Silu => reference::swiglu::swiglu(&row[..width], &row[width..]),
+                    GateKind::GeluTanh => reference::geglu::geglu(&row[..width], &row[width..]),
+                };
+                let want: Vec<f64> = values.chunks_exact(2 * width).flat_map(of_row).collect();
+                let what = format!("{element:?} {kind:?} {n_rows} x {width}");
+                // Where a gate nears zero: f16 keeps multiples of 2^-24, one of which may be lost before the product;
+                // and e^-x leaves f32's range below -88, where the gate is less than 1e-36.
+                let tolerance = |i: usize, want: f64| {
+                    let up = values[i / width * 2 * width + width + i % width];
+                    let least = if element == Element::F16 { (-24.0_f64).exp2() } else { 1e-36 };
+                    two_ulps(element)(i, want) + least * f64::from(up).abs()
+                };
+                assert_close(&device.read(element, out, n_rows * width), &want, tolerance, &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn convert_rounds_every_number_as_half_does() {
+    let all: Vec<u16> = (0..=u16::MAX).collect();
+    let bytes: Vec<u8> = all.iter().flat_map(|bits| bits.to_le_bytes()).collect();
+    let mut wide =
+        vec![0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 65504.0, 65519.9, 65520.0, 3.4e38];
+    for &bits in &all {
+        // Each f16 and bf16, the middle to the next, and both sides of the middle.
+        for x in [f16::from_bits(bits).to_f32(), bf16::from_bits(bits).to_f32()] {
+            let step = if f16::from_f32(x).to_f32() == x { 0x1000 } else { 0x8000 };
+            wide.extend(
+                [step - 1, step, step + 1].map(|more| f32::from_bits(x.to_bits().wrapping_add(more))),
+            );
+        }
+    }
+    let device = Emulator::new();
+    for from in [Element::F32, Element::Bf16, Element::F16] {
+        let (x, values) = match from {
+            Element::F32 => (device.elements("x", from, &wide), wide.clone()),
+            Element::Bf16 => {
+                (device.bytes("x", &bytes), all.iter().map(|&x| bf16::from_bits(x).to_f32()).collect())
+            }
+            Element::F16 => (
+                device.bytes("x", &bytes),
+                all.iter().map(|&x| f16::from_bits(x).to_f32()).collect::<Vec<_>>(),
+            ),
+        };
+        for to in STORED {
+            let n = values.len();
+            let out = device.room("out", to, n);
+            Convert { from, to, x, out, n }.launch(&device).expect("the kernel runs");
+            for (i, (got, x)) in device.read(to, out, n).iter().zip(&values).enumerate() {
+                let want = match to {
+                    Element::F16 => f16::from_f32(*x).to_f32(),
+                    _ => bf16::from_f32(*x).to_f32(),
+                };
+                let same = got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan();
+                assert!(same, "{from:?} to {to:?}, number {i}: {x:e} became {got:e}, not {want:e}");
+            }
+        }
+    }
+}
