@@ -8,6 +8,7 @@ from typing import Any
 
 from llaisys.body import parse_body
 from llaisys.config import Config
+from llaisys.errors import QueueFullError
 from llaisys.service import AsyncLLM
 from llaisys.text.pool import TextPool
 
@@ -64,9 +65,12 @@ class ModelRegistry:
         """True while requests for every model are welcome."""
         return all(service.is_ready() for service in self.services)
 
-    def is_full(self) -> bool:
-        """True while a new request would be refused, whichever model it names."""
-        return all(service.is_full() for service in self.services)
+    def refusal(self) -> QueueFullError | None:
+        """Why a new request would be refused now, whichever model it names: that of the soonest to have room
+        again. None: it may be taken."""
+        refusals = [service.refusal() for service in self.services]
+        known = [each for each in refusals if each is not None]
+        return min(known, key=lambda each: each.retry_after_s) if len(known) == len(refusals) else None
 
     def is_stuck(self) -> bool:
         """True once an engine of this process was given up: the process should end."""

@@ -21,7 +21,7 @@ from llaisys.engine.request import EngineRequest
 from llaisys.engine.sessions import SessionCall
 from llaisys.engine.start import start_engine
 from llaisys.engine.timeline import N_FINISHED_MAX
-from llaisys.errors import EngineDeadError, RejectedError, SlowReaderError
+from llaisys.errors import EngineDeadError, QueueFullError, RejectedError, SlowReaderError
 from llaisys.mailbox import MAILBOX_BYTES_MAX, Mailbox
 from llaisys.meter import Meter
 from llaisys.model import Model, open_model
@@ -330,9 +330,9 @@ class AsyncLLM:
         """True while new requests are welcome: alive, not draining."""
         return self._admitting and self.is_alive()
 
-    def is_full(self) -> bool:
-        """True while a new request would be refused, whatever it asks."""
-        return self._client is not None and self._client.is_full()
+    def refusal(self) -> QueueFullError | None:
+        """Why a new request would be refused now, whatever it asks; None: it may be taken."""
+        return None if self._client is None else self._client.refusal()
 
     def is_stuck(self) -> bool:
         """True once the watchdog has given up an engine of this process, which should end, then."""

@@ -99,6 +99,7 @@ class EngineStats:
 
     - `num_submitted`: requests it has taken from its inbox, refused ones included.
     - `num_queued`: requests that wait, siblings not counted, of which `max_num_queued_reqs` may.
+      `queue_s`: seconds that the steps need for the prompts of all who wait.
     - `num_waiting`: all choices that wait; `waiting_by_reason`: in the queue `capacity` and `preempted`,
       outside it `sibling` (another choice's prompt), `remote_kv` (a session that is being restored).
     - `seq_ids_free`: sequences that may still run beside those that do.
@@ -118,6 +119,7 @@ class EngineStats:
     num_running: int = 0
     num_waiting: int = 0
     num_queued: int = 0
+    queue_s: float = 0.0
     num_submitted: int = 0
     num_steps: int = 0
     seq_ids_free: int = 0

@@ -25,7 +25,16 @@ RECEIVE_BYTES = 4096
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("slow")
-    flags = ("--num-kv-cells", "131072", "--max-num-seqs", "16", "--dtype", "float32")
+    flags = (
+        "--num-kv-cells",
+        "131072",
+        "--max-num-seqs",
+        "16",
+        "--dtype",
+        "float32",
+        "--send-timeout-s",
+        "3600",
+    )
     with serving(folder, str(long_model(folder)), *flags) as made:
         yield made
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from fakes import core
 from llaisys.config import Config
-from llaisys.errors import EngineDeadError, LlaisysError, UnsupportedError
+from llaisys.errors import EngineDeadError, LlaisysError, QueueFullError, UnsupportedError
 from llaisys.stats import EngineStats, HistogramData, ServiceStats
 from llaisys.text.reasoning import AnswerParser
 from llaisys.text.tools import tool_grammar, tool_parser
@@ -109,7 +109,7 @@ class FakeService:
     chat_error: Exception | None = None
     dead: bool = False
     stuck: bool = False
-    full: bool = False
+    full: QueueFullError | None = None
     n_beats: int = 0
     config: Config = field(default_factory=Config)
     grammar_error: Exception | None = None
@@ -133,7 +133,7 @@ class FakeService:
     async def close(self, drain_s: float = 0.0) -> None:
         """A fake has nothing to close."""
 
-    def is_full(self) -> bool:
+    def refusal(self) -> QueueFullError | None:
         return self.full
 
     def is_stuck(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import math
 import os
 import time
 from abc import ABC, abstractmethod
@@ -102,10 +103,7 @@ class EngineClient(ABC):
         if request_id in self._open:
             raise RejectedError(f"request id {request_id!r} is in use", param="request_id")
         if len(self._open) >= self._open_max:
-            raise QueueFullError(
-                f"all places are taken: {self._limits.max_num_seqs} requests may run and "
-                f"{self._limits.max_num_queued_reqs} wait"
-            )
+            raise self._full()
         self._open.add(request_id)
         try:
             link.send(Submit(request))
@@ -170,12 +168,13 @@ class EngineClient(ABC):
         """Times that the books of its engines were found wrong, whether that ended one or not."""
         return self._num_ended_wrong + self._stats.num_violations
 
-    def is_full(self) -> bool:
-        """True while no request would be taken: all places are, or as many wait as may after the newest step,
-        which let in whom it could."""
+    def refusal(self) -> QueueFullError | None:
+        """Why no request would be taken now: all places are, or as many wait as may after the newest step,
+        which let in whom it could. None: one may be."""
         limits = self._limits
         is_queue_full = 0 < limits.max_num_queued_reqs <= self._stats.num_queued
-        return self._link is not None and (is_queue_full or len(self._open) >= self._open_max)
+        is_full = is_queue_full or len(self._open) >= self._open_max
+        return self._full() if is_full and self._link is not None else None
 
     @property
     def stuck(self) -> bool:
@@ -258,6 +257,13 @@ class EngineClient(ABC):
                 future.set_exception(_copy(error))
 
     # --- inside ---
+
+    def _full(self) -> QueueFullError:
+        return QueueFullError(
+            f"all places are taken: {self._limits.max_num_seqs} requests may run and "
+            f"{self._limits.max_num_queued_reqs} wait",
+            retry_after_s=math.ceil(self._stats.queue_s),
+        )
 
     def _is_owner(self) -> bool:
         return os.getpid() == self._owner

@@ -221,13 +221,13 @@ class LLMEngine:
 
     def stats(self) -> EngineStats:
         """Gauges and totals after the newest step."""
-        index = self._prefix
-        streams = range(self._limits.n_streams)
+        index, streams = self._prefix, range(self._limits.n_streams)
         n_free = sum(self._worker.n_cells_free)
         n_evictable = 0 if index is None else sum(map(index.n_evictable, streams))
         return EngineStats(
             num_running=len(self._requests.running),
             num_queued=self._requests.num_queued,
+            queue_s=self._tally.queue_s(self._requests.waiting),
             num_waiting=len(self._requests.waiting) + len(self._requests.parked),
             num_submitted=self._num_submitted,
             seq_ids_free=self._worker.n_seq_free,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
@@ -26,7 +27,7 @@ from llaisys.engine.sessions import SessionAnswer
 from llaisys.engine.watch import Watch
 from llaisys.engine.wire import Ask, Cancel, Recall, Recalled, Shutdown, Submit
 from llaisys.engine.worker import WorkerSettings, open_worker
-from llaisys.errors import EngineDeadError, InvariantError, LlaisysError
+from llaisys.errors import EngineDeadError, InvariantError, LlaisysError, QueueFullError
 from llaisys.stats import EngineStats
 
 log = logging.getLogger(__name__)
@@ -187,6 +188,8 @@ def _submit(engine: LLMEngine, request: EngineRequest) -> list[EngineOutput]:
     except EngineDeadError:
         raise
     except LlaisysError as error:
+        if isinstance(error, QueueFullError):
+            error.retry_after_s = math.ceil(engine.tally.queue_s(engine.requests.waiting))
         return [refusal(request.request_id, error)]
     return []
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llaisys.engine.budget import StepSpeed
+from llaisys.engine.fairness import WaitingQueue
 from llaisys.stats import CANCEL_BOUNDS_S, STEP_BOUNDS_S, STEP_TOKENS_BOUNDS, Histogram
 from llaisys.types import FinishReason
 
@@ -74,6 +75,11 @@ class Tally:
     def cancelled(self, seconds: float) -> None:
         """What a client cancelled holds nothing any more, so long after it was asked for."""
         self.seconds_of_cancels.observe(seconds)
+
+    def queue_s(self, waiting: WaitingQueue) -> float:
+        """Seconds that the steps need for the prompts of those who wait; 0 before a prompt was ever timed."""
+        n_tokens = sum(len(each.token_ids) for line in waiting.lines.values() for each in line)
+        return n_tokens * (self.speed.prefill_token_s or 0.0)
 
     def figures(self) -> dict[str, Any]:
         """The totals as fields of EngineStats."""

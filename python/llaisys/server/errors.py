@@ -6,6 +6,7 @@ One table places every class of `llaisys.errors`; a test walks the tree and fail
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -19,6 +20,7 @@ from llaisys import errors
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
+RETRY_AFTER_MAX_S = 60
 NO_RETRY = {"x-should-retry": "false"}
 
 
@@ -117,8 +119,15 @@ def to_api_error(error: Exception, request_id: str) -> ApiError:
     if not row.retry:
         answer.with_headers(NO_RETRY)
     elif row.status in (429, 503):
-        answer.with_headers({"retry-after": str(getattr(error, "retry_after_s", 1))})
+        answer.with_headers({"retry-after": str(_retry_after_s(getattr(error, "retry_after_s", 1)))})
     return answer
+
+
+def _retry_after_s(estimate_s: float) -> int:
+    """1 to RETRY_AFTER_MAX_S, by chance a fifth sooner or later: who is refused together does not come back
+    together."""
+    spread = random.uniform(0.8, 1.2)
+    return min(RETRY_AFTER_MAX_S, max(1, round(estimate_s * spread)))
 
 
 def model_not_found(name: str) -> ApiError:

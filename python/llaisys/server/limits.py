@@ -9,7 +9,6 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llaisys.config import Config
-from llaisys.errors import QueueFullError
 from llaisys.server.errors import (
     ApiError,
     bodies_too_large,
@@ -127,10 +126,11 @@ class QueueGate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         asks = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in QUEUEING
-        if not asks or not self._state.is_full():
+        full = self._state.refusal() if asks else None
+        if full is None:
             await self._app(scope, receive, send)
             return
-        refusal = to_api_error(QueueFullError("as many requests wait as may; try again in a moment"), "")
+        refusal = to_api_error(full, "")
         scope["state"]["notes"]["end_reason"] = refusal.code
         self._state.metrics.refused(refusal.code)
         await send_error(send, refusal)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 
 from llaisys.config import Config
-from llaisys.errors import EngineDeadError
+from llaisys.errors import EngineDeadError, QueueFullError
 from llaisys.registry import ModelRegistry
 from llaisys.server.book import RequestBook
 from llaisys.server.chat_store import ChatStore
@@ -71,9 +71,9 @@ class ServerState:
             raise engine_dead()
         return service
 
-    def is_full(self) -> bool:
-        """True while the queue of every model is full: no request would be taken."""
-        return not self.draining and self.models is not None and self.models.is_full()
+    def refusal(self) -> QueueFullError | None:
+        """Why no request would be queued: every model's queue is full. None: one may be, or hears the 503."""
+        return None if self.draining or self.models is None else self.models.refusal()
 
     def is_healthy(self) -> bool:
         """False while an engine is dead. Loading and draining are healthy."""

@@ -286,6 +286,8 @@ def test_stats_tell_what_waits_and_what_was_computed() -> None:
     phases = {name: data.count for name, data in stats.seconds_of_phases.items()}
     assert phases == {"plan": 2, "execute": 2, "settle": 2, "deliver": 1}
     assert stats.seq_ids_free == 0
+    assert stats.num_queued == 1
+    assert stats.queue_s == 6 * (made.engine.tally.speed.prefill_token_s or 0) > 0, "the prompt of `c`"
     assert (stats.tokens_of_steps.count, stats.tokens_of_steps.sum) == (2, 12 + 2)
     made.finish()
     stats = made.engine.stats()

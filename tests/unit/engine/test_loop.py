@@ -132,20 +132,22 @@ def test_a_full_queue_is_told_to_the_caller_or_by_the_only_output() -> None:
     made = Client(max_num_seqs=2, max_num_queued_reqs=1, n_cells=64)
     made.hold()
     made.client.submit(ask("a", prompt=[1] * 60, max_tokens=4))
-    assert not made.client.is_full()
+    assert made.client.refusal() is None
     made.client.submit(ask("b"))
-    assert made.client.is_full()
+    assert made.client.refusal() is not None
     with pytest.raises(QueueFullError, match="2 requests may run and 1 wait"):
         made.client.submit(ask("c"))
     made.gate.set()
     a, b = made.end_of("a", "b")  # `a` needs all cells and waits: one waits already
     assert isinstance(b.error, QueueFullError)
     assert a.finish_reason is FinishReason.LENGTH
-    assert not made.client.is_full()
-    made.client._step([], EngineStats(num_queued=1))  # one lacks cells, with places left
-    assert made.client.is_full()
+    assert made.client.refusal() is None
+    made.client._step([], EngineStats(num_queued=1, queue_s=6.5))  # one lacks cells, with places left
+    full = made.client.refusal()
+    assert full is not None
+    assert full.retry_after_s == 7
     made.client.close()
-    assert not made.client.is_full(), "503 is for somebody else to say"
+    assert made.client.refusal() is None, "503 is for somebody else to say"
 
 
 def test_cancel_is_heard_after_the_step_in_progress_and_once(made: Client) -> None:

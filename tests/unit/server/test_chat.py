@@ -156,7 +156,7 @@ async def test_stream_and_whole_agree(
     ("error", "status", "code", "headers"),
     [
         (ContextLengthError("too long: 90 > 64", param="messages"), 400, "context_length_exceeded", {}),
-        (QueueFullError("full", retry_after_s=7), 429, "server_overloaded", {"retry-after": "7"}),
+        (QueueFullError("full", retry_after_s=1), 429, "server_overloaded", {"retry-after": "1"}),
         (RequestTimeoutError("600 s"), 408, "request_timeout", {"x-should-retry": "false"}),
         (RequestFailedError("row"), 500, "request_failed", {"x-should-retry": "false"}),
         (EngineDeadError("gone"), 503, "engine_dead", {"retry-after": "1"}),

@@ -78,3 +78,16 @@ async def test_errors_of_the_framework(
     answer = await client.request(method, path)
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
     assert ("allow" in answer.headers) == (status == 405)
+
+
+def test_when_to_come_back_is_bounded_and_spread() -> None:
+    def told(estimate_s: int) -> set[int]:
+        error = errors.QueueFullError("full", retry_after_s=estimate_s)
+        answers = (to_api_error(error, "") for _ in range(200))
+        return {int((answer.headers or {})["retry-after"]) for answer in answers}
+
+    assert told(0) == told(1) == {1}
+    assert told(1000) == {60}
+    spread = told(20)
+    assert len(spread) > 1
+    assert 16 <= min(spread) <= max(spread) <= 24

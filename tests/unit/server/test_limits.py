@@ -13,6 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from fakes.service import FakeService
 from llaisys.config import Config
+from llaisys.errors import QueueFullError
 from llaisys.registry import ModelRegistry
 from llaisys.server import app as application
 from llaisys.server.body import INLINE_BYTES_MAX, BodyRoute
@@ -99,23 +100,23 @@ async def test_with_a_full_queue_no_body_is_read(
     other = FakeService(model_names=("other",))
     state = ServerState(Config(max_body_bytes=100), models=ModelRegistry([engine, other]))  # type: ignore[list-item]  # as conftest's
     client = make_client(state)
-    engine.full = other.full = True
+    engine.full, other.full = QueueFullError("x", retry_after_s=1000), QueueFullError("x", retry_after_s=20)
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings"):
         refused = await client.post(path, content=unread())
         error = refused.json()["error"]
         assert (refused.status_code, error["code"]) == (429, "server_overloaded")
-        assert int(refused.headers["retry-after"]) >= 1
+        assert 16 <= int(refused.headers["retry-after"]) <= 24, "the soonest, and a fifth by chance"
     too_large = await client.post("/v1/completions", content=b"x" * 101)
     assert too_large.status_code == 413
     assert (await client.post("/tokenize", json={"prompt": "x"})).status_code == 200
     assert (await client.get("/v1/models")).status_code == 200
     counted = (await client.get("/metrics")).text
     assert 'llaisys:rejected_total{reason="server_overloaded"} 3.0' in counted
-    other.full = False
+    other.full = None
     assert (await client.post("/v1/completions", json={"prompt": "x", "model": "other"})).status_code == 200
-    engine.full, other.full = False, True
+    engine.full, other.full = None, engine.full
     assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
-    engine.full = state.draining = True
+    engine.full, state.draining = other.full, True
     assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 503
 
 
