@@ -124,6 +124,7 @@ __device__ __forceinline__ void merge_warps(float (&sums)[WARPS][16 * SUM_STRIDE
             row_sum[warp][lane / 4 + r * 8] = rows.sum[r];
         }
     }
+    // From here on no warp reads keys: the sums take their place.
     __syncthreads();
     const auto highest = [&](int i) {
         return fmaxf(fmaxf(row_max[0][i], row_max[1][i]), fmaxf(row_max[2][i], row_max[3][i]));
@@ -174,8 +175,6 @@ extern "C" __global__ void __launch_bounds__(128, 3) attn_decode(
     Rows rows;
     attend(rows, shared.keys[threadIdx.x / 32], part, q + (size_t)row * q_width + part.head * D, k + kv_head * D,
            v + kv_head * D, cells, n_kv_heads * D, {scale_log2, cap_scale, cap});
-    // The sums take the place of other warps' keys.
-    __syncthreads();
     const size_t place = (size_t)row * n_kv_heads * group + part.head;
     merge_warps(shared.sums, rows, part.n_rows, [&](int r, int column, float highest, float total, float x, float y) {
         if (n_splits == 1) {
