@@ -184,6 +184,10 @@ const WIDTHS: [usize; 4] = [64, 80, 96, 128];
 const STORED: [Element; 2] = [Element::Bf16, Element::F16];
 const PLACED: [Placement; 3] = [Placement::Ascending, Placement::Shuffled, Placement::Shared];
 
+fn stored_and_widths() -> impl Iterator<Item = (Element, usize)> {
+    STORED.into_iter().flat_map(|element| WIDTHS.map(|d_head| (element, d_head)))
+}
+
 fn bits(x: &[f32]) -> Vec<u32> {
     x.iter().map(|x| x.to_bits()).collect()
 }
@@ -203,8 +207,8 @@ fn prefill_is_the_reference_within_its_roundings() {
         &[(129, 12)],
     ];
     for (i, sequences) in batches.into_iter().enumerate() {
-        for (j, element) in STORED.into_iter().enumerate() {
-            let mut case = Case::plain(element, HEADS[(i + 2 * j) % 5], WIDTHS[(i + j) % 4], sequences);
+        for (j, (element, d_head)) in stored_and_widths().enumerate() {
+            let mut case = Case::plain(element, HEADS[(i + 2 * j) % 5], d_head, sequences);
             case.placement = PLACED[(i + j) % 3];
             let built = build(&device, &case);
             built.check(&built.prefill(&device));
@@ -291,12 +295,11 @@ fn decode_is_the_reference_within_its_roundings() {
         [&[1, 15, 16, 63], &[64, 65, 200], &[511, 1], &[513, 64], &[130, 129, 16], &[320]];
     for (i, lengths) in batches.into_iter().enumerate() {
         let sequences: Vec<_> = lengths.iter().map(|&len| (len, 1)).collect();
-        for (j, n_splits) in [1, 3, 64].into_iter().enumerate() {
-            let (element, heads) = (STORED[(i + j) % 2], HEADS[(i + j) % 5]);
-            let mut case = Case::plain(element, heads, WIDTHS[(i + j) % 4], &sequences);
-            case.placement = PLACED[j];
+        for (j, (element, d_head)) in stored_and_widths().enumerate() {
+            let mut case = Case::plain(element, HEADS[(i + j) % 5], d_head, &sequences);
+            case.placement = PLACED[(i + j) % 3];
             let built = build(&device, &case);
-            built.check(&built.decode(&device, n_splits));
+            built.check(&built.decode(&device, [1, 3, 64][(i + j / 4) % 3]));
         }
     }
 }

@@ -65,14 +65,16 @@ __device__ __forceinline__ void fetch(WarpKeys& keys, int stage, const T* k, con
 __device__ __forceinline__ void attend(Rows& rows, WarpKeys& keys, const Part& part, const T* q, const T* k, const T* v,
                                        const unsigned* cells, unsigned cell_width, const Scoring& scoring) {
     const int lane = threadIdx.x % 32, own = part.begin + threadIdx.x / 32 * KEYS;
+    // Cells are read before all copies, later a step before their keys: a gather waits for one trip to memory, not two.
+    unsigned first[STAGES];
+#pragma unroll
+    for (int stage = 0; stage < STAGES; ++stage) first[stage] = cell_of(cells, own + stage * STEP, part.end);
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; ++stage) {
-        const int base = own + stage * STEP;
-        if (base < part.end) fetch(keys, stage, k, v, cell_of(cells, base, part.end), cell_width);
+        if (own + stage * STEP < part.end) fetch(keys, stage, k, v, first[stage], cell_width);
         cp_commit();
     }
-    // Cells are read a step before their keys: a gather waits for one trip to memory, not two.
-    unsigned next = cell_of(cells, own + (STAGES - 1) * STEP, part.end);
+    unsigned next = first[STAGES - 1];
 
     // The A fragments of the queries, straight from memory; rows beyond the group are zeros.
     unsigned query[D / 16][4];
@@ -122,6 +124,7 @@ __device__ __forceinline__ void merge_warps(float (&sums)[WARPS][16 * SUM_STRIDE
             row_sum[warp][lane / 4 + r * 8] = rows.sum[r];
         }
     }
+    // From here on no warp reads keys: the sums take their place.
     __syncthreads();
     const auto highest = [&](int i) {
         return fmaxf(fmaxf(row_max[0][i], row_max[1][i]), fmaxf(row_max[2][i], row_max[3][i]));
@@ -163,15 +166,15 @@ extern "C" __global__ void __launch_bounds__(128, 3) attn_decode(
     Shared& shared = *(Shared*)shared_memory;
     const int kv_head = blockIdx.x % n_kv_heads, first = blockIdx.x / n_kv_heads * 16;
     const int split = blockIdx.y, n_splits = gridDim.y, row = blockIdx.z;
-    const int seen = n_visible[row] - n_hidden[row], length = split_length(seen, n_splits), begin = split * length;
+    const int hidden = n_hidden[row], seen = n_visible[row] - hidden;
+    const int length = split_length(seen, n_splits), begin = split * length;
+    cells += start[row] + hidden;
     // All of a block's threads: nobody waits for those that are gone.
     if (begin >= seen) return;
     const Part part = {kv_head * group + first, min(group - first, 16), begin, min(begin + length, seen)};
     Rows rows;
     attend(rows, shared.keys[threadIdx.x / 32], part, q + (size_t)row * q_width + part.head * D, k + kv_head * D,
-           v + kv_head * D, cells + start[row] + n_hidden[row], n_kv_heads * D, {scale_log2, cap_scale, cap});
-    // The sums take the place of other warps' keys.
-    __syncthreads();
+           v + kv_head * D, cells, n_kv_heads * D, {scale_log2, cap_scale, cap});
     const size_t place = (size_t)row * n_kv_heads * group + part.head;
     merge_warps(shared.sums, rows, part.n_rows, [&](int r, int column, float highest, float total, float x, float y) {
         if (n_splits == 1) {
@@ -202,9 +205,14 @@ extern "C" __global__ void __launch_bounds__(256) attn_merge(const float* sums, 
     const size_t place = (size_t)row * gridDim.x + blockIdx.x;
     sums += place * n_splits * D;
     stats += place * n_splits * 2;
+    // Each warp for itself, a lane a split: one trip to memory, not one for each few splits.
     float highest = FLOOR, total = 0.0f;
-    for (int split = 0; split < n; ++split) highest = fmaxf(highest, stats[split * 2]);
-    for (int split = 0; split < n; ++split) total += stats[split * 2 + 1] * fast_exp2(stats[split * 2] - highest);
+    for (int split = threadIdx.x % 32; split < n; split += 32) highest = fmaxf(highest, stats[split * 2]);
+    highest = warp_max(highest);
+    for (int split = threadIdx.x % 32; split < n; split += 32) {
+        total += stats[split * 2 + 1] * fast_exp2(stats[split * 2] - highest);
+    }
+    total = warp_sum(total);
     const int group = threadIdx.x / COLUMNS, column = threadIdx.x % COLUMNS * 4;
     if (group < GROUPS) {
         float x[4] = {};

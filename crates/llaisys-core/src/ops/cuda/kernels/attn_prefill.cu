@@ -42,8 +42,8 @@ __device__ __forceinline__ unsigned cell_of(const unsigned* cells, const Tile& t
 // Starts the copies of one step's keys and values. Cells that nobody sees become zeros, since a weight of zero times
 // whatever memory holds might be NaN.
 __device__ __forceinline__ void fetch(Shared& shared, int stage, const T* k, const T* v, unsigned cell_width) {
-    // Rolled: with all cells and addresses at once the loop that calls this would spill.
-#pragma unroll 1
+    // Four at a time: one would wait for its cell before the next, with all at once the loop that calls this would spill.
+#pragma unroll 4
     for (int n = 0; n < KEYS * CHUNKS / THREADS; ++n) {
         const int chunk = threadIdx.x + n * THREADS, key = chunk / CHUNKS, column = chunk % CHUNKS * 8;
         const unsigned cell = shared.cells[stage][key];

@@ -30,30 +30,34 @@ __device__ __forceinline__ void gemv_rows(const T* x, const T* weight, const T* 
     // Turns whose loads are on their way at once: with two blocks on an SM 128 KB, several times what memory needs.
     constexpr int DEPTH = 4;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, x_row = lane / 4;
-    // Rows behind the last are read as the last and dropped.
+    // Rows behind the last are read as another one and dropped, of the weight and of x: products are each row's own.
     const int row = (int)blockIdx.x * ROWS + lane / 4;
     const T* upper = weight + (size_t)min(row, n_rows - 1) * k;
     const T* lower = weight + (size_t)min(row + 8, n_rows - 1) * k;
     x += (size_t)(x_row < m ? x_row : 0) * k;
     float c[4] = {};
     for (int turn = warp * TURN; turn < k; turn += DEPTH * WARPS * TURN) {
-        Vec16 a[DEPTH][2], b[DEPTH][2], right[DEPTH][2];
+        Vec16 a[DEPTH][2] = {}, b[DEPTH][2] = {}, right[DEPTH][2] = {};
+#pragma unroll
+        for (int d = 0; d < DEPTH; ++d) {
+            const int of_d = turn + d * WARPS * TURN;
+            if (of_d >= k) continue;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int at = of_d + half * 32 + lane % 4 * 8, from = at < k ? at : 0;
+                a[d][half] = load16_once(upper + from);
+                b[d][half] = load16_once(lower + from);
+                right[d][half] = load16(x + from);
+            }
+        }
+        // Nothing above looks at what it loads: that would be a wait between the loads.
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int at = turn + d * WARPS * TURN + half * 32 + lane % 4 * 8;
-                a[d][half] = b[d][half] = right[d][half] = Vec16{};
-                if (at < k) {
-                    a[d][half] = load16_once(upper + at);
-                    b[d][half] = load16_once(lower + at);
-                    if (x_row < m) right[d][half] = load16(x + at);
-                }
+                if (turn + d * WARPS * TURN + half * 32 + lane % 4 * 8 >= k) right[d][half] = Vec16{};
+                add_32(c, a[d][half], b[d][half], right[d][half]);
             }
-#pragma unroll
-        for (int d = 0; d < DEPTH; ++d)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) add_32(c, a[d][half], b[d][half], right[d][half]);
     }
     finish(c, n_rows, m, bias, store);
 }

@@ -73,7 +73,7 @@ __device__ __forceinline__ void gemv_quant_rows(const T* x, const unsigned* code
                                                 const T* bias, int m, int n_rows, int k, Store store) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane % 4, x_row = lane / 4;
     const int n_blocks = (k + BLOCK - 1) / BLOCK;
-    // Rows behind the last are read as the last and dropped.
+    // Rows behind the last are read as another one and dropped, of the weight and of x: products are each row's own.
     const int row = (int)blockIdx.x * ROWS + lane / 4, rows[2] = {min(row, n_rows - 1), min(row + 8, n_rows - 1)};
     x += (size_t)(x_row < m ? x_row : 0) * k;
     float sums[4] = {};
@@ -93,11 +93,14 @@ __device__ __forceinline__ void gemv_quant_rows(const T* x, const unsigned* code
 #pragma unroll
         for (int u = 0; u < GROUPS; ++u) {
             const int at = block * BLOCK + u * GROUP + t * 8;
-            part.x[u] = Vec16{};
-            if (x_row < m && at < k) part.x[u] = load16(x + at);
+            part.x[u] = load16(x + (at < k ? at : 0));
         }
+        // Nothing above looks at what it loads: that would be a wait between the loads.
 #pragma unroll
-        for (int u = 0; u < GROUPS; ++u) add_group(sums, part, u);
+        for (int u = 0; u < GROUPS; ++u) {
+            if (block * BLOCK + u * GROUP >= k) part.x[u] = Vec16{};
+            add_group(sums, part, u);
+        }
     }
     finish(sums, n_rows, m, bias, store);
 }
