@@ -46,7 +46,7 @@ const DRAW_THREADS: u32 = 512;
 /// Logits of a block of the first kernel.
 const CHUNK: usize = 4096;
 /// Of a `ChunkStat` in `sample.cu`.
-const STAT_BYTES: usize = 32;
+const STAT_BYTES: usize = 64;
 /// Of a row's result.
 pub const RESULT_BYTES: usize = 16;
 /// Best tokens of a row at most: the API's own limit.
