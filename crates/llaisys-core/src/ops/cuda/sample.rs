@@ -140,7 +140,7 @@ impl Sample<'_> {
 }
 
 /// What a row gave: `result` is its part of [`Sample::results`], `top` its part of [`Sample::tops`], and `n_top` the
-/// number of best tokens that it asked for (`None`: no logprobs). `None` for padding.
+/// number of best tokens that it asked for, of those that there are (`None`: no logprobs). `None` for padding.
 pub fn outcome(result: &[u8], top: &[u8], n_top: Option<u32>) -> Option<Outcome> {
     let [id, outcome, logprob, rank] = word_array(result);
     let logprobs = |n: u32| Logprobs {
