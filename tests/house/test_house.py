@@ -27,7 +27,7 @@ CORE_MAY_USE = {
     "quant": {"dtype", "tensor"},
     "formats": {"dtype", "error", "tensor"},
     "sample": {"error"},
-    "ops": {"dtype", "error", "quant", "tensor", "threads"},
+    "ops": {"dtype", "error", "quant", "sample", "tensor", "threads"},
     "model": {"dtype", "error", "formats", "ops", "quant", "tensor", "threads"},
 }
 
