@@ -406,6 +406,23 @@ fn a_mask_is_of_one_step() {
 }
 
 #[test]
+fn a_bad_word_is_of_the_answer_alone() {
+    let mut logits = vec![0.0; 50];
+    logits[9] = 5.0;
+    let bad_words = vec![vec![7, 8, 9]];
+    let row = |prompt: &[i32], output: &[i32]| Row {
+        logits: logits.clone(),
+        spec: SamplerSpec { temperature: 0.0, bad_words: bad_words.clone(), ..SamplerSpec::default() },
+        prompt: prompt.to_vec(),
+        output: output.to_vec(),
+        ..Row::default()
+    };
+    let rows = [row(&[7, 8], &[]), row(&[1, 7], &[8]), row(&[7, 8], &[7, 8]), row(&[1], &[7, 8, 8])];
+    let token = |id| Outcome::Token { id, logprobs: None };
+    assert_eq!(run(&rows), [token(9), token(9), token(0), token(9)]);
+}
+
+#[test]
 fn what_the_tables_cannot_hold_is_refused_by_name() {
     let device = Emulator::new();
     let tables = SampleTables::new(&device, 2, 5000, MAX_LEN).expect("the emulator has memory");
