@@ -187,6 +187,8 @@ fn ties_are_kept_in_the_order_of_ids() {
         SamplerSpec { top_k: 700, ..SamplerSpec::default() },
         SamplerSpec { top_p: 0.3, ..SamplerSpec::default() },
         SamplerSpec { top_k: 4000, top_p: 0.5, ..SamplerSpec::default() },
+        // All that top_k left of a tie is kept, and nothing that it dropped.
+        SamplerSpec { top_k: 50, top_p: 0.999, ..SamplerSpec::default() },
         SamplerSpec { typical_p: 0.4, ..SamplerSpec::default() },
         SamplerSpec { top_k: 900, typical_p: 0.7, ..SamplerSpec::default() },
     ];
