@@ -2,11 +2,12 @@
 
 usage: soak.py [--minutes 30] [--seed N]
 
-Rounds of traffic by many clients; between them the server is let come to rest, and its memory, open files and
-threads are read, its children's with them. The warm-up (a sixth of the time, two minutes at least) fills what
-is bounded: KV cells, grammars, the tokenizer's words, pools of threads. Goals behind it: memory at the end
-within 2 MB of memory then, files and threads no more than then, no answer that is not as it has to be. Lines
-go to benches/results/soak-server.jsonl: one a round, then the verdict, which is the exit code.
+Rounds of traffic by many clients; between them the server is let come to rest, and its memory, open files
+and threads are read, its children's with them. The warm-up fills what is bounded: KV cells, grammars, the
+tokenizer's words, pools of threads, what all visitors at once take; then it lasts until a sixth of the time
+is over, two minutes at least, for the books of ended requests. Goals behind it: memory at the end within 2 MB
+of memory then, files and threads no more than then, no answer that is not as it has to be. Lines go to
+benches/results/soak-server.jsonl: one a round, then the verdict, which is the exit code.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ import psutil
 from llaisys.bench.client import KEEP_IDLE_S
 from peers import cpu_name
 from server_process import OwnServer, own_server
-from soak_traffic import BUSY, N_GRAMMARS, Visitor, available, grammar
+from soak_traffic import BUSY, N_GRAMMARS, Visitor, available, bad, burst, grammar, structured
 
 OUT = Path(__file__).parent / "results" / "soak-server.jsonl"
-N_VISITORS, ROUND_S, REST_S = 16, 20.0, 2.0
+N_VISITORS, ROUND_S, REST_S = 16, 20.0, 6.0  # at rest for longer than until the next trim (server/memory.py)
 DRIFT_MAX_BYTES = 2_000_000
 N_CELLS, PROMPT = 4096, 500
 FLAGS = (
@@ -67,7 +68,7 @@ class Soak:
             self.samples.append(sample)
             n_warm += sample["at_s"] < warm_up_s
             print(json.dumps(sample), flush=True)
-            if sample["at_s"] > seconds and len(self.samples) >= n_warm + 4:
+            if sample["at_s"] > seconds and len(self.samples) >= n_warm + 6:
                 return self._verdict(self.samples[n_warm:])
         raise AssertionError
 
@@ -88,6 +89,12 @@ class Soak:
         for i in range(4 * N_GRAMMARS):
             body = {"prompt": "a", "max_tokens": 1, **grammar(i % N_GRAMMARS)}
             await visitor.post("/v1/completions", BUSY, body)
+        crowd = [
+            Visitor(session, random.Random(f"{self.seed} {k}"), self.server.url, "crowd")
+            for k in range(N_VISITORS)
+        ]
+        for _ in range(3):  # more at once than the dice will bring: connections, threads, what each takes
+            await asyncio.gather(*map(burst, crowd), *map(bad, crowd), *map(structured, crowd))
         for _ in range(12):
             words = ("".join(visitor.rng.choices(string.ascii_lowercase, k=9)) for _ in range(2000))
             await visitor.post("/v1/completions", (400,), {"prompt": " ".join(words)})
@@ -121,11 +128,16 @@ class Soak:
             "fds": sum(process.num_fds() for process in tree),
             "threads": sum(process.num_threads() for process in tree),
             "processes": len(tree),
+            "ended": self._ended(),
             "cached_cells": self.server.metric("llaisys:kv_cells_retained"),
             "answers_429": self.server.metric("llaisys:rejected_total", "server_overloaded"),
             "actions": sum(self.done.values()),
             "wrong": sum(self.wrong.values()),
         }
+
+    def _ended(self) -> float:
+        """Requests that have come to an end."""
+        return self.server.metric("vllm:request_success_total")
 
     def _verdict(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
         first, last = samples[:3], samples[-3:]

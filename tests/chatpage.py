@@ -20,6 +20,27 @@ FLAGS = [
 ]
 COMPLETIONS = "**/v1/chat/completions"
 
+# Patience costs nothing where all is well, and a machine may be busy with something else.
+PATIENCE_MS = 120_000
+# What the page takes away after a while (a toast, "Copied", by timers of 1.5 and 8 seconds) stays: on a busy
+# machine it could be gone before a test has looked.
+STAY = """
+(() => {
+  const real = window.setTimeout;
+  window.setTimeout = (run, ms, ...rest) => [1500, 8000].includes(ms) ? 0 : real(run, ms, ...rest);
+})();
+"""
+# Ends when the browser has written everything that was to be stored so far.
+SETTLED = """
+() => new Promise((done) => {
+  indexedDB.open("llaisys").onsuccess = ({ target }) => {
+    const db = target.result;
+    const last = db.transaction([...db.objectStoreNames], "readwrite");
+    last.oncomplete = () => { db.close(); done(); };
+  };
+})
+"""
+
 # Puts the next answer's stream into the test's hands: `feed.text("...")`, `feed.end()`.
 FEED = """
 (() => {
@@ -64,6 +85,8 @@ class Chat:
         chat = Chat(context.new_page(), url)
         chat.page.on("console", lambda message: chat.complaints.append(message.text))
         chat.page.on("pageerror", lambda error: chat.complaints.append(str(error)))
+        chat.page.set_default_timeout(PATIENCE_MS)
+        chat.page.add_init_script(STAY)
         if feed:
             chat.page.add_init_script(FEED)
         chat.page.goto(url)
@@ -73,8 +96,13 @@ class Chat:
     def mounted(self) -> None:
         expect(self.page.get_by_label("Model", exact=True)).to_be_visible()
 
+    def settle(self) -> None:
+        """Returns when what the page has put into the browser's store is there, even if the page goes."""
+        self.page.evaluate(SETTLED)
+
     def reload(self) -> None:
         """The page anew, once it listens to keys."""
+        self.settle()
         self.page.reload()
         self.mounted()
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import psutil
 
 
 def engine_processes() -> list[psutil.Process]:
     """Every child that is no `llaisys serve` and no text process."""
-    children = [(child, " ".join(child.cmdline())) for child in psutil.Process().children()]
-    return [child for child, line in children if " serve " not in line and "text.child" not in line]
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # it has just ended, and may not have been waited for
+            line = " ".join(child.cmdline())
+            if " serve " not in line and "text.child" not in line:
+                found.append(child)
+    return found

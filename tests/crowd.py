@@ -94,7 +94,7 @@ class Answers:
         return {name for (name, _), end in self.ends.items() if end.error is not None}
 
 
-def context_of(core: ModuleType, limits: Limits) -> Any:
+def context_of(core: ModuleType, limits: Limits, n_ranks: int = 1) -> Any:
     """A context of the tiny golden model in which mistakes show: cells are reused at once, and poisoned."""
     return core.Context(
         str(FOLDER),
@@ -105,6 +105,7 @@ def context_of(core: ModuleType, limits: Limits) -> Any:
         n_batch=8,
         max_model_len=limits.max_model_len,
         n_threads=1,
+        n_ranks=n_ranks,
         lifo=True,
         poison=True,
     )

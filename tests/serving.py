@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -20,6 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 GOLDENS = Path(__file__).parent / "data" / "goldens"
 READY = re.compile(r"LLAISYS serving (\S+) at ((?:https?://|unix:)\S+)")
 COMMAND = (sys.executable, "-m", "llaisys")
+# A guard against a hang, not a bound: a busy machine may take its time.
+END_S = 120
 
 
 @dataclass
@@ -51,10 +54,18 @@ class Server:
         while self.metric(name, **labels) != value:
             assert self.process.poll() is None, self.log.read_text("utf-8")
 
+    def lines(self, mark: str) -> list[Any]:
+        """The JSON lines of the log that hold `mark`, once there are any: they come behind their answers."""
+        while True:
+            is_over = self.process.poll() is not None
+            found = [line for line in self.log.read_text("utf-8").splitlines(True) if mark in line]
+            if is_over or any(line.endswith("\n") for line in found):
+                return [json.loads(line) for line in found if line.startswith("{")]
+
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Sends the signal and waits; the exit code."""
         self.process.send_signal(number)
-        return self.process.wait(timeout=30)
+        return self.process.wait(timeout=END_S)
 
 
 def environment(**extra: str) -> Mapping[str, str]:
@@ -72,7 +83,9 @@ def serving(folder: Path, model: str | None, *flags: str, key: str = "") -> Iter
     """A server that is ready, killed at the end if it still runs. `folder` takes its log; `key`: `a,b`.
     `model` None: the flags name them."""
     log = folder / "server.log"
-    command = [*COMMAND, "serve", *([model] if model else []), "--port", "0", *flags]
+    # A client that takes up an idle connection in the moment when the server closes it gets an error.
+    idle = ("--timeout-keep-alive", "600")
+    command = [*COMMAND, "serve", *([model] if model else []), "--port", "0", *idle, *flags]
     env = environment(LLAISYS_API_KEY=key) if key else environment()
     with (
         log.open("w", encoding="utf-8") as stderr,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from llaisys.config import Config as Config
+    from llaisys.engine.worker import cuda_info as cuda_info
     from llaisys.llm import LLM as LLM
     from llaisys.service import AsyncLLM as AsyncLLM
     from llaisys.types import CompletionOutput as CompletionOutput
@@ -22,6 +23,7 @@ _HOMES = {
     "LLM": "llaisys.llm",
     "AsyncLLM": "llaisys.service",
     "Config": "llaisys.config",
+    "cuda_info": "llaisys.engine.worker",
     "CompletionOutput": "llaisys.types",
     "Logprob": "llaisys.types",
     "RequestOutput": "llaisys.types",

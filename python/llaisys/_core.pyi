@@ -17,6 +17,13 @@ def inspect(path: str) -> str:
 def available_isas() -> list[str]:
     """Instruction sets that this machine can run, best first: `avx512`, `avx2`, `scalar`."""
 
+def cuda_info(folders: list[str], driver: str = "libcuda.so.1") -> str:
+    """What CUDA computes with on this machine, or why it cannot.
+
+    A JSON object with the fields of `types.CudaInfo`. `folders`: where libraries are looked for before the
+    system's loader is asked; `driver`: the driver's library.
+    """
+
 def cuda_units() -> str:
     """The CUDA kernels, JSON: `[{unit, source, defines: {NAME: value}, kernels}]`, each kernel
     `{name, max_threads, max_registers, max_shared_bytes}`."""
@@ -229,12 +236,14 @@ class Context:
         n_batch: int,
         max_model_len: int,
         n_threads: int,
+        n_ranks: int = 1,
         lifo: bool = False,
         poison: bool = False,
     ) -> Context:
         """Loads the weights (GIL released); `dtype` "int8" and "int4" quantise those of a float checkpoint.
 
-        `n_batch` is the rows of one ubatch; larger batches are split.
+        `n_batch` is the rows of one ubatch; larger batches are split. `n_ranks` splits the model (tensor
+        parallelism); `n_threads` are those of all ranks, each has one at least.
         `n_streams` arenas of `n_cells // n_streams` cells each (it must divide): arena `s` is the cells from
         `s * n_cells // n_streams`. For tests: `lifo` hands out what was freed last, `poison` keeps NaN in
         every cell that is free or reserved."""
@@ -348,7 +357,7 @@ class Context:
         Costs the size of the pool."""
     def replace_weight(self, name: str, values: NDArray[np.float32]) -> None:
         """Replaces one tensor, by its name in the checkpoint, with values of the same shape. A wrong name,
-        shape or a block-quantised slot is refused and nothing changes."""
+        shape, a block-quantised slot or a model on several ranks is refused and nothing changes."""
     def check_integrity(self) -> None:
         """Checks every invariant of the cells, segments and the id pool; panics are raised as
         EngineDeadError."""

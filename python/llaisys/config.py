@@ -7,7 +7,9 @@ Each field is a flag (`--max-num-seqs`), an environment variable (`LLAISYS_MAX_N
 from __future__ import annotations
 
 import os
+import re
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -34,6 +36,7 @@ OF_THE_SERVER = frozenset(
         "max_body_bytes",
         "max_body_bytes_in_flight",
         "upload_timeout_s",
+        "send_timeout_s",
         "allowed_origins",
         "allowed_hosts",
         "strict_fields",
@@ -50,8 +53,10 @@ OF_THE_SERVER = frozenset(
 )
 
 
-# Settings that are shown to nobody.
+# Settings that are shown to nobody. HF_TOKEN and OTEL_EXPORTER_OTLP_HEADERS are never settings: the libraries
+# read them.
 SECRETS = frozenset({"api_key"})
+_CREDENTIALS = re.compile(r"(?<=://)[^/@]*(?=@)")
 
 
 class Config(BaseSettings):
@@ -91,6 +96,9 @@ class Config(BaseSettings):
         description="quantise a float checkpoint as it is loaded: 8.25 bits a weight, or 4.5 (head 6.25)",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="share of the GPU's memory that weights, K and V may take (device cuda)"
+    )
     kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="K and V; auto is float32 with dtype float32, else bfloat16"
     )
@@ -196,7 +204,15 @@ class Config(BaseSettings):
 
     # cpu
     num_threads: int | None = Field(
-        None, ge=1, le=1024, description="compute threads (default: the usable cores)"
+        None, ge=1, le=1024, description="compute threads (default: one for each usable core)"
+    )
+    cpu_threads_bind: str = Field(
+        "auto",
+        description="CPUs that compute threads are kept to: auto (one of each core, unless a CPU quota is "
+        "smaller), or a list such as 0-3,8",
+    )
+    tensor_parallel_size: int = Field(
+        1, ge=1, le=1024, description="ranks that the model is split over; each has its share of the threads"
     )
     isa: Literal["auto", "avx512", "avx2", "scalar"] = Field(
         "auto", description="instruction set; auto is the best"
@@ -223,6 +239,12 @@ class Config(BaseSettings):
     )
     upload_timeout_s: float = Field(
         30.0, gt=0, description="seconds in which a request's head, and then its body, must arrive"
+    )
+    send_timeout_s: float = Field(
+        30.0,
+        gt=0,
+        le=86400,
+        description="seconds in which a client must take some of what it was sent; else it is dropped",
     )
     allowed_origins: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="origins for CORS; none: same origin only"
@@ -353,6 +375,11 @@ def explain_config(
     return config, sources
 
 
+def without_credentials(address: str) -> str:
+    """A URL as it may be shown: without the name and the password in it."""
+    return _CREDENTIALS.sub("***", address)
+
+
 def _first_of(error: ValidationError) -> str:
     """`key: what is wrong (got the value)` of its first complaint."""
     first = error.errors()[0]
@@ -384,6 +411,29 @@ def home_folder() -> Path:
         return Path(home).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "llaisys"
+
+
+def bare_environment() -> dict[str, str]:
+    """What a Python process needs of ours to start and to know the local time: no setting, no secret."""
+    needed = ("LD_LIBRARY_PATH", "PYTHONHOME", "TZ")
+    return {name: os.environ[name] for name in needed if name in os.environ}
+
+
+def cuda_library_folders() -> list[Path]:
+    """Where NVRTC and cublasLt may be, the best first, as NVIDIA's cuda-pathfinder orders them.
+
+    `LLAISYS_CUDA_LIB_DIR`; the packages that `llaisys[cuda]` names, each layout of them; a conda environment;
+    `CUDA_PATH` and `CUDA_HOME`. Imports none of those packages.
+    """
+    named = os.environ.get("LLAISYS_CUDA_LIB_DIR")
+    folders = [Path(named).expanduser()] if named else []
+    spec = find_spec("nvidia")
+    for place in (spec and spec.submodule_search_locations) or ():
+        folders += [Path(place, part, "lib") for part in ("cu13", "cuda_nvrtc", "cublas")]
+    for variable, part in (("CONDA_PREFIX", "lib"), ("CUDA_PATH", "lib64"), ("CUDA_HOME", "lib64")):
+        if root := os.environ.get(variable):
+            folders.append(Path(root, part))
+    return [folder.absolute() for folder in folders if folder.is_dir()]
 
 
 def package_version() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import shutil
@@ -13,8 +12,8 @@ from importlib import metadata
 from pathlib import Path
 
 from llaisys.config import home_folder
-from llaisys.engine.machine import available_bytes, usable_cores
-from llaisys.engine.worker import available_isas
+from llaisys.engine.machine import available_bytes, usable_cpus
+from llaisys.engine.worker import available_isas, cuda_info
 from llaisys.hub import list_models
 
 # Flags of /proc/cpuinfo that decide which kernels can run.
@@ -31,7 +30,6 @@ _FEATURES = (
 )
 # Packages whose version decides what a user sees.
 _PACKAGES = ("numpy", "tokenizers", "huggingface_hub", "jinja2", "fastapi", "uvicorn")
-_CUDA_LIBRARY = "libcuda.so.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +48,10 @@ def examine() -> list[Finding]:
         Finding("platform", f"{platform.system()} {platform.release()} {platform.machine()}"),
         Finding("packages", ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)),
         _processor(),
-        Finding("cores", f"{os.cpu_count()} in the machine, {usable_cores()} usable by this process"),
+        Finding("cores", f"{os.cpu_count()} in the machine, {usable_cpus().n} usable by this process"),
         _instruction_sets(),
         _memory(),
-        _cuda(_CUDA_LIBRARY),
+        _cuda(),
         _cache("model cache", home_folder(), "LLAISYS_HOME"),
         _cache("hugging face cache", _hub_cache(), "HF_HOME"),
         *_models(),
@@ -82,22 +80,22 @@ def _memory() -> Finding:
     )
 
 
-def _cuda(library: str) -> Finding:
-    """The NVIDIA driver, asked for its version: that needs no device and starts none."""
-    ours = "this build computes on the CPU only"
+def _cuda() -> Finding:
+    """The GPUs that kernels can run on, or why there are none."""
     try:
-        driver = ctypes.CDLL(library)
-    except OSError:
-        device = "there is" if Path("/dev/nvidiactl").exists() else "there is no"
-        return Finding(
-            "cuda", f"no driver: the loader finds no {library}, and {device} /dev/nvidiactl; {ours}"
-        )
-    version = ctypes.c_int(0)
-    status = driver.cuDriverGetVersion(ctypes.byref(version))
-    if status != 0:
-        return Finding("cuda", f"{library} is there, but cuDriverGetVersion answers {status}; {ours}")
+        info = cuda_info()
+    except ImportError:
+        return Finding("cuda", "not asked: the compiled core cannot be loaded")
+    if info.reason is not None:
+        return Finding("cuda", f"cannot be used: {info.reason}; the CPU is used")
+    devices = ", ".join(
+        f"{device.name} (compute capability {device.capability / 10}, {device.total_bytes / 2**30:.1f} GiB)"
+        for device in info.devices
+    )
+    versions = f"driver for CUDA {info.driver_version}, NVRTC {info.nvrtc_version}"
     return Finding(
-        "cuda", f"driver for CUDA {version.value // 1000}.{version.value % 1000 // 10} ({library}); {ours}"
+        "cuda",
+        f"{devices}; {versions}; {', '.join(info.libraries)}; the engine computes on the CPU only, as yet",
     )
 
 

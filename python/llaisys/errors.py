@@ -74,3 +74,7 @@ class CoreFaultError(LlaisysError, RuntimeError):
 
 class EngineDeadError(LlaisysError, RuntimeError):
     """The engine, the core or the device failed; every open request ends with this."""
+
+
+class InvariantError(EngineDeadError):
+    """The engine's own books were found wrong, which is a bug, and so it has ended."""

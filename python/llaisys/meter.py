@@ -114,10 +114,11 @@ class Meter:
             if n_generated > 1:
                 self._per_token.observe(decode_s / (n_generated - 1))
 
-    def snapshot(self, engine: EngineStats) -> ServiceStats:
-        """Everything now, with the engine's books."""
+    def snapshot(self, engine: EngineStats, num_violations: int) -> ServiceStats:
+        """Everything now, with the engine's books, and how often those were wrong."""
         return ServiceStats(
             engine=engine,
+            invariant_violations=num_violations,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             finished=dict(self._finished),

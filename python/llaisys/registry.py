@@ -64,6 +64,10 @@ class ModelRegistry:
         """True while requests for every model are welcome."""
         return all(service.is_ready() for service in self.services)
 
+    def is_full(self) -> bool:
+        """True while a new request would be refused, whichever model it names."""
+        return all(service.is_full() for service in self.services)
+
     def is_stuck(self) -> bool:
         """True once an engine of this process was given up: the process should end."""
         return any(service.is_stuck() for service in self.services)

@@ -318,8 +318,9 @@ class AsyncLLM:
     # --- health ---
 
     def is_alive(self) -> bool:
-        """False while the engine is dead, and once this is closed. A model that is not loaded is well."""
-        return not self._closed and (self._client is None or self._client.error is None)
+        """False while the engine is dead or stuck, and once this is closed. An unloaded model is well."""
+        is_dead = self._client is not None and self._client.error is not None
+        return not (self._closed or is_dead or self.is_stuck())
 
     def is_loaded(self) -> bool:
         """True while there is an engine."""
@@ -328,6 +329,10 @@ class AsyncLLM:
     def is_ready(self) -> bool:
         """True while new requests are welcome: alive, not draining."""
         return self._admitting and self.is_alive()
+
+    def is_full(self) -> bool:
+        """True while a new request would be refused, whatever it asks."""
+        return self._client is not None and self._client.is_full()
 
     def is_stuck(self) -> bool:
         """True once the watchdog has given up an engine of this process, which should end, then."""
@@ -340,7 +345,9 @@ class AsyncLLM:
 
     def stats(self) -> ServiceStats:
         """Gauges and totals now."""
-        return self._meter.snapshot(EngineStats() if self._client is None else self._client.stats())
+        if self._client is None:
+            return self._meter.snapshot(EngineStats(), 0)
+        return self._meter.snapshot(self._client.stats(), self._client.num_violations)
 
     # --- life ---
 

@@ -36,8 +36,12 @@ STEP_TOKENS_BOUNDS = (
 )
 # What requests ask for; vLLM's bounds of `n`.
 CHOICES_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0)
-# Ours: a step is milliseconds on a small model, and `max_step_time_s` on any.
-STEP_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+# Ours: a step is milliseconds on a small model, and `max_step_time_s` on any; its phases but one are less.
+STEP_BOUNDS_S = (
+    0.00001, 0.0001, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
+)  # fmt: skip
+# A cancel waits for the step in progress.
+CANCEL_BOUNDS_S = STEP_BOUNDS_S[2:]
 
 
 def token_bounds(max_tokens: int) -> tuple[float, ...]:
@@ -94,23 +98,29 @@ class EngineStats:
     """The engine after its newest step; totals count since its start.
 
     - `num_submitted`: requests it has taken from its inbox, refused ones included.
-    - `num_waiting`: all that wait; `waiting_by_reason`: in the queue `capacity` and `preempted`, outside it
-      `sibling` (another choice's prompt), `remote_kv` (a session that is being restored).
+    - `num_queued`: requests that wait, siblings not counted, of which `max_num_queued_reqs` may.
+    - `num_waiting`: all choices that wait; `waiting_by_reason`: in the queue `capacity` and `preempted`,
+      outside it `sibling` (another choice's prompt), `remote_kv` (a session that is being restored).
+    - `seq_ids_free`: sequences that may still run beside those that do.
     - Of the `kv_cells`, `kv_cells_used` hold what running requests use or sessions pin (`kv_cells_session`),
       `kv_cells_free` hold nothing, and the others can be evicted; the prefix cache holds `kv_cells_retained`,
       used or not.
     - `prefix_query_tokens`: prompt tokens of all admitted requests; `prefix_hit_tokens`: those found cached.
     - `step_prefill_tokens`, `step_decode_tokens`: of the newest step. `step_s`: seconds of the one before it,
       until the newest began.
-    - `tokens_of_steps`, `seconds_of_steps`: of all steps that computed something; the seconds only where work
-      went on after it.
+    - `tokens_of_steps`: of all steps that computed something. `seconds_of_phases`: of their phases, by name
+      (`tally.PHASES`); of the last one, which goes until the next step begins, only where work went on.
+    - `seconds_of_cancels`: from the asking for a cancel until what was cancelled held nothing any more.
+    - `num_violations`: times that the books were found wrong and the engine went on.
     - `finished`: choices by `FinishReason` value.
     """
 
     num_running: int = 0
     num_waiting: int = 0
+    num_queued: int = 0
     num_submitted: int = 0
     num_steps: int = 0
+    seq_ids_free: int = 0
     kv_cells: int = 0
     kv_cells_used: int = 0
     kv_cells_retained: int = 0
@@ -118,6 +128,7 @@ class EngineStats:
     kv_cells_session: int = 0
     num_sessions: int = 0
     num_preempted: int = 0
+    num_violations: int = 0
     num_evicted_cells: int = 0
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
@@ -125,7 +136,8 @@ class EngineStats:
     step_decode_tokens: int = 0
     step_s: float = 0.0
     tokens_of_steps: HistogramData = NOTHING
-    seconds_of_steps: HistogramData = NOTHING
+    seconds_of_phases: dict[str, HistogramData] = field(default_factory=dict)
+    seconds_of_cancels: HistogramData = NOTHING
     waiting_by_reason: dict[str, int] = field(default_factory=dict)
     finished: dict[str, int] = field(default_factory=dict)
 
@@ -135,6 +147,7 @@ class ServiceStats:
     """What a server reports. Totals count since the start; `finished` is requests by `FinishReason` value.
 
     - `engine`: its own books; its totals begin anew when it is loaded or restarted.
+    - `invariant_violations`: times that an engine's books were found wrong, those that ended it included.
     - A request counts its prompt tokens when its first token arrives, and its generated tokens as they are
       shown; tokens computed after a stop string was met count nowhere.
     - Of a request that gave a token: `queue_time_s` from its arrival until it was first admitted,
@@ -151,6 +164,7 @@ class ServiceStats:
     engine: EngineStats
     prompt_tokens: int
     generation_tokens: int
+    invariant_violations: int = 0
     finished: dict[str, int] = field(default_factory=dict)
     time_to_first_token_s: HistogramData = NOTHING
     inter_token_latency_s: HistogramData = NOTHING

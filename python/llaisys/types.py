@@ -406,6 +406,35 @@ class GgufTokenizer:
 
 
 @dataclass(frozen=True, slots=True)
+class CudaDevice:
+    """A GPU as the driver describes it. `capability` 90 is compute capability 9.0."""
+
+    name: str
+    capability: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CudaInfo:
+    """What CUDA computes with on this machine; all but `reason` is empty if it cannot.
+
+    Versions are CUDA's, as the driver knows it and of NVRTC ("13.0"). `libraries` are files, or bare names
+    that the system's loader found.
+    """
+
+    reason: str | None
+    driver_version: str | None = None
+    nvrtc_version: str | None = None
+    devices: tuple[CudaDevice, ...] = ()
+    libraries: tuple[str, ...] = ()
+
+    @property
+    def usable(self) -> bool:
+        """Whether kernels can be compiled and run."""
+        return self.reason is None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """Facts of a checkpoint, read from its headers without loading the weights.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -11,9 +12,18 @@ from golden import FOLDER, Golden
 from llaisys import AsyncLLM, SamplingParams
 from llaisys.config import Config
 from llaisys.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestTimeoutError
+from serving import long_model
 
 pytestmark = pytest.mark.stage2
-LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+# It does not end by itself before a test has acted.
+LONG = SamplingParams(temperature=0, max_tokens=60_000, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Settings of an engine with room for LONG."""
+    model = str(long_model(tmp_path_factory.mktemp("online")))
+    return {"model": model, "dtype": "float32", "num_kv_cells": 65536}
 
 
 @pytest.fixture
@@ -52,8 +62,9 @@ async def test_streams_side_by_side_give_the_reference(service: AsyncLLM, golden
 
 
 async def test_a_stream_that_is_left_is_cancelled_and_the_others_go_on(
-    service: AsyncLLM, golden: Golden
+    long: dict[str, Any], golden: Golden
 ) -> None:
+    service = await AsyncLLM.start(Config(**long))
     stream = service.generate(golden.prompts[1], LONG, "left")
     await anext(stream)
     other = asyncio.ensure_future(collect(service, golden.prompts[1], greedy(24), "stays"))
@@ -62,9 +73,11 @@ async def test_a_stream_that_is_left_is_cancelled_and_the_others_go_on(
     # The next request's first token comes a step after the cancel: by then its cells are back.
     await collect(service, [1], greedy(1), "after")
     assert service.stats().engine.kv_cells_used == 0
+    await service.close()
 
 
-async def test_abort_by_id_ends_the_stream(service: AsyncLLM, golden: Golden) -> None:
+async def test_abort_by_id_ends_the_stream(long: dict[str, Any], golden: Golden) -> None:
+    service = await AsyncLLM.start(Config(**long))
     reasons = []
     async for delta in service.generate(golden.prompts[1], LONG, "named"):
         service.abort("named")
@@ -72,10 +85,11 @@ async def test_abort_by_id_ends_the_stream(service: AsyncLLM, golden: Golden) ->
     assert reasons[-1] == "abort"
     service.abort("named")
     service.abort("never existed")
+    await service.close()
 
 
-async def test_the_queue_is_bounded_and_refuses_at_once(golden: Golden) -> None:
-    config = Config(model=str(FOLDER), dtype="float32", max_num_seqs=1, max_num_queued_reqs=2)
+async def test_the_queue_is_bounded_and_refuses_at_once(long: dict[str, Any], golden: Golden) -> None:
+    config = Config(**long, max_num_seqs=1, max_num_queued_reqs=2)
     service = await AsyncLLM.start(config)
     streams = [service.generate(golden.prompts[1], LONG, f"r{i}") for i in range(3)]
     first = [asyncio.ensure_future(anext(stream)) for stream in streams]
@@ -93,9 +107,9 @@ async def test_what_can_never_fit_is_refused_with_both_numbers(service: AsyncLLM
         await anext(service.generate([1] * 500, greedy(13), "big"))
 
 
-async def test_a_request_past_its_deadline_ends(golden: Golden) -> None:
+async def test_a_request_past_its_deadline_ends(long: dict[str, Any], golden: Golden) -> None:
     """One runs, one waits behind it; both are older than the deadline at the first step after it."""
-    config = Config(model=str(FOLDER), dtype="float32", max_num_seqs=1, request_timeout_s=1e-6)
+    config = Config(**long, max_num_seqs=1, request_timeout_s=1e-6)
     service = await AsyncLLM.start(config)
     results = await asyncio.gather(
         *(collect(service, golden.prompts[1], LONG, f"r{i}") for i in range(2)), return_exceptions=True
@@ -105,8 +119,10 @@ async def test_a_request_past_its_deadline_ends(golden: Golden) -> None:
     await service.close()
 
 
-async def test_close_ends_open_streams_once_and_refuses_new_ones(golden: Golden) -> None:
-    service = await AsyncLLM.start(Config(model=str(FOLDER), dtype="float32"))
+async def test_close_ends_open_streams_once_and_refuses_new_ones(
+    long: dict[str, Any], golden: Golden
+) -> None:
+    service = await AsyncLLM.start(Config(**long))
     stream = service.generate(golden.prompts[1], LONG, "open")
     await anext(stream)
     await service.close()

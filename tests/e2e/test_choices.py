@@ -218,7 +218,7 @@ def test_only_the_end_of_a_long_prompt_is_used(client: openai.OpenAI) -> None:
 
 
 def test_a_request_id_is_used_once_at_a_time(client: openai.OpenAI) -> None:
-    body = asked(prompt=PROMPT, max_tokens=4000, extra_body={"request_id": "mine"})
+    body = asked(prompt=PROMPT, max_tokens=8000, extra_body={"request_id": "mine"})
     with client.completions.create(stream=True, **body) as stream:
         assert next(iter(stream)).id == "cmpl-mine"
         with pytest.raises(openai.BadRequestError) as caught:

@@ -94,10 +94,8 @@ def test_the_log_line_of_a_request(server: Server) -> None:
     headers = {"x-request-id": "of-the-log"}
     answer = server.http.post("/v1/completions", json={**BODY, "prompt": "canary"}, headers=headers)
     assert answer.headers["x-request-id"] == "of-the-log"
+    (line,) = server.lines("of-the-log")
     text = server.log.read_text("utf-8")
-    (line,) = [
-        json.loads(line) for line in text.splitlines() if line.startswith("{") and "of-the-log" in line
-    ]
     assert (line["status"], line["end_reason"], line["completion_tokens"]) == (200, "length", 3)
     assert line["model"] == server.model
     assert line["key"] not in ("", "good")

@@ -78,9 +78,10 @@ def test_leaving_after_the_last_byte_is_no_leaving(tiny: Server) -> None:
 
 
 def test_the_log_has_one_line_for_it(tiny: Server) -> None:
-    with ask(tiny, "/v1/completions", {**BODIES["/v1/completions"], "stream": True}) as connection:
-        until_read(connection, b"x-request-id: ")
+    path, raw = "/v1/completions", json.dumps({**BODIES["/v1/completions"], "stream": True}).encode()
+    with connect(tiny) as connection:
+        named = head(tiny, path, len(raw)).removesuffix(b"\r\n") + b"X-Request-Id: of-who-leaves\r\n\r\n"
+        connection.sendall(named + raw)
         until_read(connection, b'"index":0')
-    tiny.until("vllm:num_requests_running", 0)
-    lines = [json.loads(line) for line in tiny.log.read_text("utf-8").splitlines() if line.startswith("{")]
-    assert [line["end_reason"] for line in lines if line["status"] == 200][-1] == "client_gone"
+    (line,) = tiny.lines("of-who-leaves")
+    assert (line["status"], line["end_reason"]) == (200, "client_gone")

@@ -18,14 +18,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from serving import Server, long_model, serving
+from serving import END_S, Server, long_model, serving
 from sse import events
 
 SEED = int(os.environ.get("DRAIN_SEED", "20261121"))
 N_MOMENTS, N_CLIENTS = 20, 12
 LONG = 2_500  # tokens: no answer of this length ends by itself before the second signal
-# After the drain: uvicorn closes connections, the engine ends its step, the interpreter ends.
-EXIT_BOUND_S = 30
 JSON = {"content-type": "application/json"}
 FLAGS = (
     *("--num-kv-cells", "16384", "--max-num-seqs", "6", "--max-num-queued-reqs", "64", "--dtype", "float32"),
@@ -153,6 +151,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return long_model(tmp_path_factory.mktemp("drain"))
 
 
+@pytest.mark.timeout(900)  # half a minute on two quiet cores
 @pytest.mark.parametrize("half", [0, 1])
 def test_a_signal_at_random_moments(model: Path, tmp_path: Path, half: int) -> None:
     """Half of the moments, two servers at a time: one starts while the other ends."""
@@ -195,7 +194,7 @@ def end_one(model: Path, tmp_path: Path, moment: Moment) -> Crowd:
         if moment.second is not None:
             crowd.until(crowd.n_pieces + moment.second)
             server.process.send_signal(signal.SIGTERM)
-        attempt(crowd, lambda: server.process.wait(timeout=moment.drain_s + EXIT_BOUND_S), want=0)
+        attempt(crowd, lambda: server.process.wait(timeout=moment.drain_s + END_S), want=0)
         for client in clients:
             client.join()
         attempt(crowd, lambda: "Traceback" in server.log.read_text("utf-8"), want=False)

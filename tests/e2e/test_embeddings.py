@@ -60,9 +60,9 @@ def test_a_client_that_goes_away_frees_its_place_and_cells(tiny: Server, client:
         head = f"POST /v1/embeddings HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         tiny.until("vllm:num_requests_running", 1)
+    tiny.until("vllm:request_success_total", n_before + 1, finished_reason="abort")
     tiny.until("vllm:num_requests_running", 0)
-    assert tiny.metric("vllm:request_success_total", finished_reason="abort") == n_before + 1
-    assert tiny.metric("vllm:num_requests_waiting") == 0
+    tiny.until("vllm:num_requests_waiting", 0)
     assert client.embeddings.create(model="tiny", input="Hi").data
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from serving import Server, long_model, serving
+from serving import END_S, Server, long_model, serving
 from sse import events
 
 FLAGS = ("--num-kv-cells", "65536", "--dtype", "float32", "--engine-process")
@@ -48,7 +48,7 @@ def test_kill_9_of_the_engine(tmp_path: Path) -> None:
 
 def test_ctrl_c_reaches_the_engine_through_the_server_alone(tmp_path: Path) -> None:
     """A signal to all of them, as a terminal or a service manager sends it, ends the stream in order."""
-    with serving(tmp_path, str(long_model(tmp_path)), *FLAGS, "--shutdown-timeout", "100") as server:
+    with serving(tmp_path, str(long_model(tmp_path)), *FLAGS, "--shutdown-timeout", "250") as server:
         processes = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children()]
         raw = b""
         with server.http.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 500}) as answer:
@@ -57,6 +57,6 @@ def test_ctrl_c_reaches_the_engine_through_the_server_alone(tmp_path: Path) -> N
                     for each in processes:
                         os.kill(each.pid, signal.SIGTERM)
                 raw += part
-        assert server.process.wait(timeout=60) == 0
+        assert server.process.wait(timeout=END_S) == 0
     *_, last, done = events(raw)
     assert (last["choices"][0]["finish_reason"], done) == ("length", "[DONE]")

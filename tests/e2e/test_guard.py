@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import psutil
 import pytest
 
-from serving import GOLDENS, Server, serving
+from serving import GOLDENS, Server, long_model, serving
 
 TEMPLATE = """{% set say = messages[-1].content %}
 {%- if say == 'work' %}{{ 9 ** (9 ** 9) }}{% elif say == 'load' %}{{ ('a' * 10 ** 9) | length }}
@@ -23,12 +24,20 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A hostile template, and a second for heads and bodies."""
+    """A hostile template."""
     folder = tmp_path_factory.mktemp("guarded")
     (folder / "hostile.jinja").write_text(TEMPLATE)
-    flags = ("--chat-template", str(folder / "hostile.jinja"), "--upload-timeout-s", "1")
+    flags = ("--chat-template", str(folder / "hostile.jinja"))
     flags += ("--max-body-bytes-in-flight", "200000", "--num-kv-cells", "4096")
     with serving(folder, str(GOLDENS / "qwen3-tied-bf16"), *flags) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A second for heads and bodies."""
+    flags = ("--upload-timeout-s", "1", "--num-kv-cells", "4096")
+    with serving(tmp_path_factory.mktemp("impatient"), str(GOLDENS / "qwen3-tied-bf16"), *flags) as made:
         yield made
 
 
@@ -57,8 +66,6 @@ def test_killed_text_processes_come_back(server: Server) -> None:
     assert len(children) == 2
     for child in children:
         child.kill()
-        while child.status() != psutil.STATUS_ZOMBIE:  # the server has not looked at it yet
-            pass
     assert chat(server, "Hello").status_code == 200
 
 
@@ -78,13 +85,13 @@ def head(server: Server, *more: str) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-def test_a_slow_head_and_a_slow_body_end(server: Server) -> None:
+def test_a_slow_head_and_a_slow_body_end(impatient: Server) -> None:
     for sent in (b"", b"GET / HTTP/1.1\r\nHost: x"):
-        with line(server) as connection:
+        with line(impatient) as connection:
             connection.sendall(sent)
             assert all_of(connection) == b""
-    with line(server) as connection:
-        connection.sendall(head(server, "Content-Length: 10") + b'{"p')
+    with line(impatient) as connection:
+        connection.sendall(head(impatient, "Content-Length: 10") + b'{"p')
         answer = all_of(connection)
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b"did not arrive within 1 seconds" in answer
@@ -95,9 +102,9 @@ def send_for_ever(connection: socket.socket) -> None:
         connection.sendall(b"x" * 65536)
 
 
-def test_a_refused_body_that_goes_on_for_ever_ends(server: Server) -> None:
-    with line(server) as connection:
-        connection.sendall(head(server, f"Content-Length: {2**40}"))
+def test_a_refused_body_that_goes_on_for_ever_ends(impatient: Server) -> None:
+    with line(impatient) as connection:
+        connection.sendall(head(impatient, f"Content-Length: {2**40}"))
         assert connection.recv(12) == b"HTTP/1.1 413"
         with pytest.raises(OSError, match=r"reset|Broken pipe"):
             send_for_ever(connection)
@@ -126,16 +133,18 @@ def test_bodies_together_are_bounded(server: Server) -> None:
         answer = server.http.post("/v1/completions", content=b"x" * 50_001)
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         assert answer.json()["error"]["code"] == "server_overloaded"
-        assert all_of(first).startswith(b"HTTP/1.1 408 ")
-    assert server.http.post("/v1/completions", content=b"x" * 50_001).status_code == 400
+    while answer.status_code == 429:  # until the server has noticed that the first one left
+        answer = server.http.post("/v1/completions", content=b"x" * 50_001)
+    assert answer.status_code == 400
 
 
 def test_rates(tmp_path: Path) -> None:
-    flags = ("--max-requests-per-minute-per-key", "3", "--num-kv-cells", "4096")
+    flags = ("--max-requests-per-minute-per-key", "3", "--num-kv-cells", "65536")
     flags += ("--max-concurrent-requests-per-key", "1", "--served-model-name", "m")
-    with serving(tmp_path, str(GOLDENS / "qwen3-tied-bf16"), *flags, key="one,two") as server:
+    with serving(tmp_path, str(long_model(tmp_path)), *flags, key="one,two") as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="one", max_retries=0)
-        with client.completions.create(model="m", prompt="Hi", max_tokens=500, stream=True) as stream:
+        long: Any = {"max_tokens": 60_000, "extra_body": {"ignore_eos": True}}
+        with client.completions.create(model="m", prompt="Hi", stream=True, **long) as stream:
             next(iter(stream))
             with pytest.raises(openai.RateLimitError) as caught:
                 client.completions.create(model="m", prompt="Hi", max_tokens=1)

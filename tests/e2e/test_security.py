@@ -19,7 +19,7 @@ import pytest
 from llaisys.config import Config
 from llaisys.server.app import _routes
 from llaisys.server.state import ServerState
-from serving import GOLDENS, Server, serving
+from serving import Server, long_model, serving
 
 CANARY = "canary-7f3a"
 GOOD, OTHER = f"{CANARY}-good", f"{CANARY}-other"
@@ -106,8 +106,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         f"{name} {hashlib.sha256(key.encode()).hexdigest()}" for name, key in (("a", GOOD), ("b", OTHER))
     ]
     keys.write_text("\n".join(lines), "utf-8")
-    flags = ("--api-key-file", str(keys), "--max-body-bytes", str(LIMIT), "--num-kv-cells", "4096")
-    with serving(folder, str(GOLDENS / "qwen3-tied-bf16"), *flags, "--log-level", "debug") as made:
+    flags = ("--api-key-file", str(keys), "--max-body-bytes", str(LIMIT), "--num-kv-cells", "65536")
+    with serving(folder, str(long_model(folder)), *flags, "--log-level", "debug") as made:
         made.http.headers["authorization"] = f"Bearer {GOOD}"
         yield made
 
@@ -275,7 +275,7 @@ def test_a_body_over_the_limit(server: Server) -> None:
 
 
 def test_only_its_own_key_cancels_an_answer(server: Server) -> None:
-    body = {"prompt": "Hi", "max_tokens": 500, "ignore_eos": True, "stream": True, "request_id": "held"}
+    body = {"prompt": "Hi", "max_tokens": 60_000, "ignore_eos": True, "stream": True, "request_id": "held"}
     place = Row("POST", "/v1/requests/cmpl-held/cancel", (200,))
     with server.http.stream("POST", "/v1/completions", json=body) as answer:
         chunks = answer.iter_raw()

@@ -6,13 +6,13 @@ import signal
 import socket
 import subprocess
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import httpx
 import pytest
 
-from serving import COMMAND, GOLDENS, Server, environment, long_model, serving
+from serving import COMMAND, END_S, GOLDENS, Server, environment, long_model, serving
 from sse import events
 
 MODEL = str(GOLDENS / "qwen2-tied-bf16")
@@ -62,12 +62,15 @@ class Reader(Thread):
         super().__init__()
         self.answer = httpx.Response(599)
         self.raw = b""
+        self.has_begun = Event()
         self._server = server
         self._body = body
 
     def run(self) -> None:
         with self._server.http.stream("POST", "/v1/completions", json=self._body) as self.answer:
-            self.raw = b"".join(self.answer.iter_raw())
+            for part in self.answer.iter_raw():
+                self.raw += part
+                self.has_begun.set()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -93,20 +96,20 @@ def test_a_signal_ends_every_answer_properly(tmp_path: Path, number: int) -> Non
 
 
 def test_a_drain_lets_answers_end(tmp_path: Path) -> None:
-    with serving(tmp_path, str(long_model(tmp_path)), *FLAGS, "--shutdown-timeout", "100") as server:
+    with serving(tmp_path, str(long_model(tmp_path)), *FLAGS, "--shutdown-timeout", "250") as server:
         reader = Reader(server, {**LONG, "max_tokens": 500, "stream": True})
         reader.start()
-        server.until("vllm:num_requests_running", 1)
+        reader.has_begun.wait()
         server.process.send_signal(signal.SIGTERM)
         reader.join()
-        assert server.process.wait(timeout=60) == 0
+        assert server.process.wait(timeout=END_S) == 0
     *_, last, done = events(reader.raw)
     assert done == "[DONE]"
     assert last["choices"][0]["finish_reason"] == "length"
 
 
 def test_a_second_signal_cuts_the_drain(tmp_path: Path) -> None:
-    with serving(tmp_path, str(long_model(tmp_path)), *FLAGS, "--shutdown-timeout", "100") as server:
+    with serving(tmp_path, str(long_model(tmp_path)), *FLAGS, "--shutdown-timeout", "250") as server:
         reader = Reader(server, {**LONG, "stream": True})
         reader.start()
         server.until("vllm:num_requests_running", 1)

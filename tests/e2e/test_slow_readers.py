@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -56,6 +57,36 @@ def in_kernel(connection: socket.socket) -> int:
         elif local.endswith(theirs) and remote.endswith(mine):
             n_bytes += n_sent
     return n_bytes
+
+
+def servers_end(connection: socket.socket) -> bool:
+    """Whether the kernel still has the server's end of this connection."""
+    mine, theirs = (f":{name[1]:04X}" for name in (connection.getsockname(), connection.getpeername()))
+    rows = (line.split() for line in Path("/proc/net/tcp").read_text("ascii").splitlines()[1:])
+    return any(row[1].endswith(theirs) and row[2].endswith(mine) for row in rows)
+
+
+def test_a_whole_answer_that_nobody_reads_is_dropped(tmp_path: Path) -> None:
+    """A prompt's logprobs by the megabyte, finished, and its client takes nothing: the connection goes, and
+    with it what the answer held."""
+    flags = ("--num-kv-cells", "4096", "--dtype", "float32", "--send-timeout-s", "1")
+    prompt = [5 + i % 200 for i in range(1000)]
+    body = {"prompt": prompt, "max_tokens": 1, "prompt_logprobs": 20, "ignore_eos": True}
+    with serving(tmp_path, str(long_model(tmp_path)), *flags) as server:
+        whole = server.http.post(COMPLETIONS, json=body).content
+        assert len(whole) > 3 * HELD_MAX, "the kernel would take all of it"
+        n_files = server.metric("process_open_fds")
+        with ask(server, COMPLETIONS, body, receive_bytes=RECEIVE_BYTES) as idle:
+            server.until("vllm:request_success_total", 2, finished_reason="length")
+            while servers_end(idle):
+                assert server.process.poll() is None
+            server.until("process_open_fds", n_files)
+            assert server.metric("llaisys:kv_cells", state="used") == 0
+            got = b""
+            with contextlib.suppress(ConnectionResetError):
+                while part := idle.recv(65536):
+                    got += part
+        assert 0 < len(got) < len(whole)
 
 
 def test_slow_readers_hold_little_and_disturb_nobody(server: Server) -> None:

@@ -3,6 +3,7 @@ writes the calls)."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from serving import Server
 from sse import events
 
 pytestmark = pytest.mark.model
+N_SCHEMAS = 200
 CHAT: Any = [{"role": "user", "content": "Make up a record as JSON."}]
 TOOL: Any = {
     "type": "function",
@@ -37,16 +39,31 @@ def api(smollm2: Server) -> Iterator[openai.OpenAI]:
         yield made
 
 
+def asked_for(seed: int, **fields: Any) -> dict[str, Any]:
+    """A record that keeps the schema of this seed."""
+    format = {"type": "json_schema", "json_schema": {"name": "record", "schema": schema(seed)}}
+    asked = {"model": "smollm2", "messages": CHAT, "seed": seed, "max_tokens": 96, "response_format": format}
+    return {**asked, **fields}
+
+
+async def test_two_hundred_schemas(smollm2: Server) -> None:
+    """All at the same time: whatever ends by itself is valid, and nearly all of them do."""
+    base_url = f"{smollm2.url}/v1"
+    async with openai.AsyncOpenAI(base_url=base_url, api_key="EMPTY", max_retries=0, timeout=None) as client:
+        given = await asyncio.gather(
+            *(client.chat.completions.create(**asked_for(seed, temperature=0.8)) for seed in range(N_SCHEMAS))
+        )
+    answers = [each.choices[0] for each in given]
+    ended = [seed for seed, answer in enumerate(answers) if answer.finish_reason == "stop"]
+    for seed in ended:
+        jsonschema.validate(json.loads(answers[seed].message.content), schema(seed))
+    assert len(ended) >= 0.9 * N_SCHEMAS
+    assert {answer.finish_reason for answer in answers} <= {"stop", "length"}
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_schema_whole_and_streamed(api: openai.OpenAI, seed: int) -> None:
-    format: Any = {"type": "json_schema", "json_schema": {"name": "record", "schema": schema(seed)}}
-    asked: Any = {
-        "model": "smollm2",
-        "messages": CHAT,
-        "seed": seed,
-        "max_tokens": 96,
-        "response_format": format,
-    }
+    asked = asked_for(seed)
     whole = api.chat.completions.create(**asked).choices[0]
     assert whole.finish_reason == "stop"
     jsonschema.validate(json.loads(whole.message.content or ""), schema(seed))

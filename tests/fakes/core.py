@@ -468,6 +468,10 @@ def available_isas() -> list[str]:
     return ["fake"]
 
 
+def cuda_info(folders: list[str]) -> str:  # noqa: ARG001 -- as the compiled core's
+    return json.dumps({"reason": "no NVIDIA driver"})
+
+
 def inspect(path: str) -> str:
     """Facts of the made-up model."""
     return json.dumps(

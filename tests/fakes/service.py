@@ -32,6 +32,7 @@ STATS = ServiceStats(
         num_running=2,
         num_waiting=5,
         num_steps=40,
+        seq_ids_free=14,
         kv_cells=100,
         kv_cells_used=25,
         kv_cells_retained=60,
@@ -41,11 +42,13 @@ STATS = ServiceStats(
         prefix_query_tokens=500,
         prefix_hit_tokens=400,
         tokens_of_steps=HistogramData((1.0, 8.0), (3, 4, 5), 90.0),
-        seconds_of_steps=HistogramData((0.5,), (3, 1), 2.5),
+        seconds_of_phases={"plan": HistogramData((0.5,), (3, 1), 2.5)},
+        seconds_of_cancels=HistogramData((0.5,), (0, 2), 3.25),
         waiting_by_reason={"capacity": 1, "preempted": 2, "sibling": 2, "remote_kv": 0},
     ),
     prompt_tokens=11,
     generation_tokens=7,
+    invariant_violations=3,
     finished={"stop": 3, "length": 1},
     time_to_first_token_s=HistogramData((0.5, 1.0), (1, 2, 3), 9.5),
     time_per_output_token_s=HistogramData((0.5,), (1, 0), 0.25),
@@ -106,6 +109,7 @@ class FakeService:
     chat_error: Exception | None = None
     dead: bool = False
     stuck: bool = False
+    full: bool = False
     n_beats: int = 0
     config: Config = field(default_factory=Config)
     grammar_error: Exception | None = None
@@ -128,6 +132,9 @@ class FakeService:
 
     async def close(self, drain_s: float = 0.0) -> None:
         """A fake has nothing to close."""
+
+    def is_full(self) -> bool:
+        return self.full
 
     def is_stuck(self) -> bool:
         return self.stuck

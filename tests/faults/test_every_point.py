@@ -46,6 +46,8 @@ POINTS = {
 }
 # Those of test_session_calls.py.
 SESSIONS = {"kv.export", "kv.import"}
+# That of test_ranks.py.
+RANKS = {"decode.rank"}
 # Calls that the engine does not make; the Rust test makes them fail.
 NOT_THE_ENGINES = {"kv.seq_keep", "kv.seq_add", "weights.replace"}
 SCENES = {
@@ -91,7 +93,7 @@ def test_the_table_the_source_and_the_runs_name_the_same_points(
 ) -> None:
     text = "".join(path.read_text("utf-8") for path in SOURCE.rglob("*.rs"))
     in_source = set(re.findall(r'(?:fault_point!\((?:panic )?|table::hit\()"([a-z_.]+)"', text))
-    assert set(POINTS) | SESSIONS | NOT_THE_ENGINES == set(core.fault_points()) == in_source
+    assert set(POINTS) | SESSIONS | RANKS | NOT_THE_ENGINES == set(core.fault_points()) == in_source
     assert {point for scene in SCENES for point, n in good(scene)[1].items() if n} == set(POINTS)
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from serving import long_model
+from serving import END_S, long_model
 
 SCRIPT = Path(__file__).with_name("exits.py")
 FORMS = ("thread", "process")
@@ -23,7 +24,8 @@ CODES = {"sys.exit": {3}, "exception": {1}, "SIGINT x2": {-signal.SIGINT, 1, 130
 # is all the same who closes. (`close twice` goes on to the last line, too.)
 OPEN = ("no close", "sys.exit", "exception", "SIGINT x2", "close twice", "close from another thread", "fork")
 WAYS = {"idle": ("no close", "SIGINT x2", "close twice", "fork"), "streaming": OPEN, "async": OPEN}
-HANG_S = 30  # ten seconds are the bound, on a machine that does nothing else
+# This run's programs, and what they leave behind, among all processes of the machine.
+MARK = f"{os.getpid()}-{time.monotonic_ns()}"
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +37,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def _no_process_is_left() -> Iterator[None]:
     """The engine's process of a program that has ended has ended, too, or does so now."""
     yield
-    for each in psutil.process_iter(["cmdline"]):
-        if any("llaisys.engine.child" in part for part in each.info["cmdline"] or ()):
-            each.wait(timeout=HANG_S)
+    for each in psutil.process_iter(["environ"]):
+        if (each.info["environ"] or {}).get("EXIT_TEST") == MARK:
+            each.wait(timeout=END_S)
 
 
 @pytest.mark.parametrize(("work", "how"), [(work, how) for work, hows in WAYS.items() for how in hows])
 def test_a_program_ends(model: str, work: str, how: str) -> None:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONFAULTHANDLER": "1"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "PYTHONFAULTHANDLER": "1",
+        "EXIT_TEST": MARK,
+    }
     with ExitStack() as stack:
         programs = [
             stack.enter_context(
@@ -65,7 +72,7 @@ def test_a_program_ends(model: str, work: str, how: str) -> None:
                 program.send_signal(signal.SIGINT)
                 program.send_signal(signal.SIGINT)
         for program, form in zip(programs, FORMS, strict=True):
-            _, errors = program.communicate(timeout=HANG_S)
+            _, errors = program.communicate(timeout=END_S)
             assert program.returncode in CODES.get(how, {0}), (form, errors)
             for bad in ("PanicException", "panicked", "Fatal Python error", "Exception ignored"):
                 assert bad not in errors, (form, errors)

@@ -54,15 +54,16 @@ class Watch:
             return self.engine
 
         def asked(client: EngineClient, request_id: str, index: int | None = None) -> None:
-            if self.engine is not None:
-                self._asked_at.setdefault(request_id, self.engine._tally.num_steps)
             ask(client, request_id, index)
+            if self.engine is not None:  # now it is in the inbox, or was heard already
+                self._asked_at.setdefault(request_id, self.engine._tally.num_steps)
 
         def cancelled(engine: LLMEngine, request_id: str, index: int | None = None) -> None:
             cancel(engine, request_id, index)
             assert all(each.request_id != request_id for each in engine.requests.running)
             assert engine._worker.n_seq_free == engine.limits.max_num_seqs - len(engine.requests.running)
-            self.lag_steps[engine._tally.num_steps - self._asked_at[request_id]] += 1
+            n_steps = engine._tally.num_steps
+            self.lag_steps[n_steps - self._asked_at.get(request_id, n_steps)] += 1
 
         def stepped(engine: LLMEngine, now_s: float) -> list[EngineOutput]:
             outputs = step(engine, now_s)
@@ -106,11 +107,12 @@ async def test_abort_storm(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     before = asyncio.all_tasks(), threading.active_count(), psutil.Process().num_fds()
     outcomes: Counter[str] = Counter()
     names = iter(range(n_requests))
+    given_up = set(chance.sample(range(n_requests), int(ABORTED * n_requests)))
 
     async def one(i: int) -> None:
         which = chance.randrange(len(asked))
         task = asyncio.create_task(answer(service, asked[which], f"{i}"))
-        if chance.random() < ABORTED:
+        if i in given_up:
             for _ in range(chance.randrange(60)):  # turns of the loop: in the queue, in a prefill, in decode
                 await asyncio.sleep(0)
             if chance.random() < 0.2:
@@ -131,8 +133,7 @@ async def test_abort_storm(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
             await one(i)
 
     await asyncio.gather(*(client() for _ in range(N_AT_ONCE)))
-    assert outcomes["whole"] + outcomes["given up"] == n_requests
-    assert 0.25 * n_requests < outcomes["given up"] < 0.35 * n_requests
+    assert outcomes == {"given up": len(given_up), "whole": n_requests - len(given_up)}
     await answer(service, asked[0], "last")  # every cancel has been heard before this one's end
     assert service._mailboxes == {}
     assert not service._processor._asked

@@ -23,12 +23,11 @@ from llaisys.engine.engine import LLMEngine
 from llaisys.errors import EngineDeadError
 from llaisys.service import AsyncLLM
 from llaisys.types import SamplingParams
-from serving import READY, environment, long_model
+from serving import END_S, READY, environment, long_model
 from sse import events
 
 SETTINGS: dict[str, Any] = {"model": str(FOLDER), "dtype": "float32", "num_kv_cells": 1024}
 SCRIPT = Path(__file__).with_name("stuck.py")
-WINDOW = ("--watchdog-window-s", "6")  # one second for the event loop
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 
 
@@ -60,7 +59,8 @@ async def test_v3_steps_that_do_not_get_on(monkeypatch: pytest.MonkeyPatch) -> N
         return step(engine, now_s)
 
     monkeypatch.setattr(LLMEngine, "step", stops)
-    service = await AsyncLLM.start(Config(**SETTINGS, watchdog_window_s=0.6))
+    # A machine that stands still counts for a second at most: longer than that, or it is a V1 of any step.
+    service = await AsyncLLM.start(Config(**SETTINGS, watchdog_window_s=2.0))
     assert "V3" in await verdict_of(service)
     go.set()
 
@@ -73,12 +73,14 @@ async def test_v2_nobody_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("engine_process", [False, True])
 async def test_v5_a_loop_that_does_not_come_round(engine_process: bool) -> None:
-    service = await AsyncLLM.start(Config(**SETTINGS, watchdog_window_s=0.6, engine_process=engine_process))
+    service = await AsyncLLM.start(Config(**SETTINGS, watchdog_window_s=3.0, engine_process=engine_process))
     stream = service.generate([1, 2, 3], LONG, "a")
     await anext(stream)
     service.beat()
-    while not service.is_stuck():  # noqa: ASYNC110 -- it yields, it does not wait for time
+    assert service._client is not None
+    while service._client.error is None:  # noqa: ASYNC110 -- it yields, it does not wait for time
         await asyncio.sleep(0)
+    assert service.is_stuck()
     assert not service.is_alive()
     with pytest.raises(EngineDeadError, match="V5"):
         await anext(service.generate([1], LONG, "b"))
@@ -89,9 +91,11 @@ async def test_v5_a_loop_that_does_not_come_round(engine_process: bool) -> None:
 
 @contextmanager
 def stuck_server(folder: Path, how: str, *flags: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    """A sixth of the window is the event loop's: short where it is to be found stuck, else long enough."""
+    window = ("--watchdog-window-s", "6" if how == "loop" else "12")
     arguments = ["serve", str(long_model(folder)), "--port", "0", "--num-kv-cells", "65536"]
     env = {**environment(), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(SCRIPT), str(folder / "mark"), how, *arguments, *WINDOW, *flags]
+    command = [sys.executable, str(SCRIPT), str(folder / "mark"), how, *arguments, *window, *flags]
     # The log goes to a file: a full pipe that nobody reads would stop the server.
     with (
         (folder / "log").open("w", encoding="utf-8") as log,
@@ -101,7 +105,7 @@ def stuck_server(folder: Path, how: str, *flags: str) -> Iterator[tuple[subproce
             assert process.stdout is not None
             ready = READY.match(process.stdout.readline())
             assert ready is not None
-            with httpx.Client(base_url=ready[2], timeout=120) as http:
+            with httpx.Client(base_url=ready[2], timeout=None) as http:
                 yield process, http
         finally:
             process.kill()
@@ -119,7 +123,7 @@ def test_a_stuck_engine_ends_its_server_with_70(tmp_path: Path) -> None:
         raw = http.post("/v1/completions", json=BODY).content
         *_, error, done = events(raw)
         assert (error["error"]["code"], done) == ("engine_dead", "[DONE]")
-        process.wait(timeout=60)
+        process.wait(timeout=END_S)
         log = log_of(tmp_path)
         assert process.returncode == 70, log
     assert re.search(r"the engine is stuck \(V3\): .*the steps", log)
@@ -131,7 +135,7 @@ def test_a_stuck_engine_ends_its_server_with_70(tmp_path: Path) -> None:
 @pytest.mark.parametrize("flags", [(), ("--engine-process",)])
 def test_a_stuck_event_loop_ends_its_server_with_70(tmp_path: Path, flags: tuple[str, ...]) -> None:
     with stuck_server(tmp_path, "loop", *flags) as (process, _):
-        process.wait(timeout=60)
+        process.wait(timeout=END_S)
         log = log_of(tmp_path)
         assert process.returncode == 70, log
     assert re.search(r"the engine is stuck \(V5\): the event loop", log)
@@ -146,7 +150,7 @@ def test_a_stuck_engine_process_is_replaced(tmp_path: Path) -> None:
         again = http.post("/v1/completions", json={**BODY, "max_tokens": 40, "stream": False})
         assert again.json()["usage"]["completion_tokens"] == 40
         process.terminate()
-        process.wait(timeout=60)
+        process.wait(timeout=END_S)
         log = log_of(tmp_path)
         assert process.returncode == 0, log
     assert "the engine is stuck (V3)" in log

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from llaisys.errors import (
 )
 from llaisys.server.errors import TABLE, ApiError
 from llaisys.server.limits import BodyGate, BodyLimits
+from llaisys.server.listen import bind
 from llaisys.server.rates import RateGate
 from llaisys.types import FinishReason
 
@@ -385,6 +388,12 @@ def upload_timeout_s() -> None:
     assert of_a_door(bodies(upload_timeout_s=0.01), b"never") == [408]
 
 
+def send_timeout_s() -> None:
+    """For whole answers the kernel keeps it; `test_slow_readers.py` has a reader that meets it."""
+    with closing(bind(load_config({"send_timeout_s": 1.5, "port": 0}))) as listener:
+        assert listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1500
+
+
 def max_concurrent_requests_per_key() -> None:
     assert of_a_door(RateGate(reading, 2, None), b"", b"", b"") == [200, 200, 429]
 
@@ -422,6 +431,7 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
         max_body_bytes,
         max_body_bytes_in_flight,
         upload_timeout_s,
+        send_timeout_s,
         max_concurrent_requests_per_key,
         max_requests_per_minute_per_key,
     )

@@ -43,8 +43,9 @@ def test_a_requests_course() -> None:
     meter.finished("never taken", "abort", 104.0)
     meter.tokens(news(5), 104.0)
     engine = EngineStats(num_running=1, num_waiting=2, kv_cells=10, kv_cells_used=3)
-    stats = meter.snapshot(engine)
+    stats = meter.snapshot(engine, 2)
     assert stats.engine is engine
+    assert stats.invariant_violations == 2
     assert (stats.prompt_tokens, stats.generation_tokens, stats.finished) == (7, 4, {"stop": 1})
     assert (stats.time_to_first_token_s.count, stats.time_to_first_token_s.sum) == (1, 1.0)
     assert (stats.inter_token_latency_s.count, stats.inter_token_latency_s.sum) == (2, 0.5)
@@ -62,7 +63,7 @@ def test_a_request_that_gave_nothing_counts_no_prompt() -> None:
     meter = Meter(100)
     meter.submitted("a", 7, SamplingParams(max_tokens=None), 0.0)
     meter.finished("a", "timeout", 600.0)
-    stats = meter.snapshot(EngineStats())
+    stats = meter.snapshot(EngineStats(), 0)
     assert (stats.prompt_tokens, stats.finished) == (0, {"timeout": 1})
     assert stats.queue_time_s.count == stats.decode_time_s.count == 0
     assert (stats.request_prompt_tokens.count, stats.request_generation_tokens.sum) == (1, 0)
@@ -74,5 +75,5 @@ def test_one_token_has_no_time_per_further_one() -> None:
     meter.submitted("a", 7, SamplingParams(), 0.0)
     meter.tokens(news(1), 1.0)
     meter.finished("a", "length", 1.0)
-    stats = meter.snapshot(EngineStats())
+    stats = meter.snapshot(EngineStats(), 0)
     assert (stats.decode_time_s.count, stats.time_per_output_token_s.count) == (1, 0)

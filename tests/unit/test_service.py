@@ -288,6 +288,17 @@ async def test_a_bad_row_and_a_timeout_end_their_stream_only() -> None:
         assert service.stats().finished == {"timeout": 1}
 
 
+async def test_a_stuck_engine_is_not_alive_even_before_its_streams_have_heard_of_it() -> None:
+    """A server looks between the two, and exits with 0 if it finds it alive."""
+    async with started() as service:
+        assert service._client is not None
+        watch = service._client._watch
+        assert watch is not None
+        watch.stuck = True
+        assert (service.is_stuck(), service.is_alive(), service.is_ready()) == (True, False, False)
+        watch.stuck = False  # so that closing waits for its thread
+
+
 @pytest.mark.parametrize("trouble", [core.DEADLY, core.PANICS])
 async def test_death_ends_every_stream_and_readiness(trouble: int) -> None:
     async with started() as service:

@@ -7,11 +7,9 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, BrowserContext, expect, sync_playwright
 
-from chatpage import FLAGS, Chat, find_browser
+from chatpage import FLAGS, PATIENCE_MS, Chat, find_browser
 from serving import GOLDENS, Server, long_model, serving
 
-# Patience costs nothing where all is well, and a machine may be busy with something else.
-PATIENCE_MS = 30_000
 expect.set_options(timeout=PATIENCE_MS)
 
 

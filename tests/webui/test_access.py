@@ -65,7 +65,9 @@ def test_axe_finds_nothing_in_the_main_views(chat: Chat, scheme: str) -> None:
 
 
 def test_a_phone_shows_all_of_it(browser: Browser, tiny: Server) -> None:
-    context = browser.new_context(viewport={"width": 360, "height": 640}, has_touch=True, is_mobile=True)
+    context = browser.new_context(
+        viewport={"width": 360, "height": 640}, has_touch=True, is_mobile=True, reduced_motion="reduce"
+    )
     chat = Chat.open(context, tiny.url)
     chat.answer_with("x" * 300 + "\n\n" + RICH)
     chat.send("y" * 300)
@@ -104,6 +106,7 @@ def test_everything_by_keyboard(chat: Chat) -> None:
     expect(chat.page.get_by_role("textbox", name="Edit message")).to_have_count(0)
     chat.message.focus()
     keyboard.press("ArrowUp")
+    expect(chat.page.get_by_role("textbox", name="Edit message")).to_be_focused()
     keyboard.type(" more")
     keyboard.press("Control+Enter")
     expect(chat.asked).to_have_text(["one more"])

@@ -55,7 +55,8 @@ def test_a_second_browser_sees_the_chats(keeping: Server, context: BrowserContex
     second.answer_with("said there")
     second.send("more")
     expect(second.text).to_have_text("said there")
-    while keeping.http.get("/v1/chats").json()["data"][0]["revision"] < 2:
+    (change,) = (each for each in keeping.http.get("/v1/chats").json()["data"] if not each["deleted"])
+    while "said there" not in keeping.http.get(f"/v1/chats/{change['id']}").text:
         pass
     look(first)
     expect(first.sessions).to_have_text(["renamed there"])

@@ -74,6 +74,7 @@ def test_a_piece_of_a_stream_touches_the_last_block_only(fed: Chat) -> None:
     long = "".join(f"paragraph {i} with **bold** text\n\n| a |\n|---|\n| {i} |\n\n" for i in range(150))
     fed.feed("\n\n" + long, "```python\nx = 1\n```\n\nlast ")
     expect(fed.text.locator(".block")).to_have_count(303)
+    expect(fed.text.locator(".hljs-number")).to_have_count(1)  # the highlighter has come, too
     fed.page.evaluate("touched()")
     for _ in range(5):
         fed.feed("word ")

@@ -142,7 +142,8 @@ def test_hostile_output_runs_and_fetches_nothing(chat: Chat, name: str) -> None:
     assert chat.text.locator(bad).count() == 0
     assert chat.page.title() == "q"
     # Chromium asks for the page's own icon again when its address changes.
-    own = (f"{chat.url}/v1/chat/completions", f"{chat.url}/assets/icon-")
+    # A page that was open before it knew the model looks a second later whether the server keeps chats.
+    own = tuple(f"{chat.url}/{path}" for path in ("v1/chat/completions", "v1/chats", "assets/icon-"))
     assert [url for url in fetched if not url.startswith(own)] == []
     assert chat.complaints == []
     assert chat.page.evaluate("document.documentElement.scrollWidth <= innerWidth")

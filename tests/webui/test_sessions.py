@@ -196,7 +196,7 @@ def test_a_long_session_mounts_what_is_visible(chat: Chat) -> None:
             place,
         )
         most = max(most, mounted.count())
-        assert mounted.last.is_visible()
+        expect(mounted.last).to_be_visible()
     # A view of 800 pixels and the margin of 400 on both sides, rows of at least 70 pixels.
     assert most <= 1600 / 70 + 2
 
@@ -214,6 +214,7 @@ def test_drafts_stay_with_their_sessions(chat: Chat, tiny: Server, context: Brow
     chat.message.press("End")
     chat.message.press_sequentially(", longer")
     chat.message.blur()
+    chat.settle()
     chat.page.close()
     chat.page = Chat.open(context, tiny.url).page
     expect(chat.message).to_have_value("a draft of a new one")

@@ -185,6 +185,7 @@ def test_the_page_speaks_chinese(chat: Chat) -> None:
     expect(chat.page.get_by_role("dialog", name="设置")).to_be_visible()
     assert chat.page.evaluate("document.documentElement.lang") == "zh-CN"
     chat.page.keyboard.press("Escape")
+    chat.settle()
     chat.page.reload()
     expect(chat.page.get_by_role("textbox", name="消息")).to_be_visible()
 
@@ -209,6 +210,7 @@ def test_themes(chat: Chat, scheme: str) -> None:
     expect(body).to_have_css("background-color", grounds[scheme])
     settings(chat).get_by_label("Theme").select_option(other)
     expect(body).to_have_css("background-color", grounds[other])
+    chat.settle()
     chat.page.reload()
     expect(body).to_have_css("background-color", grounds[other])
 
@@ -216,6 +218,7 @@ def test_themes(chat: Chat, scheme: str) -> None:
 def test_the_font_grows(chat: Chat) -> None:
     settings(chat).get_by_label("Font size").select_option("20")
     expect(chat.page.locator("html")).to_have_css("font-size", "20px")
+    chat.settle()
     chat.page.reload()
     expect(chat.page.locator("html")).to_have_css("font-size", "20px")
 

@@ -30,7 +30,8 @@ fn context() -> OpContext {
 }
 
 fn check(input: &AttentionInput, got: &[f32]) {
-    let want = reference::attention::attention((&input.q, input.scoring), input.numbers(), input.rows());
+    let (q, scoring) = input.queries();
+    let want = reference::attention::attention((&q, scoring), input.numbers(), input.rows());
     let bound = input.tolerance();
     let wrong = got.iter().zip(&want).filter(|(got, want)| (f64::from(**got) - **want).abs() > bound);
     assert_eq!(wrong.count(), 0, "what is timed is not attention");

@@ -2,7 +2,7 @@
 //! could do.
 //!
 //! `cargo bench -p llaisys-core --bench step -- --model qwen --format bf16 --rows 1,4,16,512`: decode steps of that
-//! many sequences at 96 positions each, or (512) one prompt. Random weights. One line of JSON for each number of
+//! many sequences at 96 positions each (`--context` says otherwise), or (512) one prompt. Random weights. One line of JSON for each number of
 //! rows: microseconds of a step by kind of op (sums over layers, medians over steps); for products also the bytes of
 //! their weights and their operations a second, the bytes beside the bandwidth that a plain sum over memory reads.
 //! `--json` for the machine, a table otherwise. `--rows -` takes numbers of rows from
@@ -23,13 +23,13 @@ use llaisys_core::threads::{Pool, share};
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-/// Positions that every sequence holds in a decode step, its new one included.
-const N_CONTEXT: usize = 96;
 /// Rows from which a step is a prompt.
 const PROMPT: usize = 64;
 /// Bytes of the array that bandwidth is measured on.
 const UNCACHED: usize = 256 << 20;
 const D_HEAD: usize = 64;
+/// Cells at least: a pool that lies in pages as an engine's does.
+const N_CELLS: usize = 16_384;
 
 /// A family of shapes.
 #[derive(Debug, Clone, Copy)]
@@ -162,8 +162,8 @@ struct Rows {
 }
 
 impl Rows {
-    /// `n` sequences of one row, or one of `n` rows.
-    fn new(shape: Shape, n: usize) -> Self {
+    /// `n` sequences of one row that sees `n_context` positions, or one of `n` rows.
+    fn new(shape: Shape, n: usize, n_context: usize) -> Self {
         let Shape { d_model, d_ff, n_heads, n_kv_heads, vocab_size, .. } = shape;
         let prompt = n >= PROMPT;
         // Sequences have runs of 32 cells in turn, as the cells are handed out.
@@ -177,10 +177,10 @@ impl Rows {
         } else {
             for seq in 0..n {
                 let start = listed.len() as u32;
-                listed.extend((0..N_CONTEXT).map(|i| cell(seq, i)));
-                seen.push(AttentionRow { start, n_hidden: 0, n_visible: N_CONTEXT as u32 });
-                cells.push(cell(seq, N_CONTEXT - 1));
-                positions.push(N_CONTEXT as i32 - 1);
+                listed.extend((0..n_context).map(|i| cell(seq, i)));
+                seen.push(AttentionRow { start, n_hidden: 0, n_visible: n_context as u32 });
+                cells.push(cell(seq, n_context - 1));
+                positions.push(n_context as i32 - 1);
             }
         }
         let zeros = |width: usize| vec![0.0; n * width];
@@ -297,6 +297,8 @@ struct Arguments {
     /// Instead of `rows`, which then only says what is the most.
     from_stdin: bool,
     n_threads: usize,
+    /// Positions that every sequence holds in a decode step, its new one included.
+    n_context: usize,
     seconds: f64,
     json: bool,
 }
@@ -327,6 +329,7 @@ fn arguments() -> Arguments {
         rows: rows.split(',').map(|n| n.parse().expect("a number")).collect(),
         from_stdin,
         n_threads: value("--threads", &all_threads).parse().expect("a number"),
+        n_context: value("--context", "96").parse().expect("a number"),
         seconds: value("--seconds", "1.0").parse().expect("a number"),
         json: words.iter().any(|word| word == "--json"),
     }
@@ -339,7 +342,7 @@ fn main() {
     let data = vec![1_u64; UNCACHED / 8];
     let most = args.rows.iter().copied().max().unwrap_or(1);
     let mut cx = OpContext::new(kernels, pool, most, args.shape.d_ff).expect("memory for the scratch");
-    let n_cells = (most.min(PROMPT) * N_CONTEXT.next_multiple_of(32)).max(most);
+    let n_cells = (most.min(PROMPT) * args.n_context.next_multiple_of(32)).max(N_CELLS);
     let mut model = Model::new(&cx.pool, args.shape, args.formats, n_cells);
     let start = Draw::new(1).values(Size::Unit, most * args.shape.d_model);
     let lines = std::io::stdin().lines().map(|line| line.expect("text").trim().parse().expect("a number"));
@@ -347,7 +350,7 @@ fn main() {
         if args.from_stdin { Box::new(lines) } else { Box::new(args.rows.into_iter()) };
     for n in asked {
         let read = bandwidth(&cx.pool, &data);
-        let mut rows = Rows::new(args.shape, n);
+        let mut rows = Rows::new(args.shape, n, args.n_context);
         let mut steps: Vec<Laps> = Vec::new();
         step(&mut cx, &mut model, &mut rows, &start);
         let begin = Instant::now();

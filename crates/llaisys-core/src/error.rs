@@ -118,6 +118,12 @@ pub enum Unsupported {
     /// An instruction set that this machine lacks or that is not known.
     #[error("instruction set {name:?} is not available on this machine; available are {available}")]
     Isa { name: String, available: String },
+    /// A model whose sizes do not divide over the ranks.
+    #[error(
+        "the model cannot be split over {n_ranks} ranks (tensor_parallel_size): {what} is {got}, expected a multiple \
+         of {multiple}"
+    )]
+    Split { n_ranks: usize, what: String, got: usize, multiple: usize },
     /// A weight slot that cannot be replaced as asked.
     #[error("weight {name:?} is stored as {stored}; it cannot be replaced from {given}")]
     ReplaceWeight { name: String, stored: &'static str, given: &'static str },
@@ -136,4 +142,7 @@ pub enum DeviceError {
     /// A CUDA call failed; `status` is the driver's or the library's name and number.
     #[error("CUDA: {op} failed: {status}")]
     Cuda { op: String, status: String },
+    /// A rank ended while others waited for what it has to say.
+    #[error("rank {rank} of {world}: another rank ended in the middle of an exchange")]
+    RankLost { rank: usize, world: usize },
 }

@@ -78,7 +78,7 @@ pub(crate) mod table {
         Point { name, actions, action, n_left, n_hits }
     }
 
-    static TABLE: [Point; 26] = [
+    static TABLE: [Point; 27] = [
         point("seq.acquire", DOOR),
         point("seq.release", LEAKS),
         point("seq.set_sampler", DOOR),
@@ -86,6 +86,8 @@ pub(crate) mod table {
         point("decode.prepare", DOOR),
         point("decode.placed", DOOR),
         point("decode.layer", INSIDE),
+        // On the ranks but the first, at the beginning of a pass.
+        point("decode.rank", DOOR),
         point("decode.forward", DOOR),
         point("decode.logits", DOOR),
         point("sampler.row", INSIDE),

@@ -8,6 +8,7 @@
 
 pub mod batch;
 pub mod books;
+pub mod collective;
 pub mod context;
 pub mod dtype;
 pub mod error;

@@ -4,6 +4,7 @@ use crate::dtype::{DType, KvDType};
 use crate::error::DeviceError;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::borrow::Cow;
+use std::ops::Range;
 use std::ptr::NonNull;
 
 /// A borrowed row-major tensor of a model file. `bytes.len()` equals the product of `shape` in `dtype`; the
@@ -66,6 +67,14 @@ pub struct RowView<'a> {
     pub bytes: &'a [u8],
 }
 
+impl RowView<'_> {
+    /// Some columns of the row. Panics if the range does not lie in it, on borders of the type's blocks.
+    pub fn columns(self, range: Range<usize>) -> Self {
+        let at = |column| self.dtype.bytes_of(column).expect("the loader has checked the borders");
+        Self { bytes: &self.bytes[at(range.start)..at(range.end)], ..self }
+    }
+}
+
 /// Bytes on a 64-byte boundary, zeroed, owned. Pages are touched only when written, so a large pool costs
 /// memory as it fills.
 #[derive(Debug)]
@@ -100,6 +109,7 @@ impl AlignedBuf {
         let Some(base) = NonNull::new(unsafe { alloc_zeroed(layout) }) else { return Err(refused) };
         // SAFETY: the offset is below ALIGN, and the layout holds `len + ALIGN` bytes.
         let ptr = unsafe { base.add(base.as_ptr().align_offset(ALIGN)) };
+        prefer_huge_pages(ptr, len);
         Ok(Self { ptr, base, len })
     }
 
@@ -137,6 +147,26 @@ impl AlignedBuf {
         unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr().cast(), self.len / size_of::<T>()) }
     }
 }
+
+/// Asks for pages of 2 MiB: keys and values lie scattered, and each 4 KiB page of them costs a walk of the page
+/// tables, which is most expensive under a hypervisor. Memory is then touched 2 MiB at a time; buffers that lie side
+/// by side share such a page. A refusal only costs speed.
+#[cfg(target_os = "linux")]
+fn prefer_huge_pages(start: NonNull<u8>, len: usize) {
+    /// Below this nothing is gained.
+    const WORTHWHILE: usize = 1 << 20;
+    const PAGE: usize = 4096;
+    if len >= WORTHWHILE {
+        let past_page = start.addr().get() % PAGE;
+        let first = start.as_ptr().wrapping_sub(past_page).cast();
+        // SAFETY: the advice changes how memory is mapped, never what it holds nor whether it may be used.
+        unsafe { libc::madvise(first, past_page + len, libc::MADV_HUGEPAGE) };
+    }
+}
+
+/// Other systems choose by themselves.
+#[cfg(not(target_os = "linux"))]
+fn prefer_huge_pages(_: NonNull<u8>, _: usize) {}
 
 impl Drop for AlignedBuf {
     fn drop(&mut self) {

@@ -211,7 +211,7 @@ impl Drop for Pool {
 }
 
 /// One turn of waiting: spins first, then lets others run.
-fn pause(waited: &mut u32) {
+pub(crate) fn pause(waited: &mut u32) {
     *waited = waited.saturating_add(1);
     if *waited < N_SPINS { std::hint::spin_loop() } else { thread::yield_now() }
 }

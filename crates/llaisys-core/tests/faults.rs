@@ -23,12 +23,15 @@ fn turn() -> MutexGuard<'static, ()> {
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Ranks of the context that is made to fail.
+const RANKS: [usize; 2] = [1, 2];
+
 fn model() -> Tiny {
-    Tiny::odd("Qwen2ForCausalLM", true)
+    Tiny::sized("Qwen2ForCausalLM", true, |model| (model.n_heads, model.n_kv_heads) = (4, 2))
 }
 
-fn config() -> ContextConfig {
-    ContextConfig { n_streams: 2, n_batch: 5, lifo: true, ..settings() }
+fn config(n_ranks: usize) -> ContextConfig {
+    ContextConfig { n_streams: 2, n_batch: 5, lifo: true, n_ranks, ..settings() }
 }
 
 /// A context in which every call has something to do: two sequences at home, one abroad, a segment.
@@ -40,9 +43,9 @@ struct Scene {
     data: Vec<u8>,
 }
 
-fn scene() -> Scene {
+fn scene(n_ranks: usize) -> Scene {
     let tokens = model().tokens(1, 20);
-    let mut loaded = load(&model(), config());
+    let mut loaded = load(&model(), config(n_ranks));
     let context = &mut loaded.context;
     let (a, b) = (context.seq_acquire(0).unwrap(), context.seq_acquire(0).unwrap());
     let abroad = context.seq_acquire(1).unwrap();
@@ -90,9 +93,9 @@ fn bits(context: &mut Context, rows: &Rows) -> Outputs {
     outputs
 }
 
-/// The points that a call passes when nothing fails.
-fn passed(call: Call) -> Vec<&'static str> {
-    let mut scene = scene();
+/// The points that a call passes on so many ranks when nothing fails.
+fn passed(call: Call, n_ranks: usize) -> Vec<&'static str> {
+    let mut scene = scene(n_ranks);
     let before: Vec<_> = names().map(hits).collect();
     (call.1)(&mut scene).unwrap();
     names().zip(before).filter(|(point, before)| hits(point) > *before).map(|(point, _)| point).collect()
@@ -103,17 +106,20 @@ fn passed(call: Call) -> Vec<&'static str> {
 #[test]
 fn every_point_of_every_call_leaves_all_or_says_so() {
     let _turn = turn();
-    let mut reference = scene();
-    let rows = both(&reference);
-    let want = bits(&mut reference.loaded.context, &rows);
     let mut reached = std::collections::BTreeSet::new();
-    for call in CALLS {
-        for point in passed(call) {
-            reached.insert(point);
-            fail_at(call, point, Action::Panic, &want);
-            if set(point, Action::Error, 1).is_ok() {
-                set(point, Action::Off, 1).unwrap();
-                fail_at(call, point, Action::Error, &want);
+    for n_ranks in RANKS {
+        let mut reference = scene(n_ranks);
+        let rows = both(&reference);
+        let want = bits(&mut reference.loaded.context, &rows);
+        // A weight of a model that is split is not replaced.
+        for call in CALLS.into_iter().filter(|call| n_ranks == 1 || call.0 != "replace_weight") {
+            for point in passed(call, n_ranks) {
+                reached.insert(point);
+                fail_at((call, n_ranks), point, Action::Panic, &want);
+                if set(point, Action::Error, 1).is_ok() {
+                    set(point, Action::Off, 1).unwrap();
+                    fail_at((call, n_ranks), point, Action::Error, &want);
+                }
             }
         }
     }
@@ -121,10 +127,10 @@ fn every_point_of_every_call_leaves_all_or_says_so() {
     assert!(missed.is_empty(), "no call reaches {missed:?}");
 }
 
-fn fail_at(call: Call, point: &'static str, action: Action, want: &Outputs) {
-    let mut scene = scene();
+fn fail_at((call, n_ranks): (Call, usize), point: &'static str, action: Action, want: &Outputs) {
+    let mut scene = scene(n_ranks);
     let before = scene.loaded.context.digest();
-    let name = format!("{} with {action:?} at {point}", call.0);
+    let name = format!("{} with {action:?} at {point} on {n_ranks} ranks", call.0);
     set(point, action, 1).unwrap();
     match (action, catch_unwind(AssertUnwindSafe(|| (call.1)(&mut scene)))) {
         (Action::Error, Ok(Err(Error::Injected { point: p }))) => assert_eq!(p, point, "{name}"),
@@ -147,13 +153,17 @@ fn fail_at(call: Call, point: &'static str, action: Action, want: &Outputs) {
 #[test]
 fn a_fault_in_any_pass_or_layer_rolls_back() {
     let _turn = turn();
-    let mut reference = scene();
+    RANKS.into_iter().for_each(fail_in_any_pass_or_layer);
+}
+
+fn fail_in_any_pass_or_layer(n_ranks: usize) {
+    let mut reference = scene(n_ranks);
     let rows = both(&reference);
     let before = reference.loaded.context.digest();
     // Eleven rows in passes of five: three passes, two layers each.
-    for (point, n_hits) in
-        [("decode.forward", 3), ("decode.layer", 6), ("decode.logits", 3), ("sampler.row", 11)]
-    {
+    let points = [("decode.forward", 3), ("decode.layer", 6), ("decode.logits", 3), ("sampler.row", 11)];
+    let of_ranks = (n_ranks > 1).then_some(("decode.rank", 3));
+    for (point, n_hits) in points.into_iter().chain(of_ranks) {
         for nth in 1..=n_hits {
             set(point, Action::Panic, nth).unwrap();
             let context = &mut reference.loaded.context;
@@ -161,7 +171,7 @@ fn a_fault_in_any_pass_or_layer_rolls_back() {
             assert!(result.is_err(), "{point} {nth}");
             assert_eq!(reference.loaded.context.digest(), before, "{point} {nth}");
         }
-        let mut fresh = scene();
+        let mut fresh = scene(n_ranks);
         set(point, Action::Panic, n_hits + 1).unwrap();
         let rows = both(&fresh);
         rows.decode(&mut fresh.loaded.context).unwrap();
@@ -172,7 +182,7 @@ fn a_fault_in_any_pass_or_layer_rolls_back() {
 #[test]
 fn a_leaked_release_is_told_as_done_and_is_not() {
     let _turn = turn();
-    let mut scene = scene();
+    let mut scene = scene(1);
     let free = (scene.loaded.context.n_cells_free(), scene.loaded.context.n_seq_free());
     set("seq.release", Action::Leak, 1).unwrap();
     scene.loaded.context.seq_release(scene.b).unwrap();
@@ -184,7 +194,7 @@ fn a_leaked_release_is_told_as_done_and_is_not() {
 #[test]
 fn a_pause_holds_the_step_until_it_is_ended() {
     let _turn = turn();
-    let mut scene = scene();
+    let mut scene = scene(1);
     let progress = scene.loaded.context.progress();
     set("decode.placed", Action::Pause, 1).unwrap();
     let rows = both(&scene);

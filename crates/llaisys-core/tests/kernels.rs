@@ -485,6 +485,9 @@ fn numbers_that_are_not_finite_are_not_hidden() {
 fn argmax_is_the_reference() {
     for logits in contract::argmax_cases() {
         let what = format!("{} logits", logits.len());
-        assert_eq!(ops::argmax(&logits), reference::argmax::argmax(&logits), "{what}");
+        let want = reference::argmax::argmax(&logits);
+        assert_eq!(ops::argmax(&logits), want, "{what}");
+        let finite = logits.iter().all(|x| x.is_finite());
+        assert_eq!(ops::argmax_finite(&logits), finite.then_some(want), "{what}");
     }
 }

@@ -56,7 +56,8 @@ fn attention_is_the_reference_within_its_roundings() {
             assert!(compute(&mut context(IsaName::Scalar, 1), &input).is_empty());
             continue;
         }
-        let want = reference::attention::attention((&input.q, input.scoring), input.numbers(), input.rows());
+        let (q, scoring) = input.queries();
+        let want = reference::attention::attention((&q, scoring), input.numbers(), input.rows());
         let bound = input.tolerance();
         for isa in IsaName::available() {
             let got = compute(&mut context(isa, 2), &input);

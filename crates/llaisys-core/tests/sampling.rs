@@ -175,6 +175,40 @@ fn faults_are_named() {
     assert_eq!(fault(logits(1), Some(&[0; 4])), Outcome::Fault(RowFault::AllMasked));
 }
 
+/// Rows are looked at in parts of 1024 and lanes of 16: a bad logit is found in each of them, and in the tail.
+#[test]
+fn a_logit_that_is_not_finite_is_found_anywhere() {
+    let places = (0..17).chain(1008..1041).chain(2030..2061);
+    for (place, bad) in places.flat_map(|i| [f32::NAN, f32::INFINITY, f32::NEG_INFINITY].map(|bad| (i, bad)))
+    {
+        let mut row = vec![0.5; 2061];
+        row[place] = bad;
+        let outcome = sample(&mut Scratch::default(), &mut row, None, 0, None);
+        assert_eq!(outcome, Outcome::Fault(RowFault::NonFinite), "{bad} at {place}");
+    }
+}
+
+/// Whatever takes the best token away, the greedy choice is the next one.
+#[test]
+fn the_greedy_choice_is_made_after_every_rule() {
+    let mut row = vec![0.0; VOCAB];
+    (row[40], row[60]) = (3.0, 2.0);
+    let plain = || SamplerSpec { temperature: 0.0, ..SamplerSpec::default() };
+    let rules = [
+        SamplerSpec { allowed_ids: vec![3, 60], ..plain() },
+        SamplerSpec { bad_words: vec![vec![40]], ..plain() },
+        SamplerSpec { logit_bias: vec![(40, -2.0)], ..plain() },
+        SamplerSpec { min_tokens: 3, stop_ids: vec![40], ..plain() },
+        SamplerSpec { repetition_penalty: 2.0, ..plain() },
+        SamplerSpec { presence_penalty: 1.5, ..plain() },
+        SamplerSpec { frequency_penalty: 1.5, ..plain() },
+    ];
+    assert_eq!(token(&row, &sampler(plain(), &[], &[40]), 1), 40);
+    for rule in rules {
+        assert_eq!(token(&row, &sampler(rule.clone(), &[], &[40]), 1), 60, "{rule:?}");
+    }
+}
+
 #[test]
 fn a_mask_leaves_only_its_bits() {
     let mut mask = [0_u32; 4];

@@ -111,7 +111,7 @@ impl Context {
     #[new]
     #[pyo3(signature = (
         path, *, dtype = "auto", kv_dtype = "auto", isa = "auto", n_cells, n_seq_max, n_streams = 1, n_batch,
-        max_model_len, n_threads, lifo = false, poison = false
+        max_model_len, n_threads, n_ranks = 1, lifo = false, poison = false
     ))]
     fn new(
         py: Python<'_>,
@@ -125,6 +125,7 @@ impl Context {
         n_batch: i64,
         max_model_len: i64,
         n_threads: i64,
+        n_ranks: i64,
         lifo: bool,
         poison: bool,
     ) -> PyResult<Self> {
@@ -142,6 +143,7 @@ impl Context {
                 n_batch: count("n_batch", n_batch, i64::from(i32::MAX))?,
                 max_model_len: count("max_model_len", max_model_len, i64::from(i32::MAX))?,
                 n_threads: count("n_threads", n_threads, THREADS_MAX)?,
+                n_ranks: count("n_ranks", n_ranks, THREADS_MAX)?,
             };
             py.detach(|| guarded(|| Core::load(&path, config)))
         });

@@ -11,6 +11,7 @@ use pyo3::prelude::*;
 mod books;
 mod context;
 mod convert;
+mod cuda;
 mod errors;
 #[cfg(feature = "faults")]
 mod faults;
@@ -28,6 +29,8 @@ mod _core {
     use super::books::{Books, Snapshot};
     #[pymodule_export]
     use super::context::Context;
+    #[pymodule_export]
+    use super::cuda::cuda_info;
     #[cfg(feature = "faults")]
     #[pymodule_export]
     use super::faults::{fault_hits, fault_points, set_fault};

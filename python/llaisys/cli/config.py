@@ -8,7 +8,7 @@ from typing import Any
 
 from llaisys.cli.flags import add_config_flags, explained_config_of
 from llaisys.cli.parsing import Commands, add_command
-from llaisys.config import SECRETS
+from llaisys.config import SECRETS, without_credentials
 
 MASK = "***"
 
@@ -48,7 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _shown(name: str, value: Any) -> Any:
-    """The value, or as many masks as there are secrets."""
+    """The value, or as many masks as there are secrets; of an address what may be seen."""
+    if isinstance(value, str):
+        value = without_credentials(value)
     if name not in SECRETS or value in (None, [], ""):
         return value
     return [MASK] * len(value) if isinstance(value, list) else MASK

@@ -30,7 +30,11 @@ SERVER_ONLY = (OF_THE_SERVER - {"api_key"}) | {
 }
 
 # Flags that peers spell otherwise: vLLM's, and uvicorn's.
-ALIASES = {"shutdown_timeout_s": ("--shutdown-timeout",), "timeout_keep_alive_s": ("--timeout-keep-alive",)}
+ALIASES = {
+    "shutdown_timeout_s": ("--shutdown-timeout",),
+    "timeout_keep_alive_s": ("--timeout-keep-alive",),
+    "tensor_parallel_size": ("-tp",),
+}
 
 
 def add_config_flags(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:

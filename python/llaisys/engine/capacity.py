@@ -11,7 +11,7 @@ from pathlib import Path
 from llaisys.config import Config
 from llaisys.engine.limits import Limits
 from llaisys.engine.worker import WorkerSettings
-from llaisys.errors import RejectedError, UnsupportedError
+from llaisys.errors import RejectedError
 from llaisys.types import ModelInfo
 
 # The part of the available memory that K and V take if nothing is configured.
@@ -47,13 +47,14 @@ class Capacity:
     summary: str
 
 
-def size(config: Config, info: ModelInfo, memory_bytes: int, n_cores: int) -> Capacity:
-    """Sizes an engine for a machine with `memory_bytes` available and `n_cores` to compute on.
+def size(
+    config: Config, info: ModelInfo, memory_bytes: int, n_cores: int, cpu_ids: tuple[int, ...] = ()
+) -> Capacity:
+    """Sizes an engine for a machine with `memory_bytes` available and `n_cores` to compute on: `cpu_ids`, if
+    there are any and no more threads than these are wanted.
 
-    Raises UnsupportedError (device) or RejectedError (a bound that cannot be kept), naming the setting.
+    Raises RejectedError, naming the setting: a bound that cannot be kept.
     """
-    if config.device == "cuda":
-        raise UnsupportedError("device 'cuda' is not in this build; supported: cpu", param="device")
     wanted_len = _wanted_len(config, info)
     kv_dtype = _kv_dtype(config)
     cell_bytes = info.kv_bytes_per_cell[kv_dtype]
@@ -77,6 +78,7 @@ def size(config: Config, info: ModelInfo, memory_bytes: int, n_cores: int) -> Ca
         kv_cell_bytes=cell_bytes,
         **{name: getattr(config, name) for name in _AS_CONFIGURED},
     )
+    n_threads = config.num_threads or n_cores
     settings = WorkerSettings(
         path=Path(info.path),
         dtype=_mode(config),
@@ -86,8 +88,10 @@ def size(config: Config, info: ModelInfo, memory_bytes: int, n_cores: int) -> Ca
         n_seq_max=n_seqs,
         n_batch=config.max_num_batched_tokens,
         max_model_len=limits.max_model_len,
-        n_threads=config.num_threads or n_cores,
+        n_threads=n_threads,
+        cpu_ids=cpu_ids if n_threads <= len(cpu_ids) else (),
         n_streams=config.num_kv_streams,
+        n_ranks=config.tensor_parallel_size,
     )
     _refuse_what_does_not_fit(config, info, memory_bytes, n_cells * cell_bytes)
     n_mib = n_cells * cell_bytes / 2**20
@@ -97,6 +101,8 @@ def size(config: Config, info: ModelInfo, memory_bytes: int, n_cores: int) -> Ca
         f"weights: {weights}; KV cache: {n_cells} cells x {cell_bytes} B ({kv_dtype}) = {n_mib:.1f} MiB "
         f"({why}); context {limits.max_model_len} tokens{cut}"
     )
+    if config.tensor_parallel_size > 1:
+        summary += f"; split over {config.tensor_parallel_size} ranks"
     return Capacity(settings, limits, summary)
 
 
@@ -170,11 +176,18 @@ def _weight_bytes(config: Config, info: ModelInfo) -> int:
 
 
 def _workspace_bytes(config: Config, info: ModelInfo) -> int:
-    """Bytes of one step's activations, and of the logits of every request that may run."""
+    """Bytes of one step's activations, and of the logits of every request that may run.
+
+    Several ranks have a residual stream each, and say it and their parts of the logits to the others: what is
+    said lies in memory twice, and the logits as every rank has gathered them.
+    """
+    n_ranks = config.tensor_parallel_size
+    n_streams, n_logits = (2, 1) if n_ranks == 1 else (4 * n_ranks, 4 + n_ranks)
     q, kv = info.n_heads * info.d_head, info.n_kv_heads * info.d_head
-    row = 2 * info.d_model + 2 * q + 2 * kv + 3 * info.d_ff + info.d_head
+    row = n_streams * info.d_model + 2 * q + 2 * kv + 3 * info.d_ff + info.d_head
     n_rows = config.max_num_batched_tokens
-    return _FLOAT_BYTES * (n_rows * row + min(n_rows, config.max_num_seqs) * info.vocab_size)
+    n_requests = min(n_rows, config.max_num_seqs)
+    return _FLOAT_BYTES * (n_rows * row + n_logits * n_requests * info.vocab_size)
 
 
 def _refuse_what_does_not_fit(config: Config, info: ModelInfo, memory_bytes: int, kv_bytes: int) -> None:

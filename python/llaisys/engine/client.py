@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -17,7 +18,13 @@ from llaisys.engine.request import EngineRequest
 from llaisys.engine.sessions import SessionAnswer, SessionCall
 from llaisys.engine.watch import Watch
 from llaisys.engine.wire import Ask, Cancel, Recall, Recalled, Submit
-from llaisys.errors import EngineDeadError, ExhaustedError, QueueFullError, RejectedError
+from llaisys.errors import (
+    EngineDeadError,
+    ExhaustedError,
+    InvariantError,
+    QueueFullError,
+    RejectedError,
+)
 from llaisys.stats import EngineStats
 from llaisys.story import Story
 from llaisys.types import Pooling, RequestId, SamplingParams, SessionInfo
@@ -62,6 +69,7 @@ class EngineClient(ABC):
         self._link: Link | None = None
         self._error: EngineDeadError | None = None
         self._stats = EngineStats(kv_cells=limits.n_cells, kv_cells_free=limits.n_cells)
+        self._num_ended_wrong = 0
         self._owner = os.getpid()
 
     @property
@@ -116,7 +124,7 @@ class EngineClient(ABC):
         cancelled = self._cancelled.setdefault(request_id, set())
         if not {index, None} & cancelled:
             cancelled.add(index)
-            link.send(Cancel(request_id, index))
+            link.send(Cancel(request_id, index, time.monotonic()))
         if request_id not in self._open:  # it ended meanwhile
             self._cancelled.pop(request_id, None)
 
@@ -156,6 +164,18 @@ class EngineClient(ABC):
     def stats(self) -> EngineStats:
         """The engine's books after its newest step."""
         return self._stats
+
+    @property
+    def num_violations(self) -> int:
+        """Times that the books of its engines were found wrong, whether that ended one or not."""
+        return self._num_ended_wrong + self._stats.num_violations
+
+    def is_full(self) -> bool:
+        """True while no request would be taken: all places are, or as many wait as may after the newest step,
+        which let in whom it could."""
+        limits = self._limits
+        is_queue_full = 0 < limits.max_num_queued_reqs <= self._stats.num_queued
+        return self._link is not None and (is_queue_full or len(self._open) >= self._open_max)
 
     @property
     def stuck(self) -> bool:
@@ -222,6 +242,8 @@ class EngineClient(ABC):
 
     def _ended(self, error: EngineDeadError) -> None:
         """The link is dead: every open request gets its end."""
+        if self._link is not None and isinstance(error, InvariantError):
+            self._num_ended_wrong += 1
         self._error = error
         self._link = None
         self._stats = EngineStats(kv_cells=self._limits.n_cells, kv_cells_free=self._limits.n_cells)

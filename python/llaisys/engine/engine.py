@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from llaisys.engine.cells import Room, check_queue, near_need, stream_of
 from llaisys.engine.chronicle import Chronicle
 from llaisys.engine.executor import Executor
@@ -85,7 +87,7 @@ class LLMEngine:
         self._fair = FairState()
         self._last_scan_s = self._last_cleanup_s = self._stuck_s = float("-inf")
         self._num_submitted = self._num_choices = 0
-        self._tally = Tally()
+        self._tally = Tally(time.perf_counter)
         self._chronicle = Chronicle()
         self._now_s = float("-inf")
 
@@ -97,6 +99,11 @@ class LLMEngine:
     def stories(self, request_id: RequestId, now_s: float) -> dict[int, Story]:
         """Where the time of a request's choices went, by index; what is not known any more is left out."""
         return self._chronicle.stories(request_id, now_s)
+
+    @property
+    def tally(self) -> Tally:
+        """What it counts."""
+        return self._tally
 
     @property
     def requests(self) -> OpenRequests:
@@ -143,14 +150,12 @@ class LLMEngine:
         self._num_submitted += 1
         self._num_choices += len(choices)
 
-    def cancel(self, request_id: RequestId, index: int | None = None) -> None:
-        """Ends a request, or one choice of it, now; its ABORT outputs come with the next step.
-
-        What is unknown or has ended is ignored.
-        """
-        for choice in self._requests.choices(request_id):
-            if index is None or choice.index == index:
-                self._pending.append(self._finish(choice, Cancelled()))
+    def cancel(self, request_id: RequestId, index: int | None = None) -> bool:
+        """Ends a request, or one choice of it, now; its ABORT outputs come with the next step. False: it is
+        unknown, or has ended."""
+        named = [each for each in self._requests.choices(request_id) if index in (None, each.index)]
+        self._pending += [self._finish(choice, Cancelled()) for choice in named]
+        return bool(named)
 
     # --- restores: a request of a session that is being restored waits for it, in nobody's way ---
 
@@ -201,8 +206,11 @@ class LLMEngine:
         self._chronicle.plan(made, self._open, len(self._requests.running), now_s)
         batch = self._batch(made, outputs)
         if len(batch):
+            self._tally.lap("plan")
             result = self._executor.run(batch, now_s)
+            self._tally.lap("execute")
             self._settle(batch, result, outputs)
+            self._tally.lap("settle")
         elif self.has_work() and not (outputs or made.expire or made.preempt):
             outputs.append(self._fail_stuck(now_s))
         if not self._open:
@@ -215,30 +223,22 @@ class LLMEngine:
         """Gauges and totals after the newest step."""
         index = self._prefix
         streams = range(self._limits.n_streams)
-        tally, n_free = self._tally, sum(self._worker.n_cells_free)
+        n_free = sum(self._worker.n_cells_free)
         n_evictable = 0 if index is None else sum(map(index.n_evictable, streams))
         return EngineStats(
             num_running=len(self._requests.running),
+            num_queued=self._requests.num_queued,
             num_waiting=len(self._requests.waiting) + len(self._requests.parked),
             num_submitted=self._num_submitted,
-            num_steps=tally.num_steps,
+            seq_ids_free=self._worker.n_seq_free,
             kv_cells=self._limits.n_cells,
             kv_cells_used=self._limits.n_cells - n_free - n_evictable,
             kv_cells_retained=0 if index is None else sum(map(index.n_retained, streams)),
             kv_cells_free=n_free,
             kv_cells_session=self.sessions.n_pinned,
             num_sessions=len(self.sessions),
-            num_preempted=tally.num_preempted,
-            num_evicted_cells=tally.num_evicted_cells,
-            prefix_query_tokens=tally.prefix_query_tokens,
-            prefix_hit_tokens=tally.prefix_hit_tokens,
-            step_prefill_tokens=tally.step_prefill_tokens,
-            step_decode_tokens=tally.step_decode_tokens,
-            step_s=tally.step_s,
-            tokens_of_steps=tally.tokens_of_steps.data(),
-            seconds_of_steps=tally.seconds_of_steps.data(),
             waiting_by_reason=self._requests.waiting_by_reason(),
-            finished=dict(tally.finished),
+            **self._tally.figures(),
         )
 
     def check(self) -> None:
@@ -380,8 +380,7 @@ class LLMEngine:
                 tokens = request.token_ids[each.start : each.start + each.n_tokens]
                 chunks.append(Chunk(request, each.start, tokens, each.samples))
         batch = Batch(decode, chunks)
-        failed = self._guides.fill(batch)
-        outputs += [self._finish(request, Failed(error)) for request, error in failed]
+        outputs += [self._finish(request, Failed(error)) for request, error in self._guides.fill(batch)]
         return batch
 
     def _fail_stuck(self, now_s: float) -> EngineOutput:
@@ -391,6 +390,7 @@ class LLMEngine:
         if running or now_s - self._stuck_s < _STUCK_S:
             raise BrokenInvariant(f"{len(running)} requests run, {len(waiting)} wait, none gets on")
         self._stuck_s = now_s
+        self._tally.num_violations += 1
         head = next(iter(waiting))
         error = RequestFailedError("the engine found no room for this request although nothing else runs")
         return self._finish(head, Failed(error))

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
@@ -20,12 +21,12 @@ from llaisys.engine.executor import Executor
 from llaisys.engine.grammar import Grammars
 from llaisys.engine.limits import Limits
 from llaisys.engine.outputs import EngineOutput, refusal
-from llaisys.engine.request import EngineRequest
+from llaisys.engine.request import BrokenInvariant, EngineRequest
 from llaisys.engine.sessions import SessionAnswer
 from llaisys.engine.watch import Watch
 from llaisys.engine.wire import Ask, Cancel, Recall, Recalled, Shutdown, Submit
 from llaisys.engine.worker import WorkerSettings, open_worker
-from llaisys.errors import EngineDeadError, LlaisysError
+from llaisys.errors import EngineDeadError, InvariantError, LlaisysError
 from llaisys.stats import EngineStats
 
 log = logging.getLogger(__name__)
@@ -138,8 +139,9 @@ class EngineLoop:
                 match message:
                     case Submit(request):
                         refused += _submit(engine, request)
-                    case Cancel(request_id, index):
-                        engine.cancel(request_id, index)
+                    case Cancel(request_id, index, asked_s):
+                        if engine.cancel(request_id, index):
+                            engine.tally.cancelled(time.monotonic() - asked_s)
                     case Ask(call):
                         calls.call(call)
                     case Recall(call_id, request_id):
@@ -190,6 +192,7 @@ def _submit(engine: LLMEngine, request: EngineRequest) -> list[EngineOutput]:
 
 
 def _dead(error: BaseException) -> EngineDeadError:
-    dead = EngineDeadError(f"the engine is dead: {type(error).__name__}: {error}")
+    kind = InvariantError if isinstance(error, BrokenInvariant) else EngineDeadError
+    dead = kind(f"the engine is dead: {type(error).__name__}: {error}")
     dead.__cause__ = error
     return dead

@@ -1,10 +1,14 @@
-"""What this process may use of the machine: memory and cores, cgroup limits included (Linux)."""
+"""What this process may use of the machine: memory and CPUs, cgroup limits included (Linux)."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+
+from llaisys.errors import RejectedError
 
 _ROOT = Path("/")
 
@@ -17,9 +21,62 @@ def available_bytes(root: Path = _ROOT) -> int:
     return max(0, min([_mem_available(root), *_cgroup_rooms(root)]))
 
 
-def usable_cores(root: Path = _ROOT) -> int:
-    """Cores of the affinity mask, at most the CPU quota of the cgroups (rounded up). At least 1."""
-    return max(1, min([len(os.sched_getaffinity(0)), *_cgroup_cores(root)]))
+@dataclass(frozen=True, slots=True)
+class Cpus:
+    """Where to compute: on `n` threads, kept to the CPUs `ids` (empty: wherever the system puts them)."""
+
+    n: int
+    ids: tuple[int, ...] = ()
+
+
+def usable_cpus(bind: str = "auto", root: Path = _ROOT) -> Cpus:
+    """CPUs to compute on, of those in the affinity mask; `bind` is the setting `cpu_threads_bind`.
+
+    "auto": one of each physical core (the threads of a core share its arithmetic units), and not bound if a
+    CPU quota of the cgroups, rounded up, is smaller: then as many threads as that. A list ("0-3,8"): these.
+    `root` stands for `/` in tests. Raises RejectedError: a list that is none, or that names a CPU outside the
+    mask.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    if bind != "auto":
+        ids = _cpu_list(bind, allowed)
+        return Cpus(len(ids), ids)
+    ids = _one_of_each_core(allowed, root)
+    n = max(1, min([len(ids), *_cgroup_cores(root)]))
+    return Cpus(n, ids if n == len(ids) else ())
+
+
+def _one_of_each_core(allowed: list[int], root: Path) -> tuple[int, ...]:
+    """The first of the allowed CPUs of each core; all where the system does not tell."""
+    first: dict[str, int] = {}
+    for cpu in allowed:
+        topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        siblings = _text(topology / "thread_siblings_list").strip() or str(cpu)
+        first.setdefault(siblings, cpu)
+    return tuple(first.values())
+
+
+def _cpu_list(text: str, allowed: list[int]) -> tuple[int, ...]:
+    """The CPUs of a list of numbers and ranges: "0-3,8"."""
+    if re.fullmatch(r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*", text, re.ASCII) is None:
+        raise RejectedError(
+            f"cpu_threads_bind is {text!r}: it is auto, or a list of CPUs such as 0-3,8",
+            param="cpu_threads_bind",
+        )
+    wanted: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        cpus = range(int(first), int(last or first) + 1)
+        if not cpus:
+            raise RejectedError(f"cpu_threads_bind: {part} ends before it begins", param="cpu_threads_bind")
+        wanted.update(cpus)
+    outside = wanted.difference(allowed)
+    if outside:
+        raise RejectedError(
+            f"cpu_threads_bind names CPU {min(outside)}; this process may use {', '.join(map(str, allowed))}",
+            param="cpu_threads_bind",
+        )
+    return tuple(sorted(wanted))
 
 
 def _mem_available(root: Path) -> int:

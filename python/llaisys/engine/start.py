@@ -11,9 +11,10 @@ from llaisys.engine.client import Deliver, EngineClient
 from llaisys.engine.grammar import Grammars
 from llaisys.engine.inproc import InprocClient
 from llaisys.engine.loop import build_engine
-from llaisys.engine.machine import available_bytes, usable_cores
+from llaisys.engine.machine import available_bytes, usable_cpus
 from llaisys.engine.process import ProcessClient
 from llaisys.engine.watch import Watch
+from llaisys.engine.worker import check_device
 from llaisys.types import ModelInfo
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,9 @@ def start_engine(
 
     Raises RejectedError or UnsupportedError: a setting or the model, by name.
     """
-    capacity = size(config, info, available_bytes(), usable_cores())
+    check_device(config.device)
+    cpus = usable_cpus(config.cpu_threads_bind)
+    capacity = size(config, info, available_bytes(), cpus.n, cpus.ids)
     log.info("%s", capacity.summary)
     watch = Watch(config.watchdog_window_s, exits=exits)
     if config.engine_process:

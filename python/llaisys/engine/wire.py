@@ -47,10 +47,12 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """A request whose client has gone, or one choice of it that nobody reads any more."""
+    """A request whose client has gone, or one choice of it that nobody reads any more. `asked_s`: when, of
+    `time.monotonic`, which the processes of a machine share."""
 
     request_id: RequestId
     index: int | None = None
+    asked_s: float = 0.0
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):

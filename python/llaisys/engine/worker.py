@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llaisys.config import cuda_library_folders
 from llaisys.engine.outputs import TokenLogprobs
 from llaisys.engine.prefix import CacheEdit, Retain, Split, Trim
 from llaisys.engine.request import BrokenInvariant, Request, Running
@@ -24,8 +26,9 @@ from llaisys.errors import (
     LlaisysError,
     RejectedError,
     RequestFailedError,
+    UnsupportedError,
 )
-from llaisys.types import GgufTokenizer, ModelInfo
+from llaisys.types import CudaDevice, CudaInfo, GgufTokenizer, ModelInfo
 
 if TYPE_CHECKING:
     from llaisys._core import Context, DecodeOutput, Progress, SamplerSpec
@@ -58,7 +61,10 @@ class WorkerSettings:
     n_batch: int
     max_model_len: int
     n_threads: int
+    # CPUs that the threads are kept to; empty: wherever the system puts them.
+    cpu_ids: tuple[int, ...] = ()
     n_streams: int = 1
+    n_ranks: int = 1
 
 
 @dataclass(slots=True)
@@ -318,6 +324,8 @@ def open_worker(settings: WorkerSettings) -> Worker:
     """Loads the model. Call it on the thread that will use it. Raises RejectedError or UnsupportedError."""
     from llaisys import _core  # here, so that planning, `--help` and their tests need no compiled core
 
+    if settings.cpu_ids:
+        os.sched_setaffinity(0, settings.cpu_ids)  # of this thread; those that the core starts inherit it
     context = _core.Context(
         str(settings.path),
         dtype=settings.dtype,
@@ -329,6 +337,7 @@ def open_worker(settings: WorkerSettings) -> Worker:
         max_model_len=settings.max_model_len,
         n_threads=settings.n_threads,
         n_streams=settings.n_streams,
+        n_ranks=settings.n_ranks,
     )
     return Worker(context, _core.SamplerSpec, settings.n_streams)
 
@@ -359,6 +368,27 @@ def available_isas() -> list[str]:
     from llaisys import _core  # as in `open_worker`
 
     return _core.available_isas()
+
+
+def cuda_info() -> CudaInfo:
+    """What CUDA computes with on this machine, or why it cannot.
+
+    Loads the driver and asks it, which `import llaisys` never does: CUDA does not survive a fork.
+    """
+    from llaisys import _core  # as in `open_worker`
+
+    facts: dict[str, Any] = json.loads(_core.cuda_info([str(folder) for folder in cuda_library_folders()]))
+    devices = tuple(CudaDevice(**device) for device in facts.pop("devices", ()))
+    return CudaInfo(devices=devices, libraries=tuple(facts.pop("libraries", ())), **facts)
+
+
+def check_device(device: str) -> None:
+    """Raises UnsupportedError, with the exact reason, if the engine cannot compute on `device`."""
+    if device != "cuda":
+        return
+    info = cuda_info()
+    why = info.reason or f"{info.devices[0].name} is usable, but the engine does not compute on GPUs yet"
+    raise UnsupportedError(f"device 'cuda' cannot be used: {why}", param="device")
 
 
 def inspect_model(path: Path) -> ModelInfo:

@@ -119,7 +119,8 @@ class Answer(Response):
     async def _stream(self, send: Send) -> None:
         task = asyncio.current_task()
         assert task is not None
-        writer = SseWriter(send, self._extra_headers, self._shape.opening(), task.cancel)
+        stall_s = state_of(self._request).config.send_timeout_s
+        writer = SseWriter(send, self._extra_headers, self._shape.opening(), task.cancel, stall_s)
         keeper = asyncio.ensure_future(writer.keep_awake())
         try:
             async with aclosing(fan_in(self._streams)) as deltas:

@@ -33,7 +33,7 @@ from llaisys.server import (
 from llaisys.server.auth import KeyGate
 from llaisys.server.errors import ApiError, error_answers, to_json
 from llaisys.server.gate import PROBES, HostGate, HostRule
-from llaisys.server.limits import BodyGate, BodyLimits
+from llaisys.server.limits import BodyGate, BodyLimits, QueueGate
 from llaisys.server.rates import RateGate
 from llaisys.server.state import ServerState, state_of
 from llaisys.server.trace import RequestTrace, note, request_id_of
@@ -53,12 +53,12 @@ def create_app(state: ServerState, port: int) -> ASGIApp:
     """The whole server as one ASGI application, bound to `port`.
 
     From the outside in: one id and log line, Host and Origin, CORS (if origins are listed), the key, its
-    rate, the body's size, then the routes. None is a BaseHTTPMiddleware, which would hide a client's going
-    away.
+    rate, the body's size, the queue, then the routes. None is a BaseHTTPMiddleware, which would hide a
+    client's going away.
     """
     routes = _routes(state)
     config = state.config
-    app: ASGIApp = BodyGate(routes, BodyLimits.of(config))
+    app: ASGIApp = BodyGate(QueueGate(routes, state), BodyLimits.of(config))
     app = RateGate(app, config.max_concurrent_requests_per_key, config.max_requests_per_minute_per_key)
     app = KeyGate(app, state.keys, PROBES | {"/"} | set(routes.state.page))
     if state.config.allowed_origins:

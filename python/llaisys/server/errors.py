@@ -98,9 +98,10 @@ TABLE: Mapping[type[errors.LlaisysError], Row] = {
     errors.CoreFaultError: Row(
         500, SERVER_ERROR, "request_failed", "this request failed in the engine", retry=False
     ),
-    errors.EngineDeadError: Row(
-        503, SERVER_ERROR, "engine_dead", "the engine has stopped; see the server's log"
+    errors.EngineDeadError: (
+        dead := Row(503, SERVER_ERROR, "engine_dead", "the engine has stopped; see the server's log")
     ),
+    errors.InvariantError: dead,
 }
 
 

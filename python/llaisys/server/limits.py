@@ -9,7 +9,19 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llaisys.config import Config
-from llaisys.server.errors import ApiError, bodies_too_large, body_too_large, body_too_slow, send_error
+from llaisys.errors import QueueFullError
+from llaisys.server.errors import (
+    ApiError,
+    bodies_too_large,
+    body_too_large,
+    body_too_slow,
+    send_error,
+    to_api_error,
+)
+from llaisys.server.state import ServerState
+
+# Their requests go into the queue of a model, which only the body names.
+QUEUEING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,3 +112,25 @@ class _Body:
         self._is_whole = not message.get("more_body", False)
         self.hold(self._n_received)
         return message
+
+
+class QueueGate:
+    """429 before the body is read, for a request that no model would take: all their queues are full.
+
+    It costs a look at each queue; what comes through may still find the queue of its model full.
+    """
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app = app
+        self._state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        asks = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in QUEUEING
+        if not asks or not self._state.is_full():
+            await self._app(scope, receive, send)
+            return
+        refusal = to_api_error(QueueFullError("as many requests wait as may; try again in a moment"), "")
+        scope["state"]["notes"]["end_reason"] = refusal.code
+        self._state.metrics.refused(refusal.code)
+        await send_error(send, refusal)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
 import resource
 import socket
@@ -63,6 +64,9 @@ def bind(config: Config) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)  # connections inherit it
+        # For what is sent and waits to be read; a stream that makes more has a bound of its own, too.
+        patience_ms = math.ceil(1000 * config.send_timeout_s)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)
         listener.bind(address)
         listener.listen(CONNECTIONS_MAX)
     except OSError as e:

@@ -66,6 +66,7 @@ GAUGES: tuple[tuple[str, str, Callable[[ServiceStats], float]], ...] = (
     ("vllm:num_requests_running", "Requests in the running batch.", lambda s: s.engine.num_running),
     ("vllm:num_requests_waiting", "Requests waiting to run.", lambda s: s.engine.num_waiting),
     ("vllm:kv_cache_usage_perc", "Share of the KV cells in use, 0 to 1.", _usage),
+    ("llaisys:seq_ids_free", "Sequences that may run beside those that do.", lambda s: s.engine.seq_ids_free),
     (
         "llaisys:kv_cells_retained",
         "KV cells that the prefix cache holds, in use or not.",
@@ -83,6 +84,11 @@ COUNTERS: tuple[tuple[str, str, Callable[[ServiceStats], float]], ...] = (
     ),
     ("vllm:prefix_cache_hits", "Prompt tokens found there.", lambda s: s.engine.prefix_hit_tokens),
     ("llaisys:kv_cells_evicted", "KV cells that the cache gave back.", lambda s: s.engine.num_evicted_cells),
+    (
+        "llaisys:invariant_violations",
+        "Times that an engine's books were found wrong: a bug.",
+        lambda s: s.invariant_violations,
+    ),
     ("llaisys:steps", "Steps of the engine.", lambda s: s.engine.num_steps),
 )
 # The same with a label beside LABELS, and a value for each of its words.
@@ -129,7 +135,11 @@ HISTOGRAMS: tuple[tuple[str, str, Callable[[ServiceStats], HistogramData]], ...]
     ("vllm:request_params_n", "n of a request.", lambda s: s.params_n),
     ("vllm:request_params_max_tokens", "max_tokens of a request.", lambda s: s.params_max_tokens),
     ("vllm:iteration_tokens_total", "Tokens of one step.", lambda s: s.engine.tokens_of_steps),
-    ("llaisys:step_seconds", "Seconds of one step.", lambda s: s.engine.seconds_of_steps),
+    (
+        "llaisys:cancel_latency_seconds",
+        "A cancel, until what it ends holds nothing.",
+        lambda s: s.engine.seconds_of_cancels,
+    ),
 )
 
 
@@ -156,9 +166,15 @@ class EngineCollector:
         for name, text, data_of in HISTOGRAMS:
             histogram = HistogramMetricFamily(name, text, labels=LABELS)
             for labels, stats in self._snapshots:
-                data = data_of(stats)
-                histogram.add_metric(labels, buckets=list(cumulative(data)), sum_value=data.sum)
+                _observed(histogram, labels, data_of(stats))
             yield histogram
+        phases = HistogramMetricFamily(
+            "llaisys:step_seconds", "Seconds of one step, by what it does.", labels=(*LABELS, "phase")
+        )
+        for labels, stats in self._snapshots:
+            for phase, data in stats.engine.seconds_of_phases.items():
+                _observed(phases, (*labels, phase), data)
+        yield phases
 
     def _cache_config(self) -> Metric:
         """Facts as labels of a constant 1."""
@@ -182,6 +198,10 @@ class EngineCollector:
         for labels, stats in self._snapshots:
             family.add_metric(labels, value(stats))
         return family
+
+
+def _observed(family: HistogramMetricFamily, labels: Sequence[str], data: HistogramData) -> None:
+    family.add_metric(labels, buckets=list(cumulative(data)), sum_value=data.sum)
 
 
 def cumulative(data: HistogramData) -> Iterator[tuple[str, float]]:

@@ -26,6 +26,7 @@ from llaisys.server.connection import connection_class
 from llaisys.server.gate import check_exposure
 from llaisys.server.keys import Keyring
 from llaisys.server.listen import CONNECTIONS_MAX, address_of, allow_files, listening, tls_options
+from llaisys.server.memory import keep_trimmed
 from llaisys.server.spans import Spans
 from llaisys.server.state import ServerState
 
@@ -171,9 +172,8 @@ class Lifecycle:
             f"at {address_of(self._config, self._port)}",
             flush=True,
         )
-        pulse = asyncio.ensure_future(self._pulse(models))
+        meanwhile = (asyncio.ensure_future(self._pulse(models)), asyncio.ensure_future(keep_trimmed()))
         await self._stop.wait()
-        pulse.cancel()
         exit_code = EXIT_OK if models.is_alive() else EXIT_ENGINE_DEAD
         self._state.draining = True
         log.info("ending; open requests may go on for %g s", self._config.shutdown_timeout_s)
@@ -183,6 +183,8 @@ class Lifecycle:
             closing.cancel()
             await asyncio.gather(closing, return_exceptions=True)
             await models.close()
+        for task in meanwhile:  # not before: without a pulse a drain would be a loop that has stopped
+            task.cancel()
         return exit_code
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from llaisys.config import package_version
+from llaisys.config import package_version, without_credentials
 from llaisys.errors import RejectedError
 
 if TYPE_CHECKING:
@@ -60,8 +60,9 @@ class Spans:
         """
         address = urlsplit(endpoint)
         if address.scheme not in ("http", "https") or not address.hostname:
+            shown = without_credentials(endpoint)
             raise RejectedError(
-                f"otlp_traces_endpoint is {endpoint!r}; spans are sent over OTLP/HTTP only: give an address "
+                f"otlp_traces_endpoint is {shown!r}; spans are sent over OTLP/HTTP only: give an address "
                 "as http://localhost:4318/v1/traces",
                 param="otlp_traces_endpoint",
             )

@@ -16,7 +16,6 @@ from llaisys.server.errors import ApiError, send_error, to_json
 
 HEADERS_WAIT_S = 10.0
 PING_INTERVAL_S = 15.0
-SEND_STALL_S = 30.0
 SMALL_BYTES = 8 * 1024
 HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -31,18 +30,24 @@ class SseWriter:
     """Writes frames to one client. Two tasks use it: the one that streams, and the one that keeps it awake.
 
     - `opening`: frames that go out with the headers, before anything else.
-    - `on_stall`: called when a write has been stuck for SEND_STALL_S; the client has stopped reading, and a
+    - `on_stall`: called when a write has been stuck for `stall_s`; the client has stopped reading, and a
       stream that nobody reads would hold KV cells.
     - States: unsent -> open -> closed. A lock makes each move and its bytes one step.
     """
 
     def __init__(
-        self, send: Send, headers: Mapping[str, str], opening: Sequence[Any], on_stall: Callable[[], object]
+        self,
+        send: Send,
+        headers: Mapping[str, str],
+        opening: Sequence[Any],
+        on_stall: Callable[[], object],
+        stall_s: float,
     ) -> None:
         self._send = send
         self._headers = {**HEADERS, **headers}
         self._opening = opening
         self._on_stall = on_stall
+        self._stall_s = stall_s
         self._loop = asyncio.get_running_loop()
         self._lock = asyncio.Lock()
         self._is_open = False
@@ -97,7 +102,7 @@ class SseWriter:
         if self._is_closed or (more and not data):
             return
         self._is_closed = not more
-        stall = self._loop.call_later(SEND_STALL_S, self._on_stall)
+        stall = self._loop.call_later(self._stall_s, self._on_stall)
         try:
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
             if more and len(data) > SMALL_BYTES:

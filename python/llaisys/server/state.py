@@ -71,6 +71,10 @@ class ServerState:
             raise engine_dead()
         return service
 
+    def is_full(self) -> bool:
+        """True while the queue of every model is full: no request would be taken."""
+        return not self.draining and self.models is not None and self.models.is_full()
+
     def is_healthy(self) -> bool:
         """False while an engine is dead. Loading and draining are healthy."""
         return self.models is None or self.draining or self.models.is_alive()

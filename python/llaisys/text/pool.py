@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from llaisys import errors
+from llaisys.config import bare_environment
 from llaisys.errors import EngineDeadError, LlaisysError, RejectedError, RequestFailedError
 from llaisys.text.child import CPU_S, CPU_S_PER_BYTE, MEMORY_BYTES, MEMORY_BYTES_PER_BYTE
 from llaisys.text.template import ChatTemplate
@@ -142,8 +143,8 @@ class _TextProcess:
     def call(self, name: str, kit: int, arguments: tuple[Any, ...]) -> Any:
         """The answer; the error that it met there, or RejectedError for what was over its allowance.
 
-        A process that somebody else ended (the kernel out of memory, an operator) costs no request: its job is
-        done once more. A job that ends two of them fails.
+        A process that somebody else ended (the kernel out of memory, an operator) costs no request: its job
+        is done once more. A job that ends two of them fails.
         """
         raw = marshal.dumps((name, kit, arguments))
         with self._lock:
@@ -191,7 +192,9 @@ class _TextProcess:
         with theirs:
             boot = _BOOT.format(sys.path, theirs.fileno(), self._cpu_s)
             command = [sys.executable, "-c", boot]
-            self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+            self._child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=bare_environment()
+            )
         self._line = Connection(ours.detach())
         self._n_known = 0
         self._receive()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llaisys.cli.main import main
-from llaisys.config import Config
+from llaisys.config import SECRETS, Config
 
 KEY = "sk-very-secret"
 
@@ -64,3 +64,24 @@ def test_what_would_stop_the_start_stops_it_here(capsys: pytest.CaptureFixture[s
     assert "port" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["config", "shwo"])
+
+
+def test_no_credentials_of_a_collector(capsys: pytest.CaptureFixture[str]) -> None:
+    address = f"https://me:{KEY}@collector.example:4318/v1/traces"
+    printed = show(capsys, "--json", "--otlp-traces-endpoint", address)
+    assert KEY not in printed
+    assert (
+        json.loads(printed)["otlp_traces_endpoint"]["value"] == "https://***@collector.example:4318/v1/traces"
+    )
+
+
+def test_every_setting_that_may_hold_a_secret_is_hidden_or_a_file() -> None:
+    """By its name: a new one is a secret, a path, or told apart here."""
+    named = {
+        name: field.annotation
+        for name, field in Config.model_fields.items()
+        if any(word in name for word in ("key", "token", "secret", "password", "credential", "header"))
+    }
+    counts = {name for name, kind in named.items() if kind in (int, int | None)}
+    files = {name for name, kind in named.items() if kind == Path | None}
+    assert set(named) - counts - files == SECRETS

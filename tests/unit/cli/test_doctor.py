@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import re
-import types
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 from huggingface_hub import constants
 
 from llaisys import doctor
 from llaisys.cli.main import main
-from llaisys.doctor import _cuda
+from llaisys.types import CudaDevice, CudaInfo
 
 ISAS = ["avx2", "scalar"]
 
 
 @pytest.fixture(autouse=True)
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty cache folder and a core that runs two instruction sets."""
+    """An empty cache folder, a core that runs two instruction sets, and no GPU."""
     monkeypatch.setenv("LLAISYS_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(doctor, "available_isas", lambda: list(ISAS))
+    monkeypatch.setattr(doctor, "cuda_info", lambda: CudaInfo(reason="no NVIDIA driver: not here"))
 
 
 def test_the_report_of_a_healthy_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,7 +35,7 @@ def test_the_report_of_a_healthy_machine(tmp_path: Path, capsys: pytest.CaptureF
     assert "avx2 will be used; also: scalar" in report["kernels"]
     assert str(tmp_path / "home") in report["model cache"]
     assert "not pulled yet" in report["model smollm2"]
-    assert "computes on the CPU only" in report["cuda"]
+    assert "cannot be used: no NVIDIA driver" in report["cuda"]
     assert {"packages", "hugging face cache"} <= report.keys()
     assert f"tokenizers {metadata.version('tokenizers')}" in report["packages"]
 
@@ -62,21 +60,20 @@ def test_the_processor_s_features_are_those_that_the_core_asks_for() -> None:
     assert {kernel_names.get(name, name) for name in asked} == set(doctor._FEATURES)
 
 
-def test_cuda_says_which_file_it_looked_for() -> None:
-    assert "no driver: the loader finds no libnothere.so.1, and there is" in _cuda("libnothere.so.1").detail
+def test_cuda_that_cannot_be_used_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "cuda_info", lambda: CudaInfo(reason="the driver knows CUDA 12.8"))
+    found = doctor._cuda()
+    assert found.fine
+    assert found.detail == "cannot be used: the driver knows CUDA 12.8; the CPU is used"
 
 
-@pytest.mark.parametrize(
-    ("status", "words"), [(0, r"driver for CUDA 12\.8 \(libcuda"), (999, "cuDriverGetVersion answers 999")]
-)
-def test_a_driver_is_asked_for_its_version(status: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer(version: Any) -> int:
-        version._obj.value = 12080
-        return status
-
-    driver = types.SimpleNamespace(cuDriverGetVersion=answer)
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: driver)
-    assert re.search(words, _cuda("libcuda.so.1").detail)
+def test_a_gpu_is_shown_with_what_would_compute_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = CudaDevice("NVIDIA H100", 90, 80 << 30)
+    info = CudaInfo(None, "13.0", "13.1", (device,), ("/x/libnvrtc.so.13",))
+    monkeypatch.setattr(doctor, "cuda_info", lambda: info)
+    detail = doctor._cuda().detail
+    for part in ("NVIDIA H100 (compute capability 9.0, 80.0 GiB)", "CUDA 13.0", "NVRTC 13.1", "/x/libnvrtc"):
+        assert part in detail
 
 
 def test_one_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:

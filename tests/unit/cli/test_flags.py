@@ -50,6 +50,8 @@ def test_nothing_given_is_the_default() -> None:
         (["--strict-fields"], "strict_fields", True),
         (["--no-strict-fields"], "strict_fields", False),
         (["--dtype", "float32"], "dtype", "float32"),
+        (["--tensor-parallel-size", "4"], "tensor_parallel_size", 4),
+        (["-tp", "2"], "tensor_parallel_size", 2),
         (["--chat-template", "a.jinja"], "chat_template", Path("a.jinja")),
         (["--api-key", "a", "--api-key", "b,c"], "api_key", ("a", "b,c")),
     ],

@@ -11,7 +11,7 @@ import pytest
 from llaisys.config import Config
 from llaisys.engine.capacity import Capacity, size
 from llaisys.engine.worker import inspect_model
-from llaisys.errors import RejectedError, UnsupportedError
+from llaisys.errors import RejectedError
 from llaisys.types import ModelInfo
 
 MIB = 2**20
@@ -68,6 +68,14 @@ def test_settings_override_the_sum() -> None:
     assert sized(num_threads=7).settings.n_threads == 7
 
 
+def test_threads_are_kept_to_cpus_while_there_are_enough() -> None:
+    def cpu_ids(num_threads: int | None) -> tuple[int, ...]:
+        config, info = Config(num_threads=num_threads), inspect_model(Path("fake"))
+        return size(config, info, 200 * MIB, 2, (4, 6)).settings.cpu_ids
+
+    assert [cpu_ids(n) for n in (None, 1, 2, 3)] == [(4, 6), (4, 6), (4, 6), ()]
+
+
 @pytest.mark.parametrize(
     ("settings", "memory_bytes", "param"),
     [
@@ -83,11 +91,6 @@ def test_what_cannot_be_kept_names_its_setting(
     with pytest.raises(RejectedError) as caught:
         sized(memory_bytes, **settings)
     assert caught.value.param == param
-
-
-def test_cuda_is_not_in_this_build() -> None:
-    with pytest.raises(UnsupportedError, match="cuda"):
-        sized(device="cuda")
 
 
 def test_a_larger_model_leaves_less() -> None:
@@ -127,3 +130,12 @@ def test_a_type_and_a_quantization_contradict_each_other() -> None:
     with pytest.raises(RejectedError, match="dtype float32 and quantization int8 contradict") as caught:
         sized(dtype="float32", quantization="int8")
     assert caught.value.param == "quantization"
+
+
+def test_ranks_hold_what_they_say_to_each_other() -> None:
+    made = sized(tensor_parallel_size=2, num_threads=6)
+    assert (made.settings.n_ranks, made.settings.n_threads) == (2, 6)
+    assert made.summary.endswith("split over 2 ranks")
+    workspace = 4 * (512 * (4 * 2 + 8) + 64 * (4 + 2) * 300)
+    assert sized(memory_bytes=workspace + 4000 + 5 * 1000 * 4, tensor_parallel_size=2).limits.n_cells == 992
+    assert "rank" not in sized().summary

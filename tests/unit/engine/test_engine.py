@@ -283,10 +283,13 @@ def test_stats_tell_what_waits_and_what_was_computed() -> None:
     assert (stats.num_running, stats.num_waiting, stats.step_decode_tokens) == (2, 1, 2)
     assert stats.step_prefill_tokens == 0
     assert stats.step_s == 0.25
-    assert (stats.seconds_of_steps.count, stats.seconds_of_steps.sum) == (1, 0.25)
+    phases = {name: data.count for name, data in stats.seconds_of_phases.items()}
+    assert phases == {"plan": 2, "execute": 2, "settle": 2, "deliver": 1}
+    assert stats.seq_ids_free == 0
     assert (stats.tokens_of_steps.count, stats.tokens_of_steps.sum) == (2, 12 + 2)
     made.finish()
     stats = made.engine.stats()
+    assert stats.seq_ids_free == 2
     assert (stats.finished, stats.num_submitted) == ({"length": 3}, 3)
     assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (18, 5)
 

@@ -18,6 +18,7 @@ from llaisys.engine.engine import LLMEngine
 from llaisys.engine.executor import Executor
 from llaisys.engine.inproc import InprocClient
 from llaisys.engine.outputs import EngineOutput
+from llaisys.engine.request import BrokenInvariant
 from llaisys.engine.start import start_engine
 from llaisys.engine.worker import Worker, inspect_model
 from llaisys.errors import (
@@ -28,6 +29,7 @@ from llaisys.errors import (
     RequestTimeoutError,
     UnsupportedError,
 )
+from llaisys.stats import EngineStats
 from llaisys.types import FinishReason
 
 
@@ -45,6 +47,7 @@ class Client:
         self.now_s = 1000.0
         self.thread = ""
         self.context: core.Context | None = None
+        self.engine: LLMEngine | None = None
         self.client = InprocClient(self.build, self.bounds, self.deliver, clock=lambda: self.now_s)
 
     def build(self) -> LLMEngine:
@@ -63,7 +66,8 @@ class Client:
             return decode(*arrays)
 
         context.decode = held  # type: ignore[method-assign]
-        return LLMEngine(Executor(Worker(context, core.SamplerSpec)), self.bounds, 0)  # type: ignore[arg-type]
+        self.engine = LLMEngine(Executor(Worker(context, core.SamplerSpec)), self.bounds, 0)  # type: ignore[arg-type]
+        return self.engine
 
     def deliver(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
@@ -128,14 +132,20 @@ def test_a_full_queue_is_told_to_the_caller_or_by_the_only_output() -> None:
     made = Client(max_num_seqs=2, max_num_queued_reqs=1, n_cells=64)
     made.hold()
     made.client.submit(ask("a", prompt=[1] * 60, max_tokens=4))
+    assert not made.client.is_full()
     made.client.submit(ask("b"))
+    assert made.client.is_full()
     with pytest.raises(QueueFullError, match="2 requests may run and 1 wait"):
         made.client.submit(ask("c"))
     made.gate.set()
     a, b = made.end_of("a", "b")  # `a` needs all cells and waits: one waits already
     assert isinstance(b.error, QueueFullError)
     assert a.finish_reason is FinishReason.LENGTH
+    assert not made.client.is_full()
+    made.client._step([], EngineStats(num_queued=1))  # one lacks cells, with places left
+    assert made.client.is_full()
     made.client.close()
+    assert not made.client.is_full(), "503 is for somebody else to say"
 
 
 def test_cancel_is_heard_after_the_step_in_progress_and_once(made: Client) -> None:
@@ -146,6 +156,9 @@ def test_cancel_is_heard_after_the_step_in_progress_and_once(made: Client) -> No
     made.gate.set()
     assert made.end_of("held")[0].finish_reason is FinishReason.ABORT
     assert made.tokens["held"] == core.answer([1], 1)
+    took = made.client.stats().seconds_of_cancels
+    assert took.count == 1, "of those that ended something"
+    assert took.sum > 0
 
 
 def test_a_storm_of_submits_and_cancels_stays_within_the_inbox(made: Client) -> None:
@@ -191,6 +204,26 @@ def test_death_ends_every_open_request_once_and_refuses_the_rest(trouble: int, s
     made.client.cancel("a")
     assert made.context is not None
     assert made.context.closed
+
+
+@pytest.mark.parametrize(
+    ("error", "count"), [(BrokenInvariant("7 cells are held, the requests own 3"), 1), (OSError("device"), 0)]
+)
+def test_books_that_are_wrong_are_counted(made: Client, error: Exception, count: int) -> None:
+    """They end the engine, and are told from any other death."""
+
+    def check() -> None:
+        raise error
+
+    made.hold()
+    assert made.engine is not None
+    made.engine.check = check  # type: ignore[method-assign]
+    assert made.client.num_violations == 0
+    made.gate.set()
+    made.end_of("held")
+    made.client.close()
+    assert made.client.num_violations == count
+    assert str(error) in str(made.client.error)
 
 
 def test_close_ends_what_is_open_and_is_idempotent(made: Client) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llaisys.engine.machine import available_bytes, usable_cores
+from llaisys.engine.machine import Cpus, available_bytes, usable_cpus
+from llaisys.errors import RejectedError
 
 GIB = 2**30
 
@@ -76,9 +77,39 @@ def test_cores_are_the_mask_and_the_quota(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     files = {"proc/self/cgroup": "2:cpu,cpuacct:/\n0::/\n", **files}
-    assert usable_cores(tree(tmp_path, files)) == cores
+    ids = tuple(range(8)) if cores == 8 else ()
+    assert usable_cpus(root=tree(tmp_path, files)) == Cpus(cores, ids)
+
+
+def test_one_thread_for_each_physical_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Cores 0 to 3 have the CPUs n and n + 4; the mask leaves out CPU 1, so core 1 is CPU 5.
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 3, 4, 5, 6})
+    siblings = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    root = tree(tmp_path, {siblings.format(cpu): f"{cpu % 4},{cpu % 4 + 4}\n" for cpu in range(8)})
+    assert usable_cpus(root=root) == Cpus(4, (0, 2, 3, 5))
+    assert usable_cpus("6,0-0,2-4", root) == Cpus(5, (0, 2, 3, 4, 6))
+
+
+@pytest.mark.parametrize(
+    ("bind", "why"),
+    [
+        ("", "is ''"),
+        ("nobind", "a list of CPUs such as"),
+        ("1,,2", "a list of CPUs such as"),
+        ("-1", "a list of CPUs such as"),
+        ("0-", "a list of CPUs such as"),
+        ("999999", "a list of CPUs such as"),
+        ("3-1", "3-1 ends before it begins"),
+        ("0,7-9", "names CPU 8; this process may use 0, 1, 2, 3, 4, 5, 6, 7"),
+    ],
+)
+def test_a_wrong_list_of_cpus_is_named(monkeypatch: pytest.MonkeyPatch, bind: str, why: str) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    with pytest.raises(RejectedError, match=why) as caught:
+        usable_cpus(bind)
+    assert caught.value.param == "cpu_threads_bind"
 
 
 def test_this_machine_has_both() -> None:
     assert available_bytes() > 0
-    assert usable_cores() >= 1
+    assert usable_cpus().n >= 1

@@ -87,6 +87,38 @@ async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     assert gate._in_flight == 0
 
 
+async def unread() -> AsyncIterator[bytes]:
+    raise AssertionError("the body was asked for")
+    yield b""
+
+
+async def test_with_a_full_queue_no_body_is_read(
+    engine: FakeService, make_client: Callable[..., httpx.AsyncClient]
+) -> None:
+    """429 on the head alone, where something would be queued; with room, and elsewhere, all goes on."""
+    other = FakeService(model_names=("other",))
+    state = ServerState(Config(max_body_bytes=100), models=ModelRegistry([engine, other]))  # type: ignore[list-item]  # as conftest's
+    client = make_client(state)
+    engine.full = other.full = True
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings"):
+        refused = await client.post(path, content=unread())
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (429, "server_overloaded")
+        assert int(refused.headers["retry-after"]) >= 1
+    too_large = await client.post("/v1/completions", content=b"x" * 101)
+    assert too_large.status_code == 413
+    assert (await client.post("/tokenize", json={"prompt": "x"})).status_code == 200
+    assert (await client.get("/v1/models")).status_code == 200
+    counted = (await client.get("/metrics")).text
+    assert 'llaisys:rejected_total{reason="server_overloaded"} 3.0' in counted
+    other.full = False
+    assert (await client.post("/v1/completions", json={"prompt": "x", "model": "other"})).status_code == 200
+    engine.full, other.full = False, True
+    assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+    engine.full = state.draining = True
+    assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 503
+
+
 @pytest.fixture
 def large(engine: FakeService, make_client: Callable[..., httpx.AsyncClient]) -> httpx.AsyncClient:
     return make_client(ServerState(Config(), models=ModelRegistry([engine])))  # type: ignore[list-item]  # as conftest's

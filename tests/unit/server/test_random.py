@@ -90,7 +90,7 @@ async def test_a_stream_reads_back_however_it_is_cut(texts: list[str], cuts: lis
 
     chunks: list[dict[str, Any]] = [{"choices": [{"index": 0, "text": text}]} for text in texts]
     usage = {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": len(texts)}}
-    writer = SseWriter(send, {}, [], lambda: None)
+    writer = SseWriter(send, {}, [], lambda: None, 30.0)
     for chunk in chunks:
         await writer.frames([chunk])
     await writer.finish([usage])

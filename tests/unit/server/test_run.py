@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -125,6 +126,26 @@ async def test_a_stuck_engine_ends_the_server_by_itself(loader: Loader, listener
     await until(lambda: loader.engine.n_beats > 3)
     loader.engine.dead = loader.engine.stuck = True
     assert await life == 70
+
+
+async def test_the_watchdogs_hear_the_loop_while_open_requests_go_on(
+    loader: Loader, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beats: list[int] = []
+
+    async def close(_: float = 0.0) -> None:
+        n_beats = loader.engine.n_beats
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(until(lambda: loader.engine.n_beats > n_beats + 3), 60)
+        beats.append(loader.engine.n_beats - n_beats)
+
+    monkeypatch.setattr(loader.engine, "close", close)
+    loader.go.set()
+    life = asyncio.create_task(Lifecycle(Config(port=0, watchdog_window_s=0.1), listener).run())
+    await until(lambda: loader.engine.n_beats > 0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await life == 0
+    assert beats == [4]
 
 
 async def test_a_third_signal_ends_at_once(

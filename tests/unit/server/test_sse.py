@@ -7,7 +7,6 @@ import asyncio
 import pytest
 from starlette.types import Message
 
-from llaisys.server import sse
 from llaisys.server.errors import ApiError
 from llaisys.server.sse import SseWriter
 
@@ -21,6 +20,7 @@ class Client:
         self.sent: list[Message] = []
         self.news = asyncio.Event()
         self.hangs = False
+        self.stall_s = 30.0
         self.stalled = asyncio.Event()
 
     async def send(self, message: Message) -> None:
@@ -30,7 +30,7 @@ class Client:
         self.news.set()
 
     def writer(self) -> SseWriter:
-        return SseWriter(self.send, {"x-extra": "1"}, [{"opening": 1}], self.stalled.set)
+        return SseWriter(self.send, {"x-extra": "1"}, [{"opening": 1}], self.stalled.set, self.stall_s)
 
     def raw(self) -> bytes:
         return b"".join(message.get("body", b"") for message in self.sent)
@@ -107,10 +107,8 @@ async def test_no_ping_before_the_silence_is_long_enough(client: Client) -> None
     keeper.cancel()
 
 
-async def test_a_client_that_stops_reading_is_noticed(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sse, "SEND_STALL_S", 0)
+async def test_a_client_that_stops_reading_is_noticed(client: Client) -> None:
+    client.stall_s = 0.0
     writer = client.writer()
     await writer.frames([{"a": 1}])
     client.hangs = True

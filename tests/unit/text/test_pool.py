@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import marshal
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import psutil
 import pytest
 
 from llaisys.errors import EngineDeadError, LlaisysError, RejectedError, RequestFailedError
-from llaisys.text.pool import N_PROCESSES, PromptMaker, TextPool
+from llaisys.text.pool import N_PROCESSES, PromptMaker, TextPool, _TextProcess
 from llaisys.text.template import ChatTemplate, TemplateSource
 from llaisys.text.tokenizer import Tokenizer
 
@@ -86,37 +87,67 @@ async def test_too_much_is_that_request_s_alone(
     assert answers == [want] * 20
 
 
-def processes() -> list[psutil.Process]:
-    children = psutil.Process().children()
-    return [child for child in children if "llaisys.text.child" in " ".join(child.cmdline())]
+def processes(pool: TextPool) -> list[psutil.Process]:
+    return [psutil.Process(process._child.pid) for process in pool._processes if process._child is not None]
 
 
 async def test_a_killed_process_is_started_again(pool: TextPool, tiny: Tokenizer) -> None:
     prompts = pool.add(tiny, None)
     await pool.ready()
-    before = processes()
+    before = processes(pool)
     assert len(before) == N_PROCESSES
     for child in before:  # idle: nobody's request
         child.kill()
-        child.wait()
     assert await prompts.encode("abc", False) == tiny.encode("abc", False)
-    stuck = pool.add(tiny, template(WORK))
+    assert set(processes(pool)) != set(before)
+
+
+@pytest.mark.parametrize("n_deaths", [1, 2])
+async def test_a_job_may_lose_one_process_that_somebody_else_ended(
+    pool: TextPool, tiny: Tokenizer, monkeypatch: pytest.MonkeyPatch, n_deaths: int
+) -> None:
+    prompts = pool.add(tiny, template(TEMPLATE))
     await pool.ready()
-    doomed = asyncio.ensure_future(stuck.chat(USER, OPTIONS, False))
-    at_work = await asyncio.to_thread(busy)
-    at_work.kill()
-    with pytest.raises(RequestFailedError, match="-9"):
-        await doomed
-    assert await prompts.encode("abc", False) == tiny.encode("abc", False)
+    want = await prompts.chat(USER, OPTIONS, False)
+    exchange, killed = _TextProcess._exchange, []
+
+    def interrupted(process: _TextProcess, raw: bytes) -> tuple[Any, ...]:
+        """After `poll` has said that it lives, as anybody may do at any time."""
+        if marshal.loads(raw)[0] == "chat" and len(killed) < n_deaths:
+            assert process._child is not None
+            process._child.kill()
+            killed.append(process._child.pid)
+        return exchange(process, raw)
+
+    monkeypatch.setattr(_TextProcess, "_exchange", interrupted)
+    if n_deaths == 1:
+        assert await prompts.chat(USER, OPTIONS, False) == want
+    else:
+        with pytest.raises(RequestFailedError, match="ended with code -9"):
+            await prompts.chat(USER, OPTIONS, False)
+    assert len(set(killed)) == n_deaths
+    assert await prompts.chat(USER, OPTIONS, False) == want
 
 
-def busy() -> psutil.Process:
-    """The process that gets CPU time."""
-    start = {child: child.cpu_times().user for child in processes()}
-    while True:
-        for child, user in start.items():
-            if child.cpu_times().user > user + 0.2:
-                return child
+async def test_no_setting_and_no_secret_goes_to_them(
+    pool: TextPool, tiny: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("LLAISYS_API_KEY", "secret"), ("HF_TOKEN", "secret"), ("TZ", "Asia/Tokyo")):
+        monkeypatch.setenv(name, value)
+    pool.add(tiny, None)
+    await pool.ready()
+    assert len(processes(pool)) == N_PROCESSES
+    for process in processes(pool):
+        given = process.environ()
+        assert given["TZ"] == "Asia/Tokyo"  # templates may ask for the local time
+        assert set(given) <= {"LD_LIBRARY_PATH", "PYTHONHOME", "TZ"}
+
+
+def until_busy(pool: TextPool) -> None:
+    """Returns when one of them has got CPU time."""
+    start = [(child, child.cpu_times().user) for child in processes(pool)]
+    while all(child.cpu_times().user <= user + 0.1 for child, user in start):
+        pass
 
 
 async def test_bodies_are_parsed_as_here(pool: TextPool) -> None:
@@ -134,12 +165,12 @@ async def test_bodies_are_parsed_as_here(pool: TextPool) -> None:
 
 
 async def test_a_closed_pool_refuses_and_leaves_no_process(tiny: Tokenizer) -> None:
-    pool = TextPool()
+    pool = TextPool(cpu_s=1000.0)  # it does not end by itself
     prompts = pool.add(tiny, template(WORK))
     await pool.ready()
-    children = processes()
+    children = processes(pool)
     doomed = asyncio.ensure_future(prompts.chat(USER, OPTIONS, False))
-    await asyncio.to_thread(busy)
+    await asyncio.to_thread(until_busy, pool)
     await pool.close()
     await pool.close()
     with pytest.raises(LlaisysError):
@@ -153,6 +184,6 @@ async def test_a_pool_may_be_closed_while_it_starts(tiny: Tokenizer) -> None:
     pool = TextPool()
     prompts: PromptMaker = pool.add(tiny, None)
     await pool.close()
-    assert not processes()
+    assert not processes(pool)
     with pytest.raises(EngineDeadError):
         await prompts.encode("x", False)

@@ -20,20 +20,25 @@ export class Server {
   models = $state.raw<readonly Model[]>([]);
   points = $state.raw<readonly Point[]>([]);
   #timer: ReturnType<typeof setTimeout> | undefined;
+  #newest = 0;
 
   /** The model that a request with this setting goes to: the named one if it is served, else the first. */
   model(wanted: string): Model | null {
     return this.models.find(({ id }) => id === wanted) ?? this.models[0] ?? null;
   }
 
-  /** Asks for the models; goes on asking while there is no server or the model loads. */
+  /** Asks for the models; goes on asking while there is no server or the model loads. The newest question counts. */
   async connect(): Promise<void> {
     clearTimeout(this.#timer);
+    const asked = ++this.#newest;
     try {
-      this.models = await listModels(this.key);
+      const models = await listModels(this.key);
+      if (asked !== this.#newest) return;
+      this.models = models;
       this.status = "ready";
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
+      if (asked !== this.#newest) return;
       this.status = error.status === 401 ? "locked" : error.code === "model_loading" ? "loading" : "gone";
       if (this.status !== "locked") this.#timer = setTimeout(() => void this.connect(), RETRY_MS);
     }

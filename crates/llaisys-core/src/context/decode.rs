@@ -2,37 +2,17 @@
 
 use super::Context;
 use super::layout::Layout;
+use super::ranks::Ranks;
 use super::sampling::{LOGITS_ROWS, RowMasks, SampleRow, SamplerBank};
 use crate::batch::{Batch, BatchArrays, output};
 use crate::error::Result;
 use crate::faults::fault_point;
 use crate::kv::cells::Cells;
-use crate::kv::storage::Storage;
-use crate::model::decoder::{Decoder, ForwardRows, KvLayers, Workspace};
-use crate::ops::OpContext;
+use crate::model::decoder::ForwardRows;
 use crate::progress::Progress;
 use crate::sample::{Logprobs, Outcome, RowFault};
-use crate::tensor::{KvLayer, KvLayerMut};
 use std::ops::Range;
 use std::sync::Arc;
-
-/// The cells' tensors as the forward pass sees them; reaching a layer counts as progress.
-struct Layers<'a> {
-    storage: &'a mut Storage,
-    progress: &'a Progress,
-}
-
-impl KvLayers for Layers<'_> {
-    fn layer(&self, index: usize) -> KvLayer<'_> {
-        self.storage.layer(index)
-    }
-
-    fn layer_mut(&mut self, index: usize) -> KvLayerMut<'_> {
-        self.progress.layer();
-        fault_point!(panic "decode.layer");
-        self.storage.layer_mut(index)
-    }
-}
 
 /// What to decode.
 #[derive(Debug, Clone, Copy)]
@@ -87,17 +67,15 @@ impl Context {
         let reservation = prepared?;
         fault_point!("decode.placed");
         let mut step = Step {
-            decoder: &self.decoder,
-            ops: &mut self.ops,
-            work: &mut self.work,
+            ranks: &mut self.ranks,
             layout: &mut self.layout,
-            layers: Layers { storage: &mut self.storage, progress: &progress },
+            progress: &progress,
             samplers: &mut self.samplers,
             batch: &batch,
             masks: masks.as_deref(),
             result: DecodeResult::for_batch(
                 &batch,
-                self.decoder.config().d_model,
+                self.model.d_model,
                 request.return_logits.then_some(vocab_size),
             ),
         };
@@ -167,11 +145,9 @@ impl DecodeResult {
 
 /// A decode under way: everything of the context but the books.
 struct Step<'a> {
-    decoder: &'a Decoder,
-    ops: &'a mut OpContext,
-    work: &'a mut Workspace,
+    ranks: &'a mut Ranks,
     layout: &'a mut Layout,
-    layers: Layers<'a>,
+    progress: &'a Progress,
     samplers: &'a mut SamplerBank,
     batch: &'a Batch,
     /// By batch row.
@@ -190,7 +166,8 @@ impl Step<'_> {
             attention: self.layout.attention(),
             near: self.layout.near(),
         };
-        self.decoder.forward(self.ops, &forward, &mut self.layers, self.work);
+        let progress = self.progress;
+        self.ranks.run(&mut [], &|rank, _| rank.forward(&forward, progress))?;
         fault_point!("decode.forward");
         let first_out = self.result.rows.partition_point(|&row| (row as usize) < rows.start);
         let end_out = self.result.rows.partition_point(|&row| (row as usize) < rows.end);
@@ -210,8 +187,11 @@ impl Step<'_> {
         let order: Vec<usize> = sampled.iter().chain(&hidden_only).copied().collect();
         let work_rows: Vec<usize> =
             order.iter().map(|&out| self.result.rows[out] as usize - first_row).collect();
-        let hidden = self.decoder.final_hidden(self.ops, &work_rows, self.work);
-        let d_model = self.decoder.config().d_model;
+        let logits = self.samplers.logits(sampled.len());
+        self.ranks.run(logits, &|rank, logits| rank.outputs(&work_rows, sampled.len(), logits))?;
+        let rank = self.ranks.at(0);
+        let d_model = rank.decoder.config().d_model;
+        let hidden = rank.work.hidden(order.len());
         if let Some(kept) = &mut self.result.hidden {
             for (&out, values) in order.iter().zip(hidden.chunks_exact(d_model)) {
                 if self.batch.wants_output[self.result.rows[out] as usize] & output::HIDDEN != 0 {
@@ -222,10 +202,9 @@ impl Step<'_> {
         if sampled.is_empty() {
             return Ok(());
         }
-        let logits = self.samplers.logits(sampled.len());
-        self.decoder.logits(self.ops, &hidden[..sampled.len() * d_model], logits);
         if let Some(kept) = &mut self.result.logits {
-            let width = self.decoder.config().vocab_size;
+            let width = rank.decoder.config().vocab_size;
+            let logits = self.samplers.logits(sampled.len());
             for (&out, values) in sampled.iter().zip(logits.chunks_exact(width)) {
                 kept[out * width..(out + 1) * width].copy_from_slice(values);
             }
@@ -249,7 +228,7 @@ impl Step<'_> {
                 }
             })
             .collect();
-        for (&out, outcome) in outs.iter().zip(self.samplers.sample(&self.ops.pool, &rows)) {
+        for (&out, outcome) in outs.iter().zip(self.samplers.sample(&self.ranks.at(0).ops.pool, &rows)) {
             match outcome {
                 Outcome::Token { id, logprobs } => {
                     self.result.token_ids[out] = id as i32;

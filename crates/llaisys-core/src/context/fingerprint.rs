@@ -31,6 +31,10 @@ impl Fingerprint {
         let mut hasher = Xxh3::new();
         hasher.update(&KV_FORMAT.to_le_bytes());
         hasher.update(format!("{:?} {:?} {how:?}", checkpoint.config(), config.mode).as_bytes());
+        // A cell's bytes lie rank by rank.
+        if config.n_ranks > 1 {
+            hasher.update(format!("{} ranks", config.n_ranks).as_bytes());
+        }
         let (mut held, mut n_bytes) = (Vec::new(), 0);
         for (name, tensor) in checkpoint.stored() {
             hasher.update(format!("{name} {:?} {:?}", tensor.dtype, tensor.shape).as_bytes());

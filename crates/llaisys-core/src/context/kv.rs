@@ -4,7 +4,6 @@ use super::Context;
 use crate::books::Snapshot;
 use crate::error::{Rejected, Result};
 use crate::faults::fault_point;
-use crate::ops::rope_shift;
 use crate::sample::{Sampler, SamplerSpec};
 use crate::seq::SeqId;
 
@@ -82,7 +81,7 @@ impl Context {
         fault_point!("kv.seq_cp");
         self.change(|context| {
             let copies = context.books.seq_cp(src, dst, p0, p1)?;
-            context.storage.copy(&copies);
+            context.ranks.copy(&copies);
             Ok(())
         })
     }
@@ -102,15 +101,7 @@ impl Context {
         self.check_shift(id, (p0, p1), delta)?;
         self.change(|context| {
             let moved = context.books.seq_add(id, p0, p1, delta)?;
-            for layer in 0..context.decoder.config().n_layers {
-                rope_shift(
-                    &context.ops,
-                    context.storage.layer_mut(layer),
-                    &moved,
-                    delta,
-                    context.decoder.rope(layer),
-                );
-            }
+            context.ranks.shift(&moved, delta);
             Ok(())
         })
     }
@@ -139,7 +130,7 @@ impl Context {
         fault_point!("kv.attach");
         self.change(|context| {
             let copies = context.books.attach(segment, id, p0, p1)?;
-            context.storage.copy(&copies);
+            context.ranks.copy(&copies);
             Ok(())
         })
     }
@@ -159,11 +150,12 @@ impl Context {
     }
 
     /// The keys and values of a segment's positions `p0 <= p < p1`: for each layer the keys
-    /// `[p1 - p0][n_kv_heads][d_head]`, then the values likewise, in the cells' type, little endian.
+    /// `[p1 - p0][n_kv_heads][d_head]`, then the values likewise, in the cells' type, little endian. Of several ranks:
+    /// all this for the heads of each in turn.
     /// Errors: an unknown segment, an empty range, a missing position.
     pub fn kv_export(&self, segment: u64, p0: i32, p1: i32) -> Result<Vec<u8>> {
         fault_point!("kv.export");
-        Ok(self.storage.read_cells(&self.books.cells().segment_cells(segment, p0, p1)?))
+        Ok(self.ranks.read_cells(&self.books.cells().segment_cells(segment, p0, p1)?))
     }
 
     /// A new segment on fresh cells of arena `stream`, at positions from `p0`, with the contents that
@@ -172,7 +164,7 @@ impl Context {
     /// `max_model_len`, too few free cells.
     pub fn kv_import(&mut self, segment: u64, stream: u32, p0: i32, data: &[u8]) -> Result<()> {
         fault_point!("kv.import");
-        let of_cell = self.storage.n_bytes() / self.n_cells();
+        let of_cell = self.ranks.storage_bytes() / self.n_cells();
         if data.is_empty() || !data.len().is_multiple_of(of_cell) {
             return Err(Rejected::CellBytes { got: data.len(), of_cell }.into());
         }
@@ -183,7 +175,7 @@ impl Context {
         }
         self.change(|context| {
             let cells = context.books.segment_create(segment, stream, p0, n)?;
-            context.storage.write_cells(&cells, data);
+            context.ranks.write_cells(&cells, data);
             Ok(())
         })
     }
@@ -219,7 +211,7 @@ impl Context {
     /// In poison mode, overwrites the cells that became free.
     pub(super) fn poison_freed(&mut self) {
         if self.config.poison {
-            self.storage.poison(&self.books.take_freed());
+            self.ranks.poison(&self.books.take_freed());
         }
     }
 

@@ -8,6 +8,7 @@ mod decode;
 mod fingerprint;
 mod kv;
 mod layout;
+mod ranks;
 mod sampling;
 #[cfg(test)]
 mod tests;
@@ -21,17 +22,18 @@ use crate::dtype::{ComputeMode, KvDType};
 use crate::error::{Rejected, Result, Unsupported};
 use crate::faults::fault_point;
 use crate::kv::KvShape;
-use crate::kv::storage::Storage;
 use crate::model::checkpoint::{Checkpoint, WeightNames};
 use crate::model::config::ModelConfig;
-use crate::model::decoder::{Decoder, Workspace};
-use crate::model::weights::{Replacement, Weights};
+use crate::model::held::check_source;
+use crate::model::shard::Shard;
+use crate::model::weights::Replacement;
+use crate::ops::MAX_D_HEAD;
 use crate::ops::dispatch::{IsaName, Kernels};
-use crate::ops::{MAX_D_HEAD, OpContext};
 use crate::progress::Progress;
 use crate::threads::Pool;
 use fingerprint::Fingerprint;
 use layout::Layout;
+use ranks::Ranks;
 use sampling::SamplerBank;
 use std::path::Path;
 use std::sync::Arc;
@@ -60,8 +62,10 @@ pub struct ContextConfig {
     pub n_batch: usize,
     /// Positions are below this; at most the model's own limit.
     pub max_model_len: usize,
-    /// Compute threads, the caller's included.
+    /// Compute threads of all ranks together, the caller's included.
     pub n_threads: usize,
+    /// Ranks that the model is split over, each with its part of weights and cells and at least one thread of its own.
+    pub n_ranks: usize,
 }
 
 impl ContextConfig {
@@ -75,13 +79,11 @@ impl ContextConfig {
 #[derive(Debug)]
 pub struct Context {
     config: ContextConfig,
-    decoder: Decoder,
+    model: ModelConfig,
     names: WeightNames,
-    ops: OpContext,
-    work: Workspace,
+    ranks: Ranks,
     layout: Layout,
     books: Books,
-    storage: Storage,
     samplers: SamplerBank,
     fingerprint: Fingerprint,
     progress: Arc<Progress>,
@@ -102,42 +104,38 @@ impl Context {
         check(&config, &model)?;
         let kernels = Kernels::select(config.isa)?;
         let pool = Pool::new(config.n_threads)?;
-        let weights = Weights::pack(&checkpoint, config.mode, &pool)?;
+        check_source(&checkpoint, config.mode, &pool)?;
+        let decoders = ranks::pack(&checkpoint, &config, &pool)?;
         let kv_dtype = config.kv_dtype.unwrap_or(match config.mode {
             ComputeMode::Float32 => KvDType::Float32,
             _ => KvDType::Bfloat16,
         });
         let fingerprint = Fingerprint::new(&checkpoint, &config, &pool, (kv_dtype, kernels.isa()));
         let names = checkpoint.into_names();
-        let max_columns = Workspace::max_columns(&model);
-        let ops = OpContext::new(kernels, pool, config.n_batch, max_columns)?;
-        let mut storage =
-            Storage::new(model.n_layers, config.n_cells, model.n_kv_heads, model.d_head, kv_dtype)?;
+        let mut ranks = Ranks::new(decoders, &config, (kernels, kv_dtype), pool)?;
         let mut books = Books::new(config.kv_shape())?;
         config.poison |= cfg!(debug_assertions);
         if config.poison {
-            storage.poison_all();
+            ranks.poison_all();
             books.take_freed();
         }
         Ok(Self {
-            work: Workspace::new(&model, config.n_batch)?,
             layout: Layout::new(config.n_seq_max, model.window),
             books,
-            storage,
             samplers: SamplerBank::new(&config, model.vocab_size)?,
             fingerprint,
             progress: Arc::default(),
             broken: false,
-            decoder: Decoder::new(model, weights),
+            model,
             names,
-            ops,
+            ranks,
             config,
         })
     }
 
     /// Facts of the model.
     pub fn config(&self) -> &ModelConfig {
-        self.decoder.config()
+        &self.model
     }
 
     /// The window W if every layer has one. The next row of a sequence whose last position is p sees p + 2 - W
@@ -149,7 +147,7 @@ impl Context {
 
     /// The chosen instruction set.
     pub fn isa(&self) -> IsaName {
-        self.ops.kernels.isa()
+        self.ranks.at(0).ops.kernels.isa()
     }
 
     /// What keys and values depend on besides tokens: configuration, all weights (replaced ones included), how they
@@ -161,7 +159,7 @@ impl Context {
 
     /// Bytes of the packed weights.
     pub fn weight_bytes(&self) -> usize {
-        self.decoder.weights.n_bytes()
+        self.ranks.weight_bytes()
     }
 
     /// What has been done so far; any thread may read it, also while a decode runs.
@@ -177,7 +175,7 @@ impl Context {
     /// Replaces one tensor, by its name in the checkpoint, with `values` of the checkpoint's shape in its row
     /// order. Cells computed with the old values stay as they are.
     ///
-    /// Errors, with nothing changed: no such name, another shape, a slot held in quantised blocks.
+    /// Errors, with nothing changed: no such name, another shape, a slot held in quantised blocks, a model that is split.
     pub fn replace_weight(&mut self, name: &str, shape: &[usize], values: &[f32]) -> Result<()> {
         fault_point!("weights.replace");
         let Some(slot) = self.names.slot_named(name) else {
@@ -189,12 +187,16 @@ impl Context {
             let (name, want, got) = (name.to_owned(), want.to_vec(), shape.to_vec());
             return Err(Rejected::WeightShape { name, want, got }.into());
         }
+        if self.config.n_ranks > 1 {
+            let (name, stored) = (name.to_owned(), "parts on several ranks");
+            return Err(Unsupported::ReplaceWeight { name, stored, given: "a whole tensor" }.into());
+        }
         let n_columns = if want.len() < 2 { 1 } else { want[want.len() - 1] };
         self.change(|context| {
             let stored_row = |n: usize| context.names.stored_row(slot, n);
             let offset = context.names.offset(slot);
             let replacement = Replacement { name, values, n_columns, stored_row: &stored_row, offset };
-            context.decoder.weights.replace(slot, &replacement)?;
+            context.ranks.at_mut(0).decoder.weights.replace(slot, &replacement)?;
             context.fingerprint = context.fingerprint.with_replaced(name, values);
             Ok(())
         })
@@ -221,11 +223,13 @@ fn check(config: &ContextConfig, model: &ModelConfig) -> Result<()> {
         ("n_batch", config.n_batch, i32::MAX as usize),
         ("max_model_len", config.max_model_len, model.max_positions),
         ("n_threads", config.n_threads, i32::MAX as usize),
+        ("n_ranks", config.n_ranks, i32::MAX as usize),
     ];
     for (what, got, max) in counts {
         if got < 1 || got > max {
             return Err(Rejected::OutOfRange { what, got: got as i64, min: 1, max: max as i64 }.into());
         }
     }
+    Shard { rank: 0, world: config.n_ranks }.config(model)?;
     Ok(())
 }

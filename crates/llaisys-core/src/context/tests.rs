@@ -7,10 +7,15 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// A one-layer Llama of 32 channels and 16 tokens with all weights 0.25.
 fn context() -> Context {
+    split_context(1)
+}
+
+/// The same on several ranks.
+fn split_context(n_ranks: usize) -> Context {
     let folder = std::env::temp_dir().join(format!("llaisys-context-{:?}", std::thread::current().id()));
     std::fs::create_dir_all(&folder).unwrap();
     let config = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,
-        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 32,
         "vocab_size": 16, "tie_word_embeddings": true, "max_position_embeddings": 64, "rope_theta": 10000.0,
         "rms_norm_eps": 1e-5, "hidden_act": "silu", "torch_dtype": "float32"}"#;
     std::fs::write(folder.join("config.json"), config).unwrap();
@@ -26,11 +31,11 @@ fn context() -> Context {
     for name in ["input_layernorm", "post_attention_layernorm"] {
         tensors.push((layer(name), view(&[32])));
     }
-    for name in ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"] {
-        tensors.push((layer(name), view(&[32, 32])));
+    for name in ["q_proj", "k_proj", "v_proj", "o_proj"] {
+        tensors.push((layer(&format!("self_attn.{name}")), view(&[32, 32])));
     }
-    for name in ["self_attn.k_proj", "self_attn.v_proj"] {
-        tensors.push((layer(name), view(&[16, 32])));
+    for name in ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"] {
+        tensors.push((layer(name), view(&[32, 32])));
     }
     safetensors::serialize_to_file(tensors, None, &folder.join("model.safetensors")).unwrap();
     let config = ContextConfig {
@@ -45,6 +50,7 @@ fn context() -> Context {
         n_batch: 4,
         max_model_len: 64,
         n_threads: 2,
+        n_ranks,
     };
     let context = Context::load(&folder, config).unwrap();
     std::fs::remove_dir_all(folder).unwrap();
@@ -65,29 +71,28 @@ fn decode(context: &mut Context, seq: SeqId, positions: &[i32]) -> Result<Decode
 }
 
 #[test]
-fn a_panic_in_the_forward_pass_leaves_everything_as_it_was() {
-    let mut context = context();
-    let seq = context.seq_acquire(0).unwrap();
-    decode(&mut context, seq, &[0, 1, 2]).unwrap();
-    let before = context.digest();
-    // A norm of the wrong length trips the op's own check half-way through the layer, in the second pass too.
-    let norm = context.decoder.weights.layers[0].ffn_norm.replace(vec![1.0; 3]);
-    let panicked = catch_unwind(AssertUnwindSafe(|| decode(&mut context, seq, &[3, 4, 5, 6, 7, 8])));
-    assert!(panicked.is_err());
-    assert!(!context.is_broken());
-    assert_eq!(context.digest(), before);
-    context.check_integrity();
-    context.decoder.weights.layers[0].ffn_norm = norm;
-    let after = decode(&mut context, seq, &[3, 4]).unwrap();
-    let fresh = context_logits(&[0, 1, 2], &[3, 4]);
-    assert_eq!(after.logits, fresh);
-}
-
-fn context_logits(first: &[i32], second: &[i32]) -> Option<Vec<f32>> {
-    let mut context = context();
-    let seq = context.seq_acquire(0).unwrap();
-    decode(&mut context, seq, first).unwrap();
-    decode(&mut context, seq, second).unwrap().logits
+fn a_panic_in_the_forward_pass_of_any_rank_leaves_everything_as_it_was() {
+    for (n_ranks, failing) in [(1, 0), (2, 0), (2, 1)] {
+        let mut context = split_context(n_ranks);
+        let seq = context.seq_acquire(0).unwrap();
+        decode(&mut context, seq, &[0, 1, 2]).unwrap();
+        let before = context.digest();
+        // A norm of the wrong length trips the op's own check half-way through the layer, in the second pass too, while
+        // the other rank waits for the sum behind the feed-forward part.
+        let norm = context.ranks.at_mut(failing).decoder.weights.layers[0].ffn_norm.replace(vec![1.0; 3]);
+        let rows = [3, 4, 5, 6, 7, 8];
+        let panicked = catch_unwind(AssertUnwindSafe(|| decode(&mut context, seq, &rows)));
+        assert!(panicked.is_err());
+        assert!(!context.is_broken());
+        assert_eq!(context.digest(), before);
+        context.check_integrity();
+        context.ranks.at_mut(failing).decoder.weights.layers[0].ffn_norm = norm;
+        let after = decode(&mut context, seq, &[3, 4]).unwrap();
+        let mut fresh = split_context(n_ranks);
+        let seq = fresh.seq_acquire(0).unwrap();
+        decode(&mut fresh, seq, &[0, 1, 2]).unwrap();
+        assert_eq!(after.logits, decode(&mut fresh, seq, &[3, 4]).unwrap().logits);
+    }
 }
 
 #[test]
@@ -111,7 +116,7 @@ fn a_refused_change_does_not_mark_the_context_as_broken() {
 
 /// True if every element of the cell's keys and values is NaN, or none is.
 fn is_poisoned(context: &Context, cell: usize) -> bool {
-    let layer = context.storage.layer(0);
+    let layer = context.ranks.at(0).storage.layer(0);
     let width = layer.n_kv_heads * layer.d_head;
     let values = [layer.k, layer.v].map(|tensor| &tensor.as_slice::<f32>()[cell * width..][..width]).concat();
     let n_nan = values.iter().filter(|x| x.is_nan()).count();
@@ -130,9 +135,9 @@ fn in_poison_mode_cells_are_nan_exactly_while_they_are_free() {
     context.kv_seq_rm(seq, 1, -1).unwrap();
     assert_eq!(clean(&context), [0, 1], "cell 1 is held by the segment");
     // A panic after the cells were written: the next call clears them.
-    let norm = std::mem::replace(&mut context.decoder.weights.output_norm, vec![1.0; 3]);
+    let norm = std::mem::replace(&mut context.ranks.at_mut(0).decoder.weights.output_norm, vec![1.0; 3]);
     assert!(catch_unwind(AssertUnwindSafe(|| decode(&mut context, seq, &[1, 2]))).is_err());
-    context.decoder.weights.output_norm = norm;
+    context.ranks.at_mut(0).decoder.weights.output_norm = norm;
     context.kv_segment_trim(1, 1).unwrap();
     assert_eq!(clean(&context), [0]);
     context.seq_release(seq).unwrap();

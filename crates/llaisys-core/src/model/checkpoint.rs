@@ -151,7 +151,7 @@ impl Checkpoint {
         };
         let packed_bytes = PackedBytes::new(&config, &|slot| match by_slot[&slot] {
             Place::Stored(index) => files.tensors()[index].dtype,
-            Place::Quantized(matrix) => matrix.dtype(&files),
+            Place::Quantized(matrix) => matrix.dtype(),
         });
         let info = ModelInfo::new(&config, &sizes, packed_bytes, source);
         let names = WeightNames { by_name, config: config.clone(), rope_rows };

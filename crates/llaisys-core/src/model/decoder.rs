@@ -1,9 +1,12 @@
 //! The forward pass: one function for every family, a list of op calls in the order of the papers
 //! (transformer with rotary positions, grouped queries and a gated feed-forward part; arXiv:2302.13971,
-//! arXiv:2305.13245; norms before or after each part; experts: arXiv:2401.04088).
+//! arXiv:2305.13245; norms before or after each part; experts: arXiv:2401.04088). Of a model that is split
+//! ([`crate::model::shard`]), each rank runs it on its part; what a part gives is summed where it joins the residual
+//! stream, which every rank has whole.
 
 mod workspace;
 
+use crate::error::DeviceError;
 use crate::model::config::{Experts, ModelConfig};
 use crate::model::family::Activation;
 use crate::model::weights::{FeedForward, LayerWeights, Mlp, Weights};
@@ -12,7 +15,7 @@ use crate::ops::{self, AttentionRows, Gate, OpContext, RopeTable, Scoring};
 use crate::tensor::{KvLayer, KvLayerMut};
 use workspace::{Activations, ExpertRows};
 
-pub use workspace::Workspace;
+pub use workspace::{HeadRoom, Workspace};
 
 /// The rows of one forward pass, at most the workspace's.
 #[derive(Debug, Clone, Copy)]
@@ -37,7 +40,7 @@ pub trait KvLayers {
     fn layer_mut(&mut self, index: usize) -> KvLayerMut<'_>;
 }
 
-/// A model's weights and the facts that the forward pass branches on.
+/// A model's weights, or a rank's part of them, and the facts that the forward pass branches on.
 #[derive(Debug)]
 pub struct Decoder {
     config: ModelConfig,
@@ -50,7 +53,7 @@ pub struct Decoder {
 }
 
 impl Decoder {
-    /// Joins packed weights with their configuration.
+    /// Joins packed weights with their configuration, which is [`crate::model::shard::Shard::config`]'s of a rank.
     pub fn new(config: ModelConfig, weights: Weights) -> Self {
         let rope = config.rope.table(config.d_head);
         let local_rope = config.local_rope.as_ref().map(|rope| rope.table(config.d_head));
@@ -72,25 +75,44 @@ impl Decoder {
     }
 
     /// Runs all layers for `rows`: writes their keys and values into `kv` and leaves the last layer's output
-    /// in `work` (see [`Decoder::final_hidden`]). A row's bits depend on nothing but what it sees.
+    /// in `work` (see [`Decoder::final_hidden`]). A row's bits depend on nothing but what it sees, and on the number
+    /// of ranks. Errors: another rank is lost.
     pub fn forward(
         &self,
         cx: &mut OpContext,
         rows: &ForwardRows<'_>,
         kv: &mut dyn KvLayers,
         work: &mut Workspace,
-    ) {
+    ) -> Result<(), DeviceError> {
         let mut w = work.rows(rows.tokens.len());
-        ops::embed(cx, &self.weights.embed, rows.tokens, w.x);
+        self.embed(cx, rows.tokens, w.x)?;
         ops::scale(cx, w.x, self.config.embed_scale);
         self.rope.angles(rows.positions, w.cos, w.sin);
         if let Some(rope) = &self.local_rope {
             rope.angles(rows.positions, w.local_cos, w.local_sin);
         }
         for (index, layer) in self.weights.layers.iter().enumerate() {
-            self.attention(cx, (index, layer), (rows, kv), &mut w);
-            self.feed_forward(cx, layer, &mut w);
+            self.attention(cx, (index, layer), (rows, kv), &mut w)?;
+            self.feed_forward(cx, layer, &mut w)?;
         }
+        Ok(())
+    }
+
+    /// The embeddings of `tokens`. Of several ranks, each has the rows of some tokens and gives zeros for the others.
+    fn embed(&self, cx: &mut OpContext, tokens: &[i32], x: &mut [f32]) -> Result<(), DeviceError> {
+        let table = &self.weights.embed;
+        if cx.collective.world() == 1 {
+            ops::embed(cx, table, tokens, x);
+            return Ok(());
+        }
+        let first = cx.collective.rank() * table.n_rows();
+        let own = |&token: &i32| (token as usize).checked_sub(first).filter(|&row| row < table.n_rows());
+        let rows: Vec<i32> = tokens.iter().map(|token| own(token).map_or(0, |row| row as i32)).collect();
+        ops::embed(cx, table, &rows, x);
+        for (x, _) in x.chunks_exact_mut(self.config.d_model).zip(tokens).filter(|(_, t)| own(t).is_none()) {
+            x.fill(0.0);
+        }
+        cx.collective.all_reduce_sum(x)
     }
 
     /// Adds what layer `index`'s attention gives to the residual stream.
@@ -100,7 +122,7 @@ impl Decoder {
         (index, layer): (usize, &LayerWeights),
         (rows, kv): (&ForwardRows<'_>, &mut dyn KvLayers),
         w: &mut Activations<'_>,
-    ) {
+    ) -> Result<(), DeviceError> {
         let config = &self.config;
         let input = normed(cx, layer.attn_norm.as_ref(), config.rms_eps, (w.x, w.normed));
         let qkv = [layer.q.part(), layer.k.part(), layer.v.part()];
@@ -117,21 +139,28 @@ impl Decoder {
         let scoring = Scoring { scale: config.score_scale, soft_cap: config.attn_soft_cap };
         let seen = rows.near.filter(|_| config.windowed[index]).unwrap_or(rows.attention);
         ops::attention(cx, (w.q, scoring), kv.layer(index), seen, w.attended);
-        self.add(cx, (w.attended, &layer.o), layer.attn_post_norm.as_ref(), (w.x, w.normed));
+        self.add(cx, (w.attended, &layer.o), layer.attn_post_norm.as_ref(), (w.x, w.normed))
     }
 
     /// Adds what the feed-forward part of a layer gives to the residual stream.
-    fn feed_forward(&self, cx: &mut OpContext, layer: &LayerWeights, w: &mut Activations<'_>) {
+    fn feed_forward(
+        &self,
+        cx: &mut OpContext,
+        layer: &LayerWeights,
+        w: &mut Activations<'_>,
+    ) -> Result<(), DeviceError> {
         let input = normed(cx, layer.ffn_norm.as_ref(), self.config.rms_eps, (w.x, w.normed));
         let norm = layer.ffn_post_norm.as_ref();
         match (&layer.feed_forward, self.config.experts) {
             (FeedForward::Experts { router, experts }, Some(facts)) => {
                 self.experts(cx, (router, experts, facts), &mut w.experts, (input, w.inner));
+                cx.collective.all_reduce_sum(w.experts.sum)?;
                 self.add_branch(cx, w.experts.sum, norm, w.x);
+                Ok(())
             }
             (FeedForward::Dense(mlp), _) => {
                 ops::linear_gated(cx, input, &mlp.gate_up, self.gate, w.inner);
-                self.add(cx, (w.inner, &mlp.down), norm, (w.x, w.normed));
+                self.add(cx, (w.inner, &mlp.down), norm, (w.x, w.normed))
             }
             (FeedForward::Experts { .. }, None) => unreachable!("experts are packed by the configuration"),
         }
@@ -171,21 +200,24 @@ impl Decoder {
         }
     }
 
-    /// Adds a product to the residual stream `x`, normed if `norm` says so; `room` is for it then.
+    /// Adds a product to the residual stream `x`: summed over the ranks, and normed if `norm` says so; `room` is for
+    /// it then.
     fn add(
         &self,
         cx: &mut OpContext,
         (input, matrix): (&mut [f32], &PackedMatrix),
         norm: Option<&Vec<f32>>,
         (x, room): (&mut [f32], &mut [f32]),
-    ) {
-        if norm.is_some() {
+    ) -> Result<(), DeviceError> {
+        if norm.is_some() || cx.collective.world() > 1 {
             ops::linear(cx, input, &[ops::LinearPart { weight: matrix, bias: None }], &mut [&mut *room]);
+            cx.collective.all_reduce_sum(room)?;
             self.add_branch(cx, room, norm, x);
         } else {
             ops::scale(cx, input, self.config.residual_scale);
             ops::linear_add(cx, input, matrix, x);
         }
+        Ok(())
     }
 
     /// Adds a branch to the residual stream.
@@ -213,14 +245,36 @@ impl Decoder {
         hidden
     }
 
-    /// Logits `[n, vocab_size]` of final hidden states `[n, d_model]`.
-    pub fn logits(&self, cx: &mut OpContext, hidden: &[f32], logits: &mut [f32]) {
-        let head = ops::LinearPart { weight: self.weights.head(), bias: None };
-        ops::linear(cx, hidden, &[head], &mut [&mut *logits]);
+    /// Logits `[n, vocab_size]` of final hidden states `[n, d_model]`, or no room for them: every rank has to call this,
+    /// and one that brings none only says its part. Errors: another rank is lost.
+    pub fn logits(
+        &self,
+        cx: &mut OpContext,
+        hidden: &[f32],
+        room: &mut HeadRoom,
+        logits: &mut [f32],
+    ) -> Result<(), DeviceError> {
+        let weight = self.weights.head();
+        let head = ops::LinearPart { weight, bias: None };
+        let world = cx.collective.world();
+        if world == 1 {
+            ops::linear(cx, hidden, &[head], &mut [&mut *logits]);
+        } else {
+            let (n, n_own) = (hidden.len() / self.config.d_model, weight.n_rows());
+            let (own, all) = room.of(n * n_own, world);
+            ops::linear(cx, hidden, &[head], &mut [&mut *own]);
+            cx.collective.all_gather(own, all)?;
+            for (row, logits) in logits.chunks_exact_mut(self.config.vocab_size).enumerate() {
+                for (part, logits) in all.chunks_exact(n * n_own).zip(logits.chunks_mut(n_own)) {
+                    logits.copy_from_slice(&part[row * n_own..][..logits.len()]);
+                }
+            }
+        }
         ops::scale(cx, logits, self.config.logit_scale);
         if let Some(cap) = self.config.logit_soft_cap {
             ops::soft_cap(cx, logits, cap);
         }
+        Ok(())
     }
 }
 

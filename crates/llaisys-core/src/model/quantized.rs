@@ -100,8 +100,9 @@ impl Quantization {
             let what = format!("{module} of {n_rows} x {n_columns}");
             return Err(unsupported("a quantised matrix", what, "multiples of 8 x multiples of 32").into());
         }
-        let matrix = QuantizedMatrix {
+        let mut matrix = QuantizedMatrix {
             quantization: *self,
+            dtype: DType::Int4,
             n_rows,
             n_columns,
             qweight,
@@ -112,6 +113,9 @@ impl Quantization {
             zero_bias: find("bias").filter(|&index| files.view(index).bytes.iter().all(|&byte| byte == 0)),
         };
         matrix.check(files)?;
+        if matrix.tensors(files).is_symmetric() {
+            matrix.dtype = DType::Q4_0;
+        }
         Ok(Some(matrix))
     }
 }
@@ -160,6 +164,8 @@ fn unsupported(what: &'static str, value: impl ToString, supported: &'static str
 #[derive(Debug, Clone, Copy)]
 pub(super) struct QuantizedMatrix {
     quantization: Quantization,
+    /// Found once, because it takes reading every zero point.
+    dtype: DType,
     n_rows: usize,
     n_columns: usize,
     qweight: usize,
@@ -198,10 +204,9 @@ impl QuantizedMatrix {
         Ok(())
     }
 
-    /// The type of its rows once loaded: Q4_0 if every zero point is 8 (all are read), else Int4. Neither loses
-    /// anything.
-    pub(super) fn dtype(&self, files: &TensorFiles) -> DType {
-        if self.tensors(files).is_symmetric() { DType::Q4_0 } else { DType::Int4 }
+    /// The type of its rows once loaded: Q4_0 if every zero point is 8, else Int4. Neither loses anything.
+    pub(super) fn dtype(&self) -> DType {
+        self.dtype
     }
 
     fn tensors<'a>(&'a self, files: &'a TensorFiles) -> Tensors<'a> {
@@ -215,7 +220,7 @@ impl QuantizedMatrix {
 
     /// The matrix as rows of blocks of [`Self::dtype`]. Errors: no memory.
     pub(super) fn load(&self, files: &TensorFiles, pool: &Pool) -> Result<(DType, Vec<u8>), DeviceError> {
-        let (tensors, dtype) = (self.tensors(files), self.dtype(files));
+        let (tensors, dtype) = (self.tensors(files), self.dtype);
         let row_bytes = self.n_columns / BLOCK_LEN * dtype.block_bytes();
         let n_bytes = self.n_rows * row_bytes;
         let mut rows = Vec::new();

@@ -1,13 +1,14 @@
 //! The tensors of a checkpoint, packed once for this machine. After packing the checkpoint can be dropped.
 
 use crate::dtype::ComputeMode;
-use crate::error::{DeviceError, Result, Unsupported};
+use crate::error::{Result, Unsupported};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::family::{ExpertPart, LayerSlot, Slot};
-use crate::model::held::{check_source, packed_format};
+use crate::model::held::packed_format;
+use crate::model::shard::Shard;
 use crate::ops::packed::{PackedFormat, PackedMatrix};
 use crate::ops::{LinearPart, gate_up_row, gate_up_rows};
-use crate::quant::dequantize_row;
+use crate::quant::{BLOCK_LEN, dequantize_row};
 use crate::tensor::{LoadedTensor, RowView};
 use crate::threads::Pool;
 
@@ -77,12 +78,13 @@ pub struct Mlp {
     pub down: PackedMatrix,
 }
 
-/// All tensors of a model.
+/// All tensors of a model, or a rank's part of them: shapes are those of [`Shard::config`].
 #[derive(Debug)]
 pub struct Weights {
-    /// `[vocab_size, d_model]`; also the head of a model with a tied head.
+    /// `[vocab_size, d_model]`; also the head of a model with a tied head. Of one rank of several: as many rows as every
+    /// other has, those beyond the vocabulary zero.
     pub embed: PackedMatrix,
-    /// `[vocab_size, d_model]` of a model with its own head.
+    /// As `embed`, of a model with its own head.
     lm_head: Option<PackedMatrix>,
     /// Norm after the last layer, `[d_model]`.
     pub output_norm: Vec<f32>,
@@ -91,12 +93,12 @@ pub struct Weights {
 }
 
 impl Weights {
-    /// Packs every tensor of `checkpoint` in the format that `mode` asks for.
+    /// Packs a rank's part of every tensor of `checkpoint` in the format that `mode` asks for. The caller has checked
+    /// that the checkpoint can be in that mode, and that it can be split.
     ///
-    /// Errors: no memory; as [`check_source`].
-    pub fn pack(checkpoint: &Checkpoint, mode: ComputeMode, pool: &Pool) -> Result<Self> {
-        check_source(checkpoint, mode, pool)?;
-        let packer = Packer { checkpoint, mode, pool };
+    /// Errors: no memory; rows that cannot be split where the ranks' parts meet.
+    pub fn pack(checkpoint: &Checkpoint, mode: ComputeMode, shard: Shard, pool: &Pool) -> Result<Self> {
+        let packer = Packer { checkpoint, mode, shard, pool };
         let config = checkpoint.config();
         let lm_head = if config.tied_head { None } else { Some(packer.matrix(Slot::LmHead)?) };
         Ok(Self {
@@ -337,11 +339,13 @@ impl LayerWeights {
 struct Packer<'a> {
     checkpoint: &'a Checkpoint,
     mode: ComputeMode,
+    shard: Shard,
     pool: &'a Pool,
 }
 
 /// Rows of a stored tensor that make up a matrix of ours.
 struct Source<'a> {
+    stored: Slot,
     tensor: LoadedTensor<'a>,
     first: usize,
     n_rows: usize,
@@ -379,8 +383,8 @@ impl<'a> Packer<'a> {
         })
     }
 
-    fn feed_forward(&self, index: usize) -> Result<FeedForward, DeviceError> {
-        let mlp = |[gate, up, down]: [LayerSlot; 3]| -> Result<Mlp, DeviceError> {
+    fn feed_forward(&self, index: usize) -> Result<FeedForward> {
+        let mlp = |[gate, up, down]: [LayerSlot; 3]| -> Result<Mlp> {
             let gate_up = self.gate_up(Slot::Layer(index, gate), Slot::Layer(index, up))?;
             Ok(Mlp { gate_up, down: self.matrix(Slot::Layer(index, down))? })
         };
@@ -391,29 +395,42 @@ impl<'a> Packer<'a> {
         let expert = |e| mlp(parts.map(|part| LayerSlot::Expert(e, part)));
         Ok(FeedForward::Experts {
             router: self.matrix_as(Slot::Layer(index, LayerSlot::Router), Some(PackedFormat::F32))?,
-            experts: (0..experts.n).map(expert).collect::<Result<_, _>>()?,
+            experts: (0..experts.n).map(expert).collect::<Result<_>>()?,
         })
     }
 
-    fn matrix(&self, slot: Slot) -> Result<PackedMatrix, DeviceError> {
+    fn matrix(&self, slot: Slot) -> Result<PackedMatrix> {
         self.matrix_as(slot, None)
     }
 
     /// A matrix in a format, or in the one that the mode asks for.
-    fn matrix_as(&self, slot: Slot, format: Option<PackedFormat>) -> Result<PackedMatrix, DeviceError> {
+    fn matrix_as(&self, slot: Slot, format: Option<PackedFormat>) -> Result<PackedMatrix> {
         let source = self.source(slot)?;
         let n_columns = source.n_columns();
         let dtype = source.tensor.dtype;
         let format = format.unwrap_or_else(|| packed_format(self.mode, slot, dtype, n_columns));
-        let row = |n: usize| source.row(self.checkpoint.stored_row(slot, n));
-        PackedMatrix::pack(self.pool, format, source.n_rows, n_columns, &row)
+        let block = dtype.block_len().max(if format.is_grouped() { BLOCK_LEN } else { 1 });
+        let rows = self.shard.rows(slot, source.n_rows);
+        let columns = self.shard.columns(slot, n_columns, (block, &|| self.name(source.stored)))?;
+        let row = |n: usize| match rows.start + n {
+            n if n < source.n_rows => {
+                source.row(self.checkpoint.stored_row(slot, n)).columns(columns.clone())
+            }
+            _ => RowView { dtype, bytes: &[] },
+        };
+        Ok(PackedMatrix::pack(self.pool, format, rows.len(), columns.len(), &row)?)
+    }
+
+    fn name(&self, stored: Slot) -> String {
+        self.checkpoint.config().names.name(stored).expect("what is stored has a name")
     }
 
     /// Both matrices in one, so that one region reads the input once. Different formats meet in f32.
-    fn gate_up(&self, gate: Slot, up: Slot) -> Result<PackedMatrix, DeviceError> {
+    fn gate_up(&self, gate: Slot, up: Slot) -> Result<PackedMatrix> {
         let slot = gate;
         let (gate, up) = (self.source(gate)?, self.source(up)?);
-        let (n_inner, n_columns) = (gate.n_rows, gate.n_columns());
+        let (rows, n_columns) = (self.shard.rows(slot, gate.n_rows), gate.n_columns());
+        let n_inner = rows.len();
         let formats =
             [&gate, &up].map(|source| packed_format(self.mode, slot, source.tensor.dtype, n_columns));
         let format = if formats[0] == formats[1] { formats[0] } else { PackedFormat::F32 };
@@ -421,11 +438,11 @@ impl<'a> Packer<'a> {
         let zeros = vec![0_u8; gate.row(0).bytes.len()];
         let padding = RowView { dtype: gate.tensor.dtype, bytes: &zeros };
         let source = |n: usize| match gate_up_row(n_inner, n) {
-            Some((false, row)) => gate.row(row),
-            Some((true, row)) => up.row(row),
+            Some((false, row)) => gate.row(rows.start + row),
+            Some((true, row)) => up.row(rows.start + row),
             None => padding,
         };
-        PackedMatrix::pack(self.pool, format, gate_up_rows(n_inner), n_columns, &source)
+        Ok(PackedMatrix::pack(self.pool, format, gate_up_rows(n_inner), n_columns, &source)?)
     }
 
     /// A norm's or a bias's values in logical order.
@@ -435,12 +452,13 @@ impl<'a> Packer<'a> {
         let mut stored = vec![0.0; tensor.n_columns()];
         dequantize_row(tensor.row(0), &mut stored);
         let offset = self.checkpoint.offset(slot);
-        (0..stored.len()).map(|n| stored[self.checkpoint.stored_row(slot, n)] + offset).collect()
+        let rows = self.shard.rows(slot, stored.len());
+        rows.map(|n| stored[self.checkpoint.stored_row(slot, n)] + offset).collect()
     }
 
     /// Where a matrix of ours is stored: by itself, or within another one. The pages of what was read before,
     /// which is packed by now, are let go.
-    fn source(&self, slot: Slot) -> Result<Source<'a>, DeviceError> {
+    fn source(&self, slot: Slot) -> Result<Source<'a>> {
         self.checkpoint.release_pages();
         let config = self.checkpoint.config();
         let (stored, first) = match slot {
@@ -451,6 +469,6 @@ impl<'a> Packer<'a> {
             other => (other, 0),
         };
         let tensor = self.checkpoint.load(stored, self.pool)?;
-        Ok(Source { tensor, first, n_rows: config.shape(slot)[0] })
+        Ok(Source { stored, tensor, first, n_rows: config.shape(slot)[0] })
     }
 }

@@ -12,6 +12,7 @@ pub mod dispatch;
 pub mod packed;
 pub mod reference;
 
+use crate::collective::{Collective, Solo};
 use crate::error::DeviceError;
 use crate::threads::Pool;
 use cpu::activations::Activations;
@@ -19,7 +20,7 @@ use cpu::attention::Scratch as AttentionScratch;
 use dispatch::Kernels;
 
 pub use cpu::add::add;
-pub use cpu::argmax::argmax;
+pub use cpu::argmax::{argmax, argmax_finite, largest};
 pub use cpu::attention::{AttentionRow, AttentionRows, MAX_D_HEAD, Scoring, attention, window_span};
 pub use cpu::embed::embed;
 pub use cpu::gate::{Gate, gate_up_row, gate_up_rows};
@@ -41,6 +42,8 @@ pub struct OpContext {
     pub kernels: Kernels,
     /// The worker threads.
     pub pool: Pool,
+    /// The other ranks of a model that is split.
+    pub collective: Box<dyn Collective>,
     /// Inputs of the current product, as its kernel wants them.
     activations: Activations,
     /// Where attention computes.
@@ -48,7 +51,7 @@ pub struct OpContext {
 }
 
 impl OpContext {
-    /// Scratch for products of up to `max_rows` rows and `max_columns` inputs; memory is touched only as it is
+    /// Alone, with scratch for products of up to `max_rows` rows and `max_columns` inputs; memory is touched only as it is
     /// used.
     ///
     /// Errors: [`DeviceError::Allocation`].
@@ -60,6 +63,6 @@ impl OpContext {
     ) -> Result<Self, DeviceError> {
         let activations = Activations::new(max_rows, max_columns)?;
         let attention = AttentionScratch::new(pool.n_threads(), max_rows, max_columns)?;
-        Ok(Self { kernels, pool, activations, attention })
+        Ok(Self { kernels, pool, collective: Box::new(Solo), activations, attention })
     }
 }

@@ -6,6 +6,7 @@
 use super::filters::{self, Candidate};
 use super::philox;
 use super::spec::{SamplerSpec, SamplingError};
+use crate::ops::{argmax, argmax_finite, largest};
 
 /// The sampling state of one sequence: its parameters and the tokens that penalties look at.
 #[derive(Debug, Clone)]
@@ -92,6 +93,13 @@ impl Sampler {
     /// row there gives that and no draw.
     pub fn prompt_token(&self, n_before: u32) -> Option<(u32, u32)> {
         Some((*self.prompt.get(n_before as usize)?, self.spec.prompt_logprobs?))
+    }
+
+    /// False if [`Sampler::adjust`] leaves all logits as they are.
+    fn adjusts(&self) -> bool {
+        let spec = &self.spec;
+        let lists = [self.allowed.len(), spec.bad_words.len(), spec.logit_bias.len()];
+        lists != [0; 3] || self.n_output < spec.min_tokens || spec.has_penalties()
     }
 
     /// Allowed ids, bad words, bias, min_tokens and penalties, in place.
@@ -194,9 +202,9 @@ pub fn sample(
     position: u32,
     mask: Option<&[u32]>,
 ) -> Outcome {
-    if !logits.iter().all(|l| l.is_finite()) {
+    let Some(mut best) = argmax_finite(logits) else {
         return Outcome::Fault(RowFault::NonFinite);
-    }
+    };
     if let Some((id, n)) = sampler.and_then(|s| s.prompt_token(position)) {
         let normaliser = begin_logprobs(&mut scratch.best, logits, n);
         return Outcome::Token { id, logprobs: Some(logprobs_of(id, logits, &scratch.best, normaliser)) };
@@ -213,7 +221,9 @@ pub fn sample(
     if let Some(sampler) = sampler {
         sampler.adjust(logits);
     }
-    let best = argmax(logits);
+    if mask.is_some() || sampler.is_some_and(Sampler::adjusts) {
+        best = argmax(logits);
+    }
     if logits[best] == f32::NEG_INFINITY {
         return Outcome::Fault(RowFault::AllMasked);
     }
@@ -232,31 +242,28 @@ pub fn sample(
 /// Candidates this far below the best one (in scaled logits) weigh less than e^-40 = 4e-18: a vocabulary of them
 /// is under the rounding of the f64 sum, and leaving them out saves most exponentials.
 const NEGLIGIBLE: f64 = -40.0;
+/// Logits that are left out together if their largest is negligible.
+const PART: usize = 64;
 
 fn draw(scratch: &mut Scratch, logits: &[f32], best: f32, spec: &SamplerSpec, position: u32) -> u32 {
     let candidates = &mut scratch.candidates;
     candidates.clear();
     let scale = 1.0 / f64::from(spec.temperature);
-    candidates.extend(logits.iter().enumerate().filter_map(|(id, &logit)| {
-        let scaled = (f64::from(logit) - f64::from(best)) * scale;
-        (scaled > NEGLIGIBLE).then(|| Candidate { id: id as u32, weight: scaled.exp() })
-    }));
+    // Falls with the logit, so what is negligible for a part's largest is so for all of it.
+    let scaled = |logit: f32| (f64::from(logit) - f64::from(best)) * scale;
+    for (first, part) in (0..).step_by(PART).zip(logits.chunks(PART)) {
+        if scaled(largest(part)) > NEGLIGIBLE {
+            candidates.extend((first..).zip(part).filter_map(|(id, &logit)| {
+                let scaled = scaled(logit);
+                (scaled > NEGLIGIBLE).then(|| Candidate { id, weight: scaled.exp() })
+            }));
+        }
+    }
     filters::min_p(candidates, spec.min_p);
     filters::top_k(candidates, spec.top_k);
     filters::top_p(candidates, spec.top_p);
     filters::typical_p(candidates, spec.typical_p, &mut scratch.keyed);
     filters::draw(candidates, philox::uniform(spec.seed, spec.choice, position))
-}
-
-/// Index of the largest logit, the lowest on a tie.
-fn argmax(logits: &[f32]) -> usize {
-    let mut best = 0;
-    for (i, &logit) in logits.iter().enumerate() {
-        if logit > logits[best] {
-            best = i;
-        }
-    }
-    best
 }
 
 /// A bit for each id below `vocab_size`, set for `ids`; empty if there are none.

@@ -148,7 +148,15 @@ impl Tiny {
 
     /// A Mixtral of `n` experts of which two compute a token: the feed-forward parts of as many layers of a Llama.
     pub(crate) fn experts(n: usize) -> Self {
-        let mut model = Self::sized("MixtralForCausalLM", true, |model| model.n_layers = n);
+        Self::experts_sized(n, |_| ())
+    }
+
+    /// As [`Tiny::experts`] with the sizes that `change` sets.
+    pub(crate) fn experts_sized(n: usize, change: impl FnOnce(&mut Self)) -> Self {
+        let mut model = Self::sized("MixtralForCausalLM", true, |model| {
+            change(model);
+            model.n_layers = n;
+        });
         let take = |model: &mut Self, name: String| model.tensors.remove(&name).unwrap();
         let taken: Vec<_> = (0..n)
             .map(|e| {
@@ -195,6 +203,7 @@ pub(crate) fn settings() -> ContextConfig {
         n_batch: 16,
         max_model_len: 128,
         n_threads: 2,
+        n_ranks: 1,
     }
 }
 

@@ -155,6 +155,18 @@ inline unsigned short f32_to_f16(float x) {
     return (unsigned short)(sign | ((u - 0x38000000 + 0xfff + (u >> 13 & 1)) >> 13));
 }
 
+inline unsigned pack2(float low, float high) {
+#if LL_T == 1
+    return f32_to_bf16(low) | (unsigned)f32_to_bf16(high) << 16;
+#else
+    return f32_to_f16(low) | (unsigned)f32_to_f16(high) << 16;
+#endif
+}
+inline float fast_exp2(float x) {
+    float y = exp2f(x);
+    return y < 0x1p-126f ? 0.0f : y;
+}
+
 // The copy happens when it is waited for; until then the place holds NaN.
 inline void cp_async16(void* shared, const void* from, bool valid) {
     emu::aligned16(shared, "cp_async16");

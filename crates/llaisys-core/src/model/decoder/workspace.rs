@@ -147,9 +147,30 @@ impl Workspace {
         }
     }
 
+    /// What [`Decoder::final_hidden`](super::Decoder::final_hidden) left for `n` rows, `[n, d_model]`.
+    pub fn hidden(&self, n: usize) -> &[f32] {
+        &self.normed.as_slice()[..n * self.widths.model]
+    }
+
     /// The last layer's output of all rows, and room for the final hidden states of `n` of them.
     pub(super) fn output(&mut self, n: usize) -> (&[f32], &mut [f32]) {
         (self.x.as_slice(), first(&mut self.normed, n * self.widths.model))
+    }
+}
+
+/// Where ranks put their parts of some rows' logits together; grows with use.
+#[derive(Debug, Default)]
+pub struct HeadRoom {
+    own: Vec<f32>,
+    all: Vec<f32>,
+}
+
+impl HeadRoom {
+    /// Room for a rank's part `[n]`, and for those of all, `[world, n]`.
+    pub(super) fn of(&mut self, n: usize, world: usize) -> (&mut [f32], &mut [f32]) {
+        self.own.resize(n, 0.0);
+        self.all.resize(world * n, 0.0);
+        (&mut self.own, &mut self.all)
     }
 }
 

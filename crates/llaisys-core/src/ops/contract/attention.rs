@@ -72,7 +72,9 @@ impl AttentionCase {
         add((3, 1), 16, &one(2100, 70));
         add((4, 2), 16, &vec![]);
         for size in [Size::Zero, Size::Tiny, Size::Outliers] {
-            cases.push(Self { heads: (6, 2), sequences: mixed.clone(), size, ..Self::plain() });
+            for dtype in [KvDType::Float32, KvDType::Bfloat16] {
+                cases.push(Self { heads: (6, 2), dtype, sequences: mixed.clone(), size, ..Self::plain() });
+            }
         }
         cases.extend(Self::with_windows(&mixed));
         cases
@@ -233,6 +235,13 @@ impl AttentionInput {
         AttentionRows { cells: &self.cells, rows: &self.rows, window: self.window }
     }
 
+    /// Queries as they are multiplied: times the scale, then rounded to the type of keys. With the scoring that is
+    /// left.
+    pub fn queries(&self) -> (Vec<f32>, Scoring) {
+        let q = self.q.iter().map(|q| stored(self.dtype, q * self.scoring.scale)).collect();
+        (q, Scoring { scale: 1.0, ..self.scoring })
+    }
+
     /// Makes every key and value of `cell` equal to `x`.
     pub fn spoil(&mut self, cell: usize, x: f32) {
         let place = cell * self.n_kv_heads * self.d_head..(cell + 1) * self.n_kv_heads * self.d_head;
@@ -246,7 +255,7 @@ impl AttentionInput {
         }
     }
 
-    /// How far outputs may be from the reference: six standard deviations of roundings that are uniform and
+    /// How far outputs may be from the reference of [`AttentionInput::queries`]: six standard deviations of roundings that are uniform and
     /// independent (3.5 roundings times the root of their number), since the bound for roundings that all
     /// conspire would let a cell in a thousand be missed.
     ///
@@ -254,7 +263,8 @@ impl AttentionInput {
     /// that are below `4 sqrt(d) rms(q) rms(k)` (a random walk) plus the largest single product. Its error and
     /// the maximum's enter each weight; e^x adds 2e-7; both count once in the weighted values and once in their
     /// sum. Weighted values are sums over blocks of 128 cells, two roundings each, and three for every block
-    /// and span that is added. All relative to the largest value, which bounds any weighted mean.
+    /// and span that is added. All relative to the largest value, which bounds any weighted mean. With bf16 cells
+    /// each weight is rounded to bf16 too, by at most 2^-9 of itself, unless all are 1, since all scores are equal.
     pub fn tolerance(&self) -> f64 {
         let (q, (k, v)) = (Spread::of(&self.q), (Spread::of(&self.numbers.0), Spread::of(&self.numbers.1)));
         let (d, n) = (self.d_head as f64, self.rows.iter().map(|row| row.n_visible).max().unwrap_or(0));
@@ -264,7 +274,9 @@ impl AttentionInput {
         let capped = self.scoring.soft_cap.map_or(0.0, |cap| f64::from(cap).min(partial_sum / d.sqrt()));
         let score = score + 6e-7 * capped;
         let sums = 3.5 * (2.0 * 128.0 + 3.0 * f64::from(n / 128 + 16)).sqrt() * ROUNDING;
-        v.largest * (4.0 * score + 4e-7 + 2.0 * sums)
+        let rounded = self.dtype == KvDType::Bfloat16 && q.largest > 0.0;
+        let weights = if rounded { 1.0 / 512.0 } else { 0.0 };
+        v.largest * (4.0 * score + 4e-7 + 2.0 * sums + weights)
     }
 }
 

@@ -1,21 +1,23 @@
 //! `attention`: out[t, h] = sum_j softmax_j(cap(scale * q[t, h] . K[j])) V[j] over the cells j that row t sees.
 //! Meaning: `ops/reference/attention.rs`.
 //!
-//! Arithmetic, all in f32, of one row and head; it depends on nothing but the row's own list of cells:
+//! Arithmetic, all sums in f32, of one row and head; it depends on nothing but the row's own list of cells:
 //!
 //! 1. The list is cut into blocks of 128 from its start, and blocks into spans: at most 16 of equal length,
 //!    as many as the list's length asks for, or, with a window, of the length that [`window_span`] gives it.
 //!    With a window lists begin at multiples of that length, counted in the sequence, so that the cuts stay
 //!    where they are while the window moves on; what a row does not see of its first block is left out.
-//! 2. A score is one sum over the dimensions in ascending order, of q times the scale times k, then capped.
+//! 2. A score is one sum over the dimensions in ascending order, of q times the scale times k, then capped. With
+//!    bf16 cells, q times the scale is rounded to bf16, and two dimensions at a time are added.
 //! 3. A span keeps a running maximum m, a sum l of e^(s - m) and the weighted values; each block rescales them
 //!    by e^(old m - new m) (online softmax, arXiv:1805.02867). Within a block, weights are summed in N lanes, and
-//!    each output is one sum over the cells in ascending order.
+//!    each output is one sum over the cells in ascending order. With bf16 cells, weights are rounded to bf16 once
+//!    they are summed, and two cells at a time are added; one of a pair that the row does not see is left out.
 //! 4. Spans are merged in ascending order, by the same rescaling. The output is the weighted values over l.
 //!
 //! So which rows are computed together, on which thread, and where cells lie changes no bit. Work is cut into
 //! items: some rows of one sequence (chunk) x the query heads of one kv head; when there are few, single rows
-//! x kv heads x spans. Rows of a chunk share the conversion of keys and values to f32. Only listed cells are
+//! x kv heads x spans, and when there are many, single rows x all heads. Rows of a chunk share the turning of keys and values. Only listed cells are
 //! read.
 
 mod item;
@@ -203,22 +205,77 @@ fn run<T: KvElement>(cx: &mut OpContext, job: &Job<'_, T>, out: &mut [f32]) {
     let max_rows = *max_rows;
     assert!(job.rows.rows.len() <= max_rows, "{} rows, scratch is for {max_rows}", job.rows.rows.len());
     let partials = partials.as_mut_slice::<f32>();
-    let n_spans = cut(job, (cx.pool.n_threads(), partials.len()), chunks);
+    let n_threads = cx.pool.n_threads();
+    let n_spans = cut(job, (n_threads, partials.len()), chunks);
     let split = n_spans > 1;
     let chunks = &*chunks;
-    let next = Chunks::new(chunks.len() * job.heads.items() * n_spans, 1);
+    let cutting =
+        Cutting { chunks, n_spans, by_chunk: !split && chunks.len() >= ITEMS_PER_THREAD * n_threads };
+    let queue = Chunks::new(cutting.n_units(job.heads), 1);
     let areas = Disjoint::new(areas.as_mut_slice::<f32>());
     let target = Disjoint::new(if split { &mut *partials } else { &mut *out });
     cx.pool.run(&|worker| {
         // SAFETY: each worker has its own area.
         let area = unsafe { areas.range(worker * AREA..(worker + 1) * AREA) };
-        while let Some(number) = next.take() {
-            let item = Item::new(job, chunks, (number.start, n_spans));
-            isa.run(Compute { job, item, area, target: &target });
+        let take = || queue.take().map(|units| units.start);
+        let mut taken = take();
+        while let Some(unit) = taken {
+            // Taken early, so that its first keys can be fetched meanwhile.
+            taken = take();
+            let n_items = cutting.n_items(job.heads, unit);
+            for number in 0..n_items {
+                let after =
+                    if number + 1 < n_items { Some((unit, number + 1)) } else { taken.map(|unit| (unit, 0)) };
+                let item = cutting.item(job, (unit, number));
+                let next = after.map(|place| cutting.item(job, place));
+                isa.run(Compute { job, item, next, area: &mut *area, target: &target });
+            }
         }
     });
     if split {
         isa.run(MergeSpans { job, partials, out });
+    }
+}
+
+/// How the work of a call is handed out: in units of one item, or of all items of a chunk.
+#[derive(Clone, Copy)]
+struct Cutting<'a> {
+    chunks: &'a [Chunk],
+    /// Into how many spans items are cut; 1: not at all.
+    n_spans: usize,
+    by_chunk: bool,
+}
+
+impl Cutting<'_> {
+    /// Units to hand out.
+    fn n_units(&self, heads: Heads) -> usize {
+        self.chunks.len() * if self.by_chunk { 1 } else { heads.items() * self.n_spans }
+    }
+
+    /// True if all heads of unit `unit`, a single row, are one item: their keys and values lie side by side.
+    fn is_one_item(&self, heads: Heads, unit: usize) -> bool {
+        let has_room = heads.group() <= MAX_ITEM_HEADS && heads.n_heads <= MAX_ITEM_ROWS;
+        self.by_chunk && has_room && self.chunks[unit].n == 1
+    }
+
+    /// Items of unit `unit`.
+    fn n_items(&self, heads: Heads, unit: usize) -> usize {
+        if !self.by_chunk || self.is_one_item(heads, unit) { 1 } else { heads.items() }
+    }
+
+    /// Item `number` of unit `unit`.
+    fn item<'a, T>(&self, job: &Job<'a, T>, (unit, number): (usize, usize)) -> Item<'a> {
+        if !self.by_chunk {
+            let (unit, span) = (unit / self.n_spans, unit % self.n_spans);
+            let chunk = self.chunks[unit / job.heads.items()];
+            return Item::new(job, chunk, unit % job.heads.items(), (self.n_spans > 1).then_some(span));
+        }
+        let chunk = self.chunks[unit];
+        if self.is_one_item(job.heads, unit) {
+            Item::all_heads(job, chunk)
+        } else {
+            Item::new(job, chunk, number, None)
+        }
     }
 }
 

@@ -9,9 +9,13 @@ const PRIM: &str = include_str!("kernels/prim.cuh");
 /// Every kernel file. A kernel that is not reached from here is neither compiled nor proved.
 pub const FILES: &[&KernelFile] = &[
     &super::add_rms_norm::FILE,
+    &super::attn_decode::FILE,
+    &super::attn_prefill::FILE,
     &super::convert::FILE,
     &super::embed::FILE,
     &super::gate::FILE,
+    &super::gemv::FILE,
+    &super::gemv_quant::FILE,
     &super::rope_kv_store::FILE,
     &super::sample::FILE,
     &super::step::FILE,

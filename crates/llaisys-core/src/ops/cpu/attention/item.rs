@@ -1,12 +1,13 @@
 //! One item of attention: some rows of a sequence, the query heads of one kv head, some spans.
 
 use super::scratch::{Area, Chunk, State, TILE_VECTORS};
-use super::tile::{self, HeadRows, Packed, Scores, Stored, Values, Weighted};
+use super::tile::{self, Ahead, HeadRows, Packed, Scores, Stored, Values, Weighted};
 use super::{AttentionRow, BLOCK, Heads, Job, MAX_ITEM_HEADS, MAX_SPANS};
 use crate::ops::cpu::isa::lanes::{Kernel, Lanes, exp};
 use crate::ops::cpu::kv_element::KvElement;
 use crate::ops::cpu::soft_cap::Cap;
 use crate::threads::Disjoint;
+use std::marker::PhantomData;
 use std::ops::Range;
 
 /// Numbers that a span computed apart gives besides its values: m and l, in front of them.
@@ -17,26 +18,37 @@ pub(super) struct Item<'a> {
     /// The first row's number.
     first_row: usize,
     rows: &'a [AttentionRow],
-    kv_head: usize,
-    /// Query heads.
+    /// More than one only if there is a single row.
+    kv_heads: Range<usize>,
+    /// The query heads that read them.
     heads: Range<usize>,
     /// The only span to compute, to be merged later; `None`: all.
     span: Option<usize>,
 }
 
 impl<'a> Item<'a> {
-    /// Item `number` of `chunks` x kv heads x `n_spans` (1: spans are not cut).
-    pub(super) fn new<T>(job: &Job<'a, T>, chunks: &[Chunk], (number, n_spans): (usize, usize)) -> Self {
-        let (number, span) = (number / n_spans, number % n_spans);
-        let heads = job.heads;
-        let chunk = chunks[number / heads.items()];
-        let parts = heads.group().div_ceil(MAX_ITEM_HEADS);
-        let (kv_head, part) = (number % heads.items() / parts, number % parts);
-        let first = kv_head * heads.group() + part * MAX_ITEM_HEADS;
-        let end = ((kv_head + 1) * heads.group()).min(first + MAX_ITEM_HEADS);
+    /// Item `number` of a chunk's [`Heads::items`].
+    pub(super) fn new<T>(job: &Job<'a, T>, chunk: Chunk, number: usize, span: Option<usize>) -> Self {
+        let group = job.heads.group();
+        let parts = group.div_ceil(MAX_ITEM_HEADS);
+        let (kv_head, part) = (number / parts, number % parts);
+        let first = kv_head * group + part * MAX_ITEM_HEADS;
+        let heads = first..((kv_head + 1) * group).min(first + MAX_ITEM_HEADS);
+        let rows = &job.rows.rows[chunk.first as usize..][..chunk.n as usize];
+        Self { first_row: chunk.first as usize, rows, kv_heads: kv_head..kv_head + 1, heads, span }
+    }
+
+    /// All heads of a chunk of one row.
+    pub(super) fn all_heads<T>(job: &Job<'a, T>, chunk: Chunk) -> Self {
         let first_row = chunk.first as usize;
-        let rows = &job.rows.rows[first_row..first_row + chunk.n as usize];
-        Self { first_row, rows, kv_head, heads: first..end, span: (n_spans > 1).then_some(span) }
+        let rows = &job.rows.rows[first_row..=first_row];
+        Self { first_row, rows, kv_heads: 0..job.heads.n_kv_heads, heads: 0..job.heads.n_heads, span: None }
+    }
+
+    /// Those of the rows x query heads that read the `i`th of the kv heads.
+    fn rows_of(&self, i: usize) -> Range<usize> {
+        let n = self.n_rows() / self.kv_heads.len();
+        i * n..(i + 1) * n
     }
 
     /// Rows x query heads.
@@ -72,6 +84,8 @@ impl<'a> Item<'a> {
 pub(super) struct Compute<'a, T> {
     pub(super) job: &'a Job<'a, T>,
     pub(super) item: Item<'a>,
+    /// What this thread computes after it.
+    pub(super) next: Option<Item<'a>>,
     pub(super) area: &'a mut [f32],
     /// The output, or partials `[row][head][span][STATE + d_head]` if the item is a single span.
     pub(super) target: &'a Disjoint<'a, f32>,
@@ -80,16 +94,24 @@ pub(super) struct Compute<'a, T> {
 impl<T: KvElement> Kernel for Compute<'_, T> {
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
-        let Compute { job, item, area, target } = self;
+        let Compute { job, item, next, area, target } = self;
         let item = &item;
         let d = job.heads.d_head;
         assert!(item.rows.iter().all(|row| row.n_visible > row.n_hidden), "a row that sees nothing");
         let area = Area::new(area, item.n_rows(), (d, d.next_multiple_of(L::N)));
-        let head = |data| HeadRows { data, cell_len: job.heads.cell_len(), offset: item.kv_head * d, d };
+        let cell_len = job.heads.cell_len();
+        let first_head =
+            |data, item: &Item<'_>| HeadRows { data, cell_len, offset: item.kv_heads.start * d, d };
+        let next = next.map(|next| {
+            let first = next.n_hidden() / BLOCK * BLOCK;
+            let cells = next.cells(job);
+            let rows = first_head(job.k, &next).heads(next.kv_heads.len());
+            Ahead { rows, cells: &cells[first..cells.len().min(first + BLOCK)] }
+        });
         let cells = item.cells(job);
         let (n_hidden, soft_cap) = (item.n_hidden(), job.scoring.soft_cap);
-        let (keys, values) = (head(job.k), head(job.v));
-        let mut pass = Pass { lanes, item, cells, n_hidden, soft_cap, keys, values, area };
+        let (keys, values) = (first_head(job.k, item), first_head(job.v, item));
+        let mut pass = Pass { lanes, item, cells, n_hidden, soft_cap, keys, values, next, area };
         pass.scale_queries((job.q, job.scoring.scale), job.heads.row_len());
         let span_len = job.rows.span_len(item.rows[0]);
         let all = n_hidden / span_len..cells.len().div_ceil(span_len);
@@ -143,13 +165,16 @@ struct Pass<'a, L, T> {
     /// How many of them, from the first on, no row sees.
     n_hidden: usize,
     soft_cap: Option<f32>,
+    /// Of the first kv head.
     keys: HeadRows<'a, T>,
     values: HeadRows<'a, T>,
+    /// The first keys of the item after this one.
+    next: Option<Ahead<'a, T>>,
     area: Area<'a>,
 }
 
 impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
-    /// Queries times the scale of scores.
+    /// Queries times the scale of scores, rounded to the type of keys.
     #[inline(always)]
     fn scale_queries(&mut self, (q, scale): (&[f32], f32), row_len: usize) {
         let (item, d) = (self.item, self.keys.d);
@@ -160,6 +185,7 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
             for (q, out) in head.chunks(L::N).zip(out.chunks_mut(L::N)) {
                 self.lanes.store_first(self.lanes.mul(self.lanes.load_first(q), scale), out);
             }
+            T::round(self.lanes, out, d);
         }
     }
 
@@ -181,40 +207,58 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
         }
     }
 
-    /// Adds one block of cells to the running softmax in `total`.
+    /// Adds one block of cells to the running softmax in `total`. The values of the block are fetched while its keys
+    /// are scored, and what is scored next while its values are summed, of all heads together, since they lie side
+    /// by side.
     #[inline(always)]
     fn block(&mut self, start: usize, span_end: usize) {
+        let (lanes, n_heads) = (self.lanes, self.item.kv_heads.len());
         let end = self.cells.len().min(start + BLOCK);
         let cells = &self.cells[start..end];
-        for (part, cells) in cells.chunks(TILE_VECTORS * L::N).enumerate() {
-            tile::pack_keys(self.lanes, (self.keys, self.values), cells, self.area.keys);
-            self.score(start, part * TILE_VECTORS * L::N);
+        let values = Ahead { rows: self.values.heads(n_heads), cells };
+        let n_vectors = cells.len().div_ceil(L::N);
+        for head in 0..n_heads {
+            for (part, cells) in cells.chunks(TILE_VECTORS * L::N).enumerate() {
+                let first = head * n_vectors + part * TILE_VECTORS;
+                let look_ahead = |vector| values.fetch(lanes, (first + vector, n_heads * n_vectors));
+                tile::pack_keys(lanes, self.keys.head(head), cells, look_ahead, self.area.keys);
+                self.score(start, part * TILE_VECTORS * L::N, self.item.rows_of(head));
+            }
         }
         self.weigh(start);
         let ahead = &self.cells[end..span_end.min(end + BLOCK)];
-        if self.item.rows.len() == 1 {
-            let stored = Stored { values: self.values, cells, ahead: (self.keys, ahead) };
-            self.add_values(start, &stored);
-        } else {
-            let padded = self.values.d.next_multiple_of(L::N);
-            let packed = std::mem::take(&mut self.area.values);
-            tile::pack_values(self.lanes, self.values, cells, packed);
-            self.add_values(start, &Packed { values: packed, padded });
-            self.area.values = packed;
+        let keys = self.keys.heads(n_heads);
+        let ahead = if ahead.is_empty() { self.next } else { Some(Ahead { rows: keys, cells: ahead }) };
+        for head in 0..n_heads {
+            let (values, rows) = (self.values.head(head), self.item.rows_of(head));
+            if self.item.rows.len() == 1 {
+                let ahead = ahead.map(|ahead| (ahead, head, n_heads));
+                self.add_values(start, &Stored { values, cells, ahead }, rows);
+            } else {
+                let padded = values.d.next_multiple_of(L::N);
+                let packed = std::mem::take(&mut self.area.values);
+                tile::pack_values(lanes, values, cells, packed);
+                let element = PhantomData::<T>;
+                self.add_values(start, &Packed { values: packed, padded, d: values.d, element }, rows);
+                self.area.values = packed;
+            }
         }
     }
 
-    /// Scores of all rows against the packed keys, which begin `offset` cells into the block.
+    /// Scores of `rows` against the packed keys, which begin `offset` cells into the block.
     #[inline(always)]
-    fn score(&mut self, start: usize, offset: usize) {
+    fn score(&mut self, start: usize, offset: usize, rows: Range<usize>) {
         let (item, d) = (self.item, self.keys.d);
-        let tiles = self.area.queries.chunks(L::TILE_ROWS * d);
-        for (t, (queries, out)) in tiles.zip(self.area.scores.chunks_mut(L::TILE_ROWS)).enumerate() {
-            let rows = t * L::TILE_ROWS..t * L::TILE_ROWS + out.len();
+        let height = tile::height::<L>(rows.len());
+        let queries = self.area.queries[rows.start * d..rows.end * d].chunks(height * d);
+        let first = rows.start;
+        for (t, (queries, out)) in queries.zip(self.area.scores[rows].chunks_mut(height)).enumerate() {
+            let rows = first + t * height..first + t * height + out.len();
             let n_cells = rows.map(|i| item.seen(i, start).end).max().unwrap_or(0).saturating_sub(offset);
             let n_vectors = n_cells.div_ceil(L::N).min(TILE_VECTORS);
             let (lanes, keys) = (self.lanes, &self.area.keys[..d * TILE_VECTORS * L::N]);
-            tile::run::<L, _>(out.len(), Scores { lanes, queries, keys, n_vectors, out, offset });
+            let element = PhantomData::<T>;
+            tile::run::<L, _>(out.len(), Scores { lanes, element, queries, keys, n_vectors, out, offset });
         }
     }
 
@@ -234,6 +278,7 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
             let largest = largest(lanes, scores, seen.clone());
             let new_m = if m > largest { m } else { largest };
             let sum = weights(lanes, scores, (seen, new_m));
+            T::round(lanes, scores, scores.len());
             let rescale = exp(lanes, lanes.splat(m - new_m));
             let l = lanes.mul_add(lanes.splat(state.l[i]), rescale, lanes.splat(sum));
             lanes.store_first(rescale, &mut self.area.rescale[i..=i]);
@@ -242,16 +287,17 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
         }
     }
 
-    /// Adds the weighted values of a block, in tiles of rows that see the same part of it.
+    /// Adds the weighted values of a block to `rows`, in tiles of rows that see the same part of it.
     #[inline(always)]
-    fn add_values<V: Values<L>>(&mut self, start: usize, values: &V) {
+    fn add_values<V: Values<L, Element = T>>(&mut self, start: usize, values: &V, rows: Range<usize>) {
         let (lanes, item) = (self.lanes, self.item);
         let padded = self.values.d.next_multiple_of(L::N);
-        let mut first = 0;
-        while first < item.n_rows() {
+        let height = tile::height::<L>(rows.len());
+        let mut first = rows.start;
+        while first < rows.end {
             let seen = item.seen(first, start);
             let same = |i: &usize| item.seen(*i, start) == seen;
-            let highest = item.n_rows().min(first + L::TILE_ROWS);
+            let highest = rows.end.min(first + height);
             let end = first + (first..highest).take_while(same).count();
             if !seen.is_empty() {
                 let weights = &self.area.scores[first..end];

@@ -6,6 +6,7 @@ use super::BLOCK;
 use super::scratch::TILE_VECTORS;
 use crate::ops::cpu::isa::lanes::{Lanes, MAX_LANES, prefetch_all};
 use crate::ops::cpu::kv_element::KvElement;
+use std::marker::PhantomData;
 use std::ops::Range;
 
 /// A tile whose code depends on its number of rows.
@@ -14,7 +15,14 @@ pub(super) trait Tile {
     fn run<const R: usize>(self);
 }
 
-/// Computes a tile of `n_rows <= L::TILE_ROWS` rows. The guards are constants: they keep code for tiles that
+/// Rows of the tiles that `n_rows` rows are cut into: all in one tall tile if that does it, so that what they read is
+/// read once.
+#[inline(always)]
+pub(super) fn height<L: Lanes>(n_rows: usize) -> usize {
+    if n_rows <= L::TALL_ROWS { n_rows.max(1) } else { L::TILE_ROWS }
+}
+
+/// Computes a tile of `n_rows <= L::TALL_ROWS` rows. The guards are constants: they keep code for tiles that
 /// do not occur from being made.
 #[inline(always)]
 pub(super) fn run<L: Lanes, T: Tile>(n_rows: usize, tile: T) {
@@ -25,16 +33,19 @@ pub(super) fn run<L: Lanes, T: Tile>(n_rows: usize, tile: T) {
         4 if L::TILE_ROWS >= 4 => tile.run::<4>(),
         5 if L::TILE_ROWS >= 5 => tile.run::<5>(),
         6 if L::TILE_ROWS >= 6 => tile.run::<6>(),
-        _ => unreachable!("tiles have up to {} rows", L::TILE_ROWS),
+        7 if L::TALL_ROWS >= 7 => tile.run::<7>(),
+        8 if L::TALL_ROWS >= 8 => tile.run::<8>(),
+        _ => unreachable!("tiles have up to {} rows", L::TALL_ROWS),
     }
 }
 
-/// Scores of some rows against up to `4 N` keys.
-pub(super) struct Scores<'a, L> {
+/// Scores of some rows against up to `4 N` keys. A word holds an element of f32 or two of bf16.
+pub(super) struct Scores<'a, L, T> {
     pub(super) lanes: L,
-    /// `[R][d]`
+    pub(super) element: PhantomData<T>,
+    /// `[R][d]`, of which the words of a row come first.
     pub(super) queries: &'a [f32],
-    /// `[d][4 N]`
+    /// `[word of d][4 N]`
     pub(super) keys: &'a [f32],
     /// Vectors of keys to score.
     pub(super) n_vectors: usize,
@@ -44,19 +55,25 @@ pub(super) struct Scores<'a, L> {
     pub(super) offset: usize,
 }
 
-impl<L: Lanes> Tile for Scores<'_, L> {
+impl<L: Lanes, T: KvElement> Tile for Scores<'_, L, T> {
     #[inline(always)]
     fn run<const R: usize>(mut self) {
-        if self.n_vectors == TILE_VECTORS {
+        let mut first = 0;
+        if R > L::TILE_ROWS {
+            while first + 2 <= self.n_vectors {
+                self.vectors::<R, 2>(first);
+                first += 2;
+            }
+        } else if self.n_vectors == TILE_VECTORS {
             return self.vectors::<R, TILE_VECTORS>(0);
         }
-        for first in 0..self.n_vectors {
+        for first in first..self.n_vectors {
             self.vectors::<R, 1>(first);
         }
     }
 }
 
-impl<L: Lanes> Scores<'_, L> {
+impl<L: Lanes, T: KvElement> Scores<'_, L, T> {
     #[inline(always)]
     fn vectors<const R: usize, const C: usize>(&mut self, first: usize) {
         let lanes = self.lanes;
@@ -67,7 +84,7 @@ impl<L: Lanes> Scores<'_, L> {
             queries[r] = &self.queries[r * d..][..d];
         }
         let keys = self.keys.chunks_exact(TILE_VECTORS * L::N);
-        for (i, line) in (0..d).zip(keys) {
+        for (i, line) in (0..d / T::PER_WORD).zip(keys) {
             let line = &line[first * L::N..];
             let mut keys = [lanes.splat(0.0); C];
             for c in 0..C {
@@ -76,7 +93,7 @@ impl<L: Lanes> Scores<'_, L> {
             for r in 0..R {
                 let q = lanes.splat(queries[r][i]);
                 for c in 0..C {
-                    sums[r][c] = lanes.mul_add(q, keys[c], sums[r][c]);
+                    sums[r][c] = T::dot(lanes, q, keys[c], sums[r][c]);
                 }
             }
         }
@@ -89,36 +106,60 @@ impl<L: Lanes> Scores<'_, L> {
     }
 }
 
-/// Where a tile finds the values of a block.
-pub(super) trait Values<L> {
-    /// As stored, or converted.
+/// Where a tile finds the values of a block: words of one cell (f32) or of two neighbours (bf16), by dimension.
+pub(super) trait Values<L: Lanes> {
+    /// Of the cells.
     type Element: KvElement;
-    /// The value of cell `j` of the block.
-    fn row(&self, j: usize) -> &[Self::Element];
-    /// Called before cell `j` is used, once for each row.
-    fn look_ahead(&self, lanes: L, j: usize);
+    /// Elements of a value.
+    fn d(&self) -> usize;
+    /// The words of cells `PER_WORD * step` and so on: the first `N` from dimension `at` on, or as many as there are.
+    fn words(&self, lanes: L, step: usize, at: usize) -> L::F;
+    /// As `words`, the first `2 N`.
+    fn two_words(&self, lanes: L, step: usize, at: usize) -> [L::F; 2];
+    /// Cell `j` as numbers, from dimension `at` on.
+    fn cell(&self, lanes: L, j: usize, at: usize) -> L::F;
+    /// Called before the cells of a step are used, once for each tile.
+    fn look_ahead(&self, lanes: L, step: usize);
 }
 
-/// Values converted beforehand: `[cell][d padded]`.
-pub(super) struct Packed<'a> {
+/// Values put into words beforehand: `[step][d padded]`.
+pub(super) struct Packed<'a, T> {
     pub(super) values: &'a [f32],
     pub(super) padded: usize,
+    pub(super) d: usize,
+    pub(super) element: PhantomData<T>,
 }
 
-impl<L: Lanes> Values<L> for Packed<'_> {
-    type Element = f32;
+impl<L: Lanes, T: KvElement> Values<L> for Packed<'_, T> {
+    type Element = T;
 
     #[inline(always)]
-    fn row(&self, j: usize) -> &[f32] {
-        &self.values[j * self.padded..][..self.padded]
+    fn d(&self) -> usize {
+        self.d
     }
 
     #[inline(always)]
-    fn look_ahead(&self, _lanes: L, _j: usize) {}
+    fn words(&self, lanes: L, step: usize, at: usize) -> L::F {
+        lanes.load(&self.values[step * self.padded + at..])
+    }
+
+    #[inline(always)]
+    fn two_words(&self, lanes: L, step: usize, at: usize) -> [L::F; 2] {
+        let words = &self.values[step * self.padded + at..][..2 * L::N];
+        [lanes.load(words), lanes.load(&words[L::N..])]
+    }
+
+    #[inline(always)]
+    fn cell(&self, lanes: L, j: usize, at: usize) -> L::F {
+        let words = self.words(lanes, j / T::PER_WORD, at);
+        T::pick(lanes, words, j % T::PER_WORD)
+    }
+
+    #[inline(always)]
+    fn look_ahead(&self, _lanes: L, _step: usize) {}
 }
 
 /// One kv head of a tensor.
-#[derive(Clone, Copy)]
 pub(super) struct HeadRows<'a, T> {
     /// `[cell][kv_head][d]`
     pub(super) data: &'a [T],
@@ -130,10 +171,55 @@ pub(super) struct HeadRows<'a, T> {
 }
 
 impl<'a, T> HeadRows<'a, T> {
+    /// Head `i` of those that lie side by side from this one on.
+    #[inline(always)]
+    pub(super) fn head(self, i: usize) -> Self {
+        Self { offset: self.offset + i * self.d, ..self }
+    }
+
+    /// The rows of `n` heads from this one on, as if they were one.
+    #[inline(always)]
+    pub(super) fn heads(self, n: usize) -> Self {
+        Self { d: n * self.d, ..self }
+    }
+
     /// The head's row of `cell`.
     #[inline(always)]
     pub(super) fn row(&self, cell: u32) -> &'a [T] {
         &self.data[cell as usize * self.cell_len + self.offset..][..self.d]
+    }
+}
+
+impl<T> Clone for HeadRows<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for HeadRows<'_, T> {}
+
+/// Rows to fetch while others are worked on.
+pub(super) struct Ahead<'a, T> {
+    pub(super) rows: HeadRows<'a, T>,
+    pub(super) cells: &'a [u32],
+}
+
+impl<T> Clone for Ahead<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Ahead<'_, T> {}
+
+impl<T> Ahead<'_, T> {
+    /// Asks the cache for part `i` of `n`.
+    #[inline(always)]
+    pub(super) fn fetch<L: Lanes>(&self, lanes: L, (i, n): (usize, usize)) {
+        let per_part = self.cells.len().div_ceil(n);
+        for cell in self.cells.iter().skip(i * per_part).take(per_part) {
+            prefetch_all(lanes, self.rows.row(*cell));
+        }
     }
 }
 
@@ -142,23 +228,49 @@ pub(super) struct Stored<'a, T> {
     pub(super) values: HeadRows<'a, T>,
     /// The block's cells.
     pub(super) cells: &'a [u32],
-    /// Keys to fetch meanwhile, and for which cells: the next block's.
-    pub(super) ahead: (HeadRows<'a, T>, &'a [u32]),
+    /// Keys to fetch meanwhile, those that are scored next: part `.1` of `.2` while this head is worked on.
+    pub(super) ahead: Option<(Ahead<'a, T>, usize, usize)>,
+}
+
+impl<'a, T: KvElement> Stored<'a, T> {
+    /// The first and the last cell of a word.
+    #[inline(always)]
+    fn rows(&self, step: usize) -> [&'a [T]; 2] {
+        let (first, last) = (step * T::PER_WORD, (step + 1) * T::PER_WORD - 1);
+        [self.values.row(self.cells[first]), self.values.row(self.cells[last])]
+    }
 }
 
 impl<L: Lanes, T: KvElement> Values<L> for Stored<'_, T> {
     type Element = T;
 
     #[inline(always)]
-    fn row(&self, j: usize) -> &[T] {
-        self.values.row(self.cells[j])
+    fn d(&self) -> usize {
+        self.values.d
     }
 
     #[inline(always)]
-    fn look_ahead(&self, lanes: L, j: usize) {
-        let (keys, cells) = &self.ahead;
-        if let Some(cell) = cells.get(j) {
-            prefetch_all(lanes, keys.row(*cell));
+    fn words(&self, lanes: L, step: usize, at: usize) -> L::F {
+        let rows = self.rows(step);
+        T::zip_first(lanes, [&rows[0][at..], &rows[1][at..]])
+    }
+
+    #[inline(always)]
+    fn two_words(&self, lanes: L, step: usize, at: usize) -> [L::F; 2] {
+        let rows = self.rows(step);
+        T::zip_two(lanes, [&rows[0][at..][..2 * L::N], &rows[1][at..][..2 * L::N]])
+    }
+
+    #[inline(always)]
+    fn cell(&self, lanes: L, j: usize, at: usize) -> L::F {
+        T::load_first(lanes, &self.values.row(self.cells[j])[at..])
+    }
+
+    #[inline(always)]
+    fn look_ahead(&self, lanes: L, step: usize) {
+        if let Some((ahead, part, n_parts)) = &self.ahead {
+            let n_steps = self.cells.len().div_ceil(T::PER_WORD);
+            ahead.fetch(lanes, (part * n_steps + step, n_parts * n_steps));
         }
     }
 }
@@ -180,11 +292,17 @@ pub(super) struct Weighted<'a, L, V> {
 impl<L: Lanes, V: Values<L>> Tile for Weighted<'_, L, V> {
     #[inline(always)]
     fn run<const R: usize>(mut self) {
-        let d = self.values.row(0).len();
-        let mut at = 0;
-        while at + TILE_VECTORS * L::N <= d {
-            self.vectors::<R, TILE_VECTORS>(at);
-            at += TILE_VECTORS * L::N;
+        let (d, mut at) = (self.values.d(), 0);
+        if R > L::TILE_ROWS {
+            while at + 2 * L::N <= d {
+                self.vectors::<R, 2>(at);
+                at += 2 * L::N;
+            }
+        } else {
+            while at + TILE_VECTORS * L::N <= d {
+                self.vectors::<R, TILE_VECTORS>(at);
+                at += TILE_VECTORS * L::N;
+            }
         }
         while at < d {
             self.vectors::<R, 1>(at);
@@ -194,33 +312,62 @@ impl<L: Lanes, V: Values<L>> Tile for Weighted<'_, L, V> {
 }
 
 impl<L: Lanes, V: Values<L>> Weighted<'_, L, V> {
+    /// Cells in ascending order: whole words, and single cells where the rows see only one of a word's.
     #[inline(always)]
     fn vectors<const R: usize, const C: usize>(&mut self, at: usize) {
-        let lanes = self.lanes;
+        let (lanes, per_word) = (self.lanes, V::Element::PER_WORD);
         let weights: &[[f32; BLOCK]; R] = self.weights.as_chunks().0.first().expect("R rows of weights");
         let mut sums = [[lanes.splat(0.0); C]; R];
-        for j in self.seen.start..self.seen.end.min(BLOCK) {
+        let seen = self.seen.start..self.seen.end.min(BLOCK);
+        let first = seen.start.div_ceil(per_word);
+        let steps = first..first.max(seen.end / per_word);
+        for j in seen.start..seen.end.min(steps.start * per_word) {
+            self.one_cell(weights, (j, at), &mut sums);
+        }
+        for step in steps.clone() {
             if at == 0 {
-                self.values.look_ahead(lanes, j);
+                self.values.look_ahead(lanes, step);
             }
-            let row = &self.values.row(j)[at..];
             let mut values = [lanes.splat(0.0); C];
             if C == 1 {
-                values[0] = V::Element::load_first(lanes, row);
+                values[0] = self.values.words(lanes, step, at);
             } else {
-                let row = &row[..C * L::N];
-                for c in 0..C {
-                    values[c] = V::Element::load(lanes, &row[c * L::N..]);
+                for (c, pair) in values.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+                    *pair = self.values.two_words(lanes, step, at + 2 * c * L::N);
                 }
             }
             for r in 0..R {
-                let weight = lanes.splat(weights[r][j]);
+                let weight = lanes.splat(weights[r][step]);
                 for c in 0..C {
-                    sums[r][c] = lanes.mul_add(weight, values[c], sums[r][c]);
+                    sums[r][c] = V::Element::dot(lanes, weight, values[c], sums[r][c]);
                 }
             }
         }
+        for j in steps.end * per_word..seen.end {
+            self.one_cell(weights, (j, at), &mut sums);
+        }
         self.add(at, &sums);
+    }
+
+    /// Adds the weighted value of cell `j`.
+    #[inline(always)]
+    fn one_cell<const R: usize, const C: usize>(
+        &self,
+        weights: &[[f32; BLOCK]; R],
+        (j, at): (usize, usize),
+        sums: &mut [[L::F; C]; R],
+    ) {
+        let lanes = self.lanes;
+        let mut values = [lanes.splat(0.0); C];
+        for c in 0..C {
+            values[c] = self.values.cell(lanes, j, at + c * L::N);
+        }
+        for r in 0..R {
+            let weight = lanes.splat(V::Element::number(&weights[r], j));
+            for c in 0..C {
+                sums[r][c] = lanes.mul_add(weight, values[c], sums[r][c]);
+            }
+        }
     }
 
     /// Rescales what is there and adds `sums`.
@@ -238,13 +385,14 @@ impl<L: Lanes, V: Values<L>> Weighted<'_, L, V> {
     }
 }
 
-/// Keys of `cells` (at most `4 N`) turned to `[d][4 N]`, so that a vector is one dimension of N cells. Missing
-/// cells of the last vector repeat its first one. Fetches the same cells' values meanwhile.
+/// Keys of `cells` (at most `4 N`) turned to `[word of d][4 N]`, so that a vector is one word of N cells. Missing
+/// cells of the last vector repeat its first one. Calls `look_ahead` for each vector of cells.
 #[inline(always)]
 pub(super) fn pack_keys<L: Lanes, T: KvElement>(
     lanes: L,
-    (keys, values): (HeadRows<'_, T>, HeadRows<'_, T>),
+    keys: HeadRows<'_, T>,
     cells: &[u32],
+    look_ahead: impl Fn(usize),
     out: &mut [f32],
 ) {
     // Elements of N words, and where they go.
@@ -254,9 +402,7 @@ pub(super) fn pack_keys<L: Lanes, T: KvElement>(
         for i in 0..L::N {
             rows[i] = keys.row(*cells.get(i).unwrap_or(&cells[0]));
         }
-        for cell in cells {
-            prefetch_all(lanes, values.row(*cell));
-        }
+        look_ahead(c);
         let zeros = [lanes.splat(0.0); MAX_LANES];
         let mut at = 0;
         while at + step <= keys.d {
@@ -265,9 +411,9 @@ pub(super) fn pack_keys<L: Lanes, T: KvElement>(
                 tile[i] = T::load_words(lanes, &rows[i][at..at + step]);
             }
             let tile = lanes.transpose(tile);
-            let lines = &mut out[at * line_len + c * L::N..][..(step - 1) * line_len + L::N];
+            let lines = &mut out[at / T::PER_WORD * line_len + c * L::N..][..(L::N - 1) * line_len + L::N];
             for i in 0..L::N {
-                T::store_words(lanes, tile[i], &mut lines[i * T::PER_WORD * line_len..], line_len);
+                lanes.store(tile[i], &mut lines[i * line_len..]);
             }
             at += step;
         }
@@ -277,15 +423,15 @@ pub(super) fn pack_keys<L: Lanes, T: KvElement>(
                 tile[i] = T::load_words_first(lanes, &rows[i][at..]);
             }
             let tile = lanes.transpose(tile);
-            let lines = out[at * line_len..].chunks_mut(T::PER_WORD * line_len);
-            for (words, lines) in tile.iter().zip(lines).take((keys.d - at) / T::PER_WORD) {
-                T::store_words(lanes, *words, &mut lines[c * L::N..], line_len);
+            let lines = out[at / T::PER_WORD * line_len..].chunks_mut(line_len);
+            for (words, line) in tile.iter().zip(lines).take((keys.d - at) / T::PER_WORD) {
+                lanes.store(*words, &mut line[c * L::N..]);
             }
         }
     }
 }
 
-/// Values of `cells` as f32, `[cell][d padded]`.
+/// Values of `cells` in words, `[step][d padded]`; a missing cell of the last word repeats the one before.
 #[inline(always)]
 pub(super) fn pack_values<L: Lanes, T: KvElement>(
     lanes: L,
@@ -294,9 +440,10 @@ pub(super) fn pack_values<L: Lanes, T: KvElement>(
     out: &mut [f32],
 ) {
     let padded = values.d.next_multiple_of(L::N);
-    for (cell, out) in cells.iter().zip(out.chunks_exact_mut(padded)) {
-        for (x, out) in values.row(*cell).chunks(L::N).zip(out.chunks_exact_mut(L::N)) {
-            lanes.store(T::load_first(lanes, x), out);
+    for (cells, out) in cells.chunks(T::PER_WORD).zip(out.chunks_exact_mut(padded)) {
+        let rows = [values.row(cells[0]), values.row(cells[cells.len() - 1])];
+        for (i, out) in out.chunks_exact_mut(L::N).enumerate() {
+            lanes.store(T::zip_first(lanes, [&rows[0][i * L::N..], &rows[1][i * L::N..]]), out);
         }
     }
 }

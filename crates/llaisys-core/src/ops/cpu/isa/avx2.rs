@@ -56,6 +56,7 @@ impl Lanes for Avx2 {
     type F = __m256;
     const N: usize = N;
     const TILE_ROWS: usize = 3;
+    const TALL_ROWS: usize = 3;
 
     lanewise! {
         add(a, b) = _mm256_add_ps;
@@ -149,6 +150,16 @@ impl Lanes for Avx2 {
     #[inline(always)]
     fn load_pairs_first(self, x: &[u16]) -> __m256 {
         if x.len() >= 2 * N { self.load_pairs(x) } else { self.load_pairs(&halves(x)) }
+    }
+
+    #[inline(always)]
+    fn zip_pairs_first(self, low: &[u16], high: &[u16]) -> __m256 {
+        let (low, high) = (self.load_bf16_first(low), self.load_bf16_first(high));
+        // SAFETY: `self` proves the features.
+        unsafe {
+            let low = _mm256_srli_epi32::<16>(_mm256_castps_si256(low));
+            _mm256_castsi256_ps(_mm256_or_si256(low, _mm256_castps_si256(high)))
+        }
     }
 
     #[inline(always)]

@@ -42,6 +42,7 @@ impl Lanes for Avx512 {
     type F = __m512;
     const N: usize = N;
     const TILE_ROWS: usize = 6;
+    const TALL_ROWS: usize = 8;
 
     lanewise! {
         add(a, b) = _mm512_add_ps;
@@ -82,6 +83,10 @@ impl Lanes for Avx512 {
 
     #[inline(always)]
     fn store_first(self, v: __m512, out: &mut [f32]) {
+        // A store with a mask is slow (Zen 4) and hands nothing on to a load that follows.
+        if out.len() >= N {
+            return self.store(v, out);
+        }
         // SAFETY: only elements below `len` are written (the mask); `self` proves the features.
         unsafe { _mm512_mask_storeu_ps(out.as_mut_ptr(), mask(out.len()), v) }
     }
@@ -117,6 +122,9 @@ impl Lanes for Avx512 {
             let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v);
             let all = _mm512_mask_or_epi32(sum, nan, bits, _mm512_set1_epi32(0x0040_0000));
             let high = _mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(all));
+            if out.len() >= N {
+                return _mm256_storeu_si256(out.as_mut_ptr().cast(), high);
+            }
             _mm256_mask_storeu_epi16(out.as_mut_ptr().cast(), mask(out.len()), high);
         }
     }
@@ -135,6 +143,47 @@ impl Lanes for Avx512 {
         unsafe {
             let mask = u32::MAX.unbounded_shr(32 - n);
             _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(mask, x.as_ptr().cast()))
+        }
+    }
+
+    #[inline(always)]
+    fn zip_pairs_first(self, low: &[u16], high: &[u16]) -> __m512 {
+        // SAFETY: only elements below each `len` are read (the masks); `self` proves the features.
+        unsafe {
+            let low = _mm256_maskz_loadu_epi16(mask(low.len()), low.as_ptr().cast());
+            let high = _mm256_maskz_loadu_epi16(mask(high.len()), high.as_ptr().cast());
+            let high = _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(high));
+            _mm512_castsi512_ps(_mm512_or_si512(_mm512_cvtepu16_epi32(low), high))
+        }
+    }
+
+    #[inline(always)]
+    fn zip_pairs(self, low: &[u16], high: &[u16]) -> [__m512; 2] {
+        let (low, high) = (&low[..2 * N], &high[..2 * N]);
+        // SAFETY: 32 elements of 16 bits each (sliced above); `self` proves the features.
+        unsafe {
+            let low = _mm512_loadu_si512(low.as_ptr().cast());
+            let high = _mm512_loadu_si512(high.as_ptr().cast());
+            // Element i of `low` is i, of `high` 32 + i.
+            let places = _mm512_add_epi32(
+                _mm512_set1_epi32(32 << 16),
+                _mm512_mullo_epi32(
+                    _mm512_set1_epi32(0x0001_0001),
+                    _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                ),
+            );
+            let upper = _mm512_add_epi16(places, _mm512_set1_epi16(16));
+            [places, upper].map(|places| _mm512_castsi512_ps(_mm512_permutex2var_epi16(low, places, high)))
+        }
+    }
+
+    #[inline(always)]
+    fn dot_pairs(self, a: __m512, b: __m512, acc: __m512) -> __m512 {
+        // SAFETY: any bits are pairs of bf16, of the same size; `self` proves the features.
+        unsafe {
+            let (a, b) =
+                (std::mem::transmute::<__m512, __m512bh>(a), std::mem::transmute::<__m512, __m512bh>(b));
+            _mm512_dpbf16_ps(acc, a, b)
         }
     }
 

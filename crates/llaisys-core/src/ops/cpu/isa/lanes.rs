@@ -21,6 +21,8 @@ pub(crate) trait Lanes: Copy {
     const N: usize;
     /// Rows of a tile of 4 vectors each whose sums stay in registers.
     const TILE_ROWS: usize;
+    /// Rows of a tile of 2 vectors each whose sums stay in registers, at most 8.
+    const TALL_ROWS: usize;
 
     /// `x` in every lane.
     fn splat(self, x: f32) -> Self::F;
@@ -44,6 +46,23 @@ pub(crate) trait Lanes: Copy {
     fn load_pairs_first(self, x: &[u16]) -> Self::F;
     /// The pairs of `load_pairs` as numbers: the even elements, the odd ones.
     fn split_pairs(self, v: Self::F) -> (Self::F, Self::F);
+
+    /// Pairs of bf16 as bits: element `i` of the first slice in the low half of lane `i`, of the second in the high
+    /// one; zeros past the ends.
+    fn zip_pairs_first(self, low: &[u16], high: &[u16]) -> Self::F;
+    /// As `zip_pairs_first`, of the first `2 N` elements of each: two vectors.
+    #[inline(always)]
+    fn zip_pairs(self, low: &[u16], high: &[u16]) -> [Self::F; 2] {
+        let (low, high) = (&low[..2 * Self::N], &high[..2 * Self::N]);
+        [0, Self::N].map(|at| self.zip_pairs_first(&low[at..at + Self::N], &high[at..at + Self::N]))
+    }
+
+    /// `acc` and the products of both elements of each pair of `a` and `b`, the odd ones first.
+    #[inline(always)]
+    fn dot_pairs(self, a: Self::F, b: Self::F, acc: Self::F) -> Self::F {
+        let ((a_even, a_odd), (b_even, b_odd)) = (self.split_pairs(a), self.split_pairs(b));
+        self.mul_add(a_even, b_even, self.mul_add(a_odd, b_odd, acc))
+    }
 
     /// `a + b`
     fn add(self, a: Self::F, b: Self::F) -> Self::F;

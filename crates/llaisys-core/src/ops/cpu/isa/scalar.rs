@@ -24,6 +24,7 @@ impl Lanes for Scalar {
     type F = [f32; N];
     const N: usize = N;
     const TILE_ROWS: usize = 1;
+    const TALL_ROWS: usize = 1;
 
     #[inline(always)]
     fn splat(self, x: f32) -> Self::F {
@@ -78,6 +79,12 @@ impl Lanes for Scalar {
     fn load_pairs_first(self, x: &[u16]) -> Self::F {
         let half = |i: usize| x.get(i).copied().map_or(0, u32::from);
         std::array::from_fn(|i| f32::from_bits(half(2 * i) | half(2 * i + 1) << 16))
+    }
+
+    #[inline(always)]
+    fn zip_pairs_first(self, low: &[u16], high: &[u16]) -> Self::F {
+        let half = |x: &[u16], i: usize| x.get(i).copied().map_or(0, u32::from);
+        std::array::from_fn(|i| f32::from_bits(half(low, i) | half(high, i) << 16))
     }
 
     #[inline(always)]

@@ -1,0 +1,220 @@
+//! A checkpoint's tensors in device memory: matrices in the device's 16-bit type, dequantised on the way, those that
+//! share an input one below the other; norms in f32.
+
+use super::arena::Arena;
+use crate::dtype::DType;
+use crate::error::DeviceError;
+use crate::model::checkpoint::Checkpoint;
+use crate::model::slot::{LayerSlot, Slot};
+use crate::ops::cuda::device::{Device, DevicePtr, Element};
+use crate::quant::dequantize_row;
+use crate::tensor::RowView;
+use crate::threads::Pool;
+use half::{bf16, f16};
+
+/// Bytes that are converted before they are copied.
+const PIECE_BYTES: usize = 16 << 20;
+
+/// One decoder layer; biases and norms that the model lacks are NULL.
+#[derive(Debug, Clone, Copy)]
+pub struct DeviceLayer {
+    /// `[d_model]` f32
+    pub attn_norm: DevicePtr,
+    /// `[(n_heads + 2 n_kv_heads) d_head, d_model]`
+    pub qkv: DevicePtr,
+    /// `[(n_heads + 2 n_kv_heads) d_head]`
+    pub qkv_bias: DevicePtr,
+    /// `[d_head]` f32
+    pub q_norm: DevicePtr,
+    /// `[d_head]` f32
+    pub k_norm: DevicePtr,
+    /// `[d_model, n_heads d_head]`
+    pub o: DevicePtr,
+    /// `[d_model]` f32
+    pub ffn_norm: DevicePtr,
+    /// `[2 d_ff, d_model]`: gate, then up.
+    pub gate_up: DevicePtr,
+    /// `[d_model, d_ff]`
+    pub down: DevicePtr,
+}
+
+/// All tensors of a model.
+#[derive(Debug)]
+pub struct DeviceWeights {
+    /// `[vocab_size, d_model]`
+    pub embed: DevicePtr,
+    /// `[vocab_size, d_model]`: the embedding, if the head is tied.
+    pub head: DevicePtr,
+    /// `[d_model]` f32
+    pub output_norm: DevicePtr,
+    /// In order of depth.
+    pub layers: Vec<DeviceLayer>,
+}
+
+/// The type that a checkpoint's weights have on a device: f16 of f16, else bf16.
+pub fn element_of(checkpoint: &Checkpoint) -> Element {
+    match checkpoint.tensor(Slot::Embed).map(|tensor| tensor.dtype) {
+        Some(DType::F16) => Element::F16,
+        _ => Element::Bf16,
+    }
+}
+
+/// Bytes of [`load`]'s arena.
+pub fn n_bytes(checkpoint: &Checkpoint) -> Result<usize, DeviceError> {
+    let mut counter = Loader { checkpoint, target: None, arena: Arena::counting() };
+    counter.weights()?;
+    Ok(counter.arena.n_bytes())
+}
+
+/// Copies every tensor to one arena on `device`. Errors: the device's; no memory.
+pub fn load(
+    device: &dyn Device,
+    checkpoint: &Checkpoint,
+    element: Element,
+    pool: &Pool,
+) -> Result<DeviceWeights, DeviceError> {
+    let base = device.alloc("the weights", n_bytes(checkpoint)?)?;
+    let target = Target { device, element, pool };
+    let mut loader = Loader { checkpoint, target: Some(target), arena: Arena::placing(base) };
+    let weights = loader.weights()?;
+    device.synchronize()?;
+    Ok(weights)
+}
+
+#[derive(Clone, Copy)]
+struct Target<'a> {
+    device: &'a dyn Device,
+    element: Element,
+    pool: &'a Pool,
+}
+
+/// Walks through a model's tensors: counts them, or copies them as well.
+struct Loader<'a> {
+    checkpoint: &'a Checkpoint,
+    target: Option<Target<'a>>,
+    arena: Arena,
+}
+
+impl Loader<'_> {
+    fn weights(&mut self) -> Result<DeviceWeights, DeviceError> {
+        let config = self.checkpoint.config();
+        let embed = self.matrix(&[Slot::Embed])?;
+        let head = if config.tied_head { embed } else { self.matrix(&[Slot::LmHead])? };
+        let output_norm = self.vector(Slot::OutputNorm)?;
+        let layers = (0..config.n_layers).map(|index| self.layer(index)).collect::<Result<_, _>>()?;
+        Ok(DeviceWeights { embed, head, output_norm, layers })
+    }
+
+    fn layer(&mut self, index: usize) -> Result<DeviceLayer, DeviceError> {
+        use LayerSlot::{AttnNorm, Down, FfnNorm, Gate, K, KBias, KNorm, O, Q, QBias, QNorm, Up, V, VBias};
+        let at = |part| Slot::Layer(index, part);
+        let config = self.checkpoint.config();
+        let (has_bias, has_norm) = (config.qkv_bias, config.qk_norm);
+        let none = || Ok(DevicePtr::NULL);
+        Ok(DeviceLayer {
+            attn_norm: self.vector(at(AttnNorm))?,
+            qkv: self.matrix(&[Q, K, V].map(at))?,
+            qkv_bias: if has_bias { self.matrix(&[QBias, KBias, VBias].map(at)) } else { none() }?,
+            q_norm: if has_norm { self.vector(at(QNorm)) } else { none() }?,
+            k_norm: if has_norm { self.vector(at(KNorm)) } else { none() }?,
+            o: self.matrix(&[at(O)])?,
+            ffn_norm: self.vector(at(FfnNorm))?,
+            gate_up: self.matrix(&[Gate, Up].map(at))?,
+            down: self.matrix(&[at(Down)])?,
+        })
+    }
+
+    /// Tensors one below the other, in the device's type.
+    fn matrix(&mut self, slots: &[Slot]) -> Result<DevicePtr, DeviceError> {
+        let config = self.checkpoint.config();
+        let n_elements = |&slot: &Slot| config.shape(slot).iter().product::<usize>();
+        let at = self.arena.take(slots.iter().map(n_elements).sum::<usize>() * 2);
+        if let Some(target) = self.target {
+            let mut to = at;
+            for slot in slots {
+                self.copy(target, *slot, to)?;
+                to = to.at(n_elements(slot) * 2);
+            }
+        }
+        Ok(at)
+    }
+
+    /// Copies a tensor, row by row in the order that the forward pass wants.
+    fn copy(&self, target: Target<'_>, slot: Slot, to: DevicePtr) -> Result<(), DeviceError> {
+        // The pages of what was read before need not stay.
+        self.checkpoint.release_pages();
+        let config = self.checkpoint.config();
+        let (stored, first) = match slot {
+            Slot::Layer(index, part) => {
+                let (stored, first) = config.stored_in(part);
+                (Slot::Layer(index, stored), first)
+            }
+            other => (other, 0),
+        };
+        let tensor = self.checkpoint.load(stored, target.pool)?;
+        let view = tensor.view();
+        // A vector's elements are rows of one, as its order is that of a matrix's rows.
+        let shape = config.shape(slot);
+        let (n_rows, n_columns) = (shape[0], shape.get(1).copied().unwrap_or(1));
+        let row = |n: usize| {
+            let n = first + self.checkpoint.stored_row(slot, n);
+            if shape.len() > 1 { view.row(n) } else { element(view.row(0), n) }
+        };
+        let at_once = (PIECE_BYTES / (n_columns * 2)).max(1);
+        let mut bytes = vec![0_u8; at_once.min(n_rows) * n_columns * 2];
+        for begin in (0..n_rows).step_by(at_once) {
+            let n = at_once.min(n_rows - begin);
+            let piece = &mut bytes[..n * n_columns * 2];
+            convert(target, &|i| row(begin + i), n_columns, piece);
+            target.device.upload(to.at(begin * n_columns * 2), piece)?;
+        }
+        Ok(())
+    }
+
+    /// A norm's weights in f32.
+    fn vector(&mut self, slot: Slot) -> Result<DevicePtr, DeviceError> {
+        const STORED: &str = "opening the checkpoint checked that every slot is there, vectors as they are";
+        let tensor = self.checkpoint.tensor(slot).expect(STORED);
+        let n = tensor.n_columns();
+        let at = self.arena.take(n * size_of::<f32>());
+        if let Some(Target { device, .. }) = self.target {
+            let mut values = vec![0.0; n];
+            dequantize_row(tensor.row(0), &mut values);
+            let offset = self.checkpoint.offset(slot);
+            let bytes: Vec<u8> = values.iter().flat_map(|value| (value + offset).to_le_bytes()).collect();
+            device.upload(at, &bytes)?;
+        }
+        Ok(at)
+    }
+}
+
+/// Element `n` of a row that is stored in numbers.
+fn element(row: RowView<'_>, n: usize) -> RowView<'_> {
+    let size = if row.dtype == DType::F32 { 4 } else { 2 };
+    RowView { dtype: row.dtype, bytes: &row.bytes[n * size..(n + 1) * size] }
+}
+
+/// Rows of `n_columns` in the target's type, to the nearest; the threads share them.
+fn convert<'r>(
+    target: Target<'_>,
+    row: &(dyn Fn(usize) -> RowView<'r> + Sync),
+    n_columns: usize,
+    out: &mut [u8],
+) {
+    let own = if target.element == Element::F16 { DType::F16 } else { DType::BF16 };
+    target.pool.run_chunks(out, n_columns * 2, &|n, out| {
+        let row = row(n);
+        if row.dtype == own {
+            out.copy_from_slice(row.bytes);
+            return;
+        }
+        let mut values = vec![0.0_f32; n_columns];
+        dequantize_row(row, &mut values);
+        for (out, &value) in out.chunks_exact_mut(2).zip(&values) {
+            out.copy_from_slice(&match target.element {
+                Element::F16 => f16::from_f32(value).to_le_bytes(),
+                _ => bf16::from_f32(value).to_le_bytes(),
+            });
+        }
+    });
+}

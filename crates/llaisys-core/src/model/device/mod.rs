@@ -1,0 +1,270 @@
+//! The decoder on a [`Device`]: weights copied once, memory sized once, and a forward pass that is a list of launches
+//! in the order of [`Decoder::forward`](crate::model::decoder::Decoder::forward). Activations and the residual stream
+//! are in the weights' 16-bit type and rounded where transformers rounds them, sums and norms are in f32.
+
+pub mod arena;
+pub mod load;
+mod pass;
+pub mod rows;
+pub mod support;
+
+use crate::error::{DeviceError, Result};
+use crate::model::checkpoint::Checkpoint;
+use crate::model::config::ModelConfig;
+use crate::model::decoder::ForwardRows;
+use crate::model::family::Activation;
+use crate::ops::cuda::attention::Attention;
+use crate::ops::cuda::attn_decode::{AttnDecode, n_splits};
+use crate::ops::cuda::attn_prefill::AttnPrefill;
+use crate::ops::cuda::device::{Device, DevicePtr, Element};
+use crate::ops::cuda::rope_kv_store::HeadShape;
+use crate::ops::cuda::unit::Function;
+use crate::ops::cuda::{add_rms_norm, embed, gate, gemv, rope_kv_store};
+use crate::ops::{Gate as GateKind, Scoring};
+use crate::threads::Pool;
+use arena::{Arena, Room};
+use load::DeviceWeights;
+use pass::Pass;
+
+/// What the memory of a decoder is sized for.
+#[derive(Debug, Clone, Copy)]
+pub struct DeviceLimits {
+    /// Rows of a pass.
+    pub n_rows: usize,
+    /// Rows of a pass whose logits are wanted.
+    pub n_outputs: usize,
+    /// Positions of a sequence.
+    pub max_len: usize,
+    /// Entries of the lists of cells that the rows of a pass see.
+    pub n_listed: usize,
+    /// KV cells.
+    pub cells: CellCount,
+}
+
+/// How many KV cells there are.
+#[derive(Debug, Clone, Copy)]
+pub enum CellCount {
+    /// So many.
+    Exactly(usize),
+    /// What fits into this share of the device's memory, but at least a pass.
+    Share(f64),
+}
+
+/// A model on a device, with its KV cells.
+#[derive(Debug)]
+pub struct DeviceDecoder {
+    config: ModelConfig,
+    element: Element,
+    weights: DeviceWeights,
+    limits: DeviceLimits,
+    memory: Memory,
+    kv: DevicePtr,
+    n_cells: usize,
+}
+
+/// Where the activations of a pass lie, each `[n_rows, width]`.
+#[derive(Debug, Clone, Copy)]
+struct Memory {
+    /// The residual stream, `d_model`.
+    x: DevicePtr,
+    /// What is read of it, and what is to be added to it.
+    branch: DevicePtr,
+    qkv: DevicePtr,
+    attended: DevicePtr,
+    gate_up: DevicePtr,
+    inner: DevicePtr,
+    /// `[n_outputs, d_model]`
+    hidden: DevicePtr,
+    /// `[n_outputs, vocab_size]` f32
+    logits: DevicePtr,
+    /// Cosines and sines, `[max_len, d_head / 2]` f32 each.
+    cos: DevicePtr,
+    sin: DevicePtr,
+    /// Of rows that share their contexts' work.
+    scratch: DevicePtr,
+    /// The arrays of a pass.
+    rows: DevicePtr,
+}
+
+impl DeviceDecoder {
+    /// Copies a checkpoint to `device`, compiles its kernels and sizes its memory.
+    ///
+    /// Errors: what the kernels do not compute, by name; the device's; memory that does not suffice, in numbers.
+    pub fn new(
+        device: &dyn Device,
+        checkpoint: &Checkpoint,
+        limits: DeviceLimits,
+        pool: &Pool,
+    ) -> Result<Self> {
+        let config = checkpoint.config().clone();
+        support::check(&config)?;
+        let element = load::element_of(checkpoint);
+        let functions = functions(&config, element);
+        device.prepare(&functions.iter().collect::<Vec<_>>())?;
+        let weights = load::load(device, checkpoint, element, pool)?;
+        let n_sms = device.facts().n_sms as usize;
+        let n_bytes = Memory::place(&config, &limits, (n_sms, Arena::counting())).1;
+        let base = device.alloc("the activations", n_bytes)?;
+        let memory = Memory::place(&config, &limits, (n_sms, Arena::placing(base))).0;
+        memory.write_angles(device, &config, limits.max_len)?;
+        let n_cells = match limits.cells {
+            CellCount::Exactly(n) => n,
+            CellCount::Share(utilization) => {
+                let total = device.facts().total_bytes;
+                let room = Room { total, free: device.free_bytes()?, utilization };
+                arena::n_cells(room, arena::cell_bytes(&config), limits.n_rows)?
+            }
+        };
+        // One more: the device's cell 0 takes what padding rows write.
+        let kv_bytes = (n_cells + 1) * arena::cell_bytes(&config);
+        let kv = device.alloc("the KV cells", kv_bytes)?;
+        device.fill(kv, 0, kv_bytes)?;
+        Ok(Self { config, element, weights, limits, memory, kv, n_cells })
+    }
+
+    /// Facts of the model.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// KV cells.
+    pub fn n_cells(&self) -> usize {
+        self.n_cells
+    }
+
+    /// Runs all layers for `rows` and gives the logits `[outputs.len(), vocab_size]` f32 of `outputs`, in device
+    /// memory until the next pass. A row's bits depend on nothing but what it sees and the number of rows.
+    ///
+    /// Panics on more rows, outputs or listed cells than the limits. Errors: the device's.
+    pub fn forward(
+        &self,
+        device: &dyn Device,
+        rows: &ForwardRows<'_>,
+        outputs: &[usize],
+    ) -> Result<DevicePtr, DeviceError> {
+        let (n, most) = (rows.tokens.len(), &self.limits);
+        let n_listed = rows.attention.cells.len().max(rows.near.map_or(0, |near| near.cells.len()));
+        assert!(n <= most.n_rows && outputs.len() <= most.n_outputs && n_listed <= most.n_listed);
+        let group = self.config.n_heads / self.config.n_kv_heads;
+        let rows = rows::upload(device, self.memory.rows, rows, (outputs, group))?;
+        let pass = Pass { decoder: self, device, rows, n };
+        pass.run()?;
+        pass.logits(outputs.len())?;
+        Ok(self.memory.logits)
+    }
+
+    fn shape(&self) -> HeadShape {
+        let ModelConfig { n_heads, n_kv_heads, d_head, .. } = self.config;
+        HeadShape { n_heads, n_kv_heads, d_head }
+    }
+
+    /// Keys and values of a layer, `[1 + n_cells, n_kv_heads, d_head]` each.
+    fn cells(&self, layer: usize) -> (DevicePtr, DevicePtr) {
+        let n_bytes = (self.n_cells + 1) * self.config.n_kv_heads * self.config.d_head * 2;
+        (self.kv.at(2 * layer * n_bytes), self.kv.at((2 * layer + 1) * n_bytes))
+    }
+}
+
+/// Every kernel that a pass of the model starts.
+fn functions(config: &ModelConfig, element: Element) -> Vec<Function> {
+    let attention = attention(config, element);
+    let [decode, merge] = AttnDecode::functions(&attention);
+    vec![
+        embed::function(element),
+        add_rms_norm::function(element),
+        rope_kv_store::function(element),
+        decode,
+        merge,
+        AttnPrefill::function(&attention),
+        gate::function(element, gate_kind(config)),
+        gemv::function(element, element),
+        gemv::function(element, Element::F32),
+    ]
+}
+
+/// The attention of this model, of no rows as yet.
+fn attention(config: &ModelConfig, element: Element) -> Attention {
+    let ModelConfig { n_heads, n_kv_heads, d_head, .. } = *config;
+    let none = DevicePtr::NULL;
+    Attention {
+        element,
+        n_heads,
+        n_kv_heads,
+        d_head,
+        q: none,
+        q_width: (n_heads + 2 * n_kv_heads) * d_head,
+        k: none,
+        v: none,
+        cells: none,
+        n_hidden: none,
+        n_visible: none,
+        scoring: Scoring { scale: config.score_scale, soft_cap: None },
+        out: none,
+    }
+}
+
+/// Bytes that decode rows of any number up to `n_rows` need to split their contexts.
+fn scratch_bytes(config: &ModelConfig, n_rows: usize, n_sms: usize) -> usize {
+    // The element's size does not matter: sums are in f32.
+    let attention = attention(config, Element::Bf16);
+    let bytes = |n| AttnDecode::scratch_bytes(&attention, n, n_splits(n, config.n_kv_heads, n_sms));
+    (1..=n_rows).map(bytes).max().unwrap_or(0)
+}
+
+fn gate_kind(config: &ModelConfig) -> GateKind {
+    match config.family.activation {
+        Activation::Silu => GateKind::Silu,
+        Activation::GeluTanh => GateKind::GeluTanh,
+    }
+}
+
+impl Memory {
+    /// Where everything lies in an arena, and how many bytes that is.
+    fn place(
+        config: &ModelConfig,
+        limits: &DeviceLimits,
+        (n_sms, mut arena): (usize, Arena),
+    ) -> (Self, usize) {
+        let DeviceLimits { n_rows, n_outputs, max_len, .. } = *limits;
+        let q = config.n_heads * config.d_head;
+        let qkv = q + 2 * config.n_kv_heads * config.d_head;
+        let mut rows_of = |width: usize| arena.take(n_rows * width * 2);
+        let (x, branch) = (rows_of(config.d_model), rows_of(config.d_model));
+        let (qkv, attended) = (rows_of(qkv), rows_of(q));
+        let (gate_up, inner) = (rows_of(2 * config.d_ff), rows_of(config.d_ff));
+        let angles = max_len * config.d_head / 2 * size_of::<f32>();
+        let memory = Self {
+            x,
+            branch,
+            qkv,
+            attended,
+            gate_up,
+            inner,
+            hidden: arena.take(n_outputs * config.d_model * 2),
+            logits: arena.take(n_outputs * config.vocab_size * size_of::<f32>()),
+            cos: arena.take(angles),
+            sin: arena.take(angles),
+            scratch: arena.take(scratch_bytes(config, n_rows, n_sms)),
+            rows: arena.take(rows::n_bytes(config, limits)),
+        };
+        (memory, arena.n_bytes())
+    }
+
+    /// The rotation of every position.
+    fn write_angles(
+        &self,
+        device: &dyn Device,
+        config: &ModelConfig,
+        max_len: usize,
+    ) -> Result<(), DeviceError> {
+        let positions: Vec<i32> = (0..max_len as i32).collect();
+        let mut angles = [vec![0.0; max_len * config.d_head / 2], vec![0.0; max_len * config.d_head / 2]];
+        let [cos, sin] = &mut angles;
+        config.rope.table(config.d_head).angles(&positions, cos, sin);
+        for (at, values) in [self.cos, self.sin].into_iter().zip(&angles) {
+            let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            device.upload(at, &bytes)?;
+        }
+        Ok(())
+    }
+}

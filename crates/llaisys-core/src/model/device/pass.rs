@@ -1,0 +1,194 @@
+//! One pass over all layers: the list of launches.
+
+use super::load::DeviceLayer;
+use super::rows::{DeviceRows, Seen};
+use super::{DeviceDecoder, gate_kind};
+use crate::error::DeviceError;
+use crate::ops::cuda::add_rms_norm::AddRmsNorm;
+use crate::ops::cuda::attention::Attention;
+use crate::ops::cuda::attn_decode::{AttnDecode, n_splits};
+use crate::ops::cuda::attn_prefill::AttnPrefill;
+use crate::ops::cuda::device::{Device, DevicePtr, Element, Product};
+use crate::ops::cuda::embed::Embed;
+use crate::ops::cuda::gate::Gate;
+use crate::ops::cuda::gather::Gather;
+use crate::ops::cuda::gemv;
+use crate::ops::cuda::rope_kv_store::RopeKvStore;
+
+/// One pass at work.
+pub(super) struct Pass<'a> {
+    pub(super) decoder: &'a DeviceDecoder,
+    pub(super) device: &'a dyn Device,
+    pub(super) rows: DeviceRows,
+    /// Rows.
+    pub(super) n: usize,
+}
+
+impl Pass<'_> {
+    /// All layers, and the final norm: hidden states are left in the branch's place.
+    pub(super) fn run(&self) -> Result<(), DeviceError> {
+        let DeviceDecoder { config, element, weights, memory, .. } = self.decoder;
+        Embed {
+            element: *element,
+            table: weights.embed,
+            tokens: self.rows.tokens,
+            out: memory.x,
+            n_rows: self.n,
+            width: config.d_model,
+        }
+        .launch(self.device)?;
+        let mut added = DevicePtr::NULL;
+        for (index, layer) in weights.layers.iter().enumerate() {
+            self.add_norm(added, layer.attn_norm)?;
+            self.attention(index, layer)?;
+            self.add_norm(memory.branch, layer.ffn_norm)?;
+            self.feed_forward(layer)?;
+            added = memory.branch;
+        }
+        self.add_norm(added, weights.output_norm)
+    }
+
+    /// Adds a branch to the residual stream and norms that into the branch's place.
+    fn add_norm(&self, x: DevicePtr, weight: DevicePtr) -> Result<(), DeviceError> {
+        let DeviceDecoder { config, element, memory, .. } = self.decoder;
+        let norm = AddRmsNorm {
+            element: *element,
+            residual: memory.x,
+            x,
+            weight,
+            out: memory.branch,
+            n_rows: self.n,
+            width: config.d_model,
+            eps: config.rms_eps,
+            rounds_twice: true,
+        };
+        norm.launch(self.device)
+    }
+
+    fn attention(&self, index: usize, layer: &DeviceLayer) -> Result<(), DeviceError> {
+        let DeviceDecoder { config, element, memory, .. } = self.decoder;
+        let shape = self.decoder.shape();
+        let (q, qkv) = (config.n_heads * config.d_head, shape.n_all() * config.d_head);
+        self.product((memory.branch, config.d_model), (layer.qkv, layer.qkv_bias), (memory.qkv, qkv))?;
+        let (keys, values) = self.decoder.cells(index);
+        RopeKvStore {
+            element: *element,
+            shape,
+            qkv: memory.qkv,
+            q_norm: layer.q_norm,
+            k_norm: layer.k_norm,
+            eps: config.rms_eps,
+            cos: memory.cos,
+            sin: memory.sin,
+            positions: self.rows.positions,
+            cells: self.rows.cells,
+            keys,
+            values,
+            n_rows: self.n,
+        }
+        .launch(self.device)?;
+        let seen = self.rows.near.filter(|_| config.windowed[index]).unwrap_or(self.rows.far);
+        self.attend((keys, values), seen)?;
+        self.product((memory.attended, q), (layer.o, DevicePtr::NULL), (memory.branch, config.d_model))
+    }
+
+    fn feed_forward(&self, layer: &DeviceLayer) -> Result<(), DeviceError> {
+        let DeviceDecoder { config, element, memory, .. } = self.decoder;
+        let (d_model, d_ff) = (config.d_model, config.d_ff);
+        let none = DevicePtr::NULL;
+        self.product((memory.branch, d_model), (layer.gate_up, none), (memory.gate_up, 2 * d_ff))?;
+        Gate {
+            element: *element,
+            kind: gate_kind(config),
+            gate_up: memory.gate_up,
+            out: memory.inner,
+            n_rows: self.n,
+            width: d_ff,
+        }
+        .launch(self.device)?;
+        self.product((memory.inner, d_ff), (layer.down, none), (memory.branch, d_model))
+    }
+
+    /// Of the rows whose final hidden states [`Pass::run`] left in the branch's place.
+    pub(super) fn logits(&self, n_outputs: usize) -> Result<(), DeviceError> {
+        let DeviceDecoder { config, element, weights, memory, .. } = self.decoder;
+        if n_outputs == 0 {
+            return Ok(());
+        }
+        Gather {
+            element: *element,
+            x: memory.branch,
+            rows: self.rows.outputs,
+            out: memory.hidden,
+            n_rows: n_outputs,
+            width: config.d_model,
+        }
+        .launch(self.device)?;
+        self.start(&Product {
+            m: n_outputs,
+            n: config.vocab_size,
+            k: config.d_model,
+            element: *element,
+            out_element: Element::F32,
+            input: memory.hidden,
+            weight: weights.head,
+            bias: DevicePtr::NULL,
+            out: memory.logits,
+        })
+    }
+
+    /// Rows that are alone in their sequence come first and share one launch, chunks of prompts another.
+    fn attend(&self, (k, v): (DevicePtr, DevicePtr), seen: Seen) -> Result<(), DeviceError> {
+        let DeviceDecoder { config, element, memory, .. } = self.decoder;
+        let of = Attention {
+            q: memory.qkv,
+            k,
+            v,
+            cells: seen.cells,
+            n_hidden: seen.n_hidden,
+            n_visible: seen.n_visible,
+            out: memory.attended,
+            ..super::attention(config, *element)
+        };
+        if self.rows.n_alone > 0 {
+            AttnDecode {
+                attention: of,
+                start: seen.start,
+                n_rows: self.rows.n_alone,
+                n_splits: n_splits(self.rows.n_alone, config.n_kv_heads, self.device.facts().n_sms as usize),
+                scratch: memory.scratch,
+            }
+            .launch(self.device)?;
+        }
+        if seen.n_tiles > 0 {
+            AttnPrefill { attention: of, tiles: seen.tiles, n_tiles: seen.n_tiles }.launch(self.device)?;
+        }
+        Ok(())
+    }
+
+    /// `out[n, width] = input[n, k] . weight^T + bias`.
+    fn product(
+        &self,
+        (input, k): (DevicePtr, usize),
+        (weight, bias): (DevicePtr, DevicePtr),
+        (out, width): (DevicePtr, usize),
+    ) -> Result<(), DeviceError> {
+        let element = self.decoder.element;
+        self.start(&Product {
+            m: self.n,
+            n: width,
+            k,
+            element,
+            out_element: element,
+            input,
+            weight,
+            bias,
+            out,
+        })
+    }
+
+    /// By our own kernel where few rows read the weight, by the library else.
+    fn start(&self, product: &Product) -> Result<(), DeviceError> {
+        if gemv::fits(product) { gemv::launch(self.device, product) } else { self.device.product(product) }
+    }
+}

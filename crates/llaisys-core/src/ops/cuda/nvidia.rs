@@ -1,0 +1,438 @@
+//! The [`Device`] that is a GPU, on the driver's API through cudarc.
+//!
+//! One context (the process's primary one), one stream, memory that is freed with the device: so nothing here needs
+//! cudarc's own ownership, whose buffers record events that break a capture (`docs/decisions/0032`). Every address
+//! comes from [`Device::alloc`]; that kernels stay within what they were given is proved by the emulator.
+
+use super::blas::{Blas, workspace_bytes};
+use super::compile::Cubins;
+use super::device::{Arg, Device, DeviceFacts, DevicePtr, Event, GraphId, Launch, Product};
+use super::nvrtc::Source;
+use super::probe::{CAPABILITY_MIN, Cuda};
+use super::ring::Ring;
+use super::status::{self, Severity};
+use super::unit::{Function, KernelFile, Unit};
+use crate::error::DeviceError;
+use cudarc::driver::result::{self, DriverError};
+use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::ffi::{CString, c_void};
+use std::path::PathBuf;
+use std::ptr;
+
+/// Pinned memory for uploads, and the largest piece of one: while a piece is copied, the next is filled.
+const UPLOAD_BYTES: usize = 64 << 20;
+const PIECE_BYTES: usize = 16 << 20;
+/// Pinned memory for what is read back.
+const READ_BACK_BYTES: usize = 8 << 20;
+/// Parameters of a kernel.
+const ARGS_MAX: usize = 48;
+
+/// How a GPU is opened.
+#[derive(Debug, Clone)]
+pub struct NvidiaSettings {
+    /// Its number in the driver's order.
+    pub ordinal: usize,
+    /// Where machine code is kept; None: nowhere.
+    pub cubin_folder: Option<PathBuf>,
+    /// Threads that compile.
+    pub n_threads: usize,
+    /// Waits after every launch, so that an error names the kernel that made it. Slow.
+    pub synchronous: bool,
+}
+
+/// A GPU with one order of work. Used by the thread that opened it.
+#[derive(Debug)]
+pub struct Nvidia {
+    facts: DeviceFacts,
+    device: sys::CUdevice,
+    stream: sys::CUstream,
+    cubins: Cubins,
+    n_threads: usize,
+    synchronous: bool,
+    modules: RefCell<HashMap<Unit, sys::CUmodule>>,
+    functions: RefCell<HashMap<Function, sys::CUfunction>>,
+    memory: RefCell<Vec<DevicePtr>>,
+    /// None only while it is dropped.
+    blas: RefCell<Option<Blas>>,
+    uploads: Pinned<sys::CUevent>,
+    read_backs: Pinned<(Event, sys::CUevent)>,
+    n_events: Cell<Event>,
+    free_events: RefCell<Vec<sys::CUevent>>,
+    graphs: RefCell<Vec<sys::CUgraphExec>>,
+}
+
+/// Pinned host memory that copies go through.
+#[derive(Debug)]
+struct Pinned<T> {
+    bytes: *mut u8,
+    ring: RefCell<Ring<T>>,
+}
+
+impl Nvidia {
+    /// Opens a GPU of a usable CUDA.
+    ///
+    /// Errors: it is too old or not there; CUDA failed before in this process; the driver's, no memory.
+    pub fn open(cuda: Cuda, settings: &NvidiaSettings) -> Result<Self, DeviceError> {
+        let refuse = |status| DeviceError::Cuda { op: format!("open GPU {}", settings.ordinal), status };
+        if let Some(lost) = status::lost() {
+            return Err(refuse(lost));
+        }
+        let Some(info) = cuda.info.devices.get(settings.ordinal) else {
+            return Err(refuse(format!("there are {}", cuda.info.devices.len())));
+        };
+        if info.capability < CAPABILITY_MIN {
+            return Err(refuse(format!("{} is older than compute capability 8.0", info.name)));
+        }
+        let cubins = Cubins::new(cuda.nvrtc, info.capability, settings.cubin_folder.as_deref())?;
+        let device = result::device::get(settings.ordinal as i32).map_err(|e| fail("cuDeviceGet", e))?;
+        // SAFETY: the device was just returned by the driver; the context is released when the value goes.
+        let context = unsafe { result::primary_ctx::retain(device) };
+        let context = context.map_err(|e| fail("retain the primary context", e))?;
+        // SAFETY: the context was just retained.
+        unsafe { result::ctx::set_current(context) }.map_err(|e| fail("make the context current", e))?;
+        let attribute = |attribute| {
+            // SAFETY: the device was returned by the driver.
+            let value = unsafe { result::device::get_attribute(device, attribute) };
+            value.map(i32::unsigned_abs).map_err(|e| fail("cuDeviceGetAttribute", e))
+        };
+        let facts = DeviceFacts {
+            name: info.name.clone(),
+            capability: info.capability,
+            n_sms: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            max_shared_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+            total_bytes: info.total_bytes,
+        };
+        let stream = result::stream::create(result::stream::StreamKind::NonBlocking);
+        let opened = Self {
+            facts,
+            device,
+            stream: stream.map_err(|e| fail("create a stream", e))?,
+            cubins,
+            n_threads: settings.n_threads,
+            synchronous: settings.synchronous,
+            modules: RefCell::default(),
+            functions: RefCell::default(),
+            memory: RefCell::default(),
+            blas: RefCell::new(None),
+            // Written in order and never read by the CPU.
+            uploads: Pinned::new(UPLOAD_BYTES, sys::CU_MEMHOSTALLOC_WRITECOMBINED)?,
+            // Read by the CPU: cached.
+            read_backs: Pinned::new(READ_BACK_BYTES, 0)?,
+            n_events: Cell::new(0),
+            free_events: RefCell::default(),
+            graphs: RefCell::default(),
+        };
+        let n_bytes = workspace_bytes(opened.facts.capability);
+        let workspace = opened.alloc("the workspace of products", n_bytes)?;
+        *opened.blas.borrow_mut() = Some(Blas::new(workspace, n_bytes)?);
+        Ok(opened)
+    }
+
+    /// Units that were compiled, not found on disk.
+    pub fn n_compiled(&self) -> usize {
+        self.cubins.n_compiled()
+    }
+
+    /// Loads the machine code of a unit, and its functions, so that none is loaded in a capture.
+    fn load(&self, unit: &Unit, cubin: &[u8]) -> Result<(), DeviceError> {
+        let fails = |e| fail(format!("load {unit} for {}", self.facts.name), e);
+        // SAFETY: the image is whole: it came from the compiler, or from the cache that checks it.
+        let module = unsafe { result::module::load_data(cubin.as_ptr().cast()) }.map_err(fails)?;
+        self.modules.borrow_mut().insert(unit.clone(), module);
+        let kernels = KernelFile::of(unit.file).map_or(&[][..], |file| file.kernels);
+        for kernel in kernels {
+            let name = CString::new(kernel.name).expect("names of kernels have no zero");
+            // SAFETY: the module was just loaded and stays so as long as the device.
+            let function = unsafe { result::module::get_function(module, name) }.map_err(fails)?;
+            use sys::CUfunction_attribute as Of;
+            // SAFETY: the function belongs to the module above.
+            unsafe {
+                sys::cuFuncLoad(function).result().map_err(fails)?;
+                let of_text = Of::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
+                let used = result::function::get_function_attribute(function, of_text).map_err(fails)?;
+                let room = self.facts.max_shared_bytes as i32 - used;
+                let dynamic = Of::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+                result::function::set_function_attribute(function, dynamic, room).map_err(fails)?;
+            }
+            let key = Function { unit: unit.clone(), name: kernel.name };
+            self.functions.borrow_mut().insert(key, function);
+        }
+        Ok(())
+    }
+
+    fn event(&self) -> Result<sys::CUevent, DeviceError> {
+        let free = self.free_events.borrow_mut().pop();
+        let new = || result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING);
+        free.map_or_else(new, Ok).map_err(|e| fail("create an event", e))
+    }
+
+    /// Notes where the stream is now.
+    fn record(&self) -> Result<sys::CUevent, DeviceError> {
+        let event = self.event()?;
+        // SAFETY: event and stream are this device's.
+        unsafe { result::event::record(event, self.stream) }.map_err(|e| fail("record an event", e))?;
+        Ok(event)
+    }
+
+    /// Waits for an event, which may then be used again.
+    fn wait(&self, event: sys::CUevent, what: &str) -> Result<(), DeviceError> {
+        // SAFETY: the event was recorded by `record`.
+        let waited = unsafe { result::event::synchronize(event) };
+        self.free_events.borrow_mut().push(event);
+        waited.map_err(|e| fail(what, e))
+    }
+
+    fn upload_piece(&self, to: DevicePtr, from: &[u8]) -> Result<(), DeviceError> {
+        let place = loop {
+            let place = self.uploads.ring.borrow().place(from.len());
+            if let Some(place) = place {
+                break place;
+            }
+            let oldest = self.uploads.ring.borrow_mut().take_back();
+            self.wait(oldest.expect("a full ring has an oldest piece"), "an upload")?;
+        };
+        let staged = self.uploads.slice(place, from.len());
+        staged.copy_from_slice(from);
+        // SAFETY: the piece stays as it is until the event after the copy; the caller owns `to`.
+        unsafe { result::memcpy_htod_async(to.0, staged, self.stream) }.map_err(|e| fail("upload", e))?;
+        let event = self.record()?;
+        self.uploads.ring.borrow_mut().lend(place, from.len(), event);
+        Ok(())
+    }
+}
+
+impl Device for Nvidia {
+    fn facts(&self) -> &DeviceFacts {
+        &self.facts
+    }
+
+    fn free_bytes(&self) -> Result<usize, DeviceError> {
+        result::mem_get_info().map(|(free, _)| free).map_err(|e| fail("ask for free memory", e))
+    }
+
+    fn alloc(&self, what: &'static str, n_bytes: usize) -> Result<DevicePtr, DeviceError> {
+        // SAFETY: the memory is only given to kernels and copies that write before they read, or fill it.
+        let memory = unsafe { result::malloc_sync(n_bytes.max(1)) };
+        match memory {
+            Ok(address) => {
+                self.memory.borrow_mut().push(DevicePtr(address));
+                Ok(DevicePtr(address))
+            }
+            Err(e) if status::severity(e.0 as u32) == Severity::OutOfMemory => {
+                let (free, total) = result::mem_get_info().unwrap_or((0, self.facts.total_bytes));
+                let status = status::out_of_memory(n_bytes, free, total);
+                Err(DeviceError::Cuda { op: format!("allocate {what}"), status })
+            }
+            Err(e) => Err(fail(format!("allocate {what}"), e)),
+        }
+    }
+
+    fn upload(&self, to: DevicePtr, from: &[u8]) -> Result<(), DeviceError> {
+        let pieces = from.chunks(PIECE_BYTES).enumerate();
+        pieces.into_iter().try_for_each(|(i, piece)| self.upload_piece(to.at(i * PIECE_BYTES), piece))
+    }
+
+    fn download(&self, from: DevicePtr, to: &mut [u8]) -> Result<(), DeviceError> {
+        // SAFETY: `to` outlives the copy, which is waited for; the caller owns `from`.
+        let copied = unsafe { result::memcpy_dtoh_async(to, from.0, self.stream) };
+        copied.map_err(|e| fail("download", e))?;
+        self.synchronize()
+    }
+
+    fn fill(&self, to: DevicePtr, value: u8, n_bytes: usize) -> Result<(), DeviceError> {
+        // SAFETY: the caller owns `n_bytes` bytes at `to`.
+        unsafe { result::memset_d8_async(to.0, value, n_bytes, self.stream) }.map_err(|e| fail("fill", e))
+    }
+
+    fn prepare(&self, functions: &[&Function]) -> Result<(), DeviceError> {
+        let mut units: Vec<&Unit> = Vec::new();
+        for function in functions {
+            if !units.contains(&&function.unit) && !self.modules.borrow().contains_key(&function.unit) {
+                units.push(&function.unit);
+            }
+        }
+        let source = |unit: &&Unit| Source {
+            name: unit.to_string(),
+            text: KernelFile::of(unit.file).expect("a function's file is in the table").source(),
+            options: unit.defines.iter().map(|(name, value)| format!("-D{name}={value}")).collect(),
+        };
+        let sources: Vec<_> = units.iter().map(source).collect();
+        let cubins = self.cubins.get(&sources, self.n_threads)?;
+        units.iter().zip(cubins).try_for_each(|(unit, cubin)| self.load(unit, &cubin))
+    }
+
+    fn launch(&self, launch: &Launch<'_>) -> Result<(), DeviceError> {
+        if !self.functions.borrow().contains_key(launch.function) {
+            self.prepare(&[launch.function])?;
+        }
+        let function = self.functions.borrow()[launch.function];
+        let mut values = [0_u64; ARGS_MAX];
+        for (value, arg) in values.iter_mut().zip(launch.args) {
+            *value = bits(*arg);
+        }
+        let mut args = values.each_mut().map(|value| ptr::from_mut(value).cast::<c_void>());
+        let [x, y, z] = launch.grid;
+        // SAFETY: there is a value for each parameter of the kernel, in its order and of its size (the emulator
+        // calls the same text with the same values); the arrays behind pointers live as long as the device.
+        let started = unsafe {
+            let grid = (x, y, z);
+            let block = (launch.block, 1, 1);
+            let args = &mut args[..launch.args.len()];
+            result::launch_kernel(function, grid, block, launch.shared_bytes, self.stream, args)
+        };
+        started.map_err(|e| fail(status::launch_name(launch.function), e))?;
+        if self.synchronous { self.finish(&status::launch_name(launch.function)) } else { Ok(()) }
+    }
+
+    fn product(&self, product: &Product) -> Result<(), DeviceError> {
+        let mut blas = self.blas.borrow_mut();
+        blas.as_mut().expect("open made it").start(product, self.stream)?;
+        if self.synchronous { self.finish("a product") } else { Ok(()) }
+    }
+
+    fn read_back(&self, from: DevicePtr, n_bytes: usize) -> Result<Event, DeviceError> {
+        let Some(place) = self.read_backs.ring.borrow().place(n_bytes) else {
+            let status =
+                format!("{n_bytes} bytes, and what waits to be collected, are over {READ_BACK_BYTES}");
+            return Err(DeviceError::Cuda { op: "read back".to_owned(), status });
+        };
+        let to = self.read_backs.slice(place, n_bytes);
+        // SAFETY: the piece is lent until it is collected, after the event; the caller owns `from`.
+        unsafe { result::memcpy_dtoh_async(to, from.0, self.stream) }.map_err(|e| fail("read back", e))?;
+        let number = self.n_events.get() + 1;
+        self.n_events.set(number);
+        self.read_backs.ring.borrow_mut().lend(place, n_bytes, (number, self.record()?));
+        Ok(number)
+    }
+
+    fn collect(&self, event: Event, to: &mut [u8]) -> Result<(), DeviceError> {
+        let (place, recorded) = {
+            let ring = self.read_backs.ring.borrow();
+            let (place, &(number, recorded)) = ring.oldest().expect("something was read back");
+            assert_eq!(number, event, "read-backs are collected in their order");
+            (place, recorded)
+        };
+        self.wait(recorded, "a step")?;
+        to.copy_from_slice(self.read_backs.slice(place, to.len()));
+        self.read_backs.ring.borrow_mut().take_back();
+        Ok(())
+    }
+
+    fn synchronize(&self) -> Result<(), DeviceError> {
+        self.finish("wait for the device")
+    }
+
+    fn begin_capture(&self) -> Result<(), DeviceError> {
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the stream is this device's, and not the default one.
+        unsafe { result::stream::begin_capture(self.stream, mode) }.map_err(|e| fail("begin a capture", e))
+    }
+
+    fn end_capture(&self) -> Result<GraphId, DeviceError> {
+        // SAFETY: the stream is this device's.
+        let graph = unsafe { result::stream::end_capture(self.stream) };
+        let graph = graph.map_err(|e| fail("end a capture", e))?;
+        // SAFETY: the graph was just made; the executable one does not need it any more.
+        let made = unsafe {
+            let made = result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0));
+            let _ = result::graph::destroy(graph);
+            made
+        };
+        let graph = made.map_err(|e| fail("instantiate a graph", e))?;
+        self.graphs.borrow_mut().push(graph);
+        // SAFETY: graph and stream are this device's.
+        unsafe { result::graph::upload(graph, self.stream) }.map_err(|e| fail("upload a graph", e))?;
+        Ok((self.graphs.borrow().len() - 1) as GraphId)
+    }
+
+    fn replay(&self, graph: GraphId) -> Result<(), DeviceError> {
+        let graph = self.graphs.borrow()[graph as usize];
+        // SAFETY: graph and stream are this device's; what the graph refers to lives as long as it.
+        unsafe { result::graph::launch(graph, self.stream) }.map_err(|e| fail("launch a graph", e))?;
+        if self.synchronous { self.finish("a graph") } else { Ok(()) }
+    }
+}
+
+impl Nvidia {
+    /// Waits for all work; an error is that of `what`, or of something before it.
+    fn finish(&self, what: &str) -> Result<(), DeviceError> {
+        // SAFETY: the stream is this device's.
+        unsafe { result::stream::synchronize(self.stream) }.map_err(|e| fail(what, e))
+    }
+}
+
+impl Drop for Nvidia {
+    /// In the reverse of the order of making. After a fatal error every call fails, which changes nothing.
+    fn drop(&mut self) {
+        let _ = self.finish("close");
+        self.blas.take();
+        let mut events = self.free_events.take();
+        while let Some(event) = self.uploads.ring.borrow_mut().take_back() {
+            events.push(event);
+        }
+        while let Some((_, event)) = self.read_backs.ring.borrow_mut().take_back() {
+            events.push(event);
+        }
+        // SAFETY: each was made by this device and is used no more: all work is done.
+        unsafe {
+            for graph in self.graphs.take() {
+                let _ = result::graph::exec_destroy(graph);
+            }
+            for event in events {
+                let _ = result::event::destroy(event);
+            }
+            for module in self.modules.take().into_values() {
+                let _ = result::module::unload(module);
+            }
+            for memory in self.memory.take() {
+                let _ = result::free_sync(memory.0);
+            }
+            let _ = result::free_host(self.uploads.bytes.cast());
+            let _ = result::free_host(self.read_backs.bytes.cast());
+            let _ = result::stream::destroy(self.stream);
+            let _ = result::primary_ctx::release(self.device);
+        }
+    }
+}
+
+impl<T> Pinned<T> {
+    fn new(n_bytes: usize, flags: u32) -> Result<Self, DeviceError> {
+        // SAFETY: every byte is written before it is read (by a copy of ours or of the device).
+        let bytes = unsafe { result::malloc_host(n_bytes, flags) };
+        let bytes = bytes.map_err(|e| fail(format!("pin {n_bytes} bytes of host memory"), e))?;
+        Ok(Self { bytes: bytes.cast(), ring: RefCell::new(Ring::new(n_bytes)) })
+    }
+
+    /// A piece that the ring gave out, or will at once: nobody else has it.
+    #[allow(clippy::mut_from_ref, reason = "the ring lends each piece once")]
+    fn slice(&self, start: usize, n_bytes: usize) -> &mut [u8] {
+        assert!(start + n_bytes <= self.ring.borrow().capacity());
+        // SAFETY: the range is within the allocation, which lives as long as the device, and the ring lends no
+        // byte twice.
+        unsafe { std::slice::from_raw_parts_mut(self.bytes.add(start), n_bytes) }
+    }
+}
+
+/// The first bytes of a parameter: this machine is little-endian, as every host of a GPU is.
+fn bits(arg: Arg) -> u64 {
+    match arg {
+        Arg::Ptr(pointer) => pointer.0,
+        Arg::I32(value) => u64::from(value as u32),
+        Arg::U32(value) => u64::from(value),
+        Arg::U64(value) => value,
+        Arg::F32(value) => u64::from(value.to_bits()),
+    }
+}
+
+/// The error of a driver's call, noted if it is the context's last.
+fn fail(op: impl Into<String>, e: DriverError) -> DeviceError {
+    let number = e.0 as u32;
+    let name = e.error_name().map_or("unknown".into(), |name| name.to_string_lossy());
+    let status = format!("{name} ({number})");
+    if status::severity(number) == Severity::Fatal {
+        status::note_lost(&status);
+    }
+    DeviceError::Cuda { op: op.into(), status }
+}

@@ -1,0 +1,66 @@
+"""A full queue, and bodies over their budget, seen by a client that has sent a head alone."""
+
+from __future__ import annotations
+
+import json
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from serving import long_model, serving
+from wire import ask, connect, head
+
+COMPLETIONS = "/v1/completions"
+BUDGET = 10_000
+
+
+def answer_of(connection: socket.socket) -> tuple[int, dict[str, str], Any]:
+    """Status, headers and JSON of an answer, read to its end."""
+    with connection.makefile("rb") as file:
+        status = int(file.readline().split()[1])
+        headers = {}
+        while line := file.readline().strip():
+            name, _, value = line.decode("latin-1").partition(":")
+            headers[name.lower()] = value.strip()
+        return status, headers, json.loads(file.read(int(headers["content-length"])))
+
+
+def test_a_refusal_comes_before_the_body(tmp_path: Path) -> None:
+    """With one that runs and one that waits: 429 for the head alone, for a body of any size; and again a 200
+    on the same connection, with the body, once there is room."""
+    flags = ("--num-kv-cells", "16384", "--max-num-seqs", "1", "--max-num-queued-reqs", "1")
+    budget = ("--max-body-bytes-in-flight", str(BUDGET))
+    body = {"prompt": [5, 6, 7], "max_tokens": 16_000, "ignore_eos": True, "stream": True}
+    short = json.dumps({**body, "max_tokens": 1, "stream": False}).encode()
+    with (
+        serving(tmp_path, str(long_model(tmp_path)), "--dtype", "float32", *flags, *budget) as server,
+        ExitStack() as stack,
+    ):
+        stack.enter_context(running := ask(server, COMPLETIONS, body))
+        server.until("vllm:num_requests_running", 1)
+        stack.enter_context(waiting := ask(server, COMPLETIONS, body))
+        server.until("vllm:num_requests_waiting", 1)
+        refused = stack.enter_context(connect(server))
+        for path in (COMPLETIONS, "/v1/chat/completions", "/v1/embeddings"):
+            with connect(server) as other:
+                other.sendall(head(server, path, 1000))
+                status, headers, error = answer_of(other)
+            assert (status, error["error"]["code"]) == (429, "server_overloaded")
+            assert error["error"]["type"] == "rate_limit_error"
+            assert int(headers["retry-after"]) >= 1
+        refused.sendall(head(server, COMPLETIONS, len(short)))
+        assert answer_of(refused)[0] == 429
+        running.close()
+        waiting.close()
+        server.until("vllm:num_requests_running", 0)
+        server.until("vllm:num_requests_waiting", 0)
+        refused.sendall(short)  # the refused request's body, which is dropped
+        refused.sendall(head(server, COMPLETIONS, len(short)) + short)
+        status, _, answer = answer_of(refused)
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 1)
+        with connect(server) as other:
+            other.sendall(head(server, COMPLETIONS, BUDGET + 1))
+            status, headers, error = answer_of(other)
+        assert (status, error["error"]["code"]) == (429, "server_overloaded")
+        assert int(headers["retry-after"]) >= 1

@@ -1,0 +1,44 @@
+"""A rank that fails costs one request at most, as any fault of a step does; the others do not wait for it."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+
+import crowd
+from crowd import Answers, judge
+
+LIMITS = crowd.bounds(prefix=True)
+# Passes that fail, of all that a run has.
+N_PASSES = 5
+
+
+def run(core: ModuleType) -> Answers:
+    context = crowd.context_of(core, LIMITS, n_ranks=2)
+    try:
+        return crowd.run(crowd.make_engine(context, core.SamplerSpec, LIMITS), context)
+    finally:
+        context.close()
+
+
+@pytest.fixture(scope="module")
+def good(faulty_core: ModuleType) -> tuple[Answers, int]:
+    """What a run on two ranks gives when nothing fails, and how often the second begins a pass."""
+    before = faulty_core.fault_hits("decode.rank")
+    answers = run(faulty_core)
+    return answers, faulty_core.fault_hits("decode.rank") - before
+
+
+@pytest.mark.parametrize("action", ["error", "panic"])
+def test_a_rank_that_fails_costs_one_request_at_most(
+    core: ModuleType, good: tuple[Answers, int], action: str
+) -> None:
+    want, n_passed = good
+    assert n_passed > N_PASSES
+    for i in range(N_PASSES):
+        nth = 1 + i * (n_passed - 1) // (N_PASSES - 1)
+        before = core.fault_hits("decode.rank")
+        core.set_fault("decode.rank", action, nth)
+        judge(run(core), want)
+        assert core.fault_hits("decode.rank") - before >= nth, "it has not failed"

@@ -1,0 +1,81 @@
+"""What is said about CUDA, on a machine with or without it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import llaisys
+from llaisys import _core
+from llaisys.config import Config, cuda_library_folders
+from llaisys.engine import worker
+from llaisys.errors import UnsupportedError
+from llaisys.types import CudaDevice, CudaInfo
+
+VARIABLES = ("LLAISYS_CUDA_LIB_DIR", "CONDA_PREFIX", "CUDA_PATH", "CUDA_HOME")
+
+
+def test_no_driver_is_a_reason_and_no_error() -> None:
+    info = json.loads(_core.cuda_info([], "libcuda-of-nobody.so.1"))
+    assert list(info) == ["reason"]
+    assert "no NVIDIA driver" in info["reason"]
+    assert "libcuda-of-nobody.so.1" in info["reason"]
+
+
+def test_this_machine_has_either_gpus_or_a_reason() -> None:
+    info = llaisys.cuda_info()
+    assert info.usable == (info.reason is None) == bool(info.devices) == bool(info.libraries)
+
+
+def test_an_import_looks_for_no_driver() -> None:
+    script = (
+        "import llaisys, llaisys.llm, llaisys.engine.worker, llaisys._core\n"
+        "maps = open('/proc/self/maps').read()\n"
+        "assert 'libcuda' not in maps and 'libnvrtc' not in maps"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(llaisys.__file__).parents[1])
+
+
+def test_a_device_that_cannot_be_used_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "cuda_info", lambda: CudaInfo(reason="the driver knows CUDA 12.8"))
+    with pytest.raises(UnsupportedError, match=r"the driver knows CUDA 12\.8") as caught:
+        worker.check_device("cuda")
+    assert caught.value.param == "device"
+    worker.check_device("cpu")
+    worker.check_device("auto")
+    device = CudaDevice("NVIDIA H100", 90, 80 << 30)
+    monkeypatch.setattr(worker, "cuda_info", lambda: CudaInfo(None, "13.0", "13.0", (device,), ("/x",)))
+    with pytest.raises(UnsupportedError, match="NVIDIA H100 is usable, but"):
+        worker.check_device("cuda")
+
+
+def test_libraries_are_looked_for_where_they_are_named_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    site = tmp_path / "site"
+    for part in ("nvidia/cu13/lib", "nvidia/cublas/lib"):
+        (site / part).mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    packages = [site / "nvidia/cu13/lib", site / "nvidia/cublas/lib"]
+    found = cuda_library_folders()
+    assert found[:2] == packages
+    for name, variable in (("own", VARIABLES[0]), ("conda/lib", VARIABLES[1]), ("cuda/lib64", VARIABLES[3])):
+        (tmp_path / name).mkdir(parents=True)
+        monkeypatch.setenv(variable, str(tmp_path / name.partition("/")[0]))
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path / "nowhere"))
+    found = cuda_library_folders()
+    assert found[:3] == [tmp_path / "own", *packages]
+    assert found[-2:] == [tmp_path / "conda/lib", tmp_path / "cuda/lib64"]
+
+
+def test_the_share_of_the_gpu_is_a_setting() -> None:
+    assert Config().gpu_memory_utilization == 0.9
+    with pytest.raises(ValueError, match="gpu_memory_utilization"):
+        Config(gpu_memory_utilization=1.5)
