@@ -28,7 +28,7 @@ CORE_MAY_USE = {
     "quant": {"dtype", "tensor"},
     "formats": {"dtype", "error", "tensor"},
     "sample": {"error"},
-    "ops": {"collective", "dtype", "error", "quant", "tensor", "threads"},
+    "ops": {"collective", "dtype", "error", "quant", "sample", "tensor", "threads"},
     "model": {"dtype", "error", "formats", "ops", "quant", "tensor", "threads"},
 }
 

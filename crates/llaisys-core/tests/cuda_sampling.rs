@@ -11,7 +11,7 @@ use llaisys_core::ops::cuda::device::{Device, DevicePtr, Element};
 use llaisys_core::ops::cuda::sample::{self, RESULT_BYTES, Sample, TOP_BYTES};
 use llaisys_core::ops::cuda::sample_tables::{Attach, SampleTables};
 use llaisys_core::sample::{Logprobs, Outcome, RowFault, Sampler, SamplerSpec, Scratch};
-use sampling_model::Row;
+use sampling_model::{Row, between, logits, row};
 
 const MAX_LEN: usize = 64;
 
@@ -144,84 +144,11 @@ fn check_logprobs(row: &Row, (id, got): (u32, &Logprobs), (want_id, want): (u32,
     }
 }
 
-/// Rows as models give them (a bell), peaked, flat, and full of ties.
-fn logits(draw: &mut Draw, vocab: usize) -> Vec<f32> {
-    let (width, grid) = [(2.5, 0.0), (8.0, 0.0), (0.05, 0.0), (2.5, 0.25)][draw.below(4)];
-    (0..vocab)
-        .map(|_| {
-            let x = (0..6).map(|_| between(draw, -1.0, 1.0)).sum::<f32>() * width + 3.0;
-            if grid > 0.0 { (x / grid).round() * grid } else { x }
-        })
-        .collect()
-}
-
-fn between(draw: &mut Draw, low: f32, high: f32) -> f32 {
-    low + (high - low) * draw.below(1 << 24) as f32 / (1 << 24) as f32
-}
-
-fn some_ids(draw: &mut Draw, vocab: usize, n: usize) -> Vec<u32> {
-    (0..n).map(|_| draw.below(vocab) as u32).collect()
-}
-
-fn tokens(draw: &mut Draw, below: usize) -> Vec<i32> {
-    let n = 1 + draw.below(20);
-    some_ids(draw, below, n).iter().map(|&id| id as i32).collect()
-}
-
-/// A row with the parameters that the bits of `which` name.
-fn row(draw: &mut Draw, vocab: usize, which: usize) -> Row {
-    let has = |bit: usize| which >> bit & 1 == 1;
-    let mut spec = SamplerSpec {
-        temperature: if draw.below(12) == 0 { 0.0 } else { between(draw, 0.2, 2.0) },
-        seed: draw.bits(),
-        choice: draw.below(4) as u32,
-        ..SamplerSpec::default()
-    };
-    if has(0) {
-        spec.top_k = [1, 2, 20, 50, vocab as u32 / 2, vocab as u32][draw.below(6)];
-    }
-    if has(1) {
-        spec.top_p = [0.01, 0.5, 0.9, 0.95, 0.999][draw.below(5)];
-    }
-    if has(2) {
-        spec.min_p = [0.02, 0.1, 0.5, 1.0][draw.below(4)];
-    }
-    if has(3) {
-        spec.typical_p = between(draw, 0.1, 0.99);
-    }
-    let mut row = Row {
-        logits: logits(draw, vocab),
-        prompt: tokens(draw, vocab),
-        output: tokens(draw, 40),
-        ..Row::default()
-    };
-    if has(4) {
-        spec.repetition_penalty = between(draw, 0.5, 2.0);
-        spec.presence_penalty = between(draw, -2.0, 2.0);
-        spec.frequency_penalty = between(draw, -2.0, 2.0);
-    }
-    if has(5) {
-        spec.logit_bias = some_ids(draw, 60, 30).iter().map(|&id| (id, between(draw, -3.0, 6.0))).collect();
-        spec.min_tokens = 10;
-        spec.stop_ids = some_ids(draw, 60, 5);
-        let tail: Vec<u32> = row.output.iter().rev().take(3).rev().map(|&id| id as u32).collect();
-        let best = (0..vocab).max_by(|&a, &b| row.logits[a].total_cmp(&row.logits[b])).unwrap_or(0) as u32;
-        spec.bad_words = vec![vec![7], [tail, vec![best]].concat(), vec![1, 2, 3, 9], vec![41, 8]];
-    }
-    if has(6) {
-        spec.allowed_ids = some_ids(draw, vocab, vocab / 2);
-        row.mask = Some((0..vocab.div_ceil(32)).map(|_| draw.bits() as u32).collect());
-    }
-    spec.top_logprobs = [None, Some(0), Some(5), Some(20)][draw.below(4)];
-    row.spec = spec;
-    row
-}
-
 #[test]
 fn every_combination_of_parameters_is_the_cpus() {
     for part in 0..4 {
-        let mut draw = Draw::new(part);
-        let rows: Vec<Row> = (0..64).map(|i| row(&mut draw, 1000, part as usize * 64 + i)).collect();
+        let (mut draw, vocab) = (Draw::new(part), if part < 2 { 1000 } else { 6007 });
+        let rows: Vec<Row> = (0..64).map(|i| row(&mut draw, vocab, part as usize * 64 + i)).collect();
         check(&rows);
     }
 }
@@ -260,6 +187,8 @@ fn ties_are_kept_in_the_order_of_ids() {
         SamplerSpec { top_k: 700, ..SamplerSpec::default() },
         SamplerSpec { top_p: 0.3, ..SamplerSpec::default() },
         SamplerSpec { top_k: 4000, top_p: 0.5, ..SamplerSpec::default() },
+        // All that top_k left of a tie is kept, and nothing that it dropped.
+        SamplerSpec { top_k: 50, top_p: 0.999, ..SamplerSpec::default() },
         SamplerSpec { typical_p: 0.4, ..SamplerSpec::default() },
         SamplerSpec { top_k: 900, typical_p: 0.7, ..SamplerSpec::default() },
     ];
@@ -476,6 +405,23 @@ fn a_mask_is_of_one_step() {
     rig.launch(rig.tops);
     row.mask = None;
     assert_eq!(rig.outcomes(&rows), [Some(row.on_cpu())]);
+}
+
+#[test]
+fn a_bad_word_is_of_the_answer_alone() {
+    let mut logits = vec![0.0; 50];
+    logits[9] = 5.0;
+    let bad_words = vec![vec![7, 8, 9]];
+    let row = |prompt: &[i32], output: &[i32]| Row {
+        logits: logits.clone(),
+        spec: SamplerSpec { temperature: 0.0, bad_words: bad_words.clone(), ..SamplerSpec::default() },
+        prompt: prompt.to_vec(),
+        output: output.to_vec(),
+        ..Row::default()
+    };
+    let rows = [row(&[7, 8], &[]), row(&[1, 7], &[8]), row(&[7, 8], &[7, 8]), row(&[1], &[7, 8, 8])];
+    let token = |id| Outcome::Token { id, logprobs: None };
+    assert_eq!(run(&rows), [token(9), token(9), token(0), token(9)]);
 }
 
 #[test]

@@ -1,6 +1,7 @@
-//! The sampler's rules by sorting everything in f64, with the candidates that are kept for sure and those that
-//! rounding may keep or drop.
+//! Rows to sample, and the sampler's rules by sorting everything in f64, with the candidates that are kept for sure and
+//! those that rounding may keep or drop.
 
+use llaisys_core::ops::contract::Draw;
 use llaisys_core::sample::philox::uniform;
 use llaisys_core::sample::{Outcome, Sampler, SamplerSpec, Scratch, sample};
 use std::collections::HashSet;
@@ -183,4 +184,77 @@ fn until(sorted: &[Candidate], share: f32, slack: f64) -> usize {
         reached >= wanted
     });
     end.map_or(sorted.len(), |i| i + 1)
+}
+
+/// Rows as models give them (a bell), peaked, flat, and full of ties.
+pub(crate) fn logits(draw: &mut Draw, vocab: usize) -> Vec<f32> {
+    let (width, grid) = [(2.5, 0.0), (8.0, 0.0), (0.05, 0.0), (2.5, 0.25)][draw.below(4)];
+    (0..vocab)
+        .map(|_| {
+            let x = (0..6).map(|_| between(draw, -1.0, 1.0)).sum::<f32>() * width + 3.0;
+            if grid > 0.0 { (x / grid).round() * grid } else { x }
+        })
+        .collect()
+}
+
+pub(crate) fn between(draw: &mut Draw, low: f32, high: f32) -> f32 {
+    low + (high - low) * draw.below(1 << 24) as f32 / (1 << 24) as f32
+}
+
+fn some_ids(draw: &mut Draw, vocab: usize, n: usize) -> Vec<u32> {
+    (0..n).map(|_| draw.below(vocab) as u32).collect()
+}
+
+fn tokens(draw: &mut Draw, below: usize) -> Vec<i32> {
+    let n = 1 + draw.below(20);
+    some_ids(draw, below, n).iter().map(|&id| id as i32).collect()
+}
+
+/// A row with the parameters that the bits of `which` name.
+pub(crate) fn row(draw: &mut Draw, vocab: usize, which: usize) -> Row {
+    let has = |bit: usize| which >> bit & 1 == 1;
+    let mut spec = SamplerSpec {
+        temperature: if draw.below(12) == 0 { 0.0 } else { between(draw, 0.2, 2.0) },
+        seed: draw.bits(),
+        choice: draw.below(4) as u32,
+        ..SamplerSpec::default()
+    };
+    if has(0) {
+        spec.top_k = [1, 2, 20, 50, vocab as u32 / 2, vocab as u32][draw.below(6)];
+    }
+    if has(1) {
+        spec.top_p = [0.01, 0.5, 0.9, 0.95, 0.999][draw.below(5)];
+    }
+    if has(2) {
+        spec.min_p = [0.02, 0.1, 0.5, 1.0][draw.below(4)];
+    }
+    if has(3) {
+        spec.typical_p = between(draw, 0.1, 0.99);
+    }
+    let mut row = Row {
+        logits: logits(draw, vocab),
+        prompt: tokens(draw, vocab),
+        output: tokens(draw, 40),
+        ..Row::default()
+    };
+    if has(4) {
+        spec.repetition_penalty = between(draw, 0.5, 2.0);
+        spec.presence_penalty = between(draw, -2.0, 2.0);
+        spec.frequency_penalty = between(draw, -2.0, 2.0);
+    }
+    if has(5) {
+        spec.logit_bias = some_ids(draw, 60, 30).iter().map(|&id| (id, between(draw, -3.0, 6.0))).collect();
+        spec.min_tokens = 10;
+        spec.stop_ids = some_ids(draw, 60, 5);
+        let tail: Vec<u32> = row.output.iter().rev().take(3).rev().map(|&id| id as u32).collect();
+        let best = (0..vocab).max_by(|&a, &b| row.logits[a].total_cmp(&row.logits[b])).unwrap_or(0) as u32;
+        spec.bad_words = vec![vec![7], [tail, vec![best]].concat(), vec![1, 2, 3, 9], vec![41, 8]];
+    }
+    if has(6) {
+        spec.allowed_ids = some_ids(draw, vocab, vocab / 2);
+        row.mask = Some((0..vocab.div_ceil(32)).map(|_| draw.bits() as u32).collect());
+    }
+    spec.top_logprobs = [None, Some(0), Some(5), Some(20)][draw.below(4)];
+    row.spec = spec;
+    row
 }

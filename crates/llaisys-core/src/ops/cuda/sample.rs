@@ -46,7 +46,7 @@ const DRAW_THREADS: u32 = 512;
 /// Logits of a block of the first kernel.
 const CHUNK: usize = 4096;
 /// Of a `ChunkStat` in `sample.cu`.
-const STAT_BYTES: usize = 32;
+const STAT_BYTES: usize = 64;
 /// Of a row's result.
 pub const RESULT_BYTES: usize = 16;
 /// Best tokens of a row at most: the API's own limit.
@@ -140,7 +140,7 @@ impl Sample<'_> {
 }
 
 /// What a row gave: `result` is its part of [`Sample::results`], `top` its part of [`Sample::tops`], and `n_top` the
-/// number of best tokens that it asked for (`None`: no logprobs). `None` for padding.
+/// number of best tokens that it asked for, of those that there are (`None`: no logprobs). `None` for padding.
 pub fn outcome(result: &[u8], top: &[u8], n_top: Option<u32>) -> Option<Outcome> {
     let [id, outcome, logprob, rank] = word_array(result);
     let logprobs = |n: u32| Logprobs {

@@ -89,6 +89,13 @@ __device__ __forceinline__ u64 chunk_mass(const Chunk& c, Scale scale, u64* shar
     return block_sum_u64(mass, shared);
 }
 
+// The best of the chunk from each thread's of its warp's segment, and the key of each segment's.
+__device__ __forceinline__ u64 best_of_segments(u64 best, unsigned* maxima, u64* shared) {
+    best = warp_max_u64(best);
+    if (threadIdx.x % 32 == 0) maxima[threadIdx.x / 32] = (unsigned)(best >> 32);
+    return block_max_u64(best, shared);
+}
+
 // One block for each chunk (x) of each row (y). Chunks of rows with rules are written to `edited`.
 extern "C" __global__ void __launch_bounds__(256) sample_scan(
     const float* __restrict__ logits, float* __restrict__ edited, unsigned vocab, const unsigned* __restrict__ slots,
@@ -98,6 +105,7 @@ extern "C" __global__ void __launch_bounds__(256) sample_scan(
     const unsigned* __restrict__ words, ChunkStat* __restrict__ stats) {
     __shared__ float value[LL_CHUNK];
     __shared__ unsigned seen[LL_CHUNK];
+    __shared__ unsigned maxima[LL_SEGMENTS];
     __shared__ u64 shared[32];
     const unsigned slot = slots[blockIdx.y * slot_stride], n_before = positions[blockIdx.y] + 1;
     const unsigned begin = blockIdx.x * LL_CHUNK;
@@ -109,17 +117,17 @@ extern "C" __global__ void __launch_bounds__(256) sample_scan(
     int bad = 0;
     u64 best = 0;
 #pragma unroll
-    for (int j = 0; j < LL_CHUNK / LL_SCAN_THREADS; j++) {
-        const unsigned i = threadIdx.x + j * LL_SCAN_THREADS;
+    for (int j = 0; j < LL_SEGMENT / 32; j++) {
+        const unsigned i = threadIdx.x / 32 * LL_SEGMENT + j * 32 + threadIdx.x % 32;
         if (i < c.n) {
             value[i] = logits[at + i];
             bad |= !is_finite(value[i]);
             best = max(best, pack(value[i], begin + i));
         }
     }
-    best = block_max_u64(best, shared);
     bad = __syncthreads_or(bad);
-    ChunkStat stat = {best, 0, 0, of_key((unsigned)(best >> 32)), (unsigned)bad};
+    best = best_of_segments(best, maxima, shared);
+    ChunkStat stat = {best, 0, 0, of_key((unsigned)(best >> 32)), (unsigned)bad, {}};
     if (!bad && (scored || p.n_top != LL_NONE)) stat.raw_mass = chunk_mass(c, natural(stat.raw_max), shared);
     if (!bad && !scored && is_edited(p)) {
         const int* history = tokens + (size_t)slot * max_len;
@@ -129,18 +137,27 @@ extern "C" __global__ void __launch_bounds__(256) sample_scan(
         if (p.flags & LL_PENALTIES) count_tokens(c, p, history, n_before);
         __syncthreads();
         best = 0;
-        for (unsigned i = threadIdx.x; i < c.n; i += LL_SCAN_THREADS) {
+        for (int j = 0; j < LL_SEGMENT / 32; j++) {
+            const unsigned i = threadIdx.x / 32 * LL_SEGMENT + j * 32 + threadIdx.x % 32;
+            if (i >= c.n) break;
             if (p.flags & LL_PENALTIES) value[i] = penalised(value[i], seen[i], p);
             edited[at + i] = value[i];
             best = max(best, pack(value[i], begin + i));
         }
-        stat.best = block_max_u64(best, shared);
+        stat.best = best_of_segments(best, maxima, shared);
     }
     const float largest = of_key((unsigned)(stat.best >> 32));
     if (!bad && !scored && !(p.flags & LL_GREEDY) && is_finite(largest)) {
         stat.mass = chunk_mass(c, {largest, p.scale_high, p.scale_low}, shared);
     }
-    if (threadIdx.x == 0) stats[(size_t)blockIdx.y * gridDim.x + blockIdx.x] = stat;
+    ChunkStat& out = stats[(size_t)blockIdx.y * gridDim.x + blockIdx.x];
+    if (threadIdx.x < LL_SEGMENTS) out.maxima[threadIdx.x] = maxima[threadIdx.x];
+    if (threadIdx.x != 0) return;
+    out.best = stat.best;
+    out.mass = stat.mass;
+    out.raw_mass = stat.raw_mass;
+    out.raw_max = stat.raw_max;
+    out.bad = stat.bad;
 }
 
 // --- sample_draw ---
@@ -200,7 +217,7 @@ __device__ __forceinline__ Kept filter(const float* __restrict__ row, unsigned v
         if (stage == 2) {
             // A surprise less the entropy is a distance less the mean distance.
             u64 mass = 0, moment = 0;
-            for_each(row, vocab, [&](float logit, unsigned id) {
+            for_each(row, vocab, kept.by_logit.key, h, [&](float logit, unsigned id) {
                 if (!keeps(kept.by_logit, order_key(logit), id)) return;
                 const float t = distance(scale, logit), weight = exp2f(-t);
                 mass += (u64)(weight * LL_UNITS);
@@ -217,22 +234,17 @@ __device__ __forceinline__ Kept filter(const float* __restrict__ row, unsigned v
     return kept;
 }
 
-// The kept units of each chunk, into `masses`. Each warp takes 1024 logits at a time.
+// The kept units of each chunk, into h.masses.
 __device__ __forceinline__ void chunk_masses(const float* __restrict__ row, unsigned vocab, const Kept& kept,
-                                             Scale scale, u64* masses) {
-    for (unsigned i = threadIdx.x; i < LL_MAX_CHUNKS; i += LL_DRAW_THREADS) masses[i] = 0;
+                                             Scale scale, Work& h) {
+    for (unsigned i = threadIdx.x; i < LL_MAX_CHUNKS; i += LL_DRAW_THREADS) h.masses[i] = 0;
     __syncthreads();
-    const unsigned lane = threadIdx.x % 32;
-    for (unsigned begin = threadIdx.x / 32 * 1024; begin < vocab; begin += LL_DRAW_THREADS / 32 * 1024) {
+    for_segments(vocab, kept.by_logit.key, h, [&](unsigned segment) {
         u64 sum = 0;
-#pragma unroll 8
-        for (int j = 0; j < 32; j++) {
-            const unsigned id = begin + j * 32 + lane;
-            if (id < vocab) sum += units_kept(kept, scale, row[id], id);
-        }
+        for_each_of(row, vocab, segment, [&](float logit, unsigned id) { sum += units_kept(kept, scale, logit, id); });
         sum = warp_sum_u64(sum);
-        if (lane == 0 && sum != 0) atomicAdd(&masses[begin / LL_CHUNK], sum);
-    }
+        if (threadIdx.x % 32 == 0 && sum != 0) atomicAdd(&h.masses[segment / LL_SEGMENTS], sum);
+    });
     __syncthreads();
 }
 
@@ -247,8 +259,9 @@ __device__ __forceinline__ unsigned draw(const float* __restrict__ row, unsigned
     const bool filtered = is_filtered(p);
     u64 own = 0;
     if (filtered) {
+        load_maxima(stats, vocab, h);
         kept = filter(row, vocab, p, scale, h);
-        chunk_masses(row, vocab, kept, scale, h.masses);
+        chunk_masses(row, vocab, kept, scale, h);
         if (tid < n_chunks) own = h.masses[tid];
     } else if (tid < n_chunks && stats[tid].mass != 0) {
         factor = exp(((double)of_key((unsigned)(stats[tid].best >> 32)) - (double)best) * p.inv_temperature);
@@ -352,16 +365,22 @@ extern "C" __global__ void __launch_bounds__(512, 2) sample_logprobs(
     const float normaliser = (float)((double)best + log(sum / (double)LL_UNITS));
 
     const unsigned n_top = min(wanted, min(vocab, (unsigned)LL_MAX_TOP));
+    const float own = row[results[blockIdx.x].id];
     Cut cut = {LL_NONE, 0};
+    // sample_scan's maxima are of edited logits.
+    if (is_edited(p)) {
+        find_maxima(row, vocab, h);
+    } else {
+        load_maxima(of_row, vocab, h);
+    }
     if (n_top != 0) {
         const Measure m = {natural(best), false, 0.0f};
         cut = search(row, vocab, m, {LL_LEAST_KEY, LL_NONE}, {n_top, 1.0f}, h);
-        if (tid == 0) h.id = 0;
-        __syncthreads();
     }
-    const float own = row[results[blockIdx.x].id];
+    if (tid == 0) h.id = 0;
+    __syncthreads();
     u64 n_better = 0;
-    for_each(row, vocab, [&](float logit, unsigned id) {
+    for_each(row, vocab, min(cut.key, order_key(own)), h, [&](float logit, unsigned id) {
         n_better += logit > own;
         if (keeps(cut, order_key(logit), id)) {
             const unsigned at = atomicAdd(&h.id, 1u);

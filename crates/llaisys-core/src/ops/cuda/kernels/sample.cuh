@@ -3,6 +3,8 @@
 
 #define LL_CHUNK 4096     // logits of a block of sample_scan
 #define LL_MAX_CHUNKS 128
+#define LL_SEGMENT 512    // logits of one of its warps
+#define LL_SEGMENTS (LL_CHUNK / LL_SEGMENT)
 #define LL_SCAN_THREADS 256
 #define LL_DRAW_THREADS 512
 #define LL_LOG2_BINS 11
@@ -50,9 +52,6 @@ struct TopEntry {
     float logprob;
 };
 
-static_assert(sizeof(SampleParams) == 88 && sizeof(Edit) == 16 && sizeof(RowResult) == 16 && sizeof(TopEntry) == 8,
-              "sample.rs and sample_tables.rs count on these");
-
 // What sample_scan leaves of a chunk. Masses are in units, relative to the chunk's own maximum.
 struct ChunkStat {
     u64 best;  // pack(logit, id) of the largest edited logit
@@ -60,7 +59,12 @@ struct ChunkStat {
     u64 raw_mass;
     float raw_max;
     unsigned bad;
+    unsigned maxima[LL_SEGMENTS];  // key of the largest edited logit of each segment
 };
+
+static_assert(sizeof(SampleParams) == 88 && sizeof(Edit) == 16 && sizeof(RowResult) == 16 && sizeof(TopEntry) == 8 &&
+                  sizeof(ChunkStat) == 64,
+              "sample.rs and sample_tables.rs count on these");
 
 #define LL_TOKEN 0u
 #define LL_NON_FINITE 1u
@@ -153,24 +157,6 @@ __device__ __forceinline__ bool locate(u64 own, u64 target, u64* shared, u64& be
     return before <= target && target - before < own;
 }
 
-// Gives `body` every logit of a row with its id, LL_IN_FLIGHT loads under way at once.
-template <class Body>
-__device__ __forceinline__ void for_each(const float* __restrict__ row, unsigned n, Body body) {
-    for (unsigned first = threadIdx.x; first < n; first += LL_DRAW_THREADS * LL_IN_FLIGHT) {
-        float logits[LL_IN_FLIGHT];
-#pragma unroll
-        for (int j = 0; j < LL_IN_FLIGHT; j++) {
-            const unsigned id = first + j * LL_DRAW_THREADS;
-            logits[j] = id < n ? row[id] : -LL_INFINITY;
-        }
-#pragma unroll
-        for (int j = 0; j < LL_IN_FLIGHT; j++) {
-            const unsigned id = first + j * LL_DRAW_THREADS;
-            if (id < n) body(logits[j], id);
-        }
-    }
-}
-
 // --- what is kept of a row ---
 
 // Kept: a greater key, or this one and an id up to `last`.
@@ -225,10 +211,80 @@ struct Work {
     u64 mass[LL_BINS];
     unsigned count[LL_BINS];
     u64 masses[LL_MAX_CHUNKS];
+    unsigned maxima[LL_MAX_CHUNKS * LL_SEGMENTS];
     u64 scan[32];
     u64 before;
     unsigned bin, lo, hi, id;
 };
+
+// Gives `body` the segments, one at a time to a warp, that hold a key of `least` or more.
+template <class Body>
+__device__ __forceinline__ void for_segments(unsigned vocab, unsigned least, const Work& h, Body body) {
+    const unsigned n = (vocab + LL_SEGMENT - 1) / LL_SEGMENT;
+    for (unsigned segment = threadIdx.x / 32; segment < n; segment += LL_DRAW_THREADS / 32) {
+        if (h.maxima[segment] >= least) body(segment);
+    }
+}
+
+// Gives `body` each logit of a segment with its id, LL_IN_FLIGHT loads under way at once.
+template <class Body>
+__device__ __forceinline__ void for_each_of(const float* __restrict__ row, unsigned vocab, unsigned segment,
+                                            Body body) {
+    const unsigned begin = segment * LL_SEGMENT + threadIdx.x % 32;
+    for (unsigned first = begin; first < begin + LL_SEGMENT; first += 32 * LL_IN_FLIGHT) {
+        float logits[LL_IN_FLIGHT];
+#pragma unroll
+        for (int j = 0; j < LL_IN_FLIGHT; j++) logits[j] = first + j * 32 < vocab ? row[first + j * 32] : 0.0f;
+#pragma unroll
+        for (int j = 0; j < LL_IN_FLIGHT; j++) {
+            if (first + j * 32 < vocab) body(logits[j], first + j * 32);
+        }
+    }
+}
+
+// The maxima of a row's segments: as sample_scan left them, or of the row itself.
+__device__ __forceinline__ void load_maxima(const ChunkStat* stats, unsigned vocab, Work& h) {
+    const unsigned n = (vocab + LL_SEGMENT - 1) / LL_SEGMENT;
+    for (unsigned i = threadIdx.x; i < n; i += LL_DRAW_THREADS) {
+        h.maxima[i] = stats[i / LL_SEGMENTS].maxima[i % LL_SEGMENTS];
+    }
+    __syncthreads();
+}
+
+__device__ __forceinline__ void find_maxima(const float* __restrict__ row, unsigned vocab, Work& h) {
+    const unsigned n = (vocab + LL_SEGMENT - 1) / LL_SEGMENT;
+    for (unsigned segment = threadIdx.x / 32; segment < n; segment += LL_DRAW_THREADS / 32) {
+        unsigned best = 0;
+        for_each_of(row, vocab, segment, [&](float logit, unsigned) { best = max(best, order_key(logit)); });
+        best = __reduce_max_sync(LL_FULL_WARP, best);
+        if (threadIdx.x % 32 == 0) h.maxima[segment] = best;
+    }
+    __syncthreads();
+}
+
+// Gives `body` each logit of the row, with its id, whose key is `least` or more, and some others.
+template <class Body>
+__device__ __forceinline__ void for_each(const float* __restrict__ row, unsigned vocab, unsigned least, const Work& h,
+                                         Body body) {
+    for_segments(vocab, least, h, [&](unsigned segment) { for_each_of(row, vocab, segment, body); });
+}
+
+// A key that the best `n` candidates have at least: the nth largest of the segments' maxima.
+__device__ __forceinline__ unsigned key_of_best(unsigned n, unsigned vocab, Work& h) {
+    const unsigned n_segments = (vocab + LL_SEGMENT - 1) / LL_SEGMENT;
+    if (n > n_segments) return 0;
+    for (unsigned i = threadIdx.x; i < n_segments; i += LL_DRAW_THREADS) {
+        unsigned rank = 1;
+        for (unsigned j = 0; j < n_segments; j++) {
+            rank += h.maxima[j] > h.maxima[i] || (h.maxima[j] == h.maxima[i] && j < i);
+        }
+        if (rank == n) h.hi = h.maxima[i];
+    }
+    __syncthreads();
+    const unsigned key = h.hi;
+    __syncthreads();
+    return key;
+}
 
 // What a search is for: the best `count`, or (share < 1) the best until their mass reaches a share of all.
 struct Goal {
@@ -248,7 +304,8 @@ __device__ __forceinline__ void count_bins(const float* __restrict__ row, unsign
                                            const Round& round, bool by_mass, Work& h) {
     for (unsigned i = threadIdx.x; i < LL_BINS; i += LL_DRAW_THREADS) h.mass[i] = h.count[i] = 0;
     __syncthreads();
-    for_each(row, vocab, [&](float logit, unsigned id) {
+    const unsigned least = round.first || m.by_deviation ? kept.key : max(kept.key, round.lo);
+    for_each(row, vocab, least, h, [&](float logit, unsigned id) {
         if (!keeps(kept, order_key(logit), id)) return;
         const float t = distance(m.scale, logit);
         unsigned bin;
@@ -325,6 +382,10 @@ __device__ __forceinline__ unsigned nth_equal(const float* __restrict__ row, uns
 __device__ __forceinline__ Cut search(const float* __restrict__ row, unsigned vocab, const Measure& m, Cut kept,
                                       Goal goal, Work& h) {
     const bool by_mass = goal.share < 1.0f;
+    if (!by_mass) {
+        const unsigned key = key_of_best(goal.count, vocab, h);
+        if (key > kept.key) kept = {key, LL_NONE};
+    }
     Round round = {true, 0, 0, 0};
     u64 wanted = 0, above = 0;
     unsigned count, last = LL_NONE;
