@@ -1,4 +1,4 @@
-"""NVIDIA's run-time compiler, from the pip package `nvidia-cuda-nvrtc`: compiles kernels on a machine without a GPU."""
+"""NVIDIA's run-time compiler, from the pip package `nvidia-cuda-nvrtc`: compiles kernels, needs no GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _library() -> ctypes.CDLL:
     roots = list(spec.submodule_search_locations or ()) if spec else []
     for folder in (Path(root) / "cu13" / "lib" for root in roots):
         if (folder / "libnvrtc.so.13").exists():
-            # NVRTC opens its builtins by bare name and has no search path of its own: they must be there before.
+            # NVRTC opens its builtins by bare name and has no search path: they must be there before.
             ctypes.CDLL(str(next(folder.glob("libnvrtc-builtins.so.13*"))), ctypes.RTLD_GLOBAL)
             return ctypes.CDLL(str(folder / "libnvrtc.so.13"))
     raise FileNotFoundError("libnvrtc.so.13 is not installed: pip install 'nvidia-cuda-nvrtc==13.0.*'")
@@ -68,7 +68,7 @@ def compile_unit(source: str, defines: Mapping[str, int], arch: str) -> dict[str
 
 
 def usage_of_log(log: str) -> dict[str, Usage]:
-    """The figures of each entry function in `ptxas -v`'s words; spills of the functions it calls count as its own."""
+    """The figures of each entry function in `ptxas -v`'s words; what its callees spill is its own."""
     found = {}
     for part in re.split(r"Compiling entry function '", log)[1:]:
         name = part.split("'", 1)[0]

@@ -25,8 +25,8 @@ def cuda_info(folders: list[str], driver: str = "libcuda.so.1") -> str:
     """
 
 def cuda_units() -> str:
-    """The CUDA kernels, JSON: [{unit, source, defines: {NAME: value}, kernels: [{name, max_threads, max_registers,
-    max_shared_bytes}]}]."""
+    """The CUDA kernels, JSON: `[{unit, source, defines: {NAME: value}, kernels}]`, each kernel
+    `{name, max_threads, max_registers, max_shared_bytes}`."""
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
     """One Philox4x32-10 block (Salmon et al. 2011), for known-answer tests."""

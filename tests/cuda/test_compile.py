@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from nvrtc import CompileError, Usage, compile_unit, usage_of_log
 
 from llaisys import _core
+from nvrtc import CompileError, Usage, compile_unit, usage_of_log
 
-# Shared memory that a block may ask for, bytes (CUDA C++ Programming Guide, "Compute capabilities"). 8.6, 8.9 and
-# 12.x have the least of it.
+# Shared memory that a block may ask for, bytes (CUDA C++ Programming Guide, "Compute capabilities"). 8.6, 8.9
+# and 12.x have the least of it.
 MAX_SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "sm_120": 99 << 10}
 MAX_STATIC_SHARED_BYTES = 48 << 10
 REGISTERS_OF_A_BLOCK = 64 << 10
@@ -36,13 +36,14 @@ def faults(kernels: Sequence[dict[str, Any]], used: dict[str, Usage], arch: str)
             found.append(f"{name} spills {usage.spill_bytes} bytes")
         if usage.registers > kernel["max_registers"]:
             found.append(f"{name} uses {usage.registers} registers, declared are {kernel['max_registers']}")
-        if usage.registers * kernel["max_threads"] > REGISTERS_OF_A_BLOCK:
-            found.append(f"{name}: {kernel['max_threads']} threads of {usage.registers} registers fit no block")
+        threads = kernel["max_threads"]
+        if usage.registers * threads > REGISTERS_OF_A_BLOCK:
+            found.append(f"{name}: {threads} threads of {usage.registers} registers fit no block")
         if usage.static_shared_bytes > MAX_STATIC_SHARED_BYTES:
             found.append(f"{name} has {usage.static_shared_bytes} bytes of static shared memory")
         shared = usage.static_shared_bytes + kernel["max_shared_bytes"]
         if shared > MAX_SHARED_BYTES[arch]:
-            found.append(f"{name} may want {shared} bytes of shared memory, {arch} has {MAX_SHARED_BYTES[arch]}")
+            found.append(f"{name} may want {shared} bytes of shared memory of {MAX_SHARED_BYTES[arch]}")
     return [f"{arch}: {fault}" for fault in found]
 
 

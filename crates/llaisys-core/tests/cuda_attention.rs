@@ -287,7 +287,8 @@ fn a_prefilled_row_is_bitwise_the_same_alone_and_with_others() {
 #[test]
 fn decode_is_the_reference_within_its_roundings() {
     let device = Emulator::new();
-    let batches: [&[usize]; 6] = [&[1, 15, 16, 63], &[64, 65, 200], &[511, 1], &[513, 64], &[130, 129, 16], &[320]];
+    let batches: [&[usize]; 6] =
+        [&[1, 15, 16, 63], &[64, 65, 200], &[511, 1], &[513, 64], &[130, 129, 16], &[320]];
     for (i, lengths) in batches.into_iter().enumerate() {
         let sequences: Vec<_> = lengths.iter().map(|&len| (len, 1)).collect();
         for (j, n_splits) in [1, 3, 64].into_iter().enumerate() {
@@ -322,12 +323,18 @@ fn a_replayed_decode_sees_what_the_device_says() {
             let got = built.read(&device, 3);
             let all = (built.rows.clone(), built.q.clone());
             let here: Vec<usize> = (0..3).filter(|&row| lengths[row] > 0).collect();
-            let of_rows = |x: &[f32]| here.iter().flat_map(|&r| x[r * row_len..][..row_len].to_vec()).collect::<Vec<_>>();
-            built.rows = here.iter().map(|&r| AttentionRow { n_visible: lengths[r] as u32, ..all.0[r] }).collect();
+            let of_rows = |x: &[f32]| {
+                here.iter().flat_map(|&r| x[r * row_len..][..row_len].to_vec()).collect::<Vec<_>>()
+            };
+            built.rows =
+                here.iter().map(|&r| AttentionRow { n_visible: lengths[r] as u32, ..all.0[r] }).collect();
             built.q = of_rows(&all.1);
             built.check(&of_rows(&got));
             for row in (0..3).filter(|&row| lengths[row] == 0) {
-                assert!(got[row * row_len..][..row_len].iter().all(|&x| x == 7.0), "padding row {row} was written");
+                assert!(
+                    got[row * row_len..][..row_len].iter().all(|&x| x == 7.0),
+                    "padding row {row} was written"
+                );
             }
             (built.rows, built.q) = all;
         }

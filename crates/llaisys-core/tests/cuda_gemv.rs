@@ -4,9 +4,12 @@
 mod cuda_emu;
 
 use cuda_emu::Emulator;
+use cuda_emu::compare::{assert_close, ulp};
+use half::f16;
 use llaisys_core::ops::contract::{Draw, Size};
 use llaisys_core::ops::cuda::device::{DevicePtr, Element, Product};
 use llaisys_core::ops::cuda::gemv;
+use llaisys_core::ops::cuda::gemv_quant::{GROUP, Grouped, GroupedProduct, pack_codes, pack_scales};
 use llaisys_core::ops::reference::linear::linear;
 
 /// A product in the emulator's memory, and its numbers as they are stored there.
@@ -17,7 +20,12 @@ struct Built {
     bias: Vec<f64>,
 }
 
-fn build(device: &Emulator, (m, n, k): (usize, usize, usize), element: Element, out_element: Element) -> Built {
+fn build(
+    device: &Emulator,
+    (m, n, k): (usize, usize, usize),
+    element: Element,
+    out_element: Element,
+) -> Built {
     let draw = &mut Draw::new((m * 1_000_003 + n * 1009 + k) as u64);
     let has_bias = draw.below(2) == 0;
     let mut array = |what, n| {
@@ -128,5 +136,97 @@ fn what_the_kernel_does_not_do_is_said_before_it_starts() {
         Product { element: Element::F32, out_element: Element::F32, ..fitting },
     ] {
         assert!(!gemv::fits(&other), "{other:?}");
+    }
+}
+
+/// A weight of integers, its numbers, and those rounded to the storage type as `dequantize` gives them.
+struct Integers {
+    weight: Grouped,
+    numbers: Vec<f64>,
+}
+
+fn integers(device: &Emulator, bits: usize, n: usize, k: usize) -> Integers {
+    let draw = &mut Draw::new((bits + n * 1009 + k) as u64);
+    let (mut codes, mut scales, mut numbers) = (Vec::new(), Vec::new(), Vec::new());
+    for _ in 0..n {
+        let q: Vec<u8> = (0..k).map(|_| draw.below(1 << bits) as u8).collect();
+        // Around zero, as trained weights are: the minimum is about half the largest number.
+        let values = draw.values(Size::Unit, 2 * k / GROUP);
+        let groups = values.chunks_exact(2).map(|x| {
+            let scale = f16::from_f32(x[0] / 100.0);
+            let min = f16::from_f32(-scale.to_f32() * (1 << (bits - 1)) as f32 * (1.0 + x[1] / 10.0));
+            (scale, min)
+        });
+        let groups: Vec<(f16, f16)> = groups.collect();
+        numbers.extend(q.iter().enumerate().map(|(i, &q)| {
+            let (scale, min) = groups[i / GROUP];
+            scale.to_f64() * f64::from(q) + min.to_f64()
+        }));
+        codes.extend(pack_codes(bits, &q));
+        scales
+            .extend(pack_scales(&groups.iter().map(|(s, m)| (s.to_bits(), m.to_bits())).collect::<Vec<_>>()));
+    }
+    let (codes, scales) = (device.bytes("codes", &codes), device.bytes("scales", &scales));
+    Integers { weight: Grouped { bits, n, k, codes, scales }, numbers }
+}
+
+/// How far a product with integers may be: that of a product with plain numbers of the size that the tensor core sums,
+/// which is the number with 17 x 1024 scales (8 bits in f16; 1024 with 4; 17 x 128 and 128 in bf16) on top.
+fn tolerance_of_integers(
+    built: &Built,
+    bits: usize,
+    scale: f64,
+    want: f64,
+    sizes: f64,
+    sum_of_x: f64,
+) -> f64 {
+    let planes = if bits == 8 { 17.0 } else { 1.0 };
+    let bias = if built.product.element == Element::Bf16 { 128.0 } else { 1024.0 };
+    tolerance(built, want, sizes) + 4.0 * 2.0_f64.powi(-23) * planes * bias * scale * sum_of_x
+}
+
+/// Both widths, blocks of k that are whole and that are not, every number of rows.
+#[test]
+fn products_with_integers_are_the_reference_within_their_roundings() {
+    let device = Emulator::new();
+    for (i, k) in [32, 96, 128, 576, 896, 1184].into_iter().enumerate() {
+        for (j, bits) in [4, 8, 4, 8].into_iter().enumerate() {
+            let (m, n) = ((i * 4 + j) % 8 + 1, [16, 1, 33, 20][j]);
+            let element = [Element::Bf16, Element::F16][(i + j / 2) % 2];
+            let out_element = if (i + j) % 3 == 0 { element } else { Element::F32 };
+            let Integers { weight, numbers } = integers(&device, bits, n, k);
+            let built = Built { weight: numbers, ..build(&device, (m, n, k), element, out_element) };
+            let Product { input, bias, out, .. } = built.product;
+            let product = GroupedProduct { m, element, out_element, input, weight, bias, out };
+            product.launch(&device).expect("the kernel runs");
+            let want = linear(&built.x, k, &built.weight, &built.bias);
+            let abs = |x: &[f64]| x.iter().map(|x| x.abs()).collect::<Vec<_>>();
+            let sizes = linear(&abs(&built.x), k, &abs(&built.weight), &abs(&built.bias));
+            for (at, got) in device.read(out_element, out, m * n).into_iter().enumerate() {
+                let sum_of_x: f64 = built.x[at / n * k..][..k].iter().map(|x| x.abs()).sum();
+                let bound = tolerance_of_integers(&built, bits, 0.01, want[at], sizes[at], sum_of_x);
+                let error = (f64::from(got) - want[at]).abs();
+                assert!(
+                    error <= bound,
+                    "{product:?}, number {at}: {got} for {}, {error:e} > {bound:e}",
+                    want[at]
+                );
+            }
+        }
+    }
+}
+
+/// One rounding in f32 and one to the storage type.
+#[test]
+fn integers_become_plain_numbers() {
+    let device = Emulator::new();
+    for (bits, n, k) in [(4, 3, 32), (8, 5, 160), (4, 17, 576), (8, 2, 1184)] {
+        for element in [Element::Bf16, Element::F16] {
+            let Integers { weight, numbers } = integers(&device, bits, n, k);
+            let out = device.room("plain", element, n * k);
+            weight.dequantize(&device, element, out).expect("the kernel runs");
+            let got = device.read(element, out, n * k);
+            assert_close(&got, &numbers, |_, want| 0.51 * ulp(element, want) + 2e-7, &format!("{weight:?}"));
+        }
     }
 }

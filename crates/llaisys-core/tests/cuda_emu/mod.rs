@@ -54,6 +54,7 @@ impl Emulator {
 
     /// A device that knows other kernels: tests of the emulator itself.
     pub(crate) fn with_files(files: &[&'static KernelFile]) -> Self {
+        #[allow(clippy::disallowed_methods, reason = "a test's replay, not a setting of the core")]
         let given = std::env::var("LLAISYS_EMU_SEED").ok();
         let seed = match given {
             Some(text) => text.parse().expect("LLAISYS_EMU_SEED is a number"),

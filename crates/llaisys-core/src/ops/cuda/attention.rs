@@ -65,7 +65,10 @@ impl Attention {
     pub(super) fn check(&self) {
         let Self { n_heads, n_kv_heads, d_head, q_width, .. } = *self;
         assert!(supported(d_head).is_ok(), "heads of {d_head}");
-        assert!(n_kv_heads > 0 && n_heads.is_multiple_of(n_kv_heads), "{n_heads} query heads, {n_kv_heads} kv heads");
+        assert!(
+            n_kv_heads > 0 && n_heads.is_multiple_of(n_kv_heads),
+            "{n_heads} query heads, {n_kv_heads} kv heads"
+        );
         assert!(q_width >= n_heads * d_head && q_width.is_multiple_of(8), "rows of q {q_width} apart");
     }
 }

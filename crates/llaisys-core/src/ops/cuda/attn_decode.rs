@@ -18,7 +18,12 @@ pub const FILE: KernelFile = KernelFile {
     variants: unit::by_storage_and_head,
     kernels: &[
         Kernel { name: "attn_decode", max_threads: 128, max_registers: 168, max_shared_bytes: shared_bytes },
-        Kernel { name: "attn_merge", max_threads: 256, max_registers: 64, max_shared_bytes: Kernel::NO_SHARED },
+        Kernel {
+            name: "attn_merge",
+            max_threads: 256,
+            max_registers: 64,
+            max_shared_bytes: Kernel::NO_SHARED,
+        },
     ],
 };
 

@@ -19,7 +19,12 @@ pub const FILE: KernelFile = KernelFile {
     ),
     variants: unit::by_storage_and_head,
     // The bound is that of two blocks on an SM; where three are meant, more than 168 registers would be spills.
-    kernels: &[Kernel { name: "attn_prefill", max_threads: 128, max_registers: 255, max_shared_bytes: shared_bytes }],
+    kernels: &[Kernel {
+        name: "attn_prefill",
+        max_threads: 128,
+        max_registers: 255,
+        max_shared_bytes: shared_bytes,
+    }],
 };
 
 /// Packed rows of a tile, and keys of a step.

@@ -12,7 +12,7 @@ pub const FILE: KernelFile = KernelFile {
     kernels: &[Kernel {
         name: "embed",
         max_threads: 128,
-        max_registers: 32,
+        max_registers: 40,
         max_shared_bytes: Kernel::NO_SHARED,
     }],
 };

@@ -7,18 +7,28 @@ use crate::error::DeviceError;
 /// `kernels/gemv.cu`
 pub const FILE: KernelFile = KernelFile {
     name: "gemv",
-    text: include_str!("kernels/gemv.cu"),
+    text: concat!(
+        "\n#line 1 \"gemv.cuh\"\n",
+        include_str!("kernels/gemv.cuh"),
+        "\n#line 1 \"gemv.cu\"\n",
+        include_str!("kernels/gemv.cu")
+    ),
     variants: unit::by_storage,
     kernels: &[
         Kernel { name: "gemv", max_threads: 256, max_registers: 128, max_shared_bytes: Kernel::NO_SHARED },
-        Kernel { name: "gemv_f32", max_threads: 256, max_registers: 128, max_shared_bytes: Kernel::NO_SHARED },
+        Kernel {
+            name: "gemv_f32",
+            max_threads: 256,
+            max_registers: 128,
+            max_shared_bytes: Kernel::NO_SHARED,
+        },
     ],
 };
 
 /// Rows of the input at most.
 pub const MAX_ROWS: usize = 8;
 /// Rows of the weight that one block does.
-const BLOCK_ROWS: usize = 16;
+pub(super) const BLOCK_ROWS: usize = 16;
 
 /// Whether the kernel does this product: up to [`MAX_ROWS`] rows of a multiple of 8 columns.
 pub fn fits(product: &Product) -> bool {

@@ -17,6 +17,7 @@ pub mod nvidia;
 pub mod nvrtc;
 pub mod probe;
 mod ring;
+pub mod gemv_quant;
 pub mod rope_kv_store;
 pub mod status;
 pub mod step;

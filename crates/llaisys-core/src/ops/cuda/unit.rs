@@ -15,6 +15,7 @@ pub const FILES: &[&KernelFile] = &[
     &super::embed::FILE,
     &super::gate::FILE,
     &super::gemv::FILE,
+    &super::gemv_quant::FILE,
     &super::rope_kv_store::FILE,
     &super::step::FILE,
 ];

@@ -6,32 +6,14 @@
 // sides have the same: where mma wants the elements 2t, 2t + 1, 2t + 8, 2t + 9 of sixteen in thread t, it gets the
 // neighbours that lie in the thread's 16 bytes.
 //
-// One block does 16 rows of the weight. Its warps share out k, each 64 elements (128 bytes, a line of the caches) of
-// the 16 rows in turn, and are added in order at the end: enough bytes are on their way with few rows of weight too.
-// x comes from the caches: of every element of it a block needs just one copy.
+// A block's warps take 64 elements of k (128 bytes, a line of the caches) of its 16 rows in turn, so that enough bytes
+// are on their way with few rows of weight too. x comes from the caches: a block needs each element of it once.
 //
 // Numerics: products of T summed in f32, the warps' sums and the bias added in f32, rounded to T (or not at all) once.
 // A row's result depends on nothing but the row: the rest of the batch changes no order of additions.
 
-constexpr int WARPS = 8;
-constexpr int ROWS = 16;
-constexpr int MAX_M = 8;
 // Elements of k that a warp does in one turn.
 constexpr int TURN = 64;
-constexpr int STRIDE = ROWS + 1;
-
-// Weights are read once: they pass by the nearest cache, which x and the cells' lists need more.
-__device__ __forceinline__ Vec16 load16_once(const T* from) {
-#ifdef LL_EMU
-    return load16(from);
-#else
-    Vec16 x;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.v[0]), "=r"(x.v[1]), "=r"(x.v[2]), "=r"(x.v[3])
-                 : "l"(__cvta_generic_to_global(from)));
-    return x;
-#endif
-}
 
 // c[16 rows of weight, 8 rows of x] += 32 elements of k, of which each thread has 8 of two rows of the weight and of
 // one row of x.
@@ -40,26 +22,8 @@ __device__ __forceinline__ void add_32(float (&c)[4], const Vec16& upper, const 
     mma_16816(c, {upper.v[2], lower.v[2], upper.v[3], lower.v[3]}, {x.v[2], x.v[3]});
 }
 
-// Sums of the block's warps to `store(m, n, sum)`, for rows m of x and n of the weight that there are.
-template <class Store>
-__device__ __forceinline__ void finish(const float (&c)[4], int n_rows, int m, const T* bias, Store store) {
-    __shared__ float sums[WARPS][MAX_M * STRIDE];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sums[warp][(lane % 4 * 2 + i % 2) * STRIDE + lane / 4 + i / 2 * 8] = c[i];
-    __syncthreads();
-    const int row = threadIdx.x / ROWS, column = threadIdx.x % ROWS;
-    const int n = blockIdx.x * ROWS + column;
-    if (row >= m || n >= n_rows) return;
-    float sum = 0.0f;
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) sum += sums[w][row * STRIDE + column];
-    if (bias) sum += to_f32(bias[n]);
-    store((size_t)row * n_rows + n, sum);
-}
-
-// - x: [m, k], 1 <= m <= 8; weight: [n, k]; bias: [n] or null; `store` takes [m, n]; k is a multiple of 8
-// - grid: ceil(n / 16)
+// x [m, k] with 1 <= m <= 8 and k a multiple of 8; weight [n, k]; bias [n] or null; `store` takes [m, n]; grid:
+// ceil(n / 16).
 template <class Store>
 __device__ __forceinline__ void gemv_rows(const T* x, const T* weight, const T* bias, int m, int n_rows, int k,
                                           Store store) {
@@ -67,9 +31,9 @@ __device__ __forceinline__ void gemv_rows(const T* x, const T* weight, const T* 
     constexpr int DEPTH = 4;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, x_row = lane / 4;
     // Rows behind the last are read as the last and dropped.
-    const int upper_row = min(blockIdx.x * ROWS + lane / 4, n_rows - 1), lower_row = min(upper_row + 8, n_rows - 1);
-    const T* upper = weight + (size_t)upper_row * k;
-    const T* lower = weight + (size_t)lower_row * k;
+    const int row = (int)blockIdx.x * ROWS + lane / 4;
+    const T* upper = weight + (size_t)min(row, n_rows - 1) * k;
+    const T* lower = weight + (size_t)min(row + 8, n_rows - 1) * k;
     x += (size_t)(x_row < m ? x_row : 0) * k;
     float c[4] = {};
     for (int turn = warp * TURN; turn < k; turn += DEPTH * WARPS * TURN) {
