@@ -112,7 +112,7 @@ impl SamplerSpec {
     }
 
     /// True if any penalty looks at the tokens so far.
-    pub(super) fn has_penalties(&self) -> bool {
+    pub(crate) fn has_penalties(&self) -> bool {
         self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
     }
 }

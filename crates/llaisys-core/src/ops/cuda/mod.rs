@@ -2,6 +2,7 @@
 //! [`device::Device`]. What an op means stands in `reference/<op>.rs`, as for the CPU.
 
 pub mod add_rms_norm;
+pub mod ahead;
 pub mod attention;
 pub mod attn_decode;
 pub mod attn_prefill;
@@ -13,12 +14,14 @@ pub mod embed;
 pub mod gate;
 pub mod gather;
 pub mod gemv;
+pub mod gemv_quant;
 pub mod nvidia;
 pub mod nvrtc;
 pub mod probe;
 mod ring;
-pub mod gemv_quant;
 pub mod rope_kv_store;
+pub mod sample;
+pub mod sample_tables;
 pub mod status;
 pub mod step;
 pub mod unit;

@@ -17,6 +17,7 @@ pub const FILES: &[&KernelFile] = &[
     &super::gemv::FILE,
     &super::gemv_quant::FILE,
     &super::rope_kv_store::FILE,
+    &super::sample::FILE,
     &super::step::FILE,
 ];
 
