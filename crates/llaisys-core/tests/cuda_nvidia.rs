@@ -1,6 +1,7 @@
 //! The device of a GPU on a driver that is made for the test (`fake_cuda`): what reaches the driver, in which order, and
 //! what becomes of its errors. Kernels are compiled by the real NVRTC; nothing runs them.
 #![cfg(feature = "cuda")]
+#![allow(unsafe_code, reason = "loads the fakes and asks them")]
 
 #[path = "common/c_library.rs"]
 mod c_library;
@@ -124,7 +125,7 @@ fn results_are_read_back_while_others_are_on_their_way(device: &Nvidia, at: Devi
         }
     }
     let refused = (0..2000).find_map(|_| device.read_back(at, 8000).err()).unwrap().to_string();
-    assert!(refused.contains("wait to be collected"), "{refused}");
+    assert!(refused.contains("waits to be collected"), "{refused}");
 }
 
 fn products_are_column_major_and_planned_once(device: &Nvidia, fake: &Fake) {

@@ -100,7 +100,9 @@ mod tests {
         let sizes = [1, 256, 257, 0, 3];
         let offsets = sizes.map(|n| placed.take(n).0 - 0x1000);
         assert_eq!(offsets, [0, 256, 512, 1024, 1024]);
-        sizes.map(|n| counted.take(n));
+        for n in sizes {
+            counted.take(n);
+        }
         assert_eq!((counted.n_bytes(), placed.n_bytes()), (1280, 1280));
         assert!(!counted.is_placing() && placed.is_placing());
     }
