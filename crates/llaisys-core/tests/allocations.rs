@@ -1,6 +1,8 @@
 //! A decode step after warm-up takes memory for its own short lists and its result, and for nothing else: no op, no
 //! layer and no row does. One test, since the counter sees every thread of the process.
 
+#![allow(unsafe_code, reason = "a global allocator is unsafe by its trait")]
+
 mod common;
 
 use common::{Rows, Tiny, load, settings};

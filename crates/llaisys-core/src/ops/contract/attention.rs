@@ -68,6 +68,13 @@ impl AttentionCase {
         for len in [1, 2, 8, 15, 16, 17, 63, 64, 65, 127, 128, 129, 256, 257, 2048, 2049, 2300] {
             add((3, 1), 16, &one(len, 1));
         }
+        // Enough sequences for one thread to take all heads of a row at once.
+        let lens = [1, 15, 16, 33, 64, 65, 100, 127, 128, 129, 200, 257, 300];
+        let rows = lens.iter().map(|&len| Sequence { len, n_rows: 1 });
+        let crowd: Vec<Sequence> = rows.chain([Sequence { len: 40, n_rows: 7 }]).collect();
+        for (heads, d_head) in [((9, 3), 64), ((14, 2), 64), ((8, 1), 80), ((40, 1), 16), ((4, 2), 24)] {
+            add(heads, d_head, &crowd);
+        }
         add((9, 3), 64, &one(200, 200));
         add((3, 1), 16, &one(2100, 70));
         add((4, 2), 16, &vec![]);
@@ -77,6 +84,8 @@ impl AttentionCase {
             }
         }
         cases.extend(Self::with_windows(&mixed));
+        let window = Some(70);
+        cases.push(Self { dtype: KvDType::Bfloat16, sequences: crowd, window, ..Self::plain() });
         cases
     }
 

@@ -123,7 +123,7 @@ impl KvElement for u16 {
     #[inline(always)]
     fn number(words: &[f32], j: usize) -> f32 {
         let bits = words[j / 2].to_bits();
-        f32::from_bits(if j % 2 == 0 { bits << 16 } else { bits & 0xffff_0000 })
+        f32::from_bits(if j.is_multiple_of(2) { bits << 16 } else { bits & 0xffff_0000 })
     }
 
     #[inline(always)]
