@@ -262,7 +262,7 @@ class EngineClient(ABC):
         return QueueFullError(
             f"all places are taken: {self._limits.max_num_seqs} requests may run and "
             f"{self._limits.max_num_queued_reqs} wait",
-            retry_after_s=math.ceil(self._stats.queue_s),
+            retry_after_s=max(1, math.ceil(self._stats.queue_s)),
         )
 
     def _is_owner(self) -> bool:

@@ -189,7 +189,7 @@ def _submit(engine: LLMEngine, request: EngineRequest) -> list[EngineOutput]:
         raise
     except LlaisysError as error:
         if isinstance(error, QueueFullError):
-            error.retry_after_s = math.ceil(engine.tally.queue_s(engine.requests.waiting))
+            error.retry_after_s = max(1, math.ceil(engine.tally.queue_s(engine.requests.waiting)))
         return [refusal(request.request_id, error)]
     return []
 
