@@ -113,7 +113,8 @@ __device__ __forceinline__ void attend(Rows& rows, WarpKeys& keys, const Part& p
 // The four warps' softmaxes as one, scaled to the common maximum and added in the order of the warps:
 // `store(r, column, max, sum of weights, weighted values of two columns)`.
 template <class Store>
-__device__ __forceinline__ void merge_warps(float (&sums)[WARPS][16 * SUM_STRIDE], Rows& rows, int n_rows, Store store) {
+__device__ __forceinline__ void merge_warps(float (&sums)[WARPS][16 * SUM_STRIDE], Rows& rows, int n_rows,
+                                            Store store) {
     __shared__ float row_max[WARPS][16], row_sum[WARPS][16];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     finish_sums(rows);

@@ -42,7 +42,7 @@ __device__ __forceinline__ unsigned cell_of(const unsigned* cells, const Tile& t
 // Starts the copies of one step's keys and values. Cells that nobody sees become zeros, since a weight of zero times
 // whatever memory holds might be NaN.
 __device__ __forceinline__ void fetch(Shared& shared, int stage, const T* k, const T* v, unsigned cell_width) {
-    // Four at a time: one would wait for its cell before the next, with all at once the loop that calls this would spill.
+    // Four at a time: one by one each waits for its cell, with all at once the loop that calls this would spill.
 #pragma unroll 4
     for (int n = 0; n < KEYS * CHUNKS / THREADS; ++n) {
         const int chunk = threadIdx.x + n * THREADS, key = chunk / CHUNKS, column = chunk % CHUNKS * 8;
