@@ -17,7 +17,7 @@ def inspect(path: str) -> str:
 def available_isas() -> list[str]:
     """Instruction sets that this machine can run, best first: `avx512`, `avx2`, `scalar`."""
 
-def cuda_info(folders: list[str], driver: str = "libcuda.so.1") -> str:
+def cuda_info(folders: list[str], driver: str = ...) -> str:
     """What CUDA computes with on this machine, or why it cannot.
 
     A JSON object with the fields of `types.CudaInfo`. `folders`: where libraries are looked for before the
