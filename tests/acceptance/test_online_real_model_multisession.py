@@ -39,5 +39,5 @@ async def test_conversations_do_not_mix(smollm2_server: str) -> None:
         alone = {name: await conversation(client, questions) for name, questions in TURNS.items()}
         together = await asyncio.gather(*(conversation(client, questions) for questions in TURNS.values()))
     assert dict(zip(TURNS, together, strict=True)) == alone
-    assert "Paris" in alone["geography"][0]
     assert all(answer for answers in alone.values() for answer in answers)
+    assert len({answers[0] for answers in alone.values()}) == len(TURNS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import defaultdict
@@ -23,6 +24,10 @@ class _Client:
     left: float = math.inf
     filled_s: float = 0.0
     n_open: int = 0
+
+    def end_one(self) -> None:
+        """An open request has ended."""
+        self.n_open -= 1
 
 
 class RateGate:
@@ -55,21 +60,22 @@ class RateGate:
         refusal = self._refusal(client)
         if refusal is None:
             client.left -= 1
-        told = self._headers(client)
+        told, permit = self._headers(client), contextlib.ExitStack()
 
         async def telling(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(told)
+            elif message["type"] == "http.response.body" and not message.get("more_body", False):
+                permit.close()  # before the client can see the end: its next request may be there at once
             await send(message)
 
         if refusal is not None:
             await send_error(telling, refusal)
             return
-        client.n_open += 1
-        try:
+        with permit:
+            client.n_open += 1
+            permit.callback(client.end_one)
             await self._app(scope, receive, telling)
-        finally:
-            client.n_open -= 1
 
     def _refusal(self, client: _Client) -> ApiError | None:
         """Why this client's next request may not come now. Fills the bucket for the time that went by."""

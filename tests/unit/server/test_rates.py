@@ -6,7 +6,7 @@ import asyncio
 
 import httpx
 import pytest
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from llaisys.server.rates import RateGate
 
@@ -56,6 +56,28 @@ async def test_one_more_than_at_once_is_refused_until_one_has_ended(two_at_once:
     door.go.set()
     assert [(await each).status_code for each in [*open_ones, *waiting]] == [200] * 5
     assert (await door.post()).status_code == 200
+
+
+async def test_who_has_its_answer_may_ask_again() -> None:
+    asked_again = asyncio.Event()
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+        if scope["path"] == "/first":  # the client has all of it, and this has not returned
+            await gate({**scope, "path": "/second"}, receive, second)
+            await asked_again.wait()
+
+    statuses = []
+
+    async def second(message: Message) -> None:
+        statuses.append(message.get("status"))
+        asked_again.set()
+
+    gate = RateGate(answer, at_once=1, a_minute=None)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://x") as http:
+        assert (await http.post("/first")).status_code == 200
+    assert statuses[0] == 200
 
 
 async def test_a_minute_s_requests_come_back_evenly() -> None:
