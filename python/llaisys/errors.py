@@ -15,6 +15,8 @@ LlaisysError
 
 from __future__ import annotations
 
+import math
+
 
 class LlaisysError(Exception):
     """Base of every error that LLAISYS raises on purpose.
@@ -48,11 +50,11 @@ class ExhaustedError(LlaisysError, RuntimeError):
 
 
 class QueueFullError(ExhaustedError):
-    """The waiting queue is at its bound. `retry_after_s` is the advice sent as `Retry-After`, in seconds."""
+    """The waiting queue is at its bound. `retry_after_s`: when to try again, in whole seconds."""
 
-    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
+    def __init__(self, message: str, *, retry_after_s: float = 1) -> None:
         super().__init__(message)
-        self.retry_after_s = retry_after_s
+        self.retry_after_s = max(1, math.ceil(retry_after_s))
 
 
 class RequestTimeoutError(LlaisysError, TimeoutError):

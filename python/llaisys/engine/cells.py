@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from llaisys.engine.fairness import WaitingQueue
 from llaisys.engine.limits import Limits
 from llaisys.engine.prefix import PrefixIndex
 from llaisys.engine.request import BrokenInvariant, Request, Running
@@ -166,9 +167,11 @@ def check_queue(
     requests: OpenRequests,
     limits: Limits,
     n_room: Callable[[], int],
+    queue_s: Callable[[WaitingQueue], float],
 ) -> None:
     """Raises QueueFullError if with this request more would wait than may, even after the next step let in
-    whom it can. Siblings do not count: their request does. `n_room`: cells that are free or can be had."""
+    whom it can. Siblings do not count: their request does. `n_room`: cells that are free or can be had.
+    `queue_s`: seconds that the steps need for those who wait."""
     running, n_waiting = requests.running, requests.num_queued
     n_left, n_ids = n_waiting + 1, limits.max_num_seqs - len(running)
     if n_left > limits.max_num_queued_reqs and n_ids:
@@ -179,4 +182,7 @@ def check_queue(
                 break
             n_left -= each.leader is None
     if n_left > limits.max_num_queued_reqs:
-        raise QueueFullError(f"{n_waiting} requests wait already, at most {limits.max_num_queued_reqs} may")
+        raise QueueFullError(
+            f"{n_waiting} requests wait already, at most {limits.max_num_queued_reqs} may",
+            retry_after_s=queue_s(requests.waiting),
+        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import math
 import os
 import time
 from abc import ABC, abstractmethod
@@ -262,7 +261,7 @@ class EngineClient(ABC):
         return QueueFullError(
             f"all places are taken: {self._limits.max_num_seqs} requests may run and "
             f"{self._limits.max_num_queued_reqs} wait",
-            retry_after_s=max(1, math.ceil(self._stats.queue_s)),
+            retry_after_s=self._stats.queue_s,
         )
 
     def _is_owner(self) -> bool:

@@ -136,7 +136,7 @@ class LLMEngine:
         seed = derive_seed(self._seed, self._num_submitted) if seed is None else seed % 2**64
         leader = Request(source, self._num_choices, seed, limit, window_cells=self._window_cells(source))
         leader.pool = new_pool(source)
-        check_queue(leader, self._requests, self._limits, self._n_room)
+        check_queue(leader, self._requests, self._limits, self._n_room, self._tally.queue_s)
         session = self.sessions.named_by(source)
         if session is not None and session.is_restoring:
             leader.state = WaitingForRemoteKvs(source.session_id)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import queue
 import threading
 import time
@@ -27,7 +26,7 @@ from llaisys.engine.sessions import SessionAnswer
 from llaisys.engine.watch import Watch
 from llaisys.engine.wire import Ask, Cancel, Recall, Recalled, Shutdown, Submit
 from llaisys.engine.worker import WorkerSettings, open_worker
-from llaisys.errors import EngineDeadError, InvariantError, LlaisysError, QueueFullError
+from llaisys.errors import EngineDeadError, InvariantError, LlaisysError
 from llaisys.stats import EngineStats
 
 log = logging.getLogger(__name__)
@@ -188,8 +187,6 @@ def _submit(engine: LLMEngine, request: EngineRequest) -> list[EngineOutput]:
     except EngineDeadError:
         raise
     except LlaisysError as error:
-        if isinstance(error, QueueFullError):
-            error.retry_after_s = max(1, math.ceil(engine.tally.queue_s(engine.requests.waiting)))
         return [refusal(request.request_id, error)]
     return []
 

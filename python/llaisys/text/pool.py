@@ -148,16 +148,8 @@ class _TextProcess:
         """
         raw = marshal.dumps((name, kit, arguments))
         with self._lock:
-            self._ensure(len(self._kits))
             try:
-                try:
-                    answer = self._exchange(raw)
-                except _Died as died:
-                    if died.is_ours or self._closed:
-                        raise
-                    log.warning("a text process %s; its job is done once more", died)
-                    self._ensure(len(self._kits))
-                    answer = self._exchange(raw)
+                answer = self._done(raw)
             except _Died as died:
                 if not self._closed:
                     self._ensure(len(self._kits))  # here, so that only this request waits for it
@@ -171,6 +163,17 @@ class _TextProcess:
             self._child.kill()
         with self._lock:
             self._drop()
+
+    def _done(self, raw: bytes) -> tuple[Any, ...]:
+        self._ensure(len(self._kits))
+        try:
+            return self._exchange(raw)
+        except _Died as died:
+            if died.is_ours or self._closed:
+                raise
+            log.warning("a text process %s; its job is done once more", died)
+        self._ensure(len(self._kits))
+        return self._exchange(raw)
 
     def _ensure(self, n_kits: int) -> None:
         if self._closed:

@@ -202,6 +202,13 @@ impl ModelConfig {
         }
     }
 
+    /// As [`ModelConfig::stored_in`], of any slot.
+    pub fn stored_slot(&self, slot: Slot) -> (Slot, usize) {
+        let Slot::Layer(index, part) = slot else { return (slot, 0) };
+        let (stored, first) = self.stored_in(part);
+        (Slot::Layer(index, stored), first)
+    }
+
     /// The shape of a slot's tensor, slowest first.
     pub fn shape(&self, slot: Slot) -> Vec<usize> {
         let (d, q) = (self.d_model, self.n_heads * self.d_head);

@@ -84,10 +84,7 @@ impl Sizes<'_> {
     }
 
     fn format(&self, slot: Slot) -> PackedFormat {
-        let stored = match slot {
-            Slot::Layer(index, part) => Slot::Layer(index, self.config.stored_in(part).0),
-            other => other,
-        };
+        let (stored, _) = self.config.stored_slot(slot);
         packed_format(self.mode, slot, (self.stored)(stored), self.shape(slot)[1])
     }
 

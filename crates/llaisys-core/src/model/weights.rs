@@ -461,13 +461,7 @@ impl<'a> Packer<'a> {
     fn source(&self, slot: Slot) -> Result<Source<'a>> {
         self.checkpoint.release_pages();
         let config = self.checkpoint.config();
-        let (stored, first) = match slot {
-            Slot::Layer(index, part) => {
-                let (stored, first) = config.stored_in(part);
-                (Slot::Layer(index, stored), first)
-            }
-            other => (other, 0),
-        };
+        let (stored, first) = config.stored_slot(slot);
         let tensor = self.checkpoint.load(stored, self.pool)?;
         Ok(Source { stored, tensor, first, n_rows: config.shape(slot)[0] })
     }

@@ -144,13 +144,7 @@ impl Loader<'_> {
         // The pages of what was read before need not stay.
         self.checkpoint.release_pages();
         let config = self.checkpoint.config();
-        let (stored, first) = match slot {
-            Slot::Layer(index, part) => {
-                let (stored, first) = config.stored_in(part);
-                (Slot::Layer(index, stored), first)
-            }
-            other => (other, 0),
-        };
+        let (stored, first) = config.stored_slot(slot);
         let tensor = self.checkpoint.load(stored, target.pool)?;
         let view = tensor.view();
         // A vector's elements are rows of one, as its order is that of a matrix's rows.

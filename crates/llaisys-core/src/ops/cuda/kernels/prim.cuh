@@ -157,37 +157,42 @@ __device__ __forceinline__ Vec16 pack8(const float (&x)[8]) {
     return out;
 }
 
+// --- over a warp, and over a block of whole warps: `V` is float or an unsigned integer ---
+
+__device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
+__device__ __forceinline__ unsigned long long larger(unsigned long long a, unsigned long long b) { return a > b ? a : b; }
+
 // Sum over the warp, in every lane; the order of additions is fixed.
-__device__ __forceinline__ float warp_sum(float x) {
+template <class V> __device__ __forceinline__ V warp_sum(V x) {
 #pragma unroll
     for (int mask = 16; mask > 0; mask /= 2) x += __shfl_xor_sync(LL_FULL_WARP, x, mask);
     return x;
 }
 
-__device__ __forceinline__ float warp_max(float x) {
+template <class V> __device__ __forceinline__ V warp_max(V x) {
 #pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) x = fmaxf(x, __shfl_xor_sync(LL_FULL_WARP, x, mask));
+    for (int mask = 16; mask > 0; mask /= 2) x = larger(x, __shfl_xor_sync(LL_FULL_WARP, x, mask));
     return x;
 }
 
-// Sum over a block of whole warps, in every thread; `shared`: 32 floats, free again when this returns.
-__device__ __forceinline__ float block_sum(float x, float* shared) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, n_warps = blockDim.x / 32;
-    x = warp_sum(x);
-    if (lane == 0) shared[warp] = x;
+// `x` of warp number `lane`, or `other` beyond the last: what lane 0 of each warp has. `shared`: 32 numbers, free again
+// when this returns.
+template <class V> __device__ __forceinline__ V of_warp(V x, V* shared, V other) {
+    const int lane = threadIdx.x % 32;
+    if (lane == 0) shared[threadIdx.x / 32] = x;
     __syncthreads();
-    x = warp_sum(lane < n_warps ? shared[lane] : 0.0f);
+    x = lane < blockDim.x / 32 ? shared[lane] : other;
     __syncthreads();
     return x;
+}
+
+// Sum over the block, in every thread; `shared` as in of_warp.
+template <class V> __device__ __forceinline__ V block_sum(V x, V* shared) {
+    return warp_sum(of_warp(warp_sum(x), shared, V(0)));
 }
 
 // As block_sum, the largest.
-__device__ __forceinline__ float block_max(float x, float* shared) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, n_warps = blockDim.x / 32;
+template <class V> __device__ __forceinline__ V block_max(V x, V* shared) {
     x = warp_max(x);
-    if (lane == 0) shared[warp] = x;
-    __syncthreads();
-    x = warp_max(lane < n_warps ? shared[lane] : -LL_INFINITY);
-    __syncthreads();
-    return x;
+    return warp_max(of_warp(x, shared, x));
 }

@@ -86,14 +86,14 @@ __device__ __forceinline__ float penalised(float x, unsigned seen, const SampleP
 __device__ __forceinline__ u64 chunk_mass(const Chunk& c, Scale scale, u64* shared) {
     u64 mass = 0;
     for (unsigned i = threadIdx.x; i < c.n; i += LL_SCAN_THREADS) mass += units(distance(scale, c.value[i]));
-    return block_sum_u64(mass, shared);
+    return block_sum(mass, shared);
 }
 
 // The best of the chunk from each thread's of its warp's segment, and the key of each segment's.
 __device__ __forceinline__ u64 best_of_segments(u64 best, unsigned* maxima, u64* shared) {
-    best = warp_max_u64(best);
+    best = warp_max(best);
     if (threadIdx.x % 32 == 0) maxima[threadIdx.x / 32] = (unsigned)(best >> 32);
-    return block_max_u64(best, shared);
+    return block_max(best, shared);
 }
 
 // One block for each chunk (x) of each row (y). Chunks of rows with rules are written to `edited`.
@@ -223,8 +223,8 @@ __device__ __forceinline__ Kept filter(const float* __restrict__ row, unsigned v
                 mass += (u64)(weight * LL_UNITS);
                 moment += (u64)(weight * t * LL_UNITS);
             });
-            mass = block_sum_u64(mass, h.scan);
-            moment = block_sum_u64(moment, h.scan);
+            mass = block_sum(mass, h.scan);
+            moment = block_sum(moment, h.scan);
             kept.typical.by_deviation = true;
             kept.typical.mean = (float)((double)moment / (double)mass);
         }
@@ -242,7 +242,7 @@ __device__ __forceinline__ void chunk_masses(const float* __restrict__ row, unsi
     for_segments(vocab, kept.by_logit.key, h, [&](unsigned segment) {
         u64 sum = 0;
         for_each_of(row, vocab, segment, [&](float logit, unsigned id) { sum += units_kept(kept, scale, logit, id); });
-        sum = warp_sum_u64(sum);
+        sum = warp_sum(sum);
         if (threadIdx.x % 32 == 0 && sum != 0) atomicAdd(&h.masses[segment / LL_SEGMENTS], sum);
     });
     __syncthreads();
@@ -267,7 +267,7 @@ __device__ __forceinline__ unsigned draw(const float* __restrict__ row, unsigned
         factor = exp(((double)of_key((unsigned)(stats[tid].best >> 32)) - (double)best) * p.inv_temperature);
         own = (u64)((double)stats[tid].mass * factor);
     }
-    const u64 total = block_sum_u64(own, h.scan);
+    const u64 total = block_sum(own, h.scan);
     const u64 target = __umul64hi(uniform_bits(p.seed, p.choice, n_before), total);
     u64 before;
     if (locate(own, target, h.scan, before)) {
@@ -310,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(512, 2) sample_draw(
     if (p.flags & LL_ACTIVE) {
         const ChunkStat* of_row = stats + (size_t)blockIdx.x * n_chunks;
         const int bad = __syncthreads_or(tid < n_chunks && of_row[tid].bad);
-        const u64 best = block_max_u64(tid < n_chunks ? of_row[tid].best : 0, h.scan);
+        const u64 best = block_max(tid < n_chunks ? of_row[tid].best : 0, h.scan);
         const float largest = of_key((unsigned)(best >> 32));
         if (bad) {
             result.outcome = LL_NON_FINITE;
@@ -356,7 +356,7 @@ extern "C" __global__ void __launch_bounds__(512, 2) sample_logprobs(
     const float* row = logits + (size_t)blockIdx.x * vocab;
     const ChunkStat* of_row = stats + (size_t)blockIdx.x * n_chunks;
     const float chunk_max = tid < n_chunks ? of_row[tid].raw_max : -LL_INFINITY;
-    const float best = of_key((unsigned)(block_max_u64(pack(chunk_max, 0), h.scan) >> 32));
+    const float best = of_key((unsigned)(block_max(pack(chunk_max, 0), h.scan) >> 32));
     if (tid < n_chunks) sums[tid] = (double)of_row[tid].raw_mass * exp((double)chunk_max - (double)best);
     __syncthreads();
     // In one order whatever the threads do: sums of doubles depend on it.
@@ -387,7 +387,7 @@ extern "C" __global__ void __launch_bounds__(512, 2) sample_logprobs(
             if (at < LL_MAX_TOP) found[at] = {id, logit};
         }
     });
-    n_better = block_sum_u64(n_better, h.scan);
+    n_better = block_sum(n_better, h.scan);
     if (tid < n_top) {
         const TopEntry mine = found[tid];
         unsigned rank = 0;

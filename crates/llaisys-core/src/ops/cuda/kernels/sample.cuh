@@ -103,43 +103,6 @@ __device__ __forceinline__ float distance(Scale s, float logit) {
 
 __device__ __forceinline__ u64 units(float distance) { return (u64)(exp2f(-distance) * LL_UNITS); }
 
-// --- over a block of whole warps; `shared`: 32 numbers, free again when these return ---
-
-__device__ __forceinline__ u64 warp_sum_u64(u64 x) {
-#pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) x += __shfl_xor_sync(LL_FULL_WARP, x, mask);
-    return x;
-}
-
-__device__ __forceinline__ u64 block_sum_u64(u64 x, u64* shared) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, n_warps = blockDim.x / 32;
-    x = warp_sum_u64(x);
-    if (lane == 0) shared[warp] = x;
-    __syncthreads();
-    x = warp_sum_u64(lane < n_warps ? shared[lane] : 0);
-    __syncthreads();
-    return x;
-}
-
-__device__ __forceinline__ u64 warp_max_u64(u64 x) {
-#pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) {
-        const u64 other = __shfl_xor_sync(LL_FULL_WARP, x, mask);
-        x = other > x ? other : x;
-    }
-    return x;
-}
-
-__device__ __forceinline__ u64 block_max_u64(u64 x, u64* shared) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, n_warps = blockDim.x / 32;
-    x = warp_max_u64(x);
-    if (lane == 0) shared[warp] = x;
-    __syncthreads();
-    x = warp_max_u64(lane < n_warps ? shared[lane] : 0);
-    __syncthreads();
-    return x;
-}
-
 // Lays the threads' `own` one after the other: true in the thread in whose span `target` lies; `before` is where that
 // begins.
 __device__ __forceinline__ bool locate(u64 own, u64 target, u64* shared, u64& before) {
@@ -152,7 +115,7 @@ __device__ __forceinline__ bool locate(u64 own, u64 target, u64* shared, u64& be
     }
     if (lane == 31) shared[warp] = sum;
     __syncthreads();
-    before = warp_sum_u64(lane < warp ? shared[lane] : 0) + sum - own;
+    before = warp_sum(lane < warp ? shared[lane] : 0) + sum - own;
     __syncthreads();
     return before <= target && target - before < own;
 }
@@ -397,7 +360,7 @@ __device__ __forceinline__ Cut search(const float* __restrict__ row, unsigned vo
             own += by_mass ? h.mass[bin] : h.count[bin];
         }
         if (round.first) {
-            const u64 total = block_sum_u64(own, h.scan);
+            const u64 total = block_sum(own, h.scan);
             wanted = by_mass ? max((u64)ceil((double)total * (double)goal.share), (u64)1) : goal.count;
             if (wanted > total || (!by_mass && wanted == total)) return m.by_deviation ? Cut{0, LL_NONE} : kept;
         }
