@@ -87,6 +87,7 @@ def size(
         max_num_seqs=n_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_queued_reqs=config.max_num_queued_reqs,
+        max_num_queued_tokens=config.max_num_queued_tokens,
         max_model_len=min(wanted_len, n_cells // config.num_kv_streams),
         n_cells=n_cells,
         vocab_size=info.vocab_size,
