@@ -31,8 +31,8 @@ Mask = NDArray[np.uint32]
 
 # CPU time that one grammar may take to compile. It cannot be interrupted, so its fuel ends it soon after.
 COMPILE_S_MAX = 0.5
-# The copies of a prototype share its lexer, which makes states as answers meet them and keeps them: some tens of
-# KiB for a small grammar, 12 MiB were seen for a rich one. What is kept grows until each has been used a lot.
+# The copies of a prototype share its lexer, which makes states as answers meet them and keeps them: some tens
+# of KiB for a small grammar, 12 MiB were seen for a rich one. What is kept grows until each is used a lot.
 PROTOTYPES_MAX = 64
 # llguidance follows rules and `$ref`s by recursion. 64 KiB of text can make it go thousands of levels deep,
 # which took up to 100 MiB of stack, and the end of the stack is the end of the process. Address space only.

@@ -186,7 +186,7 @@ def test_a_matcher_in_error_gives_no_mask(grammars: Grammars) -> None:
 
 
 def test_an_answer_may_be_what_it_may_be_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of a grammar share a lexer, whose states are bounded: those that other answers met do not count."""
+    """Copies of a grammar share a lexer of so many states at most: those that others met do not count."""
     limits = LLParserLimits(max_lexer_states=150, verbose_errors=False)
     monkeypatch.setattr("llaisys.engine.grammar._LIMITS", limits)
     spec = Spec(regex="[ab]*a[ab]{12}c")
@@ -370,8 +370,8 @@ print(-bytes_after(300) + bytes_after(600))
 
 
 def test_more_grammars_than_are_kept_hold_no_more_after_a_while() -> None:
-    """Bytes that the C library has lent, in a process of its own. One lexer of these takes up to 40 KB, and 256
-    of them took 2.4 MB more after the second 300 uses."""
+    """Bytes that the C library has lent, in a process of its own. One lexer of these takes up to 40 KB, and
+    256 of them took 2.4 MB more after 600 uses more."""
     done = subprocess.run([sys.executable, "-c", USES], capture_output=True, text=True, cwd=TESTS, check=True)
     assert int(done.stdout) < 200_000
 
