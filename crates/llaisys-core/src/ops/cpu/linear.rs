@@ -308,6 +308,13 @@ impl Region<'_> {
             let inputs = self.activations.block(form, weight.n_columns(), &rows);
             let ahead = Ahead::share(rest, (weight.format(), bytes.len()), (i - own.start, own.len()));
             let panel = Panel { format: weight.format(), bytes, ahead };
+            // The outputs' lines come while the kernel works: of many rows they lie in memory.
+            for row in rows.clone() {
+                let first = row * target.n_columns + columns.start;
+                for line in (first..first + columns.len()).step_by(64 / size_of::<f32>()) {
+                    fetch(target.out.address(line).cast());
+                }
+            }
             run_tile(self.isa, &panel, (rows.len(), inputs), tile);
             if let Epilogue::Gate(gate) = target.epilogue {
                 gate.apply(self.isa, &mut tile.0[..rows.len()]);
