@@ -3,9 +3,13 @@
 //! are in the weights' 16-bit type and rounded where transformers rounds them, sums and norms are in f32.
 
 pub mod arena;
+mod graphs;
 pub mod load;
 mod pass;
 pub mod rows;
+mod slots;
+mod state;
+pub mod step;
 pub mod support;
 
 use crate::error::{DeviceError, Result};
@@ -132,6 +136,11 @@ impl DeviceDecoder {
         self.n_cells
     }
 
+    /// Where the last pass left its logits, a row for each output.
+    pub fn logits(&self) -> DevicePtr {
+        self.memory.logits
+    }
+
     /// Runs all layers for `rows` and gives the logits `[outputs.len(), vocab_size]` f32 of `outputs`, in device
     /// memory until the next pass. A row's bits depend on nothing but what it sees and the number of rows.
     ///
@@ -150,6 +159,21 @@ impl DeviceDecoder {
         let pass = Pass { decoder: self, device, rows, n };
         pass.run()?;
         pass.logits(outputs.len())?;
+        Ok(self.memory.logits)
+    }
+
+    /// As [`DeviceDecoder::forward`] of `n` rows that lie in device memory already, each alone in its sequence, with
+    /// the logits of all: `[n, vocab_size]`. Launches alone, so it may be captured.
+    fn forward_resident(
+        &self,
+        device: &dyn Device,
+        rows: rows::DeviceRows,
+        n: usize,
+    ) -> Result<DevicePtr, DeviceError> {
+        assert!(n <= self.limits.n_rows && n <= self.limits.n_outputs, "{n} rows of a step");
+        let pass = Pass { decoder: self, device, rows, n };
+        pass.run()?;
+        pass.all_logits()?;
         Ok(self.memory.logits)
     }
 

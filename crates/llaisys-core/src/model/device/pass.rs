@@ -111,7 +111,7 @@ impl Pass<'_> {
 
     /// Of the rows whose final hidden states [`Pass::run`] left in the branch's place.
     pub(super) fn logits(&self, n_outputs: usize) -> Result<(), DeviceError> {
-        let DeviceDecoder { config, element, weights, memory, .. } = self.decoder;
+        let DeviceDecoder { config, element, memory, .. } = self.decoder;
         if n_outputs == 0 {
             return Ok(());
         }
@@ -124,13 +124,23 @@ impl Pass<'_> {
             width: config.d_model,
         }
         .launch(self.device)?;
+        self.head(memory.hidden, n_outputs)
+    }
+
+    /// The logits of every row, in the order of rows.
+    pub(super) fn all_logits(&self) -> Result<(), DeviceError> {
+        self.head(self.decoder.memory.branch, self.n)
+    }
+
+    fn head(&self, hidden: DevicePtr, n_rows: usize) -> Result<(), DeviceError> {
+        let DeviceDecoder { config, element, weights, memory, .. } = self.decoder;
         self.start(&Product {
-            m: n_outputs,
+            m: n_rows,
             n: config.vocab_size,
             k: config.d_model,
             element: *element,
             out_element: Element::F32,
-            input: memory.hidden,
+            input: hidden,
             weight: weights.head,
             bias: DevicePtr::NULL,
             out: memory.logits,

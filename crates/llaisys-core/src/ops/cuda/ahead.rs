@@ -105,6 +105,13 @@ impl Ahead {
         row.take().map(|(row, _)| row.cell)
     }
 
+    /// Cells are changing hands: rows under way whose own `is_taken` are lost.
+    pub fn forget_taken(&mut self, is_taken: &dyn Fn(u32) -> bool) {
+        for row in &mut self.rows {
+            row.take_if(|(row, _)| is_taken(row.cell));
+        }
+    }
+
     /// Cells that rows under way have.
     pub fn cells(&self) -> impl Iterator<Item = u32> {
         self.rows.iter().flatten().map(|(row, _)| row.cell)
