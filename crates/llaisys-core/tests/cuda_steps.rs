@@ -10,7 +10,7 @@ mod cuda_steps_rig;
 use common::Tiny;
 use cuda_steps_rig::{Call, MAX_LEN, Refuses, Rig, Seq};
 use half::bf16;
-use llaisys_core::model::device::step::StepSettings;
+use llaisys_core::model::device::steps::StepSettings;
 use llaisys_core::ops::contract::Draw;
 use llaisys_core::sample::{Outcome, RowFault, SamplerSpec};
 use std::path::PathBuf;

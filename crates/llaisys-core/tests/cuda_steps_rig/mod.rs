@@ -9,7 +9,7 @@ use llaisys_core::error::Result;
 use llaisys_core::kv::{Cells, KvShape, RowPlace};
 use llaisys_core::model::checkpoint::Checkpoint;
 use llaisys_core::model::decoder::ForwardRows;
-use llaisys_core::model::device::step::{StateLimits, StepRow, StepSettings, Steps};
+use llaisys_core::model::device::steps::{StateLimits, StepRow, StepSettings, Steps};
 use llaisys_core::model::device::{CellCount, DeviceDecoder, DeviceLimits};
 use llaisys_core::ops::cuda::device::Device;
 use llaisys_core::ops::{AttentionRow, AttentionRows};

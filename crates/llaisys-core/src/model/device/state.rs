@@ -199,7 +199,6 @@ impl State {
             tokens: rows.tokens,
             positions: rows.positions,
             cells: rows.cells,
-            outputs: DevicePtr::NULL,
             far: Seen { n_hidden: memory.none_hidden, ..near },
             near: (self.window > 0).then_some(near),
             n_alone: kind.bucket,
