@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llaisys.engine.request import EngineRequest
@@ -69,6 +69,11 @@ class Limits:
                 f"max_model_len {self.max_model_len} is more than the {self.n_cells_per_stream} KV cells{of}",
                 param="max_model_len",
             )
+
+    def with_cells(self, n_cells: int) -> Limits:
+        """With so many cells, and no longer a context than one arena holds."""
+        n_most = n_cells // self.n_streams
+        return replace(self, n_cells=n_cells, max_model_len=min(self.max_model_len, n_most))
 
     @property
     def n_cells_per_stream(self) -> int:
