@@ -101,6 +101,11 @@ impl Steps {
         })
     }
 
+    /// The most rows that a step has.
+    pub fn n_rows(&self) -> usize {
+        self.state.limits().n_rows
+    }
+
     /// Gives a slot's sequence its sampling; `output` is what of its answer there is. A step under way is lost.
     pub fn attach(
         &mut self,
