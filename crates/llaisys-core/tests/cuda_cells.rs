@@ -56,13 +56,8 @@ fn cells_are_copied_filled_and_written_in_every_layer() {
         (model.n_heads, model.n_kv_heads, model.d_head) = (1, 1, 64);
     });
     let (device, folder) = (Emulator::new(), model.write());
-    let limits = DeviceLimits {
-        n_rows: 1,
-        n_outputs: 1,
-        max_len: 1,
-        n_listed: 1,
-        cells: CellCount::Exactly(N_CELLS),
-    };
+    let limits =
+        DeviceLimits { n_rows: 1, n_outputs: 1, max_len: 1, n_listed: 1, cells: CellCount::Exactly(N_CELLS) };
     let checkpoint = Checkpoint::open(&folder).unwrap();
     let decoder = DeviceDecoder::new(&device, &checkpoint, limits, &Pool::new(1).unwrap()).unwrap();
     std::fs::remove_dir_all(&folder).unwrap();
@@ -103,12 +98,16 @@ fn a_launch_that_fails_in_a_decode_leaves_everything_as_it_was() {
     let mut context = open(&model(), settings(), (&fuse, GIB, None)).unwrap();
     let seq = context.seq_acquire(0).unwrap();
     feed(&mut context, seq, &tokens[..4], 4);
-    let before = (context.digest(), context.progress().sample().n_rows_committed);
     let rows = Rows::default().run(seq, 4, &tokens[4..]);
-    // In the first layer, in the second pass, at the head.
-    for n in [3, 25, 36] {
+    fuse.fail(1000);
+    rows.decode(&mut context).unwrap();
+    let n_launches = 1000 - fuse.left();
+    context.kv_seq_rm(seq, 4, -1).unwrap();
+    let before = (context.digest(), context.progress().sample().n_rows_committed);
+    // In the first layer of the first pass, in the last of the second, and where its outputs are gathered.
+    for n in [3, n_launches - 2, n_launches] {
         fuse.fail(n);
-        let error = rows.decode(&mut context).unwrap_err();
+        let Err(error) = rows.decode(&mut context) else { panic!("launch {n} of {n_launches}") };
         assert!(matches!(error, Error::Device(_)) && error.to_string().contains("701"), "{n}: {error}");
         assert_eq!((context.digest(), context.progress().sample().n_rows_committed), before, "{n}");
         assert!(!context.is_broken());

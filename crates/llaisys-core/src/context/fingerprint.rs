@@ -20,12 +20,7 @@ pub(super) struct Fingerprint(u128);
 impl Fingerprint {
     /// Reads every tensor once, over all threads of `pool`; of the files, at most [`HELD_BYTES`] and one tensor are
     /// in memory at a time. `how`: what computes, and the type of a cell.
-    pub(super) fn new(
-        checkpoint: &Checkpoint,
-        config: &ContextConfig,
-        pool: &Pool,
-        how: &str,
-    ) -> Self {
+    pub(super) fn new(checkpoint: &Checkpoint, config: &ContextConfig, pool: &Pool, how: &str) -> Self {
         let mut hasher = Xxh3::new();
         hasher.update(&KV_FORMAT.to_le_bytes());
         hasher.update(format!("{:?} {:?} {how}", checkpoint.config(), config.mode).as_bytes());

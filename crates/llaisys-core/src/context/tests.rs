@@ -138,7 +138,8 @@ fn in_poison_mode_cells_are_nan_exactly_while_they_are_free() {
     let mut context = context();
     let seq = context.seq_acquire(0).unwrap();
     decode(&mut context, seq, &[0, 1, 2, 3]).unwrap();
-    let clean = |context: &mut Context| (0..32).filter(|&cell| !is_poisoned(context, cell)).collect::<Vec<_>>();
+    let clean =
+        |context: &mut Context| (0..32).filter(|&cell| !is_poisoned(context, cell)).collect::<Vec<_>>();
     assert_eq!(clean(&mut context), [0, 1, 2, 3]);
     context.kv_retain(1, seq, 0, 2).unwrap();
     context.kv_seq_rm(seq, 1, -1).unwrap();

@@ -22,7 +22,8 @@ pub(super) fn moves_bytes(config: &ModelConfig) -> usize {
 impl DeviceDecoder {
     /// Copies keys and values of `copies.from` to `copies.to`, which no copy reads, in all layers. Errors: the device's.
     pub fn copy_cells(&self, device: &dyn Device, copies: &Copies) -> Result<(), DeviceError> {
-        let moves: Vec<[u32; 2]> = copies.from.iter().zip(&copies.to).map(|(&from, &to)| [from, to]).collect();
+        let moves: Vec<[u32; 2]> =
+            copies.from.iter().zip(&copies.to).map(|(&from, &to)| [from, to]).collect();
         for moves in moves.chunks(MOVES_MAX) {
             device.upload(self.moves, &device_numbers(moves.as_flattened()))?;
             CopyCells {
