@@ -82,7 +82,7 @@ fn steps_of_every_bucket_have_the_eager_pass_bits() {
                     rig.add(&tokens, tokens.len(), &greedy(), None)
                 })
                 .collect();
-            for _ in 0..4 {
+            for _ in 0..3 {
                 step(&mut rig, &mut seqs);
             }
             assert_eq!(rig.steps.n_graphs(), n_graphs + 1);

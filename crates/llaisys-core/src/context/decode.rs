@@ -81,7 +81,8 @@ impl Context {
             ),
         };
         let stepped = step.launch(&reservation, self.config.n_seq_max)?;
-        let others: Vec<usize> = (0..batch.n_rows()).filter(|row| stepped.binary_search(row).is_err()).collect();
+        let others: Vec<usize> =
+            (0..batch.n_rows()).filter(|row| stepped.binary_search(row).is_err()).collect();
         for rows in others.chunk_by(|row, next| row + 1 == *next) {
             for rows in rows.chunks(self.config.n_batch) {
                 let rows = rows[0]..rows[0] + rows.len();

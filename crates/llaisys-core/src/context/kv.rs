@@ -211,11 +211,7 @@ impl Context {
 
     /// Runs a change of the books, and of the sequences `of`, and clears what it freed. If it panics or the device fails,
     /// the context stays marked as broken.
-    pub(super) fn change<T>(
-        &mut self,
-        of: Change,
-        change: impl FnOnce(&mut Self) -> Result<T>,
-    ) -> Result<T> {
+    pub(super) fn change<T>(&mut self, of: Change, change: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         self.broken = true;
         let result = change(self);
         if let Some(steps) = self.backend.steps() {
