@@ -145,6 +145,11 @@ class Config(BaseSettings):
     )
     max_num_batched_tokens: int = Field(512, ge=1, description="tokens of one step over all requests")
     max_num_queued_reqs: int = Field(256, ge=0, description="requests that may wait; one more gets 429")
+    max_num_queued_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="tokens of prompts that may wait; one that adds more gets 429 (default: no bound)",
+    )
     max_input_tokens: int | None = Field(
         None, ge=1, description="tokens of a prompt; more get 400 (default: the context)"
     )

@@ -17,6 +17,7 @@ class Limits:
     fits.
 
     - `max_num_seqs`: running requests. `max_num_queued_reqs`: requests that wait because no room is left.
+      `max_num_queued_tokens`: tokens of their prompts, unless one waits alone. None: no such bound.
     - `max_num_batched_tokens`: tokens of one step over all requests. `max_batch_size`: requests of one step;
       the least recently served go first where more run.
     - `long_prefill_token_threshold`: prompt tokens of one request in a step. `max_client_tokens_per_step`:
@@ -40,6 +41,7 @@ class Limits:
     max_model_len: int
     n_cells: int
     vocab_size: int
+    max_num_queued_tokens: int | None = None
     max_batch_size: int | None = None
     long_prefill_token_threshold: int | None = None
     max_client_tokens_per_step: int | None = None
