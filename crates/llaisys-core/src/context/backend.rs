@@ -82,7 +82,7 @@ pub(super) trait Compute: Debug {
 /// decode asks for them. To the books the cells of rows under way are free.
 ///
 /// A decode is [`DecodeSteps::launch`], its other rows' passes, [`DecodeSteps::launch_ahead`],
-/// [`DecodeSteps::collect`]. If it fails in between, the next one begins with nothing under way.
+/// [`DecodeSteps::collect`]. It may fail in between: the next one finds what is not as its rows want it.
 pub(super) trait DecodeSteps {
     /// The most rows that a step has.
     fn n_rows(&self) -> usize;

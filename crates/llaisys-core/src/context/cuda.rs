@@ -27,6 +27,8 @@ pub struct Gpu {
     pub device: Box<dyn Device>,
     /// Share of the device's memory, 0 to 1, that cells may fill up; None: [`ContextConfig::n_cells`] is their number.
     pub memory_share: Option<f64>,
+    /// Decode steps are captured and replayed; a device that waits after every kernel cannot.
+    pub graphs: bool,
     /// A decode step may be launched before the tokens of the one before are known.
     pub overlap: bool,
 }
@@ -49,7 +51,7 @@ impl Context {
     ///
     /// Errors: a setting or a model that the GPU does not compute, by name; no memory; the device's.
     pub fn on_gpu(checkpoint: Checkpoint, mut config: ContextConfig, gpu: Gpu) -> Result<Self> {
-        let Gpu { device, memory_share, overlap } = gpu;
+        let Gpu { device, memory_share, graphs, overlap } = gpu;
         check(&config, checkpoint.config())?;
         check_types(&config, load::element_of(&checkpoint))?;
         let pool = Pool::new(config.n_threads)?;
@@ -60,7 +62,7 @@ impl Context {
             max_len: config.max_model_len,
         };
         // Before the decoder, whose cells may take what is left of the memory.
-        let settings = StepSettings { overlap, graphs: true };
+        let settings = StepSettings { overlap, graphs };
         let steps = Steps::new(&*device, checkpoint.config(), state, settings)?;
         let decoder = DeviceDecoder::new(&*device, &checkpoint, limits, &pool)?;
         config.n_cells = decoder.n_cells() / config.n_streams * config.n_streams;

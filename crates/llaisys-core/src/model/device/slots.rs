@@ -13,7 +13,8 @@ pub(super) struct Slot {
     pub(super) attached: Option<Attached>,
 }
 
-/// The state of a slot after the last launched step.
+/// The state of a slot after the last launched step, noted before its launch. A row finds it so only if its position is
+/// the next one: where a step's row was lost or taken back, that position comes again and does not match.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Synced {
     /// Cells, which is where the next token's is appended.

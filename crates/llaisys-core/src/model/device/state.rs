@@ -100,11 +100,14 @@ impl State {
         match self.slots[slot].synced {
             Some(synced) if next(&synced) == i64::from(position) => {
                 if synced.last_token != token {
+                    self.slots[slot].synced = None;
                     write(device, memory.last_tokens.at(4 * (slot + 1)), [token])?;
+                    self.slots[slot].synced = Some(Synced { last_token: token, ..synced });
                 }
-                self.slots[slot].synced = Some(Synced { last_token: token, ..synced });
             }
             _ => {
+                // Unknown until all of it is there.
+                self.slots[slot].synced = None;
                 let cells = list();
                 assert!(cells.len() < self.limits.max_len, "{} cells of a sequence", cells.len());
                 let base = i64::from(position) - cells.len() as i64;
@@ -158,13 +161,13 @@ impl State {
     ) -> Result<(), DeviceError> {
         let padding = std::iter::repeat_n([0, 0], bucket - rows.len());
         let planned = rows.iter().map(|&(slot, cell)| [slot as u32 + 1, cell + 1]);
-        write(device, self.memory.plan, planned.chain(padding).flatten())?;
+        // Noted first: whatever becomes of the step, its slots are not taken for what they were.
         for &(slot, _) in rows {
             if let Some(synced) = &mut self.slots[slot].synced {
                 synced.length += 1;
             }
         }
-        Ok(())
+        write(device, self.memory.plan, planned.chain(padding).flatten())
     }
 
     /// The launches of a step whose plan is on the device. They depend on nothing but its kind.

@@ -2,7 +2,8 @@
 //! launches the next step of the same rows before it has them ([`Ahead`]).
 //!
 //! A decode is [`Steps::launch`], [`Steps::launch_ahead`], [`Steps::collect`], in this order. What fails in between, or
-//! never comes, leaves nothing wrong: the next launch takes nothing of what is on the device for granted.
+//! never comes, leaves nothing wrong: the host notes what a step does to the device before it is launched, and the next
+//! launch compares that with what its rows are to find.
 
 use super::DeviceDecoder;
 use super::graphs::{Graphs, Kind, bucket_of};
@@ -54,13 +55,9 @@ pub struct Steps {
     state: State,
     graphs: Graphs,
     ahead: Ahead,
-    /// Slots of the rows under way, in the order of their launch.
-    under_way: Vec<usize>,
     /// Launched and not yet collected, the oldest first.
     launched: VecDeque<Launched>,
     current: Vec<Current>,
-    /// False while a decode is between its launch and its end.
-    is_settled: bool,
 }
 
 /// A step whose outcomes come back after `event`.
@@ -94,10 +91,8 @@ impl Steps {
             state: State::new(device, config, limits)?,
             graphs: Graphs::new(settings.graphs),
             ahead: Ahead::new(settings.overlap),
-            under_way: Vec::new(),
             launched: VecDeque::new(),
             current: Vec::new(),
-            is_settled: true,
         })
     }
 
@@ -148,9 +143,8 @@ impl Steps {
 
     /// Nothing of any sequence is as it was.
     pub fn forget_all(&mut self) {
-        // A row under way that no batch asks for is lost.
-        self.land(&[]);
-        self.state.slots.iter_mut().for_each(|slot| (slot.synced, slot.attached) = (None, None));
+        self.ahead.land(&[]);
+        self.state.slots.iter_mut().for_each(|slot| slot.synced = None);
     }
 
     /// Rows under way whose cell is taken are lost.
@@ -178,20 +172,18 @@ impl Steps {
         rows: &[StepRow<'_>],
         cells_before: &CellsBefore<'_>,
     ) -> Result<()> {
-        if !std::mem::replace(&mut self.is_settled, false) {
-            self.forget_all();
-        }
         for row in rows.iter().filter(|row| row.mask.is_some()) {
             self.ahead.forget(row.sequence);
         }
         let batch: Vec<Row> = rows.iter().map(StepRow::id).collect();
-        let landed = self.land(&batch);
+        let landing = self.ahead.land(&batch);
         let mut fresh = Vec::new();
-        for (row, landed) in rows.iter().zip(&landed) {
-            match landed {
-                Some((.., cell)) if *cell == row.cell => continue,
-                Some(_) => self.state.slots[row.slot].synced = None,
-                None => {}
+        let has_cell = |row: &StepRow<'_>, landed: &Option<(usize, u32)>| {
+            landed.filter(|(_, cell)| *cell == row.cell).map(|(index, _)| index)
+        };
+        for (row, landed) in rows.iter().zip(&landing.rows) {
+            if has_cell(row, landed).is_some() {
+                continue;
             }
             self.state.sync(device, row.slot, (row.position, row.token), &|| cells_before(row))?;
             self.state.sync_sampling(device, row.slot, row.mask)?;
@@ -199,9 +191,9 @@ impl Steps {
         }
         let event = if fresh.is_empty() { 0 } else { self.start((device, decoder), &fresh)? };
         let mut n_fresh = 0;
-        let current = rows.iter().zip(landed).map(|(row, landed)| {
-            let from = match landed {
-                Some((event, index, cell)) if cell == row.cell => (event, index),
+        let current = rows.iter().zip(&landing.rows).map(|(row, landed)| {
+            let from = match (has_cell(row, landed), landing.event) {
+                (Some(index), Some(event)) => (event, index),
                 _ => {
                     n_fresh += 1;
                     (event, n_fresh - 1)
@@ -235,7 +227,6 @@ impl Steps {
         let plan: Vec<(usize, u32)> = slots.iter().zip(&rows).map(|(&slot, row)| (slot, row.cell)).collect();
         let event = self.start(target, &plan)?;
         self.ahead.launch(event, rows);
-        self.under_way = slots;
         Ok(())
     }
 
@@ -262,30 +253,12 @@ impl Steps {
         let outcomes: Vec<Outcome> =
             outcomes.into_iter().map(|outcome| outcome.expect("no row's slot is idle")).collect();
         for (Current { row, slot, .. }, outcome) in self.current.drain(..).zip(&outcomes) {
-            match outcome {
-                Outcome::Token { id, .. } => {
-                    self.ahead.feed(row.sequence, *id);
-                    self.state.slots[slot].sampled(*id);
-                }
-                Outcome::Fault(_) => self.state.slots[slot].synced = None,
+            if let Outcome::Token { id, .. } = outcome {
+                self.ahead.feed(row.sequence, *id);
+                self.state.slots[slot].sampled(*id);
             }
         }
-        self.is_settled = true;
         Ok(outcomes)
-    }
-
-    /// Ends the step under way: for each row of `batch` its event, row and cell there. Slots of lost rows are not
-    /// synced any more.
-    fn land(&mut self, batch: &[Row]) -> Vec<Option<(Event, usize, u32)>> {
-        let landing = self.ahead.land(batch);
-        let slots = std::mem::take(&mut self.under_way);
-        let mut is_kept = vec![false; slots.len()];
-        landing.rows.iter().flatten().for_each(|&(index, _)| is_kept[index] = true);
-        for (slot, _) in slots.into_iter().zip(is_kept).filter(|(_, is_kept)| !is_kept) {
-            self.state.slots[slot].synced = None;
-        }
-        let event = landing.event.unwrap_or_default();
-        landing.rows.into_iter().map(|row| row.map(|(index, cell)| (event, index, cell))).collect()
     }
 
     /// Starts a step of these slots and new cells.
