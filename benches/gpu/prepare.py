@@ -1,8 +1,8 @@
 """Makes what the phases read, where there are the sources: usage: prepare.py [--out benches/gpu/inputs]
 
-- `smollm2-8.packed.safetensors`: the first 8 layers of the embedded SmolLM2, its matrices as Q4_1 blocks (36 MB; the
-  embedding, Q8_0 in the source, is quantised again: both engines of a comparison read what comes out), with
-  `smollm2-config.json` and `smollm2-tokenizer/`.
+- `smollm2-8.packed.safetensors`: the first 8 layers of the embedded SmolLM2, its matrices as Q4_1 blocks
+  (36 MB; the embedding, Q8_0 in the source, is quantised again: both engines of a comparison read what
+  comes out), with `smollm2-config.json` and `smollm2-tokenizer/`.
 - `qwen2-tokenizer/`, for the random models.
 - `prompts.json`: token ids of SmolLM2's tokenizer, windows of tests/data/text/mixed.txt.
 """
@@ -121,7 +121,9 @@ def smollm2(out: Path) -> None:
 
 def main() -> None:
     """Reads the flags and writes the folder."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "inputs")
     out: Path = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""A machine with a GPU, as far as the wheel can tell: the fake CUDA of the core's tests, which runs the kernels."""
+"""A machine with a GPU, as far as the wheel can tell: the fake CUDA of the core's tests, which runs the
+kernels."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ CORE_TESTS = Path(__file__).parents[2] / "crates" / "llaisys-core" / "tests"
 
 @pytest.fixture(scope="session")
 def fake_cuda(request: pytest.FixtureRequest) -> dict[str, str]:
-    """The environment of a process that finds a GPU. Libraries and what they compiled are kept by their sources' digest
-    in pytest's cache folder."""
+    """The environment of a process that finds a GPU. Libraries and what they compiled are kept by their
+    sources' digest in pytest's cache folder."""
     digest = hashlib.sha256()
     for folder in ("cuda_emu", "fake_cuda"):
         for path in sorted((CORE_TESTS / folder).iterdir()):
