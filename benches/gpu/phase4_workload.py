@@ -69,6 +69,9 @@ def measure(engine: str, name: str, out: Path, inputs: Path, dry_run: bool) -> d
 
 def child(flags: argparse.Namespace) -> int:
     """The process of a row: one JSON line."""
+    if flags.engine == "nano-vllm":
+        # Behind what is installed: flash-attn itself, if it is there.
+        sys.path += [str(flags.inputs / "nano-vllm"), str(Path(__file__).parent / "shim")]
     run: Callable[..., dict[str, Any]] = ENGINES[flags.engine]
     try:
         print(json.dumps(run(flags.model, nano_vllm_workload(flags.dry_run))))

@@ -178,8 +178,8 @@ def _collected(manager: Any, n: int) -> dict[str, Any]:
 
 
 def nano_vllm(folder: Path, workload: Workload) -> Values:
-    """nano-vllm, where it and flash-attn are installed: it has no attention of its own."""
-    for name in ("nanovllm", "flash_attn"):
+    """nano-vllm, whose attention is flash-attn's; where that is not installed, a shim's."""
+    for name in ("torch", "triton", "xxhash", "nanovllm"):
         if not is_importable(name):
             raise Unavailable(f"{name} is not installed")
     from nanovllm import LLM, SamplingParams
