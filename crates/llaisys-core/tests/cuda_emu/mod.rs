@@ -3,6 +3,7 @@
 //! A fault of a kernel is an error that names it; like a GPU, the device is of no use from then on.
 
 pub(crate) mod compare;
+pub(crate) mod flaky;
 mod memory;
 mod product;
 mod units;
