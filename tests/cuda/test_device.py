@@ -62,8 +62,7 @@ def test_greedy_tokens_are_the_references(ask: Ask, device: str, tmp_path: Path)
 
 
 def test_what_does_not_fit_is_said_in_numbers(ask: Ask) -> None:
-    ((kind, text),) = ask(order(device="cuda", num_kv_cells=10_000_000))["errors"]
-    assert kind == "RejectedError" or kind == "UnsupportedError", text
+    ((_, text),) = ask(order(device="cuda", num_kv_cells=10_000_000))["errors"]
     assert re.search(r"\d+\.\d+ GiB are wanted, 0\.\d+ of 0\.25 GiB are free", text), text
     assert "gpu_memory_utilization" in text
 

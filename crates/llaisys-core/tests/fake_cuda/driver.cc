@@ -258,7 +258,7 @@ int cuModuleLoadData(void** module, const void* image) {
     std::string path = "/proc/self/fd/" + std::to_string(file);
     *module = written ? dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL) : nullptr;
     if (!*module) fprintf(stderr, "fake CUDA: %s\n", written ? dlerror() : "a unit cannot be written");
-    if (file >= 0) close(file);
+    // The file stays open: the loader knows libraries by their names, and the next file would have the same.
     return *module ? lost : INVALID_IMAGE;
 }
 // A unit's signal handler stays: it is never unloaded.
