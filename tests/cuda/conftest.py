@@ -44,7 +44,7 @@ def ask(fake_cuda: dict[str, str]) -> Ask:
 
     def run(order: dict[str, Any], **extra: str) -> Any:
         command = [sys.executable, str(Path(__file__).parent / "ask.py"), json.dumps(order)]
-        env = environment(**fake_cuda, **extra)
+        env = environment(**{**fake_cuda, **extra})
         ran = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
         assert ran.returncode == 0, ran.stderr
         return json.loads(ran.stdout.splitlines()[-1])
