@@ -8,13 +8,13 @@ import json
 import re
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cuda.conftest import Ask
 from serving import COMMAND, GOLDENS, environment, serving
 
 # Head width 64, f16: the only golden whose heads the kernels know. In its first six tokens the best two
@@ -23,6 +23,9 @@ MODEL = GOLDENS / "qwen2-f16"
 N_TOKENS = 6
 GREEDY = {"temperature": 0.0, "max_tokens": N_TOKENS, "ignore_eos": True}
 SMALL = {"num_kv_cells": 256, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+
+
+Ask = Callable[..., Any]
 
 
 def golden() -> tuple[list[list[int]], list[list[int]]]:

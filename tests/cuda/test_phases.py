@@ -111,6 +111,20 @@ def test_rows_go_on_where_they_ended(tmp_path: Path) -> None:
     assert asked[-2:] == ["good", "good"]
 
 
+def test_a_row_that_ended_its_process_is_left_out(tmp_path: Path) -> None:
+    def killed() -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    rows = [common.Row("endless", killed), common.Row("other", lambda: {"x": 1.0})]
+    with pytest.raises(KeyboardInterrupt):
+        phase(tmp_path).run(rows)
+    assert phase(tmp_path).run(rows) == common.DONE
+    table = (tmp_path / "phase9.md").read_text("utf-8")
+    assert "skipped endless: it did not end within the budget" in table
+    assert "other | 1.0" in table
+    assert phase(tmp_path).run(rows) == common.DONE, "and it stays out"
+
+
 # --- phase 2 ---
 
 
