@@ -183,7 +183,8 @@ def _on_gpu(seed: int, deviation: float) -> Any:
     random = torch.Generator(device).manual_seed(seed)
 
     def draw(file: BinaryIO, dims: tuple[int, ...]) -> None:
-        values = torch.empty(dims, dtype=torch.bfloat16, device=device).normal_(0, deviation, generator=random)
+        values = torch.empty(dims, dtype=torch.bfloat16, device=device)
+        values.normal_(0, deviation, generator=random)
         values.view(torch.int16).cpu().numpy().tofile(file)
 
     return draw
