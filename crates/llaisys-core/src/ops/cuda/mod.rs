@@ -15,6 +15,8 @@ pub mod gate;
 pub mod gather;
 pub mod gemv;
 pub mod gemv_quant;
+pub mod join_columns;
+pub mod nccl;
 pub mod nvidia;
 pub mod nvrtc;
 pub mod probe;

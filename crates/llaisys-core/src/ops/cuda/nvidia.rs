@@ -6,7 +6,8 @@
 
 use super::blas::{Blas, workspace_bytes};
 use super::compile::Cubins;
-use super::device::{Arg, Device, DeviceFacts, DevicePtr, Event, GraphId, Launch, Product};
+use super::device::{Arg, Device, DeviceFacts, DevicePtr, Event, Exchange, GraphId, Launch, Product};
+use super::nccl::{Communicator, Seat};
 use super::nvrtc::Source;
 use super::probe::{CAPABILITY_MIN, Cuda};
 use super::ring::Ring;
@@ -61,6 +62,8 @@ pub struct Nvidia {
     n_events: Cell<Event>,
     free_events: RefCell<Vec<sys::CUevent>>,
     graphs: RefCell<Vec<sys::CUgraphExec>>,
+    /// None of a device with a whole model.
+    others: Option<Communicator>,
 }
 
 /// Pinned host memory that copies go through.
@@ -123,11 +126,20 @@ impl Nvidia {
             n_events: Cell::new(0),
             free_events: RefCell::default(),
             graphs: RefCell::default(),
+            others: None,
         };
         let n_bytes = workspace_bytes(opened.facts.capability);
         let workspace = opened.alloc("the workspace of products", n_bytes)?;
         *opened.blas.borrow_mut() = Some(Blas::new(workspace, n_bytes)?);
         Ok(opened)
+    }
+
+    /// Makes this the device of a rank; returns when every rank's has come.
+    ///
+    /// Errors: another rank did not come; NCCL's.
+    pub fn join(&mut self, seat: Seat) -> Result<(), DeviceError> {
+        self.others = Some(seat.join()?);
+        Ok(())
     }
 
     /// Units that were compiled, not found on disk.
@@ -179,9 +191,11 @@ impl Nvidia {
     /// Waits for an event, which may then be used again.
     fn wait(&self, event: sys::CUevent, what: &str) -> Result<(), DeviceError> {
         // SAFETY: the event was recorded by `record`.
-        let waited = unsafe { result::event::synchronize(event) };
+        let query = || unsafe { result::event::query(event) };
+        // SAFETY: as above.
+        let waited = self.wait_with(what, query, || unsafe { result::event::synchronize(event) });
         self.free_events.borrow_mut().push(event);
-        waited.map_err(|e| fail(what, e))
+        waited
     }
 
     fn upload_piece(&self, to: DevicePtr, from: &[u8]) -> Result<(), DeviceError> {
@@ -292,6 +306,26 @@ impl Device for Nvidia {
         if self.synchronous { self.finish("a product") } else { Ok(()) }
     }
 
+    fn rank(&self) -> usize {
+        self.others.as_ref().map_or(0, Communicator::rank)
+    }
+
+    fn world(&self) -> usize {
+        self.others.as_ref().map_or(1, Communicator::world)
+    }
+
+    fn exchange(&self, exchange: &Exchange) -> Result<(), DeviceError> {
+        let others = self.others.as_ref().ok_or_else(|| exchange.alone())?;
+        others.start(exchange, self.stream.cast())?;
+        if self.synchronous { self.finish(&exchange.to_string()) } else { Ok(()) }
+    }
+
+    fn abort(&self) {
+        if let Some(others) = &self.others {
+            others.abort();
+        }
+    }
+
     fn read_back(&self, from: DevicePtr, n_bytes: usize) -> Result<Event, DeviceError> {
         let Some(place) = self.read_backs.ring.borrow().place(n_bytes) else {
             let status =
@@ -314,10 +348,11 @@ impl Device for Nvidia {
             assert_eq!(number, event, "read-backs are collected in their order");
             (place, recorded)
         };
-        self.wait(recorded, "a step")?;
-        to.copy_from_slice(self.read_backs.slice(place, to.len()));
+        let waited = self.wait(recorded, "a step");
+        let copied = waited.map(|()| to.copy_from_slice(self.read_backs.slice(place, to.len())));
+        // The event is free again, whatever came of it.
         self.read_backs.ring.borrow_mut().take_back();
-        Ok(())
+        copied
     }
 
     fn synchronize(&self) -> Result<(), DeviceError> {
@@ -359,7 +394,23 @@ impl Nvidia {
     /// Waits for all work; an error is that of `what`, or of something before it.
     fn finish(&self, what: &str) -> Result<(), DeviceError> {
         // SAFETY: the stream is this device's.
-        unsafe { result::stream::synchronize(self.stream) }.map_err(|e| fail(what, e))
+        let query = || unsafe { sys::cuStreamQuery(self.stream) }.result();
+        // SAFETY: as above.
+        self.wait_with(what, query, || unsafe { result::stream::synchronize(self.stream) })
+    }
+
+    /// Waits by `synchronize`. On a rank of several by `query`, so that none waits for ever for one that is lost.
+    fn wait_with(
+        &self,
+        what: &str,
+        query: impl Fn() -> Result<(), DriverError>,
+        synchronize: impl Fn() -> Result<(), DriverError>,
+    ) -> Result<(), DeviceError> {
+        let Some(others) = &self.others else { return synchronize().map_err(|e| fail(what, e)) };
+        others.wait(|| match query() {
+            Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
+            other => other.map(|()| true).map_err(|e| fail(what, e)),
+        })
     }
 }
 
@@ -367,6 +418,7 @@ impl Drop for Nvidia {
     /// In the reverse of the order of making. After a fatal error every call fails, which changes nothing.
     fn drop(&mut self) {
         let _ = self.finish("close");
+        self.others.take();
         self.blas.take();
         let mut events = self.free_events.take();
         while let Some(event) = self.uploads.ring.borrow_mut().take_back() {
