@@ -2,6 +2,8 @@
 
 #[cfg(feature = "cuda")]
 use super::cuda::CudaBackend;
+#[cfg(feature = "cuda")]
+use super::cuda_ranks::CudaRanks;
 use super::ranks::Ranks;
 use crate::error::Result;
 use crate::kv::cells::Copies;
@@ -19,6 +21,8 @@ pub(super) enum Backend {
     Cpu(Ranks),
     #[cfg(feature = "cuda")]
     Cuda(CudaBackend),
+    #[cfg(feature = "cuda")]
+    CudaRanks(CudaRanks),
 }
 
 /// What a context asks of a backend. Cells have the books' numbers. After a [`crate::error::DeviceError`] what the
@@ -78,6 +82,8 @@ impl Deref for Backend {
             Backend::Cpu(ranks) => ranks,
             #[cfg(feature = "cuda")]
             Backend::Cuda(cuda) => cuda,
+            #[cfg(feature = "cuda")]
+            Backend::CudaRanks(ranks) => ranks,
         }
     }
 }
@@ -88,6 +94,8 @@ impl DerefMut for Backend {
             Backend::Cpu(ranks) => ranks,
             #[cfg(feature = "cuda")]
             Backend::Cuda(cuda) => cuda,
+            #[cfg(feature = "cuda")]
+            Backend::CudaRanks(ranks) => ranks,
         }
     }
 }

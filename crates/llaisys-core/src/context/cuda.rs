@@ -48,6 +48,10 @@ impl Context {
         let Gpu { device, memory_share } = gpu;
         check(&config, checkpoint.config())?;
         check_types(&config, load::element_of(&checkpoint))?;
+        if config.n_ranks > 1 {
+            let value = format!("{} on one GPU", config.n_ranks);
+            return Err(Unsupported::Feature { what: "tensor_parallel_size", value, supported: "1" }.into());
+        }
         let pool = Pool::new(config.n_threads)?;
         let limits = limits(&config, memory_share);
         let decoder = DeviceDecoder::new(&*device, &checkpoint, limits, &pool)?;
@@ -59,8 +63,8 @@ impl Context {
     }
 }
 
-/// Refuses types that no kernel has, and a model in parts.
-fn check_types(config: &ContextConfig, element: Element) -> Result<()> {
+/// Refuses types that no kernel has.
+pub(super) fn check_types(config: &ContextConfig, element: Element) -> Result<()> {
     let refuse = |what, value: String, supported| {
         Err(Unsupported::Feature { what, value: format!("{value} on a GPU"), supported }.into())
     };
@@ -76,13 +80,10 @@ fn check_types(config: &ContextConfig, element: Element) -> Result<()> {
         (None, _) | (Some(KvDType::Bfloat16), Element::Bf16) => (),
         (Some(kv_dtype), _) => return refuse("kv_cache_dtype", format!("{kv_dtype:?}").to_lowercase(), own),
     }
-    if config.n_ranks > 1 {
-        return refuse("tensor_parallel_size", config.n_ranks.to_string(), "1");
-    }
     Ok(())
 }
 
-fn limits(config: &ContextConfig, memory_share: Option<f64>) -> DeviceLimits {
+pub(super) fn limits(config: &ContextConfig, memory_share: Option<f64>) -> DeviceLimits {
     DeviceLimits {
         n_rows: config.n_batch,
         n_outputs: LOGITS_ROWS.min(config.n_batch),
@@ -94,9 +95,14 @@ fn limits(config: &ContextConfig, memory_share: Option<f64>) -> DeviceLimits {
 }
 
 impl CudaBackend {
-    fn new(device: Box<dyn Device>, decoder: DeviceDecoder, pool: Pool) -> Self {
+    pub(super) fn new(device: Box<dyn Device>, decoder: DeviceDecoder, pool: Pool) -> Self {
         let outputs = DeviceOutputs { hidden: DevicePtr::NULL, logits: DevicePtr::NULL };
         Self { device, decoder, pool, outputs, hidden: Vec::new(), bytes: Vec::new() }
+    }
+
+    /// Keeps no other rank waiting for this one.
+    pub(super) fn abort(&self) {
+        self.device.abort();
     }
 
     fn model(&self) -> &ModelConfig {

@@ -7,6 +7,8 @@
 mod backend;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(feature = "cuda")]
+mod cuda_ranks;
 mod decode;
 mod fingerprint;
 mod kv;
