@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import threading
 import zlib
 from collections import Counter, deque
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fakes.watchdog import Watchdog as Watchdog
 from llaisys.errors import EngineDeadError, ExhaustedError, RejectedError
 
 __version__ = "fake"
@@ -117,6 +117,17 @@ class _Sequence:
     prompt: list[int] = field(default_factory=list)
 
 
+# Cells that the fake GPU has room for.
+GPU_CELLS = 100
+
+
+class Gpu:
+    """What a context is told of its GPU."""
+
+    def __init__(self, folders: list[str], **settings: Any) -> None:
+        self.folders, self.settings = folders, settings
+
+
 class Context:
     """The compiled context's calls. A sequence id is `generation << 16 | slot`, as in the core.
 
@@ -127,18 +138,22 @@ class Context:
         self,
         path: str,
         *,
-        n_cells: int,
+        n_cells: int | None,
         n_seq_max: int,
         max_model_len: int,
         n_streams: int = 1,
         attention_window: int | None = None,
+        gpu: Gpu | None = None,
         **settings: Any,
     ) -> None:
+        if n_cells is None:
+            assert gpu is not None
+            n_cells = GPU_CELLS
         if path == "nowhere":
             raise RejectedError(f"{path}: no such model", param="model")
         if n_cells % n_streams:
             raise RejectedError(f"{n_cells} cells in {n_streams} arenas", param="n_cells")
-        self.path, self.settings = path, settings
+        self.path, self.settings, self.gpu = path, settings, gpu
         self.isa, self.vocab_size, self.weight_bytes = "fake", VOCAB_SIZE, 0
         self.attention_window = attention_window
         self.n_cells, self._max_len, self._n_streams = n_cells, max_model_len, n_streams
@@ -428,39 +443,6 @@ class Context:
 
     def close(self) -> None:
         self.closed = True
-
-
-class Watchdog:
-    """Says what a test tells it to say. The newest is `Watchdog.newest`."""
-
-    newest: Watchdog
-
-    def __init__(self, progress: object, **windows: float | None) -> None:
-        assert progress is None
-        self.windows = windows
-        self.verdict: str | None = None
-        self.reports: list[dict[str, Any]] = []
-        self.n_beats = 0
-        reader, writer = os.pipe()
-        self._reader, self._writer = os.fdopen(reader, "rb", 0), os.fdopen(writer, "wb", 0)
-        Watchdog.newest = self
-
-    def tell(self, verdict: str) -> None:
-        """The verdict comes."""
-        self.verdict = verdict
-        self._writer.write(verdict[1:].encode())
-
-    def report(self, **numbers: Any) -> None:
-        self.reports.append(numbers)
-
-    def beat(self) -> None:
-        self.n_beats += 1
-
-    def fileno(self) -> int:
-        return self._reader.fileno()
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 def available_isas() -> list[str]:

@@ -18,7 +18,7 @@ from llaisys.engine.limits import Limits
 from llaisys.engine.outputs import EngineOutput
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.sessions import SessionAnswer, SessionCall
-from llaisys.engine.worker import WorkerSettings
+from llaisys.engine.settings import WorkerSettings
 from llaisys.errors import EngineDeadError, LlaisysError, QueueFullError
 from llaisys.stats import EngineStats
 from llaisys.story import Story
@@ -76,7 +76,10 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """The model is loaded; requests are welcome."""
+    """The model is loaded; requests are welcome. `limits`: the engine's, which only knows here how many cells
+    there are on a GPU."""
+
+    limits: Limits
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llaisys.config import cuda_library_folders
+from llaisys.config import cubin_folder, cuda_library_folders
 from llaisys.engine.outputs import TokenLogprobs
 from llaisys.engine.prefix import CacheEdit, Retain, Split, Trim
 from llaisys.engine.request import BrokenInvariant, Request, Running
+from llaisys.engine.settings import GpuSettings, WorkerSettings
 from llaisys.errors import (
     CoreFaultError,
     EngineDeadError,
@@ -31,7 +32,7 @@ from llaisys.errors import (
 from llaisys.types import CudaDevice, CudaInfo, GgufTokenizer, ModelInfo
 
 if TYPE_CHECKING:
-    from llaisys._core import Context, DecodeOutput, Progress, SamplerSpec
+    from llaisys._core import Context, DecodeOutput, Gpu, Progress, SamplerSpec
     from llaisys._core import Watchdog as Watchdog
 
 log = logging.getLogger(__name__)
@@ -46,25 +47,6 @@ _FAULTS = {
 }
 # What forbids tokens, by its field.
 _FORBIDDING = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSettings:
-    """What a context is made with; the names are those of `_core.Context`."""
-
-    path: Path
-    dtype: str
-    kv_dtype: str
-    isa: str
-    n_cells: int
-    n_seq_max: int
-    n_batch: int
-    max_model_len: int
-    n_threads: int
-    # CPUs that the threads are kept to; empty: wherever the system puts them.
-    cpu_ids: tuple[int, ...] = ()
-    n_streams: int = 1
-    n_ranks: int = 1
 
 
 @dataclass(slots=True)
@@ -172,6 +154,11 @@ class Worker:
     def attention_window(self) -> int | None:
         """Positions that a row sees at most, its own included; None: some layer sees all."""
         return self._context.attention_window
+
+    @property
+    def n_cells(self) -> int:
+        """KV cells in all."""
+        return self._context.n_cells
 
     @property
     def n_cells_used(self) -> int:
@@ -338,8 +325,22 @@ def open_worker(settings: WorkerSettings) -> Worker:
         n_threads=settings.n_threads,
         n_streams=settings.n_streams,
         n_ranks=settings.n_ranks,
+        gpu=None if settings.gpu is None else _gpu(settings.gpu),
     )
     return Worker(context, _core.SamplerSpec, settings.n_streams)
+
+
+def _gpu(settings: GpuSettings) -> Gpu:
+    from llaisys import _core  # as in `open_worker`
+
+    return _core.Gpu(
+        [str(folder) for folder in cuda_library_folders()],
+        ordinal=settings.ordinal,
+        cubin_folder=str(cubin_folder()),
+        memory_share=settings.memory_share,
+        synchronous=settings.synchronous,
+        overlap=settings.overlap,
+    )
 
 
 def loop_watchdog(window_s: float, exit_after_s: float | None) -> Watchdog:
@@ -382,13 +383,16 @@ def cuda_info() -> CudaInfo:
     return CudaInfo(devices=devices, libraries=tuple(facts.pop("libraries", ())), **facts)
 
 
-def check_device(device: str) -> None:
-    """Raises UnsupportedError, with the exact reason, if the engine cannot compute on `device`."""
-    if device != "cuda":
-        return
+def check_gpu(ordinal: int) -> CudaDevice:
+    """The GPU of that number. Raises UnsupportedError, with the exact reason, if it cannot be used."""
     info = cuda_info()
-    why = info.reason or f"{info.devices[0].name} is usable, but the engine does not compute on GPUs yet"
-    raise UnsupportedError(f"device 'cuda' cannot be used: {why}", param="device")
+    if info.reason is not None:
+        raise UnsupportedError(f"device 'cuda' cannot be used: {info.reason}", param="device")
+    if ordinal >= len(info.devices):
+        raise UnsupportedError(
+            f"cuda_device is {ordinal}, this machine's are 0 to {len(info.devices) - 1}", param="cuda_device"
+        )
+    return info.devices[ordinal]
 
 
 def inspect_model(path: Path) -> ModelInfo:

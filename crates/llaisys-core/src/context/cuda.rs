@@ -26,6 +26,8 @@ pub struct Gpu {
     pub device: Box<dyn Device>,
     /// Share of the device's memory, 0 to 1, that cells may fill up; None: [`ContextConfig::n_cells`] is their number.
     pub memory_share: Option<f64>,
+    /// A decode step may be launched before the tokens of the one before are known.
+    pub overlap: bool,
 }
 
 /// Weights, cells and activations on a device.
@@ -45,7 +47,7 @@ impl Context {
     ///
     /// Errors: a setting or a model that the GPU does not compute, by name; no memory; the device's.
     pub fn on_gpu(checkpoint: Checkpoint, mut config: ContextConfig, gpu: Gpu) -> Result<Self> {
-        let Gpu { device, memory_share } = gpu;
+        let Gpu { device, memory_share, .. } = gpu;
         check(&config, checkpoint.config())?;
         check_types(&config, load::element_of(&checkpoint))?;
         if config.n_ranks > 1 {
@@ -150,7 +152,7 @@ impl Compute for CudaBackend {
     }
 
     fn copy(&mut self, copies: &Copies) -> Result<()> {
-        Ok(self.decoder.copy_cells(&*self.device, copies)?)
+        Ok(self.decoder.copy_cells(&*self.device, &copies.from, &copies.to)?)
     }
 
     fn shift(&mut self, cells: &[u32], delta: i32) -> Result<()> {

@@ -4,6 +4,7 @@
 
 pub(crate) mod compare;
 mod exchange;
+pub(crate) mod flaky;
 mod memory;
 mod product;
 mod units;
