@@ -6,11 +6,12 @@ mod common;
 #[allow(unsafe_code, dead_code, reason = "runs compiled kernels; each test file uses a part of it")]
 mod cuda_emu;
 
-use common::{Rows, Tiny, settings};
+use common::{Outputs, Rows, Tiny, feed, settings};
 use cuda_emu::Emulator;
+use cuda_emu::flaky::{Flaky, Fuse};
 use half::bf16;
 use llaisys_core::collective::Local;
-use llaisys_core::context::{Context, ContextConfig};
+use llaisys_core::context::{Context, ContextConfig, Gpu};
 use llaisys_core::dtype::ComputeMode;
 use llaisys_core::error::{DeviceError, Error};
 use llaisys_core::model::checkpoint::Checkpoint;
@@ -24,6 +25,7 @@ use llaisys_core::threads::Pool;
 use safetensors::Dtype;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::Mutex;
 
 const N_CELLS: usize = 40;
 const N_TOKENS: usize = 30;
@@ -265,4 +267,93 @@ fn columns_are_joined_without_their_padding() {
             (0..n_rows).flat_map(|row| (0..n_columns).map(move |column| at(row, column))).collect();
         assert_eq!(device.read(Element::F32, out, n_rows * n_columns), want);
     }
+}
+
+/// A context over emulators, of which the last has the fuse. Rank `absent` cannot open its own.
+fn context(model: &Tiny, n_ranks: usize, fuse: &Fuse, absent: Option<usize>) -> Result<Context, Error> {
+    let folder = model.write();
+    let ends: Vec<_> = Local::group(n_ranks).into_iter().map(|end| Mutex::new(Some(end))).collect();
+    let config = ContextConfig { mode: ComputeMode::Auto, n_streams: 2, n_ranks, ..settings() };
+    let open = |rank: usize| {
+        let end = ends[rank].lock().unwrap().take().unwrap();
+        if absent == Some(rank) {
+            return Err(
+                DeviceError::Cuda { op: "open GPU".into(), status: format!("there is no {rank}") }.into()
+            );
+        }
+        let fuse = if rank + 1 == n_ranks { fuse.clone() } else { Fuse::new() };
+        Ok(Gpu { device: Box::new(Flaky::joined(&fuse, end)), memory_share: None, overlap: false })
+    };
+    let made = Context::on_gpus(Checkpoint::open(&folder).unwrap(), config, &open);
+    std::fs::remove_dir_all(&folder).unwrap();
+    made
+}
+
+/// Chunks, two sequences with a prefix in common, cells that are copied to another arena, exported and imported: the bits
+/// of a context that only computes.
+#[test]
+fn a_context_over_several_devices_does_what_one_does() {
+    let model = tiny("Qwen2ForCausalLM", true);
+    let (folder, tokens) = (model.write(), model.tokens(5, N_TOKENS));
+    let exact = on_cpu(&folder, &tokens, ComputeMode::Float32);
+    let cpu = distance(&on_cpu(&folder, &tokens, ComputeMode::Bfloat16), &exact);
+    std::fs::remove_dir_all(&folder).unwrap();
+    for n_ranks in [2, 4] {
+        let mut context = context(&model, n_ranks, &Fuse::new(), None).unwrap();
+        let [seq, copy, imported] = [0, 1, 0].map(|stream| context.seq_acquire(stream).unwrap());
+        let go_on = |context: &mut Context, seq, outputs: &mut Outputs| {
+            outputs.push(&Rows::default().run(seq, 20, &tokens[20..]).decode(context).unwrap());
+        };
+        let mut outputs = feed(&mut context, seq, &tokens[..20], 11);
+        context.kv_seq_cp(seq, copy, -1, -1).unwrap();
+        context.kv_retain(1, seq, 0, 20).unwrap();
+        let data = context.kv_export(1, 0, 20).unwrap();
+        assert_eq!(data.len(), 20 * model.n_layers * 2 * model.n_kv_heads * model.d_head * 2);
+        context.kv_import(7, 0, 0, &data).unwrap();
+        context.kv_attach(7, imported, 0, 20).unwrap();
+        let [mut of_copy, mut of_imported] = [outputs.clone(), outputs.clone()];
+        go_on(&mut context, seq, &mut outputs);
+        go_on(&mut context, copy, &mut of_copy);
+        go_on(&mut context, imported, &mut of_imported);
+        assert!(of_copy == outputs && of_imported == outputs, "{n_ranks} ranks");
+        assert_eq!(outputs.hidden.len(), N_TOKENS * model.d_model);
+        let logits: Vec<f32> = outputs.logits.iter().map(|&bits| f32::from_bits(bits)).collect();
+        // As in `assert_ranks_agree`.
+        let ours = distance(&logits, &exact);
+        assert!(ours <= 2.0 * cpu, "{n_ranks} ranks: {ours:e} and {cpu:e}");
+    }
+}
+
+/// No rank waits for one that is not there, or gone; what is said is what happened to that one.
+#[test]
+fn an_error_of_one_rank_is_the_context_s() {
+    let model = tiny("LlamaForCausalLM", true);
+    for absent in [0, 1, 2] {
+        let Err(error) = context(&model, 4, &Fuse::new(), Some(absent)) else {
+            panic!("rank {absent} is absent")
+        };
+        assert!(error.to_string().contains(&format!("there is no {absent}")), "{error}");
+    }
+    let fuse = Fuse::new();
+    let mut context = context(&model, 2, &fuse, None).unwrap();
+    let seq = context.seq_acquire(0).unwrap();
+    let rows = Rows::default().run(seq, 0, &model.tokens(5, 9));
+    fuse.fail(7);
+    let error = rows.decode(&mut context).map(|_| ()).unwrap_err().to_string();
+    assert!(error.contains("(701)"), "{error}");
+    // The group has ended: the context is to be made anew.
+    let error = rows.decode(&mut context).map(|_| ()).unwrap_err();
+    assert!(matches!(error, Error::Device(DeviceError::RankLost { .. })), "{error}");
+    assert!(!context.is_broken());
+}
+
+#[test]
+fn one_device_takes_no_part_of_a_model() {
+    let folder = tiny("LlamaForCausalLM", true).write();
+    let gpu = Gpu { device: Box::new(Emulator::new()), memory_share: None, overlap: false };
+    let config = ContextConfig { mode: ComputeMode::Auto, n_ranks: 2, ..settings() };
+    let made = Context::on_gpu(Checkpoint::open(&folder).unwrap(), config, gpu);
+    std::fs::remove_dir_all(&folder).unwrap();
+    let Err(error) = made else { panic!("two ranks on one device") };
+    assert!(error.to_string().contains("2 on one GPU"), "{error}");
 }
