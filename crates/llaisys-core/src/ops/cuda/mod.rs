@@ -19,6 +19,7 @@ pub mod join_columns;
 pub mod nccl;
 pub mod nvidia;
 pub mod nvrtc;
+mod pinned;
 pub mod probe;
 mod ring;
 pub mod rope_kv_store;

@@ -9,8 +9,8 @@ use super::compile::Cubins;
 use super::device::{Arg, Device, DeviceFacts, DevicePtr, Event, Exchange, GraphId, Launch, Product};
 use super::nccl::{Communicator, Seat};
 use super::nvrtc::Source;
+use super::pinned::Pinned;
 use super::probe::{CAPABILITY_MIN, Cuda};
-use super::ring::Ring;
 use super::status::{self, Severity};
 use super::unit::{Function, KernelFile, Unit};
 use crate::error::DeviceError;
@@ -63,15 +63,9 @@ pub struct Nvidia {
     n_events: Cell<Event>,
     free_events: RefCell<Vec<sys::CUevent>>,
     graphs: RefCell<Vec<sys::CUgraphExec>>,
+    is_capturing: Cell<bool>,
     /// None of a device with a whole model.
     others: Option<Communicator>,
-}
-
-/// Pinned host memory that copies go through.
-#[derive(Debug)]
-struct Pinned<T> {
-    bytes: *mut u8,
-    ring: RefCell<Ring<T>>,
 }
 
 // SAFETY: what the pointers name belongs to the driver's context of the process, to no thread. One thread at a time has
@@ -132,6 +126,7 @@ impl Nvidia {
             n_events: Cell::new(0),
             free_events: RefCell::default(),
             graphs: RefCell::default(),
+            is_capturing: Cell::new(false),
             others: None,
         };
         let n_bytes = workspace_bytes(opened.facts.capability);
@@ -153,8 +148,19 @@ impl Nvidia {
         self.cubins.n_compiled()
     }
 
+    /// Refuses what a capture would note, or be ended by: the driver would take a copy into the graph, with the staging
+    /// memory as it is at each replay.
+    fn uncaptured(&self, op: &str) -> Result<(), DeviceError> {
+        if self.is_capturing.get() {
+            let status = "not allowed in a capture".to_owned();
+            return Err(DeviceError::Cuda { op: op.to_owned(), status });
+        }
+        Ok(())
+    }
+
     /// Loads the machine code of a unit, and its functions, so that none is loaded in a capture.
     fn load(&self, unit: &Unit, cubin: &[u8]) -> Result<(), DeviceError> {
+        self.uncaptured("load a kernel")?;
         let fails = |e| fail(format!("load {unit} for {}", self.facts.name), e);
         // SAFETY: the image is whole: it came from the compiler, or from the cache that checks it.
         let module = unsafe { result::module::load_data(cubin.as_ptr().cast()) }.map_err(fails)?;
@@ -233,6 +239,7 @@ impl Device for Nvidia {
     }
 
     fn alloc(&self, what: &'static str, n_bytes: usize) -> Result<DevicePtr, DeviceError> {
+        self.uncaptured("allocate")?;
         // SAFETY: the memory is only given to kernels and copies that write before they read, or fill it.
         let memory = unsafe { result::malloc_sync(n_bytes.max(1)) };
         match memory {
@@ -250,11 +257,13 @@ impl Device for Nvidia {
     }
 
     fn upload(&self, to: DevicePtr, from: &[u8]) -> Result<(), DeviceError> {
+        self.uncaptured("upload")?;
         let pieces = from.chunks(PIECE_BYTES).enumerate();
         pieces.into_iter().try_for_each(|(i, piece)| self.upload_piece(to.at(i * PIECE_BYTES), piece))
     }
 
     fn download(&self, from: DevicePtr, to: &mut [u8]) -> Result<(), DeviceError> {
+        self.uncaptured("download")?;
         // SAFETY: `to` outlives the copy, which is waited for; the caller owns `from`.
         let copied = unsafe { result::memcpy_dtoh_async(to, from.0, self.stream) };
         copied.map_err(|e| fail("download", e))?;
@@ -333,6 +342,7 @@ impl Device for Nvidia {
     }
 
     fn read_back(&self, from: DevicePtr, n_bytes: usize) -> Result<Event, DeviceError> {
+        self.uncaptured("read back")?;
         let Some(place) = self.read_backs.ring.borrow().place(n_bytes) else {
             let status =
                 format!("{n_bytes} bytes, and what waits to be collected, are over {READ_BACK_BYTES}");
@@ -362,16 +372,21 @@ impl Device for Nvidia {
     }
 
     fn synchronize(&self) -> Result<(), DeviceError> {
+        self.uncaptured("synchronize")?;
         self.finish("wait for the device")
     }
 
     fn begin_capture(&self) -> Result<(), DeviceError> {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream is this device's, and not the default one.
-        unsafe { result::stream::begin_capture(self.stream, mode) }.map_err(|e| fail("begin a capture", e))
+        unsafe { result::stream::begin_capture(self.stream, mode) }
+            .map_err(|e| fail("begin a capture", e))?;
+        self.is_capturing.set(true);
+        Ok(())
     }
 
     fn end_capture(&self) -> Result<GraphId, DeviceError> {
+        self.is_capturing.set(false);
         // SAFETY: the stream is this device's.
         let graph = unsafe { result::stream::end_capture(self.stream) };
         let graph = graph.map_err(|e| fail("end a capture", e))?;
@@ -449,29 +464,11 @@ impl Drop for Nvidia {
             for memory in self.memory.take() {
                 let _ = result::free_sync(memory.0);
             }
-            let _ = result::free_host(self.uploads.bytes.cast());
-            let _ = result::free_host(self.read_backs.bytes.cast());
+            self.uploads.free();
+            self.read_backs.free();
             let _ = result::stream::destroy(self.stream);
             let _ = result::primary_ctx::release(self.device);
         }
-    }
-}
-
-impl<T> Pinned<T> {
-    fn new(n_bytes: usize, flags: u32) -> Result<Self, DeviceError> {
-        // SAFETY: every byte is written before it is read (by a copy of ours or of the device).
-        let bytes = unsafe { result::malloc_host(n_bytes, flags) };
-        let bytes = bytes.map_err(|e| fail(format!("pin {n_bytes} bytes of host memory"), e))?;
-        Ok(Self { bytes: bytes.cast(), ring: RefCell::new(Ring::new(n_bytes)) })
-    }
-
-    /// A piece that the ring gave out, or will at once: nobody else has it.
-    #[allow(clippy::mut_from_ref, reason = "the ring lends each piece once")]
-    fn slice(&self, start: usize, n_bytes: usize) -> &mut [u8] {
-        assert!(start + n_bytes <= self.ring.borrow().capacity());
-        // SAFETY: the range is within the allocation, which lives as long as the device, and the ring lends no
-        // byte twice.
-        unsafe { std::slice::from_raw_parts_mut(self.bytes.add(start), n_bytes) }
     }
 }
 
@@ -487,7 +484,7 @@ fn bits(arg: Arg) -> u64 {
 }
 
 /// The error of a driver's call, noted if it is the context's last.
-fn fail(op: impl Into<String>, e: DriverError) -> DeviceError {
+pub(super) fn fail(op: impl Into<String>, e: DriverError) -> DeviceError {
     let number = e.0 as u32;
     let name = e.error_name().map_or("unknown".into(), |name| name.to_string_lossy());
     let status = format!("{name} ({number})");
