@@ -9,8 +9,10 @@ mod folder;
 use folder::Folder;
 use half::bf16;
 use libloading::Library;
-use llaisys_core::ops::cuda::device::{Device, DevicePtr, Element, Product};
+use llaisys_core::error::DeviceError;
+use llaisys_core::ops::cuda::device::{Device, DevicePtr, Element, Exchange, Product};
 use llaisys_core::ops::cuda::embed::{self, Embed};
+use llaisys_core::ops::cuda::nccl::Nccl;
 use llaisys_core::ops::cuda::nvidia::{Nvidia, NvidiaSettings};
 use llaisys_core::ops::cuda::probe::Cuda;
 use std::ffi::{c_int, c_ulonglong};
@@ -34,7 +36,7 @@ impl Fake {
     }
 
     /// Opens the GPU, as the probe finds it.
-    fn open(&self) -> Result<Nvidia, llaisys_core::error::DeviceError> {
+    fn open(&self) -> Result<Nvidia, DeviceError> {
         let driver = self.folder.path().join("libcuda.so.1");
         let cuda = Cuda::find(driver.to_str().unwrap(), &[self.folder.path().to_owned()]).unwrap();
         let cubin_folder = Some(self.folder.path().join("cubins"));
@@ -52,6 +54,12 @@ impl Fake {
         unsafe {
             self.driver.get::<unsafe extern "C" fn(c_int)>(b"fake_fail_next_launch").unwrap()(status);
         }
+    }
+
+    /// Nothing that is waited for is ever done.
+    fn get_stuck(&self) {
+        // SAFETY: the signature is the fake's.
+        unsafe { self.driver.get::<unsafe extern "C" fn()>(b"fake_get_stuck").unwrap()() };
     }
 
     fn n_heuristics(&self) -> c_int {
@@ -77,6 +85,7 @@ fn the_life_of_a_device() {
     // Python's collector may drop it on any thread.
     std::thread::spawn(move || drop(device)).join().unwrap();
     assert_eq!(fake.n_held(), 0);
+    exchanges_wait_for_no_rank_that_is_lost(&fake);
     a_fatal_error_is_the_process_s(&fake);
 }
 
@@ -247,6 +256,49 @@ fn what_does_not_fit_is_said_in_numbers(device: &Nvidia) {
     for part in ["allocate the KV cells", "3.00 GiB", &numbers, "gpu_memory_utilization"] {
         assert!(error.contains(part), "{part} is not in: {error}");
     }
+}
+
+/// A GPU of one of two ranks; the other has none, and is a thread that only talks. In the end the GPU waits for it in vain.
+fn exchanges_wait_for_no_rank_that_is_lost(fake: &Fake) {
+    let nccl = Nccl::find(&[fake.folder.path().to_owned()]).unwrap();
+    let mut seats = nccl.group(2).unwrap();
+    let (other, own) = (seats.remove(1), seats.remove(0));
+    let mut device = fake.open().unwrap();
+    assert_eq!((device.rank(), device.world()), (0, 1));
+    let at = device.alloc("numbers", 16).unwrap();
+    let exchange = Exchange::AllReduceSum { at, n: 4, element: Element::F32 };
+    let alone = device.exchange(&exchange).unwrap_err().to_string();
+    assert!(alone.contains("joined no others"), "{alone}");
+    let words = |values: [f32; 4]| values.map(f32::to_le_bytes).concat();
+    let (leave, told) = std::sync::mpsc::channel::<()>();
+    std::thread::scope(|scope| {
+        let talk = scope.spawn(move || {
+            let end = other.join().unwrap();
+            let mut numbers = [10.0_f32, 20.0, 30.0, 40.0];
+            let at = DevicePtr(numbers.as_mut_ptr() as u64);
+            let exchange = Exchange::AllReduceSum { at, n: 4, element: Element::F32 };
+            end.start(&exchange, std::ptr::null_mut()).unwrap();
+            // Its sender is dropped when this rank may go.
+            let _ = told.recv();
+        });
+        device.join(own).unwrap();
+        assert_eq!((device.rank(), device.world()), (0, 2));
+        device.upload(at, &words([1.0, 2.0, 3.0, 4.0])).unwrap();
+        device.exchange(&exchange).unwrap();
+        let mut back = [0; 16];
+        device.download(at, &mut back).unwrap();
+        assert_eq!(back.as_slice(), words([11.0, 22.0, 33.0, 44.0]));
+        let event = device.read_back(at, 16).unwrap();
+        device.collect(event, &mut back).unwrap();
+        assert_eq!(back.as_slice(), words([11.0, 22.0, 33.0, 44.0]));
+        fake.get_stuck();
+        let event = device.read_back(at, 16).unwrap();
+        drop(leave);
+        talk.join().unwrap();
+        let lost = |result| matches!(result, Err(DeviceError::RankLost { rank: 0, world: 2 }));
+        assert!(lost(device.collect(event, &mut back)));
+        assert!(lost(device.synchronize()) && lost(device.exchange(&exchange)));
+    });
 }
 
 fn a_fatal_error_is_the_process_s(fake: &Fake) {

@@ -63,7 +63,7 @@ fn rank(context: &mut Context, rank: usize) -> &mut Rank {
     match &mut context.backend {
         Backend::Cpu(ranks) => &mut ranks.ranks[rank],
         #[cfg(feature = "cuda")]
-        Backend::Cuda(_) => unreachable!("these contexts are on the CPU"),
+        _ => unreachable!("these contexts are on the CPU"),
     }
 }
 

@@ -3,15 +3,17 @@
 //! A fault of a kernel is an error that names it; like a GPU, the device is of no use from then on.
 
 pub(crate) mod compare;
+mod exchange;
 pub(crate) mod flaky;
 mod memory;
 mod product;
 mod units;
 
+use llaisys_core::collective::{Collective, Local};
 use llaisys_core::error::DeviceError;
 use llaisys_core::ops::contract::Draw;
 use llaisys_core::ops::cuda::device::{
-    Arg, Device, DeviceFacts, DevicePtr, Element, Event, GraphId, Launch, Product,
+    Arg, Device, DeviceFacts, DevicePtr, Element, Event, Exchange, GraphId, Launch, Product,
 };
 use llaisys_core::ops::cuda::unit::{FILES, Function, Kernel, KernelFile, Unit};
 use memory::Memory;
@@ -37,6 +39,8 @@ struct State {
     graphs: Vec<Vec<Work>>,
     read: VecDeque<(Event, Vec<u8>)>,
     last_event: Event,
+    /// The other ranks, of a device that has a part of a model.
+    others: Option<Local>,
 }
 
 /// Work as a graph keeps it.
@@ -44,6 +48,7 @@ struct State {
 enum Work {
     Launch { function: Function, grid: [u32; 3], block: u32, shared_bytes: u32, args: Vec<Arg> },
     Product(Product),
+    Exchange(Exchange),
     Fill(DevicePtr, u8, usize),
 }
 
@@ -51,6 +56,13 @@ impl Emulator {
     /// A device that knows the kernels of the table.
     pub(crate) fn new() -> Self {
         Self::with_files(FILES)
+    }
+
+    /// The device of a rank, which exchanges through the host's memory: `others` is its end of their group.
+    pub(crate) fn joined(others: Local) -> Self {
+        let device = Self::new();
+        device.state.borrow_mut().others = Some(others);
+        device
     }
 
     /// A device that knows other kernels: tests of the emulator itself.
@@ -144,6 +156,12 @@ impl Emulator {
             }
             Work::Product(p) => {
                 (format!("product {} x {} x {}", p.m, p.n, p.k), product::product(&mut state.memory, p))
+            }
+            // A rank that is lost takes nothing from this one's memory.
+            Work::Exchange(exchange) => {
+                let State { memory, others, .. } = state;
+                let others = others.as_mut().ok_or_else(|| exchange.alone())?;
+                return exchange::exchange(memory, others, exchange);
             }
             Work::Fill(to, value, n) => {
                 ("fill".into(), state.memory.bytes_mut(*to, *n).map(|bytes| bytes.fill(*value)))
@@ -297,6 +315,24 @@ impl Device for Emulator {
 
     fn product(&self, product: &Product) -> Result<(), DeviceError> {
         self.ask("product", Work::Product(*product))
+    }
+
+    fn rank(&self) -> usize {
+        self.state.borrow().others.as_ref().map_or(0, Local::rank)
+    }
+
+    fn world(&self) -> usize {
+        self.state.borrow().others.as_ref().map_or(1, Local::world)
+    }
+
+    fn exchange(&self, exchange: &Exchange) -> Result<(), DeviceError> {
+        self.ask("exchange", Work::Exchange(*exchange))
+    }
+
+    fn abort(&self) {
+        if let Some(others) = &self.state.borrow().others {
+            others.abort();
+        }
     }
 
     fn read_back(&self, from: DevicePtr, n_bytes: usize) -> Result<Event, DeviceError> {

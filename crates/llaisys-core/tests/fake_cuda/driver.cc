@@ -3,6 +3,7 @@
 // launch runs its kernels by emu.h. Captured work is kept and done again by each launch of its graph. The signatures are
 // those of cuda.h 13.0; a name that is not here is one that LLAISYS does not call.
 //
+// FAKE_CUDA_DEVICES: how many there are (default 1). They are of one memory and one order.
 // FAKE_CUDA_MEMORY_MB: device memory (default 2048). FAKE_CUDA_FAULT_AT=N: launch number N faults.
 // FAKE_CUDA_COUNTS=FILE: what was done, as JSON, when the context is released.
 #include <deque>
@@ -23,7 +24,7 @@ namespace {
 
 enum Status {
     SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201, INVALID_IMAGE = 200, NOT_FOUND = 500,
-    ILLEGAL_ADDRESS = 700, CAPTURE_UNSUPPORTED = 900, CAPTURED_EVENT = 907,
+    ILLEGAL_ADDRESS = 700, NOT_READY = 600, CAPTURE_UNSUPPORTED = 900, CAPTURED_EVENT = 907,
 };
 const size_t PAGE = 4096, GUARD = 1 << 20, ALIGNMENT = 256;
 const unsigned char FRESH = 0xff;  // NaN in every float type, -1 as an integer
@@ -52,6 +53,7 @@ bool is_capturing;
 std::vector<Work> captured;
 int lost;  // the error that stays
 thread_local bool is_current;  // the context, in this thread
+bool is_stuck;  // nothing more is ever done
 std::map<size_t, Allocation> memory;
 size_t used;
 Counts counts;
@@ -85,6 +87,14 @@ int run(size_t until) {
     return lost;
 }
 size_t n_queued() { return n_done + queue.size(); }
+
+// Whether everything up to `until` is done; it is not at the first look.
+int query(size_t until) {
+    if (is_stuck) return NOT_READY;
+    if (n_done >= until) return lost;
+    int status = run(n_done + 1);
+    return status ? status : NOT_READY;
+}
 
 // What must not be asked in a capture: as the driver, this ends it.
 int uncaptured() {
@@ -130,6 +140,7 @@ extern "C" {
 // --- for tests in the same process ---
 
 void fake_fail_next_launch(int status) { fail_next = status; }
+void fake_get_stuck() { is_stuck = true; }
 // Allocations and contexts that are not given back.
 unsigned long long fake_held() { return counts.retained + counts.allocations; }
 
@@ -137,8 +148,10 @@ unsigned long long fake_held() { return counts.retained + counts.allocations; }
 
 int cuInit(unsigned flags) { return flags ? INVALID_VALUE : SUCCESS; }
 int cuDriverGetVersion(int* version) { return *version = 13000, SUCCESS; }
-int cuDeviceGetCount(int* n) { return *n = 1, SUCCESS; }
-int cuDeviceGet(int* device, int ordinal) { return *device = ordinal, ordinal ? 101 : SUCCESS; }
+int cuDeviceGetCount(int* n) { return *n = setting("FAKE_CUDA_DEVICES", 1), SUCCESS; }
+int cuDeviceGet(int* device, int ordinal) {
+    return *device = ordinal, (size_t)ordinal < setting("FAKE_CUDA_DEVICES", 1) ? SUCCESS : 101;
+}
 int cuDeviceGetName(char* name, int n, int device) { return snprintf(name, n, "Fake H100"), SUCCESS; }
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
     // Capability, multiprocessors, shared memory that a block may ask for: the least of the architectures.
@@ -237,6 +250,11 @@ int cuStreamSynchronize(void* stream) {
     if (int status = uncaptured()) return status;
     return run(n_queued());
 }
+int cuStreamQuery(void* stream) {
+    std::lock_guard<std::mutex> held(lock);
+    if (int status = uncaptured()) return status;
+    return query(n_queued());
+}
 int cuEventCreate(void** event, unsigned flags) { return *event = new Event{}, flags == 2 ? usable() : INVALID_VALUE; }
 int cuEventDestroy_v2(void* event) { return delete (Event*)event, usable(); }
 int cuEventRecord(void* event, void* stream) {
@@ -247,6 +265,10 @@ int cuEventRecord(void* event, void* stream) {
 int cuEventSynchronize(void* event) {
     std::lock_guard<std::mutex> held(lock);
     return ((Event*)event)->is_captured ? CAPTURED_EVENT : run(((Event*)event)->at);
+}
+int cuEventQuery(void* event) {
+    std::lock_guard<std::mutex> held(lock);
+    return ((Event*)event)->is_captured ? CAPTURED_EVENT : query(((Event*)event)->at);
 }
 // Only libcublasLt calls it.
 int cuLaunchHostFunc(void* stream, void (*call)(void*), void* data) {
