@@ -61,6 +61,7 @@ pub struct Nvidia {
     n_events: Cell<Event>,
     free_events: RefCell<Vec<sys::CUevent>>,
     graphs: RefCell<Vec<sys::CUgraphExec>>,
+    is_capturing: Cell<bool>,
 }
 
 /// Pinned host memory that copies go through.
@@ -123,6 +124,7 @@ impl Nvidia {
             n_events: Cell::new(0),
             free_events: RefCell::default(),
             graphs: RefCell::default(),
+            is_capturing: Cell::new(false),
         };
         let n_bytes = workspace_bytes(opened.facts.capability);
         let workspace = opened.alloc("the workspace of products", n_bytes)?;
@@ -135,8 +137,19 @@ impl Nvidia {
         self.cubins.n_compiled()
     }
 
+    /// Refuses what a capture would note, or be ended by: the driver would take a copy into the graph, with the staging
+    /// memory as it is at each replay.
+    fn uncaptured(&self, op: &str) -> Result<(), DeviceError> {
+        if self.is_capturing.get() {
+            let status = "not allowed in a capture".to_owned();
+            return Err(DeviceError::Cuda { op: op.to_owned(), status });
+        }
+        Ok(())
+    }
+
     /// Loads the machine code of a unit, and its functions, so that none is loaded in a capture.
     fn load(&self, unit: &Unit, cubin: &[u8]) -> Result<(), DeviceError> {
+        self.uncaptured("load a kernel")?;
         let fails = |e| fail(format!("load {unit} for {}", self.facts.name), e);
         // SAFETY: the image is whole: it came from the compiler, or from the cache that checks it.
         let module = unsafe { result::module::load_data(cubin.as_ptr().cast()) }.map_err(fails)?;
@@ -213,6 +226,7 @@ impl Device for Nvidia {
     }
 
     fn alloc(&self, what: &'static str, n_bytes: usize) -> Result<DevicePtr, DeviceError> {
+        self.uncaptured("allocate")?;
         // SAFETY: the memory is only given to kernels and copies that write before they read, or fill it.
         let memory = unsafe { result::malloc_sync(n_bytes.max(1)) };
         match memory {
@@ -230,11 +244,13 @@ impl Device for Nvidia {
     }
 
     fn upload(&self, to: DevicePtr, from: &[u8]) -> Result<(), DeviceError> {
+        self.uncaptured("upload")?;
         let pieces = from.chunks(PIECE_BYTES).enumerate();
         pieces.into_iter().try_for_each(|(i, piece)| self.upload_piece(to.at(i * PIECE_BYTES), piece))
     }
 
     fn download(&self, from: DevicePtr, to: &mut [u8]) -> Result<(), DeviceError> {
+        self.uncaptured("download")?;
         // SAFETY: `to` outlives the copy, which is waited for; the caller owns `from`.
         let copied = unsafe { result::memcpy_dtoh_async(to, from.0, self.stream) };
         copied.map_err(|e| fail("download", e))?;
@@ -293,6 +309,7 @@ impl Device for Nvidia {
     }
 
     fn read_back(&self, from: DevicePtr, n_bytes: usize) -> Result<Event, DeviceError> {
+        self.uncaptured("read back")?;
         let Some(place) = self.read_backs.ring.borrow().place(n_bytes) else {
             let status =
                 format!("{n_bytes} bytes, and what waits to be collected, are over {READ_BACK_BYTES}");
@@ -321,16 +338,21 @@ impl Device for Nvidia {
     }
 
     fn synchronize(&self) -> Result<(), DeviceError> {
+        self.uncaptured("synchronize")?;
         self.finish("wait for the device")
     }
 
     fn begin_capture(&self) -> Result<(), DeviceError> {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream is this device's, and not the default one.
-        unsafe { result::stream::begin_capture(self.stream, mode) }.map_err(|e| fail("begin a capture", e))
+        unsafe { result::stream::begin_capture(self.stream, mode) }
+            .map_err(|e| fail("begin a capture", e))?;
+        self.is_capturing.set(true);
+        Ok(())
     }
 
     fn end_capture(&self) -> Result<GraphId, DeviceError> {
+        self.is_capturing.set(false);
         // SAFETY: the stream is this device's.
         let graph = unsafe { result::stream::end_capture(self.stream) };
         let graph = graph.map_err(|e| fail("end a capture", e))?;
