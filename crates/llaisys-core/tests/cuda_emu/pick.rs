@@ -1,5 +1,5 @@
-//! Which device the parity tests run on: the emulator, or with `LLAISYS_TEST_DEVICE=gpu` the first GPU. The tests, their
-//! references and their tolerances are the same.
+//! Which device the parity tests run on: the emulator, or with `LLAISYS_TEST_DEVICE=gpu` the first GPU (`gpu-small`: the
+//! emulator's cases on it). The tests, their references and their tolerances are the same.
 
 use super::Emulator;
 use llaisys_core::ops::cuda::device::{Device, Element};
@@ -13,13 +13,27 @@ thread_local! {
     static GPU: Rc<Nvidia> = Rc::new(open_gpu());
 }
 
+/// Where the tests run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Picked {
+    Emulator,
+    Gpu,
+    /// Under a tool that makes a GPU as slow as an emulator.
+    GpuSmall,
+}
+
+fn picked() -> Picked {
+    match setting("LLAISYS_TEST_DEVICE").as_deref() {
+        None | Some("emulator") => Picked::Emulator,
+        Some("gpu") => Picked::Gpu,
+        Some("gpu-small") => Picked::GpuSmall,
+        Some(other) => panic!("LLAISYS_TEST_DEVICE={other}: emulator, gpu or gpu-small"),
+    }
+}
+
 /// Whether the tests run on a GPU. Panics on a device that is neither.
 pub(crate) fn is_gpu() -> bool {
-    match setting("LLAISYS_TEST_DEVICE").as_deref() {
-        None | Some("emulator") => false,
-        Some("gpu") => true,
-        Some(other) => panic!("LLAISYS_TEST_DEVICE={other}: emulator or gpu"),
-    }
+    picked() != Picked::Emulator
 }
 
 /// A new emulator, or the GPU. Its name is printed: `benches/gpu/phase1_parity.py` reads it.
@@ -37,14 +51,15 @@ pub(crate) fn case(op: &str, element: Element, shape: impl std::fmt::Display) {
 /// Cases that take an emulator too long: themselves on a GPU, else none, and a line that counts them.
 pub(crate) fn gpu_only<T>(op: &str, cases: impl IntoIterator<Item = T>) -> Vec<T> {
     let cases: Vec<T> = cases.into_iter().collect();
-    if is_gpu() {
+    if picked() == Picked::Gpu {
         return cases;
     }
     println!("left for a GPU: {op}, {} cases", cases.len());
     Vec::new()
 }
 
-/// Machine code is kept between the tests' processes in the folder for temporary files.
+/// The libraries are looked for in each folder of `LLAISYS_CUDA_LIB_DIR`. Machine code is kept between the tests'
+/// processes in the folder for temporary files.
 fn open_gpu() -> Nvidia {
     let folders: Vec<PathBuf> = match setting("LLAISYS_CUDA_LIB_DIR") {
         Some(folders) => std::env::split_paths(&folders).collect(),
