@@ -135,8 +135,8 @@ def values_of(said: Outcome, is_ok: bool) -> dict[str, Any]:
 
 
 def library_folders() -> list[Path]:
-    """Where PyTorch's packages have them, as `llaisys.config.cuda_library_folders` looks for them: parity does
-    not wait for the wheel."""
+    """Where PyTorch's packages have them, as `llaisys.config.cuda_library_folders` looks for them: parity
+    does not wait for the wheel."""
     spec = find_spec("nvidia")
     places = (spec and spec.submodule_search_locations) or ()
     folders = [Path(place, part, "lib") for place in places for part in ("cu13", "cuda_nvrtc", "cublas")]

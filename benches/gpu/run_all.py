@@ -2,10 +2,10 @@
 
 usage: run_all.py --out DIR [--work DIR] [--only 1,3] [--dry-run] [-- more arguments for every phase]
 
-Runs the unpacked bundle beside it (bundle.py): nothing is installed and nothing is fetched. Each phase's state
-is kept in the work folder, so that a run which is killed, or whose time is over, goes on where it ended when it
-is started again. After each phase `results.tar.gz` and `summary.md` are written to --out anew: few files come
-back from such a machine.
+Runs the unpacked bundle beside it (bundle.py): nothing is installed and nothing is fetched. Each phase's
+state is kept in the work folder, so that a run which is killed, or whose time is over, goes on where it ended
+when it is started again. After each phase `results.tar.gz` and `summary.md` are written to --out anew: few
+files come back from such a machine.
 
 Exit status: 0, all phases are done; 1, one failed; 3, the time was over.
 """
