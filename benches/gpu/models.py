@@ -1,7 +1,9 @@
-"""The checkpoints of the phases: random ones of known shapes, made where they are used, and SmolLM2's beginning.
+"""The checkpoints of the phases: random ones of known shapes, made where they are used, and SmolLM2's
+beginning.
 
-Random weights do for speed and for shapes: their values come from a seed, so that both engines of a comparison read
-the same file. `smollm2-8` has real weights, which prepare.py packed as the Q4_1 blocks that they came in.
+Random weights do for speed and for shapes: their values come from a seed, so that both engines of a
+comparison read the same file. `smollm2-8` has real weights, which prepare.py packed as the Q4_1 blocks that
+they came in.
 """
 
 from __future__ import annotations
@@ -136,7 +138,8 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def write_header(file: BinaryIO, tensors: list[tuple[str, tuple[int, ...]]]) -> None:
-    """The head of a safetensors file whose data are these in bf16, in this order (the format's own README)."""
+    """The head of a safetensors file whose data are these in bf16, in this order (the format's own
+    README)."""
     header, offset = {}, 0
     for name, dims in tensors:
         end = offset + 2 * math.prod(dims)
@@ -183,7 +186,8 @@ def _on_gpu(seed: int) -> Any:
 
 
 def smollm2(out: Path, inputs: Path) -> Path:
-    """The folder `out/models/smollm2-8`: the first 8 layers of SmolLM2-135M-Instruct in bf16, unpacked if need be."""
+    """The folder `out/models/smollm2-8`: the first 8 layers of SmolLM2-135M-Instruct in bf16, unpacked if
+    need be."""
     folder = out / "models" / "smollm2-8"
     if (folder / "model.safetensors").exists():
         return folder
@@ -213,7 +217,8 @@ def smollm2(out: Path, inputs: Path) -> Path:
 
 
 def unpack(data: bytes) -> NDArray[np.float32]:
-    """The values of Q4_1 blocks: `code * scale + smallest`, the low halves of the bytes first (ggml-quants.c)."""
+    """The values of Q4_1 blocks: `code * scale + smallest`, the low halves of the bytes first
+    (ggml-quants.c)."""
     blocks = np.frombuffer(data, np.uint8).reshape(-1, BLOCK_BYTES)
     scale, smallest = (blocks[:, i : i + 2].copy().view(np.float16).astype(np.float32) for i in (0, 2))
     codes = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], 1)

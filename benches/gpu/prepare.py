@@ -1,9 +1,12 @@
-"""Makes what the phases read, where there are the sources: usage: prepare.py [--out benches/gpu/inputs]
+"""Makes what the phases read, where there are the sources.
 
-- `smollm2-8.packed.safetensors`: the first 8 layers of the embedded SmolLM2, its matrices as Q4_1 blocks (36 MB; the
-  embedding, Q8_0 in the source, is quantised again: both engines of a comparison read what comes out), with
-  `smollm2-config.json` and `smollm2-tokenizer/`.
+usage: prepare.py [--out benches/gpu/inputs] [--nano-vllm FOLDER]
+
+- `smollm2-8.packed.safetensors`: the first 8 layers of the embedded SmolLM2, its matrices as Q4_1 blocks
+  (36 MB; the embedding, Q8_0 in the source, is quantised again: both engines of a comparison read what
+  comes out), with `smollm2-config.json` and `smollm2-tokenizer/`.
 - `qwen2-tokenizer/`, for the random models.
+- `nano-vllm/`: the package and its licence, of a checkout of GeeeekExplorer/nano-vllm, if FOLDER names one.
 - `prompts.json`: token ids of SmolLM2's tokenizer, windows of tests/data/text/mixed.txt.
 """
 
@@ -121,10 +124,17 @@ def smollm2(out: Path) -> None:
 
 def main() -> None:
     """Reads the flags and writes the folder."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "inputs")
-    out: Path = parser.parse_args().out
+    parser.add_argument("--nano-vllm", type=Path, help="a checkout, MIT")
+    flags = parser.parse_args()
+    out: Path = flags.out
     out.mkdir(parents=True, exist_ok=True)
+    if flags.nano_vllm:
+        shutil.copytree(flags.nano_vllm / "nanovllm", out / "nano-vllm" / "nanovllm", dirs_exist_ok=True)
+        shutil.copy(flags.nano_vllm / "LICENSE", out / "nano-vllm" / "LICENSE")
     smollm2(out)
     folder = out / "qwen2-tokenizer"
     folder.mkdir(exist_ok=True)

@@ -32,6 +32,28 @@ def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tupl
     """One Philox4x32-10 block (Salmon et al. 2011), for known-answer tests."""
 
 @final
+class Gpu:
+    """A GPU for a Context, and how it is used. Opening it is the Context's business.
+
+    `folders`, `driver`: as of `cuda_info`. `ordinal`: which GPU, in the driver's order. `cubin_folder`: where
+    machine code is kept; None: nowhere. `memory_share`: of the GPU's memory, more than 0 up to 1, what a
+    Context without `n_cells` may fill. `synchronous`: wait after every kernel, so that an error names it.
+    `overlap`: a decode step may be launched before the tokens of the one before are known.
+    """
+
+    def __new__(
+        cls,
+        folders: list[str],
+        *,
+        driver: str = ...,
+        ordinal: int = 0,
+        cubin_folder: str | None = None,
+        memory_share: float = 0.9,
+        synchronous: bool = False,
+        overlap: bool = True,
+    ) -> Gpu: ...
+
+@final
 class SamplerSpec:
     """Sampling of one sequence, checked once. See `types.SamplingParams` for the meanings.
 
@@ -221,7 +243,8 @@ class Context:
 
     A panic in the forward pass or the sampler is a CoreFaultError: it has changed nothing, and the context
     can be used again. One inside a change of the books is an EngineDeadError, and so is every later call, and
-    every call in a process forked from the one that built the context."""
+    every call in a process forked from the one that built the context. A failure of the GPU is an
+    EngineDeadError."""
 
     def __new__(
         cls,
@@ -230,7 +253,7 @@ class Context:
         dtype: str = "auto",
         kv_dtype: str = "auto",
         isa: str = "auto",
-        n_cells: int,
+        n_cells: int | None,
         n_seq_max: int,
         n_streams: int = 1,
         n_batch: int,
@@ -239,6 +262,7 @@ class Context:
         n_ranks: int = 1,
         lifo: bool = False,
         poison: bool = False,
+        gpu: Gpu | None = None,
     ) -> Context:
         """Loads the weights (GIL released); `dtype` "int8" and "int4" quantise those of a float checkpoint.
 
@@ -246,11 +270,15 @@ class Context:
         parallelism); `n_threads` are those of all ranks, each has one at least.
         `n_streams` arenas of `n_cells // n_streams` cells each (it must divide): arena `s` is the cells from
         `s * n_cells // n_streams`. For tests: `lifo` hands out what was freed last, `poison` keeps NaN in
-        every cell that is free or reserved."""
+        every cell that is free or reserved.
+
+        `gpu`: computes there, in the checkpoint's 16-bit type (bf16 of float32 and of blocks). Then `n_cells`
+        may be None: as many as its memory has room for. `isa` is not looked at."""
     def close(self) -> None:
         """Frees everything; idempotent."""
     @property
-    def isa(self) -> str: ...
+    def isa(self) -> str:
+        """The instruction set; on a GPU its name."""
     @property
     def n_cells(self) -> int: ...
     @property

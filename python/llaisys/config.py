@@ -99,6 +99,13 @@ class Config(BaseSettings):
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="share of the GPU's memory that weights, K and V may take (device cuda)"
     )
+    cuda_device: int = Field(0, ge=0, le=63, description="which GPU, in the driver's order (device cuda)")
+    cuda_sync: bool = Field(
+        False, description="wait after every kernel, so that an error names it; slow (device cuda)"
+    )
+    cuda_overlap: bool = Field(
+        True, description="launch a decode step before the tokens of the one before are known (device cuda)"
+    )
     kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="K and V; auto is float32 with dtype float32, else bfloat16"
     )
@@ -138,6 +145,11 @@ class Config(BaseSettings):
     )
     max_num_batched_tokens: int = Field(512, ge=1, description="tokens of one step over all requests")
     max_num_queued_reqs: int = Field(256, ge=0, description="requests that may wait; one more gets 429")
+    max_num_queued_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="tokens of prompts that may wait; one that adds more gets 429 (default: no bound)",
+    )
     max_input_tokens: int | None = Field(
         None, ge=1, description="tokens of a prompt; more get 400 (default: the context)"
     )
@@ -434,6 +446,11 @@ def cuda_library_folders() -> list[Path]:
         if root := os.environ.get(variable):
             folders.append(Path(root, part))
     return [folder.absolute() for folder in folders if folder.is_dir()]
+
+
+def cubin_folder() -> Path:
+    """Where machine code of the CUDA kernels is kept: what one start compiled, the next one finds."""
+    return home_folder() / "cubin"
 
 
 def package_version() -> str:

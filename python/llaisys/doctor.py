@@ -95,7 +95,7 @@ def _cuda() -> Finding:
     versions = f"driver for CUDA {info.driver_version}, NVRTC {info.nvrtc_version}"
     return Finding(
         "cuda",
-        f"{devices}; {versions}; {', '.join(info.libraries)}; the engine computes on the CPU only, as yet",
+        f"{devices}; {versions}; {', '.join(info.libraries)}; device auto is the first GPU",
     )
 
 

@@ -90,7 +90,8 @@ class LLM:
         )
         # Prompts are fed as room appears; a queue shorter than a batch would only keep the batch empty.
         n_open = max(config.max_num_queued_reqs, config.max_num_seqs)
-        self._config: Config = config.model_copy(update={"max_num_queued_reqs": n_open})
+        feed = {"max_num_queued_reqs": n_open, "max_num_queued_tokens": None}
+        self._config: Config = config.model_copy(update=feed)
         self._model: Model = open_model(self._config)
         self._router = _Router(n_open)
         self._ordinals = itertools.count()

@@ -223,11 +223,13 @@ class AsyncLLM:
         add_special_tokens: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        n_most: int | None = None,
     ) -> list[int]:
         """Token ids of a conversation, by the model's chat template, off the loop. Templates write their own
         special tokens; `add_special_tokens` adds the tokenizer's.
 
-        Raises UnsupportedError if the model has no template, RejectedError for messages it refuses.
+        Raises UnsupportedError if the model has no template, RejectedError for messages it refuses,
+        ContextLengthError as `encode`.
         """
         options = {
             **(template_kwargs or {}),
@@ -237,7 +239,7 @@ class AsyncLLM:
         }
         if self._prompts is not None:
             self._model.chat_template()
-            return await self._prompts.chat(messages, options, add_special_tokens)
+            return await self._prompts.chat(messages, options, add_special_tokens, n_most)
         text, ids = await asyncio.to_thread(self._model.chat_prompt, messages, options)
         return await self.encode(text) if add_special_tokens else ids
 
@@ -247,7 +249,8 @@ class AsyncLLM:
         """The token ids that `generate` uses of a prompt: encoded if it is text, cut by
         `truncate_prompt_tokens`."""
         if isinstance(prompt, str):
-            ids = await self.encode(prompt, add_special_tokens=add_special_tokens)
+            n_most = self.most_prompt_tokens(params)
+            ids = await self.encode(prompt, add_special_tokens=add_special_tokens, n_most=n_most)
         else:
             ids = list(prompt)
         return truncated(ids, params, self.max_model_len)
@@ -278,11 +281,20 @@ class AsyncLLM:
     def _tool_format(self) -> ToolFormat:
         return self._config.tool_call_parser or "hermes"
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, off the loop."""
+    def most_prompt_tokens(self, params: SamplingParams) -> int | None:
+        """Tokens above which `generate` refuses a prompt; None: it cuts it."""
+        if params.truncate_prompt_tokens is not None:
+            return None
+        return self._config.max_input_tokens or self.max_model_len
+
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, n_most: int | None = None
+    ) -> list[int]:
+        """Token ids of a text, off the loop. Raises ContextLengthError for one that is so long that it must
+        have more than `n_most`, without tokenising it."""
         if self._prompts is not None:
-            return await self._prompts.encode(text, add_special_tokens)
-        return await asyncio.to_thread(self._model.tokenizer.encode, text, add_special_tokens)
+            return await self._prompts.encode(text, add_special_tokens, n_most)
+        return await asyncio.to_thread(self._model.tokenizer.encode, text, add_special_tokens, n_most)
 
     async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids, off the loop."""

@@ -117,6 +117,17 @@ class _Sequence:
     prompt: list[int] = field(default_factory=list)
 
 
+# Cells that the fake GPU has room for.
+GPU_CELLS = 100
+
+
+class Gpu:
+    """What a context is told of its GPU."""
+
+    def __init__(self, folders: list[str], **settings: Any) -> None:
+        self.folders, self.settings = folders, settings
+
+
 class Context:
     """The compiled context's calls. A sequence id is `generation << 16 | slot`, as in the core.
 
@@ -127,18 +138,22 @@ class Context:
         self,
         path: str,
         *,
-        n_cells: int,
+        n_cells: int | None,
         n_seq_max: int,
         max_model_len: int,
         n_streams: int = 1,
         attention_window: int | None = None,
+        gpu: Gpu | None = None,
         **settings: Any,
     ) -> None:
+        if n_cells is None:
+            assert gpu is not None
+            n_cells = GPU_CELLS
         if path == "nowhere":
             raise RejectedError(f"{path}: no such model", param="model")
         if n_cells % n_streams:
             raise RejectedError(f"{n_cells} cells in {n_streams} arenas", param="n_cells")
-        self.path, self.settings = path, settings
+        self.path, self.settings, self.gpu = path, settings, gpu
         self.isa, self.vocab_size, self.weight_bytes = "fake", VOCAB_SIZE, 0
         self.attention_window = attention_window
         self.n_cells, self._max_len, self._n_streams = n_cells, max_model_len, n_streams

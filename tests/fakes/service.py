@@ -148,6 +148,9 @@ class FakeService:
     def stats(self) -> ServiceStats:
         return STATS
 
+    def most_prompt_tokens(self, params: SamplingParams) -> int | None:
+        return None if params.truncate_prompt_tokens is not None else self.max_model_len
+
     async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         if self.chat_error is not None:
             raise self.chat_error

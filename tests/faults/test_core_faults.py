@@ -64,7 +64,7 @@ def test_every_fault_of_a_step_has_its_class_and_the_next_step_is_right(core: Mo
             with pytest.raises(EngineDeadError if point in LOST else CoreFaultError, match=point):
                 decode(context, seq, PROMPT, 0)
             if point in LOST:
-                with pytest.raises(EngineDeadError, match="broken by an earlier panic"):
+                with pytest.raises(EngineDeadError, match="broken by an earlier failure"):
                     context.check_integrity()
                 continue
             assert context.digest() == before
@@ -78,7 +78,7 @@ def test_a_panic_in_a_change_ends_the_context(core: ModuleType) -> None:
     core.set_fault("books.change", "panic")
     with pytest.raises(EngineDeadError, match=r"panicked.*books\.change"):
         context.seq_release(seq)
-    with pytest.raises(EngineDeadError, match="broken by an earlier panic"):
+    with pytest.raises(EngineDeadError, match="broken by an earlier failure"):
         context.seq_acquire()
     context.close()
 

@@ -43,14 +43,14 @@ def test_an_import_looks_for_no_driver() -> None:
 def test_a_device_that_cannot_be_used_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "cuda_info", lambda: CudaInfo(reason="the driver knows CUDA 12.8"))
     with pytest.raises(UnsupportedError, match=r"the driver knows CUDA 12\.8") as caught:
-        worker.check_device("cuda")
+        worker.check_gpu(0)
     assert caught.value.param == "device"
-    worker.check_device("cpu")
-    worker.check_device("auto")
     device = CudaDevice("NVIDIA H100", 90, 80 << 30)
     monkeypatch.setattr(worker, "cuda_info", lambda: CudaInfo(None, "13.0", "13.0", (device,), ("/x",)))
-    with pytest.raises(UnsupportedError, match="NVIDIA H100 is usable, but"):
-        worker.check_device("cuda")
+    assert worker.check_gpu(0) == device
+    with pytest.raises(UnsupportedError, match="cuda_device is 1, this machine's are 0 to 0") as caught:
+        worker.check_gpu(1)
+    assert caught.value.param == "cuda_device"
 
 
 def test_libraries_are_looked_for_where_they_are_named_first(

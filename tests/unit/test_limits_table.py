@@ -99,6 +99,22 @@ def max_num_queued_reqs() -> None:
     engine.finish()
 
 
+def max_num_queued_tokens() -> None:
+    engine = made(max_num_queued_tokens=30, max_num_seqs=1)
+    engine.submit("a", prompt=[1] * 40)
+    engine.step()
+    engine.submit("waits alone", prompt=[1] * 31)
+    with pytest.raises(QueueFullError, match="32 tokens of prompts would wait, at most 30 may"):
+        engine.submit("one more", prompt=[1])
+    engine.engine.cancel("waits alone")
+    engine.submit("b", prompt=[1] * 10)
+    engine.submit("c", prompt=[1] * 20)
+    with pytest.raises(QueueFullError) as caught:
+        engine.submit("d", prompt=[1])
+    assert (status(caught.value), caught.value.retry_after_s >= 1) == (429, True)
+    engine.finish()
+
+
 def max_concurrent_requests() -> None:
     engine = made(max_concurrent_requests=8)
     engine.submit(*"abcdefghi", max_tokens=20)
@@ -406,6 +422,7 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
     test.__name__: test
     for test in (
         max_num_queued_reqs,
+        max_num_queued_tokens,
         max_concurrent_requests,
         max_num_seqs,
         max_batch_size,

@@ -153,6 +153,14 @@ async def test_text_is_tokenised_and_chats_are_rendered() -> None:
             await service.chat_prompt([{"role": "user"}])
 
 
+async def test_a_text_that_cannot_fit_is_not_even_tokenised() -> None:
+    async with started(max_input_tokens=5) as service:
+        with pytest.raises(ContextLengthError, match="100000 bytes"):
+            await collect(service, "a", "a" * 100_000)
+        cut = await collect(service, "b", "a" * 100_000, truncate_prompt_tokens=3)
+        assert len(cut.prompt_token_ids) == 3
+
+
 async def test_no_template_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llaisys.service.open_model", lambda _: text.model(template=None))
     async with started() as service:

@@ -118,6 +118,9 @@ pub enum Unsupported {
     /// An instruction set that this machine lacks or that is not known.
     #[error("instruction set {name:?} is not available on this machine; available are {available}")]
     Isa { name: String, available: String },
+    /// A device that this machine does not have, or has without what it needs.
+    #[error("device {name:?} cannot be used: {reason}")]
+    Device { name: &'static str, reason: String },
     /// A model whose sizes do not divide over the ranks.
     #[error(
         "the model cannot be split over {n_ranks} ranks (tensor_parallel_size): {what} is {got}, expected a multiple \

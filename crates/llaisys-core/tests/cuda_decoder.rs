@@ -10,7 +10,6 @@ use common::{Rows, Tiny, settings};
 use cuda_emu::arrays::Arrays;
 use cuda_emu::pick::{case, test_device};
 use formats_common::golden;
-use half::bf16;
 use llaisys_core::context::{Context, ContextConfig};
 use llaisys_core::dtype::ComputeMode;
 use llaisys_core::model::checkpoint::Checkpoint;
@@ -27,19 +26,6 @@ const N_CELLS: usize = 96;
 const N_FIRST: usize = 37;
 const N_SHARED: usize = 8;
 const N_SECOND: usize = 16;
-
-/// A head of 64 with every shape around it odd, its matrices and biases of numbers that bf16 has: what differs then
-/// are activations.
-fn tiny(architecture: &'static str, tied_head: bool) -> Tiny {
-    let mut model = Tiny::sized(architecture, tied_head, |model| {
-        (model.d_model, model.d_ff, model.vocab_size) = (72, 104, 75);
-        (model.n_heads, model.n_kv_heads, model.d_head) = (6, 2, 64);
-    });
-    for (_, values) in model.tensors.values_mut() {
-        values.iter_mut().for_each(|value| *value = bf16::from_f32(*value).to_f32());
-    }
-    model
-}
 
 /// One sequence of a test: its tokens, and the cell of each.
 struct Sequence {
@@ -181,23 +167,23 @@ fn assert_tiny_agrees(model: &Tiny) {
 
 #[test]
 fn llama_with_a_head_of_its_own() {
-    assert_tiny_agrees(&tiny("LlamaForCausalLM", false));
+    assert_tiny_agrees(&Tiny::for_gpu("LlamaForCausalLM", false));
 }
 
 #[test]
 fn qwen2_adds_biases_to_the_joined_product() {
-    assert_tiny_agrees(&tiny("Qwen2ForCausalLM", true));
+    assert_tiny_agrees(&Tiny::for_gpu("Qwen2ForCausalLM", true));
 }
 
 #[test]
 fn qwen3_norms_the_heads() {
-    assert_tiny_agrees(&tiny("Qwen3ForCausalLM", true));
+    assert_tiny_agrees(&Tiny::for_gpu("Qwen3ForCausalLM", true));
 }
 
 /// The checkpoint's own joined matrices are taken apart and put together again.
 #[test]
 fn phi3_is_stored_joined() {
-    let mut model = tiny("Phi3ForCausalLM", false);
+    let mut model = Tiny::for_gpu("Phi3ForCausalLM", false);
     let joined =
         [("self_attn.qkv", "self_attn", &["q", "k", "v"][..]), ("mlp.gate_up", "mlp", &["gate", "up"])];
     for layer in 0..model.n_layers {

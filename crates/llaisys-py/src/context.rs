@@ -5,6 +5,7 @@
 
 use crate::books::Snapshot;
 use crate::convert::{OwnedArrays, OwnedMasks, compute_mode, count, isa, kv_dtype, natural, owned};
+use crate::cuda::Gpu;
 use crate::errors::{Fault, guarded, panic_message};
 use crate::output::DecodeOutput;
 use crate::sampler::SamplerSpec;
@@ -40,7 +41,7 @@ enum State {
 impl Context {
     /// Runs `call` on the core. Refused to other threads and forked processes. A panic in it becomes
     /// [`Fault::Whole`], or if the core says that its books are broken, [`Fault::Panic`] and every later call
-    /// [`Fault::Dead`].
+    /// [`Fault::Dead`]; so is every call after a failure of the device that broke them.
     fn call<T>(&self, call: impl FnOnce(&mut Core) -> Result<T, llaisys_core::Error>) -> Result<T, Fault> {
         self.check_owner()?;
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -50,6 +51,10 @@ impl Context {
             State::Dead(message) => return Err(Fault::Dead(message.clone())),
         };
         let payload = match catch_unwind(AssertUnwindSafe(|| call(core))) {
+            Ok(Err(error)) if core.is_broken() => {
+                *state = State::Dead(error.to_string());
+                return Err(Fault::Core(error));
+            }
             Ok(result) => return result.map_err(Fault::Core),
             Err(payload) => payload,
         };
@@ -111,7 +116,7 @@ impl Context {
     #[new]
     #[pyo3(signature = (
         path, *, dtype = "auto", kv_dtype = "auto", isa = "auto", n_cells, n_seq_max, n_streams = 1, n_batch,
-        max_model_len, n_threads, n_ranks = 1, lifo = false, poison = false
+        max_model_len, n_threads, n_ranks = 1, lifo = false, poison = false, gpu = None
     ))]
     fn new(
         py: Python<'_>,
@@ -119,7 +124,7 @@ impl Context {
         dtype: &str,
         kv_dtype: &str,
         isa: &str,
-        n_cells: i64,
+        n_cells: Option<i64>,
         n_seq_max: i64,
         n_streams: i64,
         n_batch: i64,
@@ -128,6 +133,7 @@ impl Context {
         n_ranks: i64,
         lifo: bool,
         poison: bool,
+        gpu: Option<&Gpu>,
     ) -> PyResult<Self> {
         let words = Words { dtype, kv_dtype, isa };
         let loaded = words.parse().and_then(|(mode, kv_dtype, isa)| {
@@ -135,7 +141,7 @@ impl Context {
                 mode,
                 kv_dtype,
                 isa,
-                n_cells: count("n_cells", n_cells, i64::from(i32::MAX))?,
+                n_cells: n_cells.map_or(Ok(1), |n| count("n_cells", n, i64::from(i32::MAX)))?,
                 n_seq_max: count("n_seq_max", n_seq_max, 256)?,
                 n_streams: count("n_streams", n_streams, 256)?,
                 lifo,
@@ -145,7 +151,13 @@ impl Context {
                 n_threads: count("n_threads", n_threads, THREADS_MAX)?,
                 n_ranks: count("n_ranks", n_ranks, THREADS_MAX)?,
             };
-            py.detach(|| guarded(|| Core::load(&path, config)))
+            match gpu {
+                None if n_cells.is_none() => {
+                    Err(Fault::Argument("n_cells is None, which needs a gpu to fill".to_owned()))
+                }
+                None => py.detach(|| guarded(|| Core::load(&path, config))),
+                Some(gpu) => py.detach(|| guarded(|| gpu.load(&path, config, n_cells.is_none()))),
+            }
         });
         let core = loaded.map_err(|fault| fault.into_py(py))?;
         Ok(Self {
@@ -171,9 +183,10 @@ impl Context {
         .map_err(|fault| fault.into_py(py))
     }
 
+    /// The instruction set; on a GPU its name.
     #[getter]
-    fn isa(&self, py: Python<'_>) -> PyResult<&'static str> {
-        self.brief(py, |core| Ok(core.isa().name()))
+    fn isa(&self, py: Python<'_>) -> PyResult<String> {
+        self.brief(py, |core| Ok(core.computes_on().to_owned()))
     }
 
     #[getter]

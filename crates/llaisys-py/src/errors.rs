@@ -45,7 +45,7 @@ impl Fault {
             }
             Fault::Panic(message) => (Class::EngineDead, format!("the core panicked: {message}")),
             Fault::Dead(message) => {
-                (Class::EngineDead, format!("the context was broken by an earlier panic: {message}"))
+                (Class::EngineDead, format!("the context was broken by an earlier failure: {message}"))
             }
             Fault::ForeignThread => (
                 Class::Rejected,

@@ -30,7 +30,7 @@ mod _core {
     #[pymodule_export]
     use super::context::Context;
     #[pymodule_export]
-    use super::cuda::cuda_info;
+    use super::cuda::{Gpu, cuda_info};
     #[cfg(feature = "faults")]
     #[pymodule_export]
     use super::faults::{fault_hits, fault_points, set_fault};

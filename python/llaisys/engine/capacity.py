@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llaisys.config import Config
 from llaisys.engine.limits import Limits
-from llaisys.engine.worker import WorkerSettings
+from llaisys.engine.worker import GpuSettings, WorkerSettings
 from llaisys.errors import RejectedError
 from llaisys.types import ModelInfo
 
@@ -48,18 +48,32 @@ class Capacity:
 
 
 def size(
-    config: Config, info: ModelInfo, memory_bytes: int, n_cores: int, cpu_ids: tuple[int, ...] = ()
+    config: Config,
+    info: ModelInfo,
+    memory_bytes: int,
+    n_cores: int,
+    cpu_ids: tuple[int, ...] = (),
+    *,
+    gpu: GpuSettings | None = None,
 ) -> Capacity:
     """Sizes an engine for a machine with `memory_bytes` available and `n_cores` to compute on: `cpu_ids`, if
     there are any and no more threads than these are wanted.
 
+    On a GPU the core knows what fits: if no number of cells is configured, the settings have none, and the
+    limits are those of one context until the engine is built (`Limits.with_cells`).
+
     Raises RejectedError, naming the setting: a bound that cannot be kept.
     """
     wanted_len = _wanted_len(config, info)
-    kv_dtype = _kv_dtype(config)
-    cell_bytes = info.kv_bytes_per_cell[kv_dtype]
+    kv_dtype = _kv_dtype(config) if gpu is None else config.kv_cache_dtype
+    cell_bytes = info.kv_bytes_per_cell["bfloat16" if gpu else kv_dtype]
     n_seqs = _n_seqs(config)
-    n_cells, why = _n_cells(config, info, memory_bytes, cell_bytes, n_seqs * wanted_len)
+    configured = _configured_cells(config, cell_bytes)
+    fills_gpu = gpu is not None and configured is None
+    if fills_gpu:
+        n_cells, why = wanted_len * config.num_kv_streams, "what the GPU has room for"
+    else:
+        n_cells, why = configured or _cells_that_fit(config, info, memory_bytes, cell_bytes, n_seqs * wanted_len)
     n_cells -= n_cells % config.num_kv_streams
     if n_cells < 1:
         _refuse_what_does_not_fit(config, info, memory_bytes, cell_bytes)
@@ -71,6 +85,7 @@ def size(
         max_num_seqs=n_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_queued_reqs=config.max_num_queued_reqs,
+        max_num_queued_tokens=config.max_num_queued_tokens,
         max_model_len=min(wanted_len, n_cells // config.num_kv_streams),
         n_cells=n_cells,
         vocab_size=info.vocab_size,
@@ -84,7 +99,7 @@ def size(
         dtype=_mode(config),
         kv_dtype=kv_dtype,
         isa=config.isa,
-        n_cells=n_cells,
+        n_cells=None if fills_gpu else n_cells,
         n_seq_max=n_seqs,
         n_batch=config.max_num_batched_tokens,
         max_model_len=limits.max_model_len,
@@ -92,15 +107,19 @@ def size(
         cpu_ids=cpu_ids if n_threads <= len(cpu_ids) else (),
         n_streams=config.num_kv_streams,
         n_ranks=config.tensor_parallel_size,
+        gpu=gpu,
     )
-    _refuse_what_does_not_fit(config, info, memory_bytes, n_cells * cell_bytes)
-    n_mib = n_cells * cell_bytes / 2**20
+    if gpu is None:
+        _refuse_what_does_not_fit(config, info, memory_bytes, n_cells * cell_bytes)
     cut = f", cut from {wanted_len} to fit the cache" if limits.max_model_len < wanted_len else ""
-    weights = f"{_mib(_weight_bytes(config, info))} ({_mode(config)})"
-    summary = (
-        f"weights: {weights}; KV cache: {n_cells} cells x {cell_bytes} B ({kv_dtype}) = {n_mib:.1f} MiB "
-        f"({why}); context {limits.max_model_len} tokens{cut}"
-    )
+    if gpu is None:
+        weights = f"weights: {_mib(_weight_bytes(config, info))} ({_mode(config)})"
+    else:
+        weights = f"on GPU {gpu.ordinal}"
+    cells = f"{cell_bytes} B"
+    if not fills_gpu:
+        cells = f"{n_cells} cells x {cells} ({kv_dtype}) = {n_cells * cell_bytes / 2**20:.1f} MiB"
+    summary = f"{weights}; KV cache: {cells} ({why}); context {limits.max_model_len} tokens{cut}"
     if config.tensor_parallel_size > 1:
         summary += f"; split over {config.tensor_parallel_size} ranks"
     return Capacity(settings, limits, summary)
@@ -147,18 +166,21 @@ def _kv_dtype(config: Config) -> str:
     return "float32" if config.dtype == "float32" else "bfloat16"
 
 
-def _n_cells(
-    config: Config, info: ModelInfo, memory_bytes: int, cell_bytes: int, most: int
-) -> tuple[int, str]:
-    """Cells and the reason for the number; unless configured, at most `most`."""
+def _configured_cells(config: Config, cell_bytes: int) -> tuple[int, str] | None:
+    """Cells by the settings, the fewest, and which says so."""
     configured = []
     if config.num_kv_cells is not None:
         configured.append((config.num_kv_cells, "num_kv_cells"))
     if config.kv_cache_memory_bytes is not None:
         n_cells = config.kv_cache_memory_bytes // cell_bytes
         configured.append((n_cells, f"of {config.kv_cache_memory_bytes} B"))
-    if configured:
-        return min(configured)
+    return min(configured, default=None)
+
+
+def _cells_that_fit(
+    config: Config, info: ModelInfo, memory_bytes: int, cell_bytes: int, most: int
+) -> tuple[int, str]:
+    """Cells in the machine's memory, at most `most`, and the reason for the number."""
     weights = _weight_bytes(config, info)
     budget = max(0, memory_bytes - weights - _workspace_bytes(config, info)) // _KV_SHARE
     n_cells = budget // cell_bytes

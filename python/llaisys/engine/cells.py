@@ -169,20 +169,40 @@ def check_queue(
     n_room: Callable[[], int],
     queue_s: Callable[[WaitingQueue], float],
 ) -> None:
-    """Raises QueueFullError if with this request more would wait than may, even after the next step let in
-    whom it can. Siblings do not count: their request does. `n_room`: cells that are free or can be had.
-    `queue_s`: seconds that the steps need for those who wait."""
-    running, n_waiting = requests.running, requests.num_queued
-    n_left, n_ids = n_waiting + 1, limits.max_num_seqs - len(running)
-    if n_left > limits.max_num_queued_reqs and n_ids:
-        n_cells = n_room() - sum(map(near_need, running))
-        for each in [*requests.waiting, request][:n_ids]:
-            n_cells -= near_need(each)
-            if n_cells < 0:
-                break
-            n_left -= each.leader is None
-    if n_left > limits.max_num_queued_reqs:
-        raise QueueFullError(
-            f"{n_waiting} requests wait already, at most {limits.max_num_queued_reqs} may",
-            retry_after_s=queue_s(requests.waiting),
-        )
+    """Raises QueueFullError if with this request more would wait than may, requests or tokens, even after the
+    next step let in whom it can. Siblings do not count: their request does. Who would wait alone may,
+    however long. `n_room`: cells that are free or can be had. `queue_s`: seconds that the steps need for
+    those who wait."""
+    n_waiting, most, most_tokens = (
+        requests.num_queued,
+        limits.max_num_queued_reqs,
+        limits.max_num_queued_tokens,
+    )
+    if n_waiting < most and most_tokens is None:
+        return
+    waiting = [*requests.waiting, request]
+    n_let_in = _let_in(waiting, requests.running, limits, n_room)
+    n_left = n_waiting + 1 - sum(each.leader is None for each in waiting[:n_let_in])
+    n_tokens = sum(len(each.token_ids) for each in waiting[n_let_in:] if each.leader is None)
+    if n_left > most:
+        why = f"{n_waiting} requests wait already, at most {most} may"
+    elif most_tokens is not None and n_tokens > most_tokens and n_left > 1:
+        why = f"with this request {n_tokens} tokens of prompts would wait, at most {most_tokens} may"
+    else:
+        return
+    raise QueueFullError(why, retry_after_s=queue_s(requests.waiting))
+
+
+def _let_in(
+    waiting: Sequence[Request], running: Sequence[Request], limits: Limits, n_room: Callable[[], int]
+) -> int:
+    """How many of those who wait the next step lets in."""
+    n_ids = limits.max_num_seqs - len(running)
+    if not n_ids:
+        return 0
+    n_cells = n_room() - sum(map(near_need, running))
+    for n, each in enumerate(waiting[:n_ids]):
+        n_cells -= near_need(each)
+        if n_cells < 0:
+            return n
+    return min(n_ids, len(waiting))

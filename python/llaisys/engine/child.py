@@ -124,11 +124,11 @@ def _serve(wire: _Wire) -> None:
         watch,
     )
     try:
-        loop.start()
+        limits = loop.start()
     except LlaisysError as error:
         wire.send(Refused(error))
         return
-    wire.send(Started())
+    wire.send(Started(limits))
     while True:
         match wire.receive():
             case Shutdown():

@@ -77,6 +77,11 @@ class EngineClient(ABC):
         """The engine's bounds."""
         return self._limits
 
+    def _bound(self, limits: Limits) -> None:
+        """Takes the bounds of an engine that has been built."""
+        self._limits = limits
+        self._stats = EngineStats(kv_cells=limits.n_cells, kv_cells_free=limits.n_cells)
+
     @property
     def error(self) -> EngineDeadError | None:
         """Why there is no engine now (dead, restarting or shutting down); None while it lives."""

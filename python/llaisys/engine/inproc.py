@@ -32,7 +32,7 @@ class InprocClient(EngineClient):
         # From the start: a program that is interrupted while the model loads waits for the thread, too.
         atexit.register(self._close_at_exit)
         try:
-            self._loop.start()
+            self._bound(self._loop.start())
         except BaseException:
             atexit.unregister(self._close_at_exit)
             raise

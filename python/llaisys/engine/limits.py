@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llaisys.engine.request import EngineRequest
@@ -17,6 +17,7 @@ class Limits:
     fits.
 
     - `max_num_seqs`: running requests. `max_num_queued_reqs`: requests that wait because no room is left.
+      `max_num_queued_tokens`: tokens of their prompts, unless one waits alone. None: no such bound.
     - `max_num_batched_tokens`: tokens of one step over all requests. `max_batch_size`: requests of one step;
       the least recently served go first where more run.
     - `long_prefill_token_threshold`: prompt tokens of one request in a step. `max_client_tokens_per_step`:
@@ -40,6 +41,7 @@ class Limits:
     max_model_len: int
     n_cells: int
     vocab_size: int
+    max_num_queued_tokens: int | None = None
     max_batch_size: int | None = None
     long_prefill_token_threshold: int | None = None
     max_client_tokens_per_step: int | None = None
@@ -69,6 +71,11 @@ class Limits:
                 f"max_model_len {self.max_model_len} is more than the {self.n_cells_per_stream} KV cells{of}",
                 param="max_model_len",
             )
+
+    def with_cells(self, n_cells: int) -> Limits:
+        """With so many cells, and no longer a context than one arena holds."""
+        n_most = n_cells // self.n_streams
+        return replace(self, n_cells=n_cells, max_model_len=min(self.max_model_len, n_most))
 
     @property
     def n_cells_per_stream(self) -> int:

@@ -75,11 +75,11 @@ class EngineLoop:
         # it from an exit hook, which runs while threads still can, and waits for its end.
         self._thread = threading.Thread(target=self._run, name="llaisys-engine", daemon=True)
 
-    def start(self) -> None:
-        """Starts the thread and waits until the engine stands. Raises what its building raised."""
+    def start(self) -> Limits:
+        """Starts the thread and waits until the engine stands: its limits. Raises what its building raised."""
         self._thread.start()
         try:
-            self._built.result()
+            return self._built.result().limits
         except BaseException:  # Ctrl-C too: then the thread is told to end when it has built
             self.stop()
             raise
@@ -176,7 +176,8 @@ def build_engine(
 ) -> LLMEngine:
     """Loads the model. Runs on the engine thread: the core belongs to the thread that made it."""
     worker = open_worker(settings)
-    log.info("loaded %s: %s", settings.path, worker.describe())
+    limits = limits.with_cells(worker.n_cells)
+    log.info("loaded %s: %s, context %d tokens", settings.path, worker.describe(), limits.max_model_len)
     return LLMEngine(Executor(worker), limits, seed, grammars)
 
 

@@ -30,6 +30,7 @@ from llaisys.config import Config, package_version
 from llaisys.engine.capacity import Capacity
 from llaisys.engine.client import Deliver, EngineClient
 from llaisys.engine.grammar import GrammarTokens
+from llaisys.engine.limits import Limits
 from llaisys.engine.watch import Watch
 from llaisys.engine.wire import (
     Answer,
@@ -179,8 +180,8 @@ class ProcessClient(EngineClient):
                 except msgspec.DecodeError as what:
                     return EngineDeadError(f"the engine process sent no message: {what}"), True
                 match message:
-                    case Started():
-                        self._started(child)
+                    case Started(limits):
+                        self._started(child, limits)
                     case Refused(error):
                         return self._refused(error), False
                     case Step(outputs, stats):
@@ -194,8 +195,9 @@ class ProcessClient(EngineClient):
                         child.finish()
                         return error, True
 
-    def _started(self, child: _Child) -> None:
+    def _started(self, child: _Child, limits: Limits) -> None:
         child.hide()
+        self._bound(limits)
         self._link = child
         self._error = None
         log.info("the engine process is %d", child.pid)

@@ -14,7 +14,8 @@ from llaisys.engine.loop import build_engine
 from llaisys.engine.machine import available_bytes, usable_cpus
 from llaisys.engine.process import ProcessClient
 from llaisys.engine.watch import Watch
-from llaisys.engine.worker import check_device
+from llaisys.engine.worker import GpuSettings, check_gpu
+from llaisys.errors import UnsupportedError
 from llaisys.types import ModelInfo
 
 log = logging.getLogger(__name__)
@@ -33,15 +34,40 @@ def start_engine(
     `exits`: this process is a server, and ends if its engine is stuck. `grammars`: of the model; None: it
     refuses requests that have one.
 
+    `device` auto is the GPU that `cuda_device` names, if it can be used and computes this model with these
+    settings; the log says why not.
+
     Raises RejectedError or UnsupportedError: a setting or the model, by name.
     """
-    check_device(config.device)
     cpus = usable_cpus(config.cpu_threads_bind)
-    capacity = size(config, info, available_bytes(), cpus.n, cpus.ids)
-    log.info("%s", capacity.summary)
-    watch = Watch(config.watchdog_window_s, exits=exits)
-    if config.engine_process:
-        tokens = None if grammars is None else grammars.tokens
-        return ProcessClient(capacity, config, deliver, grammar_tokens=tokens, watch=watch)
-    build = partial(build_engine, capacity.settings, capacity.limits, config.seed, grammars)
-    return InprocClient(build, capacity.limits, deliver, watch=watch)
+
+    def start(gpu: GpuSettings | None) -> EngineClient:
+        capacity = size(config, info, available_bytes(), cpus.n, cpus.ids, gpu=gpu)
+        log.info("%s", capacity.summary)
+        watch = Watch(config.watchdog_window_s, exits=exits)
+        if config.engine_process:
+            tokens = None if grammars is None else grammars.tokens
+            return ProcessClient(capacity, config, deliver, grammar_tokens=tokens, watch=watch)
+        build = partial(build_engine, capacity.settings, capacity.limits, config.seed, grammars)
+        return InprocClient(build, capacity.limits, deliver, watch=watch)
+
+    if config.device == "cpu":
+        return start(None)
+    try:
+        gpu = check_gpu(config.cuda_device)
+        log.info("device %s: %s", config.device, gpu.name)
+        return start(_gpu_settings(config))
+    except UnsupportedError as error:
+        if config.device == "cuda":
+            raise
+        log.info("device auto: the CPU (%s)", error)
+    return start(None)
+
+
+def _gpu_settings(config: Config) -> GpuSettings:
+    return GpuSettings(
+        ordinal=config.cuda_device,
+        memory_share=config.gpu_memory_utilization,
+        synchronous=config.cuda_sync,
+        overlap=config.cuda_overlap,
+    )

@@ -76,7 +76,10 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """The model is loaded; requests are welcome."""
+    """The model is loaded; requests are welcome. `limits`: the engine's, which only knows here how many cells
+    there are on a GPU."""
+
+    limits: Limits
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

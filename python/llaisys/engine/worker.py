@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llaisys.config import cuda_library_folders
+from llaisys.config import cubin_folder, cuda_library_folders
 from llaisys.engine.outputs import TokenLogprobs
 from llaisys.engine.prefix import CacheEdit, Retain, Split, Trim
 from llaisys.engine.request import BrokenInvariant, Request, Running
@@ -49,14 +49,26 @@ _FORBIDDING = ("structured_outputs", "allowed_token_ids", "bad_words", "min_toke
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSettings:
+    """Which GPU a context is on, and how it is used: see `_core.Gpu`."""
+
+    ordinal: int
+    memory_share: float
+    synchronous: bool
+    overlap: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """What a context is made with; the names are those of `_core.Context`."""
+    """What a context is made with; the names are those of `_core.Context`. `n_cells` None: as many as the
+    GPU's memory has room for.
+    """
 
     path: Path
     dtype: str
     kv_dtype: str
     isa: str
-    n_cells: int
+    n_cells: int | None
     n_seq_max: int
     n_batch: int
     max_model_len: int
@@ -65,6 +77,7 @@ class WorkerSettings:
     cpu_ids: tuple[int, ...] = ()
     n_streams: int = 1
     n_ranks: int = 1
+    gpu: GpuSettings | None = None
 
 
 @dataclass(slots=True)
@@ -172,6 +185,11 @@ class Worker:
     def attention_window(self) -> int | None:
         """Positions that a row sees at most, its own included; None: some layer sees all."""
         return self._context.attention_window
+
+    @property
+    def n_cells(self) -> int:
+        """KV cells in all."""
+        return self._context.n_cells
 
     @property
     def n_cells_used(self) -> int:
@@ -326,6 +344,14 @@ def open_worker(settings: WorkerSettings) -> Worker:
 
     if settings.cpu_ids:
         os.sched_setaffinity(0, settings.cpu_ids)  # of this thread; those that the core starts inherit it
+    gpu = settings.gpu and _core.Gpu(
+        [str(folder) for folder in cuda_library_folders()],
+        ordinal=settings.gpu.ordinal,
+        cubin_folder=str(cubin_folder()),
+        memory_share=settings.gpu.memory_share,
+        synchronous=settings.gpu.synchronous,
+        overlap=settings.gpu.overlap,
+    )
     context = _core.Context(
         str(settings.path),
         dtype=settings.dtype,
@@ -338,6 +364,7 @@ def open_worker(settings: WorkerSettings) -> Worker:
         n_threads=settings.n_threads,
         n_streams=settings.n_streams,
         n_ranks=settings.n_ranks,
+        gpu=gpu,
     )
     return Worker(context, _core.SamplerSpec, settings.n_streams)
 
@@ -382,13 +409,16 @@ def cuda_info() -> CudaInfo:
     return CudaInfo(devices=devices, libraries=tuple(facts.pop("libraries", ())), **facts)
 
 
-def check_device(device: str) -> None:
-    """Raises UnsupportedError, with the exact reason, if the engine cannot compute on `device`."""
-    if device != "cuda":
-        return
+def check_gpu(ordinal: int) -> CudaDevice:
+    """The GPU of that number. Raises UnsupportedError, with the exact reason, if it cannot be used."""
     info = cuda_info()
-    why = info.reason or f"{info.devices[0].name} is usable, but the engine does not compute on GPUs yet"
-    raise UnsupportedError(f"device 'cuda' cannot be used: {why}", param="device")
+    if info.reason is not None:
+        raise UnsupportedError(f"device 'cuda' cannot be used: {info.reason}", param="device")
+    if ordinal >= len(info.devices):
+        raise UnsupportedError(
+            f"cuda_device is {ordinal}, this machine's are 0 to {len(info.devices) - 1}", param="cuda_device"
+        )
+    return info.devices[ordinal]
 
 
 def inspect_model(path: Path) -> ModelInfo:

@@ -68,7 +68,7 @@ def _for_a_batch(config: Config) -> Config:
     """Lines are fed as room appears, so none may be turned away; and a batch takes as long as it takes, but
     for a limit that somebody set."""
     queued = max(config.max_num_queued_reqs, config.max_num_seqs * PROMPTS_MAX)
-    own: dict[str, Any] = {"max_num_queued_reqs": queued}
+    own: dict[str, Any] = {"max_num_queued_reqs": queued, "max_num_queued_tokens": None}
     if "request_timeout_s" not in config.model_fields_set:
         own["request_timeout_s"] = math.inf
     return config.model_copy(update=own)

@@ -53,7 +53,8 @@ async def chat_completions(body: ChatCompletionRequest, request: Request) -> Res
     head = Head.new("chatcmpl", model, body.request_id)
     client_id = client_id_of(request)
     told = engine_options(body, client_id)
-    prompt = await engine.prompt_ids(await prompt_of(body, engine, tools.shown), params)
+    n_most = engine.most_prompt_tokens(params)
+    prompt = await engine.prompt_ids(await prompt_of(body, engine, tools.shown, n_most), params)
 
     def parts() -> AnswerParts:
         return AnswerParts(engine.answer_parser(params, tools.names), only_first=tools.only_first)
@@ -65,8 +66,11 @@ async def chat_completions(body: ChatCompletionRequest, request: Request) -> Res
     return answer.as_stream() if body.stream else answer
 
 
-async def prompt_of(body: ChatCompletionRequest, engine: AsyncLLM, tools: list[Json] | None) -> list[int]:
-    """The token ids of a chat that shows these tools, by the model's template."""
+async def prompt_of(
+    body: ChatCompletionRequest, engine: AsyncLLM, tools: list[Json] | None, n_most: int | None = None
+) -> list[int]:
+    """The token ids of a chat that shows these tools, by the model's template. Raises ContextLengthError for
+    one that must have more than `n_most`."""
     add, continue_final = generation_prompt(body.add_generation_prompt, body.continue_final_message)
     return await engine.chat_prompt(
         template_messages(body.messages),
@@ -75,6 +79,7 @@ async def prompt_of(body: ChatCompletionRequest, engine: AsyncLLM, tools: list[J
         add_special_tokens=bool(body.add_special_tokens),
         tools=tools,
         template_kwargs=template_kwargs(body.chat_template_kwargs),
+        n_most=n_most,
     )
 
 

@@ -38,6 +38,7 @@ LABELS = ("model_name", "engine")
 CACHE_FACTS = ("block_size", "num_gpu_blocks", "enable_prefix_caching", "cache_dtype")
 # Those of the instrumentator that vLLM uses for HTTP.
 HTTP_BOUNDS_S = (0.1, 0.5, 1.0)
+LAG_BOUNDS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0)
 
 _Family: TypeAlias = GaugeMetricFamily | CounterMetricFamily
 
@@ -234,6 +235,12 @@ class Metrics:
             ("reason",),
             registry=self._registry,
         )
+        self._loop_lag = Histogram(
+            "llaisys:event_loop_lag_seconds",
+            "How late the event loop came round, looked at four times a second.",
+            buckets=LAG_BOUNDS_S,
+            registry=self._registry,
+        )
         for row in TABLE.values():  # so that a rate over them exists before the first
             self._refused.labels(row.code)
 
@@ -241,6 +248,10 @@ class Metrics:
         """Counts an HTTP answer, by class of status (`2xx`). `route` is never what a client wrote."""
         self._answers.labels(route, method, f"{status // 100}xx").inc()
         self._answer_s.labels(route, method).observe(seconds)
+
+    def loop_came_late(self, seconds: float) -> None:
+        """Counts one look at the event loop."""
+        self._loop_lag.observe(seconds)
 
     def refused(self, code: str) -> None:
         """Counts an error by its wire code."""

@@ -25,6 +25,7 @@ from llaisys.server.chat_store import ChatStore
 from llaisys.server.connection import connection_class
 from llaisys.server.gate import check_exposure
 from llaisys.server.keys import Keyring
+from llaisys.server.lag import keep_measuring
 from llaisys.server.listen import CONNECTIONS_MAX, address_of, allow_files, listening, tls_options
 from llaisys.server.memory import keep_trimmed
 from llaisys.server.spans import Spans
@@ -172,7 +173,8 @@ class Lifecycle:
             f"at {address_of(self._config, self._port)}",
             flush=True,
         )
-        meanwhile = (asyncio.ensure_future(self._pulse(models)), asyncio.ensure_future(keep_trimmed()))
+        duties = (self._pulse(models), keep_trimmed(), keep_measuring(self._state.metrics.loop_came_late))
+        meanwhile = [asyncio.ensure_future(duty) for duty in duties]
         await self._stop.wait()
         exit_code = EXIT_OK if models.is_alive() else EXIT_ENGINE_DEAD
         self._state.draining = True

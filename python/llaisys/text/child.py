@@ -105,10 +105,12 @@ def _load(
     kits[kit][0].encode("Hello, world", add_special_tokens=True)  # builds what is built at the first use
 
 
-def _chat(kit: Kit, messages: list[Any], options: dict[str, Any], add_special_tokens: bool) -> list[int]:
+def _chat(
+    kit: Kit, messages: list[Any], options: dict[str, Any], add_special_tokens: bool, n_most: int | None
+) -> list[int]:
     tokenizer, template = kit
     assert template is not None
-    return tokenizer.encode(template.render(messages, **options), add_special_tokens)
+    return tokenizer.encode(template.render(messages, **options), add_special_tokens, n_most)
 
 
 def _packed(ids: list[int]) -> bytes:

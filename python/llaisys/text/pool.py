@@ -111,15 +111,19 @@ class PromptMaker:
         self._pool = pool
         self._kit = kit
 
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    async def encode(self, text: str, add_special_tokens: bool, n_most: int | None = None) -> list[int]:
         """As `Tokenizer.encode`."""
-        return _unpacked(await self._pool.run("encode", self._kit, text, add_special_tokens))
+        return _unpacked(await self._pool.run("encode", self._kit, text, add_special_tokens, n_most))
 
     async def chat(
-        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], add_special_tokens: bool
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        add_special_tokens: bool,
+        n_most: int | None = None,
     ) -> list[int]:
-        """A conversation as `ChatTemplate.render` renders it with these options, as token ids."""
-        arguments = (list(messages), dict(options), add_special_tokens)
+        """A conversation as `ChatTemplate.render` renders it with these options, as `encode` encodes it."""
+        arguments = (list(messages), dict(options), add_special_tokens, n_most)
         return _unpacked(await self._pool.run("chat", self._kit, *arguments))
 
 

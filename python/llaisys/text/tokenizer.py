@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import processors
+from tokenizers import normalizers, processors
 
-from llaisys.errors import RejectedError, UnsupportedError
+from llaisys.errors import ContextLengthError, RejectedError, UnsupportedError
 from llaisys.text.files import read_object, special_strings
 from llaisys.text.gguf import build_gguf
 from llaisys.types import ModelInfo
@@ -39,6 +39,8 @@ _BYTE_OF_CHARACTER = _byte_alphabet()
 # How SentencePiece writes a space in a token, and the token of a byte.
 _SPACE = "\u2581"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+# How many times shorter a text may get by NFC, in UTF-8 (Unicode FAQ on normalization: 3).
+_NFC_SHRINKS = 3
 
 
 class Tokenizer:
@@ -58,6 +60,7 @@ class Tokenizer:
         self._added = frozenset(added)
         self._special = frozenset(id for id, token in added.items() if token.special)
         self._tokens = _tokens_by_id(backend)
+        self._token_bytes = _most_bytes(backend, self._tokens)
 
     @property
     def vocab_size(self) -> int:
@@ -68,24 +71,34 @@ class Tokenizer:
         """The tokenizer in the form of `tokenizer.json`, whatever it was read from."""
         return self._backend.to_str()
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool, n_most: int | None = None) -> list[int]:
         """Token ids of a text; `add_special_tokens` puts in front what the model wants there (bos, if any).
 
         Special tokens written out in the text become their ids, as in transformers. The GIL is released.
-        Raises RejectedError if the text cannot be encoded.
+        Raises RejectedError if the text cannot be encoded, ContextLengthError, at the price of a length, for
+        one that must have more than `n_most` tokens; another may have more all the same.
         """
         try:
-            text.encode("utf-8")  # `tokenizers` would call a lone surrogate a wrong type
+            n_bytes = len(text.encode("utf-8"))  # `tokenizers` would call a lone surrogate a wrong type
+            self._check_length(n_bytes, n_most)
             return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         except UnicodeEncodeError as e:
             raise RejectedError(
                 f"the text is not valid Unicode at character {e.start}", param="prompt"
             ) from e
-        except (KeyboardInterrupt, SystemExit):
+        except (KeyboardInterrupt, SystemExit, ContextLengthError):
             raise
         except BaseException as e:
             # A panic inside `tokenizers` (its regular expressions' retry limit) is not an Exception.
             raise RejectedError(f"the tokenizer cannot encode this text: {e}", param="prompt") from e
+
+    def _check_length(self, n_bytes: int, n_most: int | None) -> None:
+        if n_most is None or self._token_bytes is None or n_bytes <= n_most * self._token_bytes:
+            return
+        raise ContextLengthError(
+            f"the prompt has {n_bytes} bytes, which are more than {n_most} tokens, the most allowed",
+            param="prompt",
+        )
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         """The text of ids; bytes that are not UTF-8 become U+FFFD, ids without a token are empty."""
@@ -213,6 +226,28 @@ def _is_spaced(backend: tokenizers.Tokenizer) -> bool:
         f"the tokenizer's decoder is {kind}; supported are ByteLevel and SentencePiece's (Replace, "
         "ByteFallback, Fuse, Strip)",
         param="model",
+    )
+
+
+def _most_bytes(backend: tokenizers.Tokenizer, tokens: list[str]) -> int | None:
+    """Bytes of a text that one token stands for at the most; None where a text may lose more on its way."""
+    strips = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+    composes = backend.normalizer is None or isinstance(backend.normalizer, normalizers.NFC)
+    if strips or not composes or not _keeps_all(backend.pre_tokenizer):
+        return None
+    # In the byte alphabet a byte is one or two bytes long: never too few.
+    return _NFC_SHRINKS * max(len(token.encode("utf-8", "surrogatepass")) for token in tokens)
+
+
+def _keeps_all(divider: Any) -> bool:
+    """True for a pre-tokenizer that divides a text and leaves nothing of it out."""
+    if divider is None:
+        return True
+    state: dict[str, Any] = json.loads(divider.__getstate__())
+    steps = state["pretokenizers"] if state["type"] == "Sequence" else [state]
+    return all(
+        step["type"] in ("ByteLevel", "Digits", "Split") and step.get("behavior") != "Removed"
+        for step in steps
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from llaisys.config import Config
 from llaisys.engine.capacity import Capacity, size
-from llaisys.engine.worker import inspect_model
+from llaisys.engine.worker import GpuSettings, inspect_model
 from llaisys.errors import RejectedError
 from llaisys.types import ModelInfo
 
@@ -139,3 +139,20 @@ def test_ranks_hold_what_they_say_to_each_other() -> None:
     workspace = 4 * (512 * (4 * 2 + 8) + 64 * (4 + 2) * 300)
     assert sized(memory_bytes=workspace + 4000 + 5 * 1000 * 4, tensor_parallel_size=2).limits.n_cells == 992
     assert "rank" not in sized().summary
+
+
+def test_on_a_gpu_the_core_counts_the_cells_unless_told() -> None:
+    gpu = GpuSettings(ordinal=0, memory_share=0.9, synchronous=False, overlap=True)
+
+    def on_gpu(**settings: Any) -> Capacity:
+        # The host's memory is not where weights and cells are.
+        return size(Config(**settings), inspect_model(Path("fake")), 0, 2, gpu=gpu)
+
+    made = on_gpu(num_kv_streams=2)
+    assert (made.settings.n_cells, made.settings.gpu, made.settings.kv_dtype) == (None, gpu, "auto")
+    assert made.limits.max_model_len == made.settings.max_model_len == 128
+    assert "what the GPU has room for" in made.summary
+    assert on_gpu(num_kv_cells=50).settings.n_cells == 50
+    few = made.limits.with_cells(60)
+    assert (few.n_cells, few.max_model_len) == (60, 30)
+    assert made.limits.with_cells(10_000).max_model_len == 128

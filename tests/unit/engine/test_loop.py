@@ -14,6 +14,7 @@ import pytest
 from fakes import core
 from fakes.asks import ask, limits
 from llaisys.config import Config
+from llaisys.engine import worker
 from llaisys.engine.engine import LLMEngine
 from llaisys.engine.executor import Executor
 from llaisys.engine.inproc import InprocClient
@@ -30,7 +31,7 @@ from llaisys.errors import (
     UnsupportedError,
 )
 from llaisys.stats import EngineStats
-from llaisys.types import FinishReason
+from llaisys.types import CudaDevice, CudaInfo, FinishReason
 
 
 class Client:
@@ -250,6 +251,68 @@ def test_a_model_that_does_not_load_is_told_to_the_starter() -> None:
     with pytest.raises(UnsupportedError, match="odd"):
         InprocClient(build, limits(), lambda _: None)
     assert threading.active_count() == before
+
+
+def _gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = CudaDevice("NVIDIA H100", 90, 80 << 30)
+    info = CudaInfo(None, "13.0", "13.0", (device,), ("/x",))
+    monkeypatch.setattr(worker, "cuda_info", lambda: info)
+
+
+@pytest.mark.usefixtures("fake_core")
+def test_a_gpu_is_taken_by_itself_and_says_how_many_cells_fit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _gpus(monkeypatch)
+    opened: list[core.Gpu | None] = []
+
+    class Seen(core.Context):
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            opened.append(settings["gpu"])
+            super().__init__(*arguments, **settings)
+
+    monkeypatch.setattr(core, "Context", Seen)
+    info = inspect_model(Path("fake"))
+    config = Config(gpu_memory_utilization=0.5, cuda_sync=True, cuda_overlap=False)
+    with caplog.at_level("INFO"):
+        client = start_engine(config, info, lambda _: None)
+    assert (client.limits.n_cells, client.limits.max_model_len) == (core.GPU_CELLS, core.GPU_CELLS)
+    assert client.stats().kv_cells == core.GPU_CELLS
+    assert "device auto: NVIDIA H100" in caplog.messages
+    client.close()
+    client = start_engine(Config(device="cuda", num_kv_cells=96), info, lambda _: None)
+    assert client.limits.n_cells == 96
+    client.close()
+    start_engine(Config(device="cpu", num_kv_cells=96), info, lambda _: None).close()
+    share = {"ordinal": 0, "memory_share": 0.5, "synchronous": True, "overlap": False}
+    assert opened[0] is not None
+    assert {name: opened[0].settings[name] for name in share} == share
+    assert opened[1] is not None
+    assert opened[2] is None
+
+
+@pytest.mark.usefixtures("fake_core")
+def test_auto_is_the_cpu_where_the_gpu_does_not_compute_the_model(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Narrow(core.Context):
+        def __init__(self, *arguments: Any, gpu: core.Gpu | None, **settings: Any) -> None:
+            if gpu is not None:
+                raise UnsupportedError("the head width '16 on a GPU' is not supported")
+            super().__init__(*arguments, **settings)
+
+    monkeypatch.setattr(core, "Context", Narrow)
+    info = inspect_model(Path("fake"))
+    with caplog.at_level("INFO"):
+        start_engine(Config(num_kv_cells=96), info, lambda _: None).close()
+        _gpus(monkeypatch)
+        start_engine(Config(num_kv_cells=96), info, lambda _: None).close()
+    why = [message for message in caplog.messages if "the CPU" in message]
+    assert len(why) == 2
+    assert "no NVIDIA driver" in why[0]
+    assert "head width" in why[1]
+    with pytest.raises(UnsupportedError, match="head width"):
+        start_engine(Config(device="cuda", num_kv_cells=96), info, lambda _: None)
 
 
 @pytest.mark.usefixtures("fake_core")

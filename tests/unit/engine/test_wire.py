@@ -31,7 +31,7 @@ from llaisys.engine.wire import (
     decode_to_engine,
     encode,
 )
-from llaisys.engine.worker import WorkerSettings
+from llaisys.engine.worker import GpuSettings, WorkerSettings
 from llaisys.stats import EngineStats, HistogramData
 from llaisys.story import Kind, Span, Story
 from llaisys.types import FinishReason, SessionInfo
@@ -46,6 +46,7 @@ SETTINGS = WorkerSettings(
     n_batch=16,
     max_model_len=64,
     n_threads=2,
+    gpu=GpuSettings(ordinal=1, memory_share=0.5, synchronous=True, overlap=False),
 )
 STATS = EngineStats(
     num_running=3,
@@ -88,7 +89,7 @@ def test_to_the_engine(message: ToEngine) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Started(),
+        Started(limits(session_store=Path("/a/store"))),
         Step([OUTPUT, SCORED], STATS),
         Answer(SessionAnswer(7, [SessionInfo("a", 3, 2, 1, True)])),
         Recalled(7, {1: STORY}),

@@ -40,6 +40,8 @@ async def test_messages_become_what_a_chat_would_be(engine: FakeService, client:
     assert (await post(client, **fields))["tokens"] == [1, 2, 3]
     await post(client, "/v1/chat/completions", **fields)
     as_tokens, as_chat = engine.chats
+    # But that any length is shown, and only what fits is answered.
+    assert (as_tokens[1].pop("n_most"), as_chat[1].pop("n_most")) == (None, engine.max_model_len)
     assert as_tokens == as_chat
     # Tools are shown whatever the server does with a model's calls.
     await post(client, messages=MESSAGES, tools=[TOOL])

@@ -11,7 +11,13 @@ from typing import Any
 import psutil
 import pytest
 
-from llaisys.errors import EngineDeadError, LlaisysError, RejectedError, RequestFailedError
+from llaisys.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    LlaisysError,
+    RejectedError,
+    RequestFailedError,
+)
 from llaisys.text.pool import N_PROCESSES, PromptMaker, TextPool, _TextProcess
 from llaisys.text.template import ChatTemplate, TemplateSource
 from llaisys.text.tokenizer import Tokenizer
@@ -63,6 +69,16 @@ async def test_answers_and_errors_are_those_of_this_process(pool: TextPool, tiny
         except LlaisysError as e:
             got = (type(e), str(e), e.param)
         assert got == want
+
+
+async def test_what_is_too_long_by_far_is_refused_there(pool: TextPool, tiny: Tokenizer) -> None:
+    prompts = pool.add(tiny, template(TEMPLATE))
+    messages = [{"role": "user", "content": "a" * 100_000}]
+    assert await prompts.chat(messages, OPTIONS, False, 100_000)
+    with pytest.raises(ContextLengthError, match="more than 10 tokens"):
+        await prompts.chat(messages, OPTIONS, False, 10)
+    with pytest.raises(ContextLengthError, match="more than 10 tokens"):
+        await prompts.encode("a" * 100_000, False, 10)
 
 
 @pytest.mark.parametrize(

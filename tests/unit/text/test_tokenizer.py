@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llaisys.engine.worker import inspect_model
-from llaisys.errors import RejectedError, UnsupportedError
+from llaisys.errors import ContextLengthError, RejectedError, UnsupportedError
 from llaisys.text import tokenizer as module
 from llaisys.text.tokenizer import Tokenizer, load_tokenizer
 from llaisys.types import ModelInfo
@@ -51,6 +51,28 @@ def test_decode_is_that_of_tokenizers(
 @given(text=st.text())
 def test_encode_is_that_of_tokenizers(qwen: Tokenizer, reference: tokenizers.Tokenizer, text: str) -> None:
     assert qwen.encode(text, add_special_tokens=True) == reference.encode(text).ids
+
+
+@given(text=st.text() | st.text(alphabet="a \u0958\ufb2c").map(lambda text: text * 20))
+def test_no_text_is_refused_for_a_length_that_it_has_not(qwen: Tokenizer, text: str) -> None:
+    ids = qwen.encode(text, add_special_tokens=False)
+    assert qwen.encode(text, add_special_tokens=False, n_most=len(ids)) == ids
+
+
+def test_a_text_that_is_too_long_by_far_is_refused_before_it_is_tokenised(qwen: Tokenizer) -> None:
+    longest = max(len(qwen.vocab_text(id).encode()) for id in range(qwen.vocab_size))
+    n_bytes = 3 * longest * 10
+    assert len(qwen.encode("a" * n_bytes, add_special_tokens=False, n_most=10)) > 10
+    with pytest.raises(ContextLengthError, match=f"{n_bytes + 1} bytes.* more than 10 tokens"):
+        qwen.encode("a" * (n_bytes + 1), add_special_tokens=False, n_most=10)
+
+
+def test_where_a_text_may_lose_some_of_itself_its_length_says_nothing(folder: Path, info: Info) -> None:
+    raw = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    raw["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}
+    (folder / "tokenizer.json").write_text(json.dumps(raw), "utf-8")
+    tokenizer = load_tokenizer(info(folder))
+    assert len(tokenizer.encode(" " * 100_000 + "x", add_special_tokens=False, n_most=1)) == 1
 
 
 def test_ids_are_text_and_bytes(qwen: Tokenizer) -> None:

@@ -1,8 +1,8 @@
 //! One decode: check, prepare, compute in passes of `n_batch` rows, sample, commit.
 
 use super::Context;
+use super::backend::Backend;
 use super::layout::Layout;
-use super::ranks::Ranks;
 use super::sampling::{LOGITS_ROWS, RowMasks, SampleRow, SamplerBank};
 use crate::batch::{Batch, BatchArrays, output};
 use crate::error::Result;
@@ -58,7 +58,7 @@ impl Context {
         let batch = Batch::new(request.arrays, self.limits())?;
         let vocab_size = self.config().vocab_size;
         let masks = request.masks.map(|masks| masks.by_row(&batch, vocab_size)).transpose()?;
-        self.poison_freed();
+        self.poison_freed()?;
         fault_point!("decode.prepare");
         self.broken = true;
         let prepared = self.books.prepare(&batch);
@@ -67,7 +67,7 @@ impl Context {
         let reservation = prepared?;
         fault_point!("decode.placed");
         let mut step = Step {
-            ranks: &mut self.ranks,
+            backend: &mut self.backend,
             layout: &mut self.layout,
             progress: &progress,
             samplers: &mut self.samplers,
@@ -145,7 +145,7 @@ impl DecodeResult {
 
 /// A decode under way: everything of the context but the books.
 struct Step<'a> {
-    ranks: &'a mut Ranks,
+    backend: &'a mut Backend,
     layout: &'a mut Layout,
     progress: &'a Progress,
     samplers: &'a mut SamplerBank,
@@ -166,8 +166,7 @@ impl Step<'_> {
             attention: self.layout.attention(),
             near: self.layout.near(),
         };
-        let progress = self.progress;
-        self.ranks.run(&mut [], &|rank, _| rank.forward(&forward, progress))?;
+        self.backend.forward(&forward, self.progress)?;
         fault_point!("decode.forward");
         let first_out = self.result.rows.partition_point(|&row| (row as usize) < rows.start);
         let end_out = self.result.rows.partition_point(|&row| (row as usize) < rows.end);
@@ -188,11 +187,10 @@ impl Step<'_> {
         let work_rows: Vec<usize> =
             order.iter().map(|&out| self.result.rows[out] as usize - first_row).collect();
         let logits = self.samplers.logits(sampled.len());
-        self.ranks.run(logits, &|rank, logits| rank.outputs(&work_rows, sampled.len(), logits))?;
-        let rank = self.ranks.at(0);
-        let d_model = rank.decoder.config().d_model;
-        let hidden = rank.work.hidden(order.len());
+        self.backend.outputs(&work_rows, sampled.len(), logits)?;
         if let Some(kept) = &mut self.result.hidden {
+            let hidden = self.backend.hidden(order.len())?;
+            let d_model = hidden.len() / order.len();
             for (&out, values) in order.iter().zip(hidden.chunks_exact(d_model)) {
                 if self.batch.wants_output[self.result.rows[out] as usize] & output::HIDDEN != 0 {
                     kept[out * d_model..(out + 1) * d_model].copy_from_slice(values);
@@ -203,8 +201,8 @@ impl Step<'_> {
             return Ok(());
         }
         if let Some(kept) = &mut self.result.logits {
-            let width = rank.decoder.config().vocab_size;
             let logits = self.samplers.logits(sampled.len());
+            let width = logits.len() / sampled.len();
             for (&out, values) in sampled.iter().zip(logits.chunks_exact(width)) {
                 kept[out * width..(out + 1) * width].copy_from_slice(values);
             }
@@ -228,7 +226,7 @@ impl Step<'_> {
                 }
             })
             .collect();
-        for (&out, outcome) in outs.iter().zip(self.samplers.sample(&self.ranks.at(0).ops.pool, &rows)) {
+        for (&out, outcome) in outs.iter().zip(self.samplers.sample(self.backend.pool(), &rows)) {
             match outcome {
                 Outcome::Token { id, logprobs } => {
                     self.result.token_ids[out] = id as i32;

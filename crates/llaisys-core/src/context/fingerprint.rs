@@ -2,9 +2,7 @@
 //! each other's.
 
 use super::ContextConfig;
-use crate::dtype::KvDType;
 use crate::model::checkpoint::Checkpoint;
-use crate::ops::dispatch::IsaName;
 use crate::threads::Pool;
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
@@ -21,16 +19,11 @@ pub(super) struct Fingerprint(u128);
 
 impl Fingerprint {
     /// Reads every tensor once, over all threads of `pool`; of the files, at most [`HELD_BYTES`] and one tensor are
-    /// in memory at a time.
-    pub(super) fn new(
-        checkpoint: &Checkpoint,
-        config: &ContextConfig,
-        pool: &Pool,
-        how: (KvDType, IsaName),
-    ) -> Self {
+    /// in memory at a time. `how`: what computes, and the type of a cell.
+    pub(super) fn new(checkpoint: &Checkpoint, config: &ContextConfig, pool: &Pool, how: &str) -> Self {
         let mut hasher = Xxh3::new();
         hasher.update(&KV_FORMAT.to_le_bytes());
-        hasher.update(format!("{:?} {:?} {how:?}", checkpoint.config(), config.mode).as_bytes());
+        hasher.update(format!("{:?} {:?} {how}", checkpoint.config(), config.mode).as_bytes());
         // A cell's bytes lie rank by rank.
         if config.n_ranks > 1 {
             hasher.update(format!("{} ranks", config.n_ranks).as_bytes());

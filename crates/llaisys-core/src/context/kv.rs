@@ -2,7 +2,7 @@
 
 use super::Context;
 use crate::books::Snapshot;
-use crate::error::{Rejected, Result};
+use crate::error::{Error, Rejected, Result};
 use crate::faults::fault_point;
 use crate::sample::{Sampler, SamplerSpec};
 use crate::seq::SeqId;
@@ -81,8 +81,7 @@ impl Context {
         fault_point!("kv.seq_cp");
         self.change(|context| {
             let copies = context.books.seq_cp(src, dst, p0, p1)?;
-            context.ranks.copy(&copies);
-            Ok(())
+            context.backend.copy(&copies)
         })
     }
 
@@ -101,8 +100,7 @@ impl Context {
         self.check_shift(id, (p0, p1), delta)?;
         self.change(|context| {
             let moved = context.books.seq_add(id, p0, p1, delta)?;
-            context.ranks.shift(&moved, delta);
-            Ok(())
+            context.backend.shift(&moved, delta)
         })
     }
 
@@ -130,8 +128,7 @@ impl Context {
         fault_point!("kv.attach");
         self.change(|context| {
             let copies = context.books.attach(segment, id, p0, p1)?;
-            context.ranks.copy(&copies);
-            Ok(())
+            context.backend.copy(&copies)
         })
     }
 
@@ -155,7 +152,7 @@ impl Context {
     /// Errors: an unknown segment, an empty range, a missing position.
     pub fn kv_export(&self, segment: u64, p0: i32, p1: i32) -> Result<Vec<u8>> {
         fault_point!("kv.export");
-        Ok(self.ranks.read_cells(&self.books.cells().segment_cells(segment, p0, p1)?))
+        self.backend.read_cells(&self.books.cells().segment_cells(segment, p0, p1)?)
     }
 
     /// A new segment on fresh cells of arena `stream`, at positions from `p0`, with the contents that
@@ -164,7 +161,7 @@ impl Context {
     /// `max_model_len`, too few free cells.
     pub fn kv_import(&mut self, segment: u64, stream: u32, p0: i32, data: &[u8]) -> Result<()> {
         fault_point!("kv.import");
-        let of_cell = self.ranks.storage_bytes() / self.n_cells();
+        let of_cell = self.backend.cell_bytes();
         if data.is_empty() || !data.len().is_multiple_of(of_cell) {
             return Err(Rejected::CellBytes { got: data.len(), of_cell }.into());
         }
@@ -175,8 +172,7 @@ impl Context {
         }
         self.change(|context| {
             let cells = context.books.segment_create(segment, stream, p0, n)?;
-            context.ranks.write_cells(&cells, data);
-            Ok(())
+            context.backend.write_cells(&cells, data)
         })
     }
 
@@ -198,21 +194,20 @@ impl Context {
         self.books.digest()
     }
 
-    /// Runs a change of the books and clears what it freed. If it panics, the context stays marked as broken.
+    /// Runs a change of the books and clears what it freed. If it panics or the device fails, the context stays marked
+    /// as broken.
     pub(super) fn change<T>(&mut self, change: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         self.broken = true;
         let result = change(self);
         fault_point!(panic "books.change");
-        self.poison_freed();
-        self.broken = false;
-        result
+        let poisoned = self.poison_freed();
+        self.broken = matches!(result, Err(Error::Device(_))) || poisoned.is_err();
+        poisoned.and(result)
     }
 
-    /// In poison mode, overwrites the cells that became free.
-    pub(super) fn poison_freed(&mut self) {
-        if self.config.poison {
-            self.ranks.poison(&self.books.take_freed());
-        }
+    /// In poison mode, overwrites the cells that became free. Errors: the device's.
+    pub(super) fn poison_freed(&mut self) -> Result<()> {
+        if self.config.poison { self.backend.poison(&self.books.take_freed()) } else { Ok(()) }
     }
 
     /// Refuses a shift that would leave the context's range; the cells know no such bound.

@@ -4,6 +4,9 @@
 //! changes nothing. A panic inside a change of the books leaves [`Context::is_broken`] true, and the context
 //! must then never be used again; a panic in a forward pass leaves everything as it was.
 
+mod backend;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod decode;
 mod fingerprint;
 mod kv;
@@ -13,6 +16,8 @@ mod sampling;
 #[cfg(test)]
 mod tests;
 
+#[cfg(feature = "cuda")]
+pub use cuda::Gpu;
 pub use decode::{DecodeRequest, DecodeResult};
 pub use sampling::RowMasks;
 
@@ -31,6 +36,7 @@ use crate::ops::MAX_D_HEAD;
 use crate::ops::dispatch::{IsaName, Kernels};
 use crate::progress::Progress;
 use crate::threads::Pool;
+use backend::Backend;
 use fingerprint::Fingerprint;
 use layout::Layout;
 use ranks::Ranks;
@@ -81,7 +87,7 @@ pub struct Context {
     config: ContextConfig,
     model: ModelConfig,
     names: WeightNames,
-    ranks: Ranks,
+    backend: Backend,
     layout: Layout,
     books: Books,
     samplers: SamplerBank,
@@ -99,9 +105,8 @@ impl Context {
     }
 
     /// As [`Context::load`], from an open checkpoint.
-    pub fn new(checkpoint: Checkpoint, mut config: ContextConfig) -> Result<Self> {
-        let model = checkpoint.config().clone();
-        check(&config, &model)?;
+    pub fn new(checkpoint: Checkpoint, config: ContextConfig) -> Result<Self> {
+        check(&config, checkpoint.config())?;
         let kernels = Kernels::select(config.isa)?;
         let pool = Pool::new(config.n_threads)?;
         check_source(&checkpoint, config.mode, &pool)?;
@@ -110,13 +115,23 @@ impl Context {
             ComputeMode::Float32 => KvDType::Float32,
             _ => KvDType::Bfloat16,
         });
-        let fingerprint = Fingerprint::new(&checkpoint, &config, &pool, (kv_dtype, kernels.isa()));
-        let names = checkpoint.into_names();
-        let mut ranks = Ranks::new(decoders, &config, (kernels, kv_dtype), pool)?;
+        let how = format!("{:?}", (kv_dtype, kernels.isa()));
+        let fingerprint = Fingerprint::new(&checkpoint, &config, &pool, &how);
+        let ranks = Ranks::new(decoders, &config, (kernels, kv_dtype), pool)?;
+        Self::assemble(checkpoint, config, (Backend::Cpu(ranks), fingerprint))
+    }
+
+    /// Books and samplers for a backend that has the checkpoint's weights and the configuration's cells.
+    fn assemble(
+        checkpoint: Checkpoint,
+        mut config: ContextConfig,
+        (mut backend, fingerprint): (Backend, Fingerprint),
+    ) -> Result<Self> {
+        let model = checkpoint.config().clone();
         let mut books = Books::new(config.kv_shape())?;
         config.poison |= cfg!(debug_assertions);
         if config.poison {
-            ranks.poison_all();
+            backend.poison_all()?;
             books.take_freed();
         }
         Ok(Self {
@@ -126,9 +141,9 @@ impl Context {
             fingerprint,
             progress: Arc::default(),
             broken: false,
+            names: checkpoint.into_names(),
             model,
-            names,
-            ranks,
+            backend,
             config,
         })
     }
@@ -145,13 +160,13 @@ impl Context {
         config.window.filter(|_| config.windowed.iter().all(|&windowed| windowed))
     }
 
-    /// The chosen instruction set.
-    pub fn isa(&self) -> IsaName {
-        self.ranks.at(0).ops.kernels.isa()
+    /// What computes, in words: the instruction set, or the GPU's name.
+    pub fn computes_on(&self) -> &str {
+        self.backend.name()
     }
 
     /// What keys and values depend on besides tokens: configuration, all weights (replaced ones included), how they
-    /// are computed with, instruction set, type and layout of a cell. 32 hexadecimal digits, the same in every
+    /// are computed with, instruction set or GPU architecture, type and layout of a cell. 32 hexadecimal digits, the same in every
     /// process: cells may go from one context to another of the same fingerprint.
     pub fn fingerprint(&self) -> String {
         self.fingerprint.to_string()
@@ -159,7 +174,7 @@ impl Context {
 
     /// Bytes of the packed weights.
     pub fn weight_bytes(&self) -> usize {
-        self.ranks.weight_bytes()
+        self.backend.weight_bytes()
     }
 
     /// What has been done so far; any thread may read it, also while a decode runs.
@@ -167,7 +182,7 @@ impl Context {
         Arc::clone(&self.progress)
     }
 
-    /// True after a panic in the middle of a change: what the context holds can no longer be trusted.
+    /// True after a panic, or a failure of the device, in the middle of a change: what the context holds can no longer be trusted.
     pub fn is_broken(&self) -> bool {
         self.broken
     }
@@ -187,16 +202,12 @@ impl Context {
             let (name, want, got) = (name.to_owned(), want.to_vec(), shape.to_vec());
             return Err(Rejected::WeightShape { name, want, got }.into());
         }
-        if self.config.n_ranks > 1 {
-            let (name, stored) = (name.to_owned(), "parts on several ranks");
-            return Err(Unsupported::ReplaceWeight { name, stored, given: "a whole tensor" }.into());
-        }
         let n_columns = if want.len() < 2 { 1 } else { want[want.len() - 1] };
         self.change(|context| {
             let stored_row = |n: usize| context.names.stored_row(slot, n);
             let offset = context.names.offset(slot);
             let replacement = Replacement { name, values, n_columns, stored_row: &stored_row, offset };
-            context.ranks.at_mut(0).decoder.weights.replace(slot, &replacement)?;
+            context.backend.replace(slot, &replacement)?;
             context.fingerprint = context.fingerprint.with_replaced(name, values);
             Ok(())
         })

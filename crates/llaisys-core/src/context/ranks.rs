@@ -4,16 +4,18 @@
 //! whatever does not compute (copies, exports, poison) goes over all ranks in a plain loop.
 
 use super::ContextConfig;
+use super::backend::Compute;
 use crate::collective::Local;
 use crate::dtype::KvDType;
-use crate::error::{DeviceError, Error, Result};
+use crate::error::{DeviceError, Error, Result, Unsupported};
 use crate::faults::fault_point;
 use crate::kv::cells::Copies;
 use crate::kv::storage::Storage;
 use crate::model::checkpoint::Checkpoint;
 use crate::model::decoder::{Decoder, ForwardRows, HeadRoom, KvLayers, Workspace};
 use crate::model::shard::Shard;
-use crate::model::weights::Weights;
+use crate::model::slot::Slot;
+use crate::model::weights::{Replacement, Weights};
 use crate::ops::dispatch::Kernels;
 use crate::ops::{OpContext, rope_shift};
 use crate::progress::Progress;
@@ -34,7 +36,7 @@ pub(super) struct Rank {
 /// The ranks in order, and their threads.
 #[derive(Debug)]
 pub(super) struct Ranks {
-    ranks: Vec<Rank>,
+    pub(super) ranks: Vec<Rank>,
     /// A thread for each rank, the caller's for the first; None of a model that is not split.
     threads: Option<Pool>,
     /// The ranks have a group that works: not before the first run, nor after one that did not end well.
@@ -143,16 +145,6 @@ impl Ranks {
         Ok(Self { ranks, threads, in_group: false })
     }
 
-    /// Rank `rank`, from 0. What is the same on all is read from the first.
-    pub(super) fn at(&self, rank: usize) -> &Rank {
-        &self.ranks[rank]
-    }
-
-    /// As [`Ranks::at`].
-    pub(super) fn at_mut(&mut self, rank: usize) -> &mut Rank {
-        &mut self.ranks[rank]
-    }
-
     /// Does `job` on all ranks at once, each on its own thread. `logits` is rank 0's room, the others have none.
     ///
     /// Errors: the first rank's that did not fail because another had. A panic of any rank is raised here once all
@@ -178,54 +170,83 @@ impl Ranks {
         first.map_or(Ok(()), Err)
     }
 
-    /// Bytes of the packed weights.
-    pub(super) fn weight_bytes(&self) -> usize {
-        self.ranks.iter().map(|rank| rank.decoder.weights.n_bytes()).sum()
+    fn storages(&mut self) -> impl Iterator<Item = &mut Storage> {
+        self.ranks.iter_mut().map(|rank| &mut rank.storage)
+    }
+}
+
+impl Compute for Ranks {
+    fn forward(&mut self, rows: &ForwardRows<'_>, progress: &Progress) -> Result<()> {
+        self.run(&mut [], &|rank, _| rank.forward(rows, progress))
     }
 
-    /// Bytes of keys and values.
-    pub(super) fn storage_bytes(&self) -> usize {
-        self.ranks.iter().map(|rank| rank.storage.n_bytes()).sum()
+    fn outputs(&mut self, rows: &[usize], n_logits: usize, logits: &mut [f32]) -> Result<()> {
+        self.run(logits, &|rank, logits| rank.outputs(rows, n_logits, logits))
     }
 
-    /// As [`Storage::copy`].
-    pub(super) fn copy(&mut self, copies: &Copies) {
+    fn hidden(&mut self, n_rows: usize) -> Result<&[f32]> {
+        Ok(self.ranks[0].work.hidden(n_rows))
+    }
+
+    fn copy(&mut self, copies: &Copies) -> Result<()> {
         self.storages().for_each(|storage| storage.copy(copies));
+        Ok(())
     }
 
-    /// As [`Storage::poison`].
-    pub(super) fn poison(&mut self, cells: &[u32]) {
-        self.storages().for_each(|storage| storage.poison(cells));
-    }
-
-    /// As [`Storage::poison_all`].
-    pub(super) fn poison_all(&mut self) {
-        self.storages().for_each(Storage::poison_all);
-    }
-
-    /// As [`Storage::read_cells`], of each rank in turn.
-    pub(super) fn read_cells(&self, cells: &[u32]) -> Vec<u8> {
-        self.ranks.iter().flat_map(|rank| rank.storage.read_cells(cells)).collect()
-    }
-
-    /// Puts what [`Ranks::read_cells`] gave into as many cells.
-    pub(super) fn write_cells(&mut self, cells: &[u32], data: &[u8]) {
-        let of_rank = data.len() / self.ranks.len();
-        for (storage, data) in self.storages().zip(data.chunks_exact(of_rank)) {
-            storage.write_cells(cells, data);
-        }
-    }
-
-    /// Rotates the keys of `cells` by `delta` positions.
-    pub(super) fn shift(&mut self, cells: &[u32], delta: i32) {
+    fn shift(&mut self, cells: &[u32], delta: i32) -> Result<()> {
         for Rank { decoder, ops, storage, .. } in &mut self.ranks {
             for layer in 0..decoder.config().n_layers {
                 rope_shift(ops, storage.layer_mut(layer), cells, delta, decoder.rope(layer));
             }
         }
+        Ok(())
     }
 
-    fn storages(&mut self) -> impl Iterator<Item = &mut Storage> {
-        self.ranks.iter_mut().map(|rank| &mut rank.storage)
+    fn read_cells(&self, cells: &[u32]) -> Result<Vec<u8>> {
+        Ok(self.ranks.iter().flat_map(|rank| rank.storage.read_cells(cells)).collect())
+    }
+
+    fn write_cells(&mut self, cells: &[u32], data: &[u8]) -> Result<()> {
+        let of_rank = data.len() / self.ranks.len();
+        for (storage, data) in self.storages().zip(data.chunks_exact(of_rank)) {
+            storage.write_cells(cells, data);
+        }
+        Ok(())
+    }
+
+    fn poison(&mut self, cells: &[u32]) -> Result<()> {
+        self.storages().for_each(|storage| storage.poison(cells));
+        Ok(())
+    }
+
+    fn poison_all(&mut self) -> Result<()> {
+        self.storages().for_each(Storage::poison_all);
+        Ok(())
+    }
+
+    fn replace(&mut self, slot: Slot, values: &Replacement<'_>) -> Result<()> {
+        match &mut self.ranks[..] {
+            [rank] => rank.decoder.weights.replace(slot, values),
+            _ => {
+                let (name, stored) = (values.name.to_owned(), "parts on several ranks");
+                Err(Unsupported::ReplaceWeight { name, stored, given: "a whole tensor" }.into())
+            }
+        }
+    }
+
+    fn weight_bytes(&self) -> usize {
+        self.ranks.iter().map(|rank| rank.decoder.weights.n_bytes()).sum()
+    }
+
+    fn cell_bytes(&self) -> usize {
+        self.ranks.iter().map(|rank| rank.storage.cell_bytes()).sum()
+    }
+
+    fn pool(&self) -> &Pool {
+        &self.ranks[0].ops.pool
+    }
+
+    fn name(&self) -> &str {
+        self.ranks[0].ops.kernels.isa().name()
     }
 }

@@ -1,5 +1,6 @@
 //! What only shows from the inside: a panic in the middle of a forward pass, and one in the middle of a change.
 
+use super::ranks::Rank;
 use super::*;
 use crate::batch::{BatchArrays, output};
 use crate::seq::SeqId;
@@ -57,6 +58,14 @@ fn split_context(n_ranks: usize) -> Context {
     context
 }
 
+fn rank(context: &mut Context, rank: usize) -> &mut Rank {
+    match &mut context.backend {
+        Backend::Cpu(ranks) => &mut ranks.ranks[rank],
+        #[cfg(feature = "cuda")]
+        Backend::Cuda(_) => unreachable!("these contexts are on the CPU"),
+    }
+}
+
 fn decode(context: &mut Context, seq: SeqId, positions: &[i32]) -> Result<DecodeResult> {
     let n = positions.len();
     let arrays = BatchArrays {
@@ -79,14 +88,14 @@ fn a_panic_in_the_forward_pass_of_any_rank_leaves_everything_as_it_was() {
         let before = context.digest();
         // A norm of the wrong length trips the op's own check half-way through the layer, in the second pass too, while
         // the other rank waits for the sum behind the feed-forward part.
-        let norm = context.ranks.at_mut(failing).decoder.weights.layers[0].ffn_norm.replace(vec![1.0; 3]);
+        let norm = rank(&mut context, failing).decoder.weights.layers[0].ffn_norm.replace(vec![1.0; 3]);
         let rows = [3, 4, 5, 6, 7, 8];
         let panicked = catch_unwind(AssertUnwindSafe(|| decode(&mut context, seq, &rows)));
         assert!(panicked.is_err());
         assert!(!context.is_broken());
         assert_eq!(context.digest(), before);
         context.check_integrity();
-        context.ranks.at_mut(failing).decoder.weights.layers[0].ffn_norm = norm;
+        rank(&mut context, failing).decoder.weights.layers[0].ffn_norm = norm;
         let after = decode(&mut context, seq, &[3, 4]).unwrap();
         let mut fresh = split_context(n_ranks);
         let seq = fresh.seq_acquire(0).unwrap();
@@ -115,8 +124,8 @@ fn a_refused_change_does_not_mark_the_context_as_broken() {
 }
 
 /// True if every element of the cell's keys and values is NaN, or none is.
-fn is_poisoned(context: &Context, cell: usize) -> bool {
-    let layer = context.ranks.at(0).storage.layer(0);
+fn is_poisoned(context: &mut Context, cell: usize) -> bool {
+    let layer = rank(context, 0).storage.layer(0);
     let width = layer.n_kv_heads * layer.d_head;
     let values = [layer.k, layer.v].map(|tensor| &tensor.as_slice::<f32>()[cell * width..][..width]).concat();
     let n_nan = values.iter().filter(|x| x.is_nan()).count();
@@ -129,18 +138,19 @@ fn in_poison_mode_cells_are_nan_exactly_while_they_are_free() {
     let mut context = context();
     let seq = context.seq_acquire(0).unwrap();
     decode(&mut context, seq, &[0, 1, 2, 3]).unwrap();
-    let clean = |context: &Context| (0..32).filter(|&cell| !is_poisoned(context, cell)).collect::<Vec<_>>();
-    assert_eq!(clean(&context), [0, 1, 2, 3]);
+    let clean =
+        |context: &mut Context| (0..32).filter(|&cell| !is_poisoned(context, cell)).collect::<Vec<_>>();
+    assert_eq!(clean(&mut context), [0, 1, 2, 3]);
     context.kv_retain(1, seq, 0, 2).unwrap();
     context.kv_seq_rm(seq, 1, -1).unwrap();
-    assert_eq!(clean(&context), [0, 1], "cell 1 is held by the segment");
+    assert_eq!(clean(&mut context), [0, 1], "cell 1 is held by the segment");
     // A panic after the cells were written: the next call clears them.
-    let norm = std::mem::replace(&mut context.ranks.at_mut(0).decoder.weights.output_norm, vec![1.0; 3]);
+    let norm = std::mem::replace(&mut rank(&mut context, 0).decoder.weights.output_norm, vec![1.0; 3]);
     assert!(catch_unwind(AssertUnwindSafe(|| decode(&mut context, seq, &[1, 2]))).is_err());
-    context.ranks.at_mut(0).decoder.weights.output_norm = norm;
+    rank(&mut context, 0).decoder.weights.output_norm = norm;
     context.kv_segment_trim(1, 1).unwrap();
-    assert_eq!(clean(&context), [0]);
+    assert_eq!(clean(&mut context), [0]);
     context.seq_release(seq).unwrap();
     context.kv_segment_trim(1, 0).unwrap();
-    assert_eq!(clean(&context), [0_usize; 0]);
+    assert_eq!(clean(&mut context), [0_usize; 0]);
 }

@@ -121,6 +121,11 @@ impl Storage {
         self.n_kv_heads * self.d_head * self.dtype.bytes()
     }
 
+    /// Bytes of one cell's keys and values in all layers.
+    pub fn cell_bytes(&self) -> usize {
+        2 * self.layers.len() * self.bytes_of_cell()
+    }
+
     /// Layers.
     pub fn n_layers(&self) -> usize {
         self.layers.len()

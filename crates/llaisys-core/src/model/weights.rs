@@ -311,7 +311,8 @@ pub struct Replacement<'a> {
 }
 
 impl Replacement<'_> {
-    fn row(&self, logical: usize) -> &[f32] {
+    /// The new values of a logical row.
+    pub fn row(&self, logical: usize) -> &[f32] {
         let start = (self.stored_row)(logical) * self.n_columns;
         &self.values[start..start + self.n_columns]
     }

@@ -65,6 +65,19 @@ impl Tiny {
         model
     }
 
+    /// A head that the GPU's kernels have, with every shape around it odd, and matrices and biases of numbers that bf16
+    /// has: what differs from the CPU then are activations.
+    pub(crate) fn for_gpu(architecture: &'static str, tied_head: bool) -> Self {
+        let mut model = Self::sized(architecture, tied_head, |model| {
+            (model.d_model, model.d_ff, model.vocab_size) = (72, 104, 75);
+            (model.n_heads, model.n_kv_heads, model.d_head) = (6, 2, 64);
+        });
+        for (_, values) in model.tensors.values_mut() {
+            values.iter_mut().for_each(|value| *value = half::bf16::from_f32(*value).to_f32());
+        }
+        model
+    }
+
     /// Random tensors: scales keep small models' activations near one, so that tokens differ and sums do not
     /// explode.
     fn fill(&mut self) {

@@ -4,6 +4,7 @@
 
 pub(crate) mod arrays;
 pub(crate) mod compare;
+pub(crate) mod flaky;
 mod memory;
 pub(crate) mod pick;
 mod product;

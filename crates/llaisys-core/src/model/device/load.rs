@@ -49,6 +49,8 @@ pub struct DeviceWeights {
     pub output_norm: DevicePtr,
     /// In order of depth.
     pub layers: Vec<DeviceLayer>,
+    /// Of all together.
+    pub n_bytes: usize,
 }
 
 /// The type that a checkpoint's weights have on a device: f16 of f16, else bf16.
@@ -102,7 +104,7 @@ impl Loader<'_> {
         let head = if config.tied_head { embed } else { self.matrix(&[Slot::LmHead])? };
         let output_norm = self.vector(Slot::OutputNorm)?;
         let layers = (0..config.n_layers).map(|index| self.layer(index)).collect::<Result<_, _>>()?;
-        Ok(DeviceWeights { embed, head, output_norm, layers })
+        Ok(DeviceWeights { embed, head, output_norm, layers, n_bytes: self.arena.n_bytes() })
     }
 
     fn layer(&mut self, index: usize) -> Result<DeviceLayer, DeviceError> {
@@ -205,10 +207,15 @@ fn convert<'r>(
         let mut values = vec![0.0_f32; n_columns];
         dequantize_row(row, &mut values);
         for (out, &value) in out.chunks_exact_mut(2).zip(&values) {
-            out.copy_from_slice(&match target.element {
-                Element::F16 => f16::from_f32(value).to_le_bytes(),
-                _ => bf16::from_f32(value).to_le_bytes(),
-            });
+            out.copy_from_slice(&bytes_of(target.element, value));
         }
     });
+}
+
+/// A number in a 16-bit type, to the nearest.
+pub(super) fn bytes_of(element: Element, value: f32) -> [u8; 2] {
+    match element {
+        Element::F16 => f16::from_f32(value).to_le_bytes(),
+        _ => bf16::from_f32(value).to_le_bytes(),
+    }
 }

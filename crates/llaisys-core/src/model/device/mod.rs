@@ -3,8 +3,10 @@
 //! are in the weights' 16-bit type and rounded where transformers rounds them, sums and norms are in f32.
 
 pub mod arena;
+mod cells;
 pub mod load;
 mod pass;
+mod replace;
 pub mod rows;
 pub mod support;
 
@@ -19,7 +21,7 @@ use crate::ops::cuda::attn_prefill::AttnPrefill;
 use crate::ops::cuda::device::{Device, DevicePtr, Element};
 use crate::ops::cuda::rope_kv_store::HeadShape;
 use crate::ops::cuda::unit::Function;
-use crate::ops::cuda::{add_rms_norm, embed, gate, gemv, rope_kv_store};
+use crate::ops::cuda::{add_rms_norm, embed, gate, gemv, rope_kv_store, step};
 use crate::ops::{Gate as GateKind, Scoring};
 use crate::threads::Pool;
 use arena::{Arena, Room};
@@ -60,6 +62,8 @@ pub struct DeviceDecoder {
     memory: Memory,
     kv: DevicePtr,
     n_cells: usize,
+    /// For [`cells`]: what cells move where.
+    moves: DevicePtr,
 }
 
 /// Where the activations of a pass lie, each `[n_rows, width]`.
@@ -73,6 +77,8 @@ struct Memory {
     attended: DevicePtr,
     gate_up: DevicePtr,
     inner: DevicePtr,
+    /// `[n_outputs]` i32: rows whose outputs are wanted.
+    outputs: DevicePtr,
     /// `[n_outputs, d_model]`
     hidden: DevicePtr,
     /// `[n_outputs, vocab_size]` f32
@@ -107,6 +113,7 @@ impl DeviceDecoder {
         let base = device.alloc("the activations", n_bytes)?;
         let memory = Memory::place(&config, &limits, (n_sms, Arena::placing(base))).0;
         memory.write_angles(device, &config, limits.max_len)?;
+        let moves = device.alloc("the lists of cells that move", cells::moves_bytes(&config))?;
         let n_cells = match limits.cells {
             CellCount::Exactly(n) => n,
             CellCount::Share(utilization) => {
@@ -119,7 +126,7 @@ impl DeviceDecoder {
         let kv_bytes = (n_cells + 1) * arena::cell_bytes(&config);
         let kv = device.alloc("the KV cells", kv_bytes)?;
         device.fill(kv, 0, kv_bytes)?;
-        Ok(Self { config, element, weights, limits, memory, kv, n_cells })
+        Ok(Self { config, element, weights, limits, memory, kv, n_cells, moves })
     }
 
     /// Facts of the model.
@@ -132,25 +139,63 @@ impl DeviceDecoder {
         self.n_cells
     }
 
-    /// Runs all layers for `rows` and gives the logits `[outputs.len(), vocab_size]` f32 of `outputs`, in device
-    /// memory until the next pass. A row's bits depend on nothing but what it sees and the number of rows.
+    /// Of weights, activations and cells.
+    pub fn element(&self) -> Element {
+        self.element
+    }
+
+    /// Bytes of the weights on the device.
+    pub fn weight_bytes(&self) -> usize {
+        self.weights.n_bytes
+    }
+
+    /// Runs all layers for `rows`; `on_layer` is called when each is about to be started. The final hidden states stay
+    /// for [`DeviceDecoder::outputs`] until the next pass. A row's bits depend on nothing but what it sees and the
+    /// number of rows.
     ///
-    /// Panics on more rows, outputs or listed cells than the limits. Errors: the device's.
+    /// Panics on more rows or listed cells than the limits. Errors: the device's.
+    pub fn run(
+        &self,
+        device: &dyn Device,
+        rows: &ForwardRows<'_>,
+        on_layer: &dyn Fn(),
+    ) -> Result<(), DeviceError> {
+        let (n, most) = (rows.tokens.len(), &self.limits);
+        let n_listed = rows.attention.cells.len().max(rows.near.map_or(0, |near| near.cells.len()));
+        assert!(n <= most.n_rows && n_listed <= most.n_listed, "{n} rows, {n_listed} listed cells");
+        let group = self.config.n_heads / self.config.n_kv_heads;
+        let rows = rows::upload(device, self.memory.rows, rows, group)?;
+        Pass { decoder: self, device, rows, n }.run(on_layer)
+    }
+
+    /// Gathers the final hidden states of `outputs`, rows of the last pass. Of the first `n_logits` of them it
+    /// computes the logits. Both stay on the device until the next pass or call.
+    ///
+    /// Panics on more outputs than the limits. Errors: the device's.
+    pub fn outputs(
+        &self,
+        device: &dyn Device,
+        outputs: &[usize],
+        n_logits: usize,
+    ) -> Result<DeviceOutputs, DeviceError> {
+        let n = outputs.len();
+        assert!(n_logits <= n && n <= self.limits.n_outputs, "{n} outputs, {n_logits} of them with logits");
+        let Memory { outputs: at, hidden, logits, .. } = self.memory;
+        let bytes: Vec<u8> = outputs.iter().flat_map(|&row| (row as i32).to_le_bytes()).collect();
+        device.upload(at, &bytes)?;
+        pass::outputs(self, device, (n, n_logits))?;
+        Ok(DeviceOutputs { hidden, logits })
+    }
+
+    /// A pass whose outputs are known: [`DeviceDecoder::run`], and the logits of `outputs`.
     pub fn forward(
         &self,
         device: &dyn Device,
         rows: &ForwardRows<'_>,
         outputs: &[usize],
     ) -> Result<DevicePtr, DeviceError> {
-        let (n, most) = (rows.tokens.len(), &self.limits);
-        let n_listed = rows.attention.cells.len().max(rows.near.map_or(0, |near| near.cells.len()));
-        assert!(n <= most.n_rows && outputs.len() <= most.n_outputs && n_listed <= most.n_listed);
-        let group = self.config.n_heads / self.config.n_kv_heads;
-        let rows = rows::upload(device, self.memory.rows, rows, (outputs, group))?;
-        let pass = Pass { decoder: self, device, rows, n };
-        pass.run()?;
-        pass.logits(outputs.len())?;
-        Ok(self.memory.logits)
+        self.run(device, rows, &|| ())?;
+        Ok(self.outputs(device, outputs, outputs.len())?.logits)
     }
 
     fn shape(&self) -> HeadShape {
@@ -165,7 +210,16 @@ impl DeviceDecoder {
     }
 }
 
-/// Every kernel that a pass of the model starts.
+/// Where [`DeviceDecoder::outputs`] left what it computed.
+#[derive(Debug, Clone, Copy)]
+pub struct DeviceOutputs {
+    /// `[n, d_model]`
+    pub hidden: DevicePtr,
+    /// `[n_logits, vocab_size]` f32
+    pub logits: DevicePtr,
+}
+
+/// Every kernel that a model starts.
 fn functions(config: &ModelConfig, element: Element) -> Vec<Function> {
     let attention = attention(config, element);
     let [decode, merge] = AttnDecode::functions(&attention);
@@ -179,6 +233,8 @@ fn functions(config: &ModelConfig, element: Element) -> Vec<Function> {
         gate::function(element, gate_kind(config)),
         gemv::function(element, element),
         gemv::function(element, Element::F32),
+        rope_kv_store::shift_function(element),
+        step::copy_function(),
     ]
 }
 
@@ -240,6 +296,7 @@ impl Memory {
             attended,
             gate_up,
             inner,
+            outputs: arena.take(n_outputs * size_of::<i32>()),
             hidden: arena.take(n_outputs * config.d_model * 2),
             logits: arena.take(n_outputs * config.vocab_size * size_of::<f32>()),
             cos: arena.take(angles),

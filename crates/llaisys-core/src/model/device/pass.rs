@@ -26,7 +26,7 @@ pub(super) struct Pass<'a> {
 
 impl Pass<'_> {
     /// All layers, and the final norm: hidden states are left in the branch's place.
-    pub(super) fn run(&self) -> Result<(), DeviceError> {
+    pub(super) fn run(&self, on_layer: &dyn Fn()) -> Result<(), DeviceError> {
         let DeviceDecoder { config, element, weights, memory, .. } = self.decoder;
         Embed {
             element: *element,
@@ -39,6 +39,7 @@ impl Pass<'_> {
         .launch(self.device)?;
         let mut added = DevicePtr::NULL;
         for (index, layer) in weights.layers.iter().enumerate() {
+            on_layer();
             self.add_norm(added, layer.attn_norm)?;
             self.attention(index, layer)?;
             self.add_norm(memory.branch, layer.ffn_norm)?;
@@ -109,34 +110,6 @@ impl Pass<'_> {
         self.product((memory.inner, d_ff), (layer.down, none), (memory.branch, d_model))
     }
 
-    /// Of the rows whose final hidden states [`Pass::run`] left in the branch's place.
-    pub(super) fn logits(&self, n_outputs: usize) -> Result<(), DeviceError> {
-        let DeviceDecoder { config, element, weights, memory, .. } = self.decoder;
-        if n_outputs == 0 {
-            return Ok(());
-        }
-        Gather {
-            element: *element,
-            x: memory.branch,
-            rows: self.rows.outputs,
-            out: memory.hidden,
-            n_rows: n_outputs,
-            width: config.d_model,
-        }
-        .launch(self.device)?;
-        self.start(&Product {
-            m: n_outputs,
-            n: config.vocab_size,
-            k: config.d_model,
-            element: *element,
-            out_element: Element::F32,
-            input: memory.hidden,
-            weight: weights.head,
-            bias: DevicePtr::NULL,
-            out: memory.logits,
-        })
-    }
-
     /// Rows that are alone in their sequence come first and share one launch, chunks of prompts another.
     fn attend(&self, (k, v): (DevicePtr, DevicePtr), seen: Seen) -> Result<(), DeviceError> {
         let DeviceDecoder { config, element, memory, .. } = self.decoder;
@@ -174,21 +147,50 @@ impl Pass<'_> {
         (out, width): (DevicePtr, usize),
     ) -> Result<(), DeviceError> {
         let element = self.decoder.element;
-        self.start(&Product {
-            m: self.n,
-            n: width,
-            k,
-            element,
-            out_element: element,
-            input,
-            weight,
-            bias,
-            out,
-        })
+        let product =
+            Product { m: self.n, n: width, k, element, out_element: element, input, weight, bias, out };
+        start(self.device, &product)
     }
+}
 
-    /// By our own kernel where few rows read the weight, by the library else.
-    fn start(&self, product: &Product) -> Result<(), DeviceError> {
-        if gemv::fits(product) { gemv::launch(self.device, product) } else { self.device.product(product) }
+/// Gathers the final hidden states of `n` rows that [`Pass::run`] left in the branch's place, and computes the logits
+/// of the first `n_logits`.
+pub(super) fn outputs(
+    decoder: &DeviceDecoder,
+    device: &dyn Device,
+    (n, n_logits): (usize, usize),
+) -> Result<(), DeviceError> {
+    let DeviceDecoder { config, element, weights, memory, .. } = decoder;
+    if n == 0 {
+        return Ok(());
     }
+    Gather {
+        element: *element,
+        x: memory.branch,
+        rows: memory.outputs,
+        out: memory.hidden,
+        n_rows: n,
+        width: config.d_model,
+    }
+    .launch(device)?;
+    if n_logits == 0 {
+        return Ok(());
+    }
+    let head = Product {
+        m: n_logits,
+        n: config.vocab_size,
+        k: config.d_model,
+        element: *element,
+        out_element: Element::F32,
+        input: memory.hidden,
+        weight: weights.head,
+        bias: DevicePtr::NULL,
+        out: memory.logits,
+    };
+    start(device, &head)
+}
+
+/// By our own kernel where few rows read the weight, by the library else.
+fn start(device: &dyn Device, product: &Product) -> Result<(), DeviceError> {
+    if gemv::fits(product) { gemv::launch(device, product) } else { device.product(product) }
 }

@@ -37,8 +37,6 @@ pub struct DeviceRows {
     pub positions: DevicePtr,
     /// `[n]` u32, the device's numbers of cells.
     pub cells: DevicePtr,
-    /// `[n_outputs]` i32: the rows whose logits are wanted.
-    pub outputs: DevicePtr,
     /// What rows see.
     pub far: Seen,
     /// What they see of that in layers with a window.
@@ -54,7 +52,7 @@ pub fn n_bytes(config: &ModelConfig, limits: &DeviceLimits) -> usize {
     // A sequence of few rows has a tile of its own.
     let tiles = limits.n_rows * (1 + group / 64) * Tile::BYTES;
     let seen = array(4 * limits.n_listed) + 3 * rows + array(tiles);
-    3 * rows + array(4 * limits.n_outputs) + if config.window.is_some() { 2 * seen } else { seen }
+    3 * rows + if config.window.is_some() { 2 * seen } else { seen }
 }
 
 /// Copies the arrays of a pass to `base`, in one copy. `rows` has the books' numbers of cells: the device's are one
@@ -65,7 +63,7 @@ pub fn upload(
     device: &dyn Device,
     base: DevicePtr,
     rows: &ForwardRows<'_>,
-    (outputs, group): (&[usize], usize),
+    group: usize,
 ) -> Result<DeviceRows, DeviceError> {
     let mut arrays = Arrays { base, bytes: Vec::new() };
     let n_alone = n_alone(rows.attention.rows);
@@ -73,7 +71,6 @@ pub fn upload(
         tokens: arrays.put(rows.tokens.iter().map(|&token| token as u32)),
         positions: arrays.put(rows.positions.iter().map(|&position| position as u32)),
         cells: arrays.put(rows.cells.iter().map(|&cell| cell + 1)),
-        outputs: arrays.put(outputs.iter().map(|&row| row as u32)),
         far: arrays.seen(rows.attention, (n_alone, group)),
         near: rows.near.map(|near| arrays.seen(near, (n_alone, group))),
         n_alone,

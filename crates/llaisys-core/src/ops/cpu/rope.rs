@@ -59,7 +59,7 @@ impl RopeTable {
     }
 
     /// As [`RopeTable::angles`] without the amplitude; a negative position turns back.
-    fn turns(&self, positions: &[i32], cos: &mut [f32], sin: &mut [f32]) {
+    pub fn turns(&self, positions: &[i32], cos: &mut [f32], sin: &mut [f32]) {
         let half = self.frequencies.len();
         assert!(cos.len() == positions.len() * half && sin.len() == cos.len(), "angles of another shape");
         let rows = cos.chunks_exact_mut(half).zip(sin.chunks_exact_mut(half));

@@ -106,10 +106,11 @@ pub type Event = u64;
 /// Work that was captured, to be done again as one launch. Belongs to the device that captured it.
 pub type GraphId = u32;
 
-/// A device with one order of work: what is asked first happens first. One thread uses it.
+/// A device with one order of work: what is asked first happens first. The thread that opened it uses it; another may
+/// drop it.
 ///
 /// Errors of all methods: [`DeviceError::Cuda`]; an asynchronous fault may show at any later call.
-pub trait Device: Debug {
+pub trait Device: Debug + Send {
     /// Facts that do not change.
     fn facts(&self) -> &DeviceFacts;
 

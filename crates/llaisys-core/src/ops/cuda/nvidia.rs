@@ -42,11 +42,12 @@ pub struct NvidiaSettings {
     pub synchronous: bool,
 }
 
-/// A GPU with one order of work. Used by the thread that opened it.
+/// A GPU with one order of work. Used by the thread that opened it; any may drop it.
 #[derive(Debug)]
 pub struct Nvidia {
     facts: DeviceFacts,
     device: sys::CUdevice,
+    context: sys::CUcontext,
     stream: sys::CUstream,
     cubins: Cubins,
     n_threads: usize,
@@ -70,6 +71,10 @@ struct Pinned<T> {
     bytes: *mut u8,
     ring: RefCell<Ring<T>>,
 }
+
+// SAFETY: what the pointers name belongs to the driver's context of the process, to no thread. One thread at a time has
+// the value; another than the one that opened it can only drop it, and `drop` makes the context current there.
+unsafe impl Send for Nvidia {}
 
 impl Nvidia {
     /// Opens a GPU of a usable CUDA.
@@ -109,6 +114,7 @@ impl Nvidia {
         let opened = Self {
             facts,
             device,
+            context,
             stream: stream.map_err(|e| fail("create a stream", e))?,
             cubins,
             n_threads: settings.n_threads,
@@ -388,6 +394,8 @@ impl Nvidia {
 impl Drop for Nvidia {
     /// In the reverse of the order of making. After a fatal error every call fails, which changes nothing.
     fn drop(&mut self) {
+        // SAFETY: `open` retained the context, which is released below.
+        let _ = unsafe { result::ctx::set_current(self.context) };
         let _ = self.finish("close");
         self.blas.take();
         let mut events = self.free_events.take();

@@ -1,0 +1,93 @@
+//! What a context computes with: the one place where CPU and GPU part.
+
+#[cfg(feature = "cuda")]
+use super::cuda::CudaBackend;
+use super::ranks::Ranks;
+use crate::error::Result;
+use crate::kv::cells::Copies;
+use crate::model::decoder::ForwardRows;
+use crate::model::slot::Slot;
+use crate::model::weights::Replacement;
+use crate::progress::Progress;
+use crate::threads::Pool;
+use std::fmt::Debug;
+use std::ops::{Deref, DerefMut};
+
+/// Weights and the cells' contents, wherever they are.
+#[derive(Debug)]
+pub(super) enum Backend {
+    Cpu(Ranks),
+    #[cfg(feature = "cuda")]
+    Cuda(CudaBackend),
+}
+
+/// What a context asks of a backend. Cells have the books' numbers. After a [`crate::error::DeviceError`] what the
+/// call was to change is not known.
+pub(super) trait Compute: Debug {
+    /// Runs all layers for `rows`, at most `n_batch`; each layer ticks `progress`.
+    fn forward(&mut self, rows: &ForwardRows<'_>, progress: &Progress) -> Result<()>;
+
+    /// Takes the final hidden states of `rows` of the last [`Compute::forward`], at most
+    /// [`super::sampling::LOGITS_ROWS`]. The logits `[n, vocab_size]` of as many of them as fit `logits`, from the
+    /// first on, go there.
+    fn outputs(&mut self, rows: &[usize], n_logits: usize, logits: &mut [f32]) -> Result<()>;
+
+    /// What the last [`Compute::outputs`] took: `[rows.len(), d_model]`, the first `n_rows`.
+    fn hidden(&mut self, n_rows: usize) -> Result<&[f32]>;
+
+    /// Copies keys and values of `copies.from` to `copies.to`, in all layers, bit for bit.
+    fn copy(&mut self, copies: &Copies) -> Result<()>;
+
+    /// Rotates the keys of `cells`, none twice, by `delta` positions.
+    fn shift(&mut self, cells: &[u32], delta: i32) -> Result<()>;
+
+    /// The contents of `cells`: for each layer their keys `[n][n_kv_heads][d_head]`, then their values likewise. Of
+    /// several ranks: all this for the heads of each in turn.
+    fn read_cells(&self, cells: &[u32]) -> Result<Vec<u8>>;
+
+    /// Puts what [`Compute::read_cells`] gave into as many cells.
+    fn write_cells(&mut self, cells: &[u32], data: &[u8]) -> Result<()>;
+
+    /// Fills `cells` with NaN in all layers.
+    fn poison(&mut self, cells: &[u32]) -> Result<()>;
+
+    /// As [`Compute::poison`] for every cell.
+    fn poison_all(&mut self) -> Result<()>;
+
+    /// Replaces one tensor. Errors: a slot that is held in blocks or in parts; nothing has changed then.
+    fn replace(&mut self, slot: Slot, values: &Replacement<'_>) -> Result<()>;
+
+    /// Bytes of the packed weights.
+    fn weight_bytes(&self) -> usize;
+
+    /// Bytes of one cell's keys and values in all layers.
+    fn cell_bytes(&self) -> usize;
+
+    /// Threads for work of the host, while nothing is computed on them.
+    fn pool(&self) -> &Pool;
+
+    /// What computes, in words: the instruction set, or the GPU's name.
+    fn name(&self) -> &str;
+}
+
+impl Deref for Backend {
+    type Target = dyn Compute;
+
+    fn deref(&self) -> &Self::Target {
+        match self {
+            Backend::Cpu(ranks) => ranks,
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(cuda) => cuda,
+        }
+    }
+}
+
+impl DerefMut for Backend {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        match self {
+            Backend::Cpu(ranks) => ranks,
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(cuda) => cuda,
+        }
+    }
+}

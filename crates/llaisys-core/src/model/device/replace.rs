@@ -1,0 +1,75 @@
+//! A tensor's new values, in place of those that were loaded.
+
+use super::DeviceDecoder;
+use super::load::{DeviceLayer, bytes_of};
+use crate::error::{Result, Unsupported};
+use crate::model::slot::{LayerSlot, Slot};
+use crate::model::weights::Replacement;
+use crate::ops::cuda::device::{Device, DevicePtr};
+
+/// Where a tensor lies on the device.
+enum Place {
+    /// f32
+    Norm(DevicePtr),
+    /// Rows of the weights' type: also the elements of a bias.
+    Rows(DevicePtr),
+}
+
+impl DeviceDecoder {
+    /// As [`Weights::replace`](crate::model::weights::Weights::replace): rounded to the weights' type, after what was
+    /// started before. Errors: a tensor that has no place of its own on the device; the device's.
+    pub fn replace(&self, device: &dyn Device, slot: Slot, values: &Replacement<'_>) -> Result<()> {
+        let n_rows = self.config.shape(slot)[0];
+        match self.place(slot) {
+            Some(Place::Norm(at)) => {
+                let value = |n| values.row(n)[0] + values.offset;
+                let bytes: Vec<u8> = (0..n_rows).flat_map(|n| value(n).to_le_bytes()).collect();
+                device.upload(at, &bytes)?;
+            }
+            Some(Place::Rows(at)) => {
+                let values = (0..n_rows).flat_map(|n| values.row(n));
+                let bytes: Vec<u8> = values.flat_map(|&value| bytes_of(self.element, value)).collect();
+                device.upload(at, &bytes)?;
+            }
+            None => {
+                let (name, stored) = (values.name.to_owned(), "parts of other matrices");
+                return Err(Unsupported::ReplaceWeight { name, stored, given: "a whole tensor" }.into());
+            }
+        }
+        Ok(())
+    }
+
+    fn place(&self, slot: Slot) -> Option<Place> {
+        let weights = &self.weights;
+        Some(match slot {
+            Slot::Embed => Place::Rows(weights.embed),
+            Slot::LmHead => Place::Rows(weights.head),
+            Slot::OutputNorm => Place::Norm(weights.output_norm),
+            Slot::Layer(index, part) => self.place_in_layer(&weights.layers[index], part)?,
+        })
+    }
+
+    fn place_in_layer(&self, layer: &DeviceLayer, part: LayerSlot) -> Option<Place> {
+        let config = &self.config;
+        let (q, kv) = (config.n_heads * config.d_head, config.n_kv_heads * config.d_head);
+        let row = |base: DevicePtr, n: usize| Place::Rows(base.at(n * config.d_model * 2));
+        let element = |base: DevicePtr, n: usize| Place::Rows(base.at(n * 2));
+        Some(match part {
+            LayerSlot::AttnNorm => Place::Norm(layer.attn_norm),
+            LayerSlot::FfnNorm => Place::Norm(layer.ffn_norm),
+            LayerSlot::QNorm => Place::Norm(layer.q_norm),
+            LayerSlot::KNorm => Place::Norm(layer.k_norm),
+            LayerSlot::Qkv | LayerSlot::Q => row(layer.qkv, 0),
+            LayerSlot::K => row(layer.qkv, q),
+            LayerSlot::V => row(layer.qkv, q + kv),
+            LayerSlot::QBias => element(layer.qkv_bias, 0),
+            LayerSlot::KBias => element(layer.qkv_bias, q),
+            LayerSlot::VBias => element(layer.qkv_bias, q + kv),
+            LayerSlot::O => Place::Rows(layer.o),
+            LayerSlot::GateUp | LayerSlot::Gate => row(layer.gate_up, 0),
+            LayerSlot::Up => row(layer.gate_up, config.d_ff),
+            LayerSlot::Down => Place::Rows(layer.down),
+            _ => return None,
+        })
+    }
+}

@@ -1,0 +1,102 @@
+"""The wheel as it is, on a fake CUDA that runs the kernels' own text: from Python to the driver's calls.
+
+What is not proved: that a GPU does what the emulator does, and how fast (`docs/gpu.md`)."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cuda.conftest import Ask
+from serving import COMMAND, GOLDENS, environment, serving
+
+# Head width 64, f16: the only golden whose heads the kernels know. In its first six tokens the best two
+# logits are 0.038 of the logits' size apart or more, and f16 moves one by 0.003 of it (`cuda_decoder.rs`).
+MODEL = GOLDENS / "qwen2-f16"
+N_TOKENS = 6
+GREEDY = {"temperature": 0.0, "max_tokens": N_TOKENS, "ignore_eos": True}
+SMALL = {"num_kv_cells": 256, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+
+
+def golden() -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts and the beginnings of their greedy answers, by transformers in float32."""
+    data = np.load(MODEL / "golden.npz")
+    prompts = [data[f"prompt_{i}"].tolist() for i in range(3)]
+    return prompts, [data[f"greedy_{i}"][:N_TOKENS].tolist() for i in range(3)]
+
+
+def order(**settings: Any) -> dict[str, Any]:
+    return {"model": str(MODEL), "settings": {**SMALL, **settings}, "prompts": golden()[0], "params": GREEDY}
+
+
+def test_doctor_names_the_gpu(fake_cuda: dict[str, str]) -> None:
+    ran = subprocess.run(
+        [*COMMAND, "doctor"], capture_output=True, text=True, env=environment(**fake_cuda), check=False
+    )
+    (line,) = (line for line in ran.stdout.splitlines() if re.match(r"\S+\s+cuda ", line))
+    for part in (
+        "ok",
+        "Fake H100 (compute capability 9.0, 0.2 GiB)",
+        "CUDA 13.0",
+        fake_cuda["LD_LIBRARY_PATH"],
+    ):
+        assert part in line
+
+
+@pytest.mark.parametrize("device", ["cuda", "auto"])
+def test_greedy_tokens_are_the_references(ask: Ask, device: str, tmp_path: Path) -> None:
+    counts = tmp_path / "counts.json"
+    said = ask(order(device=device), FAKE_CUDA_COUNTS=str(counts))
+    assert said["errors"] == []
+    assert said["token_ids"] == golden()[1]
+    done = json.loads(counts.read_text("utf-8"))
+    assert done["launches"] > 0, done
+    assert done["products"] > 0, done
+
+
+def test_what_does_not_fit_is_said_in_numbers(ask: Ask) -> None:
+    ((kind, text),) = ask(order(device="cuda", num_kv_cells=10_000_000))["errors"]
+    assert kind == "RejectedError" or kind == "UnsupportedError", text
+    assert re.search(r"\d+\.\d+ GiB are wanted, 0\.\d+ of 0\.25 GiB are free", text), text
+    assert "gpu_memory_utilization" in text
+
+
+def test_after_a_fault_the_gpu_is_lost_to_the_process_and_the_cpu_is_not(ask: Ask) -> None:
+    asked = {**order(device="cuda"), "again": {**SMALL, "device": "cuda"}}
+    (fault, refused) = ask(asked, FAKE_CUDA_FAULT_AT="60")["errors"]
+    assert fault[0] == "EngineDeadError"
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS (700)" in fault[1]
+    assert "restart" in refused[1], refused
+    said = ask({**asked, "again": {**SMALL, "device": "cpu"}}, FAKE_CUDA_FAULT_AT="60")
+    assert [kind for kind, _ in said["errors"]] == ["EngineDeadError"]
+    assert said["token_ids"] == golden()[1]
+
+
+def test_a_server_answers_streams_and_ends(fake_cuda: dict[str, str], tmp_path: Path) -> None:
+    prompts, want = golden()
+    flags = ("--device", "cuda", "--num-kv-cells", "256", "--max-num-batched-tokens", "32")
+    body = {
+        "model": "qwen2-f16",
+        "prompt": prompts[0],
+        "max_tokens": N_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    with serving(tmp_path, str(MODEL), *flags, extra=fake_cuda) as server:
+        whole = server.http.post("/v1/completions", json=body).json()
+        assert whole["usage"]["completion_tokens"] == N_TOKENS
+        with server.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+            events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+        assert events[-1] == "[DONE]"
+        parts = [json.loads(event)["choices"][0]["text"] for event in events[:-1]]
+        assert "".join(parts) == whole["choices"][0]["text"]
+        assert server.http.get("/health").status_code == 200
+        assert server.stop(signal.SIGTERM) == 0
+    assert want
