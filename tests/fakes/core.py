@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import threading
 import zlib
 from collections import Counter, deque
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fakes.watchdog import Watchdog as Watchdog
 from llaisys.errors import EngineDeadError, ExhaustedError, RejectedError
 
 __version__ = "fake"
@@ -443,39 +443,6 @@ class Context:
 
     def close(self) -> None:
         self.closed = True
-
-
-class Watchdog:
-    """Says what a test tells it to say. The newest is `Watchdog.newest`."""
-
-    newest: Watchdog
-
-    def __init__(self, progress: object, **windows: float | None) -> None:
-        assert progress is None
-        self.windows = windows
-        self.verdict: str | None = None
-        self.reports: list[dict[str, Any]] = []
-        self.n_beats = 0
-        reader, writer = os.pipe()
-        self._reader, self._writer = os.fdopen(reader, "rb", 0), os.fdopen(writer, "wb", 0)
-        Watchdog.newest = self
-
-    def tell(self, verdict: str) -> None:
-        """The verdict comes."""
-        self.verdict = verdict
-        self._writer.write(verdict[1:].encode())
-
-    def report(self, **numbers: Any) -> None:
-        self.reports.append(numbers)
-
-    def beat(self) -> None:
-        self.n_beats += 1
-
-    def fileno(self) -> int:
-        return self._reader.fileno()
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 def available_isas() -> list[str]:

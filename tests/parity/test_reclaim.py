@@ -12,7 +12,8 @@ from llaisys.engine.engine import LLMEngine
 from llaisys.engine.executor import Executor
 from llaisys.engine.limits import Limits
 from llaisys.engine.reclaim import most_cells
-from llaisys.engine.worker import Worker, WorkerSettings, open_worker
+from llaisys.engine.settings import WorkerSettings
+from llaisys.engine.worker import Worker, open_worker
 from parity.numpy_forward import Shape
 from parity.random_model import random_weights, write_model
 

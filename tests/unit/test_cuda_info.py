@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 import llaisys
+from golden import FOLDER
 from llaisys import _core
 from llaisys.config import Config, cuda_library_folders
 from llaisys.engine import worker
-from llaisys.errors import UnsupportedError
+from llaisys.errors import RejectedError, UnsupportedError
 from llaisys.types import CudaDevice, CudaInfo
 
 VARIABLES = ("LLAISYS_CUDA_LIB_DIR", "CONDA_PREFIX", "CUDA_PATH", "CUDA_HOME")
@@ -79,3 +80,24 @@ def test_the_share_of_the_gpu_is_a_setting() -> None:
     assert Config().gpu_memory_utilization == 0.9
     with pytest.raises(ValueError, match="gpu_memory_utilization"):
         Config(gpu_memory_utilization=1.5)
+
+
+def opened(n_cells: int | None, gpu: _core.Gpu | None) -> _core.Context:
+    """A small model, on a GPU or not."""
+    return _core.Context(
+        str(FOLDER), n_cells=n_cells, n_seq_max=2, n_batch=8, max_model_len=32, n_threads=1, gpu=gpu
+    )
+
+
+def test_a_context_on_a_gpu_that_is_not_there_is_refused_with_the_reason() -> None:
+    with pytest.raises(UnsupportedError, match=r'device "cuda" cannot be used: no NVIDIA driver'):
+        opened(64, _core.Gpu([], driver="libcuda-of-nobody.so.1"))
+    with pytest.raises(RejectedError, match="n_cells is None, which needs a gpu"):
+        opened(None, None)
+
+
+def test_settings_of_a_gpu_out_of_their_bounds_are_refused() -> None:
+    with pytest.raises(RejectedError, match="memory_share is 1.5"):
+        _core.Gpu([], memory_share=1.5)
+    with pytest.raises(RejectedError, match="ordinal is -1"):
+        _core.Gpu([], ordinal=-1)

@@ -13,7 +13,6 @@ use llaisys_core::Error;
 use llaisys_core::context::{Context, ContextConfig, Gpu};
 use llaisys_core::dtype::{ComputeMode, KvDType};
 use llaisys_core::error::Unsupported;
-use llaisys_core::kv::cells::Copies;
 use llaisys_core::model::checkpoint::Checkpoint;
 use llaisys_core::model::device::{CellCount, DeviceDecoder, DeviceLimits};
 use llaisys_core::threads::Pool;
@@ -70,7 +69,7 @@ fn cells_are_copied_filled_and_written_in_every_layer() {
     // More than one launch moves, from every second cell, in no order of the targets.
     let from: Vec<u32> = (0..4100).map(|i| 2 * i).collect();
     let to: Vec<u32> = (0..4100).rev().map(|i| 2 * i + 1).collect();
-    decoder.copy_cells(&device, &Copies { from: from.clone(), to: to.clone() }).unwrap();
+    decoder.copy_cells(&device, &from, &to).unwrap();
     for array in want.chunks_exact_mut(N_CELLS * 128) {
         for (&from, &to) in from.iter().zip(&to) {
             array.copy_within(from as usize * 128..(from as usize + 1) * 128, to as usize * 128);

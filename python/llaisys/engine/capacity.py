@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llaisys.config import Config
 from llaisys.engine.limits import Limits
-from llaisys.engine.worker import GpuSettings, WorkerSettings
+from llaisys.engine.settings import GpuSettings, WorkerSettings
 from llaisys.errors import RejectedError
 from llaisys.types import ModelInfo
 
@@ -69,14 +69,16 @@ def size(
     cell_bytes = info.kv_bytes_per_cell["bfloat16" if gpu else kv_dtype]
     n_seqs = _n_seqs(config)
     configured = _configured_cells(config, cell_bytes)
-    fills_gpu = gpu is not None and configured is None
-    if fills_gpu:
-        n_cells, why = wanted_len * config.num_kv_streams, "what the GPU has room for"
+    if configured is not None:
+        n_cells, why = configured
+    elif gpu is None:
+        n_cells, why = _cells_that_fit(config, info, memory_bytes, cell_bytes, n_seqs * wanted_len)
     else:
-        n_cells, why = configured or _cells_that_fit(config, info, memory_bytes, cell_bytes, n_seqs * wanted_len)
+        n_cells, why = wanted_len * config.num_kv_streams, "as many as the GPU has room for"
     n_cells -= n_cells % config.num_kv_streams
     if n_cells < 1:
-        _refuse_what_does_not_fit(config, info, memory_bytes, cell_bytes)
+        if gpu is None:
+            _refuse_what_does_not_fit(config, info, memory_bytes, cell_bytes)
         raise RejectedError(
             f"the KV cache has no room for a single token: one takes {cell_bytes} bytes ({why})",
             param="kv_cache_memory_bytes",
@@ -99,7 +101,7 @@ def size(
         dtype=_mode(config),
         kv_dtype=kv_dtype,
         isa=config.isa,
-        n_cells=None if fills_gpu else n_cells,
+        n_cells=n_cells if gpu is None or configured else None,
         n_seq_max=n_seqs,
         n_batch=config.max_num_batched_tokens,
         max_model_len=limits.max_model_len,
@@ -111,15 +113,15 @@ def size(
     )
     if gpu is None:
         _refuse_what_does_not_fit(config, info, memory_bytes, n_cells * cell_bytes)
+    weights = _mib(_weight_bytes(config, info)) if gpu is None else f"on GPU {gpu.ordinal}"
+    cells = f"{cell_bytes} B ({kv_dtype})"
+    if settings.n_cells is not None:
+        cells = f"{n_cells} cells x {cells} = {n_cells * cell_bytes / 2**20:.1f} MiB"
     cut = f", cut from {wanted_len} to fit the cache" if limits.max_model_len < wanted_len else ""
-    if gpu is None:
-        weights = f"weights: {_mib(_weight_bytes(config, info))} ({_mode(config)})"
-    else:
-        weights = f"on GPU {gpu.ordinal}"
-    cells = f"{cell_bytes} B"
-    if not fills_gpu:
-        cells = f"{n_cells} cells x {cells} ({kv_dtype}) = {n_cells * cell_bytes / 2**20:.1f} MiB"
-    summary = f"{weights}; KV cache: {cells} ({why}); context {limits.max_model_len} tokens{cut}"
+    summary = (
+        f"weights: {weights} ({_mode(config)}); KV cache: {cells} ({why}); "
+        f"context {limits.max_model_len} tokens{cut}"
+    )
     if config.tensor_parallel_size > 1:
         summary += f"; split over {config.tensor_parallel_size} ranks"
     return Capacity(settings, limits, summary)

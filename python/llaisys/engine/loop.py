@@ -23,9 +23,10 @@ from llaisys.engine.limits import Limits
 from llaisys.engine.outputs import EngineOutput, refusal
 from llaisys.engine.request import BrokenInvariant, EngineRequest
 from llaisys.engine.sessions import SessionAnswer
+from llaisys.engine.settings import WorkerSettings
 from llaisys.engine.watch import Watch
 from llaisys.engine.wire import Ask, Cancel, Recall, Recalled, Shutdown, Submit
-from llaisys.engine.worker import WorkerSettings, open_worker
+from llaisys.engine.worker import open_worker
 from llaisys.errors import EngineDeadError, InvariantError, LlaisysError
 from llaisys.stats import EngineStats
 
@@ -76,7 +77,9 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="llaisys-engine", daemon=True)
 
     def start(self) -> Limits:
-        """Starts the thread and waits until the engine stands: its limits. Raises what its building raised."""
+        """Starts the thread and waits until the engine stands: gives its limits. Raises what its
+        building raised.
+        """
         self._thread.start()
         try:
             return self._built.result().limits

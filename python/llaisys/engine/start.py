@@ -13,8 +13,9 @@ from llaisys.engine.inproc import InprocClient
 from llaisys.engine.loop import build_engine
 from llaisys.engine.machine import available_bytes, usable_cpus
 from llaisys.engine.process import ProcessClient
+from llaisys.engine.settings import GpuSettings
 from llaisys.engine.watch import Watch
-from llaisys.engine.worker import GpuSettings, check_gpu
+from llaisys.engine.worker import check_gpu
 from llaisys.errors import UnsupportedError
 from llaisys.types import ModelInfo
 

@@ -18,7 +18,7 @@ from llaisys.engine.limits import Limits
 from llaisys.engine.outputs import EngineOutput
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.sessions import SessionAnswer, SessionCall
-from llaisys.engine.worker import WorkerSettings
+from llaisys.engine.settings import WorkerSettings
 from llaisys.errors import EngineDeadError, LlaisysError, QueueFullError
 from llaisys.stats import EngineStats
 from llaisys.story import Story

@@ -20,6 +20,7 @@ from llaisys.config import cubin_folder, cuda_library_folders
 from llaisys.engine.outputs import TokenLogprobs
 from llaisys.engine.prefix import CacheEdit, Retain, Split, Trim
 from llaisys.engine.request import BrokenInvariant, Request, Running
+from llaisys.engine.settings import GpuSettings, WorkerSettings
 from llaisys.errors import (
     CoreFaultError,
     EngineDeadError,
@@ -31,7 +32,7 @@ from llaisys.errors import (
 from llaisys.types import CudaDevice, CudaInfo, GgufTokenizer, ModelInfo
 
 if TYPE_CHECKING:
-    from llaisys._core import Context, DecodeOutput, Progress, SamplerSpec
+    from llaisys._core import Context, DecodeOutput, Gpu, Progress, SamplerSpec
     from llaisys._core import Watchdog as Watchdog
 
 log = logging.getLogger(__name__)
@@ -46,38 +47,6 @@ _FAULTS = {
 }
 # What forbids tokens, by its field.
 _FORBIDDING = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuSettings:
-    """Which GPU a context is on, and how it is used: see `_core.Gpu`."""
-
-    ordinal: int
-    memory_share: float
-    synchronous: bool
-    overlap: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSettings:
-    """What a context is made with; the names are those of `_core.Context`. `n_cells` None: as many as the
-    GPU's memory has room for.
-    """
-
-    path: Path
-    dtype: str
-    kv_dtype: str
-    isa: str
-    n_cells: int | None
-    n_seq_max: int
-    n_batch: int
-    max_model_len: int
-    n_threads: int
-    # CPUs that the threads are kept to; empty: wherever the system puts them.
-    cpu_ids: tuple[int, ...] = ()
-    n_streams: int = 1
-    n_ranks: int = 1
-    gpu: GpuSettings | None = None
 
 
 @dataclass(slots=True)
@@ -344,14 +313,6 @@ def open_worker(settings: WorkerSettings) -> Worker:
 
     if settings.cpu_ids:
         os.sched_setaffinity(0, settings.cpu_ids)  # of this thread; those that the core starts inherit it
-    gpu = settings.gpu and _core.Gpu(
-        [str(folder) for folder in cuda_library_folders()],
-        ordinal=settings.gpu.ordinal,
-        cubin_folder=str(cubin_folder()),
-        memory_share=settings.gpu.memory_share,
-        synchronous=settings.gpu.synchronous,
-        overlap=settings.gpu.overlap,
-    )
     context = _core.Context(
         str(settings.path),
         dtype=settings.dtype,
@@ -364,9 +325,22 @@ def open_worker(settings: WorkerSettings) -> Worker:
         n_threads=settings.n_threads,
         n_streams=settings.n_streams,
         n_ranks=settings.n_ranks,
-        gpu=gpu,
+        gpu=None if settings.gpu is None else _gpu(settings.gpu),
     )
     return Worker(context, _core.SamplerSpec, settings.n_streams)
+
+
+def _gpu(settings: GpuSettings) -> Gpu:
+    from llaisys import _core  # as in `open_worker`
+
+    return _core.Gpu(
+        [str(folder) for folder in cuda_library_folders()],
+        ordinal=settings.ordinal,
+        cubin_folder=str(cubin_folder()),
+        memory_share=settings.memory_share,
+        synchronous=settings.synchronous,
+        overlap=settings.overlap,
+    )
 
 
 def loop_watchdog(window_s: float, exit_after_s: float | None) -> Watchdog:

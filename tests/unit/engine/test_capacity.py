@@ -10,7 +10,8 @@ import pytest
 
 from llaisys.config import Config
 from llaisys.engine.capacity import Capacity, size
-from llaisys.engine.worker import GpuSettings, inspect_model
+from llaisys.engine.settings import GpuSettings
+from llaisys.engine.worker import inspect_model
 from llaisys.errors import RejectedError
 from llaisys.types import ModelInfo
 
@@ -151,7 +152,7 @@ def test_on_a_gpu_the_core_counts_the_cells_unless_told() -> None:
     made = on_gpu(num_kv_streams=2)
     assert (made.settings.n_cells, made.settings.gpu, made.settings.kv_dtype) == (None, gpu, "auto")
     assert made.limits.max_model_len == made.settings.max_model_len == 128
-    assert "what the GPU has room for" in made.summary
+    assert "as many as the GPU has room for" in made.summary
     assert on_gpu(num_kv_cells=50).settings.n_cells == 50
     few = made.limits.with_cells(60)
     assert (few.n_cells, few.max_model_len) == (60, 30)

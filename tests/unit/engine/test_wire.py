@@ -12,6 +12,7 @@ from fakes.asks import ask, limits
 from llaisys import errors
 from llaisys.engine.outputs import EngineOutput, TokenLogprobs
 from llaisys.engine.sessions import SessionAnswer, SessionCall
+from llaisys.engine.settings import GpuSettings, WorkerSettings
 from llaisys.engine.wire import (
     Answer,
     Ask,
@@ -31,7 +32,6 @@ from llaisys.engine.wire import (
     decode_to_engine,
     encode,
 )
-from llaisys.engine.worker import GpuSettings, WorkerSettings
 from llaisys.stats import EngineStats, HistogramData
 from llaisys.story import Kind, Span, Story
 from llaisys.types import FinishReason, SessionInfo

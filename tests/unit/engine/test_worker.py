@@ -12,12 +12,12 @@ from fakes import core
 from fakes.asks import ask
 from llaisys.engine.prefix import Retain, Split, Trim
 from llaisys.engine.request import BrokenInvariant, Request, Running
+from llaisys.engine.settings import WorkerSettings
 from llaisys.engine.worker import (
     Batch,
     Chunk,
     StepResult,
     Worker,
-    WorkerSettings,
     available_isas,
     inspect_model,
     open_worker,

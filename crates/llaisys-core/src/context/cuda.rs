@@ -146,7 +146,7 @@ impl Compute for CudaBackend {
     }
 
     fn copy(&mut self, copies: &Copies) -> Result<()> {
-        Ok(self.decoder.copy_cells(&*self.device, copies)?)
+        Ok(self.decoder.copy_cells(&*self.device, &copies.from, &copies.to)?)
     }
 
     fn shift(&mut self, cells: &[u32], delta: i32) -> Result<()> {

@@ -3,7 +3,6 @@
 
 use super::DeviceDecoder;
 use crate::error::DeviceError;
-use crate::kv::cells::Copies;
 use crate::model::config::ModelConfig;
 use crate::ops::cuda::device::{Device, DevicePtr};
 use crate::ops::cuda::rope_kv_store::RopeShift;
@@ -20,10 +19,10 @@ pub(super) fn moves_bytes(config: &ModelConfig) -> usize {
 }
 
 impl DeviceDecoder {
-    /// Copies keys and values of `copies.from` to `copies.to`, which no copy reads, in all layers. Errors: the device's.
-    pub fn copy_cells(&self, device: &dyn Device, copies: &Copies) -> Result<(), DeviceError> {
-        let moves: Vec<[u32; 2]> =
-            copies.from.iter().zip(&copies.to).map(|(&from, &to)| [from, to]).collect();
+    /// Copies keys and values of each cell of `from` to that of `to`, which no copy reads, in all layers. Errors: the
+    /// device's.
+    pub fn copy_cells(&self, device: &dyn Device, from: &[u32], to: &[u32]) -> Result<(), DeviceError> {
+        let moves: Vec<[u32; 2]> = from.iter().zip(to).map(|(&from, &to)| [from, to]).collect();
         for moves in moves.chunks(MOVES_MAX) {
             device.upload(self.moves, &device_numbers(moves.as_flattened()))?;
             CopyCells {
