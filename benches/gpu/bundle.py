@@ -76,10 +76,9 @@ def copy_tests(folder: Path) -> None:
 
 
 def copy_scripts(folder: Path) -> None:
-    """Everything here but what makes the bundle."""
-    for path in Path(__file__).parent.glob("*.py"):
-        if path.name not in ("bundle.py", "prepare.py"):
-            shutil.copy2(path, folder / path.name)
+    """Everything here but what makes the bundle, and what it makes."""
+    ignored = shutil.ignore_patterns("bundle.py", "prepare.py", "inputs", "__pycache__")
+    shutil.copytree(Path(__file__).parent, folder, ignore=ignored)
 
 
 def write_manifest(folder: Path, revision: str) -> None:
@@ -128,7 +127,7 @@ def main(given: Sequence[str] | None = None) -> None:
     options = parser.parse_args(given)
     folder: Path = options.out / "bundle"
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    options.out.mkdir(parents=True, exist_ok=True)
     git = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=True
     )
