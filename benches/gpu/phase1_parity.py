@@ -27,7 +27,7 @@ from parity_tests import EMULATOR, Outcome, list_tests
 
 # A test takes seconds; on a GPU that hangs it takes this long.
 TEST_S = 100
-SANITIZER_S = 150
+SANITIZER_S = 90
 # Kernels with shared memory or barriers of several warps; the others' tools have nothing to look at.
 WITH_BARRIERS = ("cuda_attention", "cuda_gemv", "cuda_rows", "cuda_sampling")
 # What compute-sanitizer says where it cannot work, as on some virtual machines.
@@ -159,7 +159,7 @@ def rows_of(tests: Tests, only: str) -> list[Row]:
         for program in tests.programs:
             if tool == "memcheck" or program.name in WITH_BARRIERS:
                 run = partial(tests.sanitize, tool, program)
-                rows.append(Row(f"{tool} {program.name}", run, expected_s=20))
+                rows.append(Row(f"{tool} {program.name}", run, expected_s=60))
     return [row for row in rows if only in row.name]
 
 
