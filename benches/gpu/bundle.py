@@ -77,7 +77,7 @@ def copy_tests(folder: Path) -> None:
 
 def copy_scripts(folder: Path) -> None:
     """Everything here but what makes the bundle, and what it makes."""
-    ignored = shutil.ignore_patterns("bundle.py", "prepare.py", "inputs", "__pycache__")
+    ignored = shutil.ignore_patterns("bundle.py", "prepare.py", "inputs", "__pycache__", ".*")
     shutil.copytree(Path(__file__).parent, folder, ignore=ignored)
 
 

@@ -6,6 +6,7 @@ pub(crate) mod arrays;
 pub(crate) mod compare;
 pub(crate) mod flaky;
 mod memory;
+pub(crate) mod part;
 pub(crate) mod pick;
 mod product;
 mod units;
