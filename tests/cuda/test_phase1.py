@@ -102,7 +102,7 @@ def test_on_a_fake_gpu_the_same_tests_run_on_it(
             only,
             **fake_cuda,
             LLAISYS_TEST_DEVICE="gpu-small",
-            TMPDIR=fake_cuda["LLAISYS_CACHE"].removesuffix("/cubins"),
+            TMPDIR=fake_cuda["LLAISYS_CUDA_LIB_DIR"],
         )
         assert ran.returncode == DONE, ran.stdout + ran.stderr
     rows = state_of(tmp_path)["rows"]
