@@ -7,7 +7,8 @@ import json
 import sys
 from typing import Any
 
-from llaisys import LLM, LlaisysError, SamplingParams
+from llaisys import LLM, SamplingParams
+from llaisys.errors import LlaisysError
 
 
 def answered(order: dict[str, Any], said: dict[str, Any]) -> None:

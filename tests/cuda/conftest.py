@@ -15,7 +15,6 @@ import pytest
 from serving import environment
 
 CORE_TESTS = Path(__file__).parents[2] / "crates" / "llaisys-core" / "tests"
-Ask = Callable[..., Any]
 
 
 @pytest.fixture(scope="session")
@@ -39,12 +38,12 @@ def fake_cuda(request: pytest.FixtureRequest) -> dict[str, str]:
 
 
 @pytest.fixture
-def ask(fake_cuda: dict[str, str]) -> Ask:
+def ask(fake_cuda: dict[str, str]) -> Callable[..., Any]:
     """Runs `tests/cuda/ask.py` beside the GPU with an order; what it answers."""
 
     def run(order: dict[str, Any], **extra: str) -> Any:
         command = [sys.executable, str(Path(__file__).parent / "ask.py"), json.dumps(order)]
-        env = environment(**fake_cuda, **extra)
+        env = environment(**{**fake_cuda, **extra})
         ran = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
         assert ran.returncode == 0, ran.stderr
         return json.loads(ran.stdout.splitlines()[-1])

@@ -91,7 +91,12 @@ impl Gpu {
             synchronous: self.synchronous,
         };
         let device = Box::new(Nvidia::open(cuda, &settings)?);
-        let memory_share = fills.then_some(self.memory_share);
-        Context::on_gpu(checkpoint, config, context::Gpu { device, memory_share, overlap: self.overlap })
+        let gpu = context::Gpu {
+            device,
+            memory_share: fills.then_some(self.memory_share),
+            graphs: !self.synchronous,
+            overlap: self.overlap && !self.synchronous,
+        };
+        Context::on_gpu(checkpoint, config, gpu)
     }
 }

@@ -160,7 +160,7 @@ pub(super) fn outputs(
     device: &dyn Device,
     (n, n_logits): (usize, usize),
 ) -> Result<(), DeviceError> {
-    let DeviceDecoder { config, element, weights, memory, .. } = decoder;
+    let DeviceDecoder { config, element, memory, .. } = decoder;
     if n == 0 {
         return Ok(());
     }
@@ -173,16 +173,23 @@ pub(super) fn outputs(
         width: config.d_model,
     }
     .launch(device)?;
-    if n_logits == 0 {
-        return Ok(());
-    }
+    if n_logits == 0 { Ok(()) } else { head(decoder, device, (memory.hidden, n_logits)) }
+}
+
+/// The logits of `n` rows of final hidden states.
+pub(super) fn head(
+    decoder: &DeviceDecoder,
+    device: &dyn Device,
+    (hidden, n): (DevicePtr, usize),
+) -> Result<(), DeviceError> {
+    let DeviceDecoder { config, element, weights, memory, .. } = decoder;
     let head = Product {
-        m: n_logits,
+        m: n,
         n: config.vocab_size,
         k: config.d_model,
         element: *element,
         out_element: Element::F32,
-        input: memory.hidden,
+        input: hidden,
         weight: weights.head,
         bias: DevicePtr::NULL,
         out: memory.logits,
