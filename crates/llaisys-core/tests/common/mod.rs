@@ -127,7 +127,9 @@ impl Tiny {
         static COUNTER: AtomicU32 = AtomicU32::new(0);
         let number = COUNTER.fetch_add(1, Ordering::Relaxed);
         let name = format!("tiny-{}-{number}", std::process::id());
-        let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
+        // A binary may be run where it was not built.
+        let built = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
+        let folder = if built.is_dir() { built } else { std::env::temp_dir() }.join(name);
         std::fs::create_dir_all(&folder).unwrap();
         std::fs::write(folder.join("config.json"), self.config_json()).unwrap();
         let bytes: Vec<(String, Vec<usize>, Vec<u8>)> = self

@@ -2,10 +2,13 @@
 //!
 //! A fault of a kernel is an error that names it; like a GPU, the device is of no use from then on.
 
+pub(crate) mod arrays;
 pub(crate) mod compare;
 mod exchange;
 pub(crate) mod flaky;
 mod memory;
+pub(crate) mod part;
+pub(crate) mod pick;
 mod product;
 mod units;
 
@@ -13,10 +16,11 @@ use llaisys_core::collective::{Collective, Local};
 use llaisys_core::error::DeviceError;
 use llaisys_core::ops::contract::Draw;
 use llaisys_core::ops::cuda::device::{
-    Arg, Device, DeviceFacts, DevicePtr, Element, Event, Exchange, GraphId, Launch, Product,
+    Arg, Device, DeviceFacts, DevicePtr, Event, Exchange, GraphId, Launch, Product,
 };
 use llaisys_core::ops::cuda::unit::{FILES, Function, Kernel, KernelFile, Unit};
 use memory::Memory;
+use pick::is_gpu;
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::hash::{BuildHasher, RandomState};
@@ -78,6 +82,7 @@ impl Emulator {
 
     /// As [`Emulator::with_files`], with a seed.
     pub(crate) fn with_seed(seed: u64, files: &[&'static KernelFile]) -> Self {
+        assert!(!is_gpu(), "LLAISYS_TEST_DEVICE=gpu, and this test knows the emulator alone");
         println!("replay the order of threads with LLAISYS_EMU_SEED={seed}");
         let facts = DeviceFacts {
             name: "emulator".into(),
@@ -89,51 +94,6 @@ impl Emulator {
         };
         let state = RefCell::new(State { seed, ..State::default() });
         Self { facts, files: files.to_vec(), state }
-    }
-
-    /// Memory that holds these elements.
-    pub(crate) fn elements(&self, what: &'static str, element: Element, values: &[f32]) -> DevicePtr {
-        self.bytes(what, &product::encode(element, values))
-    }
-
-    /// Memory that holds these integers.
-    pub(crate) fn i32s(&self, what: &'static str, values: &[i32]) -> DevicePtr {
-        self.bytes(what, &values.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>())
-    }
-
-    /// Memory that holds these integers.
-    pub(crate) fn u32s(&self, what: &'static str, values: &[u32]) -> DevicePtr {
-        self.bytes(what, &values.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>())
-    }
-
-    /// Memory that holds these bytes.
-    pub(crate) fn bytes(&self, what: &'static str, bytes: &[u8]) -> DevicePtr {
-        let at = self.alloc(what, bytes.len()).expect("the emulator has memory");
-        self.upload(at, bytes).expect("the memory is its own");
-        at
-    }
-
-    /// Memory for `n` elements, NaN as yet.
-    pub(crate) fn room(&self, what: &'static str, element: Element, n: usize) -> DevicePtr {
-        self.alloc(what, n * product::size_of(element)).expect("the emulator has memory")
-    }
-
-    /// The values of `n` elements.
-    pub(crate) fn read(&self, element: Element, from: DevicePtr, n: usize) -> Vec<f32> {
-        product::decode(element, &self.read_bytes(from, n * product::size_of(element)))
-    }
-
-    /// The values of `n` integers.
-    pub(crate) fn read_i32s(&self, from: DevicePtr, n: usize) -> Vec<i32> {
-        let bytes = self.read_bytes(from, n * 4);
-        bytes.chunks_exact(4).map(|b| i32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
-    }
-
-    /// `n_bytes` bytes.
-    pub(crate) fn read_bytes(&self, from: DevicePtr, n_bytes: usize) -> Vec<u8> {
-        let mut bytes = vec![0; n_bytes];
-        self.download(from, &mut bytes).expect("the device is sound and the memory its own");
-        bytes
     }
 
     /// Notes what a capture notes, does everything else now.
