@@ -17,6 +17,7 @@ use std::ops::{Deref, DerefMut};
 
 /// Weights and the cells' contents, wherever they are.
 #[derive(Debug)]
+#[allow(clippy::large_enum_variant, reason = "a context has one, which is not moved about")]
 pub(super) enum Backend {
     Cpu(Ranks),
     #[cfg(feature = "cuda")]

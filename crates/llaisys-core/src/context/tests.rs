@@ -62,7 +62,7 @@ fn rank(context: &mut Context, rank: usize) -> &mut Rank {
     match &mut context.backend {
         Backend::Cpu(ranks) => &mut ranks.ranks[rank],
         #[cfg(feature = "cuda")]
-        Backend::Cuda(_) => unreachable!("these contexts are on the CPU"),
+        Backend::Cuda(_) | Backend::CudaRanks(_) => unreachable!("these contexts are on the CPU"),
     }
 }
 
