@@ -30,9 +30,6 @@ from typing import Any
 
 DONE, FAILED, ROWS_ARE_LEFT = 0, 1, 3
 
-# Beyond the budget a row is stuck: the stacks of all threads are printed and the process ends.
-STUCK_AFTER_S = 60.0
-
 
 class Skip(Exception):
     """A row that cannot be measured here; the text says why."""
@@ -109,6 +106,8 @@ class Phase:
             "rows": {},
             "skipped": {},
             "failed": {},
+            "stuck": {},
+            "begun": None,
         }
         if self.state_path.exists() and not options.fresh:
             self._take_over(json.loads(self.state_path.read_text("utf-8")))
@@ -118,8 +117,10 @@ class Phase:
             if before[key] != self.state[key]:
                 print(f"{self.state_path} is of another {key}: it is measured anew")
                 return
-        self.state["rows"] = before["rows"]
-        self.state["notes"] = before["notes"]
+        for key in ("rows", "notes", "stuck"):
+            self.state[key] = before[key]
+        if before["begun"] is not None:
+            self.state["stuck"][before["begun"]] = "it did not end within the budget; --fresh tries it again"
 
     def note(self, text: str) -> None:
         """A sentence under the table: how something was measured, what stands in for what."""
@@ -132,18 +133,28 @@ class Phase:
         found: dict[str, Any] | None = self.state["rows"].get(name)
         return found
 
+    def left_s(self) -> float:
+        """Seconds of the budget that are left."""
+        return self.budget_s - (time.monotonic() - self.begun)
+
     def run(self, rows: Sequence[Row]) -> int:
-        """Measures what is not there yet, and returns the exit status."""
-        faulthandler.dump_traceback_later(self.budget_s + STUCK_AFTER_S, exit=True)
-        left = [row for row in rows if row.name not in self.state["rows"]]
+        """Measures what is not there yet, and returns the exit status.
+
+        When the budget is over in the middle of a row, the stacks of all threads are printed and the process
+        ends; the next run leaves that row out."""
+        faulthandler.dump_traceback_later(max(0.1, self.left_s()), exit=True)
         late = 0
-        for row in left:
-            spent = time.monotonic() - self.begun
-            if spent + row.expected_s > self.budget_s:
-                late += 1
-                print(f"left: {row.name}: {spent:.0f} of {self.budget_s:.0f} s are over")
+        for row in rows:
+            if row.name in self.state["rows"] or row.name in self.state["stuck"]:
                 continue
+            if row.expected_s > self.left_s():
+                late += 1
+                print(f"left: {row.name}: {self.left_s():.0f} of {self.budget_s:.0f} s are left")
+                continue
+            self.state["begun"] = row.name
+            self.save()
             self._measure(row)
+            self.state["begun"] = None
             self.save()
         self.save()
         faulthandler.cancel_dump_traceback_later()
@@ -197,7 +208,8 @@ class Phase:
             "",
             *(f"- FAILED {name}: {entry['reason']}" for name, entry in self.state["failed"].items()),
         ]
-        lines += [f"- skipped {name}: {reason}" for name, reason in self.state["skipped"].items()]
+        skipped = {**self.state["skipped"], **self.state["stuck"]}
+        lines += [f"- skipped {name}: {reason}" for name, reason in skipped.items()]
         lines += [f"- {note}" for note in self.state["notes"]]
         return "\n".join(lines).rstrip() + "\n"
 

@@ -15,7 +15,6 @@ import pytest
 from serving import environment
 
 CORE_TESTS = Path(__file__).parents[2] / "crates" / "llaisys-core" / "tests"
-Ask = Callable[..., Any]
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +38,7 @@ def fake_cuda(request: pytest.FixtureRequest) -> dict[str, str]:
 
 
 @pytest.fixture
-def ask(fake_cuda: dict[str, str]) -> Ask:
+def ask(fake_cuda: dict[str, str]) -> Callable[..., Any]:
     """Runs `tests/cuda/ask.py` beside the GPU with an order; what it answers."""
 
     def run(order: dict[str, Any], **extra: str) -> Any:

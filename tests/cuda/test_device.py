@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from cuda.conftest import Ask
 from serving import COMMAND, GOLDENS, environment, serving
 
 # Head width 64, f16: the only golden whose heads the kernels know. In its first six tokens the best two
@@ -25,6 +25,9 @@ MODEL = GOLDENS / "qwen2-f16"
 N_TOKENS = 6
 GREEDY = {"temperature": 0.0, "max_tokens": N_TOKENS, "ignore_eos": True}
 SMALL = {"num_kv_cells": 256, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+
+
+Ask = Callable[..., Any]
 
 
 def golden() -> tuple[list[list[int]], list[list[int]]]:

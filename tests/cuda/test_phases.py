@@ -60,6 +60,9 @@ def test_a_dry_run_measures_our_engine_on_the_device(
     first = state()
     measured, skipped = DRY[script]
     assert (set(first["rows"]), set(first["skipped"]), first["failed"]) == (measured, skipped, {})
+    if script == "phase2_greedy":
+        # The best two logits are 5 ulp apart or more (`models.TINY`), more than two layers round away.
+        assert first["rows"]["tiny, random"]["equal"] == "4 of 4"
     assert "Fake H100" in first["facts"]["GPU"]
     assert json.loads(counts.read_text("utf-8"))["launches"] > 0
     table = (tmp_path / f"{script.partition('_')[0]}.md").read_text("utf-8")
@@ -109,6 +112,20 @@ def test_rows_go_on_where_they_ended(tmp_path: Path) -> None:
     assert asked[-1] == "good", "a dry run's rows are no others'"
     assert phase(tmp_path, "--dry-run", "--fresh").run(rows[:1]) == common.DONE
     assert asked[-2:] == ["good", "good"]
+
+
+def test_a_row_that_ended_its_process_is_left_out(tmp_path: Path) -> None:
+    def killed() -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    rows = [common.Row("endless", killed), common.Row("other", lambda: {"x": 1.0})]
+    with pytest.raises(KeyboardInterrupt):
+        phase(tmp_path).run(rows)
+    assert phase(tmp_path).run(rows) == common.DONE
+    table = (tmp_path / "phase9.md").read_text("utf-8")
+    assert "skipped endless: it did not end within the budget" in table
+    assert "other | 1.0" in table
+    assert phase(tmp_path).run(rows) == common.DONE, "and it stays out"
 
 
 # --- phase 2 ---

@@ -156,6 +156,7 @@ class Context:
         self.path, self.settings, self.gpu = path, settings, gpu
         self.isa, self.vocab_size, self.weight_bytes = "fake", VOCAB_SIZE, 0
         self.attention_window = attention_window
+        self.graph_refusal: str | None = None
         self.n_cells, self._max_len, self._n_streams = n_cells, max_model_len, n_streams
         self._refs = [0] * n_cells
         self._stored = [-1] * n_cells

@@ -37,7 +37,7 @@ fn open(
     let folder = model.write();
     let checkpoint = Checkpoint::open(&folder).unwrap();
     let device = Box::new(Flaky::new(fuse, total_bytes));
-    let gpu = Gpu { device, memory_share, overlap: false };
+    let gpu = Gpu { device, memory_share, graphs: true, overlap: false };
     let context = Context::on_gpu(checkpoint, config, gpu);
     std::fs::remove_dir_all(&folder).unwrap();
     context

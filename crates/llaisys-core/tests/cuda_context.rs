@@ -28,7 +28,7 @@ fn model() -> Tiny {
 
 fn on_emulator(model: &Tiny, config: ContextConfig) -> Context {
     let folder = model.write();
-    let gpu = Gpu { device: Box::new(Emulator::new()), memory_share: None, overlap: false };
+    let gpu = Gpu { device: Box::new(Emulator::new()), memory_share: None, graphs: true, overlap: false };
     let context = Context::on_gpu(Checkpoint::open(&folder).unwrap(), config, gpu).unwrap();
     std::fs::remove_dir_all(&folder).unwrap();
     context

@@ -282,7 +282,12 @@ fn context(model: &Tiny, n_ranks: usize, fuse: &Fuse, absent: Option<usize>) -> 
             );
         }
         let fuse = if rank + 1 == n_ranks { fuse.clone() } else { Fuse::new() };
-        Ok(Gpu { device: Box::new(Flaky::joined(&fuse, end)), memory_share: None, overlap: false })
+        Ok(Gpu {
+            device: Box::new(Flaky::joined(&fuse, end)),
+            memory_share: None,
+            graphs: true,
+            overlap: true,
+        })
     };
     let made = Context::on_gpus(Checkpoint::open(&folder).unwrap(), config, &open);
     std::fs::remove_dir_all(&folder).unwrap();
@@ -350,7 +355,7 @@ fn an_error_of_one_rank_is_the_context_s() {
 #[test]
 fn one_device_takes_no_part_of_a_model() {
     let folder = tiny("LlamaForCausalLM", true).write();
-    let gpu = Gpu { device: Box::new(Emulator::new()), memory_share: None, overlap: false };
+    let gpu = Gpu { device: Box::new(Emulator::new()), memory_share: None, graphs: true, overlap: true };
     let config = ContextConfig { mode: ComputeMode::Auto, n_ranks: 2, ..settings() };
     let made = Context::on_gpu(Checkpoint::open(&folder).unwrap(), config, gpu);
     std::fs::remove_dir_all(&folder).unwrap();

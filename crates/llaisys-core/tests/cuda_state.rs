@@ -237,6 +237,7 @@ fn copy_cells_moves_in_every_array() {
 #[derive(Debug, Clone)]
 struct Slot {
     cells: Vec<u32>,
+    base: i32,
     last_token: i32,
 }
 
@@ -248,6 +249,7 @@ fn step_begin_appends_cells_and_tells_rows_what_they_see() {
         let mut slots: Vec<Slot> = (0..n_slots)
             .map(|_| Slot {
                 cells: (0..draw.below(8)).map(|_| draw.below(1000) as u32).collect(),
+                base: draw.below(3) as i32 * 7,
                 last_token: draw.below(50_000) as i32,
             })
             .collect();
@@ -259,6 +261,7 @@ fn step_begin_appends_cells_and_tells_rows_what_they_see() {
         let cell_table = device.u32s("cell_table", &table);
         let lengths: Vec<i32> = slots.iter().map(|slot| slot.cells.len() as i32).collect();
         let lengths = device.i32s("lengths", &lengths);
+        let bases = device.i32s("bases", &slots.iter().map(|slot| slot.base).collect::<Vec<i32>>());
         let last_tokens: Vec<i32> = slots.iter().map(|slot| slot.last_token).collect();
         let last_tokens = device.i32s("last_tokens", &last_tokens);
         let room = |what| device.room(what, Element::F32, n_rows);
@@ -280,9 +283,19 @@ fn step_begin_appends_cells_and_tells_rows_what_they_see() {
                 chosen.iter().map(|&slot| (slot as u32, 1 + draw.below(1000) as u32)).collect();
             let pairs: Vec<u32> = plan.iter().flat_map(|&(slot, cell)| [slot, cell]).collect();
             let plan_at = device.u32s("plan", &pairs);
-            StepBegin { plan: plan_at, cell_table, lengths, last_tokens, rows, n_rows, max_len, window }
-                .launch(&device)
-                .expect("the kernel runs");
+            StepBegin {
+                plan: plan_at,
+                cell_table,
+                lengths,
+                bases,
+                last_tokens,
+                rows,
+                n_rows,
+                max_len,
+                window,
+            }
+            .launch(&device)
+            .expect("the kernel runs");
             let [mut tokens, mut positions, mut cells, mut starts, mut hidden, mut visible] =
                 [const { Vec::new() }; 6];
             for &(slot, cell) in &plan {
@@ -292,7 +305,7 @@ fn step_begin_appends_cells_and_tells_rows_what_they_see() {
                 }
                 let n = state.cells.len() as i32;
                 tokens.push(if slot == 0 { 0 } else { state.last_token });
-                positions.push((n - 1).max(0));
+                positions.push(if slot == 0 { 0 } else { state.base + n - 1 });
                 cells.push(if slot == 0 { 0 } else { cell as i32 });
                 starts.push(slot as i32 * max_len as i32);
                 hidden.push(if window == 0 { 0 } else { (n - window as i32).max(0) });

@@ -73,6 +73,39 @@ fn a_dropped_reservation_leaves_no_trace() {
     });
 }
 
+/// What is foreseen is what comes, and looking ahead leaves no trace, not even on the list of cells that became free.
+#[test]
+fn what_is_foreseen_comes_and_leaves_no_trace() {
+    let history = prop::collection::vec((0_u32..4, 1_usize..30, 0..20_i32), 0..12);
+    let asked = prop::collection::vec((0_u32..4, 1_usize..20), 1..5);
+    seeded::check(2_000, (history, asked, any::<bool>()), |(history, asked, lifo)| {
+        let mut cells = Cells::new(KvShape { lifo, ..one_arena(150, 4) });
+        for (slot, n, trimmed) in history {
+            if cells.n_free() >= n {
+                extend(&mut cells, slot, n);
+            }
+            cells.seq_rm(slot, trimmed, trimmed + 5).expect("a range of a slot that is there");
+        }
+        cells.take_freed();
+        let rows = rows_for(&cells, &asked);
+        let Ok(mut reservation) = cells.prepare(&places(&rows)) else { return Ok(()) };
+        let last = |slot| rows.iter().rev().find(|row| row.seqs == [slot]).map(|row| row.position);
+        let next = |slot| last(slot).map(|position| Row { position: position + 1, seqs: vec![slot] });
+        let next: Vec<Row> = (0..4).filter_map(next).collect();
+        let (digest, n_free) = (reservation.cells().digest(), reservation.cells().n_free());
+        let foreseen = reservation.foresee(&places(&next));
+        prop_assert_eq!(reservation.cells().digest(), digest);
+        prop_assert_eq!(foreseen.is_some(), n_free >= next.len());
+        reservation.commit();
+        prop_assert_eq!(cells.take_freed(), Vec::<u32>::new());
+        if let Some(foreseen) = foreseen {
+            prop_assert!(foreseen.iter().all(|&cell| cells.is_free(cell)));
+            prop_assert_eq!(commit(&mut cells, &next), foreseen);
+        }
+        Ok(())
+    });
+}
+
 /// Rows of up to four sequences, some coupled; each row is faulty by a roll. What stays is what preparing the kept
 /// rows alone would give (up to the choice of cells), and each kept row keeps its cell.
 #[test]

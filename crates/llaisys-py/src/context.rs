@@ -221,6 +221,12 @@ impl Context {
         self.brief(py, |core| Ok(core.weight_bytes()))
     }
 
+    /// Why decode steps on a GPU are launched kernel by kernel, if one could not be captured.
+    #[getter]
+    fn graph_refusal(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        self.brief(py, |core| Ok(core.graph_refusal().map(str::to_owned)))
+    }
+
     /// Free cells of one stream.
     fn n_cells_free_in(&self, py: Python<'_>, stream: i64) -> PyResult<usize> {
         self.brief(py, |core| core.n_cells_free_in(natural("stream", stream)?))

@@ -86,7 +86,12 @@ impl Gpu {
         let checkpoint = Checkpoint::open(path)?;
         let (n_ranks, n_threads) = (config.n_ranks, config.n_threads);
         let memory_share = fills.then_some(self.memory_share);
-        let gpu = |device| context::Gpu { device: Box::new(device), memory_share, overlap: self.overlap };
+        let gpu = |device| context::Gpu {
+            device: Box::new(device),
+            memory_share,
+            graphs: !self.synchronous,
+            overlap: self.overlap && !self.synchronous,
+        };
         if n_ranks < 2 {
             return Context::on_gpu(checkpoint, config, gpu(self.open(0, n_threads)?));
         }

@@ -5,19 +5,22 @@ use super::cuda::CudaBackend;
 #[cfg(feature = "cuda")]
 use super::cuda_ranks::CudaRanks;
 use super::ranks::Ranks;
+use crate::batch::Batch;
 use crate::error::Result;
-use crate::kv::cells::Copies;
+use crate::kv::cells::{Cells, Copies};
 use crate::model::decoder::ForwardRows;
 use crate::model::slot::Slot;
 use crate::model::weights::Replacement;
 use crate::progress::Progress;
+use crate::sample::{Outcome, SamplerSpec};
+use crate::seq::SeqId;
 use crate::threads::Pool;
 use std::fmt::Debug;
 use std::ops::{Deref, DerefMut};
 
 /// Weights and the cells' contents, wherever they are.
 #[derive(Debug)]
-#[allow(clippy::large_enum_variant, reason = "a context has one, which is not moved about")]
+#[allow(clippy::large_enum_variant, reason = "a context has one, and moves it once")]
 pub(super) enum Backend {
     Cpu(Ranks),
     #[cfg(feature = "cuda")]
@@ -73,6 +76,61 @@ pub(super) trait Compute: Debug {
 
     /// What computes, in words: the instruction set, or the GPU's name.
     fn name(&self) -> &str;
+
+    /// Its decode steps; None if every row is a pass's and the host's to sample.
+    fn steps(&mut self) -> Option<&mut dyn DecodeSteps> {
+        None
+    }
+}
+
+/// Decode steps whose sequences' state stays where they are computed and sampled, and which may be under way before a
+/// decode asks for them. To the books the cells of rows under way are free.
+///
+/// A decode is [`DecodeSteps::launch`], its other rows' passes, [`DecodeSteps::launch_ahead`],
+/// [`DecodeSteps::collect`]. It may fail in between: the next one finds what is not as its rows want it.
+pub(super) trait DecodeSteps {
+    /// The most rows that a step has.
+    fn n_rows(&self) -> usize;
+
+    /// Whether a step can compute and sample the row of `id` at `position`, whose cell is its last one.
+    fn takes(&self, cells: &Cells, id: SeqId, position: i32) -> bool;
+
+    /// Starts what of some rows of `batch` is not under way, each of one sequence that is in no other row: `rows` has
+    /// the cell of each row of the batch, then the indices of the rows to start. `masks` are by batch row.
+    fn launch(
+        &mut self,
+        cells: &Cells,
+        batch: &Batch,
+        rows: (&[u32], &[usize]),
+        masks: Option<&[Option<&[u32]>]>,
+    ) -> Result<()>;
+
+    /// Starts one more step of the launched rows: `next_cells` has what the next decode would give each.
+    fn launch_ahead(&mut self, next_cells: &[u32]) -> Result<()>;
+
+    /// Waits for the launched rows' outcomes.
+    fn collect(&mut self) -> Result<Vec<Outcome>>;
+
+    /// What a sequence asks of sampling, with its prompt and what of its answer there is.
+    fn set_sampling(&mut self, id: SeqId, spec: &SamplerSpec, tokens: (&[i32], &[i32]));
+
+    /// `token` now belongs to the answer of a sequence.
+    fn accept(&mut self, id: SeqId, token: u32);
+
+    /// A sequence is about to change but by a step: its row under way is lost.
+    fn forget(&mut self, id: SeqId);
+
+    /// A sequence is released, and its sampling with it.
+    fn release(&mut self, id: SeqId);
+
+    /// All sequences may change.
+    fn forget_all(&mut self);
+
+    /// Rows under way whose cells are others' now, or lost their contents, are lost.
+    fn forget_taken(&mut self, is_taken: &dyn Fn(u32) -> bool);
+
+    /// Why steps are launched kernel by kernel where they should be one launch, if they are.
+    fn graph_refusal(&self) -> Option<&str>;
 }
 
 impl Deref for Backend {

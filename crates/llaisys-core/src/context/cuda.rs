@@ -1,6 +1,6 @@
 //! A context whose weights and cells are on a GPU. The host keeps the books and samples from downloaded logits.
 
-use super::backend::{Backend, Compute};
+use super::backend::{Backend, Compute, DecodeSteps};
 use super::fingerprint::Fingerprint;
 use super::sampling::LOGITS_ROWS;
 use super::{Context, ContextConfig, check};
@@ -11,6 +11,7 @@ use crate::kv::cells::Copies;
 use crate::model::checkpoint::Checkpoint;
 use crate::model::config::ModelConfig;
 use crate::model::decoder::ForwardRows;
+use crate::model::device::steps::{StateLimits, StepSettings, Steps};
 use crate::model::device::{CellCount, DeviceDecoder, DeviceLimits, DeviceOutputs, load};
 use crate::model::slot::Slot;
 use crate::model::weights::Replacement;
@@ -26,6 +27,8 @@ pub struct Gpu {
     pub device: Box<dyn Device>,
     /// Share of the device's memory, 0 to 1, that cells may fill up; None: [`ContextConfig::n_cells`] is their number.
     pub memory_share: Option<f64>,
+    /// Decode steps are captured and replayed; a device that waits after every kernel cannot.
+    pub graphs: bool,
     /// A decode step may be launched before the tokens of the one before are known.
     pub overlap: bool,
 }
@@ -33,8 +36,9 @@ pub struct Gpu {
 /// Weights, cells and activations on a device.
 #[derive(Debug)]
 pub(super) struct CudaBackend {
-    device: Box<dyn Device>,
-    decoder: DeviceDecoder,
+    pub(super) device: Box<dyn Device>,
+    pub(super) decoder: DeviceDecoder,
+    pub(super) steps: Steps,
     pool: Pool,
     outputs: DeviceOutputs,
     hidden: Vec<f32>,
@@ -47,21 +51,16 @@ impl Context {
     ///
     /// Errors: a setting or a model that the GPU does not compute, by name; no memory; the device's.
     pub fn on_gpu(checkpoint: Checkpoint, mut config: ContextConfig, gpu: Gpu) -> Result<Self> {
-        let Gpu { device, memory_share, .. } = gpu;
         check(&config, checkpoint.config())?;
         check_types(&config, load::element_of(&checkpoint))?;
         if config.n_ranks > 1 {
             let value = format!("{} on one GPU", config.n_ranks);
             return Err(Unsupported::Feature { what: "tensor_parallel_size", value, supported: "1" }.into());
         }
-        let pool = Pool::new(config.n_threads)?;
-        let limits = limits(&config, memory_share);
-        let decoder = DeviceDecoder::new(&*device, &checkpoint, limits, &pool)?;
-        config.n_cells = decoder.n_cells() / config.n_streams * config.n_streams;
-        let how = format!("cuda {} {:?}", device.facts().capability, decoder.element());
-        let fingerprint = Fingerprint::new(&checkpoint, &config, &pool, &how);
-        let backend = Backend::Cuda(CudaBackend::new(device, decoder, pool));
-        Self::assemble(checkpoint, config, (backend, fingerprint))
+        let backend = CudaBackend::new(gpu, &checkpoint, &config, config.n_threads)?;
+        config.n_cells = backend.n_cells(&config);
+        let fingerprint = Fingerprint::new(&checkpoint, &config, &backend.pool, &backend.how());
+        Self::assemble(checkpoint, config, (Backend::Cuda(backend), fingerprint))
     }
 }
 
@@ -85,10 +84,10 @@ pub(super) fn check_types(config: &ContextConfig, element: Element) -> Result<()
     Ok(())
 }
 
-pub(super) fn limits(config: &ContextConfig, memory_share: Option<f64>) -> DeviceLimits {
+fn limits(config: &ContextConfig, memory_share: Option<f64>) -> DeviceLimits {
     DeviceLimits {
         n_rows: config.n_batch,
-        n_outputs: LOGITS_ROWS.min(config.n_batch),
+        n_outputs: LOGITS_ROWS.max(config.n_seq_max).min(config.n_batch),
         max_len: config.max_model_len,
         // A pass lists each of its sequences once.
         n_listed: config.n_batch.min(config.n_seq_max) * config.max_model_len,
@@ -97,9 +96,36 @@ pub(super) fn limits(config: &ContextConfig, memory_share: Option<f64>) -> Devic
 }
 
 impl CudaBackend {
-    pub(super) fn new(device: Box<dyn Device>, decoder: DeviceDecoder, pool: Pool) -> Self {
+    /// The model, or a rank's part of it, on a device.
+    pub(super) fn new(
+        gpu: Gpu,
+        checkpoint: &Checkpoint,
+        config: &ContextConfig,
+        n_threads: usize,
+    ) -> Result<Self> {
+        let Gpu { device, memory_share, graphs, overlap } = gpu;
+        let pool = Pool::new(n_threads)?;
+        let state = StateLimits {
+            n_slots: config.n_seq_max,
+            n_rows: config.n_seq_max.min(config.n_batch),
+            max_len: config.max_model_len,
+        };
+        // Before the decoder, whose cells may take what is left of the memory.
+        let settings = StepSettings { overlap, graphs };
+        let steps = Steps::new(&*device, checkpoint.config(), state, settings)?;
+        let decoder = DeviceDecoder::new(&*device, checkpoint, limits(config, memory_share), &pool)?;
         let outputs = DeviceOutputs { hidden: DevicePtr::NULL, logits: DevicePtr::NULL };
-        Self { device, decoder, pool, outputs, hidden: Vec::new(), bytes: Vec::new() }
+        Ok(Self { device, decoder, steps, pool, outputs, hidden: Vec::new(), bytes: Vec::new() })
+    }
+
+    /// Cells that streams of one size have.
+    pub(super) fn n_cells(&self, config: &ContextConfig) -> usize {
+        self.decoder.n_cells() / config.n_streams * config.n_streams
+    }
+
+    /// What computes, and the type of a cell.
+    pub(super) fn how(&self) -> String {
+        format!("cuda {} {:?}", self.device.facts().capability, self.decoder.element())
     }
 
     /// Keeps no other rank waiting for this one.
@@ -131,6 +157,9 @@ impl Compute for CudaBackend {
 
     fn outputs(&mut self, rows: &[usize], n_logits: usize, logits: &mut [f32]) -> Result<()> {
         self.outputs = self.decoder.outputs(&*self.device, rows, n_logits)?;
+        if n_logits == 0 {
+            return Ok(());
+        }
         let bytes = self.download(self.outputs.logits, size_of_val(logits))?;
         for (logit, bytes) in logits.iter_mut().zip(bytes.as_chunks().0) {
             *logit = f32::from_le_bytes(*bytes);
@@ -193,5 +222,9 @@ impl Compute for CudaBackend {
 
     fn name(&self) -> &str {
         &self.device.facts().name
+    }
+
+    fn steps(&mut self) -> Option<&mut dyn DecodeSteps> {
+        Some(self)
     }
 }

@@ -2,14 +2,14 @@
 //! context's thread is rank 0's. All ranks do the same work at the same time, and exchange through their devices.
 
 use super::backend::{Backend, Compute};
-use super::cuda::{CudaBackend, Gpu, check_types, limits};
+use super::cuda::{CudaBackend, Gpu, check_types};
 use super::fingerprint::Fingerprint;
 use super::{Context, ContextConfig, check};
 use crate::error::{DeviceError, Error, Result, Unsupported};
 use crate::kv::cells::Copies;
 use crate::model::checkpoint::Checkpoint;
 use crate::model::decoder::ForwardRows;
-use crate::model::device::{DeviceDecoder, load};
+use crate::model::device::load;
 use crate::model::slot::Slot;
 use crate::model::weights::Replacement;
 use crate::progress::Progress;
@@ -38,25 +38,16 @@ impl Context {
         open: &(dyn Fn(usize) -> Result<Gpu> + Sync),
     ) -> Result<Self> {
         check(&config, checkpoint.config())?;
-        let element = load::element_of(&checkpoint);
-        check_types(&config, element)?;
+        check_types(&config, load::element_of(&checkpoint))?;
         let (n_ranks, threads) = (config.n_ranks, Pool::new(config.n_ranks)?);
         let n_threads = (config.n_threads / n_ranks).max(1);
-        let opened = on_all(&threads, &|rank| {
-            let Gpu { device, memory_share, .. } = open(rank)?;
-            let (pool, limits) = (Pool::new(n_threads)?, limits(&config, memory_share));
-            let decoder = DeviceDecoder::new(&*device, &checkpoint, limits, &pool)?;
-            Ok((device, decoder, pool))
-        })?;
-        let (device, decoder, _) = &opened[0];
-        config.n_cells = decoder.n_cells() / config.n_streams * config.n_streams;
-        let facts = device.facts();
-        let (how, name) =
-            (format!("cuda {} {element:?}", facts.capability), format!("{n_ranks} x {}", facts.name));
+        let opened =
+            on_all(&threads, &|rank| CudaBackend::new(open(rank)?, &checkpoint, &config, n_threads))?;
+        config.n_cells = opened[0].n_cells(&config);
+        let name = format!("{n_ranks} x {}", opened[0].name());
         let pool = Pool::new(config.n_threads)?;
-        let fingerprint = Fingerprint::new(&checkpoint, &config, &pool, &how);
-        let backend = |(device, decoder, pool)| Mutex::new(CudaBackend::new(device, decoder, pool));
-        let ranks = opened.into_iter().map(backend).collect();
+        let fingerprint = Fingerprint::new(&checkpoint, &config, &pool, &opened[0].how());
+        let ranks = opened.into_iter().map(Mutex::new).collect();
         let backend = Backend::CudaRanks(CudaRanks { ranks, threads, pool, name });
         Self::assemble(checkpoint, config, (backend, fingerprint))
     }

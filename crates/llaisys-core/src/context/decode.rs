@@ -7,7 +7,8 @@ use super::sampling::{LOGITS_ROWS, RowMasks, SampleRow, SamplerBank};
 use crate::batch::{Batch, BatchArrays, output};
 use crate::error::Result;
 use crate::faults::fault_point;
-use crate::kv::cells::Cells;
+use crate::kv::cells::{Cells, RowPlace};
+use crate::kv::reserve::Reservation;
 use crate::model::decoder::ForwardRows;
 use crate::progress::Progress;
 use crate::sample::{Logprobs, Outcome, RowFault};
@@ -64,7 +65,7 @@ impl Context {
         let prepared = self.books.prepare(&batch);
         fault_point!(panic "books.prepare");
         self.broken = false;
-        let reservation = prepared?;
+        let mut reservation = prepared?;
         fault_point!("decode.placed");
         let mut step = Step {
             backend: &mut self.backend,
@@ -79,10 +80,16 @@ impl Context {
                 request.return_logits.then_some(vocab_size),
             ),
         };
-        for start in (0..batch.n_rows()).step_by(self.config.n_batch) {
-            let rows = start..batch.n_rows().min(start + self.config.n_batch);
-            step.pass(reservation.cells(), reservation.placed(), rows)?;
+        let stepped = step.launch(&reservation, self.config.n_seq_max)?;
+        let others: Vec<usize> =
+            (0..batch.n_rows()).filter(|row| stepped.binary_search(row).is_err()).collect();
+        for rows in others.chunk_by(|row, next| row + 1 == *next) {
+            for rows in rows.chunks(self.config.n_batch) {
+                let rows = rows[0]..rows[0] + rows.len();
+                step.pass(reservation.cells(), reservation.placed(), rows)?;
+            }
         }
+        step.collect(&mut reservation, &stepped)?;
         let mut result = step.result;
         fault_point!("decode.commit");
         self.broken = true;
@@ -107,8 +114,14 @@ impl Context {
         for (&row, &token) in result.rows.iter().zip(&result.token_ids).rev() {
             let Ok(token) = u32::try_from(token) else { continue };
             let seq = batch.row_seqs(row as usize)[0];
-            if !std::mem::replace(&mut told[seq.slot() as usize], true) {
-                self.samplers.accept(seq, batch.positions[row as usize] as u32 + 1, token);
+            if std::mem::replace(&mut told[seq.slot() as usize], true) {
+                continue;
+            }
+            let n_before = batch.positions[row as usize] as u32 + 1;
+            if self.samplers.accept(seq, n_before, token)
+                && let Some(steps) = self.backend.steps()
+            {
+                steps.accept(seq, token);
             }
         }
     }
@@ -156,6 +169,54 @@ struct Step<'a> {
 }
 
 impl Step<'_> {
+    /// Starts the rows that a decode step of the backend takes: those of one sequence that is in no other row and wants
+    /// a token alone. Which ones, ascending.
+    fn launch(&mut self, reservation: &Reservation<'_>, n_seq_max: usize) -> Result<Vec<usize>> {
+        let Some(steps) = self.backend.steps() else { return Ok(Vec::new()) };
+        let batch = self.batch;
+        let mut n_rows_of = vec![0; n_seq_max];
+        batch.seqs.iter().for_each(|seq| n_rows_of[seq.slot() as usize] += 1);
+        let takes = |&row: &usize| match batch.row_seqs(row) {
+            [seq] => {
+                n_rows_of[seq.slot() as usize] == 1
+                    && batch.wants_output[row] == output::LOGITS
+                    && self.result.logits.is_none()
+                    && steps.takes(reservation.cells(), *seq, batch.positions[row])
+            }
+            _ => false,
+        };
+        let rows: Vec<usize> = (0..batch.n_rows()).filter(takes).take(steps.n_rows()).collect();
+        for row in (0..batch.n_rows()).filter(|row| rows.binary_search(row).is_err()) {
+            batch.row_seqs(row).iter().for_each(|&seq| steps.forget(seq));
+        }
+        steps.launch(reservation.cells(), batch, (reservation.placed(), &rows), self.masks)?;
+        fault_point!("decode.launched");
+        Ok(rows)
+    }
+
+    /// Takes the ids of the launched rows, after one more step of them is started.
+    fn collect(&mut self, reservation: &mut Reservation<'_>, rows: &[usize]) -> Result<()> {
+        let Some(steps) = self.backend.steps() else { return Ok(()) };
+        let slots: Vec<[u32; 1]> = rows.iter().map(|&row| [self.batch.row_seqs(row)[0].slot()]).collect();
+        let next: Vec<RowPlace<'_>> = rows
+            .iter()
+            .zip(&slots)
+            .map(|(&row, seqs)| RowPlace { position: self.batch.positions[row] + 1, seqs })
+            .collect();
+        if let Some(cells) = reservation.foresee(&next) {
+            steps.launch_ahead(&cells)?;
+        }
+        let outcomes = steps.collect()?;
+        for (row, outcome) in rows.iter().zip(outcomes) {
+            let out = self.result.rows.partition_point(|&of| (of as usize) < *row);
+            self.give(out, outcome);
+        }
+        self.result.faults.sort_unstable_by_key(|(row, _)| *row);
+        self.result.logprobs.sort_unstable_by_key(|(out, _)| *out);
+        self.progress.layer();
+        Ok(())
+    }
+
     /// Computes `rows`, at most `n_batch` of them, and their outputs.
     fn pass(&mut self, cells: &Cells, placed: &[u32], rows: Range<usize>) -> Result<()> {
         self.layout.fill(cells, self.batch, placed, rows.clone());
@@ -227,13 +288,17 @@ impl Step<'_> {
             })
             .collect();
         for (&out, outcome) in outs.iter().zip(self.samplers.sample(self.backend.pool(), &rows)) {
-            match outcome {
-                Outcome::Token { id, logprobs } => {
-                    self.result.token_ids[out] = id as i32;
-                    self.result.logprobs.extend(logprobs.map(|logprobs| (out, logprobs)));
-                }
-                Outcome::Fault(fault) => self.result.faults.push((self.result.rows[out] as usize, fault)),
+            self.give(out, outcome);
+        }
+    }
+
+    fn give(&mut self, out: usize, outcome: Outcome) {
+        match outcome {
+            Outcome::Token { id, logprobs } => {
+                self.result.token_ids[out] = id as i32;
+                self.result.logprobs.extend(logprobs.map(|logprobs| (out, logprobs)));
             }
+            Outcome::Fault(fault) => self.result.faults.push((self.result.rows[out] as usize, fault)),
         }
     }
 }

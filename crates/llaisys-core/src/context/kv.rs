@@ -7,6 +7,15 @@ use crate::faults::fault_point;
 use crate::sample::{Sampler, SamplerSpec};
 use crate::seq::SeqId;
 
+/// Which sequences a change is about.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Change {
+    /// None: what they see stays as it is.
+    None,
+    One(SeqId),
+    All,
+}
+
 impl Context {
     /// KV cells in all.
     pub fn n_cells(&self) -> usize {
@@ -32,7 +41,7 @@ impl Context {
     /// arena.
     pub fn seq_acquire(&mut self, stream: u32) -> Result<SeqId> {
         fault_point!("seq.acquire");
-        let id = self.change(|context| context.books.seq_acquire(stream))?;
+        let id = self.change(Change::None, |context| context.books.seq_acquire(stream))?;
         self.progress.lent();
         Ok(id)
     }
@@ -43,9 +52,12 @@ impl Context {
         if crate::faults::table::hit("seq.release")? {
             return Ok(());
         }
-        self.change(|context| {
+        self.change(Change::One(id), |context| {
             context.books.seq_release(id)?;
             context.samplers.detach(id);
+            if let Some(steps) = context.backend.steps() {
+                steps.release(id);
+            }
             Ok(())
         })?;
         self.progress.returned();
@@ -64,6 +76,9 @@ impl Context {
         fault_point!("seq.set_sampler");
         self.books.check_lent(id)?;
         let sampler = Sampler::new(spec, self.config().vocab_size, prompt, output).map_err(Rejected::from)?;
+        if let Some(steps) = self.backend.steps() {
+            steps.set_sampling(id, sampler.spec(), (prompt, output));
+        }
         self.samplers.attach(id, sampler);
         Ok(())
     }
@@ -71,7 +86,7 @@ impl Context {
     /// Forgets positions `p0 <= p < p1`; negative `p0`: from the start, negative `p1`: to the end.
     pub fn kv_seq_rm(&mut self, id: SeqId, p0: i32, p1: i32) -> Result<()> {
         fault_point!("kv.seq_rm");
-        self.change(|context| context.books.seq_rm(id, p0, p1))
+        self.change(Change::One(id), |context| context.books.seq_rm(id, p0, p1))
     }
 
     /// Lets `dst` see positions of `src` in a range (as in [`Context::kv_seq_rm`]): the same cells in the same
@@ -79,7 +94,7 @@ impl Context {
     /// Errors: a stale id, `dst` has positions there, too few free cells for a copy.
     pub fn kv_seq_cp(&mut self, src: SeqId, dst: SeqId, p0: i32, p1: i32) -> Result<()> {
         fault_point!("kv.seq_cp");
-        self.change(|context| {
+        self.change(Change::One(dst), |context| {
             let copies = context.books.seq_cp(src, dst, p0, p1)?;
             context.backend.copy(&copies)
         })
@@ -88,7 +103,7 @@ impl Context {
     /// Forgets the cells of every sequence but this one; their ids stay lent, segments stay.
     pub fn kv_seq_keep(&mut self, id: SeqId) -> Result<()> {
         fault_point!("kv.seq_keep");
-        self.change(|context| context.books.seq_keep(id))
+        self.change(Change::All, |context| context.books.seq_keep(id))
     }
 
     /// Adds `delta` to the positions in a range (as in [`Context::kv_seq_rm`]) and rotates their stored keys
@@ -98,7 +113,7 @@ impl Context {
         fault_point!("kv.seq_add");
         self.books.check_lent(id)?;
         self.check_shift(id, (p0, p1), delta)?;
-        self.change(|context| {
+        self.change(Change::One(id), |context| {
             let moved = context.books.seq_add(id, p0, p1, delta)?;
             context.backend.shift(&moved, delta)
         })
@@ -118,7 +133,7 @@ impl Context {
     /// Errors: a stale id, a known segment, an empty range, a position that is missing or held already.
     pub fn kv_retain(&mut self, segment: u64, id: SeqId, p0: i32, p1: i32) -> Result<()> {
         fault_point!("kv.retain");
-        self.change(|context| context.books.retain(segment, id, p0, p1))
+        self.change(Change::None, |context| context.books.retain(segment, id, p0, p1))
     }
 
     /// Lets a sequence that ends at `p0` see a segment's positions `p0 <= p < p1`: the same cells in the same
@@ -126,7 +141,7 @@ impl Context {
     /// Errors: a stale id, an unknown segment, an empty range, a missing position, too few free cells for a copy.
     pub fn kv_attach(&mut self, segment: u64, id: SeqId, p0: i32, p1: i32) -> Result<()> {
         fault_point!("kv.attach");
-        self.change(|context| {
+        self.change(Change::One(id), |context| {
             let copies = context.books.attach(segment, id, p0, p1)?;
             context.backend.copy(&copies)
         })
@@ -136,14 +151,14 @@ impl Context {
     /// Errors: an unknown segment, a known tail, a part that would be empty.
     pub fn kv_segment_split(&mut self, segment: u64, at: i32, tail: u64) -> Result<()> {
         fault_point!("kv.segment_split");
-        self.change(|context| context.books.segment_split(segment, at, tail))
+        self.change(Change::None, |context| context.books.segment_split(segment, at, tail))
     }
 
     /// Forgets a segment's positions from `at`; from its first one on, the segment is gone.
     /// Errors: an unknown segment, `at` outside of it.
     pub fn kv_segment_trim(&mut self, segment: u64, at: i32) -> Result<()> {
         fault_point!("kv.segment_trim");
-        self.change(|context| context.books.segment_trim(segment, at))
+        self.change(Change::None, |context| context.books.segment_trim(segment, at))
     }
 
     /// The keys and values of a segment's positions `p0 <= p < p1`: for each layer the keys
@@ -170,7 +185,7 @@ impl Context {
         if got > max {
             return Err(Rejected::OutOfRange { what: "the end of the positions", got, min: 1, max }.into());
         }
-        self.change(|context| {
+        self.change(Change::None, |context| {
             let cells = context.books.segment_create(segment, stream, p0, n)?;
             context.backend.write_cells(&cells, data)
         })
@@ -194,11 +209,21 @@ impl Context {
         self.books.digest()
     }
 
-    /// Runs a change of the books and clears what it freed. If it panics or the device fails, the context stays marked
-    /// as broken.
-    pub(super) fn change<T>(&mut self, change: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+    /// Runs a change of the books, and of the sequences `of`, and clears what it freed. If it panics or the device fails,
+    /// the context stays marked as broken.
+    pub(super) fn change<T>(&mut self, of: Change, change: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         self.broken = true;
         let result = change(self);
+        if let Some(steps) = self.backend.steps() {
+            match of {
+                Change::None => {}
+                Change::One(id) if self.books.check_lent(id).is_ok() => steps.forget(id),
+                Change::One(_) => {}
+                Change::All => steps.forget_all(),
+            }
+            // The cells of rows under way were free before the change.
+            steps.forget_taken(&|cell| !self.books.cells().is_free(cell));
+        }
         fault_point!(panic "books.change");
         let poisoned = self.poison_freed();
         self.broken = matches!(result, Err(Error::Device(_))) || poisoned.is_err();
@@ -207,7 +232,14 @@ impl Context {
 
     /// In poison mode, overwrites the cells that became free. Errors: the device's.
     pub(super) fn poison_freed(&mut self) -> Result<()> {
-        if self.config.poison { self.backend.poison(&self.books.take_freed()) } else { Ok(()) }
+        if !self.config.poison {
+            return Ok(());
+        }
+        let freed = self.books.take_freed();
+        if let Some(steps) = self.backend.steps() {
+            steps.forget_taken(&|cell| freed.contains(&cell));
+        }
+        self.backend.poison(&freed)
     }
 
     /// Refuses a shift that would leave the context's range; the cells know no such bound.

@@ -9,6 +9,8 @@ mod backend;
 mod cuda;
 #[cfg(feature = "cuda")]
 mod cuda_ranks;
+#[cfg(feature = "cuda")]
+mod cuda_steps;
 mod decode;
 mod fingerprint;
 mod kv;
@@ -40,6 +42,7 @@ use crate::progress::Progress;
 use crate::threads::Pool;
 use backend::Backend;
 use fingerprint::Fingerprint;
+use kv::Change;
 use layout::Layout;
 use ranks::Ranks;
 use sampling::SamplerBank;
@@ -179,6 +182,11 @@ impl Context {
         self.backend.weight_bytes()
     }
 
+    /// Why decode steps on a GPU are launched kernel by kernel, if one could not be captured: slower, not wrong.
+    pub fn graph_refusal(&mut self) -> Option<&str> {
+        self.backend.steps().and_then(|steps| steps.graph_refusal())
+    }
+
     /// What has been done so far; any thread may read it, also while a decode runs.
     pub fn progress(&self) -> Arc<Progress> {
         Arc::clone(&self.progress)
@@ -205,7 +213,7 @@ impl Context {
             return Err(Rejected::WeightShape { name, want, got }.into());
         }
         let n_columns = if want.len() < 2 { 1 } else { want[want.len() - 1] };
-        self.change(|context| {
+        self.change(Change::All, |context| {
             let stored_row = |n: usize| context.names.stored_row(slot, n);
             let offset = context.names.offset(slot);
             let replacement = Replacement { name, values, n_columns, stored_row: &stored_row, offset };

@@ -86,14 +86,15 @@ impl SamplerBank {
         self.by_slot[id.slot() as usize] = None;
     }
 
-    /// Counts `token`, which comes after `n_before` others, as output of the sequence, unless it is a token of the
-    /// prompt that was only scored.
-    pub(super) fn accept(&mut self, id: SeqId, n_before: u32, token: u32) {
-        if let Some(sampler) = &mut self.by_slot[id.slot() as usize]
-            && sampler.prompt_token(n_before).is_none()
-        {
-            sampler.accept(token);
-        }
+    /// Counts `token`, which comes after `n_before` others, as output of the sequence, and says so, unless it is a token
+    /// of the prompt that was only scored.
+    pub(super) fn accept(&mut self, id: SeqId, n_before: u32, token: u32) -> bool {
+        let sampler = self.by_slot[id.slot() as usize].as_mut();
+        let Some(sampler) = sampler.filter(|sampler| sampler.prompt_token(n_before).is_none()) else {
+            return false;
+        };
+        sampler.accept(token);
+        true
     }
 
     /// Room for the logits of `n <= LOGITS_ROWS` rows, `[n, vocab_size]`.

@@ -231,6 +231,11 @@ impl Cells {
         self.table.arenas.iter().map(FreeCells::n_free).sum()
     }
 
+    /// True if no sequence sees the cell and no segment holds it.
+    pub fn is_free(&self, cell: u32) -> bool {
+        !self.table.arenas[self.table.stream_of(cell) as usize].is_used(cell)
+    }
+
     /// Free cells of one arena. Errors: [`KvError::Stream`].
     pub fn n_free_in(&self, stream: u32) -> Result<usize> {
         self.check_stream(stream)?;

@@ -35,6 +35,24 @@ impl Reservation<'_> {
         &self.cells.placed
     }
 
+    /// The cells that the next reservation gives `rows`, the next ones of their sequences, if they are all of it and
+    /// nothing happens in between; `None` if too few are free. Changes nothing.
+    pub fn foresee(&mut self, rows: &[RowPlace<'_>]) -> Option<Vec<u32>> {
+        let cells = &mut *self.cells;
+        let (n_placed, n_freed) = (cells.placed.len(), cells.table.n_freed());
+        for stream in (0_u32..).take(cells.n_streams()) {
+            let n_home = rows.iter().filter(|row| cells.stream(row.seqs[0]) == stream).count();
+            cells.check_room(stream, n_home).ok()?;
+        }
+        rows.iter().for_each(|row| place(cells, row));
+        let foreseen = cells.placed[n_placed..].to_vec();
+        for cell in cells.placed.split_off(n_placed).into_iter().rev() {
+            unplace(cells, cell);
+        }
+        cells.table.forget_freed(n_freed);
+        Some(foreseen)
+    }
+
     /// Keeps the rows.
     pub fn commit(self) {
         self.cells.placed.clear();

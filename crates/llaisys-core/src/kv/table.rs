@@ -136,6 +136,16 @@ impl Table {
         self.freed.iter_mut().for_each(|freed| freed.push(cell));
     }
 
+    /// Cells that became free since the last [`Table::take_freed`].
+    pub(super) fn n_freed(&self) -> usize {
+        self.freed.as_ref().map_or(0, Vec::len)
+    }
+
+    /// Remembers the first `n` of these alone: the others were never really used.
+    pub(super) fn forget_freed(&mut self, n: usize) {
+        self.freed.iter_mut().for_each(|freed| freed.truncate(n));
+    }
+
     /// The cells that became free since the last call; the first call starts the count with nothing.
     pub(super) fn take_freed(&mut self) -> Vec<u32> {
         self.freed.replace(Vec::new()).unwrap_or_default()

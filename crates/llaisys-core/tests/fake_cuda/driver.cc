@@ -53,6 +53,7 @@ bool is_capturing;
 std::vector<Work> captured;
 int lost;  // the error that stays
 bool is_stuck;  // nothing more is ever done
+thread_local bool is_current;  // the context, in this thread
 std::map<size_t, Allocation> memory;
 size_t used;
 Counts counts;
@@ -65,8 +66,11 @@ size_t setting(const char* name, size_t otherwise) {
 }
 size_t total_bytes() { return setting("FAKE_CUDA_MEMORY_MB", 2048) << 20; }
 
+// Whether this thread may call.
+int usable() { return lost ? lost : is_current ? SUCCESS : INVALID_CONTEXT; }
+
 int put(Work work) {
-    if (lost) return lost;
+    if (int status = usable()) return status;
     if (is_capturing) captured.push_back(std::move(work));
     else queue.push_back(std::move(work));
     return SUCCESS;
@@ -94,7 +98,7 @@ int query(size_t until) {
 
 // What must not be asked in a capture: as the driver, this ends it.
 int uncaptured() {
-    if (lost) return lost;
+    if (int status = usable()) return status;
     return is_capturing ? CAPTURE_UNSUPPORTED : SUCCESS;
 }
 
@@ -173,7 +177,10 @@ int cuDevicePrimaryCtxRelease_v2(int device) {
     write_counts();
     return lost;
 }
-int cuCtxSetCurrent(void* context) { return context == (void*)1 ? lost : INVALID_CONTEXT; }
+int cuCtxSetCurrent(void* context) {
+    is_current = context == (void*)1;
+    return usable();
+}
 
 // --- memory ---
 
@@ -181,7 +188,7 @@ int cuMemGetInfo_v2(size_t* free, size_t* total) {
     std::lock_guard<std::mutex> held(lock);
     *total = total_bytes();
     *free = *total - used;
-    return lost;
+    return usable();
 }
 int cuMemAlloc_v2(unsigned long long* at, size_t n) {
     std::lock_guard<std::mutex> held(lock);
@@ -200,6 +207,7 @@ int cuMemAlloc_v2(unsigned long long* at, size_t n) {
 }
 int cuMemFree_v2(unsigned long long at) {
     std::lock_guard<std::mutex> held(lock);
+    if (int status = usable()) return status;
     run(n_queued());
     auto found = memory.find(at);
     if (found == memory.end()) return INVALID_VALUE;
@@ -207,36 +215,36 @@ int cuMemFree_v2(unsigned long long at) {
     used -= found->second.n_bytes;
     counts.allocations--;
     memory.erase(found);
-    return lost;
+    return usable();
 }
-int cuMemHostAlloc(void** at, size_t n, unsigned flags) { return *at = malloc(n), *at ? lost : OUT_OF_MEMORY; }
-int cuMemFreeHost(void* at) { return free(at), lost; }
+int cuMemHostAlloc(void** at, size_t n, unsigned flags) { return *at = malloc(n), *at ? usable() : OUT_OF_MEMORY; }
+int cuMemFreeHost(void* at) { return free(at), usable(); }
 
 int cuMemcpyHtoDAsync_v2(unsigned long long to, const void* from, size_t n, void* stream) {
     std::lock_guard<std::mutex> held(lock);
-    if (!is_device(to, n)) return lost ? lost : INVALID_VALUE;
+    if (!is_device(to, n)) return INVALID_VALUE;
     return put([=] { return counts.copies++, memcpy((void*)to, from, n), SUCCESS; });
 }
 int cuMemcpyDtoHAsync_v2(void* to, unsigned long long from, size_t n, void* stream) {
     std::lock_guard<std::mutex> held(lock);
-    if (!is_device(from, n)) return lost ? lost : INVALID_VALUE;
+    if (!is_device(from, n)) return INVALID_VALUE;
     return put([=] { return counts.copies++, memcpy(to, (const void*)from, n), SUCCESS; });
 }
 int cuMemcpyDtoDAsync_v2(unsigned long long to, unsigned long long from, size_t n, void* stream) {
     std::lock_guard<std::mutex> held(lock);
-    if (!is_device(to, n) || !is_device(from, n)) return lost ? lost : INVALID_VALUE;
+    if (!is_device(to, n) || !is_device(from, n)) return INVALID_VALUE;
     return put([=] { return counts.copies++, memmove((void*)to, (const void*)from, n), SUCCESS; });
 }
 int cuMemsetD8Async(unsigned long long to, unsigned char value, size_t n, void* stream) {
     std::lock_guard<std::mutex> held(lock);
-    if (!is_device(to, n)) return lost ? lost : INVALID_VALUE;
+    if (!is_device(to, n)) return INVALID_VALUE;
     return put([=] { return counts.fills++, memset((void*)to, value, n), SUCCESS; });
 }
 
 // --- order: all streams are one, which is an order that any of them allows ---
 
-int cuStreamCreate(void** stream, unsigned flags) { return *stream = (void*)2, flags == 1 ? lost : INVALID_VALUE; }
-int cuStreamDestroy_v2(void* stream) { return lost; }
+int cuStreamCreate(void** stream, unsigned flags) { return *stream = (void*)2, flags == 1 ? usable() : INVALID_VALUE; }
+int cuStreamDestroy_v2(void* stream) { return usable(); }
 int cuStreamSynchronize(void* stream) {
     std::lock_guard<std::mutex> held(lock);
     if (int status = uncaptured()) return status;
@@ -247,12 +255,12 @@ int cuStreamQuery(void* stream) {
     if (int status = uncaptured()) return status;
     return query(n_queued());
 }
-int cuEventCreate(void** event, unsigned flags) { return *event = new Event{}, flags == 2 ? lost : INVALID_VALUE; }
-int cuEventDestroy_v2(void* event) { return delete (Event*)event, lost; }
+int cuEventCreate(void** event, unsigned flags) { return *event = new Event{}, flags == 2 ? usable() : INVALID_VALUE; }
+int cuEventDestroy_v2(void* event) { return delete (Event*)event, usable(); }
 int cuEventRecord(void* event, void* stream) {
     std::lock_guard<std::mutex> held(lock);
     *(Event*)event = {n_queued(), is_capturing};
-    return lost;
+    return usable();
 }
 int cuEventSynchronize(void* event) {
     std::lock_guard<std::mutex> held(lock);
@@ -281,10 +289,10 @@ int cuModuleLoadData(void** module, const void* image) {
     *module = written ? dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL) : nullptr;
     if (!*module) fprintf(stderr, "fake CUDA: %s\n", written ? dlerror() : "a unit cannot be written");
     // The file stays open: the loader knows libraries by their names, and the next file would have the same.
-    return *module ? lost : INVALID_IMAGE;
+    return *module ? usable() : INVALID_IMAGE;
 }
 // A unit's signal handler stays: it is never unloaded.
-int cuModuleUnload(void* module) { return lost; }
+int cuModuleUnload(void* module) { return usable(); }
 int cuModuleGetFunction(void** function, void* module, const char* name) {
     auto start = (Start)dlsym(module, (std::string("ll_emu_") + name).c_str());
     auto kinds = (Kinds)dlsym(module, (std::string("ll_emu_kinds_") + name).c_str());
@@ -292,23 +300,22 @@ int cuModuleGetFunction(void** function, void* module, const char* name) {
     uint32_t n;
     const uint32_t* first = kinds(&n);
     *function = new Kernel{start, {first, first + n}, name};
-    return lost;
+    return usable();
 }
-int cuFuncLoad(void* function) { return lost; }
+int cuFuncLoad(void* function) { return usable(); }
 int cuFuncGetAttribute(int* value, int attribute, void* function) {
-    return *value = 1024, attribute == 1 ? lost : INVALID_VALUE;
+    return *value = 1024, attribute == 1 ? usable() : INVALID_VALUE;
 }
 int cuFuncSetAttribute(void* function, int attribute, int value) {
     if (attribute != 8 || value > (99 << 10) - 1024) return INVALID_VALUE;
     ((Kernel*)function)->dynamic_bytes = value;
-    return lost;
+    return usable();
 }
 int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz,
                    unsigned shared, void* stream, void** params, void** extra) {
     std::lock_guard<std::mutex> held(lock);
     if (int status = fail_next) {
         fail_next = 0;
-        if (status == ILLEGAL_ADDRESS) lost = status;
         return status;
     }
     const Kernel& kernel = *(Kernel*)function;
@@ -335,19 +342,19 @@ int cuStreamBeginCapture_v2(void* stream, int mode) {
 }
 int cuStreamEndCapture(void* stream, void** graph) {
     std::lock_guard<std::mutex> held(lock);
-    if (!is_capturing) return lost ? lost : INVALID_VALUE;
+    if (!is_capturing) return usable() ? usable() : INVALID_VALUE;
     is_capturing = false;
     *graph = new std::vector<Work>(std::move(captured));
-    return lost;
+    return usable();
 }
 int cuGraphInstantiateWithFlags(void** made, void* graph, unsigned long long flags) {
     counts.graphs++;
     *made = new std::vector<Work>(*(std::vector<Work>*)graph);
-    return lost;
+    return usable();
 }
-int cuGraphDestroy(void* graph) { return delete (std::vector<Work>*)graph, lost; }
-int cuGraphExecDestroy(void* graph) { return delete (std::vector<Work>*)graph, lost; }
-int cuGraphUpload(void* graph, void* stream) { return lost; }
+int cuGraphDestroy(void* graph) { return delete (std::vector<Work>*)graph, usable(); }
+int cuGraphExecDestroy(void* graph) { return delete (std::vector<Work>*)graph, usable(); }
+int cuGraphUpload(void* graph, void* stream) { return usable(); }
 int cuGraphLaunch(void* graph, void* stream) {
     std::lock_guard<std::mutex> held(lock);
     if (int status = uncaptured()) return status;

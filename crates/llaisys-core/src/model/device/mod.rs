@@ -8,10 +8,14 @@
 
 pub mod arena;
 mod cells;
+mod graphs;
 pub mod load;
 mod pass;
 mod replace;
 pub mod rows;
+mod slots;
+mod state;
+pub mod steps;
 pub mod support;
 
 use crate::error::{DeviceError, Result};
@@ -149,6 +153,11 @@ impl DeviceDecoder {
         self.n_cells
     }
 
+    /// Where the last pass left its logits, a row for each output.
+    pub fn logits(&self) -> DevicePtr {
+        self.memory.logits
+    }
+
     /// Of weights, activations and cells.
     pub fn element(&self) -> Element {
         self.element
@@ -206,6 +215,20 @@ impl DeviceDecoder {
     ) -> Result<DevicePtr, DeviceError> {
         self.run(device, rows, &|| ())?;
         Ok(self.outputs(device, outputs, outputs.len())?.logits)
+    }
+
+    /// As [`DeviceDecoder::forward`] of `n` rows that lie in device memory already, each alone in its sequence, with
+    /// the logits of all: `[n, vocab_size]`. Launches alone, so it may be captured.
+    fn forward_resident(
+        &self,
+        device: &dyn Device,
+        rows: rows::DeviceRows,
+        n: usize,
+    ) -> Result<DevicePtr, DeviceError> {
+        assert!(n <= self.limits.n_rows && n <= self.limits.n_outputs, "{n} rows of a step");
+        Pass { decoder: self, device, rows, n }.run(&|| ())?;
+        pass::head(self, device, (self.memory.branch, n))?;
+        Ok(self.memory.logits)
     }
 
     fn shape(&self) -> HeadShape {

@@ -173,7 +173,7 @@ pub(super) fn outputs(
     device: &dyn Device,
     (n, n_logits): (usize, usize),
 ) -> Result<(), DeviceError> {
-    let DeviceDecoder { config, element, weights, memory, .. } = decoder;
+    let DeviceDecoder { config, element, memory, .. } = decoder;
     if n == 0 {
         return Ok(());
     }
@@ -186,19 +186,26 @@ pub(super) fn outputs(
         width: config.d_model,
     }
     .launch(device)?;
-    if n_logits == 0 {
-        return Ok(());
-    }
+    if n_logits == 0 { Ok(()) } else { head(decoder, device, (memory.hidden, n_logits)) }
+}
+
+/// The logits of `n` rows of final hidden states.
+pub(super) fn head(
+    decoder: &DeviceDecoder,
+    device: &dyn Device,
+    (hidden, n): (DevicePtr, usize),
+) -> Result<(), DeviceError> {
+    let DeviceDecoder { config, element, weights, memory, .. } = decoder;
     let world = device.world();
     let width = n_head_rows(config.vocab_size, world);
     let own = if world == 1 { memory.logits } else { memory.own_logits };
     let head = Product {
-        m: n_logits,
+        m: n,
         n: width,
         k: config.d_model,
         element: *element,
         out_element: Element::F32,
-        input: memory.hidden,
+        input: hidden,
         weight: weights.head,
         bias: DevicePtr::NULL,
         out: own,
@@ -208,9 +215,8 @@ pub(super) fn outputs(
         return Ok(());
     }
     let (parts, n_columns) = (memory.all_logits, config.vocab_size);
-    let n = n_logits * width;
-    device.exchange(&Exchange::AllGather { from: own, to: parts, n, element: Element::F32 })?;
-    JoinColumns { parts, out: memory.logits, n_rows: n_logits, width, n_columns }.launch(device)
+    device.exchange(&Exchange::AllGather { from: own, to: parts, n: n * width, element: Element::F32 })?;
+    JoinColumns { parts, out: memory.logits, n_rows: n, width, n_columns }.launch(device)
 }
 
 /// By our own kernel where few rows read the weight, by the library else.

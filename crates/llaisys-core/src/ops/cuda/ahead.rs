@@ -14,8 +14,9 @@
 //! or gave way in between costs the device one row. No cell is waited for: a cell that a lost row wrote is written
 //! again only by work that was launched later, and the device keeps the order of launches.
 //!
-//! What is under way is no state of a sequence: to the books its cells are free, and [`Ahead::forget`] comes before
-//! every change of a sequence but by a decode, so a row under way computed what its sequence still is.
+//! What is under way is no state of a sequence: to the books its cells are free, and [`Ahead::forget`] comes with every
+//! change of a sequence but by a decode, and [`Ahead::forget_taken`] with every change of the cells, so a row under way
+//! computed what its sequence still is.
 
 use super::device::Event;
 
@@ -103,6 +104,13 @@ impl Ahead {
     pub fn forget(&mut self, sequence: i64) -> Option<u32> {
         let row = self.rows.iter_mut().find(|row| row.is_some_and(|(row, _)| row.sequence == sequence))?;
         row.take().map(|(row, _)| row.cell)
+    }
+
+    /// Cells are changing hands: rows under way whose own `is_taken` are lost.
+    pub fn forget_taken(&mut self, is_taken: &dyn Fn(u32) -> bool) {
+        for row in &mut self.rows {
+            row.take_if(|(row, _)| is_taken(row.cell));
+        }
     }
 
     /// Cells that rows under way have.

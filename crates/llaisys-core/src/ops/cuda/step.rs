@@ -52,6 +52,9 @@ pub struct StepBegin {
     pub cell_table: DevicePtr,
     /// `[n_slots]` i32: cells of each slot. One is added.
     pub lengths: DevicePtr,
+    /// `[n_slots]` i32: the position of each slot's first cell, if its positions have no gap; its next position less
+    /// the number of its cells in any case.
+    pub bases: DevicePtr,
     /// `[n_slots]` i32: the token of each slot that has no cell yet.
     pub last_tokens: DevicePtr,
     /// What the rows get.
@@ -60,7 +63,7 @@ pub struct StepBegin {
     pub n_rows: usize,
     /// Cells that a slot has room for.
     pub max_len: usize,
-    /// Positions that a row sees in layers with a window; 0: all, and `n_hidden` becomes 0.
+    /// Cells that a row sees in layers with a window; 0: all, and `n_hidden` becomes 0.
     pub window: usize,
 }
 
@@ -93,6 +96,7 @@ impl StepBegin {
                 Arg::Ptr(self.plan),
                 Arg::Ptr(self.cell_table),
                 Arg::Ptr(self.lengths),
+                Arg::Ptr(self.bases),
                 Arg::Ptr(self.last_tokens),
                 Arg::Ptr(self.rows.tokens),
                 Arg::Ptr(self.rows.positions),

@@ -4,27 +4,27 @@
 // First in a decode step: slots append the cell that the plan gives them, and rows get what the step's kernels read.
 //
 // plan [n_rows]: slot and new cell; cell_table [n_slots, max_len]; lengths, last_tokens [n_slots]: cells of a slot, and
-// its token that has none yet. Of each row: tokens, positions; cells: where its key and value go; starts: where its list
+// its token that has none yet; bases [n_slots]: the position of a slot's first cell. Of each row: tokens, positions; cells: where its key and value go; starts: where its list
 // begins in the flat cell_table; n_visible: the list's length, its own cell the last; n_hidden: cells before the window
 // (`window` cells are seen; 0: all). Slot 0 is of padding: length 0, cell 0, for ever. A slot is in one row at most, and
 // has room for a cell: the host plans so.
 extern "C" __global__ void __launch_bounds__(256) step_begin(
     const uint2* __restrict__ plan, unsigned* __restrict__ cell_table, int* __restrict__ lengths,
-    const int* __restrict__ last_tokens, int* __restrict__ tokens, int* __restrict__ positions,
+    const int* __restrict__ bases, const int* __restrict__ last_tokens, int* __restrict__ tokens, int* __restrict__ positions,
     unsigned* __restrict__ cells, unsigned* __restrict__ starts, int* __restrict__ n_hidden, int* __restrict__ n_visible,
     int n_rows, int max_len, int window) {
     const int row = blockIdx.x * 256 + threadIdx.x;
     if (row >= n_rows) return;
     const unsigned slot = plan[row].x;
     const bool runs = slot != 0;
-    const int position = runs ? lengths[slot] : 0, length = runs ? position + 1 : 0;
+    const int before = runs ? lengths[slot] : 0, length = runs ? before + 1 : 0;
     const unsigned start = slot * (unsigned)max_len, cell = runs ? plan[row].y : 0;
     if (runs) {
-        cell_table[start + position] = cell;
+        cell_table[start + before] = cell;
         lengths[slot] = length;
     }
     tokens[row] = runs ? last_tokens[slot] : 0;
-    positions[row] = position;
+    positions[row] = runs ? bases[slot] + before : 0;
     cells[row] = cell;
     starts[row] = start;
     n_hidden[row] = window > 0 && length > window ? length - window : 0;
