@@ -145,6 +145,11 @@ class Progress:
     """What a context has done so far: counters that only grow. Any thread may read them, while a decode runs
     and after the context is closed; nothing waits."""
 
+    def __new__(cls) -> Progress:
+        """Of a context that is still to be loaded."""
+    @property
+    def loading(self) -> tuple[int, int]:
+        """Bytes of weights packed so far, and of all; equal once all are, (0, 0) before it is known."""
     @property
     def n_steps_begun(self) -> int:
         """Decodes that were called."""
@@ -239,6 +244,8 @@ class Context:
         n_ranks: int = 1,
         lifo: bool = False,
         poison: bool = False,
+        pins: bool = True,
+        progress: Progress | None = None,
     ) -> Context:
         """Loads the weights (GIL released); `dtype` "int8" and "int4" quantise those of a float checkpoint.
 
@@ -246,7 +253,8 @@ class Context:
         parallelism); `n_threads` are those of all ranks, each has one at least.
         `n_streams` arenas of `n_cells // n_streams` cells each (it must divide): arena `s` is the cells from
         `s * n_cells // n_streams`. For tests: `lifo` hands out what was freed last, `poison` keeps NaN in
-        every cell that is free or reserved."""
+        every cell that is free or reserved. `pins`: where there are exactly as many CPUs as threads, each
+        stays on its own. `progress`: the context's, for who wants to see it load."""
     def close(self) -> None:
         """Frees everything; idempotent."""
     @property

@@ -99,8 +99,10 @@ class Config(BaseSettings):
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="share of the GPU's memory that weights, K and V may take (device cuda)"
     )
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="K and V; auto is float32 with dtype float32, else bfloat16"
+    kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "int8_per_token_head"] = Field(
+        "auto",
+        description="K and V; auto is float32 with dtype float32, else bfloat16; "
+        "int8 (vLLM's int8_per_token_head) takes about half of that",
     )
     generation_config: Literal["auto", "vllm"] = Field(
         "auto", description="auto takes sampling defaults from the model, vllm ignores them"
@@ -209,7 +211,7 @@ class Config(BaseSettings):
     cpu_threads_bind: str = Field(
         "auto",
         description="CPUs that compute threads are kept to: auto (one of each core, unless a CPU quota is "
-        "smaller), or a list such as 0-3,8",
+        "smaller), nobind, or a list such as 0-3,8; with ranks also one for each: 0-3|4-7",
     )
     tensor_parallel_size: int = Field(
         1, ge=1, le=1024, description="ranks that the model is split over; each has its share of the threads"

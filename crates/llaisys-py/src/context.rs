@@ -11,12 +11,13 @@ use crate::sampler::SamplerSpec;
 use crate::watchdog::Progress;
 use llaisys_core::context::{Context as Core, ContextConfig, DecodeRequest};
 use llaisys_core::error::Rejected;
+use llaisys_core::model::checkpoint::Checkpoint;
 use llaisys_core::seq::SeqId;
 use numpy::{PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyReadonlyArrayDyn, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::ThreadId;
 
 /// More than any machine has; a typing error, not a wish.
@@ -111,7 +112,8 @@ impl Context {
     #[new]
     #[pyo3(signature = (
         path, *, dtype = "auto", kv_dtype = "auto", isa = "auto", n_cells, n_seq_max, n_streams = 1, n_batch,
-        max_model_len, n_threads, n_ranks = 1, lifo = false, poison = false
+        max_model_len, n_threads, n_ranks = 1, lifo = false, poison = false, pins = true,
+        progress = None
     ))]
     fn new(
         py: Python<'_>,
@@ -128,7 +130,10 @@ impl Context {
         n_ranks: i64,
         lifo: bool,
         poison: bool,
+        pins: bool,
+        progress: Option<&Progress>,
     ) -> PyResult<Self> {
+        let progress = progress.map(|progress| Arc::clone(&progress.core)).unwrap_or_default();
         let words = Words { dtype, kv_dtype, isa };
         let loaded = words.parse().and_then(|(mode, kv_dtype, isa)| {
             let config = ContextConfig {
@@ -144,8 +149,9 @@ impl Context {
                 max_model_len: count("max_model_len", max_model_len, i64::from(i32::MAX))?,
                 n_threads: count("n_threads", n_threads, THREADS_MAX)?,
                 n_ranks: count("n_ranks", n_ranks, THREADS_MAX)?,
+                pins,
             };
-            py.detach(|| guarded(|| Core::load(&path, config)))
+            py.detach(|| guarded(|| Core::new(Checkpoint::open(&path)?, config, progress)))
         });
         let core = loaded.map_err(|fault| fault.into_py(py))?;
         Ok(Self {

@@ -36,8 +36,8 @@ def start_engine(
     Raises RejectedError or UnsupportedError: a setting or the model, by name.
     """
     check_device(config.device)
-    cpus = usable_cpus(config.cpu_threads_bind)
-    capacity = size(config, info, available_bytes(), cpus.n, cpus.ids)
+    cpus = usable_cpus(config.cpu_threads_bind, config.tensor_parallel_size)
+    capacity = size(config, info, available_bytes(), cpus)
     log.info("%s", capacity.summary)
     watch = Watch(config.watchdog_window_s, exits=exits)
     if config.engine_process:

@@ -66,6 +66,8 @@ pub struct ContextConfig {
     pub n_threads: usize,
     /// Ranks that the model is split over, each with its part of weights and cells and at least one thread of its own.
     pub n_ranks: usize,
+    /// Threads stay each on a CPU of its own where there are exactly as many CPUs: of ranks, on equal runs of them.
+    pub pins: bool,
 }
 
 impl ContextConfig {
@@ -95,17 +97,17 @@ impl Context {
     ///
     /// Errors: a damaged or unsupported checkpoint, a setting out of its bounds, no memory.
     pub fn load(path: &Path, config: ContextConfig) -> Result<Self> {
-        Self::new(Checkpoint::open(path)?, config)
+        Self::new(Checkpoint::open(path)?, config, Arc::default())
     }
 
-    /// As [`Context::load`], from an open checkpoint.
-    pub fn new(checkpoint: Checkpoint, mut config: ContextConfig) -> Result<Self> {
+    /// As [`Context::load`], from an open checkpoint. Any thread may read from `progress` how far it has come.
+    pub fn new(checkpoint: Checkpoint, mut config: ContextConfig, progress: Arc<Progress>) -> Result<Self> {
         let model = checkpoint.config().clone();
         check(&config, &model)?;
         let kernels = Kernels::select(config.isa)?;
-        let pool = Pool::new(config.n_threads)?;
+        let pool = if config.pins { Pool::new(config.n_threads) } else { Pool::on(config.n_threads, &[]) }?;
         check_source(&checkpoint, config.mode, &pool)?;
-        let decoders = ranks::pack(&checkpoint, &config, &pool)?;
+        let decoders = ranks::pack(&checkpoint, &config, &pool, &progress)?;
         let kv_dtype = config.kv_dtype.unwrap_or(match config.mode {
             ComputeMode::Float32 => KvDType::Float32,
             _ => KvDType::Bfloat16,
@@ -124,7 +126,7 @@ impl Context {
             books,
             samplers: SamplerBank::new(&config, model.vocab_size)?,
             fingerprint,
-            progress: Arc::default(),
+            progress,
             broken: false,
             model,
             names,

@@ -99,9 +99,8 @@ impl<T: KvElement> Kernel for Compute<'_, T> {
         let d = job.heads.d_head;
         assert!(item.rows.iter().all(|row| row.n_visible > row.n_hidden), "a row that sees nothing");
         let area = Area::new(area, item.n_rows(), (d, d.next_multiple_of(L::N)));
-        let cell_len = job.heads.cell_len();
         let first_head =
-            |data, item: &Item<'_>| HeadRows { data, cell_len, offset: item.kv_heads.start * d, d };
+            |data, item: &Item<'_>| HeadRows::new(data, (job.heads.n_kv_heads, d), item.kv_heads.start);
         let next = next.map(|next| {
             let first = next.n_hidden() / BLOCK * BLOCK;
             let cells = next.cells(job);
@@ -222,7 +221,9 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
                 let first = head * n_vectors + part * TILE_VECTORS;
                 let look_ahead = |vector| values.fetch(lanes, (first + vector, n_heads * n_vectors));
                 tile::pack_keys(lanes, self.keys.head(head), cells, look_ahead, self.area.keys);
-                self.score(start, part * TILE_VECTORS * L::N, self.item.rows_of(head));
+                let offset = part * TILE_VECTORS * L::N;
+                self.score(start, offset, self.item.rows_of(head));
+                self.apply_scales(self.keys.head(head), (cells, offset), self.item.rows_of(head));
             }
         }
         self.weigh(start);
@@ -231,6 +232,8 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
         let ahead = if ahead.is_empty() { self.next } else { Some(Ahead { rows: keys, cells: ahead }) };
         for head in 0..n_heads {
             let (values, rows) = (self.values.head(head), self.item.rows_of(head));
+            self.apply_scales(values, (cells, 0), rows.clone());
+            self.round_weights(start, rows.clone());
             if self.item.rows.len() == 1 {
                 let ahead = ahead.map(|ahead| (ahead, head, n_heads));
                 self.add_values(start, &Stored { values, cells, ahead }, rows);
@@ -262,6 +265,36 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
         }
     }
 
+    /// Multiplies the scores of `rows`, or their weights, from `offset` on by the scales of these `cells`, if they have
+    /// any. What a row does not see is multiplied too, and means nothing before and after.
+    #[inline(always)]
+    fn apply_scales(&mut self, head: HeadRows<'_, T>, (cells, offset): (&[u32], usize), rows: Range<usize>) {
+        if T::SCALE == 0 {
+            return;
+        }
+        let mut scales = [0.0; BLOCK];
+        for (scale, cell) in scales.iter_mut().zip(cells) {
+            *scale = head.scale(*cell);
+        }
+        let (lanes, n) = (self.lanes, cells.len().next_multiple_of(L::N));
+        for scores in &mut self.area.scores[rows] {
+            for (part, scales) in
+                scores[offset..offset + n].chunks_exact_mut(L::N).zip(scales.chunks_exact(L::N))
+            {
+                lanes.store(lanes.mul(lanes.load(part), lanes.load(scales)), part);
+            }
+        }
+    }
+
+    /// Rounds the weights of `rows` to the type that values are multiplied in.
+    #[inline(always)]
+    fn round_weights(&mut self, start: usize, rows: Range<usize>) {
+        for i in rows {
+            let n = self.item.seen(i, start).end.next_multiple_of(L::N);
+            T::round(self.lanes, &mut self.area.scores[i], n);
+        }
+    }
+
     /// Turns scores into weights relative to the new maximum, and keeps by what the sums so far shrink.
     #[inline(always)]
     fn weigh(&mut self, start: usize) {
@@ -278,7 +311,6 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
             let largest = largest(lanes, scores, seen.clone());
             let new_m = if m > largest { m } else { largest };
             let sum = weights(lanes, scores, (seen, new_m));
-            T::round(lanes, scores, scores.len());
             let rescale = exp(lanes, lanes.splat(m - new_m));
             let l = lanes.mul_add(lanes.splat(state.l[i]), rescale, lanes.splat(sum));
             lanes.store_first(rescale, &mut self.area.rescale[i..=i]);
