@@ -30,7 +30,7 @@ CORE_MAY_USE = {
     "sample": {"error", "ops"},  # the vector search for the largest logit
     # sample's values alone: what the kernel of the same name takes and gives
     "ops": {"collective", "dtype", "error", "quant", "sample", "tensor", "threads"},
-    "model": {"dtype", "error", "formats", "ops", "quant", "tensor", "threads"},
+    "model": {"dtype", "error", "formats", "ops", "progress", "quant", "tensor", "threads"},
 }
 
 

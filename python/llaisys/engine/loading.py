@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from tqdm import tqdm
-
-if TYPE_CHECKING:
-    from llaisys._core import Progress
 
 PERIOD_S = 0.1
 
 
 @contextmanager
-def loading_bar(name: str, progress: Progress) -> Iterator[None]:
-    """Shows how far `progress` has loaded `name`, if stderr is a terminal; else nothing."""
+def loading_bar(name: str, loading: Callable[[], tuple[int, int]]) -> Iterator[None]:
+    """Shows how far the load of `name` is, if stderr is a terminal; else nothing.
+
+    `loading` gives the bytes packed so far, and of all; it is called on a thread of its own.
+    """
     if not sys.stderr.isatty():
         yield
         return
@@ -26,7 +25,7 @@ def loading_bar(name: str, progress: Progress) -> Iterator[None]:
     ended = threading.Event()
 
     def show() -> None:
-        n_packed, n_all = progress.loading
+        n_packed, n_all = loading()
         bar.total, bar.n = max(n_packed, n_all) or None, n_packed
         bar.refresh()
 
