@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -21,7 +22,10 @@ def loading_bar(name: str, loading: Callable[[], tuple[int, int]]) -> Iterator[N
     if not sys.stderr.isatty():
         yield
         return
-    bar = tqdm(desc=f"loading {name}", unit="B", unit_scale=True, file=sys.stderr)
+    # A terminal that does not know its size would get no bar from tqdm.
+    size = shutil.get_terminal_size()
+    ncols, nrows = min(size.columns, 100), size.lines
+    bar = tqdm(desc=f"loading {name}", unit="B", unit_scale=True, ncols=ncols, nrows=nrows, file=sys.stderr)
     ended = threading.Event()
 
     def show() -> None:
