@@ -167,6 +167,11 @@ class Progress:
     """What a context has done so far: counters that only grow. Any thread may read them, while a decode runs
     and after the context is closed; nothing waits."""
 
+    def __new__(cls) -> Progress:
+        """Of a context that is still to be loaded."""
+    @property
+    def loading(self) -> tuple[int, int]:
+        """Bytes of weights packed so far, and of all; equal once all are, (0, 0) before it is known."""
     @property
     def n_steps_begun(self) -> int:
         """Decodes that were called."""
@@ -263,6 +268,8 @@ class Context:
         lifo: bool = False,
         poison: bool = False,
         gpu: Gpu | None = None,
+        pins: bool = True,
+        progress: Progress | None = None,
     ) -> Context:
         """Loads the weights (GIL released); `dtype` "int8" and "int4" quantise those of a float checkpoint.
 
@@ -270,7 +277,8 @@ class Context:
         parallelism); `n_threads` are those of all ranks, each has one at least.
         `n_streams` arenas of `n_cells // n_streams` cells each (it must divide): arena `s` is the cells from
         `s * n_cells // n_streams`. For tests: `lifo` hands out what was freed last, `poison` keeps NaN in
-        every cell that is free or reserved.
+        every cell that is free or reserved. `pins`: where there are exactly as many CPUs as threads, each
+        stays on its own. `progress`: the context's, for who wants to see it load (on the CPU).
 
         `gpu`: computes there, in the checkpoint's 16-bit type (bf16 of float32 and of blocks). Then `n_cells`
         may be None: as many as its memory has room for. `isa` is not looked at."""
@@ -300,7 +308,8 @@ class Context:
         """Bytes of the packed weights."""
     @property
     def graph_refusal(self) -> str | None:
-        """Why decode steps on a GPU are launched kernel by kernel, if one could not be captured: slower, not wrong."""
+        """Why decode steps on a GPU are launched kernel by kernel, if one could not be captured: slower, not
+        wrong."""
     def seq_acquire(self, stream: int = 0) -> int:
         """Lends a sequence id (slot and generation in one number); its cells will lie in that stream. Raises
         ExhaustedError."""

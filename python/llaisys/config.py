@@ -106,8 +106,10 @@ class Config(BaseSettings):
     cuda_overlap: bool = Field(
         True, description="launch a decode step before the tokens of the one before are known (device cuda)"
     )
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="K and V; auto is float32 with dtype float32, else bfloat16"
+    kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "int8_per_token_head"] = Field(
+        "auto",
+        description="K and V; auto is float32 with dtype float32, else bfloat16; "
+        "int8 (vLLM's int8_per_token_head) takes about half of that",
     )
     generation_config: Literal["auto", "vllm"] = Field(
         "auto", description="auto takes sampling defaults from the model, vllm ignores them"
@@ -221,7 +223,7 @@ class Config(BaseSettings):
     cpu_threads_bind: str = Field(
         "auto",
         description="CPUs that compute threads are kept to: auto (one of each core, unless a CPU quota is "
-        "smaller), or a list such as 0-3,8",
+        "smaller), nobind, or a list such as 0-3,8; with ranks also one for each: 0-3|4-7",
     )
     tensor_parallel_size: int = Field(
         1, ge=1, le=1024, description="ranks that the model is split over; each has its share of the threads"

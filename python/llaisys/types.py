@@ -440,9 +440,10 @@ class ModelInfo:
 
     `weight_bytes` are in the files, `packed_bytes` in memory, for each `dtype` setting ("auto", "float32",
     "bfloat16") and each `quantization` ("int8", "int4"; of float checkpoints). `kv_bytes_per_cell` maps a KV
-    dtype ("float32", "bfloat16") to the bytes of one cell over all layers, K and V. `generation` holds what
-    `generation_config.json` sets (`temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`), nothing
-    where it is silent. `tokenizer` is set for a GGUF; a folder has its `tokenizer.json` beside the weights.
+    dtype ("float32", "float16", "bfloat16", "int8") to the bytes of one cell over all layers, K and V.
+    `generation` holds what `generation_config.json` sets (`temperature`, `top_p`, `top_k`, `min_p`,
+    `repetition_penalty`), nothing where it is silent. `tokenizer` is set for a GGUF; a folder has its
+    `tokenizer.json` beside the weights.
     `pooling_type`: what a GGUF says of embeddings, as llama.cpp's number.
     """
 

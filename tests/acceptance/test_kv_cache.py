@@ -106,3 +106,21 @@ def test_a_copy_onto_held_positions_is_refused(runner: Runner) -> None:
     with pytest.raises(RejectedError):
         runner.context.kv_seq_cp(a, b, -1, -1)
     assert runner.context.kv_seq_pos_max(b) == 1
+
+
+@pytest.mark.parametrize(("kv_dtype", "tolerance"), [("float16", 2e-3), ("bfloat16", 2e-2), ("int8", 4e-2)])
+def test_narrow_cells_share_keep_and_shift(golden: Golden, kv_dtype: str, tolerance: float) -> None:
+    """What is linked or computed in other parts has the same bits; a shift rounds the keys once more."""
+    prompt = golden.prompts[2][:40]
+    with Runner(FOLDER, kv_dtype=kv_dtype) as runner:
+        want = last_logits(runner, runner.context.seq_acquire(), prompt, 0)
+        parent, child, later = (runner.context.seq_acquire() for _ in range(3))
+        for start in range(0, 39, 13):
+            runner.extend(parent, prompt[start : start + 13], start)
+        runner.context.kv_seq_cp(parent, child, -1, -1)
+        np.testing.assert_array_equal(last_logits(runner, child, prompt[39:], 39), want)
+        runner.extend(later, prompt[:39], 7)
+        runner.context.kv_seq_add(later, 0, -1, -7)
+        got = last_logits(runner, later, prompt[39:], 39)
+    assert not np.array_equal(got, want)
+    assert np.abs(got - want).max() <= tolerance * np.abs(want).max()

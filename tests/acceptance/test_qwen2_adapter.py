@@ -38,7 +38,12 @@ def test_inspect_reads_the_facts() -> None:
     )
     assert (info["n_layers"], info["d_model"], info["n_heads"], info["n_kv_heads"]) == (3, 112, 7, 1)
     assert (info["d_head"], info["d_ff"], info["vocab_size"]) == (16, 200, 600)
-    assert info["kv_bytes_per_cell"] == {"float32": 3 * 2 * 16 * 4, "bfloat16": 3 * 2 * 16 * 2}
+    assert info["kv_bytes_per_cell"] == {
+        "float32": 3 * 2 * 16 * 4,
+        "float16": 3 * 2 * 16 * 2,
+        "bfloat16": 3 * 2 * 16 * 2,
+        "int8": 3 * 2 * (16 + 4),
+    }
     assert info["eos_token_ids"] == [599]
 
 

@@ -1,4 +1,4 @@
-"""`llaisys chat` in a real terminal: Ctrl-C stops an answer, Ctrl-D leaves."""
+"""`llaisys chat` in a real terminal: a bar while the model loads, Ctrl-C stops an answer, Ctrl-D leaves."""
 
 from __future__ import annotations
 
@@ -78,3 +78,22 @@ def test_stopping_and_leaving(chat: Terminal) -> None:
     chat.until(PROMPT)
     chat.type(CTRL_D)
     assert chat.process.wait(timeout=60) == 0
+
+
+@pytest.mark.parametrize("flags", [(), ("--engine-process",)], ids=["in this process", "in its own"])
+def test_a_bar_shows_how_far_the_weights_are_loaded(flags: tuple[str, ...], tmp_path: Path) -> None:
+    model = long_model(tmp_path)
+    terminal = Terminal(*COMMAND, "chat", str(model), "--num-kv-cells", "4096", *flags)
+    try:
+        terminal.until(rf"loading {re.escape(model.name)}: +100%.*B/s".encode())
+        terminal.until(PROMPT)
+    finally:
+        terminal.close()
+
+
+def test_no_bar_where_nobody_watches(tiny: Server) -> None:
+    log = tiny.log.read_text("utf-8")
+    assert "%|" not in log
+    assert "\r" not in log
+    assert len(re.findall(r"loading /", log)) == 1
+    assert len(re.findall(r"loaded /", log)) == 1

@@ -26,8 +26,8 @@ __version__ = "fake"
 VOCAB_SIZE = 300
 # Tokens of trouble, by what happens to the step, or the row, that computes them.
 NON_FINITE, REFUSED, DEADLY, PANICS = 296, 297, 298, 299
-CELL_BYTES = 4
-N_PLAIN = 256  # sampled ids are below
+CELL_BYTES, N_PLAIN = 4, 256  # sampled ids are below the latter
+Progress = type("Progress", (), {"loading": (4000, 4000)})  # of a context that is loaded at once
 D_MODEL = 3  # of the hidden states; the facts say 1, which the memory is counted by
 
 
@@ -474,7 +474,7 @@ def inspect(path: str) -> str:
             "n_parameters": 1000,
             "weight_bytes": 4000,
             "packed_bytes": {"auto": 4000, "float32": 4000, "bfloat16": 2000, "int8": 1032, "int4": 600},
-            "kv_bytes_per_cell": {"float32": 8, "bfloat16": 4},
+            "kv_bytes_per_cell": {"float32": 8, "float16": 4, "bfloat16": 4, "int8": 10},
             "bos_token_id": None,
             "eos_token_ids": [256, 257],
             "generation": {"temperature": 0.0},

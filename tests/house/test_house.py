@@ -31,7 +31,7 @@ CORE_MAY_USE = {
     # sample's values alone: what the kernel of the same name takes and gives
     "ops": {"collective", "dtype", "error", "quant", "sample", "tensor", "threads"},
     # ... and a decode step on a device, which ends with it
-    "model": {"dtype", "error", "formats", "ops", "quant", "sample", "tensor", "threads"},
+    "model": {"dtype", "error", "formats", "ops", "progress", "quant", "sample", "tensor", "threads"},
 }
 
 

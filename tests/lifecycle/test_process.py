@@ -27,6 +27,7 @@ from llaisys import LLM
 from llaisys.config import Config
 from llaisys.engine import process
 from llaisys.engine.capacity import Capacity, size
+from llaisys.engine.machine import Cpus
 from llaisys.engine.outputs import EngineOutput
 from llaisys.engine.process import ProcessClient, Restarts
 from llaisys.engine.request import EngineRequest
@@ -43,7 +44,9 @@ SETTINGS: dict[str, Any] = {"model": str(FOLDER), "dtype": "float32", "num_kv_ce
 
 
 def capacity(folder: Path = FOLDER, **settings: Any) -> Capacity:
-    return size(Config(**{**SETTINGS, "model": str(folder), **settings}), inspect_model(folder), 2**30, 1)
+    return size(
+        Config(**{**SETTINGS, "model": str(folder), **settings}), inspect_model(folder), 2**30, Cpus(1)
+    )
 
 
 class Client:

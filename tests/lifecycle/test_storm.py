@@ -20,6 +20,7 @@ from llaisys.engine.capacity import size
 from llaisys.engine.client import EngineClient
 from llaisys.engine.engine import LLMEngine
 from llaisys.engine.loop import build_engine
+from llaisys.engine.machine import Cpus
 from llaisys.engine.outputs import EngineOutput
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.worker import inspect_model
@@ -160,7 +161,7 @@ async def test_abort_storm(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
 def test_the_cells_of_a_cancelled_request_are_free_one_step_later(n_steps: int) -> None:
     """Beside a request that goes on: in the queue (0), in its prefill (1 to 3), in its answer (from 4)."""
     config = Config(**{**SETTINGS, "max_num_batched_tokens": 16, "enable_prefix_caching": False})
-    made = size(config, inspect_model(FOLDER), 2**30, 1)
+    made = size(config, inspect_model(FOLDER), 2**30, Cpus(1))
     engine = build_engine(made.settings, made.limits, 0)
     for name, n_prompt in (("stays", 2), ("goes", 40)):
         prompt = (load_golden().prompts[0] * 40)[:n_prompt]

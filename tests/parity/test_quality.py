@@ -1,4 +1,7 @@
-"""What the default (quantised) and bfloat16 modes cost against our own float32, teacher-forced on a text."""
+"""What the default (quantised) and bfloat16 modes, and narrow KV cells, cost against our own float32.
+
+Teacher-forced on a text.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,12 @@ TEXT = Path(__file__).parents[1] / "data" / "text" / "mixed.txt"
 WINDOW = 512
 
 
-def logprobs(dtype: str, windows: list[list[int]], model: Path | None = None) -> NDArray[np.float64]:
+def logprobs(
+    dtype: str, windows: list[list[int]], model: Path | None = None, kv_dtype: str = "auto"
+) -> NDArray[np.float64]:
     """Log-probabilities `[tokens, vocab]` of every position of every window, of SmolLM2 unless said."""
     rows = []
-    with Runner(model or resolve_model("smollm2").path, dtype=dtype) as runner:
+    with Runner(model or resolve_model("smollm2").path, dtype=dtype, kv_dtype=kv_dtype) as runner:
         for window in windows:
             logits = runner.forward(window)[0].astype(np.float64)
             rows.append(logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True))
@@ -53,5 +58,20 @@ def test_mode_stays_close_to_float32(
     mode = logprobs(dtype, windows)
     kl, top1 = divergence(reference, mode)
     print(f"{dtype}: {len(mode)} tokens, mean KL {kl:.6f}, top-1 agreement {top1:.4f}")
+    assert kl <= max_kl
+    assert top1 >= min_top1
+
+
+# What the cells alone cost, all else being float32: over two windows KL is 4e-7, 3.5e-5 and 6.5e-4.
+@pytest.mark.parametrize(
+    ("kv_dtype", "max_kl", "min_top1"),
+    [("float16", 1e-6, 0.999), ("bfloat16", 1e-4, 0.99), ("int8", 8e-4, 0.97)],
+)
+def test_narrow_cells_stay_close_to_float32(
+    windows: list[list[int]], reference: NDArray[np.float64], kv_dtype: str, max_kl: float, min_top1: float
+) -> None:
+    mode = logprobs("float32", windows[:2], kv_dtype=kv_dtype)
+    kl, top1 = divergence(reference[: len(mode)], mode)
+    print(f"cells in {kv_dtype}: {len(mode)} tokens, mean KL {kl:.6f}, top-1 agreement {top1:.4f}")
     assert kl <= max_kl
     assert top1 >= min_top1

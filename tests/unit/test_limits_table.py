@@ -21,6 +21,7 @@ from fakes.engines import NOW, Engine
 from llaisys.cli.flags import flag_of
 from llaisys.config import Config, load_config
 from llaisys.engine.capacity import Capacity, size
+from llaisys.engine.machine import Cpus
 from llaisys.engine.sessions import SessionCall
 from llaisys.engine.worker import inspect_model
 from llaisys.errors import (
@@ -62,7 +63,7 @@ def rows() -> dict[str, Row]:
 
 def sized(**settings: Any) -> Capacity:
     info = replace(inspect_model(Path("fake")), max_position_embeddings=4096)
-    return size(load_config({"num_kv_cells": 4096, **settings}), info, 2**30, 2)
+    return size(load_config({"num_kv_cells": 4096, **settings}), info, 2**30, Cpus(2))
 
 
 def made(**settings: Any) -> Engine:
@@ -475,7 +476,7 @@ def test_the_design_s_file_is_the_design_s_column() -> None:
     design = {key: str(value) for key, value in yaml.safe_load(DESIGN.read_text("utf-8")).items()}
     assert design == {key: row.design for key, row in rows().items() if row.design}
     config = load_config(yaml_path=DESIGN)
-    assert size(config, inspect_model(Path("fake")), 2**34, 2).limits.n_seats == 4
+    assert size(config, inspect_model(Path("fake")), 2**34, Cpus(2)).limits.n_seats == 4
 
 
 def test_the_design_as_a_whole() -> None:
@@ -484,7 +485,7 @@ def test_the_design_as_a_whole() -> None:
     info = replace(
         inspect_model(Path("fake")), max_position_embeddings=4096, kv_bytes_per_cell={"bfloat16": 2**18}
     )
-    engine = Engine(bounds=size(config, info, 2**34, 2).limits)
+    engine = Engine(bounds=size(config, info, 2**34, Cpus(2)).limits)
     assert engine.engine.limits.n_cells == 4096, "1,024 MiB are fewer than 4 Mi cells"
     prompts = {f"{i}": [i] * (i + 1) for i in range(100)}
     for name, prompt in prompts.items():

@@ -51,7 +51,7 @@ fn attend(c: &mut Criterion) {
         ("prefill-512", prompt(512)),
         ("prefill-512-of-2048", prompt(2048)),
     ];
-    for (dtype, kind) in [(KvDType::Bfloat16, "bf16"), (KvDType::Float32, "f32")] {
+    for (dtype, kind) in KvDType::ALL.into_iter().zip(["f32", "f16", "bf16", "int8"]) {
         let mut group = c.benchmark_group(format!("attention-{kind}"));
         for (name, sequences) in &batches {
             let sequences = sequences.clone();

@@ -95,7 +95,7 @@ impl Model {
     fn new(pool: &Pool, shape: Shape, (format, head): (PackedFormat, PackedFormat), n_cells: usize) -> Self {
         let Shape { d_model, d_ff, n_heads, n_kv_heads, .. } = shape;
         let cells = || {
-            let bytes = n_cells * n_kv_heads * D_HEAD * KvDType::Bfloat16.bytes();
+            let bytes = n_cells * n_kv_heads * KvDType::Bfloat16.head_bytes(D_HEAD);
             let mut cells = AlignedBuf::zeroed("keys and values", bytes).expect("memory for the cells");
             cells.as_mut_slice::<u16>().fill(0x3c3c);
             cells

@@ -166,16 +166,26 @@ pub enum ComputeMode {
 pub enum KvDType {
     /// IEEE binary32.
     Float32,
+    /// IEEE binary16. What lies beyond 65504 becomes infinite.
+    Float16,
     /// The upper half of a binary32.
     Bfloat16,
+    /// Signed bytes, -127..=127, and an f32 scale for each cell, head and tensor, behind the head's bytes: the head's
+    /// largest magnitude / 127. What is stored is off by half a scale at most. A head with a number that is not finite
+    /// has a scale that is NaN.
+    Int8,
 }
 
 impl KvDType {
-    /// Bytes of one element.
-    pub const fn bytes(self) -> usize {
+    /// Every type.
+    pub const ALL: [KvDType; 4] = [KvDType::Float32, KvDType::Float16, KvDType::Bfloat16, KvDType::Int8];
+
+    /// Bytes of one head of `d_head` elements in a cell's K, or V.
+    pub const fn head_bytes(self, d_head: usize) -> usize {
         match self {
-            KvDType::Float32 => 4,
-            KvDType::Bfloat16 => 2,
+            KvDType::Float32 => 4 * d_head,
+            KvDType::Float16 | KvDType::Bfloat16 => 2 * d_head,
+            KvDType::Int8 => d_head + size_of::<f32>(),
         }
     }
 }

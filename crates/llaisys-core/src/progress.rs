@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Counters that only grow. The thread that owns the context writes them, others read; no lock is involved. Each
+/// Counters that only grow, and how far a load has come. The thread that owns the context writes them, others read; no lock is involved. Each
 /// number is exact by itself; two of them read one after the other may lie a moment apart.
 #[derive(Debug, Default)]
 pub struct Progress {
@@ -12,6 +12,8 @@ pub struct Progress {
     n_rows_committed: AtomicU64,
     n_sequences_lent: AtomicU64,
     n_sequences_returned: AtomicU64,
+    n_weight_bytes: AtomicU64,
+    n_weight_bytes_packed: AtomicU64,
 }
 
 /// The counters at one moment.
@@ -45,6 +47,27 @@ impl Progress {
             n_sequences_lent: read(&self.n_sequences_lent),
             n_sequences_returned: read(&self.n_sequences_returned),
         }
+    }
+
+    /// Of a context that is being loaded, bytes of weights packed so far, and of all; equal once all are.
+    pub fn loading(&self) -> (u64, u64) {
+        // The part before the whole, which only shrinks to it.
+        let packed = self.n_weight_bytes_packed.load(Ordering::Acquire);
+        (packed, self.n_weight_bytes.load(Ordering::Acquire))
+    }
+
+    /// As many bytes of weights are to be packed, or a few more.
+    pub(crate) fn packing(&self, n_bytes: usize) {
+        self.n_weight_bytes.store(n_bytes as u64, Ordering::Release);
+    }
+
+    pub(crate) fn packed(&self, n_bytes: usize) {
+        add(&self.n_weight_bytes_packed, n_bytes as u64);
+    }
+
+    /// All weights are packed.
+    pub(crate) fn all_packed(&self) {
+        self.n_weight_bytes.store(self.n_weight_bytes_packed.load(Ordering::Acquire), Ordering::Release);
     }
 
     /// A step that ends when the guard is dropped: on return, on error and on panic.

@@ -196,8 +196,10 @@ unsafe impl Plain for u32 {}
 unsafe impl Plain for i32 {}
 // SAFETY: as above.
 unsafe impl Plain for f32 {}
+// SAFETY: a u16 in a transparent wrapper.
+unsafe impl Plain for half::f16 {}
 
-/// K and V of one layer in one arena, `[cell][kv_head][d_head]` each, to read.
+/// K and V of one layer in one arena, `[cell][kv_head][d_head]` each (int8: each head's scale follows it), to read.
 #[derive(Debug, Clone, Copy)]
 pub struct KvLayer<'a> {
     /// Element type of both.
@@ -212,7 +214,7 @@ pub struct KvLayer<'a> {
     pub v: &'a AlignedBuf,
 }
 
-/// K and V of one layer in one arena, `[cell][kv_head][d_head]` each, to write.
+/// K and V of one layer in one arena, as [`KvLayer`], to write.
 #[derive(Debug)]
 pub struct KvLayerMut<'a> {
     /// Element type of both.

@@ -78,6 +78,13 @@ impl Pool {
     ///
     /// Errors: [`DeviceError::Threads`] if the system refuses one; those already started are ended.
     pub fn new(n_threads: usize) -> Result<Self, DeviceError> {
+        let cpus = usable_cpus();
+        Self::on(n_threads, if cpus.len() == n_threads { &cpus } else { &[] })
+    }
+
+    /// As [`Pool::new`], with a CPU for each thread in place of those that this thread may use; with none, the system
+    /// places all.
+    pub fn on(n_threads: usize, cpus: &[usize]) -> Result<Self, DeviceError> {
         assert!(n_threads >= 1, "a pool has at least its caller's thread");
         let shared = Arc::new(Shared {
             seq: Line(AtomicU32::new(0)),
@@ -86,14 +93,12 @@ impl Pool {
             job: Line(UnsafeCell::new(None)),
             panic: Mutex::new(None),
         });
-        let cpus = affinity::usable_cpus();
-        let pin = n_threads > 1 && cpus.len() == n_threads;
-        let home = cpus.first().copied().filter(|_| pin);
+        let home = cpus.first().copied().filter(|_| n_threads > 1);
         let queues = (0..n_threads).map(|_| Line(AtomicUsize::new(0))).collect();
         let mut pool = Self { shared, workers: Vec::new(), busy: AtomicBool::new(false), home, queues };
         for worker in 1..n_threads {
             let shared = Arc::clone(&pool.shared);
-            let cpu = cpus.get(worker).copied().filter(|_| pin);
+            let cpu = cpus.get(worker).copied();
             let handle = thread::Builder::new()
                 .name(format!("llaisys-{worker}"))
                 .spawn(move || {
@@ -325,10 +330,15 @@ impl<'a, T> Disjoint<'a, T> {
     }
 }
 
+/// The CPUs in the calling thread's affinity mask, ascending; empty if the system does not say.
+pub fn usable_cpus() -> Vec<usize> {
+    affinity::usable_cpus()
+}
+
 /// Which CPUs threads may use and do use.
 #[cfg(target_os = "linux")]
 mod affinity {
-    /// The CPUs in the calling thread's affinity mask, ascending; empty if the system does not say.
+    /// See [`super::usable_cpus`].
     pub(super) fn usable_cpus() -> Vec<usize> {
         let Some(set) = mask() else { return Vec::new() };
         // SAFETY: the index is below the number of bits of the set.

@@ -36,12 +36,12 @@ fn exported(context: &mut Context, tokens: &[i32]) -> Vec<u8> {
 #[test]
 fn another_context_goes_on_from_the_same_bits() {
     let tokens = model().tokens(1, 40);
-    for kv_dtype in [KvDType::Float32, KvDType::Bfloat16] {
+    for kv_dtype in KvDType::ALL {
         let config = ContextConfig { kv_dtype: Some(kv_dtype), lifo: true, ..settings() };
         let mut source = load(&model(), config);
         let data = exported(&mut source.context, &tokens);
         // Two layers, K and V, one head of 16.
-        assert_eq!(data.len(), 24 * 2 * 2 * 16 * kv_dtype.bytes());
+        assert_eq!(data.len(), 24 * 2 * 2 * kv_dtype.head_bytes(16));
         let want = source.context.seq_acquire(0).unwrap();
         source.context.kv_attach(1, want, 0, 27).unwrap();
         let go_on = |seq| Rows::default().run(seq, 27, &tokens[27..]);
@@ -126,7 +126,9 @@ fn a_fingerprint_tells_apart_what_gives_other_keys() {
     );
     let mut others = vec![
         same(ContextConfig { mode: ComputeMode::Bfloat16, ..settings() }),
+        same(ContextConfig { kv_dtype: Some(KvDType::Float16), ..settings() }),
         same(ContextConfig { kv_dtype: Some(KvDType::Bfloat16), ..settings() }),
+        same(ContextConfig { kv_dtype: Some(KvDType::Int8), ..settings() }),
     ];
     for isa in IsaName::available().into_iter().skip(1) {
         others.push(same(ContextConfig { isa: Some(isa), ..settings() }));

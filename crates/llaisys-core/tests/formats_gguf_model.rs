@@ -52,7 +52,7 @@ fn info_has_the_fields_of_the_python_type() {
         "vocab_size": 8, "max_position_embeddings": 64,
         "n_parameters": n_q8_0 + n_f32, "weight_bytes": n_q8_0 / 32 * 34 + n_f32 * 4,
         "packed_bytes": packed,
-        "kv_bytes_per_cell": {"float32": 128, "bfloat16": 64},
+        "kv_bytes_per_cell": {"float32": 128, "float16": 64, "bfloat16": 64, "int8": 2 * (16 + 4)},
         "bos_token_id": 5, "eos_token_ids": [6], "generation": {},
         "tokenizer": {
             "model": "gpt2", "pre": "smollm",

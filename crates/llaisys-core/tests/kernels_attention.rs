@@ -101,10 +101,11 @@ fn a_row_is_bitwise_the_same_alone_in_any_batch_on_any_threads_and_in_any_cells(
 fn more_threads_than_work_change_nothing() {
     let one = |len| Sequence { len, n_rows: 1 };
     let lists = [vec![one(1)], vec![one(2500)], vec![one(700), one(129), one(3000)]];
-    for (sequences, window) in lists.into_iter().flat_map(|list| [(list.clone(), None), (list, Some(1100))]) {
+    let lists = lists.into_iter().flat_map(|list| [(list.clone(), None), (list, Some(1100))]);
+    for (i, (sequences, window)) in lists.enumerate() {
         let case = AttentionCase {
             heads: (3, 1),
-            dtype: KvDType::Bfloat16,
+            dtype: if i % 2 == 0 { KvDType::Bfloat16 } else { KvDType::Int8 },
             sequences,
             window,
             ..AttentionCase::plain()
@@ -121,7 +122,7 @@ fn more_threads_than_work_change_nothing() {
 #[test]
 fn numbers_that_are_not_finite_reach_the_rows_that_see_them_and_no_others() {
     let sequences = vec![Sequence { len: 40, n_rows: 9 }, Sequence { len: 3, n_rows: 3 }];
-    for dtype in [KvDType::Float32, KvDType::Bfloat16] {
+    for dtype in KvDType::ALL {
         let case = AttentionCase {
             heads: (4, 2),
             d_head: 32,

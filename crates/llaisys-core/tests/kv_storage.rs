@@ -3,6 +3,7 @@
 use llaisys_core::dtype::KvDType;
 use llaisys_core::error::DeviceError;
 use llaisys_core::kv::Storage;
+use llaisys_core::ops::reference::kv_store::decode;
 
 #[test]
 fn each_layer_has_its_own_zeroed_tensors() {
@@ -17,9 +18,30 @@ fn each_layer_has_its_own_zeroed_tensors() {
 }
 
 #[test]
-fn bfloat16_takes_half() {
+fn narrow_types_take_less() {
     let bytes = |dtype| Storage::new(1, 64, 2, 8, dtype).unwrap().n_bytes();
-    assert_eq!(bytes(KvDType::Float32), 2 * bytes(KvDType::Bfloat16));
+    let float32 = 2 * 64 * 2 * 8 * 4;
+    // An int8 head has its scale of four bytes.
+    let want = [float32, float32 / 2, float32 / 2, 2 * 64 * 2 * (8 + 4)];
+    assert_eq!(KvDType::ALL.map(bytes), want);
+}
+
+/// What is read before it is written shows, in every type.
+#[test]
+fn poisoned_cells_are_not_numbers() {
+    for dtype in KvDType::ALL {
+        let mut storage = Storage::new(1, 4, 2, 6, dtype).unwrap();
+        storage.poison(&[2]);
+        let numbers = |storage: &Storage| {
+            let layer = storage.layer(0);
+            let heads = layer.v.as_slice::<u8>().chunks(dtype.head_bytes(6));
+            heads.flat_map(|head| decode(dtype, head)).collect::<Vec<f32>>()
+        };
+        let nan: Vec<bool> = numbers(&storage).into_iter().map(f32::is_nan).collect();
+        assert_eq!(nan, [[false; 12], [false; 12], [true; 12], [false; 12]].as_flattened(), "{dtype:?}");
+        storage.poison_all();
+        assert!(numbers(&storage).into_iter().all(f32::is_nan), "{dtype:?}");
+    }
 }
 
 #[test]

@@ -67,7 +67,7 @@ fn info_has_the_fields_of_the_python_type() {
         "packed_bytes": {
             "auto": packed(2), "float32": packed(4), "bfloat16": packed(2), "int8": int8, "int4": int4,
         },
-        "kv_bytes_per_cell": {"float32": 1024, "bfloat16": 512},
+        "kv_bytes_per_cell": {"float32": 1024, "float16": 512, "bfloat16": 512, "int8": 2 * 2 * 2 * (32 + 4)},
         "bos_token_id": null, "eos_token_ids": [599], "generation": {}, "tokenizer": null,
     });
     assert_eq!(serde_json::to_value(checkpoint.info()).unwrap(), want);

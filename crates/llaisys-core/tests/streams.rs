@@ -20,9 +20,13 @@ fn model() -> Tiny {
 }
 
 /// The settings of each number type that cells can have.
-fn configs() -> [ContextConfig; 2] {
-    let float32 = ContextConfig { kv_dtype: Some(KvDType::Float32), ..settings() };
-    [float32, ContextConfig { mode: ComputeMode::Bfloat16, kv_dtype: Some(KvDType::Bfloat16), ..settings() }]
+fn configs() -> [ContextConfig; 3] {
+    let with = |mode, kv_dtype| ContextConfig { mode, kv_dtype: Some(kv_dtype), ..settings() };
+    [
+        with(ComputeMode::Float32, KvDType::Float32),
+        with(ComputeMode::Bfloat16, KvDType::Bfloat16),
+        with(ComputeMode::Float32, KvDType::Int8),
+    ]
 }
 
 /// What each of `tokens` gives in a sequence of its own.

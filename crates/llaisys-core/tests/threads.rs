@@ -1,6 +1,6 @@
 //! The worker pool: every worker once, disjoint chunks, panics, dropping.
 
-use llaisys_core::threads::{Chunks, Pool, share};
+use llaisys_core::threads::{Chunks, Pool, share, usable_cpus};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -106,6 +106,28 @@ fn shares_and_dynamic_chunks_cover_the_items_once() {
         let taken: Vec<_> = std::iter::from_fn(|| chunks.take()).flatten().collect();
         assert!(taken.into_iter().eq(0..n));
     }
+}
+
+/// Threads stay where they are put, and without CPUs may go wherever the caller may.
+#[test]
+#[cfg(target_os = "linux")]
+fn workers_are_kept_to_their_cpus() {
+    let allowed = || {
+        let status = std::fs::read_to_string("/proc/thread-self/status").unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).map(str::trim);
+        line.unwrap().to_owned()
+    };
+    let masks = |pool: &Pool| {
+        let masks = std::sync::Mutex::new(vec![String::new(); pool.n_threads()]);
+        pool.run(&|worker| masks.lock().unwrap()[worker] = allowed());
+        masks.into_inner().unwrap()
+    };
+    let (own, cpus) = (allowed(), usable_cpus());
+    let (first, last) = (cpus[0], cpus[cpus.len() - 1]);
+    let pinned = Pool::on(3, &[first, last, first]).unwrap();
+    assert_eq!(masks(&pinned), [own.clone(), last.to_string(), first.to_string()]);
+    let free = Pool::on(cpus.len(), &[]).unwrap();
+    assert!(masks(&free).into_iter().all(|mask| mask == own));
 }
 
 thread_local! {

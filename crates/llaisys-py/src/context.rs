@@ -12,12 +12,13 @@ use crate::sampler::SamplerSpec;
 use crate::watchdog::Progress;
 use llaisys_core::context::{Context as Core, ContextConfig, DecodeRequest};
 use llaisys_core::error::Rejected;
+use llaisys_core::model::checkpoint::Checkpoint;
 use llaisys_core::seq::SeqId;
 use numpy::{PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyReadonlyArrayDyn, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::ThreadId;
 
 /// More than any machine has; a typing error, not a wish.
@@ -116,7 +117,8 @@ impl Context {
     #[new]
     #[pyo3(signature = (
         path, *, dtype = "auto", kv_dtype = "auto", isa = "auto", n_cells, n_seq_max, n_streams = 1, n_batch,
-        max_model_len, n_threads, n_ranks = 1, lifo = false, poison = false, gpu = None
+        max_model_len, n_threads, n_ranks = 1, lifo = false, poison = false, gpu = None, pins = true,
+        progress = None
     ))]
     fn new(
         py: Python<'_>,
@@ -134,7 +136,10 @@ impl Context {
         lifo: bool,
         poison: bool,
         gpu: Option<&Gpu>,
+        pins: bool,
+        progress: Option<&Progress>,
     ) -> PyResult<Self> {
+        let progress = progress.map(|progress| Arc::clone(&progress.core)).unwrap_or_default();
         let words = Words { dtype, kv_dtype, isa };
         let loaded = words.parse().and_then(|(mode, kv_dtype, isa)| {
             let config = ContextConfig {
@@ -150,12 +155,13 @@ impl Context {
                 max_model_len: count("max_model_len", max_model_len, i64::from(i32::MAX))?,
                 n_threads: count("n_threads", n_threads, THREADS_MAX)?,
                 n_ranks: count("n_ranks", n_ranks, THREADS_MAX)?,
+                pins,
             };
             match gpu {
                 None if n_cells.is_none() => {
                     Err(Fault::Argument("n_cells is None, which needs a gpu to fill".to_owned()))
                 }
-                None => py.detach(|| guarded(|| Core::load(&path, config))),
+                None => py.detach(|| guarded(|| Core::new(Checkpoint::open(&path)?, config, progress))),
                 Some(gpu) => py.detach(|| guarded(|| gpu.load(&path, config, n_cells.is_none()))),
             }
         });

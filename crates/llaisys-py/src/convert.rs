@@ -108,13 +108,15 @@ pub(crate) fn compute_mode(word: &str) -> Result<ComputeMode, Fault> {
     }
 }
 
-/// `auto` (None), `float32` or `bfloat16`.
+/// `auto` (None), `float32`, `float16`, `bfloat16` or `int8`.
 pub(crate) fn kv_dtype(word: &str) -> Result<Option<KvDType>, Fault> {
     match word {
         "auto" => Ok(None),
         "float32" => Ok(Some(KvDType::Float32)),
+        "float16" => Ok(Some(KvDType::Float16)),
         "bfloat16" => Ok(Some(KvDType::Bfloat16)),
-        _ => Err(unknown_word("kv_dtype", word, "auto, float32 and bfloat16")),
+        "int8" => Ok(Some(KvDType::Int8)),
+        _ => Err(unknown_word("kv_dtype", word, "auto, float32, float16, bfloat16 and int8")),
     }
 }
 

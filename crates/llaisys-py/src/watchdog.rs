@@ -18,7 +18,7 @@ const EXIT_CODE: i32 = 70;
 /// What a context has done so far. Any thread may read it, while a decode runs and after the context is closed.
 #[pyclass(frozen, module = "llaisys._core")]
 pub(crate) struct Progress {
-    core: Arc<CoreProgress>,
+    pub(crate) core: Arc<CoreProgress>,
 }
 
 impl From<Arc<CoreProgress>> for Progress {
@@ -29,6 +29,18 @@ impl From<Arc<CoreProgress>> for Progress {
 
 #[pymethods]
 impl Progress {
+    /// Of a context that is still to be loaded.
+    #[new]
+    fn new() -> Self {
+        Self { core: Arc::default() }
+    }
+
+    /// Bytes of weights packed so far, and of all.
+    #[getter]
+    fn loading(&self) -> (u64, u64) {
+        self.core.loading()
+    }
+
     /// Decodes that were called.
     #[getter]
     fn n_steps_begun(&self) -> u64 {

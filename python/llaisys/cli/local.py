@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
@@ -31,8 +30,6 @@ class LocalModel:
         self._n_requests = 0
 
     def __enter__(self) -> LocalModel:
-        if sys.stderr.isatty():
-            print(f"loading {self._config.model} ...", file=sys.stderr)
         try:
             self._engine = self._run(AsyncLLM.start(self._config))
         except BaseException:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from llaisys.config import Config
 from llaisys.engine.limits import Limits
+from llaisys.engine.machine import Cpus
 from llaisys.engine.settings import GpuSettings, WorkerSettings
 from llaisys.errors import RejectedError
 from llaisys.types import ModelInfo
@@ -48,16 +49,11 @@ class Capacity:
 
 
 def size(
-    config: Config,
-    info: ModelInfo,
-    memory_bytes: int,
-    n_cores: int,
-    cpu_ids: tuple[int, ...] = (),
-    *,
-    gpu: GpuSettings | None = None,
+    config: Config, info: ModelInfo, memory_bytes: int, cpus: Cpus, *, gpu: GpuSettings | None = None
 ) -> Capacity:
-    """Sizes an engine for a machine with `memory_bytes` available and `n_cores` to compute on: `cpu_ids`, if
-    there are any and no more threads than these are wanted.
+    """Sizes an engine for a machine with `memory_bytes` available and `cpus` to compute on.
+
+    It is kept to these unless more threads are wanted.
 
     On a GPU the core knows what fits: if no number of cells is configured, the settings have none, and the
     limits are those of one context until the engine is built (`Limits.with_cells`).
@@ -95,7 +91,7 @@ def size(
         kv_cell_bytes=cell_bytes,
         **{name: getattr(config, name) for name in _AS_CONFIGURED},
     )
-    n_threads = config.num_threads or n_cores
+    n_threads = config.num_threads or cpus.n
     settings = WorkerSettings(
         path=Path(info.path),
         dtype=_mode(config),
@@ -106,7 +102,9 @@ def size(
         n_batch=config.max_num_batched_tokens,
         max_model_len=limits.max_model_len,
         n_threads=n_threads,
-        cpu_ids=cpu_ids if n_threads <= len(cpu_ids) else (),
+        cpu_ids=cpus.ids if n_threads <= len(cpus.ids) else (),
+        pins=cpus.pins,
+        memory_nodes=cpus.memory_nodes,
         n_streams=config.num_kv_streams,
         n_ranks=config.tensor_parallel_size,
         gpu=gpu,
@@ -164,7 +162,7 @@ def _mode(config: Config) -> str:
 
 def _kv_dtype(config: Config) -> str:
     if config.kv_cache_dtype != "auto":
-        return config.kv_cache_dtype
+        return config.kv_cache_dtype.removesuffix("_per_token_head")
     return "float32" if config.dtype == "float32" else "bfloat16"
 
 

@@ -31,8 +31,10 @@ class WorkerSettings:
     n_batch: int
     max_model_len: int
     n_threads: int
-    # CPUs that the threads are kept to; empty: wherever the system puts them.
+    # These three as in `machine.Cpus`.
     cpu_ids: tuple[int, ...] = ()
+    pins: bool = True
+    memory_nodes: tuple[int, ...] = ()
     n_streams: int = 1
     n_ranks: int = 1
     gpu: GpuSettings | None = None

@@ -40,10 +40,10 @@ def start_engine(
 
     Raises RejectedError or UnsupportedError: a setting or the model, by name.
     """
-    cpus = usable_cpus(config.cpu_threads_bind)
+    cpus = usable_cpus(config.cpu_threads_bind, config.tensor_parallel_size)
 
     def start(gpu: GpuSettings | None) -> EngineClient:
-        capacity = size(config, info, available_bytes(), cpus.n, cpus.ids, gpu=gpu)
+        capacity = size(config, info, available_bytes(), cpus, gpu=gpu)
         log.info("%s", capacity.summary)
         watch = Watch(config.watchdog_window_s, exits=exits)
         if config.engine_process:

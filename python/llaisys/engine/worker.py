@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llaisys.config import cubin_folder, cuda_library_folders
+from llaisys.engine.loading import loading_bar
+from llaisys.engine.machine import place
 from llaisys.engine.outputs import TokenLogprobs
 from llaisys.engine.prefix import CacheEdit, Retain, Split, Trim
 from llaisys.engine.request import BrokenInvariant, Request, Running
@@ -311,22 +312,26 @@ def open_worker(settings: WorkerSettings) -> Worker:
     """Loads the model. Call it on the thread that will use it. Raises RejectedError or UnsupportedError."""
     from llaisys import _core  # here, so that planning, `--help` and their tests need no compiled core
 
-    if settings.cpu_ids:
-        os.sched_setaffinity(0, settings.cpu_ids)  # of this thread; those that the core starts inherit it
-    context = _core.Context(
-        str(settings.path),
-        dtype=settings.dtype,
-        kv_dtype=settings.kv_dtype,
-        isa=settings.isa,
-        n_cells=settings.n_cells,
-        n_seq_max=settings.n_seq_max,
-        n_batch=settings.n_batch,
-        max_model_len=settings.max_model_len,
-        n_threads=settings.n_threads,
-        n_streams=settings.n_streams,
-        n_ranks=settings.n_ranks,
-        gpu=None if settings.gpu is None else _gpu(settings.gpu),
-    )
+    place(settings.cpu_ids, settings.memory_nodes)
+    log.info("loading %s", settings.path)
+    progress = _core.Progress()
+    with loading_bar(settings.path.name, lambda: progress.loading):
+        context = _core.Context(
+            str(settings.path),
+            progress=progress,
+            dtype=settings.dtype,
+            kv_dtype=settings.kv_dtype,
+            isa=settings.isa,
+            n_cells=settings.n_cells,
+            n_seq_max=settings.n_seq_max,
+            n_batch=settings.n_batch,
+            max_model_len=settings.max_model_len,
+            n_threads=settings.n_threads,
+            n_streams=settings.n_streams,
+            n_ranks=settings.n_ranks,
+            pins=settings.pins,
+            gpu=None if settings.gpu is None else _gpu(settings.gpu),
+        )
     return Worker(context, _core.SamplerSpec, settings.n_streams)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from llaisys.config import Config
 from llaisys.engine.capacity import Capacity, size
+from llaisys.engine.machine import Cpus
 from llaisys.engine.settings import GpuSettings
 from llaisys.engine.worker import inspect_model
 from llaisys.errors import RejectedError
@@ -22,11 +23,11 @@ WORKSPACE = 4 * (512 * 10 + 64 * 300)
 
 @pytest.fixture(autouse=True)
 def _fake(fake_core: None) -> None:
-    """`inspect_model` gives the fake model: 1,000 parameters, 4 or 8 bytes a cell, 128 positions."""
+    """`inspect_model` gives the fake model: 1,000 parameters, 4, 8 or 10 bytes a cell, 128 positions."""
 
 
 def sized(memory_bytes: int = 100 * MIB, **settings: Any) -> Capacity:
-    return size(Config(**settings), inspect_model(Path("fake")), memory_bytes, 2)
+    return size(Config(**settings), inspect_model(Path("fake")), memory_bytes, Cpus(2))
 
 
 def weighing(auto: int, float32: int = 0, bfloat16: int = 0) -> ModelInfo:
@@ -42,6 +43,14 @@ def test_no_more_cells_than_the_requests_can_use() -> None:
     assert "64 requests of 128 tokens" in made.summary
     assert made.settings.n_threads == 2
     assert made.settings.kv_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("name", ["int8", "int8_per_token_head"])
+def test_int8_cells_by_our_name_and_by_vllms(name: str) -> None:
+    made = sized(kv_cache_memory_bytes=4 * 333, kv_cache_dtype=name)
+    assert made.settings.kv_dtype == "int8"
+    assert made.limits.n_cells == 133  # of 10 bytes
+    assert "133 cells x 10 B (int8)" in made.summary
 
 
 def test_a_fifth_of_what_the_weights_leave_in_whole_runs() -> None:
@@ -72,7 +81,7 @@ def test_settings_override_the_sum() -> None:
 def test_threads_are_kept_to_cpus_while_there_are_enough() -> None:
     def cpu_ids(num_threads: int | None) -> tuple[int, ...]:
         config, info = Config(num_threads=num_threads), inspect_model(Path("fake"))
-        return size(config, info, 200 * MIB, 2, (4, 6)).settings.cpu_ids
+        return size(config, info, 200 * MIB, Cpus(2, (4, 6))).settings.cpu_ids
 
     assert [cpu_ids(n) for n in (None, 1, 2, 3)] == [(4, 6), (4, 6), (4, 6), ()]
 
@@ -96,35 +105,35 @@ def test_what_cannot_be_kept_names_its_setting(
 
 def test_a_larger_model_leaves_less() -> None:
     info = replace(weighing(50), kv_bytes_per_cell={"bfloat16": MIB})
-    assert size(Config(), info, 100 * MIB + WORKSPACE, 1).limits.n_cells == 10
+    assert size(Config(), info, 100 * MIB + WORKSPACE, Cpus(1)).limits.n_cells == 10
 
 
 def test_a_model_larger_than_the_memory_is_refused_with_the_sum() -> None:
     info = replace(weighing(90), d_ff=4096, vocab_size=16384)
     config = Config(kv_cache_memory_bytes=8 * MIB)
     # 512 rows of 3 * 4096 numbers and a few; 64 rows of logits.
-    assert size(config, info, 200 * MIB, 1).limits.n_cells == 2 * MIB
+    assert size(config, info, 200 * MIB, Cpus(1)).limits.n_cells == 2 * MIB
     words = (
         r"weights 90\.0 MiB \+ KV cache 8\.0 MiB \+ workspace 28\.0 MiB = 126\.0 MiB, "
         r"available are 120\.0 MiB; a smaller KV cache fits"
     )
     with pytest.raises(RejectedError, match=words):
-        size(config, info, 120 * MIB, 1)
+        size(config, info, 120 * MIB, Cpus(1))
     with pytest.raises(RejectedError, match="take a smaller model") as caught:
-        size(Config(), info, 110 * MIB, 1)
+        size(Config(), info, 110 * MIB, Cpus(1))
     assert caught.value.param == "model"
-    assert size(Config(), info, 130 * MIB, 1).limits.n_cells * 4 < 12 * MIB / 4
+    assert size(Config(), info, 130 * MIB, Cpus(1)).limits.n_cells * 4 < 12 * MIB / 4
 
 
 def test_the_weights_are_counted_as_they_are_packed() -> None:
     info = weighing(auto=30, float32=80, bfloat16=40)
     for mode, n_mib in info.packed_bytes.items():
         config = Config(quantization=mode) if mode.startswith("int") else Config(dtype=mode)
-        sized = size(config, info, n_mib + MIB, 1)
+        sized = size(config, info, n_mib + MIB, Cpus(1))
         assert sized.settings.dtype == mode
         assert f"weights: {n_mib // MIB}.0 MiB ({mode})" in sized.summary
         with pytest.raises(RejectedError, match=rf"weights {n_mib // MIB}\.0 MiB"):
-            size(config, info, n_mib, 1)
+            size(config, info, n_mib, Cpus(1))
 
 
 def test_a_type_and_a_quantization_contradict_each_other() -> None:

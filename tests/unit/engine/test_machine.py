@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from llaisys.engine.machine import Cpus, available_bytes, usable_cpus
+from llaisys.engine import machine
+from llaisys.engine.machine import Cpus, available_bytes, mempolicy, usable_cpus
 from llaisys.errors import RejectedError
 
 GIB = 2**30
@@ -87,27 +92,85 @@ def test_one_thread_for_each_physical_core(tmp_path: Path, monkeypatch: pytest.M
     siblings = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     root = tree(tmp_path, {siblings.format(cpu): f"{cpu % 4},{cpu % 4 + 4}\n" for cpu in range(8)})
     assert usable_cpus(root=root) == Cpus(4, (0, 2, 3, 5))
-    assert usable_cpus("6,0-0,2-4", root) == Cpus(5, (0, 2, 3, 4, 6))
+    assert usable_cpus("6,0-0,2-4", root=root) == Cpus(5, (0, 2, 3, 4, 6))
 
 
 @pytest.mark.parametrize(
     ("bind", "why"),
     [
         ("", "is ''"),
-        ("nobind", "a list of CPUs such as"),
+        ("none", "a list of CPUs such as"),
         ("1,,2", "a list of CPUs such as"),
         ("-1", "a list of CPUs such as"),
         ("0-", "a list of CPUs such as"),
         ("999999", "a list of CPUs such as"),
         ("3-1", "3-1 ends before it begins"),
         ("0,7-9", "names CPU 8; this process may use 0, 1, 2, 3, 4, 5, 6, 7"),
+        ("0|1|2", "has 3 lists of CPUs, tensor_parallel_size is 2"),
+        ("0-1|2-3|", "''|a list of CPUs such as"),
+        ("0-1|2", "of one length, each above"),
+        ("2-3|0-1", "of one length, each above"),
+        ("0-1|1-2", "of one length, each above"),
     ],
 )
 def test_a_wrong_list_of_cpus_is_named(monkeypatch: pytest.MonkeyPatch, bind: str, why: str) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     with pytest.raises(RejectedError, match=why) as caught:
-        usable_cpus(bind)
+        usable_cpus(bind, 2)
     assert caught.value.param == "cpu_threads_bind"
+
+
+def test_threads_that_are_not_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert usable_cpus("nobind", root=tmp_path) == Cpus(8, (), pins=False)
+
+
+def test_a_list_for_each_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert usable_cpus("0-1,3|4,6-7", 2, tmp_path) == Cpus(6, (0, 1, 3, 4, 6, 7))
+    assert usable_cpus("0-3", 2, tmp_path) == Cpus(4, (0, 1, 2, 3))
+
+
+def test_memory_is_spread_over_the_nodes_of_the_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    # Nodes 0, 2 and 10 have CPUs, 1 has memory alone.
+    lists = {0: "0-1,4-5", 1: "", 2: "2-3", 10: "6-7"}
+    files = {f"sys/devices/system/node/node{node}/cpulist": f"{text}\n" for node, text in lists.items()}
+    root = tree(tmp_path, {**files, "sys/devices/system/node/online": "0-2,10\n"})
+    assert usable_cpus(root=root).memory_nodes == (0, 2, 10)
+    assert usable_cpus("nobind", root=root).memory_nodes == (0, 2, 10)
+    assert usable_cpus("1,7", root=root).memory_nodes == (0, 10)
+    assert usable_cpus("0|4", 2, root).memory_nodes == ()  # both in node 0
+    assert usable_cpus(root=tree(tmp_path / "one", {})).memory_nodes == ()
+
+
+def test_the_policy_that_is_asked_for() -> None:
+    """MPOL_INTERLEAVE is 3; the kernel reads one bit less than it is told."""
+    assert mempolicy((0, 2)) == (3, [0b101], 65)
+    assert mempolicy((1, 64)) == (3, [0b10, 0b1], 129)
+
+
+def test_a_refused_policy_is_logged_and_no_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = []
+
+    class Libc:
+        @staticmethod
+        def syscall(*arguments: Any) -> int:
+            asked.append((arguments[0].value, arguments[1].value, list(arguments[2]), arguments[3].value))
+            ctypes.set_errno(errno.EPERM)
+            return -1
+
+    monkeypatch.setattr(machine, "_LIBC", Libc)
+    monkeypatch.setattr(machine.platform, "machine", lambda: "x86_64")
+    with caplog.at_level(logging.WARNING):
+        machine.place((), (0, 1))
+        machine.place((), ())
+    assert asked == [(238, 3, [0b11], 65)]
+    assert [record.getMessage() for record in caplog.records] == [
+        "memory is not spread over the NUMA nodes [0, 1]: Operation not permitted"
+    ]
 
 
 def test_this_machine_has_both() -> None:

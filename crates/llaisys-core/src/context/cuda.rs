@@ -91,8 +91,11 @@ pub(super) fn check_types(config: &ContextConfig, element: Element) -> Result<()
         (mode, _) => return refuse("dtype", format!("{mode:?}").to_lowercase(), own),
     }
     match (config.kv_dtype, element) {
-        (None, _) | (Some(KvDType::Bfloat16), Element::Bf16) => (),
-        (Some(kv_dtype), _) => return refuse("kv_cache_dtype", format!("{kv_dtype:?}").to_lowercase(), own),
+        (None, _) | (Some(KvDType::Bfloat16), Element::Bf16) | (Some(KvDType::Float16), Element::F16) => (),
+        (Some(kv_dtype), _) => {
+            let own = if element == Element::F16 { "auto, float16" } else { own };
+            return refuse("kv_cache_dtype", format!("{kv_dtype:?}").to_lowercase(), own);
+        }
     }
     Ok(())
 }

@@ -162,7 +162,8 @@ impl Context {
     }
 
     /// The keys and values of a segment's positions `p0 <= p < p1`: for each layer the keys
-    /// `[p1 - p0][n_kv_heads][d_head]`, then the values likewise, in the cells' type, little endian. Of several ranks:
+    /// `[p1 - p0][n_kv_heads][d_head]`, then the values likewise, in the cells' type, little endian (int8: each head's
+    /// f32 scale follows it). Of several ranks:
     /// all this for the heads of each in turn.
     /// Errors: an unknown segment, an empty range, a missing position.
     pub fn kv_export(&self, segment: u64, p0: i32, p1: i32) -> Result<Vec<u8>> {

@@ -77,6 +77,8 @@ pub struct ContextConfig {
     pub n_threads: usize,
     /// Ranks that the model is split over, each with its part of weights and cells and at least one thread of its own.
     pub n_ranks: usize,
+    /// Threads stay each on a CPU of its own where there are exactly as many CPUs: of ranks, on equal runs of them.
+    pub pins: bool,
 }
 
 impl ContextConfig {
@@ -106,16 +108,16 @@ impl Context {
     ///
     /// Errors: a damaged or unsupported checkpoint, a setting out of its bounds, no memory.
     pub fn load(path: &Path, config: ContextConfig) -> Result<Self> {
-        Self::new(Checkpoint::open(path)?, config)
+        Self::new(Checkpoint::open(path)?, config, Arc::default())
     }
 
-    /// As [`Context::load`], from an open checkpoint.
-    pub fn new(checkpoint: Checkpoint, config: ContextConfig) -> Result<Self> {
+    /// As [`Context::load`], from an open checkpoint. Any thread may read from `progress` how far it has come.
+    pub fn new(checkpoint: Checkpoint, config: ContextConfig, progress: Arc<Progress>) -> Result<Self> {
         check(&config, checkpoint.config())?;
         let kernels = Kernels::select(config.isa)?;
-        let pool = Pool::new(config.n_threads)?;
+        let pool = if config.pins { Pool::new(config.n_threads) } else { Pool::on(config.n_threads, &[]) }?;
         check_source(&checkpoint, config.mode, &pool)?;
-        let decoders = ranks::pack(&checkpoint, &config, &pool)?;
+        let decoders = ranks::pack(&checkpoint, &config, &pool, &progress)?;
         let kv_dtype = config.kv_dtype.unwrap_or(match config.mode {
             ComputeMode::Float32 => KvDType::Float32,
             _ => KvDType::Bfloat16,
@@ -123,7 +125,7 @@ impl Context {
         let how = format!("{:?}", (kv_dtype, kernels.isa()));
         let fingerprint = Fingerprint::new(&checkpoint, &config, &pool, &how);
         let ranks = Ranks::new(decoders, &config, (kernels, kv_dtype), pool)?;
-        Self::assemble(checkpoint, config, (Backend::Cpu(ranks), fingerprint))
+        Ok(Self { progress, ..Self::assemble(checkpoint, config, (Backend::Cpu(ranks), fingerprint))? })
     }
 
     /// Books and samplers for a backend that has the checkpoint's weights and the configuration's cells.

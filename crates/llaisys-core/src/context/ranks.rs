@@ -20,7 +20,7 @@ use crate::ops::dispatch::Kernels;
 use crate::ops::{OpContext, rope_shift};
 use crate::progress::Progress;
 use crate::tensor::{KvLayer, KvLayerMut};
-use crate::threads::Pool;
+use crate::threads::{Pool, usable_cpus};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 /// One rank. Of a model that is not split, all of it.
@@ -111,16 +111,24 @@ impl Rank {
 /// A job for each rank, with room for logits or none.
 type Job<'a> = dyn Fn(&mut Rank, &mut [f32]) -> Result<()> + Sync + 'a;
 
-/// Each rank's part of the weights, packed with all threads of `pool`.
+/// Each rank's part of the weights, packed with all threads of `pool`. `progress` tells how far it has come.
 ///
 /// Errors: a model that cannot be split so; no memory.
-pub(super) fn pack(checkpoint: &Checkpoint, config: &ContextConfig, pool: &Pool) -> Result<Vec<Decoder>> {
+pub(super) fn pack(
+    checkpoint: &Checkpoint,
+    config: &ContextConfig,
+    pool: &Pool,
+    progress: &Progress,
+) -> Result<Vec<Decoder>> {
+    progress.packing(checkpoint.info().packed_bytes.of(config.mode));
     let decoder = |rank| {
         let shard = Shard { rank, world: config.n_ranks };
         let model = shard.config(checkpoint.config())?;
-        Ok(Decoder::new(model, Weights::pack(checkpoint, config.mode, shard, pool)?))
+        Ok(Decoder::new(model, Weights::pack(checkpoint, config.mode, shard, pool, progress)?))
     };
-    (0..config.n_ranks).map(decoder).collect()
+    let decoders = (0..config.n_ranks).map(decoder).collect::<Result<_>>()?;
+    progress.all_packed();
+    Ok(decoders)
 }
 
 impl Ranks {
@@ -135,10 +143,16 @@ impl Ranks {
     ) -> Result<Self> {
         let n_ranks = decoders.len();
         let n_threads = (config.n_threads / n_ranks).max(1);
+        // Of several, each has a run of the CPUs, and its own thread the first of them.
+        let cpus = if config.pins { usable_cpus() } else { Vec::new() };
+        let cpus = if cpus.len() == n_ranks * n_threads { cpus } else { Vec::new() };
+        let firsts: Vec<usize> = cpus.iter().copied().step_by(n_threads).collect();
+        let mut runs = cpus.chunks(n_threads);
         let (mut whole, threads) =
-            if n_ranks == 1 { (Some(pool), None) } else { (None, Some(Pool::new(n_ranks)?)) };
+            if n_ranks == 1 { (Some(pool), None) } else { (None, Some(Pool::on(n_ranks, &firsts)?)) };
         let rank = |decoder| {
-            let pool = whole.take().map_or_else(|| Pool::new(n_threads), Ok)?;
+            let cpus = runs.next().unwrap_or_default();
+            let pool = whole.take().map_or_else(|| Pool::on(n_threads, cpus), Ok)?;
             Rank::new(decoder, config, kernels, pool)
         };
         let ranks = decoders.into_iter().map(rank).collect::<Result<_>>()?;

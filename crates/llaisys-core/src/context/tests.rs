@@ -53,6 +53,7 @@ fn split_context(n_ranks: usize) -> Context {
         max_model_len: 64,
         n_threads: 2,
         n_ranks,
+        pins: true,
     };
     let context = Context::load(&folder, config).unwrap();
     std::fs::remove_dir_all(folder).unwrap();

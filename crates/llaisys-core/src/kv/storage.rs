@@ -5,7 +5,7 @@ use crate::dtype::KvDType;
 use crate::error::DeviceError;
 use crate::tensor::{AlignedBuf, KvLayer, KvLayerMut};
 
-/// All bits set is a NaN in f32 and in bf16.
+/// All bits set is a NaN in every float type, and as the scale of an int8 head.
 const NAN_BYTE: u8 = 0xff;
 
 /// Keys and values: per layer two buffers `[n_cells][n_kv_heads][d_head]`. Which cell means what is the
@@ -36,9 +36,10 @@ impl Storage {
     ) -> Result<Self, DeviceError> {
         const WHAT: &str = "KV cells";
         let too_large = DeviceError::Allocation { what: WHAT, bytes: usize::MAX };
-        let sizes = [n_kv_heads, d_head, dtype.bytes()];
-        let tensor_bytes =
-            sizes.iter().try_fold(n_cells, |bytes, n| bytes.checked_mul(*n)).ok_or(too_large)?;
+        let tensor_bytes = n_kv_heads
+            .checked_mul(dtype.head_bytes(d_head))
+            .and_then(|of_cell| of_cell.checked_mul(n_cells))
+            .ok_or(too_large)?;
         let tensor = || AlignedBuf::zeroed(WHAT, tensor_bytes);
         let layers = (0..n_layers).map(|_| Ok(KeysAndValues { k: tensor()?, v: tensor()? }));
         Ok(Self { layers: layers.collect::<Result<_, DeviceError>>()?, dtype, n_kv_heads, d_head })
@@ -67,7 +68,8 @@ impl Storage {
         }
     }
 
-    /// The contents of `cells`: for each layer their keys, then their values, `[n][n_kv_heads][d_head]` each.
+    /// The contents of `cells`: for each layer their keys, then their values, `[n][n_kv_heads][d_head]` each, an int8
+    /// head with its scale.
     pub fn read_cells(&self, cells: &[u32]) -> Vec<u8> {
         let n = self.bytes_of_cell();
         let mut data = Vec::with_capacity(2 * self.layers.len() * cells.len() * n);
@@ -118,7 +120,7 @@ impl Storage {
 
     /// Bytes of one cell's key (or value) in one layer.
     fn bytes_of_cell(&self) -> usize {
-        self.n_kv_heads * self.d_head * self.dtype.bytes()
+        self.n_kv_heads * self.dtype.head_bytes(self.d_head)
     }
 
     /// Bytes of one cell's keys and values in all layers.

@@ -22,8 +22,12 @@ pub enum FileFormat {
 pub struct KvBytesPerCell {
     /// [`KvDType::Float32`].
     pub float32: usize,
+    /// [`KvDType::Float16`].
+    pub float16: usize,
     /// [`KvDType::Bfloat16`].
     pub bfloat16: usize,
+    /// [`KvDType::Int8`].
+    pub int8: usize,
 }
 
 /// Facts of a checkpoint, read from its headers.
@@ -116,7 +120,9 @@ impl ModelInfo {
             packed_bytes,
             kv_bytes_per_cell: KvBytesPerCell {
                 float32: kv_bytes_per_cell(config, KvDType::Float32),
+                float16: kv_bytes_per_cell(config, KvDType::Float16),
                 bfloat16: kv_bytes_per_cell(config, KvDType::Bfloat16),
+                int8: kv_bytes_per_cell(config, KvDType::Int8),
             },
             bos_token_id: config.bos,
             eos_token_ids: config.eos.clone(),
@@ -129,7 +135,7 @@ impl ModelInfo {
 
 /// Bytes of K and V of one token in all layers. The configuration's bounds keep it below 2^35.
 pub fn kv_bytes_per_cell(config: &ModelConfig, dtype: KvDType) -> usize {
-    2 * config.n_layers * config.n_kv_heads * config.d_head * dtype.bytes()
+    2 * config.n_layers * config.n_kv_heads * dtype.head_bytes(config.d_head)
 }
 
 fn main_dtype(sizes: &[TensorSize]) -> DType {

@@ -26,6 +26,17 @@ pub struct PackedBytes {
 }
 
 impl PackedBytes {
+    /// In `mode`.
+    pub fn of(&self, mode: ComputeMode) -> usize {
+        match mode {
+            ComputeMode::Auto => self.auto,
+            ComputeMode::Float32 => self.float32,
+            ComputeMode::Bfloat16 => self.bfloat16,
+            ComputeMode::Int8 => self.int8,
+            ComputeMode::Int4 => self.int4,
+        }
+    }
+
     /// `stored` is the type in which the rows of a stored slot arrive at the packer.
     pub(super) fn new(config: &ModelConfig, stored: &dyn Fn(Slot) -> DType) -> Self {
         let bytes = |mode| Sizes { config, stored, mode }.total();

@@ -8,6 +8,7 @@ use crate::model::held::packed_format;
 use crate::model::shard::Shard;
 use crate::ops::packed::{PackedFormat, PackedMatrix};
 use crate::ops::{LinearPart, gate_up_row, gate_up_rows};
+use crate::progress::Progress;
 use crate::quant::{BLOCK_LEN, dequantize_row};
 use crate::tensor::{LoadedTensor, RowView};
 use crate::threads::Pool;
@@ -94,11 +95,17 @@ pub struct Weights {
 
 impl Weights {
     /// Packs a rank's part of every tensor of `checkpoint` in the format that `mode` asks for. The caller has checked
-    /// that the checkpoint can be in that mode, and that it can be split.
+    /// that the checkpoint can be in that mode, and that it can be split. `progress` is told of each matrix.
     ///
     /// Errors: no memory; rows that cannot be split where the ranks' parts meet.
-    pub fn pack(checkpoint: &Checkpoint, mode: ComputeMode, shard: Shard, pool: &Pool) -> Result<Self> {
-        let packer = Packer { checkpoint, mode, shard, pool };
+    pub fn pack(
+        checkpoint: &Checkpoint,
+        mode: ComputeMode,
+        shard: Shard,
+        pool: &Pool,
+        progress: &Progress,
+    ) -> Result<Self> {
+        let packer = Packer { checkpoint, mode, shard, pool, progress };
         let config = checkpoint.config();
         let lm_head = if config.tied_head { None } else { Some(packer.matrix(Slot::LmHead)?) };
         Ok(Self {
@@ -342,6 +349,7 @@ struct Packer<'a> {
     mode: ComputeMode,
     shard: Shard,
     pool: &'a Pool,
+    progress: &'a Progress,
 }
 
 /// Rows of a stored tensor that make up a matrix of ours.
@@ -419,7 +427,9 @@ impl<'a> Packer<'a> {
             }
             _ => RowView { dtype, bytes: &[] },
         };
-        Ok(PackedMatrix::pack(self.pool, format, rows.len(), columns.len(), &row)?)
+        let matrix = PackedMatrix::pack(self.pool, format, rows.len(), columns.len(), &row)?;
+        self.progress.packed(matrix.n_bytes());
+        Ok(matrix)
     }
 
     fn name(&self, stored: Slot) -> String {
@@ -443,7 +453,9 @@ impl<'a> Packer<'a> {
             Some((true, row)) => up.row(rows.start + row),
             None => padding,
         };
-        Ok(PackedMatrix::pack(self.pool, format, gate_up_rows(n_inner), n_columns, &source)?)
+        let matrix = PackedMatrix::pack(self.pool, format, gate_up_rows(n_inner), n_columns, &source)?;
+        self.progress.packed(matrix.n_bytes());
+        Ok(matrix)
     }
 
     /// A norm's or a bias's values in logical order.

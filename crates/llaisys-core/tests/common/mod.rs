@@ -229,6 +229,7 @@ pub(crate) fn settings() -> ContextConfig {
         max_model_len: 128,
         n_threads: 2,
         n_ranks: 1,
+        pins: true,
     }
 }
 

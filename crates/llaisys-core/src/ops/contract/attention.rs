@@ -4,7 +4,7 @@ use super::{Draw, ROUNDING, Size};
 use crate::dtype::KvDType;
 use crate::error::DeviceError;
 use crate::ops::reference::attention::Cells;
-use crate::ops::reference::kv_store::stored;
+use crate::ops::reference::kv_store::{bf16, encode, stored};
 use crate::ops::{AttentionRow, AttentionRows, Scoring, window_span};
 use crate::tensor::{AlignedBuf, KvLayer};
 
@@ -47,14 +47,16 @@ pub enum Placement {
 
 impl AttentionCase {
     /// Every head size and grouping, list lengths around the borders of vectors, blocks and spans, single rows
-    /// and prompts, both types.
+    /// and prompts, every type.
     pub fn all() -> Vec<Self> {
         let one = |len, n_rows| vec![Sequence { len, n_rows }];
         let mixed = vec![(1, 1), (40, 3), (129, 1), (300, 17), (16, 16)];
         let mixed: Vec<Sequence> = mixed.into_iter().map(|(len, n_rows)| Sequence { len, n_rows }).collect();
         let mut cases = Vec::new();
         let mut add = |heads, d_head, sequences: &Vec<Sequence>| {
-            for dtype in [KvDType::Float32, KvDType::Bfloat16] {
+            // f16 differs from f32 in how words are loaded alone, so every head size does.
+            let f16 = sequences.len() > 1 && heads == (6, 2);
+            for dtype in KvDType::ALL.into_iter().filter(|&dtype| dtype != KvDType::Float16 || f16) {
                 let sequences = sequences.clone();
                 cases.push(Self { heads, d_head, dtype, sequences, ..Self::plain() });
             }
@@ -79,13 +81,17 @@ impl AttentionCase {
         add((3, 1), 16, &one(2100, 70));
         add((4, 2), 16, &vec![]);
         for size in [Size::Zero, Size::Tiny, Size::Outliers] {
-            for dtype in [KvDType::Float32, KvDType::Bfloat16] {
+            // f16 ends at 65504, and becomes zero where the others are tiny.
+            let wide = KvDType::ALL.into_iter().filter(|&dtype| dtype != KvDType::Float16);
+            for dtype in wide {
                 cases.push(Self { heads: (6, 2), dtype, sequences: mixed.clone(), size, ..Self::plain() });
             }
         }
         cases.extend(Self::with_windows(&mixed));
         let window = Some(70);
-        cases.push(Self { dtype: KvDType::Bfloat16, sequences: crowd, window, ..Self::plain() });
+        for dtype in [KvDType::Bfloat16, KvDType::Int8] {
+            cases.push(Self { dtype, sequences: crowd.clone(), window, ..Self::plain() });
+        }
         cases
     }
 
@@ -98,14 +104,15 @@ impl AttentionCase {
             for sequences in [mixed.to_vec(), one(2300, 1), one(2300, 150)] {
                 let window = Some(window);
                 let heads = (4, 2);
-                let dtype = if cases.len() % 2 == 0 { KvDType::Bfloat16 } else { KvDType::Float32 };
+                let dtype = KvDType::ALL[cases.len() % 4];
                 cases.push(Self { heads, d_head: 16, dtype, sequences, window, ..Self::plain() });
             }
         }
         for soft_cap in [0.5, 50.0] {
             let (sequences, soft_cap) = (mixed.to_vec(), Some(soft_cap));
             cases.push(Self { sequences: sequences.clone(), soft_cap, window: Some(20), ..Self::plain() });
-            cases.push(Self { sequences, soft_cap, ..Self::plain() });
+            cases.push(Self { sequences: sequences.clone(), soft_cap, ..Self::plain() });
+            cases.push(Self { dtype: KvDType::Int8, sequences, soft_cap, ..Self::plain() });
         }
         cases
     }
@@ -210,8 +217,6 @@ impl AttentionInput {
         (q, k, v): (Vec<f32>, Vec<f32>, Vec<f32>),
         cells: Vec<u32>,
     ) -> Result<Self, DeviceError> {
-        let numbers = |x: Vec<f32>| -> Vec<f32> { x.into_iter().map(|x| stored(case.dtype, x)).collect() };
-        let (k, v) = (numbers(k), numbers(v));
         let (listed, rows) = case.lists(&cells);
         Ok(Self {
             q,
@@ -219,8 +224,8 @@ impl AttentionInput {
             rows,
             window: case.window,
             scoring: Scoring { scale: 1.0 / (case.d_head as f32).sqrt(), soft_cap: case.soft_cap },
-            tensors: (tensor(case.dtype, &k)?, tensor(case.dtype, &v)?),
-            numbers: (k, v),
+            tensors: (tensor((case.dtype, case.d_head), &k)?, tensor((case.dtype, case.d_head), &v)?),
+            numbers: (stored(case.dtype, case.d_head, &k), stored(case.dtype, case.d_head, &v)),
             dtype: case.dtype,
             n_kv_heads: case.heads.1,
             d_head: case.d_head,
@@ -244,23 +249,28 @@ impl AttentionInput {
         AttentionRows { cells: &self.cells, rows: &self.rows, window: self.window }
     }
 
-    /// Queries as they are multiplied: times the scale, then rounded to the type of keys. With the scoring that is
-    /// left.
+    /// Queries as they are multiplied: times the scale, then rounded to bf16 if keys are multiplied as bf16. With the
+    /// scoring that is left.
     pub fn queries(&self) -> (Vec<f32>, Scoring) {
-        let q = self.q.iter().map(|q| stored(self.dtype, q * self.scoring.scale)).collect();
+        let factor = |q: f32| if self.in_pairs() { bf16(q) } else { q };
+        let q = self.q.iter().map(|q| factor(q * self.scoring.scale)).collect();
         (q, Scoring { scale: 1.0, ..self.scoring })
+    }
+
+    /// True if keys and values are multiplied as pairs of bf16.
+    fn in_pairs(&self) -> bool {
+        matches!(self.dtype, KvDType::Bfloat16 | KvDType::Int8)
     }
 
     /// Makes every key and value of `cell` equal to `x`.
     pub fn spoil(&mut self, cell: usize, x: f32) {
-        let place = cell * self.n_kv_heads * self.d_head..(cell + 1) * self.n_kv_heads * self.d_head;
-        let (dtype, (k, v)) = (self.dtype, &mut self.tensors);
-        for (tensor, numbers) in [(k, &mut self.numbers.0), (v, &mut self.numbers.1)] {
-            numbers[place.clone()].fill(stored(dtype, x));
-            match dtype {
-                KvDType::Float32 => tensor.as_mut_slice()[place.clone()].fill(x),
-                KvDType::Bfloat16 => tensor.as_mut_slice()[place.clone()].fill(bf16_bits(stored(dtype, x))),
-            }
+        let (dtype, d, n_heads) = (self.dtype, self.d_head, self.n_kv_heads);
+        let numbers = vec![x; n_heads * d];
+        let bytes: Vec<u8> = numbers.chunks(d).flat_map(|head| encode(dtype, head)).collect();
+        let (k, v) = &mut self.tensors;
+        for (tensor, kept) in [(k, &mut self.numbers.0), (v, &mut self.numbers.1)] {
+            kept[cell * n_heads * d..][..n_heads * d].copy_from_slice(&stored(dtype, d, &numbers));
+            tensor.as_mut_slice()[cell * bytes.len()..][..bytes.len()].copy_from_slice(&bytes);
         }
     }
 
@@ -273,18 +283,25 @@ impl AttentionInput {
     /// the maximum's enter each weight; e^x adds 2e-7; both count once in the weighted values and once in their
     /// sum. Weighted values are sums over blocks of 128 cells, two roundings each, and three for every block
     /// and span that is added. All relative to the largest value, which bounds any weighted mean. With bf16 cells
-    /// each weight is rounded to bf16 too, by at most 2^-9 of itself, unless all are 1, since all scores are equal.
+    /// each weight but the largest, which is 1, is rounded to bf16 too, by at most 2^-8 of itself and half of that in the
+    /// mean (not at all if all scores are equal). With int8 cells it is the weight times its value's scale, so the
+    /// largest is rounded as well; and a key's number is a rounded product here: d roundings and the scale's are added.
     pub fn tolerance(&self) -> f64 {
         let (q, (k, v)) = (Spread::of(&self.q), (Spread::of(&self.numbers.0), Spread::of(&self.numbers.1)));
         let (d, n) = (self.d_head as f64, self.rows.iter().map(|row| row.n_visible).max().unwrap_or(0));
         let partial_sum = 4.0 * d.sqrt() * q.rms * k.rms + q.largest * k.largest;
-        let score = 3.5 * (2.0 * d + 2.0).sqrt() * ROUNDING * partial_sum / d.sqrt();
+        let is_int8 = self.dtype == KvDType::Int8;
+        let n_roundings = 2.0 * d + 2.0 + if is_int8 { d + 1.0 } else { 0.0 };
+        let score = 3.5 * n_roundings.sqrt() * ROUNDING * partial_sum / d.sqrt();
         // A cap's own error is relative to the capped score.
         let capped = self.scoring.soft_cap.map_or(0.0, |cap| f64::from(cap).min(partial_sum / d.sqrt()));
         let score = score + 6e-7 * capped;
         let sums = 3.5 * (2.0 * 128.0 + 3.0 * f64::from(n / 128 + 16)).sqrt() * ROUNDING;
-        let rounded = self.dtype == KvDType::Bfloat16 && q.largest > 0.0;
-        let weights = if rounded { 1.0 / 512.0 } else { 0.0 };
+        let weights = match self.dtype {
+            KvDType::Int8 => 1.0 / 256.0,
+            KvDType::Bfloat16 if q.largest > 0.0 => 1.0 / 512.0,
+            _ => 0.0,
+        };
         v.largest * (4.0 * score + 4e-7 + 2.0 * sums + weights)
     }
 }
@@ -303,20 +320,10 @@ impl Spread {
     }
 }
 
-fn tensor(dtype: KvDType, numbers: &[f32]) -> Result<AlignedBuf, DeviceError> {
-    let mut tensor = AlignedBuf::zeroed("keys and values", numbers.len() * dtype.bytes())?;
-    match dtype {
-        KvDType::Float32 => tensor.as_mut_slice().copy_from_slice(numbers),
-        KvDType::Bfloat16 => {
-            for (out, x) in tensor.as_mut_slice().iter_mut().zip(numbers) {
-                *out = bf16_bits(*x);
-            }
-        }
-    }
+/// Rows of heads as the op reads them.
+fn tensor((dtype, d_head): (KvDType, usize), numbers: &[f32]) -> Result<AlignedBuf, DeviceError> {
+    let bytes: Vec<u8> = numbers.chunks(d_head).flat_map(|head| encode(dtype, head)).collect();
+    let mut tensor = AlignedBuf::zeroed("keys and values", bytes.len())?;
+    tensor.as_mut_slice().copy_from_slice(&bytes);
     Ok(tensor)
-}
-
-/// The bits of a number that is a bf16.
-fn bf16_bits(x: f32) -> u16 {
-    (x.to_bits() >> 16) as u16
 }

@@ -8,11 +8,13 @@
 //!    With a window lists begin at multiples of that length, counted in the sequence, so that the cuts stay
 //!    where they are while the window moves on; what a row does not see of its first block is left out.
 //! 2. A score is one sum over the dimensions in ascending order, of q times the scale times k, then capped. With
-//!    bf16 cells, q times the scale is rounded to bf16, and two dimensions at a time are added.
+//!    bf16 cells, q times the scale is rounded to bf16, and two dimensions at a time are added. With int8 cells the
+//!    same is done with the bytes as bf16, and the sum is multiplied by the scale of k.
 //! 3. A span keeps a running maximum m, a sum l of e^(s - m) and the weighted values; each block rescales them
 //!    by e^(old m - new m) (online softmax, arXiv:1805.02867). Within a block, weights are summed in N lanes, and
 //!    each output is one sum over the cells in ascending order. With bf16 cells, weights are rounded to bf16 once
-//!    they are summed, and two cells at a time are added; one of a pair that the row does not see is left out.
+//!    they are summed, and two cells at a time are added; one of a pair that the row does not see is left out. With
+//!    int8 cells weights are multiplied by the scales of the values before they are rounded.
 //! 4. Spans are merged in ascending order, by the same rescaling. The output is the weighted values over l.
 //!
 //! So which rows are computed together, on which thread, and where cells lie changes no bit. Work is cut into
@@ -29,6 +31,7 @@ use crate::dtype::KvDType;
 use crate::ops::OpContext;
 use crate::tensor::KvLayer;
 use crate::threads::{Chunks, Disjoint};
+use half::f16;
 use item::{Compute, Item, MergeSpans, STATE};
 use scratch::{AREA, Chunk};
 use std::ops::Range;
@@ -142,8 +145,16 @@ pub fn attention(
             let (k, v) = (layer.k.as_slice::<f32>(), layer.v.as_slice());
             run(cx, &Job { q, scoring, k, v, heads, rows }, out);
         }
+        KvDType::Float16 => {
+            let (k, v) = (layer.k.as_slice::<f16>(), layer.v.as_slice());
+            run(cx, &Job { q, scoring, k, v, heads, rows }, out);
+        }
         KvDType::Bfloat16 => {
             let (k, v) = (layer.k.as_slice::<u16>(), layer.v.as_slice());
+            run(cx, &Job { q, scoring, k, v, heads, rows }, out);
+        }
+        KvDType::Int8 => {
+            let (k, v) = (layer.k.as_slice::<i8>(), layer.v.as_slice());
             run(cx, &Job { q, scoring, k, v, heads, rows }, out);
         }
     }
@@ -169,11 +180,6 @@ impl Heads {
     /// Elements of a query row.
     fn row_len(self) -> usize {
         self.n_heads * self.d_head
-    }
-
-    /// Elements of a cell.
-    fn cell_len(self) -> usize {
-        self.n_kv_heads * self.d_head
     }
 
     /// Query heads that read one kv head.

@@ -2,21 +2,26 @@
 
 use super::isa::lanes::Lanes;
 use crate::tensor::Plain;
+use half::f16;
 
-/// f32, or the bits of bf16. Conversion to f32 is exact.
+/// f32, f16, the bits of bf16, or i8. Conversion to f32 is exact; an i8 counts times its head's scale.
+///
+/// Products are of words of 32 bits: one f32 (f32, f16), or two bf16 (bf16, and i8, all of which bf16 holds).
 pub(super) trait KvElement: Plain + Send + Sync {
-    /// Elements in 32 bits.
+    /// Elements that a head has besides its numbers: an f32 scale, behind them; 0 without one.
+    const SCALE: usize = 0;
+    /// Elements in a word.
     const PER_WORD: usize;
 
     /// The first `min(N, len)` elements, then zeros.
     fn load_first<L: Lanes>(lanes: L, x: &[Self]) -> L::F;
     /// Writes the first `min(N, len)` elements, rounded to nearest even.
     fn store_first<L: Lanes>(lanes: L, v: L::F, out: &mut [Self]);
-    /// The first `N` 32-bit words, not numbers yet; panics if there are fewer.
+    /// The first `N` words, not numbers yet; panics if there are fewer elements.
     fn load_words<L: Lanes>(lanes: L, x: &[Self]) -> L::F;
-    /// The first `min(N, len / PER_WORD)` 32-bit words, then zeros.
+    /// The first `min(N, len / PER_WORD)` words, then zeros.
     fn load_words_first<L: Lanes>(lanes: L, x: &[Self]) -> L::F;
-    /// Rounds the first `n` of `words`, which are numbers, to this type, in place: they then fill the first
+    /// Rounds the first `n` of `words`, which are numbers, to the words' type, in place: they then fill the first
     /// `n / PER_WORD` words (n even).
     fn round<L: Lanes>(lanes: L, words: &mut [f32], n: usize);
     /// `acc + a * b`, for each element of the words.
@@ -29,6 +34,34 @@ pub(super) trait KvElement: Plain + Send + Sync {
     fn zip_two<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> [L::F; 2];
     /// As numbers, element `which` of each word.
     fn pick<L: Lanes>(lanes: L, words: L::F, which: usize) -> L::F;
+
+    /// By what the elements of a head are multiplied; `head` is the head with its scale.
+    #[inline(always)]
+    fn scale(_head: &[Self]) -> f32 {
+        1.0
+    }
+
+    /// A stored head as numbers.
+    ///
+    /// - `head`: `[d + SCALE]`; `out`: `[d]`
+    #[inline(always)]
+    fn load_head<L: Lanes>(lanes: L, head: &[Self], out: &mut [f32]) {
+        let (elements, scale) = (&head[..out.len()], lanes.splat(Self::scale(head)));
+        for (x, out) in elements.chunks(L::N).zip(out.chunks_mut(L::N)) {
+            let x = Self::load_first(lanes, x);
+            lanes.store_first(if Self::SCALE > 0 { lanes.mul(x, scale) } else { x }, out);
+        }
+    }
+
+    /// Stores a head, rounded to nearest even.
+    ///
+    /// - `x`: `[d]`; `head`: `[d + SCALE]`
+    #[inline(always)]
+    fn store_head<L: Lanes>(lanes: L, x: &[f32], head: &mut [Self]) {
+        for (x, out) in x.chunks(L::N).zip(head.chunks_mut(L::N)) {
+            Self::store_first(lanes, lanes.load_first(x), out);
+        }
+    }
 }
 
 impl KvElement for f32 {
@@ -75,6 +108,58 @@ impl KvElement for f32 {
     #[inline(always)]
     fn zip_two<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> [L::F; 2] {
         [0, L::N].map(|at| lanes.load(&rows[0][at..]))
+    }
+
+    #[inline(always)]
+    fn pick<L: Lanes>(_lanes: L, words: L::F, _which: usize) -> L::F {
+        words
+    }
+}
+
+impl KvElement for f16 {
+    const PER_WORD: usize = 1;
+
+    #[inline(always)]
+    fn load_first<L: Lanes>(lanes: L, x: &[Self]) -> L::F {
+        lanes.load_f16_first(x)
+    }
+
+    #[inline(always)]
+    fn store_first<L: Lanes>(lanes: L, v: L::F, out: &mut [Self]) {
+        lanes.store_f16_first(v, out);
+    }
+
+    #[inline(always)]
+    fn load_words<L: Lanes>(lanes: L, x: &[Self]) -> L::F {
+        lanes.load_f16_first(&x[..L::N])
+    }
+
+    #[inline(always)]
+    fn load_words_first<L: Lanes>(lanes: L, x: &[Self]) -> L::F {
+        lanes.load_f16_first(x)
+    }
+
+    #[inline(always)]
+    fn round<L: Lanes>(_lanes: L, _words: &mut [f32], _n: usize) {}
+
+    #[inline(always)]
+    fn dot<L: Lanes>(lanes: L, a: L::F, b: L::F, acc: L::F) -> L::F {
+        f32::dot(lanes, a, b, acc)
+    }
+
+    #[inline(always)]
+    fn number(words: &[f32], j: usize) -> f32 {
+        f32::number(words, j)
+    }
+
+    #[inline(always)]
+    fn zip_first<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> L::F {
+        lanes.load_f16_first(rows[0])
+    }
+
+    #[inline(always)]
+    fn zip_two<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> [L::F; 2] {
+        [0, L::N].map(|at| lanes.load_f16_first(&rows[0][at..at + L::N]))
     }
 
     #[inline(always)]
@@ -140,6 +225,91 @@ impl KvElement for u16 {
     fn pick<L: Lanes>(lanes: L, words: L::F, which: usize) -> L::F {
         let (even, odd) = lanes.split_pairs(words);
         if which == 0 { even } else { odd }
+    }
+}
+
+impl KvElement for i8 {
+    const SCALE: usize = size_of::<f32>();
+    const PER_WORD: usize = 2;
+
+    #[inline(always)]
+    fn load_first<L: Lanes>(lanes: L, x: &[Self]) -> L::F {
+        lanes.load_i8_first(x)
+    }
+
+    #[inline(always)]
+    fn store_first<L: Lanes>(lanes: L, v: L::F, out: &mut [Self]) {
+        lanes.store_i8_first(v, out);
+    }
+
+    #[inline(always)]
+    fn load_words<L: Lanes>(lanes: L, x: &[Self]) -> L::F {
+        lanes.load_i8_pairs(x)
+    }
+
+    #[inline(always)]
+    fn load_words_first<L: Lanes>(lanes: L, x: &[Self]) -> L::F {
+        lanes.load_i8_pairs_first(x)
+    }
+
+    #[inline(always)]
+    fn round<L: Lanes>(lanes: L, words: &mut [f32], n: usize) {
+        u16::round(lanes, words, n);
+    }
+
+    #[inline(always)]
+    fn dot<L: Lanes>(lanes: L, a: L::F, b: L::F, acc: L::F) -> L::F {
+        u16::dot(lanes, a, b, acc)
+    }
+
+    #[inline(always)]
+    fn number(words: &[f32], j: usize) -> f32 {
+        u16::number(words, j)
+    }
+
+    #[inline(always)]
+    fn zip_first<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> L::F {
+        let [low, high] = rows.map(|row| lanes.load_i8_first(row));
+        lanes.pair(low, high)
+    }
+
+    #[inline(always)]
+    fn zip_two<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> [L::F; 2] {
+        [0, L::N].map(|at| Self::zip_first(lanes, rows.map(|row| &row[at..at + L::N])))
+    }
+
+    #[inline(always)]
+    fn pick<L: Lanes>(lanes: L, words: L::F, which: usize) -> L::F {
+        u16::pick(lanes, words, which)
+    }
+
+    #[inline(always)]
+    fn scale(head: &[Self]) -> f32 {
+        let [.., a, b, c, d] = head else { unreachable!("a head has its scale behind it") };
+        f32::from_le_bytes([*a, *b, *c, *d].map(|byte| byte as u8))
+    }
+
+    /// The largest magnitude becomes 127. A number that is not finite makes the scale NaN.
+    #[inline(always)]
+    fn store_head<L: Lanes>(lanes: L, x: &[f32], head: &mut [Self]) {
+        let zero = lanes.splat(0.0);
+        let (mut largest, mut not_finite) = (zero, zero);
+        for x in x.chunks(L::N) {
+            let x = lanes.load_first(x);
+            largest = lanes.max(largest, lanes.max(x, lanes.sub(zero, x)));
+            // 0, or NaN: the maximum may have lost one.
+            not_finite = lanes.add(not_finite, lanes.mul(x, zero));
+        }
+        let scale = lanes.largest(largest) / 127.0 + lanes.sum(not_finite);
+        let (elements, end) = head.split_at_mut(x.len());
+        let (divisor, most) = (lanes.splat(if scale > 0.0 { scale } else { 1.0 }), lanes.splat(127.0));
+        for (x, out) in x.chunks(L::N).zip(elements.chunks_mut(L::N)) {
+            let x = lanes.div(lanes.load_first(x), divisor);
+            // A scale that is denormal may be too small by half; beside one that is NaN, elements mean nothing.
+            let x = lanes.min(lanes.max(x, lanes.sub(zero, most)), most);
+            Self::store_first(lanes, x, out);
+        }
+        end.copy_from_slice(&scale.to_le_bytes().map(|byte| byte as i8));
     }
 }
 

@@ -8,6 +8,7 @@ use super::rows::for_row_runs;
 use crate::dtype::KvDType;
 use crate::ops::OpContext;
 use crate::tensor::KvLayerMut;
+use half::f16;
 
 /// The frequencies of a model's rotary positions, and how much longer its rotated rows are.
 #[derive(Debug, Clone)]
@@ -95,8 +96,9 @@ pub fn rope(cx: &OpContext, x: &mut [f32], d_head: usize, cos: &[f32], sin: &[f3
 
 /// Turns the stored keys of `cells` by `delta` positions: `seq_add` has moved them.
 ///
-/// Each key is rotated in f32 and stored again (bf16: rounded to nearest even, so repeated shifts drift by half
-/// a unit in the last place each; values do not depend on positions and stay).
+/// Each key is rotated in f32 and stored again (f16, bf16: rounded to nearest even, so repeated shifts drift by half
+/// a unit in the last place each; int8: with a new scale, of at most sqrt 2 times the old one, of which each shift may
+/// add half to an element's error; values do not depend on positions and stay).
 ///
 /// - `cells`: `[n]`, a cell named twice turns twice
 ///
@@ -109,17 +111,25 @@ pub fn rope_shift(cx: &OpContext, layer: KvLayerMut<'_>, cells: &[u32], delta: i
     let (cos, sin) = (&mut cos[..half], &mut sin[..half]);
     // The stored keys have the amplitude.
     table.turns(&[delta], cos, sin);
-    let width = layer.n_kv_heads * layer.d_head;
+    let n_heads = layer.n_kv_heads;
     // On the calling thread: shifts are rare, and nothing here says that all cells differ.
     let isa = cx.kernels.proof();
     match layer.dtype {
         KvDType::Float32 => {
             let keys: &mut [f32] = layer.k.as_mut_slice();
-            isa.run(Shift { keys, width, cells, cos, sin });
+            isa.run(Shift { keys, n_heads, cells, cos, sin });
+        }
+        KvDType::Float16 => {
+            let keys: &mut [f16] = layer.k.as_mut_slice();
+            isa.run(Shift { keys, n_heads, cells, cos, sin });
         }
         KvDType::Bfloat16 => {
             let keys: &mut [u16] = layer.k.as_mut_slice();
-            isa.run(Shift { keys, width, cells, cos, sin });
+            isa.run(Shift { keys, n_heads, cells, cos, sin });
+        }
+        KvDType::Int8 => {
+            let keys: &mut [i8] = layer.k.as_mut_slice();
+            isa.run(Shift { keys, n_heads, cells, cos, sin });
         }
     }
 }
@@ -149,8 +159,8 @@ impl Kernel for Rotate<'_> {
 
 struct Shift<'a, T> {
     keys: &'a mut [T],
-    /// Elements of a cell.
-    width: usize,
+    /// Of a cell.
+    n_heads: usize,
     cells: &'a [u32],
     cos: &'a [f32],
     sin: &'a [f32],
@@ -159,10 +169,15 @@ struct Shift<'a, T> {
 impl<T: KvElement> Kernel for Shift<'_, T> {
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
+        let stored = 2 * self.cos.len() + T::SCALE;
+        let mut numbers = [0.0; 2 * MAX_HALF];
+        let numbers = &mut numbers[..2 * self.cos.len()];
         for cell in self.cells {
-            let start = *cell as usize * self.width;
-            for head in self.keys[start..start + self.width].chunks_exact_mut(2 * self.cos.len()) {
-                turn(lanes, head, (self.cos, self.sin));
+            let start = *cell as usize * self.n_heads * stored;
+            for head in self.keys[start..start + self.n_heads * stored].chunks_exact_mut(stored) {
+                T::load_head(lanes, head, numbers);
+                turn(lanes, numbers, (self.cos, self.sin));
+                T::store_head(lanes, numbers, head);
             }
         }
     }
@@ -170,14 +185,14 @@ impl<T: KvElement> Kernel for Shift<'_, T> {
 
 /// Rotates one head by one position's angles.
 #[inline(always)]
-fn turn<L: Lanes, T: KvElement>(lanes: L, head: &mut [T], (cos, sin): (&[f32], &[f32])) {
+fn turn<L: Lanes>(lanes: L, head: &mut [f32], (cos, sin): (&[f32], &[f32])) {
     let (low, high) = head.split_at_mut(cos.len());
     let pairs = low.chunks_mut(L::N).zip(high.chunks_mut(L::N));
     for ((low, high), (cos, sin)) in pairs.zip(cos.chunks(L::N).zip(sin.chunks(L::N))) {
-        let (a, b) = (T::load_first(lanes, low), T::load_first(lanes, high));
+        let (a, b) = (lanes.load_first(low), lanes.load_first(high));
         let (cos, sin) = (lanes.load_first(cos), lanes.load_first(sin));
         let turned = lanes.sub(lanes.mul(a, cos), lanes.mul(b, sin));
-        T::store_first(lanes, turned, low);
-        T::store_first(lanes, lanes.mul_add(a, sin, lanes.mul(b, cos)), high);
+        lanes.store_first(turned, low);
+        lanes.store_first(lanes.mul_add(a, sin, lanes.mul(b, cos)), high);
     }
 }

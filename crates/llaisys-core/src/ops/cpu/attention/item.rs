@@ -85,7 +85,7 @@ impl<'a> Item<'a> {
     }
 
     /// The keys and values that it reads.
-    fn reads<T>(&self, job: &Job<'a, T>) -> Reads<'a, T> {
+    fn reads<T: KvElement>(&self, job: &Job<'a, T>) -> Reads<'a, T> {
         let (spans, len) = self.spans(job);
         let cells = self.cells(job);
         let end = cells.len().min(spans.end * len);
@@ -95,9 +95,8 @@ impl<'a> Item<'a> {
     }
 
     /// The first of its kv heads in `data`.
-    fn first_head<T>(&self, job: &Job<'a, T>, data: &'a [T]) -> HeadRows<'a, T> {
-        let d = job.heads.d_head;
-        HeadRows { data, cell_len: job.heads.cell_len(), offset: self.kv_heads.start * d, d }
+    fn first_head<T: KvElement>(&self, job: &Job<'a, T>, data: &'a [T]) -> HeadRows<'a, T> {
+        HeadRows::new(data, (job.heads.n_kv_heads, job.heads.d_head), self.kv_heads.start)
     }
 
     /// The cells that any row sees.
@@ -246,12 +245,16 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
                 let first = head * n_vectors + part * TILE_VECTORS;
                 let look_ahead = |vector| by_keys.fetch(lanes, (first + vector, n_heads * n_vectors));
                 tile::pack_keys(lanes, self.keys.head(head), cells, look_ahead, self.area.keys);
-                self.score(start, part * TILE_VECTORS * L::N, self.item.rows_of(head));
+                let offset = part * TILE_VECTORS * L::N;
+                self.score(start, offset, self.item.rows_of(head));
+                self.apply_scales(self.keys.head(head), (cells, offset), self.item.rows_of(head));
             }
         }
         self.weigh(start);
         for head in 0..n_heads {
             let (values, rows) = (self.values.head(head), self.item.rows_of(head));
+            self.apply_scales(values, (cells, 0), rows.clone());
+            self.round_weights(start, rows.clone());
             if is_single {
                 self.add_values(start, &Stored { values, cells, ahead: (&by_values, head, n_heads) }, rows);
             } else {
@@ -282,6 +285,36 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
         }
     }
 
+    /// Multiplies the scores of `rows`, or their weights, from `offset` on by the scales of these `cells`, if they have
+    /// any. What a row does not see is multiplied too, and means nothing before and after.
+    #[inline(always)]
+    fn apply_scales(&mut self, head: HeadRows<'_, T>, (cells, offset): (&[u32], usize), rows: Range<usize>) {
+        if T::SCALE == 0 {
+            return;
+        }
+        let mut scales = [0.0; BLOCK];
+        for (scale, cell) in scales.iter_mut().zip(cells) {
+            *scale = head.scale(*cell);
+        }
+        let (lanes, n) = (self.lanes, cells.len().next_multiple_of(L::N));
+        for scores in &mut self.area.scores[rows] {
+            for (part, scales) in
+                scores[offset..offset + n].chunks_exact_mut(L::N).zip(scales.chunks_exact(L::N))
+            {
+                lanes.store(lanes.mul(lanes.load(part), lanes.load(scales)), part);
+            }
+        }
+    }
+
+    /// Rounds the weights of `rows` to the type that values are multiplied in.
+    #[inline(always)]
+    fn round_weights(&mut self, start: usize, rows: Range<usize>) {
+        for i in rows {
+            let n = self.item.seen(i, start).end.next_multiple_of(L::N);
+            T::round(self.lanes, &mut self.area.scores[i], n);
+        }
+    }
+
     /// Turns scores into weights relative to the new maximum, and keeps by what the sums so far shrink.
     #[inline(always)]
     fn weigh(&mut self, start: usize) {
@@ -298,7 +331,6 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
             let largest = largest(lanes, scores, seen.clone());
             let new_m = if m > largest { m } else { largest };
             let sum = weights(lanes, scores, (seen, new_m));
-            T::round(lanes, scores, scores.len());
             let rescale = exp(lanes, lanes.splat(m - new_m));
             let l = lanes.mul_add(lanes.splat(state.l[i]), rescale, lanes.splat(sum));
             lanes.store_first(rescale, &mut self.area.rescale[i..=i]);

@@ -161,28 +161,42 @@ impl<L: Lanes, T: KvElement> Values<L> for Packed<'_, T> {
 
 /// One kv head of a tensor.
 pub(super) struct HeadRows<'a, T> {
-    /// `[cell][kv_head][d]`
-    pub(super) data: &'a [T],
+    /// `[cell][kv_head][d]`, each head with its scale if it has one
+    data: &'a [T],
     /// Elements of a cell.
-    pub(super) cell_len: usize,
+    cell_len: usize,
     /// Where the head begins in a cell.
-    pub(super) offset: usize,
+    offset: usize,
     pub(super) d: usize,
 }
 
-impl<'a, T> HeadRows<'a, T> {
+impl<'a, T: KvElement> HeadRows<'a, T> {
+    /// Head `head` of a tensor of cells of `n_heads` heads of `d` numbers.
+    #[inline(always)]
+    pub(super) fn new(data: &'a [T], (n_heads, d): (usize, usize), head: usize) -> Self {
+        Self { data, cell_len: n_heads * (d + T::SCALE), offset: head * (d + T::SCALE), d }
+    }
+
     /// Head `i` of those that lie side by side from this one on.
     #[inline(always)]
     pub(super) fn head(self, i: usize) -> Self {
-        Self { offset: self.offset + i * self.d, ..self }
+        Self { offset: self.offset + i * (self.d + T::SCALE), ..self }
     }
 
-    /// The rows of `n` heads from this one on, as if they were one.
+    /// The rows of `n` heads from this one on, scales included, as if they were one: to be fetched.
     #[inline(always)]
     pub(super) fn heads(self, n: usize) -> Self {
-        Self { d: n * self.d, ..self }
+        Self { d: n * (self.d + T::SCALE), ..self }
     }
 
+    /// By what the head's row of `cell` is multiplied.
+    #[inline(always)]
+    pub(super) fn scale(&self, cell: u32) -> f32 {
+        T::scale(&self.data[cell as usize * self.cell_len + self.offset..][..self.d + T::SCALE])
+    }
+}
+
+impl<'a, T> HeadRows<'a, T> {
     /// The head's row of `cell`.
     #[inline(always)]
     pub(super) fn row(&self, cell: u32) -> &'a [T] {

@@ -2,6 +2,7 @@
 
 use super::Avx2;
 use super::lanes::{Kernel, Lanes, MAX_LANES};
+use half::f16;
 use std::arch::x86_64::*;
 
 const N: usize = 8;
@@ -43,13 +44,13 @@ fn mask(n: usize) -> __m256i {
     unsafe { _mm256_loadu_si256(MASKS.as_ptr().add(start).cast()) }
 }
 
-/// The first `min(2 N, len)` elements, then zeros.
+/// The first `min(M, len)` elements, then zeros.
 #[inline(always)]
-fn halves(x: &[u16]) -> [u16; 2 * N] {
-    let mut halves = [0; 2 * N];
-    let n = x.len().min(2 * N);
-    halves[..n].copy_from_slice(&x[..n]);
-    halves
+fn first<T: Copy + Default, const M: usize>(x: &[T]) -> [T; M] {
+    let mut first = [T::default(); M];
+    let n = x.len().min(M);
+    first[..n].copy_from_slice(&x[..n]);
+    first
 }
 
 impl Lanes for Avx2 {
@@ -108,7 +109,7 @@ impl Lanes for Avx2 {
 
     #[inline(always)]
     fn load_bf16_first(self, x: &[u16]) -> __m256 {
-        if x.len() >= N { self.load_bf16(x) } else { self.load_bf16(&halves(x)) }
+        if x.len() >= N { self.load_bf16(x) } else { self.load_bf16(&first::<_, N>(x)) }
     }
 
     #[inline(always)]
@@ -149,7 +150,7 @@ impl Lanes for Avx2 {
 
     #[inline(always)]
     fn load_pairs_first(self, x: &[u16]) -> __m256 {
-        if x.len() >= 2 * N { self.load_pairs(x) } else { self.load_pairs(&halves(x)) }
+        if x.len() >= 2 * N { self.load_pairs(x) } else { self.load_pairs(&first::<_, { 2 * N }>(x)) }
     }
 
     #[inline(always)]
@@ -169,6 +170,75 @@ impl Lanes for Avx2 {
             let bits = _mm256_castps_si256(v);
             let odd = _mm256_and_si256(bits, _mm256_set1_epi32(0xffff_0000_u32 as i32));
             (_mm256_castsi256_ps(_mm256_slli_epi32::<16>(bits)), _mm256_castsi256_ps(odd))
+        }
+    }
+
+    #[inline(always)]
+    fn pair(self, low: __m256, high: __m256) -> __m256 {
+        // SAFETY: `self` proves the features.
+        unsafe {
+            let low = _mm256_srli_epi32::<16>(_mm256_castps_si256(low));
+            _mm256_or_ps(_mm256_castsi256_ps(low), high)
+        }
+    }
+
+    #[inline(always)]
+    fn load_f16_first(self, x: &[f16]) -> __m256 {
+        let rest: [f16; N];
+        let x = if x.len() >= N {
+            &x[..N]
+        } else {
+            rest = first(x);
+            &rest
+        };
+        // SAFETY: 8 elements of 16 bits (sliced above); `self` proves the features.
+        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(x.as_ptr().cast())) }
+    }
+
+    #[inline(always)]
+    fn store_f16_first(self, v: __m256, out: &mut [f16]) {
+        let mut rounded = [f16::ZERO; N];
+        // SAFETY: `rounded` has 8 elements of 16 bits; `self` proves the features.
+        unsafe {
+            let bits = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v);
+            _mm_storeu_si128(rounded.as_mut_ptr().cast(), bits);
+        }
+        let n = out.len().min(N);
+        out[..n].copy_from_slice(&rounded[..n]);
+    }
+
+    #[inline(always)]
+    fn load_i8_first(self, x: &[i8]) -> __m256 {
+        let rest: [i8; N];
+        let x = if x.len() >= N {
+            &x[..N]
+        } else {
+            rest = first(x);
+            &rest
+        };
+        // SAFETY: 8 elements of 8 bits (sliced above); `self` proves the features.
+        unsafe { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(x.as_ptr().cast()))) }
+    }
+
+    #[inline(always)]
+    fn store_i8_first(self, v: __m256, out: &mut [i8]) {
+        let mut rounded = [0_i32; N];
+        // SAFETY: `rounded` has 8 elements of 32 bits; `self` proves the features.
+        unsafe { _mm256_storeu_si256(rounded.as_mut_ptr().cast(), _mm256_cvtps_epi32(v)) }
+        for (out, x) in out.iter_mut().zip(rounded) {
+            *out = x as i8;
+        }
+    }
+
+    #[inline(always)]
+    fn load_i8_pairs(self, x: &[i8]) -> __m256 {
+        let x = &x[..2 * N];
+        // SAFETY: 16 elements of 8 bits (sliced above); `self` proves the features.
+        unsafe {
+            let pairs = _mm256_cvtepi8_epi16(_mm_loadu_si128(x.as_ptr().cast()));
+            let even = _mm256_srai_epi32::<16>(_mm256_slli_epi32::<16>(pairs));
+            let odd = _mm256_srai_epi32::<16>(pairs);
+            self.pair(_mm256_cvtepi32_ps(even), _mm256_cvtepi32_ps(odd))
         }
     }
 

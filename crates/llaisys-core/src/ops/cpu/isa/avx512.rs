@@ -2,6 +2,7 @@
 
 use super::Avx512;
 use super::lanes::{Kernel, Lanes, MAX_LANES};
+use half::f16;
 use std::arch::x86_64::*;
 
 const N: usize = 16;
@@ -194,6 +195,68 @@ impl Lanes for Avx512 {
             let bits = _mm512_castps_si512(v);
             let odd = _mm512_and_si512(bits, _mm512_set1_epi32(0xffff_0000_u32 as i32));
             (_mm512_castsi512_ps(_mm512_slli_epi32::<16>(bits)), _mm512_castsi512_ps(odd))
+        }
+    }
+
+    #[inline(always)]
+    fn pair(self, low: __m512, high: __m512) -> __m512 {
+        // SAFETY: `self` proves the features.
+        unsafe {
+            let low = _mm512_srli_epi32::<16>(_mm512_castps_si512(low));
+            _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_castps_si512(high)))
+        }
+    }
+
+    #[inline(always)]
+    fn load_f16_first(self, x: &[f16]) -> __m512 {
+        // SAFETY: only elements below `len` are read (the mask); `self` proves the features.
+        unsafe { _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask(x.len()), x.as_ptr().cast())) }
+    }
+
+    #[inline(always)]
+    fn store_f16_first(self, v: __m512, out: &mut [f16]) {
+        // SAFETY: only elements below `len` are written (the mask); `self` proves the features.
+        unsafe {
+            let bits = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v);
+            if out.len() >= N {
+                return _mm256_storeu_si256(out.as_mut_ptr().cast(), bits);
+            }
+            _mm256_mask_storeu_epi16(out.as_mut_ptr().cast(), mask(out.len()), bits);
+        }
+    }
+
+    #[inline(always)]
+    fn load_i8_first(self, x: &[i8]) -> __m512 {
+        // SAFETY: only elements below `len` are read (the mask); `self` proves the features.
+        unsafe {
+            let bytes = _mm_maskz_loadu_epi8(mask(x.len()), x.as_ptr());
+            _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))
+        }
+    }
+
+    #[inline(always)]
+    fn store_i8_first(self, v: __m512, out: &mut [i8]) {
+        // SAFETY: only elements below `len` are written (the mask); `self` proves the features.
+        unsafe {
+            let bytes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v));
+            if out.len() >= N {
+                return _mm_storeu_si128(out.as_mut_ptr().cast(), bytes);
+            }
+            _mm_mask_storeu_epi8(out.as_mut_ptr(), mask(out.len()), bytes);
+        }
+    }
+
+    #[inline(always)]
+    fn load_i8_pairs(self, x: &[i8]) -> __m512 {
+        let x = &x[..2 * N];
+        // SAFETY: 32 elements of 8 bits (sliced above); `self` proves the features.
+        unsafe {
+            let numbers = |at: usize| {
+                let bytes = _mm_loadu_si128(x.as_ptr().add(at).cast());
+                _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))
+            };
+            let pairs = _mm512_cvtne2ps_pbh(numbers(N), numbers(0));
+            std::mem::transmute::<__m512bh, __m512>(pairs)
         }
     }
 

@@ -5,6 +5,7 @@
 //! `#[inline(always)]`, so that it becomes part of it.
 
 use super::Isa;
+use half::f16;
 
 /// Most lanes of any instruction set: the length of arrays that hold one vector per lane.
 pub(crate) const MAX_LANES: usize = 16;
@@ -62,6 +63,28 @@ pub(crate) trait Lanes: Copy {
     fn dot_pairs(self, a: Self::F, b: Self::F, acc: Self::F) -> Self::F {
         let ((a_even, a_odd), (b_even, b_odd)) = (self.split_pairs(a), self.split_pairs(b));
         self.mul_add(a_even, b_even, self.mul_add(a_odd, b_odd, acc))
+    }
+
+    /// Pairs of bf16 as bits, of numbers that bf16 holds: `low` and `high`.
+    fn pair(self, low: Self::F, high: Self::F) -> Self::F;
+    /// As `load_first`, of IEEE binary16.
+    fn load_f16_first(self, x: &[f16]) -> Self::F;
+    /// As `store_first`, rounded to binary16: nearest, ties to even; NaN stays NaN.
+    fn store_f16_first(self, v: Self::F, out: &mut [f16]);
+    /// As `load_first`, of signed bytes as numbers.
+    fn load_i8_first(self, x: &[i8]) -> Self::F;
+    /// As `store_first`, of numbers in -128..=127, rounded: nearest, ties to even.
+    fn store_i8_first(self, v: Self::F, out: &mut [i8]);
+    /// As `load_pairs`, of signed bytes that become bf16.
+    fn load_i8_pairs(self, x: &[i8]) -> Self::F;
+
+    /// As `load_pairs_first`, of signed bytes that become bf16.
+    #[inline(always)]
+    fn load_i8_pairs_first(self, x: &[i8]) -> Self::F {
+        let mut bytes = [0; 2 * MAX_LANES];
+        let n = x.len().min(2 * Self::N);
+        bytes[..n].copy_from_slice(&x[..n]);
+        self.load_i8_pairs(&bytes)
     }
 
     /// `a + b`

@@ -1,7 +1,7 @@
 //! Lanes as plain arrays: everywhere, and in the interpreter that checks memory use.
 
 use super::lanes::{Lanes, MAX_LANES};
-use half::bf16;
+use half::{bf16, f16};
 
 /// Plain loops over 8 numbers.
 #[derive(Debug, Clone, Copy)]
@@ -91,6 +91,41 @@ impl Lanes for Scalar {
     fn split_pairs(self, v: Self::F) -> (Self::F, Self::F) {
         let even = v.map(|v| f32::from_bits(v.to_bits() << 16));
         (even, v.map(|v| f32::from_bits(v.to_bits() & 0xffff_0000)))
+    }
+
+    #[inline(always)]
+    fn pair(self, low: Self::F, high: Self::F) -> Self::F {
+        zip(low, high, |low, high| f32::from_bits(low.to_bits() >> 16 | high.to_bits()))
+    }
+
+    #[inline(always)]
+    fn load_f16_first(self, x: &[f16]) -> Self::F {
+        std::array::from_fn(|i| x.get(i).map_or(0.0, |x| x.to_f32()))
+    }
+
+    #[inline(always)]
+    fn store_f16_first(self, v: Self::F, out: &mut [f16]) {
+        for (out, v) in out.iter_mut().zip(v) {
+            *out = f16::from_f32(v);
+        }
+    }
+
+    #[inline(always)]
+    fn load_i8_first(self, x: &[i8]) -> Self::F {
+        std::array::from_fn(|i| x.get(i).map_or(0.0, |&x| f32::from(x)))
+    }
+
+    #[inline(always)]
+    fn store_i8_first(self, v: Self::F, out: &mut [i8]) {
+        for (out, v) in out.iter_mut().zip(v) {
+            *out = v.round_ties_even() as i8;
+        }
+    }
+
+    #[inline(always)]
+    fn load_i8_pairs(self, x: &[i8]) -> Self::F {
+        let number = |i: usize| f32::from(x[i]);
+        self.pair(std::array::from_fn(|i| number(2 * i)), std::array::from_fn(|i| number(2 * i + 1)))
     }
 
     #[inline(always)]
