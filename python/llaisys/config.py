@@ -434,8 +434,8 @@ def bare_environment() -> dict[str, str]:
 def cuda_library_folders() -> list[Path]:
     """Where NVRTC, cublasLt and NCCL may be, the best first, as NVIDIA's cuda-pathfinder orders them.
 
-    `LLAISYS_CUDA_LIB_DIR`; the packages that `llaisys[cuda-tp]` names, each layout of them; a conda environment;
-    `CUDA_PATH` and `CUDA_HOME`. Imports none of those packages.
+    `LLAISYS_CUDA_LIB_DIR`; the packages that `llaisys[cuda-tp]` names, each layout of them; a conda
+    environment; `CUDA_PATH` and `CUDA_HOME`. Imports none of those packages.
     """
     named = os.environ.get("LLAISYS_CUDA_LIB_DIR")
     folders = [Path(named).expanduser()] if named else []

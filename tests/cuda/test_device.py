@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from serving import COMMAND, GOLDENS, environment, serving
 
@@ -75,6 +77,39 @@ def test_what_does_not_fit_is_said_in_numbers(ask: Ask, cells: dict[str, Any], n
     ((_, text),) = ask(order(device="cuda", **cells))["errors"]
     assert re.search(numbers, text), text
     assert "gpu_memory_utilization" in text
+
+
+@pytest.fixture
+def two_heads(tmp_path: Path) -> Path:
+    """The model with its key-value head twice, one for each of its query heads: the same function, in a form
+    that two GPUs can share."""
+    folder = tmp_path / "two-heads"
+    shutil.copytree(MODEL, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if ".k_proj." in name or ".v_proj." in name]:
+        tensors[name] = np.concatenate([tensors[name]] * 2)
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 2}), "utf-8")
+    return folder
+
+
+def test_two_gpus_share_a_model(ask: Ask, two_heads: Path) -> None:
+    asked = {**order(device="cuda", tensor_parallel_size=2), "model": str(two_heads)}
+    said = ask(asked, FAKE_CUDA_DEVICES="2")
+    assert (said["errors"], said["token_ids"]) == ([], golden()[1])
+    ((kind, text),) = ask(asked)["errors"]
+    assert kind == "UnsupportedError"
+    assert "tensor_parallel_size 2 from GPU 0 on, of which the driver sees 1" in text
+
+
+def test_a_fault_of_one_gpu_ends_the_engine_of_both(ask: Ask, two_heads: Path) -> None:
+    """No rank waits for the one that is lost."""
+    asked = {**order(device="cuda", tensor_parallel_size=2), "model": str(two_heads)}
+    ((kind, text),) = ask(asked, FAKE_CUDA_DEVICES="2", FAKE_CUDA_FAULT_AT="90")["errors"]
+    # Which call meets the fault is a matter of the ranks' order; what is said is no rank's that only lost another.
+    assert kind == "EngineDeadError"
+    assert text.startswith("CUDA: "), text
 
 
 def test_cells_fill_the_memory_that_is_left(ask: Ask) -> None:

@@ -8,6 +8,7 @@ mod cuda_emu;
 
 use common::{Outputs, Rows, Tiny, feed, settings};
 use cuda_emu::Emulator;
+use cuda_emu::arrays::Arrays;
 use cuda_emu::flaky::{Flaky, Fuse};
 use half::bf16;
 use llaisys_core::collective::Local;
@@ -285,8 +286,8 @@ fn context(model: &Tiny, n_ranks: usize, fuse: &Fuse, absent: Option<usize>) -> 
         Ok(Gpu {
             device: Box::new(Flaky::joined(&fuse, end)),
             memory_share: None,
-            graphs: false,
-            overlap: false,
+            graphs: true,
+            overlap: true,
         })
     };
     let made = Context::on_gpus(Checkpoint::open(&folder).unwrap(), config, &open);
@@ -355,7 +356,7 @@ fn an_error_of_one_rank_is_the_context_s() {
 #[test]
 fn one_device_takes_no_part_of_a_model() {
     let folder = tiny("LlamaForCausalLM", true).write();
-    let gpu = Gpu { device: Box::new(Emulator::new()), memory_share: None, graphs: false, overlap: false };
+    let gpu = Gpu { device: Box::new(Emulator::new()), memory_share: None, graphs: true, overlap: true };
     let config = ContextConfig { mode: ComputeMode::Auto, n_ranks: 2, ..settings() };
     let made = Context::on_gpu(Checkpoint::open(&folder).unwrap(), config, gpu);
     std::fs::remove_dir_all(&folder).unwrap();

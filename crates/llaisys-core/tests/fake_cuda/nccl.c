@@ -101,12 +101,14 @@ int ncclCommGetAsyncError(Comm *comm, int *status) { *status = comm->ended ? 4 :
 static size_t size(int type) { return type == F32 ? 4 : 2; }
 static float value(const void *at, int type, size_t i) {
   if (type == F32) return ((const float *)at)[i];
+  if (type == F16) return ((const _Float16 *)at)[i];
   uint32_t word = (uint32_t)((const uint16_t *)at)[i] << 16;
   float x;
   return memcpy(&x, &word, 4), x;
 }
 static void put(void *at, int type, size_t i, float x) {
   if (type == F32) { ((float *)at)[i] = x; return; }
+  if (type == F16) { ((_Float16 *)at)[i] = x; return; }
   uint32_t word;
   memcpy(&word, &x, 4);
   ((uint16_t *)at)[i] = (word + 0x7fff + (word >> 16 & 1)) >> 16;

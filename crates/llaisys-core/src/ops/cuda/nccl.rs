@@ -177,11 +177,15 @@ impl Communicator {
     /// Puts an exchange into the order of `stream`.
     ///
     /// Errors: another rank is lost; NCCL's.
-    pub fn start(&self, exchange: &Exchange, stream: Stream) -> Result<(), DeviceError> {
+    ///
+    /// # Safety
+    ///
+    /// The stream is of the GPU that joined, and the arrays live until the exchange is done.
+    pub unsafe fn start(&self, exchange: &Exchange, stream: Stream) -> Result<(), DeviceError> {
         self.check()?;
         let (nccl, comm) = (&self.nccl, self.comm.get());
-        // SAFETY: the signatures are nccl.h's; the communicator is this thread's and not aborted; the caller owns the
-        // arrays, which live as long as the device.
+        // SAFETY: the signatures are nccl.h's; the communicator is this thread's and not aborted; stream and arrays
+        // are as the caller says.
         let status = unsafe {
             match *exchange {
                 Exchange::AllReduceSum { at, n, element } => {
