@@ -300,7 +300,8 @@ class Context:
         """Bytes of the packed weights."""
     @property
     def graph_refusal(self) -> str | None:
-        """Why decode steps on a GPU are launched kernel by kernel, if one could not be captured: slower, not wrong."""
+        """Why decode steps on a GPU are launched kernel by kernel, if one could not be captured: slower, not
+        wrong."""
     def seq_acquire(self, stream: int = 0) -> int:
         """Lends a sequence id (slot and generation in one number); its cells will lie in that stream. Raises
         ExhaustedError."""
