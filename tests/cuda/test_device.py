@@ -62,8 +62,7 @@ def test_greedy_tokens_are_the_references(ask: Ask, device: str, tmp_path: Path)
     assert said["errors"] == []
     assert said["token_ids"] == golden()[1]
     done = json.loads(counts.read_text("utf-8"))
-    assert done["launches"] > 0, done
-    assert done["products"] > 0, done
+    assert all(done[what] > 0 for what in ("launches", "products", "graphs", "replays")), done
 
 
 @pytest.mark.parametrize(
@@ -153,7 +152,7 @@ def test_an_engine_process_comes_again_after_a_fault(
     """The first request is as long as what is counted here, so the second meets the fault."""
     counts, prompt = tmp_path / "counts.json", golden()[0][0]
     ask({**order(device="cuda"), "prompts": [prompt]}, FAKE_CUDA_COUNTS=str(counts))
-    fault_at = json.loads(counts.read_text("utf-8"))["launches"] + 3
+    fault_at = json.loads(counts.read_text("utf-8"))["launches"] + 20
     extra = {**fake_cuda, "FAKE_CUDA_FAULT_AT": str(fault_at)}
     body = {**COMPLETION, "prompt": prompt}
     with serving(tmp_path, str(MODEL), *FLAGS, "--engine-process", extra=extra) as server:

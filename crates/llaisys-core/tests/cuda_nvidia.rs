@@ -316,8 +316,9 @@ fn a_fatal_error_is_the_process_s(fake: &Fake) {
     // A row that lies half a MiB behind the table; the launch does not know yet.
     device.upload(at, &tokens(&[1 << 15])).unwrap();
     kernel.launch(&device).unwrap();
-    let error = device.synchronize().unwrap_err().to_string();
-    assert!(error.contains("CUDA_ERROR_ILLEGAL_ADDRESS (700)"), "{error}");
+    let event = device.read_back(at, 8).unwrap();
+    let error = device.collect(event, &mut [0; 8]).unwrap_err().to_string();
+    assert!(error.contains("a step failed: CUDA_ERROR_ILLEGAL_ADDRESS (700)"), "{error}");
     assert!(kernel.launch(&device).unwrap_err().to_string().contains("(700)"), "it stays");
     drop(device);
     let refused = fake.open().unwrap_err().to_string();

@@ -12,6 +12,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <set>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -52,6 +53,7 @@ size_t n_done;  // of all that was ever queued
 bool is_capturing;
 std::vector<Work> captured;
 int lost;  // the error that stays
+std::set<void*> events;
 thread_local bool is_current;  // the context, in this thread
 bool is_stuck;  // nothing more is ever done
 std::map<size_t, Allocation> memory;
@@ -255,8 +257,20 @@ int cuStreamQuery(void* stream) {
     if (int status = uncaptured()) return status;
     return query(n_queued());
 }
-int cuEventCreate(void** event, unsigned flags) { return *event = new Event{}, flags == 2 ? usable() : INVALID_VALUE; }
-int cuEventDestroy_v2(void* event) { return delete (Event*)event, usable(); }
+int cuEventCreate(void** event, unsigned flags) {
+    std::lock_guard<std::mutex> held(lock);
+    events.insert(*event = new Event{});
+    return flags == 2 ? usable() : INVALID_VALUE;
+}
+int cuEventDestroy_v2(void* event) {
+    std::lock_guard<std::mutex> held(lock);
+    if (!events.erase(event)) {
+        fprintf(stderr, "fake CUDA: an event is destroyed that is none\n");
+        abort();
+    }
+    delete (Event*)event;
+    return usable();
+}
 int cuEventRecord(void* event, void* stream) {
     std::lock_guard<std::mutex> held(lock);
     *(Event*)event = {n_queued(), is_capturing};
