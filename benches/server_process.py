@@ -63,6 +63,11 @@ def own_server(*flags: str) -> Iterator[OwnServer]:
                 time.sleep(0.01)
             yield OwnServer(url, psutil.Process(process.pid), log, time.perf_counter() - start_s)
         finally:
+            if process.poll() is not None:
+                end = log.read_text("utf-8")[-4000:]
+                print(
+                    f"the server has ended by itself, with code {process.returncode}:\n{end}", file=sys.stderr
+                )
             process.terminate()
             process.wait(30)
 

@@ -97,7 +97,7 @@ def test_a_context_on_a_gpu_that_is_not_there_is_refused_with_the_reason() -> No
 
 
 def test_settings_of_a_gpu_out_of_their_bounds_are_refused() -> None:
-    with pytest.raises(RejectedError, match="memory_share is 1.5"):
+    with pytest.raises(RejectedError, match=r"memory_share is 1\.5"):
         _core.Gpu([], memory_share=1.5)
     with pytest.raises(RejectedError, match="ordinal is -1"):
         _core.Gpu([], ordinal=-1)

@@ -208,7 +208,7 @@ fn a_decode_that_goes_on_launches_graphs_alone() {
         fuse.fail(1000);
         (0..3).for_each(|_| go_on(&mut context, &mut seqs).unwrap());
         assert_eq!(fuse.left(), 1000, "{how:?}");
-        assert_eq!(context.graph_refusal(), None);
+        assert_eq!(context.take_graph_refusal(), None);
         // Of a row alone there is no graph yet.
         go_on(&mut context, &mut seqs[..1]).unwrap();
         assert!(fuse.left() < 1000, "{how:?}");

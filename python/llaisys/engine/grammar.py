@@ -31,7 +31,9 @@ Mask = NDArray[np.uint32]
 
 # CPU time that one grammar may take to compile. It cannot be interrupted, so its fuel ends it soon after.
 COMPILE_S_MAX = 0.5
-PROTOTYPES_MAX = 256
+# The copies of a prototype share its lexer, which makes states as answers meet them and keeps them: some tens
+# of KiB for a small grammar, 12 MiB were seen for a rich one. What is kept grows until each is used a lot.
+PROTOTYPES_MAX = 64
 # llguidance follows rules and `$ref`s by recursion. 64 KiB of text can make it go thousands of levels deep,
 # which took up to 100 MiB of stack, and the end of the stack is the end of the process. Address space only.
 _STACK_BYTES = 512 << 20
@@ -76,6 +78,11 @@ class Grammars:
     def matcher(self, spec: StructuredOutputsParams) -> LLMatcher:
         """A matcher at the start of an answer. Raises as `compile`."""
         return self._prototype(spec).deep_copy()
+
+    def forget(self, spec: StructuredOutputsParams) -> None:
+        """The next matcher comes of a grammar that is compiled anew; matchers that exist stay as they are."""
+        with self._lock:
+            self._prototypes.pop(spec, None)
 
     def _prototype(self, spec: StructuredOutputsParams) -> LLMatcher:
         with self._lock:
@@ -149,8 +156,19 @@ class Guides:
     def _mask(self, grammars: Grammars, request: Request) -> Mask:
         """`[ceil(vocab / 32)]`: the tokens that may follow; eos among them where the answer may end.
 
-        Raises RequestFailedError: the grammar cannot be followed any further.
+        Raises RequestFailedError: the grammar cannot be followed any further, not by a lexer of its own
+        either. The one that all copies share may be full of the states that other answers met.
         """
+        try:
+            return self._mask_of_copy(grammars, request)
+        except RequestFailedError:
+            spec = request.source.params.structured_outputs
+            assert spec is not None
+            self._matchers.pop(request.ordinal, None)
+            grammars.forget(spec)
+            return self._mask_of_copy(grammars, request)
+
+    def _mask_of_copy(self, grammars: Grammars, request: Request) -> Mask:
         bits = np.zeros(-(-grammars.tokens.vocab_size // 32), np.uint32)
         matcher = self._at_end(grammars, request)
         matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)

@@ -137,6 +137,9 @@ impl Compute for CudaBackend {
 
     fn outputs(&mut self, rows: &[usize], n_logits: usize, logits: &mut [f32]) -> Result<()> {
         self.outputs = self.decoder.outputs(&*self.device, rows, n_logits)?;
+        if n_logits == 0 {
+            return Ok(());
+        }
         let bytes = self.download(self.outputs.logits, size_of_val(logits))?;
         for (logit, bytes) in logits.iter_mut().zip(bytes.as_chunks().0) {
             *logit = f32::from_le_bytes(*bytes);

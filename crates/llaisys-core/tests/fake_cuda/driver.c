@@ -11,6 +11,7 @@ static size_t n_queued, n_done;
 static char notes[65536], names[64][64];
 static int n_names, fail_next, is_capturing;
 static size_t free_bytes = 1u << 30;
+static __thread void *current;  // a context is current in a thread, not in a process
 
 const char *fake_notes(void) { return notes; }
 void fake_fail_next_launch(int status) { fail_next = status; }
@@ -52,7 +53,7 @@ int cuGetErrorName(int status, const char **name) {
 }
 int cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)1; note("retain;"); return 0; }
 int cuDevicePrimaryCtxRelease_v2(int device) { note("release;"); return 0; }
-int cuCtxSetCurrent(void *context) { return context == (void *)1 ? 0 : 201; }
+int cuCtxSetCurrent(void *context) { current = context; return context == (void *)1 ? 0 : 201; }
 int cuStreamCreate(void **stream, unsigned flags) { *stream = (void *)2; return flags == 1 ? 0 : 1; }
 int cuStreamDestroy_v2(void *stream) { return 0; }
 int cuStreamSynchronize(void *stream) { run(n_queued); return 0; }
@@ -63,7 +64,12 @@ int cuMemAlloc_v2(unsigned long long *p, size_t n) {
   *p = (unsigned long long)aligned_alloc(256, (n + 255) / 256 * 256);
   return 0;
 }
-int cuMemFree_v2(unsigned long long p) { free((void *)p); note("free;"); return 0; }
+int cuMemFree_v2(unsigned long long p) {
+  if (!current) return 201;
+  free((void *)p);
+  note("free;");
+  return 0;
+}
 int cuMemGetInfo_v2(size_t *left, size_t *total) { *left = free_bytes; *total = 2u << 30; return 0; }
 int cuMemcpyHtoDAsync_v2(unsigned long long to, const void *from, size_t n, void *stream) {
   return put((Work){COPY, (char *)to, from, n, 0});
