@@ -13,7 +13,7 @@ ARGS   ?=
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name 'Cargo.toml') Cargo.toml Cargo.lock
 PAGE_SOURCES := $(shell find webui -type f -not -path '*/node_modules/*' -not -path 'webui/tests/*')
 
-.PHONY: help setup build serve check test test-clients lint fmt bench bench-engine bench-load bench-serve bench-server bench-peers bench-quality bench-ui screenshots soak soak-sim mutants fuzz faults-core wheel lock clean model browser
+.PHONY: help setup build serve check test test-clients lint fmt bench bench-engine bench-load bench-serve bench-server bench-peers bench-quality bench-ui screenshots soak soak-sim mutants fuzz faults-core wheel gpu-bundle lock clean model browser
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -157,6 +157,9 @@ $(STAMPS)/faults-core: $(RUST_SOURCES) $(STAMPS)/python
 
 wheel: $(STAMPS)/python $(STAMPS)/page ## one abi3 manylinux_2_28 wheel in dist/, the page in it
 	@scripts/wheel.sh $(VENV)/bin
+
+gpu-bundle: wheel model ## wheel, parity tests and inputs for a bare machine with a GPU, in dist/gpu (docs/gpu.md)
+	$(PY) benches/gpu/bundle.py $(ARGS)
 
 fmt: $(STAMPS)/python ## rustfmt and ruff, in place
 	cargo fmt --all

@@ -79,14 +79,16 @@ def environment(**extra: str) -> Mapping[str, str]:
 
 
 @contextmanager
-def serving(folder: Path, model: str | None, *flags: str, key: str = "") -> Iterator[Server]:
-    """A server that is ready, killed at the end if it still runs. `folder` takes its log; `key`: `a,b`.
-    `model` None: the flags name them."""
+def serving(
+    folder: Path, model: str | None, *flags: str, key: str = "", extra: Mapping[str, str] | None = None
+) -> Iterator[Server]:
+    """A server that is ready, killed at the end if it still runs. `folder` takes its log; `key`: `a,b`;
+    `extra`: variables of its environment. `model` None: the flags name them."""
     log = folder / "server.log"
     # A client that takes up an idle connection in the moment when the server closes it gets an error.
     idle = ("--timeout-keep-alive", "600")
     command = [*COMMAND, "serve", *([model] if model else []), "--port", "0", *idle, *flags]
-    env = environment(LLAISYS_API_KEY=key) if key else environment()
+    env = environment(**(extra or {}), **({"LLAISYS_API_KEY": key} if key else {}))
     with (
         log.open("w", encoding="utf-8") as stderr,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=env) as process,

@@ -432,16 +432,16 @@ def bare_environment() -> dict[str, str]:
 
 
 def cuda_library_folders() -> list[Path]:
-    """Where NVRTC and cublasLt may be, the best first, as NVIDIA's cuda-pathfinder orders them.
+    """Where NVRTC, cublasLt and NCCL may be, the best first, as NVIDIA's cuda-pathfinder orders them.
 
-    `LLAISYS_CUDA_LIB_DIR`; the packages that `llaisys[cuda]` names, each layout of them; a conda environment;
-    `CUDA_PATH` and `CUDA_HOME`. Imports none of those packages.
+    `LLAISYS_CUDA_LIB_DIR`; the packages that `llaisys[cuda-tp]` names, each layout of them; a conda
+    environment; `CUDA_PATH` and `CUDA_HOME`. Imports none of those packages.
     """
     named = os.environ.get("LLAISYS_CUDA_LIB_DIR")
     folders = [Path(named).expanduser()] if named else []
     spec = find_spec("nvidia")
     for place in (spec and spec.submodule_search_locations) or ():
-        folders += [Path(place, part, "lib") for part in ("cu13", "cuda_nvrtc", "cublas")]
+        folders += [Path(place, part, "lib") for part in ("cu13", "cuda_nvrtc", "cublas", "nccl")]
     for variable, part in (("CONDA_PREFIX", "lib"), ("CUDA_PATH", "lib64"), ("CUDA_HOME", "lib64")):
         if root := os.environ.get(variable):
             folders.append(Path(root, part))

@@ -60,19 +60,19 @@ def test_libraries_are_looked_for_where_they_are_named_first(
     for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     site = tmp_path / "site"
-    for part in ("nvidia/cu13/lib", "nvidia/cublas/lib"):
+    for part in ("nvidia/cu13/lib", "nvidia/cublas/lib", "nvidia/nccl/lib"):
         (site / part).mkdir(parents=True)
     monkeypatch.syspath_prepend(str(site))
     monkeypatch.delitem(sys.modules, "nvidia", raising=False)
-    packages = [site / "nvidia/cu13/lib", site / "nvidia/cublas/lib"]
+    packages = [site / "nvidia/cu13/lib", site / "nvidia/cublas/lib", site / "nvidia/nccl/lib"]
     found = cuda_library_folders()
-    assert found[:2] == packages
+    assert found[:3] == packages
     for name, variable in (("own", VARIABLES[0]), ("conda/lib", VARIABLES[1]), ("cuda/lib64", VARIABLES[3])):
         (tmp_path / name).mkdir(parents=True)
         monkeypatch.setenv(variable, str(tmp_path / name.partition("/")[0]))
     monkeypatch.setenv("CUDA_PATH", str(tmp_path / "nowhere"))
     found = cuda_library_folders()
-    assert found[:3] == [tmp_path / "own", *packages]
+    assert found[:4] == [tmp_path / "own", *packages]
     assert found[-2:] == [tmp_path / "conda/lib", tmp_path / "cuda/lib64"]
 
 

@@ -85,6 +85,16 @@ impl Local {
         (0..world).map(|rank| Self { rank, shared: Arc::clone(&shared), turn: 0 }).collect()
     }
 
+    /// True once a rank has ended.
+    pub fn is_aborted(&self) -> bool {
+        self.shared.barrier.aborted.load(Ordering::Acquire)
+    }
+
+    /// The error of this rank when another has ended.
+    pub fn lost(&self) -> DeviceError {
+        DeviceError::RankLost { rank: self.rank, world: self.world() }
+    }
+
     /// Says `own`, if this rank has something to say, and waits until every rank has come.
     fn exchange(&mut self, own: Option<&[f32]>) -> Result<Said<'_>, DeviceError> {
         let slots = &self.shared.slots[self.turn];
@@ -94,7 +104,7 @@ impl Local {
             slot.clear();
             slot.extend_from_slice(own);
         }
-        let lost = DeviceError::RankLost { rank: self.rank, world: slots.len() };
+        let lost = self.lost();
         self.shared.barrier.wait().map_err(|Aborted| lost)?;
         Ok(Said(slots))
     }

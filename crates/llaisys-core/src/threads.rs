@@ -305,6 +305,11 @@ impl<'a, T> Disjoint<'a, T> {
         self.len
     }
 
+    /// Where element `i` is or would be.
+    pub(crate) fn address(&self, i: usize) -> *const T {
+        self.ptr.wrapping_add(i)
+    }
+
     /// The elements of `range`, to write. Panics if it does not lie inside.
     ///
     /// # Safety

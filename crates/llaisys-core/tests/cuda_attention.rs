@@ -1,9 +1,10 @@
-//! The attention kernels, run by the emulator, against the f64 reference.
+//! The attention kernels, run by a device (the emulator, or a GPU), against the f64 reference.
 
 #[allow(unsafe_code, dead_code, reason = "runs compiled kernels; each test file uses a part of it")]
 mod cuda_emu;
 
-use cuda_emu::Emulator;
+use cuda_emu::arrays::Arrays;
+use cuda_emu::pick::{case, gpu_only, test_device};
 use llaisys_core::ops::contract::{Draw, Size};
 use llaisys_core::ops::cuda::attention::{Attention, supported};
 use llaisys_core::ops::cuda::attn_decode::AttnDecode;
@@ -69,7 +70,7 @@ impl Case {
     }
 }
 
-/// A case in the emulator's memory, and its numbers as they are stored there.
+/// A case in a device's memory, and its numbers as they are stored there.
 struct Built {
     case: Case,
     attention: Attention,
@@ -80,7 +81,7 @@ struct Built {
     v: Vec<f32>,
 }
 
-fn build(device: &Emulator, case: &Case) -> Built {
+fn build(device: &dyn Device, case: &Case) -> Built {
     let draw = &mut Draw::new(5);
     let (cells, rows, n_cells) = case.lists(draw);
     let Case { element, heads: (n_heads, n_kv_heads), d_head, .. } = *case;
@@ -126,11 +127,20 @@ fn build(device: &Emulator, case: &Case) -> Built {
 }
 
 impl Built {
-    fn prefill(&self, device: &Emulator) -> Vec<f32> {
+    fn prefill(&self, device: &dyn Device) -> Vec<f32> {
         self.prefill_rows(device, &self.rows, self.attention)
     }
 
-    fn prefill_rows(&self, device: &Emulator, rows: &[AttentionRow], attention: Attention) -> Vec<f32> {
+    /// Prints the case.
+    fn name(&self, op: &str) {
+        let Case { element, heads: (n_heads, n_kv_heads), d_head, placement, .. } = self.case;
+        let most = self.rows.iter().map(|row| row.n_visible).max().unwrap_or(0);
+        let rows = format!("{} rows of up to {most} cells, {placement:?}", self.rows.len());
+        case(op, element, format!("{n_heads}/{n_kv_heads} heads of {d_head}, {rows}"));
+    }
+
+    fn prefill_rows(&self, device: &dyn Device, rows: &[AttentionRow], attention: Attention) -> Vec<f32> {
+        self.name("attn_prefill");
         let tiles = tiles(rows, attention.group());
         let bytes: Vec<u8> = tiles.iter().flat_map(|tile| tile.to_bytes()).collect();
         let of = AttnPrefill { attention, tiles: device.bytes("tiles", &bytes), n_tiles: tiles.len() };
@@ -138,23 +148,24 @@ impl Built {
         self.read(device, rows.len())
     }
 
-    fn decode(&self, device: &Emulator, n_splits: usize) -> Vec<f32> {
+    fn decode(&self, device: &dyn Device, n_splits: usize) -> Vec<f32> {
+        self.name("attn_decode");
         self.decoding(device, n_splits).launch(device).expect("the kernels run");
         self.read(device, self.rows.len())
     }
 
-    fn decoding(&self, device: &Emulator, n_splits: usize) -> AttnDecode {
+    fn decoding(&self, device: &dyn Device, n_splits: usize) -> AttnDecode {
         let (attention, n_rows) = (self.attention, self.rows.len());
         let start: Vec<u32> = self.rows.iter().map(|row| row.start).collect();
         let n_bytes = AttnDecode::scratch_bytes(&attention, n_rows, n_splits);
         let scratch = match n_bytes {
             0 => DevicePtr::NULL,
-            n => device.alloc("scratch", n).expect("the emulator has memory"),
+            n => device.alloc("scratch", n).expect("the device has memory"),
         };
         AttnDecode { attention, start: device.u32s("start", &start), n_rows, n_splits, scratch }
     }
 
-    fn read(&self, device: &Emulator, n_rows: usize) -> Vec<f32> {
+    fn read(&self, device: &dyn Device, n_rows: usize) -> Vec<f32> {
         let Attention { element, n_heads, d_head, out, .. } = self.attention;
         device.read(element, out, n_rows * n_heads * d_head)
     }
@@ -188,6 +199,19 @@ fn stored_and_widths() -> impl Iterator<Item = (Element, usize)> {
     STORED.into_iter().flat_map(|element| WIDTHS.map(|d_head| (element, d_head)))
 }
 
+/// Every head count with every width and type, and two batches of more rows than a block takes: on a GPU.
+fn all_heads_and_widths(op: &str, sequences: &[(usize, usize)], many: &[(usize, usize)]) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (i, heads) in HEADS.into_iter().enumerate() {
+        for (j, (element, d_head)) in stored_and_widths().enumerate() {
+            let placement = PLACED[(i + j) % 3];
+            cases.push(Case { placement, ..Case::plain(element, heads, d_head, sequences) });
+        }
+    }
+    cases.extend(STORED.map(|element| Case::plain(element, HEADS[0], 64, many)));
+    gpu_only(op, cases)
+}
+
 fn bits(x: &[f32]) -> Vec<u32> {
     x.iter().map(|x| x.to_bits()).collect()
 }
@@ -195,7 +219,7 @@ fn bits(x: &[f32]) -> Vec<u32> {
 /// Every length, head count, width, type and placement; prompts, chunks of them, and single rows beside them.
 #[test]
 fn prefill_is_the_reference_within_its_roundings() {
-    let device = Emulator::new();
+    let device = &*test_device();
     let batches: [&[(usize, usize)]; 8] = [
         &[(1, 1), (15, 15), (16, 3)],
         &[(63, 11), (64, 2)],
@@ -210,26 +234,31 @@ fn prefill_is_the_reference_within_its_roundings() {
         for (j, (element, d_head)) in stored_and_widths().enumerate() {
             let mut case = Case::plain(element, HEADS[(i + 2 * j) % 5], d_head, sequences);
             case.placement = PLACED[(i + j) % 3];
-            let built = build(&device, &case);
-            built.check(&built.prefill(&device));
+            let built = build(device, &case);
+            built.check(&built.prefill(device));
         }
+    }
+    let chunks = [(1, 1), (15, 15), (16, 3), (63, 11), (64, 2), (65, 9), (511, 5), (513, 3), (4097, 4)];
+    for case in all_heads_and_widths("attn_prefill", &chunks, &[(257, 257), (513, 64), (300, 17)]) {
+        let built = build(device, &case);
+        built.check(&built.prefill(device));
     }
 }
 
 /// Lists whose hidden cells have numbers of no cell; a window that begins within a step, at one, and leaves one cell.
 #[test]
 fn prefill_reads_nothing_before_the_window() {
-    let device = Emulator::new();
+    let device = &*test_device();
     for (i, window) in [1, 20, 64, 100].into_iter().enumerate() {
         let sequences = [(200, 12), (64, 3), (10, 10)];
         let mut case = Case::plain(STORED[i % 2], (6, 2), WIDTHS[i], &sequences);
         case.window = Some(window);
-        let built = build(&device, &case);
-        built.check(&built.prefill(&device));
+        let built = build(device, &case);
+        built.check(&built.prefill(device));
         let single: Vec<_> = sequences.iter().map(|&(len, _)| (len, 1)).collect();
-        let built = build(&device, &Case { sequences: single, ..case });
+        let built = build(device, &Case { sequences: single, ..case });
         for n_splits in [1, 2] {
-            built.check(&built.decode(&device, n_splits));
+            built.check(&built.decode(device, n_splits));
         }
     }
 }
@@ -237,28 +266,28 @@ fn prefill_reads_nothing_before_the_window() {
 /// Scores of some tens, bent at 3: far from what they are without.
 #[test]
 fn soft_caps_bend_scores() {
-    let device = Emulator::new();
+    let device = &*test_device();
     for element in STORED {
         let mut case = Case::plain(element, (8, 8), 64, &[(70, 2), (30, 1)]);
         case.soft_cap = Some(3.0);
-        let built = build(&device, &case);
-        built.check(&built.prefill(&device));
+        let built = build(device, &case);
+        built.check(&built.prefill(device));
         case.sequences = vec![(70, 1), (130, 1)];
-        let built = build(&device, &case);
-        built.check(&built.decode(&device, 2));
+        let built = build(device, &case);
+        built.check(&built.decode(device, 2));
     }
 }
 
 /// Groups that are longer than a block's rows: 71 heads read one kv head in Falcon's, 20 in some others.
 #[test]
 fn groups_longer_than_a_tile_are_cut() {
-    let device = Emulator::new();
-    let built = build(&device, &Case::plain(Element::Bf16, (71, 1), 64, &[(70, 3)]));
-    built.check(&built.prefill(&device));
+    let device = &*test_device();
+    let built = build(device, &Case::plain(Element::Bf16, (71, 1), 64, &[(70, 3)]));
+    built.check(&built.prefill(device));
     for (i, heads) in [(71, 1), (40, 2)].into_iter().enumerate() {
-        let built = build(&device, &Case::plain(STORED[i], heads, 64, &[(70, 1), (3, 1)]));
+        let built = build(device, &Case::plain(STORED[i], heads, 64, &[(70, 1), (3, 1)]));
         for n_splits in [1, 2] {
-            built.check(&built.decode(&device, n_splits));
+            built.check(&built.decode(device, n_splits));
         }
     }
 }
@@ -266,12 +295,12 @@ fn groups_longer_than_a_tile_are_cut() {
 /// Which rows share tiles and where tiles begin changes nothing.
 #[test]
 fn a_prefilled_row_is_bitwise_the_same_alone_and_with_others() {
-    let device = Emulator::new();
+    let device = &*test_device();
     for window in [None, Some(50)] {
         let mut case = Case::plain(Element::Bf16, (6, 2), 64, &[(90, 20), (140, 8)]);
         case.window = window;
-        let built = build(&device, &case);
-        let together = built.prefill(&device);
+        let built = build(device, &case);
+        let together = built.prefill(device);
         let row_len = case.heads.0 * case.d_head;
         for row in [0, 11, 19, 20, 27] {
             let of = built.attention;
@@ -281,7 +310,7 @@ fn a_prefilled_row_is_bitwise_the_same_alone_and_with_others() {
                 n_visible: of.n_visible.at(row * 4),
                 ..of
             };
-            let alone = built.prefill_rows(&device, &built.rows[row..=row], one);
+            let alone = built.prefill_rows(device, &built.rows[row..=row], one);
             assert_eq!(bits(&alone), bits(&together[row * row_len..][..row_len]), "{window:?}, row {row}");
         }
     }
@@ -290,7 +319,7 @@ fn a_prefilled_row_is_bitwise_the_same_alone_and_with_others() {
 /// Every length with one split, few, and as many as there are; lengths that leave splits empty.
 #[test]
 fn decode_is_the_reference_within_its_roundings() {
-    let device = Emulator::new();
+    let device = &*test_device();
     let batches: [&[usize]; 6] =
         [&[1, 15, 16, 63], &[64, 65, 200], &[511, 1], &[513, 64], &[130, 129, 16], &[320]];
     for (i, lengths) in batches.into_iter().enumerate() {
@@ -298,23 +327,29 @@ fn decode_is_the_reference_within_its_roundings() {
         for (j, (element, d_head)) in stored_and_widths().enumerate() {
             let mut case = Case::plain(element, HEADS[(i + j) % 5], d_head, &sequences);
             case.placement = PLACED[(i + j) % 3];
-            let built = build(&device, &case);
-            built.check(&built.decode(&device, [1, 3, 64][(i + j / 4) % 3]));
+            let built = build(device, &case);
+            built.check(&built.decode(device, [1, 3, 64][(i + j / 4) % 3]));
         }
+    }
+    let single = [1, 15, 16, 63, 64, 65, 511, 513, 4097].map(|len| (len, 1));
+    let many: Vec<_> = (1..=257).map(|len| (len, 1)).collect();
+    for (i, case) in all_heads_and_widths("attn_decode", &single, &many).into_iter().enumerate() {
+        let built = build(device, &case);
+        built.check(&built.decode(device, [1, 3, 64][i % 3]));
     }
 }
 
 /// What rows see is the device's: one captured launch, while contexts begin, grow over splits' borders and end.
 #[test]
 fn a_replayed_decode_sees_what_the_device_says() {
-    let device = Emulator::new();
+    let device = &*test_device();
     for n_splits in [1, 4] {
         let case = Case::plain(Element::F16, (14, 2), 64, &[(300, 1), (130, 1), (64, 1)]);
-        let mut built = build(&device, &case);
+        let mut built = build(device, &case);
         let row_len = case.heads.0 * case.d_head;
-        let decoding = built.decoding(&device, n_splits);
+        let decoding = built.decoding(device, n_splits);
         device.begin_capture().expect("no capture is open");
-        decoding.launch(&device).expect("the launch is noted");
+        decoding.launch(device).expect("the launch is noted");
         let graph = device.end_capture().expect("a capture is open");
         let mark = device.elements("mark", case.element, &vec![7.0; 3 * row_len]);
         let mark = device.read_bytes(mark, 3 * row_len * 2);
@@ -323,7 +358,7 @@ fn a_replayed_decode_sees_what_the_device_says() {
             device.upload(built.attention.n_visible, &bytes).expect("the memory is its own");
             device.upload(built.attention.out, &mark).expect("the memory is its own");
             device.replay(graph).expect("the kernels run");
-            let got = built.read(&device, 3);
+            let got = built.read(device, 3);
             let all = (built.rows.clone(), built.q.clone());
             let here: Vec<usize> = (0..3).filter(|&row| lengths[row] > 0).collect();
             let of_rows = |x: &[f32]| {
@@ -347,15 +382,15 @@ fn a_replayed_decode_sees_what_the_device_says() {
 /// Scores so large that single cells take all: the maximum is found in every step, warp and split.
 #[test]
 fn huge_scores_pick_one_cell() {
-    let device = Emulator::new();
+    let device = &*test_device();
     let mut case = Case::plain(Element::Bf16, (12, 2), 64, &[(300, 1), (70, 1)]);
     case.placement = Placement::Ascending;
-    let mut built = build(&device, &case);
+    let mut built = build(device, &case);
     built.attention.scoring.scale = 100.0;
     for n_splits in [1, 3] {
-        built.check(&built.decode(&device, n_splits));
+        built.check(&built.decode(device, n_splits));
     }
-    built.check(&built.prefill(&device));
+    built.check(&built.prefill(device));
 }
 
 #[test]

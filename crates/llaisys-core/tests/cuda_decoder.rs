@@ -1,4 +1,4 @@
-//! The decoder on a device, from a checkpoint to logits, on the emulator: against the decoder of the CPU.
+//! The decoder on a device (the emulator, or a GPU), from a checkpoint to logits: against the decoder of the CPU.
 #![cfg(feature = "cuda")]
 
 mod common;
@@ -7,14 +7,16 @@ mod cuda_emu;
 mod formats_common;
 
 use common::{Rows, Tiny, settings};
-use cuda_emu::Emulator;
+use cuda_emu::arrays::Arrays;
+use cuda_emu::pick::{case, test_device};
 use formats_common::golden;
 use llaisys_core::context::{Context, ContextConfig};
 use llaisys_core::dtype::ComputeMode;
 use llaisys_core::model::checkpoint::Checkpoint;
 use llaisys_core::model::decoder::ForwardRows;
+use llaisys_core::model::device::load::element_of;
 use llaisys_core::model::device::{CellCount, DeviceDecoder, DeviceLimits};
-use llaisys_core::ops::cuda::device::{Device, Element};
+use llaisys_core::ops::cuda::device::Element;
 use llaisys_core::ops::{AttentionRow, AttentionRows};
 use llaisys_core::threads::Pool;
 use std::path::Path;
@@ -52,7 +54,7 @@ const PASSES: [&[(usize, std::ops::Range<usize>)]; 4] =
 
 /// Logits of every token that a pass computes, by sequence and position.
 fn on_device(folder: &Path) -> [Vec<Vec<f32>>; 2] {
-    let device = Emulator::new();
+    let device = &*test_device();
     let checkpoint = Checkpoint::open(folder).unwrap();
     let limits = DeviceLimits {
         n_rows: 20,
@@ -61,8 +63,9 @@ fn on_device(folder: &Path) -> [Vec<Vec<f32>>; 2] {
         n_listed: N_FIRST + N_SECOND,
         cells: CellCount::Exactly(N_CELLS),
     };
-    let decoder = DeviceDecoder::new(&device, &checkpoint, limits, &Pool::new(2).unwrap()).unwrap();
+    let decoder = DeviceDecoder::new(device, &checkpoint, limits, &Pool::new(2).unwrap()).unwrap();
     let vocab_size = decoder.config().vocab_size;
+    let element = element_of(&checkpoint);
     let sequences = sequences(vocab_size);
     let mut logits = sequences.each_ref().map(|sequence| vec![Vec::new(); sequence.tokens.len()]);
     for pass in PASSES {
@@ -81,7 +84,12 @@ fn on_device(folder: &Path) -> [Vec<Vec<f32>>; 2] {
         let rows =
             ForwardRows { tokens: &tokens, positions: &positions, cells: &cells, attention, near: None };
         let outputs: Vec<usize> = (0..tokens.len()).collect();
-        let at = decoder.forward(&device, &rows, &outputs).unwrap();
+        case(
+            "decoder",
+            element,
+            format!("{:?}, {} rows", decoder.config().family.architecture, tokens.len()),
+        );
+        let at = decoder.forward(device, &rows, &outputs).unwrap();
         let given = device.read(Element::F32, at, outputs.len() * vocab_size);
         let places = pass.iter().flat_map(|(index, range)| range.clone().map(move |p| (*index, p)));
         for ((index, position), row) in places.zip(given.chunks_exact(vocab_size)) {
@@ -209,7 +217,7 @@ fn what_no_kernel_computes_is_refused_by_name() {
         let checkpoint = Checkpoint::open(&folder).unwrap();
         let limits =
             DeviceLimits { n_rows: 1, n_outputs: 1, max_len: 1, n_listed: 1, cells: CellCount::Exactly(1) };
-        let made = DeviceDecoder::new(&Emulator::new(), &checkpoint, limits, &Pool::new(1).unwrap());
+        let made = DeviceDecoder::new(&*test_device(), &checkpoint, limits, &Pool::new(1).unwrap());
         std::fs::remove_dir_all(&folder).unwrap();
         made.unwrap_err().to_string()
     };

@@ -4,6 +4,7 @@
 mod cuda_emu;
 
 use cuda_emu::Emulator;
+use cuda_emu::arrays::Arrays;
 use llaisys_core::ops::contract::{Draw, Size};
 use llaisys_core::ops::cuda::device::{Arg, Device, DevicePtr, Element, Launch, Product};
 use llaisys_core::ops::cuda::unit::{self, Function, Kernel, KernelFile, Unit};

@@ -1,18 +1,19 @@
-//! The product kernels for few rows, run by the emulator, against the f64 reference.
+//! The product kernels for few rows, run by a device (the emulator, or a GPU), against the f64 reference.
 
 #[allow(unsafe_code, dead_code, reason = "runs compiled kernels; each test file uses a part of it")]
 mod cuda_emu;
 
-use cuda_emu::Emulator;
+use cuda_emu::arrays::Arrays;
 use cuda_emu::compare::{assert_close, ulp};
+use cuda_emu::pick::{case, gpu_only, test_device};
 use half::f16;
 use llaisys_core::ops::contract::{Draw, Size};
-use llaisys_core::ops::cuda::device::{DevicePtr, Element, Product};
+use llaisys_core::ops::cuda::device::{Device, DevicePtr, Element, Product};
 use llaisys_core::ops::cuda::gemv;
 use llaisys_core::ops::cuda::gemv_quant::{GROUP, Grouped, GroupedProduct, pack_codes, pack_scales};
 use llaisys_core::ops::reference::linear::linear;
 
-/// A product in the emulator's memory, and its numbers as they are stored there.
+/// A product in a device's memory, and its numbers as they are stored there.
 struct Built {
     product: Product,
     x: Vec<f64>,
@@ -21,7 +22,7 @@ struct Built {
 }
 
 fn build(
-    device: &Emulator,
+    device: &dyn Device,
     (m, n, k): (usize, usize, usize),
     element: Element,
     out_element: Element,
@@ -40,8 +41,10 @@ fn build(
     Built { product, x, weight, bias }
 }
 
-fn run(device: &Emulator, product: &Product) -> Vec<f32> {
+fn run(device: &dyn Device, product: &Product) -> Vec<f32> {
     assert!(gemv::fits(product), "{product:?}");
+    let Product { m, n, k, out_element, .. } = product;
+    case("gemv", product.element, format!("{m} x {n} x {k} to {out_element:?}"));
     gemv::launch(device, product).expect("the kernel runs");
     device.read(product.out_element, product.out, product.m * product.n)
 }
@@ -71,11 +74,15 @@ fn check(built: &Built, got: &[f32]) {
     }
 }
 
+/// Weights of the 0.5B, 1.5B and 7B shapes, `[n, k]`.
+const OF_MODELS: [(usize, usize); 7] =
+    [(1152, 896), (9728, 896), (896, 4864), (2048, 1536), (1536, 8960), (4608, 3584), (151_936, 896)];
+
 /// Every number of rows; rows of weight around a block's 16; columns around a thread's 8, a turn's 64 and the 2048 of
 /// all warps' loads.
 #[test]
 fn gemv_is_the_reference_within_its_roundings() {
-    let device = Emulator::new();
+    let device = &*test_device();
     let ns = [1, 15, 16, 17, 33, 48];
     let ks = [8, 56, 64, 72, 512, 896, 2040, 2048, 2056, 4864];
     for (i, &k) in ks.iter().enumerate() {
@@ -83,22 +90,29 @@ fn gemv_is_the_reference_within_its_roundings() {
             let (m, n) = ((i * 4 + j) % gemv::MAX_ROWS + 1, ns[(i + j) % ns.len()]);
             let element = [Element::Bf16, Element::F16][j % 2];
             let out_element = if j < 2 { element } else { Element::F32 };
-            let built = build(&device, (m, n, k), element, out_element);
-            check(&built, &run(&device, &built.product));
+            let built = build(device, (m, n, k), element, out_element);
+            check(&built, &run(device, &built.product));
         }
+    }
+    for (i, &(n, k)) in gpu_only("gemv", OF_MODELS).iter().enumerate() {
+        let element = [Element::Bf16, Element::F16][i % 2];
+        // The largest is a head.
+        let (m, out_element) = if n > 100_000 { (1, Element::F32) } else { (8 - i, element) };
+        let built = build(device, (m, n, k), element, out_element);
+        check(&built, &run(device, &built.product));
     }
 }
 
 #[test]
 fn a_row_is_bitwise_the_same_alone_and_with_others() {
-    let device = Emulator::new();
+    let device = &*test_device();
     for element in [Element::Bf16, Element::F16] {
-        let built = build(&device, (8, 40, 1096), element, Element::F32);
-        let together = run(&device, &built.product);
+        let built = build(device, (8, 40, 1096), element, Element::F32);
+        let together = run(device, &built.product);
         for row in [0, 3, 7] {
             let Product { n, k, input, .. } = built.product;
             let out = device.room("one row", Element::F32, n);
-            let alone = run(&device, &Product { m: 1, input: input.at(row * k * 2), out, ..built.product });
+            let alone = run(device, &Product { m: 1, input: input.at(row * k * 2), out, ..built.product });
             let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
             assert_eq!(bits(&alone), bits(&together[row * n..][..n]), "{element:?}, row {row}");
         }
@@ -108,7 +122,7 @@ fn a_row_is_bitwise_the_same_alone_and_with_others() {
 /// What is not finite shows in its own results and in no others.
 #[test]
 fn infinities_stay_with_their_row_and_column() {
-    let device = Emulator::new();
+    let device = &*test_device();
     let (m, n, k) = (3, 20, 200);
     let mut x = Draw::new(1).values(Size::Unit, m * k);
     let mut weight = Draw::new(2).values(Size::Unit, n * k);
@@ -118,15 +132,15 @@ fn infinities_stay_with_their_row_and_column() {
     let (input, weight) = (device.elements("x", element, &x), device.elements("weight", element, &weight));
     let (bias, out) = (DevicePtr::NULL, device.room("out", Element::F32, m * n));
     let product = Product { m, n, k, element, out_element: Element::F32, input, weight, bias, out };
-    for (i, y) in run(&device, &product).into_iter().enumerate() {
+    for (i, y) in run(device, &product).into_iter().enumerate() {
         assert_eq!(y.is_finite(), i / n != 1 && i % n != 18, "row {}, column {}: {y}", i / n, i % n);
     }
 }
 
 #[test]
 fn what_the_kernel_does_not_do_is_said_before_it_starts() {
-    let device = Emulator::new();
-    let fitting = build(&device, (8, 16, 64), Element::Bf16, Element::Bf16).product;
+    let device = &*test_device();
+    let fitting = build(device, (8, 16, 64), Element::Bf16, Element::Bf16).product;
     assert!(gemv::fits(&fitting));
     for other in [
         Product { m: 9, ..fitting },
@@ -145,7 +159,7 @@ struct Integers {
     numbers: Vec<f64>,
 }
 
-fn integers(device: &Emulator, bits: usize, n: usize, k: usize) -> Integers {
+fn integers(device: &dyn Device, bits: usize, n: usize, k: usize) -> Integers {
     let draw = &mut Draw::new((bits + n * 1009 + k) as u64);
     let (mut codes, mut scales, mut numbers) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..n {
@@ -181,17 +195,20 @@ fn more_for_integers(element: Element, bits: usize, sum_of_x: f64) -> f64 {
 /// Both widths, blocks of k that are whole and that are not, every number of rows.
 #[test]
 fn products_with_integers_are_the_reference_within_their_roundings() {
-    let device = Emulator::new();
-    for (i, k) in [32, 96, 128, 576, 896, 1184].into_iter().enumerate() {
+    let device = &*test_device();
+    let mut ks = vec![32, 96, 128, 576, 896, 1184];
+    ks.extend(gpu_only("gemv_quant, of four each", [1536, 3584, 4864, 8960]));
+    for (i, k) in ks.into_iter().enumerate() {
         for (j, bits) in [4, 8, 4, 8].into_iter().enumerate() {
             let (m, n) = ((i * 4 + j) % 8 + 1, [16, 1, 33, 20][j]);
             let element = [Element::Bf16, Element::F16][(i + j / 2) % 2];
             let out_element = if (i + j) % 3 == 0 { element } else { Element::F32 };
-            let Integers { weight, numbers } = integers(&device, bits, n, k);
-            let built = Built { weight: numbers, ..build(&device, (m, n, k), element, out_element) };
+            let Integers { weight, numbers } = integers(device, bits, n, k);
+            let built = Built { weight: numbers, ..build(device, (m, n, k), element, out_element) };
             let Product { input, bias, out, .. } = built.product;
             let product = GroupedProduct { m, element, out_element, input, weight, bias, out };
-            product.launch(&device).expect("the kernel runs");
+            case("gemv_quant", element, format!("{m} x {n} x {k} of {bits} bits to {out_element:?}"));
+            product.launch(device).expect("the kernel runs");
             let want = linear(&built.x, k, &built.weight, &built.bias);
             let abs = |x: &[f64]| x.iter().map(|x| x.abs()).collect::<Vec<_>>();
             let sizes = linear(&abs(&built.x), k, &abs(&built.weight), &abs(&built.bias));
@@ -213,12 +230,13 @@ fn products_with_integers_are_the_reference_within_their_roundings() {
 /// One rounding in f32 and one to the storage type.
 #[test]
 fn integers_become_plain_numbers() {
-    let device = Emulator::new();
+    let device = &*test_device();
     for (bits, n, k) in [(4, 3, 32), (8, 5, 160), (4, 17, 576), (8, 2, 1184)] {
         for element in [Element::Bf16, Element::F16] {
-            let Integers { weight, numbers } = integers(&device, bits, n, k);
+            let Integers { weight, numbers } = integers(device, bits, n, k);
             let out = device.room("plain", element, n * k);
-            weight.dequantize(&device, element, out).expect("the kernel runs");
+            case("dequantize", element, format!("{n} x {k} of {bits} bits"));
+            weight.dequantize(device, element, out).expect("the kernel runs");
             let got = device.read(element, out, n * k);
             assert_close(&got, &numbers, |_, want| 0.51 * ulp(element, want) + 2e-7, &format!("{weight:?}"));
         }

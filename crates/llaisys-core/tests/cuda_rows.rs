@@ -1,15 +1,16 @@
-//! The row-wise CUDA kernels, run by the emulator, against their references.
+//! The row-wise CUDA kernels, run by a device (the emulator, or a GPU), against their references.
 
 #[allow(unsafe_code, dead_code, reason = "runs compiled kernels; each test file uses a part of it")]
 mod cuda_emu;
 
-use cuda_emu::Emulator;
+use cuda_emu::arrays::Arrays;
 use cuda_emu::compare::{assert_close, rounded, two_ulps};
+use cuda_emu::pick::{case, gpu_only, test_device};
 use half::{bf16, f16};
 use llaisys_core::ops::contract::{Draw, Size};
 use llaisys_core::ops::cuda::add_rms_norm::{AddRmsNorm, MAX_WIDTH};
 use llaisys_core::ops::cuda::convert::Convert;
-use llaisys_core::ops::cuda::device::{DevicePtr, Element};
+use llaisys_core::ops::cuda::device::{Device, DevicePtr, Element};
 use llaisys_core::ops::cuda::embed::Embed;
 use llaisys_core::ops::cuda::gate::Gate;
 use llaisys_core::ops::cuda::gather::Gather;
@@ -17,18 +18,22 @@ use llaisys_core::ops::{Gate as GateKind, reference};
 
 const STORED: [Element; 2] = [Element::Bf16, Element::F16];
 
-/// Rows and widths: all of one with some of the other, no more than an emulator does in a second.
-fn shapes() -> Vec<(usize, usize)> {
-    let rows = [1, 2, 3, 7, 8, 9, 16, 17, 64, 257];
-    let mut shapes: Vec<_> = rows.map(|n| (n, 64)).to_vec();
+const ROWS: [usize; 10] = [1, 2, 3, 7, 8, 9, 16, 17, 64, 257];
+
+/// Rows and widths: all of one with some of the other, no more than an emulator does in a second; on a GPU all of both.
+fn shapes(op: &str) -> Vec<(usize, usize)> {
+    let mut shapes: Vec<_> = ROWS.map(|n| (n, 64)).to_vec();
     shapes.extend([1, 9, 64].map(|n| (n, 896)));
     shapes.extend([(3, 1536), (17, 1536), (2, 3584), (16, 3584)]);
+    let all = ROWS.into_iter().flat_map(|n| [896, 1536, 3584].map(|width| (n, width)));
+    let others: Vec<_> = all.filter(|shape| !shapes.contains(shape)).collect();
+    shapes.extend(gpu_only(op, others));
     shapes
 }
 
 /// An array on the device, and the values that it keeps.
 fn stored(
-    device: &Emulator,
+    device: &dyn Device,
     (what, element): (&'static str, Element),
     values: &[f32],
 ) -> (DevicePtr, Vec<f32>) {
@@ -39,23 +44,24 @@ fn stored(
 #[test]
 fn embed_and_gather_copy_rows_exactly() {
     for element in STORED {
-        for (n_rows, width) in shapes() {
-            let device = Emulator::new();
+        for (n_rows, width) in shapes("embed and gather") {
+            let device = &*test_device();
             let draw = &mut Draw::new(width as u64);
             let vocab_size = 40;
             let (table, values) =
-                stored(&device, ("table", element), &draw.values(Size::Unit, vocab_size * width));
+                stored(device, ("table", element), &draw.values(Size::Unit, vocab_size * width));
             let mut tokens: Vec<i32> = (0..n_rows).map(|_| draw.below(vocab_size) as i32).collect();
             tokens[0] = vocab_size as i32 - 1;
             let at = device.i32s("tokens", &tokens);
             let rows: Vec<u32> = tokens.iter().map(|&t| t as u32).collect();
             let want = reference::gather::gather(&values, width, &rows);
             for gathers in [false, true] {
+                case(if gathers { "gather" } else { "embed" }, element, format!("{n_rows} x {width}"));
                 let out = device.room("out", element, n_rows * width);
                 let done = if gathers {
-                    Gather { element, x: table, rows: at, out, n_rows, width }.launch(&device)
+                    Gather { element, x: table, rows: at, out, n_rows, width }.launch(device)
                 } else {
-                    Embed { element, table, tokens: at, out, n_rows, width }.launch(&device)
+                    Embed { element, table, tokens: at, out, n_rows, width }.launch(device)
                 };
                 done.expect("the kernel runs");
                 let what = format!("{element:?} {n_rows} x {width}, gathers: {gathers}");
@@ -68,20 +74,21 @@ fn embed_and_gather_copy_rows_exactly() {
 #[test]
 fn add_rms_norm_adds_and_norms_within_two_places() {
     for element in STORED {
-        let mut shapes = shapes();
+        let mut shapes = shapes("add_rms_norm");
         shapes.extend([(2, 8), (2, 264), (1, MAX_WIDTH)]);
-        for (case, (n_rows, width)) in shapes.into_iter().enumerate() {
-            let rounds_twice = case % 3 != 0;
-            let (device, draw) = (Emulator::new(), &mut Draw::new(case as u64));
+        for (number, (n_rows, width)) in shapes.into_iter().enumerate() {
+            case("add_rms_norm", element, format!("{n_rows} x {width}"));
+            let rounds_twice = number % 3 != 0;
+            let (device, draw) = (&*test_device(), &mut Draw::new(number as u64));
             let n = n_rows * width;
             // Squares of larger numbers leave f16's range, which is the model's business.
-            let size = [Size::Unit, Size::Outliers, Size::Zero][case % 3];
-            let (residual, before) = stored(&device, ("residual", element), &draw.values(size, n));
-            let (x, branch) = stored(&device, ("x", element), &draw.values(Size::Unit, n));
+            let size = [Size::Unit, Size::Outliers, Size::Zero][number % 3];
+            let (residual, before) = stored(device, ("residual", element), &draw.values(size, n));
+            let (x, branch) = stored(device, ("x", element), &draw.values(Size::Unit, n));
             let (weight_at, weight) =
-                stored(&device, ("weight", Element::F32), &draw.values(Size::Unit, width));
+                stored(device, ("weight", Element::F32), &draw.values(Size::Unit, width));
             let out = device.room("out", element, n);
-            let (eps, x_or_null) = (1e-5, if case % 4 == 3 { DevicePtr::NULL } else { x });
+            let (eps, x_or_null) = (1e-5, if number % 4 == 3 { DevicePtr::NULL } else { x });
             let op = AddRmsNorm {
                 element,
                 residual,
@@ -93,8 +100,8 @@ fn add_rms_norm_adds_and_norms_within_two_places() {
                 eps,
                 rounds_twice,
             };
-            op.launch(&device).expect("the kernel runs");
-            let what = format!("{element:?} {n_rows} x {width}, case {case}");
+            op.launch(device).expect("the kernel runs");
+            let what = format!("{element:?} {n_rows} x {width}, case {number}");
             let sum: Vec<f32> = match x_or_null {
                 DevicePtr::NULL => before,
                 _ => before
@@ -120,7 +127,7 @@ fn add_rms_norm_adds_and_norms_within_two_places() {
 fn add_rms_norm_works_in_place_and_rounds_as_asked() {
     let (element, width) = (Element::Bf16, 64);
     let of = |rounds_twice| {
-        let device = Emulator::new();
+        let device = &*test_device();
         let draw = &mut Draw::new(9);
         let residual = device.elements("residual", element, &draw.values(Size::Unit, width));
         let x = device.elements("x", element, &draw.values(Size::Unit, width));
@@ -128,7 +135,7 @@ fn add_rms_norm_works_in_place_and_rounds_as_asked() {
         let weight_at = device.elements("weight", Element::F32, &weight);
         let (n_rows, eps) = (1, 1e-6);
         AddRmsNorm { element, residual, x, weight: weight_at, out: x, n_rows, width, eps, rounds_twice }
-            .launch(&device)
+            .launch(device)
             .expect("the kernel runs");
         let sum = device.read(element, residual, width);
         let normed = reference::rms_norm::rms_norm(&sum, &vec![1.0; width], eps);
@@ -150,15 +157,19 @@ fn add_rms_norm_works_in_place_and_rounds_as_asked() {
 fn gates_are_within_two_places_of_swiglu_and_geglu() {
     for element in STORED {
         for kind in [GateKind::Silu, GateKind::GeluTanh] {
-            for (n_rows, width) in [(1, 64), (3, 2048), (2, 4864), (9, 896), (64, 72), (257, 8)] {
-                let (device, draw) = (Emulator::new(), &mut Draw::new(width as u64));
+            let mut shapes = vec![(1, 64), (3, 2048), (2, 4864), (9, 896), (64, 72), (257, 8)];
+            let widths = [4864, 8960, 18944];
+            shapes.extend(gpu_only("gate", ROWS.into_iter().flat_map(|n| widths.map(|width| (n, width)))));
+            for (n_rows, width) in shapes {
+                case("gate", element, format!("{n_rows} x {width}, {kind:?}"));
+                let (device, draw) = (&*test_device(), &mut Draw::new(width as u64));
                 // Gates where the function bends, and some where it is zero or one.
                 let mut values = draw.values(Size::Unit, n_rows * 2 * width);
                 values.iter_mut().step_by(2).for_each(|x| *x *= 6.0);
                 values.iter_mut().step_by(37).for_each(|x| *x *= 100.0);
-                let (gate_up, values) = stored(&device, ("gate_up", element), &values);
+                let (gate_up, values) = stored(device, ("gate_up", element), &values);
                 let out = device.room("out", element, n_rows * width);
-                Gate { element, kind, gate_up, out, n_rows, width }.launch(&device).expect("the kernel runs");
+                Gate { element, kind, gate_up, out, n_rows, width }.launch(device).expect("the kernel runs");
                 let of_row = |row: &[f32]| match kind {
                     GateKind::Silu => reference::swiglu::swiglu(&row[..width], &row[width..]),
                     GateKind::GeluTanh => reference::geglu::geglu(&row[..width], &row[width..]),
@@ -193,7 +204,7 @@ fn convert_rounds_every_number_as_half_does() {
             );
         }
     }
-    let device = Emulator::new();
+    let device = &*test_device();
     for from in [Element::F32, Element::Bf16, Element::F16] {
         let (x, values) = match from {
             Element::F32 => (device.elements("x", from, &wide), wide.clone()),
@@ -207,8 +218,9 @@ fn convert_rounds_every_number_as_half_does() {
         };
         for to in STORED {
             let n = values.len();
+            case("convert", to, format!("{n} from {from:?}"));
             let out = device.room("out", to, n);
-            Convert { from, to, x, out, n }.launch(&device).expect("the kernel runs");
+            Convert { from, to, x, out, n }.launch(device).expect("the kernel runs");
             for (i, (got, x)) in device.read(to, out, n).iter().zip(&values).enumerate() {
                 let want = match to {
                     Element::F16 => f16::from_f32(*x).to_f32(),

@@ -1,10 +1,11 @@
-//! Sampling on the device, run by the emulator: against the CPU's sampler and against the rules written out.
+//! Sampling on a device (the emulator, or a GPU): against the CPU's sampler and against the rules written out.
 
 #[allow(unsafe_code, dead_code, reason = "runs compiled kernels; each test file uses a part of it")]
 mod cuda_emu;
 mod sampling_model;
 
-use cuda_emu::Emulator;
+use cuda_emu::arrays::Arrays;
+use cuda_emu::pick::{case, gpu_only, test_device};
 use llaisys_core::error::{Error, Unsupported};
 use llaisys_core::ops::contract::Draw;
 use llaisys_core::ops::cuda::device::{Device, DevicePtr, Element};
@@ -12,12 +13,13 @@ use llaisys_core::ops::cuda::sample::{self, RESULT_BYTES, Sample, TOP_BYTES};
 use llaisys_core::ops::cuda::sample_tables::{Attach, SampleTables};
 use llaisys_core::sample::{Logprobs, Outcome, RowFault, Sampler, SamplerSpec, Scratch};
 use sampling_model::{Row, between, logits, row};
+use std::rc::Rc;
 
 const MAX_LEN: usize = 64;
 
 /// A device with a slot for each row, and what is launched.
 struct Rig {
-    device: Emulator,
+    device: Rc<dyn Device>,
     tables: SampleTables,
     positions: DevicePtr,
     results: DevicePtr,
@@ -33,17 +35,18 @@ struct Rig {
 
 impl Rig {
     fn new(rows: &[Row]) -> Self {
-        let device = Emulator::new();
+        let device = test_device();
         let (vocab, n_rows) = (rows[0].logits.len(), rows.len());
+        case("sample", Element::F32, format!("{n_rows} rows of {vocab}"));
         // Slot 0 stays idle, and rows take slots from the last.
-        let tables = SampleTables::new(&device, n_rows + 1, vocab, MAX_LEN).expect("the emulator has memory");
+        let tables = SampleTables::new(&*device, n_rows + 1, vocab, MAX_LEN).expect("the device has memory");
         let slot_of = |row: usize| n_rows - row;
         for (i, row) in rows.iter().enumerate() {
             let (prompt, output) = (&row.prompt, &row.output);
             let attach = Attach { spec: &row.spec, prompt, output, masked: row.mask.is_some() };
-            tables.attach(&device, slot_of(i), &attach).expect("the tables hold it");
+            tables.attach(&*device, slot_of(i), &attach).expect("the tables hold it");
             if let Some(mask) = &row.mask {
-                tables.set_mask(&device, slot_of(i), Some(mask)).expect("the slot is its own");
+                tables.set_mask(&*device, slot_of(i), Some(mask)).expect("the slot is its own");
             }
         }
         // The slots alone, or as in the plan of a step.
@@ -53,7 +56,7 @@ impl Rig {
             .collect();
         let positions: Vec<i32> = rows.iter().map(|row| row.n_before() as i32 - 1).collect();
         let logits: Vec<f32> = rows.iter().flat_map(|row| row.logits.clone()).collect();
-        let room = |what, n_bytes| device.alloc(what, n_bytes).expect("the emulator has memory");
+        let room = |what, n_bytes| device.alloc(what, n_bytes).expect("the device has memory");
         Self {
             positions: device.i32s("positions", &positions),
             slots: device.u32s("slots", &slots),
@@ -84,7 +87,7 @@ impl Rig {
             tops,
             n_rows: self.n_rows,
         };
-        sample.launch(&self.device).expect("the kernels run");
+        sample.launch(&*self.device).expect("the kernels run");
     }
 
     fn outcomes(&self, rows: &[Row]) -> Vec<Option<Outcome>> {
@@ -156,10 +159,13 @@ fn every_combination_of_parameters_is_the_cpus() {
 /// The last chunk of the first and of the second is a part, and rows begin at any address.
 #[test]
 fn large_vocabularies_are_the_cpus() {
-    for (vocab, combinations) in [
-        (32003, [0b1111111, 0, 0b0000011, 0b0001000, 0b0110110, 0b0100001]),
-        (151_936, [0, 0b0000010, 0b1101001, 0b0010111, 0b0001010, 0b0000100]),
-    ] {
+    let few = [
+        (32003, vec![0b1111111, 0, 0b0000011, 0b0001000, 0b0110110, 0b0100001]),
+        (151_936, vec![0, 0b0000010, 0b1101001, 0b0010111, 0b0001010, 0b0000100]),
+    ];
+    let many =
+        gpu_only("sample", [(151_936, (0..128).collect()), (152_064, (0..128).collect::<Vec<usize>>())]);
+    for (vocab, combinations) in few.into_iter().chain(many) {
         let mut draw = Draw::new(vocab as u64);
         let rows: Vec<Row> = combinations.iter().map(|&which| row(&mut draw, vocab, which)).collect();
         check(&rows);
@@ -385,7 +391,7 @@ fn rows_of_idle_slots_are_left_out() {
         [row_of(vec![0.0; 100], SamplerSpec::default()), row_of(vec![f32::NAN; 100], SamplerSpec::default())];
     let rig = Rig::new(&rows);
     // The second row's sequence has left slot 1.
-    rig.tables.detach(&rig.device, 1).expect("the slot is its own");
+    rig.tables.detach(&*rig.device, 1).expect("the slot is its own");
     rig.launch(rig.tops);
     let got = rig.outcomes(&rows);
     assert!(matches!(got[..], [Some(Outcome::Token { .. }), None]), "{got:?}");
@@ -401,7 +407,7 @@ fn a_mask_is_of_one_step() {
     let rig = Rig::new(&rows);
     rig.launch(rig.tops);
     assert_eq!(rig.outcomes(&rows), [Some(Outcome::Token { id: 66, logprobs: None })]);
-    rig.tables.set_mask(&rig.device, 1, None).expect("the slot is its own");
+    rig.tables.set_mask(&*rig.device, 1, None).expect("the slot is its own");
     rig.launch(rig.tops);
     row.mask = None;
     assert_eq!(rig.outcomes(&rows), [Some(row.on_cpu())]);
@@ -426,8 +432,8 @@ fn a_bad_word_is_of_the_answer_alone() {
 
 #[test]
 fn what_the_tables_cannot_hold_is_refused_by_name() {
-    let device = Emulator::new();
-    let tables = SampleTables::new(&device, 2, 5000, MAX_LEN).expect("the emulator has memory");
+    let device = &*test_device();
+    let tables = SampleTables::new(device, 2, 5000, MAX_LEN).expect("the device has memory");
     let many = |n: u32| (0..n).collect::<Vec<u32>>();
     for (what, spec) in [
         ("logprobs", SamplerSpec { top_logprobs: Some(21), ..SamplerSpec::default() }),
@@ -436,12 +442,12 @@ fn what_the_tables_cannot_hold_is_refused_by_name() {
         ("bad_words", SamplerSpec { bad_words: vec![many(4098)], ..SamplerSpec::default() }),
     ] {
         let of = Attach { spec: &spec, prompt: &[1], output: &[], masked: false };
-        match tables.attach(&device, 1, &of) {
+        match tables.attach(device, 1, &of) {
             Err(Error::Unsupported(Unsupported::Feature { what: named, .. })) => {
                 assert!(named.contains(what), "{named}")
             }
             other => panic!("{what}: {other:?}"),
         }
     }
-    assert!(SampleTables::new(&device, 2, (1 << 19) + 1, MAX_LEN).is_err());
+    assert!(SampleTables::new(device, 2, (1 << 19) + 1, MAX_LEN).is_err());
 }

@@ -1,12 +1,13 @@
-//! The CUDA kernels around the KV cells and the state of sequences, run by the emulator.
+//! The CUDA kernels around the KV cells and the state of sequences on a device: the emulator, or a GPU.
 
 #[allow(unsafe_code, dead_code, reason = "runs compiled kernels; each test file uses a part of it")]
 mod cuda_emu;
 
-use cuda_emu::Emulator;
+use cuda_emu::arrays::Arrays;
 use cuda_emu::compare::{assert_close, rounded, ulp};
+use cuda_emu::pick::{case, gpu_only, test_device};
 use llaisys_core::ops::contract::{Draw, Size};
-use llaisys_core::ops::cuda::device::{DevicePtr, Element};
+use llaisys_core::ops::cuda::device::{Device, DevicePtr, Element};
 use llaisys_core::ops::cuda::rope_kv_store::{HeadShape, RopeKvStore, RopeShift};
 use llaisys_core::ops::cuda::step::{CopyCells, StepBegin, StepRows};
 use llaisys_core::ops::reference;
@@ -21,13 +22,13 @@ struct Floats {
 }
 
 impl Floats {
-    fn new(device: &Emulator, what: &'static str, values: Vec<f32>) -> Self {
+    fn new(device: &dyn Device, what: &'static str, values: Vec<f32>) -> Self {
         Self { at: device.elements(what, Element::F32, &values), values }
     }
 }
 
 /// Cosines and sines of positions `0..n`.
-fn angles(device: &Emulator, d: usize, n: i32) -> (Floats, Floats) {
+fn angles(device: &dyn Device, d: usize, n: i32) -> (Floats, Floats) {
     let angles = reference::rope::angles(d, 10_000.0, &(0..n).collect::<Vec<_>>());
     let cos = angles.iter().map(|x| x.cos() as f32).collect();
     let sin = angles.iter().map(|x| x.sin() as f32).collect();
@@ -64,15 +65,16 @@ fn assert_rotated(
 fn check_rope_kv_store(element: Element, shape: HeadShape, n_rows: usize, is_normed: bool) {
     let HeadShape { n_heads, n_kv_heads, d_head: d } = shape;
     let what = &format!("{element:?} {shape:?} {n_rows} rows, normed: {is_normed}");
-    let (device, draw) = (Emulator::new(), &mut Draw::new((n_rows * d) as u64));
+    case("rope_kv_store", element, what);
+    let (device, draw) = (&*test_device(), &mut Draw::new((n_rows * d) as u64));
     let (n_positions, n_cells, width) = (40, n_rows + 5, shape.n_all() * d);
-    let (cos, sin) = angles(&device, d, n_positions);
+    let (cos, sin) = angles(device, d, n_positions);
     let positions: Vec<i32> = (0..n_rows).map(|_| draw.below(n_positions as usize) as i32).collect();
     let cells: Vec<u32> = draw.order(n_cells - 1).iter().take(n_rows).map(|&i| i as u32 + 1).collect();
     let qkv = device.elements("qkv", element, &draw.values(Size::Unit, n_rows * width));
     let before = device.read(element, qkv, n_rows * width);
-    let q_norm = Floats::new(&device, "q_norm", draw.values(Size::Unit, d));
-    let k_norm = Floats::new(&device, "k_norm", draw.values(Size::Unit, d));
+    let q_norm = Floats::new(device, "q_norm", draw.values(Size::Unit, d));
+    let k_norm = Floats::new(device, "k_norm", draw.values(Size::Unit, d));
     let room = || device.room("cells of a layer", element, n_cells * n_kv_heads * d);
     let (keys, values) = (room(), room());
     let or_null = |norm: &Floats| if is_normed { norm.at } else { DevicePtr::NULL };
@@ -91,7 +93,7 @@ fn check_rope_kv_store(element: Element, shape: HeadShape, n_rows: usize, is_nor
         values,
         n_rows,
     }
-    .launch(&device)
+    .launch(device)
     .expect("the kernel runs");
     let after = device.read(element, qkv, n_rows * width);
     let n_kv = n_kv_heads * d;
@@ -133,15 +135,20 @@ fn rope_kv_store_norms_rotates_and_stores() {
             }
         }
         check_rope_kv_store(element, HeadShape { n_heads: 2, n_kv_heads: 1, d_head: 64 }, 257, true);
+        let all = shapes[..5].iter().flat_map(|&shape| [2, 7, 8, 16, 64, 257].map(|n_rows| (shape, n_rows)));
+        for ((n_heads, n_kv_heads, d_head), n_rows) in gpu_only("rope_kv_store", all) {
+            let shape = HeadShape { n_heads, n_kv_heads, d_head };
+            check_rope_kv_store(element, shape, n_rows, n_rows % 2 == 0);
+        }
     }
 }
 
 /// Padding rows all write to cell 0 and leave every other alone.
 #[test]
 fn padding_rows_store_in_cell_0() {
-    let (device, element) = (Emulator::new(), Element::Bf16);
+    let (device, element) = (&*test_device(), Element::Bf16);
     let shape = HeadShape { n_heads: 2, n_kv_heads: 1, d_head: 64 };
-    let (cos, sin) = angles(&device, 64, 1);
+    let (cos, sin) = angles(device, 64, 1);
     let (keys, values) = (device.room("keys", element, 3 * 64), device.room("values", element, 3 * 64));
     RopeKvStore {
         element,
@@ -158,7 +165,7 @@ fn padding_rows_store_in_cell_0() {
         values,
         n_rows: 5,
     }
-    .launch(&device)
+    .launch(device)
     .expect("the kernel runs");
     for cells in [keys, values] {
         let got = device.read(element, cells, 3 * 64);
@@ -170,8 +177,9 @@ fn padding_rows_store_in_cell_0() {
 fn rope_shift_turns_the_keys_of_chosen_cells() {
     for element in STORED {
         for (n_kv_heads, d, n_shifted) in [(2, 64, 1), (8, 80, 7), (10, 96, 3), (4, 128, 30)] {
-            let (device, draw) = (Emulator::new(), &mut Draw::new(d as u64));
+            let (device, draw) = (&*test_device(), &mut Draw::new(d as u64));
             let (n_cells, width) = (33, n_kv_heads * d);
+            case("rope_shift", element, format!("{n_shifted} cells of {n_kv_heads} heads of {d}"));
             let keys = device.elements("keys", element, &draw.values(Size::Unit, n_cells * width));
             let before = device.read(element, keys, n_cells * width);
             let angles = reference::rope::angles(d, 10_000.0, &[-7]);
@@ -187,7 +195,7 @@ fn rope_shift_turns_the_keys_of_chosen_cells() {
                 sin: device.elements("sin", Element::F32, &sin),
                 n_cells: n_shifted,
             }
-            .launch(&device)
+            .launch(device)
             .expect("the kernel runs");
             let after = device.read(element, keys, n_cells * width);
             for (cell, (before, after)) in
@@ -209,7 +217,8 @@ fn rope_shift_turns_the_keys_of_chosen_cells() {
 fn copy_cells_moves_in_every_array() {
     let (n_arrays, n_cells) = (6, 9);
     for cell_bytes in [16, 512, 4096] {
-        let device = Emulator::new();
+        let device = &*test_device();
+        case("copy_cells", Element::Bf16, format!("{n_arrays} arrays, cells of {cell_bytes} bytes"));
         let draw = &mut Draw::new(4);
         let size = n_arrays * n_cells * cell_bytes;
         let mut bytes: Vec<u8> = (0..size).map(|_| draw.below(256) as u8).collect();
@@ -219,7 +228,7 @@ fn copy_cells_moves_in_every_array() {
         let stride = n_cells * cell_bytes;
         let moves_at = device.u32s("moves", &pairs);
         CopyCells { arrays, n_arrays, stride, moves: moves_at, n_moves: moves.len(), cell_bytes }
-            .launch(&device)
+            .launch(device)
             .expect("the kernel runs");
         for array in bytes.chunks_exact_mut(stride) {
             for (from, to) in moves {
@@ -244,8 +253,9 @@ struct Slot {
 #[test]
 fn step_begin_appends_cells_and_tells_rows_what_they_see() {
     for (n_slots, n_rows, window) in [(4, 3, 0), (9, 8, 3), (300, 280, 5)] {
-        let (device, draw) = (Emulator::new(), &mut Draw::new(n_rows as u64));
+        let (device, draw) = (&*test_device(), &mut Draw::new(n_rows as u64));
         let max_len = 12;
+        case("step_begin", Element::F32, format!("{n_rows} rows of {n_slots} slots, a window of {window}"));
         let mut slots: Vec<Slot> = (0..n_slots)
             .map(|_| Slot {
                 cells: (0..draw.below(8)).map(|_| draw.below(1000) as u32).collect(),
@@ -294,7 +304,7 @@ fn step_begin_appends_cells_and_tells_rows_what_they_see() {
                 max_len,
                 window,
             }
-            .launch(&device)
+            .launch(device)
             .expect("the kernel runs");
             let [mut tokens, mut positions, mut cells, mut starts, mut hidden, mut visible] =
                 [const { Vec::new() }; 6];

@@ -21,11 +21,12 @@ fn context(isa: IsaName, n_threads: usize) -> OpContext {
     OpContext::new(kernels, Pool::new(n_threads).unwrap(), 100, 1536).unwrap()
 }
 
-/// Outputs and inputs of the test matrices: tails of panels, odd K for plain formats, whole blocks for others.
+/// Outputs and inputs of the test matrices: tails of panels, odd K for plain formats, whole blocks for others; panels
+/// of every size that is prefetched in its own way (BF16 of 577, 8 bits of 864: to the second-level cache).
 fn shapes(format: PackedFormat) -> &'static [(usize, usize)] {
     match block_len(format) {
         1 => &[(1, 1), (5, 2), (31, 3), (32, 31), (33, 64), (100, 65), (65, 577)],
-        32 => &[(1, 32), (31, 64), (32, 96), (33, 32), (100, 288), (65, 576)],
+        32 => &[(1, 32), (31, 64), (32, 96), (33, 32), (100, 288), (65, 576), (65, 864)],
         _ => &[(1, 256), (31, 512), (33, 768), (65, 256)],
     }
 }

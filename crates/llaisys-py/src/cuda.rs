@@ -6,11 +6,13 @@ use llaisys_core::Error;
 use llaisys_core::context::{self, Context, ContextConfig};
 use llaisys_core::error::Unsupported;
 use llaisys_core::model::checkpoint::Checkpoint;
+use llaisys_core::ops::cuda::nccl::Nccl;
 use llaisys_core::ops::cuda::nvidia::{Nvidia, NvidiaSettings};
 use llaisys_core::ops::cuda::probe::{Cuda, DRIVER};
 use pyo3::prelude::*;
 use serde_json::json;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 /// What CUDA computes with on this machine, or why it cannot: a JSON object with the fields of `types.CudaInfo`.
 /// `folders`: where libraries are looked for before the system's loader is asked; `driver`: the driver's library.
@@ -76,27 +78,56 @@ impl Gpu {
 }
 
 impl Gpu {
-    /// The checkpoint at `path` on the GPU, opened on this thread. `fills`: as many cells as its memory has room for,
-    /// in place of the configuration's number.
+    /// The checkpoint at `path` on the GPU, opened on this thread; of several ranks, on as many GPUs from this one on.
+    /// `fills`: as many cells as its memory has room for, in place of the configuration's number.
     ///
     /// Errors: CUDA cannot be used, with the reason; there is no such GPU; as [`Context::on_gpu`].
     pub(crate) fn load(&self, path: &Path, config: ContextConfig, fills: bool) -> Result<Context, Error> {
         let checkpoint = Checkpoint::open(path)?;
-        let cuda = Cuda::find(&self.driver, &self.folders);
-        let cuda = cuda.map_err(|why| Unsupported::Device { name: "cuda", reason: why.to_string() })?;
-        let settings = NvidiaSettings {
-            ordinal: self.ordinal,
-            cubin_folder: self.cubin_folder.clone(),
-            n_threads: config.n_threads,
-            synchronous: self.synchronous,
-        };
-        let device = Box::new(Nvidia::open(cuda, &settings)?);
-        let gpu = context::Gpu {
-            device,
-            memory_share: fills.then_some(self.memory_share),
+        let (n_ranks, n_threads) = (config.n_ranks, config.n_threads);
+        let memory_share = fills.then_some(self.memory_share);
+        let gpu = |device| context::Gpu {
+            device: Box::new(device),
+            memory_share,
             graphs: !self.synchronous,
             overlap: self.overlap && !self.synchronous,
         };
-        Context::on_gpu(checkpoint, config, gpu)
+        if n_ranks < 2 {
+            return Context::on_gpu(checkpoint, config, gpu(self.open(0, n_threads)?));
+        }
+        let n_devices = self.find()?.info.devices.len();
+        if self.ordinal + n_ranks > n_devices {
+            let (first, seen) = (self.ordinal, "the driver sees");
+            let reason =
+                format!("tensor_parallel_size {n_ranks} from GPU {first} on, of which {seen} {n_devices}");
+            return Err(refused(reason));
+        }
+        let nccl = Nccl::find(&self.folders).map_err(|why| refused(why.to_string()))?;
+        let seats: Vec<_> = nccl.group(n_ranks)?.into_iter().map(|seat| Mutex::new(Some(seat))).collect();
+        Context::on_gpus(checkpoint, config, &|rank| {
+            let seat = seats[rank].lock().unwrap_or_else(PoisonError::into_inner).take();
+            let mut device = self.open(rank, (n_threads / n_ranks).max(1))?;
+            device.join(seat.expect("each rank is opened once"))?;
+            Ok(gpu(device))
+        })
     }
+
+    fn find(&self) -> Result<Cuda, Error> {
+        Cuda::find(&self.driver, &self.folders).map_err(|why| refused(why.to_string()))
+    }
+
+    /// The GPU of a rank.
+    fn open(&self, rank: usize, n_threads: usize) -> Result<Nvidia, Error> {
+        let settings = NvidiaSettings {
+            ordinal: self.ordinal + rank,
+            cubin_folder: self.cubin_folder.clone(),
+            n_threads,
+            synchronous: self.synchronous,
+        };
+        Ok(Nvidia::open(self.find()?, &settings)?)
+    }
+}
+
+fn refused(reason: String) -> Error {
+    Unsupported::Device { name: "cuda", reason }.into()
 }

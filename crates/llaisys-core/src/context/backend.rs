@@ -1,7 +1,9 @@
 //! What a context computes with: the one place where CPU and GPU part.
 
 #[cfg(feature = "cuda")]
-use super::cuda::CudaBackend;
+use super::cuda_ranks::CudaRanks;
+#[cfg(feature = "cuda")]
+use super::cuda_steps::SteppedGpu;
 use super::ranks::Ranks;
 use crate::batch::Batch;
 use crate::error::Result;
@@ -18,10 +20,13 @@ use std::ops::{Deref, DerefMut};
 
 /// Weights and the cells' contents, wherever they are.
 #[derive(Debug)]
+#[allow(clippy::large_enum_variant, reason = "a context has one, and moves it once")]
 pub(super) enum Backend {
     Cpu(Ranks),
     #[cfg(feature = "cuda")]
-    Cuda(CudaBackend),
+    Cuda(SteppedGpu),
+    #[cfg(feature = "cuda")]
+    CudaRanks(CudaRanks),
 }
 
 /// What a context asks of a backend. Cells have the books' numbers. After a [`crate::error::DeviceError`] what the
@@ -71,11 +76,6 @@ pub(super) trait Compute: Debug {
 
     /// What computes, in words: the instruction set, or the GPU's name.
     fn name(&self) -> &str;
-
-    /// Its decode steps; None if every row is a pass's and the host's to sample.
-    fn steps(&mut self) -> Option<&mut dyn DecodeSteps> {
-        None
-    }
 }
 
 /// Decode steps whose sequences' state stays where they are computed and sampled, and which may be under way before a
@@ -128,6 +128,17 @@ pub(super) trait DecodeSteps {
     fn take_graph_refusal(&mut self) -> Option<String>;
 }
 
+impl Backend {
+    /// Its decode steps; None if every row is a pass's and the host's to sample.
+    pub(super) fn steps(&mut self) -> Option<&mut dyn DecodeSteps> {
+        match self {
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(cuda) => Some(cuda),
+            _ => None,
+        }
+    }
+}
+
 impl Deref for Backend {
     type Target = dyn Compute;
 
@@ -135,7 +146,9 @@ impl Deref for Backend {
         match self {
             Backend::Cpu(ranks) => ranks,
             #[cfg(feature = "cuda")]
-            Backend::Cuda(cuda) => cuda,
+            Backend::Cuda(cuda) => &cuda.gpu,
+            #[cfg(feature = "cuda")]
+            Backend::CudaRanks(ranks) => ranks,
         }
     }
 }
@@ -145,7 +158,9 @@ impl DerefMut for Backend {
         match self {
             Backend::Cpu(ranks) => ranks,
             #[cfg(feature = "cuda")]
-            Backend::Cuda(cuda) => cuda,
+            Backend::Cuda(cuda) => &mut cuda.gpu,
+            #[cfg(feature = "cuda")]
+            Backend::CudaRanks(ranks) => ranks,
         }
     }
 }

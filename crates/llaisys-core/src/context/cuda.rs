@@ -1,6 +1,7 @@
 //! A context whose weights and cells are on a GPU. The host keeps the books and samples from downloaded logits.
 
-use super::backend::{Backend, Compute, DecodeSteps};
+use super::backend::{Backend, Compute};
+use super::cuda_steps::SteppedGpu;
 use super::fingerprint::Fingerprint;
 use super::sampling::LOGITS_ROWS;
 use super::{Context, ContextConfig, check};
@@ -38,7 +39,6 @@ pub struct Gpu {
 pub(super) struct CudaBackend {
     pub(super) device: Box<dyn Device>,
     pub(super) decoder: DeviceDecoder,
-    pub(super) steps: Steps,
     pool: Pool,
     outputs: DeviceOutputs,
     hidden: Vec<f32>,
@@ -54,6 +54,10 @@ impl Context {
         let Gpu { device, memory_share, graphs, overlap } = gpu;
         check(&config, checkpoint.config())?;
         check_types(&config, load::element_of(&checkpoint))?;
+        if config.n_ranks > 1 {
+            let value = format!("{} on one GPU", config.n_ranks);
+            return Err(Unsupported::Feature { what: "tensor_parallel_size", value, supported: "1" }.into());
+        }
         let pool = Pool::new(config.n_threads)?;
         let limits = limits(&config, memory_share);
         let state = StateLimits {
@@ -68,13 +72,13 @@ impl Context {
         config.n_cells = decoder.n_cells() / config.n_streams * config.n_streams;
         let how = format!("cuda {} {:?}", device.facts().capability, decoder.element());
         let fingerprint = Fingerprint::new(&checkpoint, &config, &pool, &how);
-        let backend = Backend::Cuda(CudaBackend::new(device, (decoder, steps), pool));
+        let backend = Backend::Cuda(SteppedGpu { gpu: CudaBackend::new(device, decoder, pool), steps });
         Self::assemble(checkpoint, config, (backend, fingerprint))
     }
 }
 
-/// Refuses types that no kernel has, and a model in parts.
-fn check_types(config: &ContextConfig, element: Element) -> Result<()> {
+/// Refuses types that no kernel has.
+pub(super) fn check_types(config: &ContextConfig, element: Element) -> Result<()> {
     let refuse = |what, value: String, supported| {
         Err(Unsupported::Feature { what, value: format!("{value} on a GPU"), supported }.into())
     };
@@ -90,13 +94,10 @@ fn check_types(config: &ContextConfig, element: Element) -> Result<()> {
         (None, _) | (Some(KvDType::Bfloat16), Element::Bf16) => (),
         (Some(kv_dtype), _) => return refuse("kv_cache_dtype", format!("{kv_dtype:?}").to_lowercase(), own),
     }
-    if config.n_ranks > 1 {
-        return refuse("tensor_parallel_size", config.n_ranks.to_string(), "1");
-    }
     Ok(())
 }
 
-fn limits(config: &ContextConfig, memory_share: Option<f64>) -> DeviceLimits {
+pub(super) fn limits(config: &ContextConfig, memory_share: Option<f64>) -> DeviceLimits {
     DeviceLimits {
         n_rows: config.n_batch,
         n_outputs: LOGITS_ROWS.max(config.n_seq_max).min(config.n_batch),
@@ -108,9 +109,14 @@ fn limits(config: &ContextConfig, memory_share: Option<f64>) -> DeviceLimits {
 }
 
 impl CudaBackend {
-    fn new(device: Box<dyn Device>, (decoder, steps): (DeviceDecoder, Steps), pool: Pool) -> Self {
+    pub(super) fn new(device: Box<dyn Device>, decoder: DeviceDecoder, pool: Pool) -> Self {
         let outputs = DeviceOutputs { hidden: DevicePtr::NULL, logits: DevicePtr::NULL };
-        Self { device, decoder, steps, pool, outputs, hidden: Vec::new(), bytes: Vec::new() }
+        Self { device, decoder, pool, outputs, hidden: Vec::new(), bytes: Vec::new() }
+    }
+
+    /// Keeps no other rank waiting for this one.
+    pub(super) fn abort(&self) {
+        self.device.abort();
     }
 
     fn model(&self) -> &ModelConfig {
@@ -202,9 +208,5 @@ impl Compute for CudaBackend {
 
     fn name(&self) -> &str {
         &self.device.facts().name
-    }
-
-    fn steps(&mut self) -> Option<&mut dyn DecodeSteps> {
-        Some(self)
     }
 }

@@ -5,7 +5,7 @@ use super::cuda::CudaBackend;
 use crate::batch::Batch;
 use crate::error::Result;
 use crate::kv::cells::Cells;
-use crate::model::device::steps::StepRow;
+use crate::model::device::steps::{StepRow, Steps};
 use crate::sample::{Outcome, SamplerSpec};
 use crate::seq::SeqId;
 
@@ -13,7 +13,14 @@ fn slot(id: SeqId) -> usize {
     id.slot() as usize
 }
 
-impl DecodeSteps for CudaBackend {
+/// One GPU, with the steps whose state it keeps.
+#[derive(Debug)]
+pub(super) struct SteppedGpu {
+    pub(super) gpu: CudaBackend,
+    pub(super) steps: Steps,
+}
+
+impl DecodeSteps for SteppedGpu {
     fn n_rows(&self) -> usize {
         self.steps.n_rows()
     }
@@ -22,7 +29,7 @@ impl DecodeSteps for CudaBackend {
     fn takes(&self, cells: &Cells, id: SeqId, position: i32) -> bool {
         let has_gap = || cells.runs(id.slot()).windows(2).any(|runs| runs[0].end() != runs[1].position);
         self.steps.samples_after(slot(id), position as u32)
-            && (self.decoder.config().window.is_none() || !has_gap())
+            && (self.gpu.decoder.config().window.is_none() || !has_gap())
     }
 
     fn launch(
@@ -49,15 +56,15 @@ impl DecodeSteps for CudaBackend {
             cells.visible_cells(row.slot as u32, row.position as i32 - 1, &mut list);
             list
         };
-        self.steps.launch((&*self.device, &self.decoder), &rows, &before)
+        self.steps.launch((&*self.gpu.device, &self.gpu.decoder), &rows, &before)
     }
 
     fn launch_ahead(&mut self, next_cells: &[u32]) -> Result<()> {
-        self.steps.launch_ahead((&*self.device, &self.decoder), next_cells)
+        self.steps.launch_ahead((&*self.gpu.device, &self.gpu.decoder), next_cells)
     }
 
     fn collect(&mut self) -> Result<Vec<Outcome>> {
-        self.steps.collect(&*self.device)
+        self.steps.collect(&*self.gpu.device)
     }
 
     fn set_sampling(&mut self, id: SeqId, spec: &SamplerSpec, (prompt, output): (&[i32], &[i32])) {

@@ -8,6 +8,8 @@ mod backend;
 #[cfg(feature = "cuda")]
 mod cuda;
 #[cfg(feature = "cuda")]
+mod cuda_ranks;
+#[cfg(feature = "cuda")]
 mod cuda_steps;
 mod decode;
 mod fingerprint;

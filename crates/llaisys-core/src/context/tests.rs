@@ -1,5 +1,6 @@
 //! What only shows from the inside: a panic in the middle of a forward pass, and one in the middle of a change.
 
+use super::kv::Change;
 use super::ranks::Rank;
 use super::*;
 use crate::batch::{BatchArrays, output};
@@ -62,7 +63,7 @@ fn rank(context: &mut Context, rank: usize) -> &mut Rank {
     match &mut context.backend {
         Backend::Cpu(ranks) => &mut ranks.ranks[rank],
         #[cfg(feature = "cuda")]
-        Backend::Cuda(_) => unreachable!("these contexts are on the CPU"),
+        _ => unreachable!("these contexts are on the CPU"),
     }
 }
 
@@ -107,7 +108,8 @@ fn a_panic_in_the_forward_pass_of_any_rank_leaves_everything_as_it_was() {
 #[test]
 fn a_panic_in_the_middle_of_a_change_marks_the_context_as_broken() {
     let mut context = context();
-    let panicked = catch_unwind(AssertUnwindSafe(|| context.change::<()>(|_| panic!("half-way"))));
+    let panicked =
+        catch_unwind(AssertUnwindSafe(|| context.change::<()>(Change::None, |_| panic!("half-way"))));
     assert!(panicked.is_err());
     assert!(context.is_broken());
 }

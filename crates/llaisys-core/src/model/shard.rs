@@ -67,11 +67,16 @@ impl Shard {
         n_columns: usize,
         (block, name): (usize, &dyn Fn() -> String),
     ) -> Result<Range<usize>, Unsupported> {
-        let columns = self.part(n_columns, split(slot) == Split::Columns);
+        let columns = self.plain_columns(slot, n_columns);
         if columns.len().is_multiple_of(block) {
             return Ok(columns);
         }
         Err(self.refused(format!("the row length of {} (blocks of {block})", name()), n_columns, block))
+    }
+
+    /// As [`Shard::columns`], of a matrix whose rows are held in single numbers.
+    pub(super) fn plain_columns(self, slot: Slot, n_columns: usize) -> Range<usize> {
+        self.part(n_columns, split(slot) == Split::Columns)
     }
 
     fn part(self, n: usize, is_split: bool) -> Range<usize> {

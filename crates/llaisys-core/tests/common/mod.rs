@@ -1,5 +1,6 @@
 //! Small random models written as Hugging Face folders, and short ways to decode with them.
 #![allow(dead_code, reason = "each test binary uses its own part of this file")]
+use half::bf16;
 use llaisys_core::batch::{BatchArrays, output};
 use llaisys_core::context::{Context, ContextConfig, DecodeRequest, DecodeResult};
 use llaisys_core::dtype::ComputeMode;
@@ -118,22 +119,33 @@ impl Tiny {
 
     /// Writes `config.json` and `model.safetensors` (f32) into a folder of its own.
     pub(crate) fn write(&self) -> PathBuf {
+        self.write_as(Dtype::F32)
+    }
+
+    /// As [`Tiny::write`], in f32 or bf16.
+    pub(crate) fn write_as(&self, dtype: Dtype) -> PathBuf {
         static COUNTER: AtomicU32 = AtomicU32::new(0);
         let number = COUNTER.fetch_add(1, Ordering::Relaxed);
         let name = format!("tiny-{}-{number}", std::process::id());
-        let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
+        // A binary may be run where it was not built.
+        let built = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
+        let folder = if built.is_dir() { built } else { std::env::temp_dir() }.join(name);
         std::fs::create_dir_all(&folder).unwrap();
         std::fs::write(folder.join("config.json"), self.config_json()).unwrap();
         let bytes: Vec<(String, Vec<usize>, Vec<u8>)> = self
             .tensors
             .iter()
             .map(|(name, (shape, values))| {
-                (name.clone(), shape.clone(), values.iter().flat_map(|v| v.to_le_bytes()).collect())
+                let bytes = match dtype {
+                    Dtype::BF16 => values.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect(),
+                    _ => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+                };
+                (name.clone(), shape.clone(), bytes)
             })
             .collect();
-        let views = bytes.iter().map(|(name, shape, data)| {
-            (name.as_str(), TensorView::new(Dtype::F32, shape.clone(), data).unwrap())
-        });
+        let views = bytes
+            .iter()
+            .map(|(name, shape, data)| (name.as_str(), TensorView::new(dtype, shape.clone(), data).unwrap()));
         safetensors::serialize_to_file(views, None, &folder.join("model.safetensors")).unwrap();
         folder
     }

@@ -373,15 +373,19 @@ template <class... P, void (*Kernel)(P...)> struct Entry<Kernel> {
         Kernel(Param<P>::of(args[I].bits)...);
     }
     static void run(const Arg* args) { spread(args, std::index_sequence_for<P...>()); }
-    static int start(Request* request, const char* name) {
-        static const uint32_t kinds[] = {Param<P>::kind..., 0};
-        return launch(request, name, run, kinds, sizeof...(P));
+    static constexpr uint32_t KINDS[] = {Param<P>::kind..., 0};
+    static int start(Request* request, const char* name) { return launch(request, name, run, KINDS, sizeof...(P)); }
+    static const uint32_t* kinds(uint32_t* n) {
+        *n = sizeof...(P);
+        return KINDS;
     }
 };
 
 }  // namespace emu
 
+// What starts a kernel, and the kinds of its parameters.
 #define LL_EMU_KERNEL(name) \
-    extern "C" int ll_emu_##name(emu::Request* request) { return emu::Entry<name>::start(request, #name); }
+    extern "C" int ll_emu_##name(emu::Request* request) { return emu::Entry<name>::start(request, #name); } \
+    extern "C" const uint32_t* ll_emu_kinds_##name(uint32_t* n) { return emu::Entry<name>::kinds(n); }
 
 #include "emu_functions.h"

@@ -1,8 +1,11 @@
 //! An emulator of another size, one launch of which fails.
 
 use super::Emulator;
+use llaisys_core::collective::Local;
 use llaisys_core::error::DeviceError;
-use llaisys_core::ops::cuda::device::{Device, DeviceFacts, DevicePtr, Event, GraphId, Launch, Product};
+use llaisys_core::ops::cuda::device::{
+    Device, DeviceFacts, DevicePtr, Event, Exchange, GraphId, Launch, Product,
+};
 use llaisys_core::ops::cuda::unit::Function;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
@@ -40,6 +43,12 @@ impl Flaky {
         let inner = Emulator::new();
         let facts = DeviceFacts { total_bytes, ..inner.facts().clone() };
         Self { inner, facts, fuse: fuse.clone() }
+    }
+
+    /// That of a rank.
+    pub(crate) fn joined(fuse: &Fuse, others: Local) -> Self {
+        let inner = Emulator::joined(others);
+        Self { facts: inner.facts().clone(), inner, fuse: fuse.clone() }
     }
 }
 
@@ -82,6 +91,22 @@ impl Device for Flaky {
 
     fn product(&self, product: &Product) -> Result<(), DeviceError> {
         self.inner.product(product)
+    }
+
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    fn world(&self) -> usize {
+        self.inner.world()
+    }
+
+    fn exchange(&self, exchange: &Exchange) -> Result<(), DeviceError> {
+        self.inner.exchange(exchange)
+    }
+
+    fn abort(&self) {
+        self.inner.abort();
     }
 
     fn read_back(&self, from: DevicePtr, n_bytes: usize) -> Result<Event, DeviceError> {

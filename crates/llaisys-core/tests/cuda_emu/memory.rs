@@ -1,12 +1,11 @@
 //! Device memory of the emulator: every allocation lies between pages that nobody may touch.
 
+use super::arrays::FRESH;
 use llaisys_core::ops::cuda::device::DevicePtr;
 
 /// Untouchable bytes before and behind an allocation: more than a row that is off by one.
 const GUARD: usize = 1 << 20;
 const PAGE: usize = 4096;
-/// What fresh memory holds: NaN in every float type, -1 as an integer.
-const FRESH: u8 = 0xff;
 
 /// One allocation. It ends at its guard but for the bytes that alignment to 16 leaves, which keep [`FRESH`].
 #[derive(Debug)]

@@ -2,19 +2,25 @@
 //!
 //! A fault of a kernel is an error that names it; like a GPU, the device is of no use from then on.
 
+pub(crate) mod arrays;
 pub(crate) mod compare;
+mod exchange;
 pub(crate) mod flaky;
 mod memory;
+pub(crate) mod part;
+pub(crate) mod pick;
 mod product;
 mod units;
 
+use llaisys_core::collective::{Collective, Local};
 use llaisys_core::error::DeviceError;
 use llaisys_core::ops::contract::Draw;
 use llaisys_core::ops::cuda::device::{
-    Arg, Device, DeviceFacts, DevicePtr, Element, Event, GraphId, Launch, Product,
+    Arg, Device, DeviceFacts, DevicePtr, Event, Exchange, GraphId, Launch, Product,
 };
 use llaisys_core::ops::cuda::unit::{FILES, Function, Kernel, KernelFile, Unit};
 use memory::Memory;
+use pick::is_gpu;
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::hash::{BuildHasher, RandomState};
@@ -37,6 +43,8 @@ struct State {
     graphs: Vec<Vec<Work>>,
     read: VecDeque<(Event, Vec<u8>)>,
     last_event: Event,
+    /// The other ranks, of a device that has a part of a model.
+    others: Option<Local>,
 }
 
 /// Work as a graph keeps it.
@@ -44,6 +52,7 @@ struct State {
 enum Work {
     Launch { function: Function, grid: [u32; 3], block: u32, shared_bytes: u32, args: Vec<Arg> },
     Product(Product),
+    Exchange(Exchange),
     Fill(DevicePtr, u8, usize),
 }
 
@@ -51,6 +60,13 @@ impl Emulator {
     /// A device that knows the kernels of the table.
     pub(crate) fn new() -> Self {
         Self::with_files(FILES)
+    }
+
+    /// The device of a rank, which exchanges through the host's memory: `others` is its end of their group.
+    pub(crate) fn joined(others: Local) -> Self {
+        let device = Self::new();
+        device.state.borrow_mut().others = Some(others);
+        device
     }
 
     /// A device that knows other kernels: tests of the emulator itself.
@@ -66,6 +82,7 @@ impl Emulator {
 
     /// As [`Emulator::with_files`], with a seed.
     pub(crate) fn with_seed(seed: u64, files: &[&'static KernelFile]) -> Self {
+        assert!(!is_gpu(), "LLAISYS_TEST_DEVICE=gpu, and this test knows the emulator alone");
         println!("replay the order of threads with LLAISYS_EMU_SEED={seed}");
         let facts = DeviceFacts {
             name: "emulator".into(),
@@ -77,51 +94,6 @@ impl Emulator {
         };
         let state = RefCell::new(State { seed, ..State::default() });
         Self { facts, files: files.to_vec(), state }
-    }
-
-    /// Memory that holds these elements.
-    pub(crate) fn elements(&self, what: &'static str, element: Element, values: &[f32]) -> DevicePtr {
-        self.bytes(what, &product::encode(element, values))
-    }
-
-    /// Memory that holds these integers.
-    pub(crate) fn i32s(&self, what: &'static str, values: &[i32]) -> DevicePtr {
-        self.bytes(what, &values.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>())
-    }
-
-    /// Memory that holds these integers.
-    pub(crate) fn u32s(&self, what: &'static str, values: &[u32]) -> DevicePtr {
-        self.bytes(what, &values.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>())
-    }
-
-    /// Memory that holds these bytes.
-    pub(crate) fn bytes(&self, what: &'static str, bytes: &[u8]) -> DevicePtr {
-        let at = self.alloc(what, bytes.len()).expect("the emulator has memory");
-        self.upload(at, bytes).expect("the memory is its own");
-        at
-    }
-
-    /// Memory for `n` elements, NaN as yet.
-    pub(crate) fn room(&self, what: &'static str, element: Element, n: usize) -> DevicePtr {
-        self.alloc(what, n * product::size_of(element)).expect("the emulator has memory")
-    }
-
-    /// The values of `n` elements.
-    pub(crate) fn read(&self, element: Element, from: DevicePtr, n: usize) -> Vec<f32> {
-        product::decode(element, &self.read_bytes(from, n * product::size_of(element)))
-    }
-
-    /// The values of `n` integers.
-    pub(crate) fn read_i32s(&self, from: DevicePtr, n: usize) -> Vec<i32> {
-        let bytes = self.read_bytes(from, n * 4);
-        bytes.chunks_exact(4).map(|b| i32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
-    }
-
-    /// `n_bytes` bytes.
-    pub(crate) fn read_bytes(&self, from: DevicePtr, n_bytes: usize) -> Vec<u8> {
-        let mut bytes = vec![0; n_bytes];
-        self.download(from, &mut bytes).expect("the device is sound and the memory its own");
-        bytes
     }
 
     /// Notes what a capture notes, does everything else now.
@@ -144,6 +116,12 @@ impl Emulator {
             }
             Work::Product(p) => {
                 (format!("product {} x {} x {}", p.m, p.n, p.k), product::product(&mut state.memory, p))
+            }
+            // A rank that is lost takes nothing from this one's memory.
+            Work::Exchange(exchange) => {
+                let State { memory, others, .. } = state;
+                let others = others.as_mut().ok_or_else(|| exchange.alone())?;
+                return exchange::exchange(memory, others, exchange);
             }
             Work::Fill(to, value, n) => {
                 ("fill".into(), state.memory.bytes_mut(*to, *n).map(|bytes| bytes.fill(*value)))
@@ -297,6 +275,24 @@ impl Device for Emulator {
 
     fn product(&self, product: &Product) -> Result<(), DeviceError> {
         self.ask("product", Work::Product(*product))
+    }
+
+    fn rank(&self) -> usize {
+        self.state.borrow().others.as_ref().map_or(0, Local::rank)
+    }
+
+    fn world(&self) -> usize {
+        self.state.borrow().others.as_ref().map_or(1, Local::world)
+    }
+
+    fn exchange(&self, exchange: &Exchange) -> Result<(), DeviceError> {
+        self.ask("exchange", Work::Exchange(*exchange))
+    }
+
+    fn abort(&self) {
+        if let Some(others) = &self.state.borrow().others {
+            others.abort();
+        }
     }
 
     fn read_back(&self, from: DevicePtr, n_bytes: usize) -> Result<Event, DeviceError> {

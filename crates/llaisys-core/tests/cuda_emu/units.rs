@@ -33,21 +33,10 @@ pub(crate) type Start = unsafe extern "C" fn(*mut Request) -> i32;
 /// No unit is ever unloaded: its signal handler stays.
 static LOADED: LazyLock<Mutex<HashMap<String, &'static Library>>> = LazyLock::new(Mutex::default);
 
-/// What a unit is compiled with. The sanitizer's checks end in a trap, which the emulator names.
-const FLAGS: [&str; 12] = [
-    "-std=c++17",
-    "-O1",
-    "-shared",
-    "-fPIC",
-    "-w",
-    "-fno-exceptions",
-    "-fno-strict-aliasing",
-    "-ffp-contract=off",
-    "-U_FORTIFY_SOURCE",
-    "-fsanitize=alignment,bounds,shift,integer-divide-by-zero",
-    "-fsanitize-undefined-trap-on-error",
-    "-x",
-];
+/// What a unit is compiled with; the compiler reads the file, too. The sanitizer's checks end in a trap, which the
+/// emulator names.
+const FLAGS: &str = include_str!("flags.txt");
+const FLAGS_FILE: &str = concat!("@", env!("CARGO_MANIFEST_DIR"), "/tests/cuda_emu/flags.txt");
 
 /// The function that starts `kernel` of a unit of `file`, compiled if need be.
 pub(crate) fn start_of(file: &KernelFile, unit: &Unit, kernel: &str) -> Symbol<'static, Start> {
@@ -100,7 +89,7 @@ fn build(unit: &Unit, text: &str) -> PathBuf {
     let stem = folder.join(format!("{unit}-{}", std::process::id()));
     let (source, object) = (stem.with_extension("cc"), stem.with_extension("tmp"));
     std::fs::write(&source, text).expect("the target folder takes files");
-    let run = Command::new("c++").args(FLAGS).arg("c++").arg(&source).arg("-o").arg(&object).output();
+    let run = Command::new("c++").arg(FLAGS_FILE).arg(&source).arg("-o").arg(&object).output();
     let run = run.expect("a C++ compiler named c++ (Debian: apt install g++; Fedora: dnf install gcc-c++)");
     let errors = String::from_utf8_lossy(&run.stderr);
     assert!(run.status.success(), "{unit} does not compile ({}):\n{errors}", source.display());

@@ -44,9 +44,13 @@ impl Drop for Scratch {
     }
 }
 
-/// The golden folder `name`.
+/// The golden folder `name`: of the source, or beside a binary that was carried elsewhere (`benches/gpu/bundle.py`).
 pub fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/goldens").join(name)
+    let of_source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/goldens").join(name);
+    if of_source.is_dir() {
+        return of_source;
+    }
+    std::env::current_exe().unwrap().with_file_name("goldens").join(name)
 }
 
 /// What every opened checkpoint promises. Touches each tensor's first and last byte, so that a range outside

@@ -1,16 +1,18 @@
-//! A checkpoint's tensors in device memory: matrices in the device's 16-bit type, dequantised on the way, those that
-//! share an input one below the other; norms in f32.
+//! A checkpoint's tensors in device memory, or a rank's part of them: matrices in the device's 16-bit type, dequantised on
+//! the way, those that share an input one below the other; norms in f32.
 
 use super::arena::Arena;
 use crate::dtype::DType;
 use crate::error::DeviceError;
 use crate::model::checkpoint::Checkpoint;
+use crate::model::shard::Shard;
 use crate::model::slot::{LayerSlot, Slot};
 use crate::ops::cuda::device::{Device, DevicePtr, Element};
 use crate::quant::dequantize_row;
 use crate::tensor::RowView;
 use crate::threads::Pool;
 use half::{bf16, f16};
+use std::ops::Range;
 
 /// Bytes that are converted before they are copied.
 const PIECE_BYTES: usize = 16 << 20;
@@ -41,9 +43,9 @@ pub struct DeviceLayer {
 /// All tensors of a model.
 #[derive(Debug)]
 pub struct DeviceWeights {
-    /// `[vocab_size, d_model]`
+    /// `[vocab_size, d_model]`, whole on every rank.
     pub embed: DevicePtr,
-    /// `[vocab_size, d_model]`: the embedding, if the head is tied.
+    /// `[n_head_rows, d_model]`: of the embedding, if the head is tied.
     pub head: DevicePtr,
     /// `[d_model]` f32
     pub output_norm: DevicePtr,
@@ -61,26 +63,39 @@ pub fn element_of(checkpoint: &Checkpoint) -> Element {
     }
 }
 
+/// Rows of the head that a rank has. Of several, each has as many, and they begin where the library wants a matrix to
+/// begin; those behind the vocabulary are zeros.
+pub fn n_head_rows(vocab_size: usize, world: usize) -> usize {
+    if world == 1 { vocab_size } else { vocab_size.div_ceil(world).next_multiple_of(16) }
+}
+
 /// Bytes of [`load`]'s arena.
-pub fn n_bytes(checkpoint: &Checkpoint) -> Result<usize, DeviceError> {
-    let mut counter = Loader { checkpoint, target: None, arena: Arena::counting() };
+pub fn n_bytes(checkpoint: &Checkpoint, shard: Shard) -> Result<usize, DeviceError> {
+    let mut counter = Loader { checkpoint, shard, target: None, arena: Arena::counting() };
     counter.weights()?;
     Ok(counter.arena.n_bytes())
 }
 
-/// Copies every tensor to one arena on `device`. Errors: the device's; no memory.
+/// Copies every tensor, or the part of it that the device's rank has, to one arena on `device`. Errors: the device's; no
+/// memory.
 pub fn load(
     device: &dyn Device,
     checkpoint: &Checkpoint,
     element: Element,
     pool: &Pool,
 ) -> Result<DeviceWeights, DeviceError> {
-    let base = device.alloc("the weights", n_bytes(checkpoint)?)?;
+    let shard = shard_of(device);
+    let base = device.alloc("the weights", n_bytes(checkpoint, shard)?)?;
     let target = Target { device, element, pool };
-    let mut loader = Loader { checkpoint, target: Some(target), arena: Arena::placing(base) };
+    let mut loader = Loader { checkpoint, shard, target: Some(target), arena: Arena::placing(base) };
     let weights = loader.weights()?;
     device.synchronize()?;
     Ok(weights)
+}
+
+/// The part of a model that a device has.
+pub fn shard_of(device: &dyn Device) -> Shard {
+    Shard { rank: device.rank(), world: device.world() }
 }
 
 #[derive(Clone, Copy)]
@@ -93,6 +108,7 @@ struct Target<'a> {
 /// Walks through a model's tensors: counts them, or copies them as well.
 struct Loader<'a> {
     checkpoint: &'a Checkpoint,
+    shard: Shard,
     target: Option<Target<'a>>,
     arena: Arena,
 }
@@ -101,7 +117,12 @@ impl Loader<'_> {
     fn weights(&mut self) -> Result<DeviceWeights, DeviceError> {
         let config = self.checkpoint.config();
         let embed = self.matrix(&[Slot::Embed])?;
-        let head = if config.tied_head { embed } else { self.matrix(&[Slot::LmHead])? };
+        let head = if config.tied_head {
+            let n_rows = self.shard.rank * n_head_rows(config.vocab_size, self.shard.world);
+            embed.at(n_rows * config.d_model * 2)
+        } else {
+            self.matrix(&[Slot::LmHead])?
+        };
         let output_norm = self.vector(Slot::OutputNorm)?;
         let layers = (0..config.n_layers).map(|index| self.layer(index)).collect::<Result<_, _>>()?;
         Ok(DeviceWeights { embed, head, output_norm, layers, n_bytes: self.arena.n_bytes() })
@@ -126,22 +147,41 @@ impl Loader<'_> {
         })
     }
 
+    /// This rank's rows and columns of a tensor; a vector's elements are rows of one. Rows may reach beyond the last.
+    fn part(&self, slot: Slot) -> (Range<usize>, Range<usize>) {
+        let (config, Shard { rank, world }) = (self.checkpoint.config(), self.shard);
+        let shape = config.shape(slot);
+        let n_head_rows = n_head_rows(config.vocab_size, world);
+        let rows = match slot {
+            // The head's rows are among them.
+            Slot::Embed if config.tied_head => 0..world * n_head_rows,
+            Slot::Embed => 0..config.vocab_size,
+            Slot::LmHead => rank * n_head_rows..(rank + 1) * n_head_rows,
+            Slot::OutputNorm | Slot::Layer(..) => self.shard.rows(slot, shape[0]),
+        };
+        (rows, shape.get(1).map_or(0..1, |&n_columns| self.shard.plain_columns(slot, n_columns)))
+    }
+
+    fn part_bytes(&self, slot: Slot) -> usize {
+        let (rows, columns) = self.part(slot);
+        rows.len() * columns.len() * 2
+    }
+
     /// Tensors one below the other, in the device's type.
     fn matrix(&mut self, slots: &[Slot]) -> Result<DevicePtr, DeviceError> {
-        let config = self.checkpoint.config();
-        let n_elements = |&slot: &Slot| config.shape(slot).iter().product::<usize>();
-        let at = self.arena.take(slots.iter().map(n_elements).sum::<usize>() * 2);
+        let n_bytes = slots.iter().map(|&slot| self.part_bytes(slot)).sum();
+        let at = self.arena.take(n_bytes);
         if let Some(target) = self.target {
             let mut to = at;
-            for slot in slots {
-                self.copy(target, *slot, to)?;
-                to = to.at(n_elements(slot) * 2);
+            for &slot in slots {
+                self.copy(target, slot, to)?;
+                to = to.at(self.part_bytes(slot));
             }
         }
         Ok(at)
     }
 
-    /// Copies a tensor, row by row in the order that the forward pass wants.
+    /// Copies this rank's part of a tensor, row by row in the order that the forward pass wants.
     fn copy(&self, target: Target<'_>, slot: Slot, to: DevicePtr) -> Result<(), DeviceError> {
         // The pages of what was read before need not stay.
         self.checkpoint.release_pages();
@@ -151,20 +191,27 @@ impl Loader<'_> {
         let view = tensor.view();
         // A vector's elements are rows of one, as its order is that of a matrix's rows.
         let shape = config.shape(slot);
-        let (n_rows, n_columns) = (shape[0], shape.get(1).copied().unwrap_or(1));
         let row = |n: usize| {
             let n = first + self.checkpoint.stored_row(slot, n);
             if shape.len() > 1 { view.row(n) } else { element(view.row(0), n) }
         };
-        let at_once = (PIECE_BYTES / (n_columns * 2)).max(1);
-        let mut bytes = vec![0_u8; at_once.min(n_rows) * n_columns * 2];
+        let n_columns = shape.get(1).copied().unwrap_or(1);
+        let (rows, columns) = self.part(slot);
+        // Of this rank's, those that there are.
+        let n_rows = rows.end.min(shape[0]).saturating_sub(rows.start);
+        let row_bytes = columns.len() * 2;
+        let at_once = (PIECE_BYTES / row_bytes).max(1);
+        let mut bytes = vec![0_u8; at_once.min(n_rows) * row_bytes];
         for begin in (0..n_rows).step_by(at_once) {
             let n = at_once.min(n_rows - begin);
-            let piece = &mut bytes[..n * n_columns * 2];
-            convert(target, &|i| row(begin + i), n_columns, piece);
-            target.device.upload(to.at(begin * n_columns * 2), piece)?;
+            let piece = &mut bytes[..n * row_bytes];
+            convert(target, &|i| row(rows.start + begin + i), (n_columns, &columns), piece);
+            target.device.upload(to.at(begin * row_bytes), piece)?;
         }
-        Ok(())
+        match rows.len() - n_rows {
+            0 => Ok(()),
+            n_behind => target.device.fill(to.at(n_rows * row_bytes), 0, n_behind * row_bytes),
+        }
     }
 
     /// A norm's weights in f32.
@@ -190,23 +237,23 @@ fn element(row: RowView<'_>, n: usize) -> RowView<'_> {
     RowView { dtype: row.dtype, bytes: &row.bytes[n * size..(n + 1) * size] }
 }
 
-/// Rows of `n_columns` in the target's type, to the nearest; the threads share them.
+/// The `columns` of rows of `n_columns` in the target's type, to the nearest; the threads share them.
 fn convert<'r>(
     target: Target<'_>,
     row: &(dyn Fn(usize) -> RowView<'r> + Sync),
-    n_columns: usize,
+    (n_columns, columns): (usize, &Range<usize>),
     out: &mut [u8],
 ) {
     let own = if target.element == Element::F16 { DType::F16 } else { DType::BF16 };
-    target.pool.run_chunks(out, n_columns * 2, &|n, out| {
+    target.pool.run_chunks(out, columns.len() * 2, &|n, out| {
         let row = row(n);
         if row.dtype == own {
-            out.copy_from_slice(row.bytes);
+            out.copy_from_slice(&row.bytes[columns.start * 2..columns.end * 2]);
             return;
         }
         let mut values = vec![0.0_f32; n_columns];
         dequantize_row(row, &mut values);
-        for (out, &value) in out.chunks_exact_mut(2).zip(&values) {
+        for (out, &value) in out.chunks_exact_mut(2).zip(&values[columns.clone()]) {
             out.copy_from_slice(&bytes_of(target.element, value));
         }
     });

@@ -1,6 +1,10 @@
 //! The decoder on a [`Device`]: weights copied once, memory sized once, and a forward pass that is a list of launches
 //! in the order of [`Decoder::forward`](crate::model::decoder::Decoder::forward). Activations and the residual stream
 //! are in the weights' 16-bit type and rounded where transformers rounds them, sums and norms are in f32.
+//!
+//! Of a model that is split ([`crate::model::shard`]), each rank's device has its heads and inner columns, a part of the
+//! head's rows, and all of the embeddings. What attention and feed-forward part give is rounded and then summed over the
+//! ranks, two times in a layer; logits are put together from every rank's. All ranks do the same passes at the same time.
 
 pub mod arena;
 mod cells;
@@ -22,10 +26,10 @@ use crate::model::family::Activation;
 use crate::ops::cuda::attention::Attention;
 use crate::ops::cuda::attn_decode::{AttnDecode, n_splits};
 use crate::ops::cuda::attn_prefill::AttnPrefill;
-use crate::ops::cuda::device::{Device, DevicePtr, Element};
+use crate::ops::cuda::device::{Device, DevicePtr, Element, Exchange};
 use crate::ops::cuda::rope_kv_store::HeadShape;
 use crate::ops::cuda::unit::Function;
-use crate::ops::cuda::{add_rms_norm, embed, gate, gemv, rope_kv_store, step};
+use crate::ops::cuda::{add_rms_norm, embed, gate, gemv, join_columns, rope_kv_store, step};
 use crate::ops::{Gate as GateKind, Scoring};
 use crate::threads::Pool;
 use arena::{Arena, Room};
@@ -56,9 +60,10 @@ pub enum CellCount {
     Share(f64),
 }
 
-/// A model on a device, with its KV cells.
+/// A model on a device, or a rank's part of it, with its KV cells.
 #[derive(Debug)]
 pub struct DeviceDecoder {
+    /// Of this rank's part.
     config: ModelConfig,
     element: Element,
     weights: DeviceWeights,
@@ -87,6 +92,10 @@ struct Memory {
     hidden: DevicePtr,
     /// `[n_outputs, vocab_size]` f32
     logits: DevicePtr,
+    /// `[n_outputs, n_head_rows]` f32: this rank's logits, of several ranks.
+    own_logits: DevicePtr,
+    /// `[world, n_outputs, n_head_rows]` f32
+    all_logits: DevicePtr,
     /// Cosines and sines, `[max_len, d_head / 2]` f32 each.
     cos: DevicePtr,
     sin: DevicePtr,
@@ -97,25 +106,25 @@ struct Memory {
 }
 
 impl DeviceDecoder {
-    /// Copies a checkpoint to `device`, compiles its kernels and sizes its memory.
+    /// Copies a checkpoint to `device`, compiles its kernels and sizes its memory. Of a device with a rank of several, that
+    /// rank's part; then all ranks have to call this, and each gets as many cells as the one with the fewest.
     ///
-    /// Errors: what the kernels do not compute, by name; the device's; memory that does not suffice, in numbers.
+    /// Errors: what the kernels do not compute, or what cannot be split so, by name; the device's; memory that does not suffice, in numbers.
     pub fn new(
         device: &dyn Device,
         checkpoint: &Checkpoint,
         limits: DeviceLimits,
         pool: &Pool,
     ) -> Result<Self> {
-        let config = checkpoint.config().clone();
+        let config = load::shard_of(device).config(checkpoint.config())?;
         support::check(&config)?;
         let element = load::element_of(checkpoint);
         let functions = functions(&config, element);
         device.prepare(&functions.iter().collect::<Vec<_>>())?;
         let weights = load::load(device, checkpoint, element, pool)?;
-        let n_sms = device.facts().n_sms as usize;
-        let n_bytes = Memory::place(&config, &limits, (n_sms, Arena::counting())).1;
+        let n_bytes = Memory::place(device, &config, &limits, Arena::counting()).1;
         let base = device.alloc("the activations", n_bytes)?;
-        let memory = Memory::place(&config, &limits, (n_sms, Arena::placing(base))).0;
+        let memory = Memory::place(device, &config, &limits, Arena::placing(base)).0;
         memory.write_angles(device, &config, limits.max_len)?;
         let moves = device.alloc("the lists of cells that move", cells::moves_bytes(&config))?;
         let n_cells = match limits.cells {
@@ -126,6 +135,7 @@ impl DeviceDecoder {
                 arena::n_cells(room, arena::cell_bytes(&config), limits.n_rows)?
             }
         };
+        let n_cells = fewest(device, n_cells)?;
         // One more: the device's cell 0 takes what padding rows write.
         let kv_bytes = (n_cells + 1) * arena::cell_bytes(&config);
         let kv = device.alloc("the KV cells", kv_bytes)?;
@@ -256,9 +266,28 @@ fn functions(config: &ModelConfig, element: Element) -> Vec<Function> {
         gate::function(element, gate_kind(config)),
         gemv::function(element, element),
         gemv::function(element, Element::F32),
+        join_columns::function(),
         rope_kv_store::shift_function(element),
         step::copy_function(),
     ]
+}
+
+/// The least of what every rank calls this with.
+fn fewest(device: &dyn Device, n: usize) -> Result<usize, DeviceError> {
+    let world = device.world();
+    if world == 1 {
+        return Ok(n);
+    }
+    const APART: usize = 256;
+    let own = device.alloc("the ranks' numbers of cells", APART + 4 * world)?;
+    let all = own.at(APART);
+    // A number of cells fits into 32 bits, and a gather copies bits.
+    device.upload(own, &(n as u32).to_le_bytes())?;
+    device.exchange(&Exchange::AllGather { from: own, to: all, n: 1, element: Element::F32 })?;
+    let mut bytes = vec![0; 4 * world];
+    device.download(all, &mut bytes)?;
+    let numbers = bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]) as usize);
+    Ok(numbers.min().unwrap_or(n))
 }
 
 /// The attention of this model, of no rows as yet.
@@ -300,11 +329,14 @@ fn gate_kind(config: &ModelConfig) -> GateKind {
 impl Memory {
     /// Where everything lies in an arena, and how many bytes that is.
     fn place(
+        device: &dyn Device,
         config: &ModelConfig,
         limits: &DeviceLimits,
-        (n_sms, mut arena): (usize, Arena),
+        mut arena: Arena,
     ) -> (Self, usize) {
         let DeviceLimits { n_rows, n_outputs, max_len, .. } = *limits;
+        let (n_sms, world) = (device.facts().n_sms as usize, device.world());
+        let part = if world == 1 { 0 } else { load::n_head_rows(config.vocab_size, world) };
         let q = config.n_heads * config.d_head;
         let qkv = q + 2 * config.n_kv_heads * config.d_head;
         let mut rows_of = |width: usize| arena.take(n_rows * width * 2);
@@ -322,6 +354,8 @@ impl Memory {
             outputs: arena.take(n_outputs * size_of::<i32>()),
             hidden: arena.take(n_outputs * config.d_model * 2),
             logits: arena.take(n_outputs * config.vocab_size * size_of::<f32>()),
+            own_logits: arena.take(n_outputs * part * size_of::<f32>()),
+            all_logits: arena.take(world * n_outputs * part * size_of::<f32>()),
             cos: arena.take(angles),
             sin: arena.take(angles),
             scratch: arena.take(scratch_bytes(config, n_rows, n_sms)),

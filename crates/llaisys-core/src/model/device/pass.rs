@@ -1,6 +1,6 @@
 //! One pass over all layers: the list of launches.
 
-use super::load::DeviceLayer;
+use super::load::{DeviceLayer, n_head_rows};
 use super::rows::{DeviceRows, Seen};
 use super::{DeviceDecoder, gate_kind};
 use crate::error::DeviceError;
@@ -8,11 +8,12 @@ use crate::ops::cuda::add_rms_norm::AddRmsNorm;
 use crate::ops::cuda::attention::Attention;
 use crate::ops::cuda::attn_decode::{AttnDecode, n_splits};
 use crate::ops::cuda::attn_prefill::AttnPrefill;
-use crate::ops::cuda::device::{Device, DevicePtr, Element, Product};
+use crate::ops::cuda::device::{Device, DevicePtr, Element, Exchange, Product};
 use crate::ops::cuda::embed::Embed;
 use crate::ops::cuda::gate::Gate;
 use crate::ops::cuda::gather::Gather;
 use crate::ops::cuda::gemv;
+use crate::ops::cuda::join_columns::JoinColumns;
 use crate::ops::cuda::rope_kv_store::RopeKvStore;
 
 /// One pass at work.
@@ -90,7 +91,8 @@ impl Pass<'_> {
         .launch(self.device)?;
         let seen = self.rows.near.filter(|_| config.windowed[index]).unwrap_or(self.rows.far);
         self.attend((keys, values), seen)?;
-        self.product((memory.attended, q), (layer.o, DevicePtr::NULL), (memory.branch, config.d_model))
+        self.product((memory.attended, q), (layer.o, DevicePtr::NULL), (memory.branch, config.d_model))?;
+        self.sum_branch()
     }
 
     fn feed_forward(&self, layer: &DeviceLayer) -> Result<(), DeviceError> {
@@ -107,7 +109,18 @@ impl Pass<'_> {
             width: d_ff,
         }
         .launch(self.device)?;
-        self.product((memory.inner, d_ff), (layer.down, none), (memory.branch, d_model))
+        self.product((memory.inner, d_ff), (layer.down, none), (memory.branch, d_model))?;
+        self.sum_branch()
+    }
+
+    /// Puts the sum over the ranks in the branch's place.
+    fn sum_branch(&self) -> Result<(), DeviceError> {
+        if self.device.world() == 1 {
+            return Ok(());
+        }
+        let DeviceDecoder { config, element, memory, .. } = self.decoder;
+        let n = self.n * config.d_model;
+        self.device.exchange(&Exchange::AllReduceSum { at: memory.branch, n, element: *element })
     }
 
     /// Rows that are alone in their sequence come first and share one launch, chunks of prompts another.
@@ -183,18 +196,27 @@ pub(super) fn head(
     (hidden, n): (DevicePtr, usize),
 ) -> Result<(), DeviceError> {
     let DeviceDecoder { config, element, weights, memory, .. } = decoder;
+    let world = device.world();
+    let width = n_head_rows(config.vocab_size, world);
+    let own = if world == 1 { memory.logits } else { memory.own_logits };
     let head = Product {
         m: n,
-        n: config.vocab_size,
+        n: width,
         k: config.d_model,
         element: *element,
         out_element: Element::F32,
         input: hidden,
         weight: weights.head,
         bias: DevicePtr::NULL,
-        out: memory.logits,
+        out: own,
     };
-    start(device, &head)
+    start(device, &head)?;
+    if world == 1 {
+        return Ok(());
+    }
+    let (parts, n_columns) = (memory.all_logits, config.vocab_size);
+    device.exchange(&Exchange::AllGather { from: own, to: parts, n: n * width, element: Element::F32 })?;
+    JoinColumns { parts, out: memory.logits, n_rows: n, width, n_columns }.launch(device)
 }
 
 /// By our own kernel where few rows read the weight, by the library else.

@@ -85,6 +85,39 @@ pub struct Product {
     pub out: DevicePtr,
 }
 
+/// What the devices of a model's ranks say to each other. Every rank asks for the same exchanges in the same order, with
+/// the same numbers of elements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the text of each variant names its fields")]
+pub enum Exchange {
+    /// Puts the sum over all ranks in place of each element at `at`, `[n]`. All ranks get the same bits.
+    AllReduceSum { at: DevicePtr, n: usize, element: Element },
+    /// Puts the ranks' `from`, `[n]` each, one after the other to `to`, `[world, n]`.
+    AllGather { from: DevicePtr, to: DevicePtr, n: usize, element: Element },
+    /// Puts what rank `root` has at `at`, `[n]`, to every other's.
+    Broadcast { at: DevicePtr, n: usize, element: Element, root: usize },
+}
+
+impl Exchange {
+    /// The error of a device that has nobody to say anything to.
+    pub fn alone(&self) -> DeviceError {
+        let status = "the device has joined no others".to_owned();
+        DeviceError::Cuda { op: self.to_string(), status }
+    }
+}
+
+impl std::fmt::Display for Exchange {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::AllReduceSum { n, element, .. } => write!(f, "all-reduce of {n} x {element:?}"),
+            Self::AllGather { n, element, .. } => write!(f, "all-gather of {n} x {element:?}"),
+            Self::Broadcast { n, element, root, .. } => {
+                write!(f, "broadcast of {n} x {element:?} from {root}")
+            }
+        }
+    }
+}
+
 /// What grids are cut for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceFacts {
@@ -139,6 +172,25 @@ pub trait Device: Debug + Send {
     /// Starts a matrix product.
     fn product(&self, product: &Product) -> Result<(), DeviceError>;
 
+    /// This device's rank of the model's, from 0.
+    fn rank(&self) -> usize {
+        0
+    }
+
+    /// Ranks that the model is split over: a device that never joined others has all of it.
+    fn world(&self) -> usize {
+        1
+    }
+
+    /// Starts an exchange with the other ranks' devices. Errors besides: [`DeviceError::RankLost`], here or at a later
+    /// call that waits, if another rank has ended; the device is of no use for exchanges then.
+    fn exchange(&self, exchange: &Exchange) -> Result<(), DeviceError> {
+        Err(exchange.alone())
+    }
+
+    /// Ends the exchanges of all ranks: whoever waits for this one, or comes to, gets an error.
+    fn abort(&self) {}
+
     /// Copies `n_bytes` to a read-back buffer, in order, and returns the event after it: the copy is taken with
     /// [`Device::collect`], in the order of the calls, while later work goes on.
     fn read_back(&self, from: DevicePtr, n_bytes: usize) -> Result<Event, DeviceError>;
@@ -149,7 +201,7 @@ pub trait Device: Debug + Send {
     /// Waits for everything.
     fn synchronize(&self) -> Result<(), DeviceError>;
 
-    /// From here to [`Device::end_capture`] launches, products and fills are noted, not done.
+    /// From here to [`Device::end_capture`] launches, products, exchanges and fills are noted, not done.
     fn begin_capture(&self) -> Result<(), DeviceError>;
 
     /// Ends the capture; after an error the device is out of it, and nothing was captured.

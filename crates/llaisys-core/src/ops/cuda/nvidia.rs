@@ -6,10 +6,11 @@
 
 use super::blas::{Blas, workspace_bytes};
 use super::compile::Cubins;
-use super::device::{Arg, Device, DeviceFacts, DevicePtr, Event, GraphId, Launch, Product};
+use super::device::{Arg, Device, DeviceFacts, DevicePtr, Event, Exchange, GraphId, Launch, Product};
+use super::nccl::{Communicator, Seat};
 use super::nvrtc::Source;
+use super::pinned::Pinned;
 use super::probe::{CAPABILITY_MIN, Cuda};
-use super::ring::Ring;
 use super::status::{self, Severity};
 use super::unit::{Function, KernelFile, Unit};
 use crate::error::DeviceError;
@@ -62,13 +63,9 @@ pub struct Nvidia {
     n_events: Cell<Event>,
     free_events: RefCell<Vec<sys::CUevent>>,
     graphs: RefCell<Vec<sys::CUgraphExec>>,
-}
-
-/// Pinned host memory that copies go through.
-#[derive(Debug)]
-struct Pinned<T> {
-    bytes: *mut u8,
-    ring: RefCell<Ring<T>>,
+    is_capturing: Cell<bool>,
+    /// None of a device with a whole model.
+    others: Option<Communicator>,
 }
 
 // SAFETY: what the pointers name belongs to the driver's context of the process, to no thread. One thread at a time has
@@ -129,6 +126,8 @@ impl Nvidia {
             n_events: Cell::new(0),
             free_events: RefCell::default(),
             graphs: RefCell::default(),
+            is_capturing: Cell::new(false),
+            others: None,
         };
         let n_bytes = workspace_bytes(opened.facts.capability);
         let workspace = opened.alloc("the workspace of products", n_bytes)?;
@@ -136,13 +135,32 @@ impl Nvidia {
         Ok(opened)
     }
 
+    /// Makes this the device of a rank; returns when every rank's has come.
+    ///
+    /// Errors: another rank did not come; NCCL's.
+    pub fn join(&mut self, seat: Seat) -> Result<(), DeviceError> {
+        self.others = Some(seat.join()?);
+        Ok(())
+    }
+
     /// Units that were compiled, not found on disk.
     pub fn n_compiled(&self) -> usize {
         self.cubins.n_compiled()
     }
 
+    /// Refuses what a capture would note, or be ended by: the driver would take a copy into the graph, with the staging
+    /// memory as it is at each replay.
+    fn uncaptured(&self, op: &str) -> Result<(), DeviceError> {
+        if self.is_capturing.get() {
+            let status = "not allowed in a capture".to_owned();
+            return Err(DeviceError::Cuda { op: op.to_owned(), status });
+        }
+        Ok(())
+    }
+
     /// Loads the machine code of a unit, and its functions, so that none is loaded in a capture.
     fn load(&self, unit: &Unit, cubin: &[u8]) -> Result<(), DeviceError> {
+        self.uncaptured("load a kernel")?;
         let fails = |e| fail(format!("load {unit} for {}", self.facts.name), e);
         // SAFETY: the image is whole: it came from the compiler, or from the cache that checks it.
         let module = unsafe { result::module::load_data(cubin.as_ptr().cast()) }.map_err(fails)?;
@@ -185,9 +203,11 @@ impl Nvidia {
     /// Waits for an event, which may then be used again.
     fn wait(&self, event: sys::CUevent, what: &str) -> Result<(), DeviceError> {
         // SAFETY: the event was recorded by `record`.
-        let waited = unsafe { result::event::synchronize(event) };
+        let query = || unsafe { result::event::query(event) };
+        // SAFETY: as above.
+        let waited = self.wait_with(what, query, || unsafe { result::event::synchronize(event) });
         self.free_events.borrow_mut().push(event);
-        waited.map_err(|e| fail(what, e))
+        waited
     }
 
     fn upload_piece(&self, to: DevicePtr, from: &[u8]) -> Result<(), DeviceError> {
@@ -219,6 +239,7 @@ impl Device for Nvidia {
     }
 
     fn alloc(&self, what: &'static str, n_bytes: usize) -> Result<DevicePtr, DeviceError> {
+        self.uncaptured("allocate")?;
         // SAFETY: the memory is only given to kernels and copies that write before they read, or fill it.
         let memory = unsafe { result::malloc_sync(n_bytes.max(1)) };
         match memory {
@@ -236,11 +257,13 @@ impl Device for Nvidia {
     }
 
     fn upload(&self, to: DevicePtr, from: &[u8]) -> Result<(), DeviceError> {
+        self.uncaptured("upload")?;
         let pieces = from.chunks(PIECE_BYTES).enumerate();
         pieces.into_iter().try_for_each(|(i, piece)| self.upload_piece(to.at(i * PIECE_BYTES), piece))
     }
 
     fn download(&self, from: DevicePtr, to: &mut [u8]) -> Result<(), DeviceError> {
+        self.uncaptured("download")?;
         // SAFETY: `to` outlives the copy, which is waited for; the caller owns `from`.
         let copied = unsafe { result::memcpy_dtoh_async(to, from.0, self.stream) };
         copied.map_err(|e| fail("download", e))?;
@@ -298,7 +321,29 @@ impl Device for Nvidia {
         if self.synchronous { self.finish("a product") } else { Ok(()) }
     }
 
+    fn rank(&self) -> usize {
+        self.others.as_ref().map_or(0, Communicator::rank)
+    }
+
+    fn world(&self) -> usize {
+        self.others.as_ref().map_or(1, Communicator::world)
+    }
+
+    fn exchange(&self, exchange: &Exchange) -> Result<(), DeviceError> {
+        let others = self.others.as_ref().ok_or_else(|| exchange.alone())?;
+        // SAFETY: the stream is this device's, and its memory lives as long as it does.
+        unsafe { others.start(exchange, self.stream.cast()) }?;
+        if self.synchronous { self.finish(&exchange.to_string()) } else { Ok(()) }
+    }
+
+    fn abort(&self) {
+        if let Some(others) = &self.others {
+            others.abort();
+        }
+    }
+
     fn read_back(&self, from: DevicePtr, n_bytes: usize) -> Result<Event, DeviceError> {
+        self.uncaptured("read back")?;
         let Some(place) = self.read_backs.ring.borrow().place(n_bytes) else {
             let status =
                 format!("{n_bytes} bytes, and what waits to be collected, are over {READ_BACK_BYTES}");
@@ -320,23 +365,29 @@ impl Device for Nvidia {
             assert_eq!(number, event, "read-backs are collected in their order");
             (place, recorded)
         };
-        self.wait(recorded, "a step")?;
-        to.copy_from_slice(self.read_backs.slice(place, to.len()));
+        let waited = self.wait(recorded, "a step");
+        let copied = waited.map(|()| to.copy_from_slice(self.read_backs.slice(place, to.len())));
+        // The event is free again, whatever came of it.
         self.read_backs.ring.borrow_mut().take_back();
-        Ok(())
+        copied
     }
 
     fn synchronize(&self) -> Result<(), DeviceError> {
+        self.uncaptured("synchronize")?;
         self.finish("wait for the device")
     }
 
     fn begin_capture(&self) -> Result<(), DeviceError> {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream is this device's, and not the default one.
-        unsafe { result::stream::begin_capture(self.stream, mode) }.map_err(|e| fail("begin a capture", e))
+        unsafe { result::stream::begin_capture(self.stream, mode) }
+            .map_err(|e| fail("begin a capture", e))?;
+        self.is_capturing.set(true);
+        Ok(())
     }
 
     fn end_capture(&self) -> Result<GraphId, DeviceError> {
+        self.is_capturing.set(false);
         // SAFETY: the stream is this device's.
         let graph = unsafe { result::stream::end_capture(self.stream) };
         let graph = graph.map_err(|e| fail("end a capture", e))?;
@@ -365,7 +416,23 @@ impl Nvidia {
     /// Waits for all work; an error is that of `what`, or of something before it.
     fn finish(&self, what: &str) -> Result<(), DeviceError> {
         // SAFETY: the stream is this device's.
-        unsafe { result::stream::synchronize(self.stream) }.map_err(|e| fail(what, e))
+        let query = || unsafe { sys::cuStreamQuery(self.stream) }.result();
+        // SAFETY: as above.
+        self.wait_with(what, query, || unsafe { result::stream::synchronize(self.stream) })
+    }
+
+    /// Waits by `synchronize`. On a rank of several by `query`, so that none waits for ever for one that is lost.
+    fn wait_with(
+        &self,
+        what: &str,
+        query: impl Fn() -> Result<(), DriverError>,
+        synchronize: impl Fn() -> Result<(), DriverError>,
+    ) -> Result<(), DeviceError> {
+        let Some(others) = &self.others else { return synchronize().map_err(|e| fail(what, e)) };
+        others.wait(|| match query() {
+            Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
+            other => other.map(|()| true).map_err(|e| fail(what, e)),
+        })
     }
 }
 
@@ -375,6 +442,7 @@ impl Drop for Nvidia {
         // SAFETY: `open` retained the context, which is released below.
         let _ = unsafe { result::ctx::set_current(self.context) };
         let _ = self.finish("close");
+        self.others.take();
         self.blas.take();
         let mut events = self.free_events.take();
         while let Some(event) = self.uploads.ring.borrow_mut().take_back() {
@@ -397,29 +465,11 @@ impl Drop for Nvidia {
             for memory in self.memory.take() {
                 let _ = result::free_sync(memory.0);
             }
-            let _ = result::free_host(self.uploads.bytes.cast());
-            let _ = result::free_host(self.read_backs.bytes.cast());
+            self.uploads.free();
+            self.read_backs.free();
             let _ = result::stream::destroy(self.stream);
             let _ = result::primary_ctx::release(self.device);
         }
-    }
-}
-
-impl<T> Pinned<T> {
-    fn new(n_bytes: usize, flags: u32) -> Result<Self, DeviceError> {
-        // SAFETY: every byte is written before it is read (by a copy of ours or of the device).
-        let bytes = unsafe { result::malloc_host(n_bytes, flags) };
-        let bytes = bytes.map_err(|e| fail(format!("pin {n_bytes} bytes of host memory"), e))?;
-        Ok(Self { bytes: bytes.cast(), ring: RefCell::new(Ring::new(n_bytes)) })
-    }
-
-    /// A piece that the ring gave out, or will at once: nobody else has it.
-    #[allow(clippy::mut_from_ref, reason = "the ring lends each piece once")]
-    fn slice(&self, start: usize, n_bytes: usize) -> &mut [u8] {
-        assert!(start + n_bytes <= self.ring.borrow().capacity());
-        // SAFETY: the range is within the allocation, which lives as long as the device, and the ring lends no
-        // byte twice.
-        unsafe { std::slice::from_raw_parts_mut(self.bytes.add(start), n_bytes) }
     }
 }
 
@@ -435,7 +485,7 @@ fn bits(arg: Arg) -> u64 {
 }
 
 /// The error of a driver's call, noted if it is the context's last.
-fn fail(op: impl Into<String>, e: DriverError) -> DeviceError {
+pub(super) fn fail(op: impl Into<String>, e: DriverError) -> DeviceError {
     let number = e.0 as u32;
     let name = e.error_name().map_or("unknown".into(), |name| name.to_string_lossy());
     let status = format!("{name} ({number})");

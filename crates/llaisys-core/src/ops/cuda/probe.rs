@@ -83,6 +83,15 @@ pub enum CudaUnavailable {
         package: &'static str,
         looked_in: String,
     },
+    /// The library that several GPUs need.
+    #[error(
+        "a model on several GPUs needs {library} (looked in {looked_in}): `pip install 'llaisys[cuda-tp]'` brings it \
+         (package {package}), or LLAISYS_CUDA_LIB_DIR names its folder"
+    )]
+    ExchangesMissing { library: &'static str, package: &'static str, looked_in: String },
+    /// That library, too old.
+    #[error("{library} is NCCL {}.{}, {needed} or newer is needed", got / 10_000, got / 100 % 100)]
+    ExchangesTooOld { library: PathBuf, got: u32, needed: &'static str },
     /// A library that is there and cannot be loaded.
     #[error("{library} cannot be loaded: {cause}")]
     LibraryBroken { library: PathBuf, cause: String },
@@ -117,10 +126,7 @@ impl Cuda {
             device: devices[0].name.clone(),
             library,
             package,
-            looked_in: match folders {
-                [] => "the system's loader path".to_owned(),
-                _ => format!("{folders:?} and the system's loader path"),
-            },
+            looked_in: searched(folders),
         };
         let absent = |path: &Path, error, name, package| match error {
             CudaUnavailable::LibraryBroken { .. } if !path.is_absolute() => missing(name, package),
@@ -251,9 +257,17 @@ pub(super) fn symbol<F: Copy>(
 }
 
 /// The first of `folders` that has `name`, or the bare name.
-fn locate(name: &str, folders: &[PathBuf]) -> PathBuf {
+pub(super) fn locate(name: &str, folders: &[PathBuf]) -> PathBuf {
     let mut paths = folders.iter().map(|folder| folder.join(name));
     paths.find(|path| path.is_absolute() && path.is_file()).unwrap_or_else(|| PathBuf::from(name))
+}
+
+/// Where [`locate`] looks, in words.
+pub(super) fn searched(folders: &[PathBuf]) -> String {
+    match folders {
+        [] => "the system's loader path".to_owned(),
+        _ => format!("{folders:?} and the system's loader path"),
+    }
 }
 
 /// Loads a library. Errors: it is not there, or the loader refuses it.

@@ -16,6 +16,7 @@ pub const FILES: &[&KernelFile] = &[
     &super::gate::FILE,
     &super::gemv::FILE,
     &super::gemv_quant::FILE,
+    &super::join_columns::FILE,
     &super::rope_kv_store::FILE,
     &super::sample::FILE,
     &super::step::FILE,

@@ -1,7 +1,7 @@
 //! One item of attention: some rows of a sequence, the query heads of one kv head, some spans.
 
 use super::scratch::{Area, Chunk, State, TILE_VECTORS};
-use super::tile::{self, Ahead, HeadRows, Packed, Scores, Stored, Values, Weighted};
+use super::tile::{self, Ahead, HeadRows, Packed, Reads, Scores, Stored, Values, Weighted};
 use super::{AttentionRow, BLOCK, Heads, Job, MAX_ITEM_HEADS, MAX_SPANS};
 use crate::ops::cpu::isa::lanes::{Kernel, Lanes, exp};
 use crate::ops::cpu::kv_element::KvElement;
@@ -12,6 +12,9 @@ use std::ops::Range;
 
 /// Numbers that a span computed apart gives besides its values: m and l, in front of them.
 pub(super) const STATE: usize = 2;
+/// Rows of keys or values, of all kv heads of an item, that are fetched before they are read: what a second-level
+/// cache holds easily, and memory brings in the time that as many rows are worked on (Zen 4: 64 to 384 are as good).
+const AHEAD: usize = 3 * BLOCK / 2;
 
 /// What an item computes.
 pub(super) struct Item<'a> {
@@ -73,6 +76,30 @@ impl<'a> Item<'a> {
         self.rows.iter().map(|row| row.hidden()).min().unwrap_or(0)
     }
 
+    /// The spans to compute, and the cells of each.
+    fn spans<T>(&self, job: &Job<'a, T>) -> (Range<usize>, usize) {
+        let len = job.rows.span_len(self.rows[0]);
+        let all = self.n_hidden() / len..self.cells(job).len().div_ceil(len);
+        let spans = self.span.map_or(all.clone(), |span| span.max(all.start)..all.end.min(span + 1));
+        (spans, len)
+    }
+
+    /// The keys and values that it reads.
+    fn reads<T>(&self, job: &Job<'a, T>) -> Reads<'a, T> {
+        let (spans, len) = self.spans(job);
+        let cells = self.cells(job);
+        let end = cells.len().min(spans.end * len);
+        let start = (self.n_hidden().max(spans.start * len) / BLOCK * BLOCK).min(end);
+        let heads = |data| self.first_head(job, data).heads(self.kv_heads.len());
+        Reads { keys: heads(job.k), values: heads(job.v), cells: &cells[start..end] }
+    }
+
+    /// The first of its kv heads in `data`.
+    fn first_head<T>(&self, job: &Job<'a, T>, data: &'a [T]) -> HeadRows<'a, T> {
+        let d = job.heads.d_head;
+        HeadRows { data, cell_len: job.heads.cell_len(), offset: self.kv_heads.start * d, d }
+    }
+
     /// The cells that any row sees.
     fn cells<T>(&self, job: &Job<'a, T>) -> &'a [u32] {
         let n = self.rows.iter().map(|row| row.n()).max().unwrap_or(0);
@@ -99,23 +126,14 @@ impl<T: KvElement> Kernel for Compute<'_, T> {
         let d = job.heads.d_head;
         assert!(item.rows.iter().all(|row| row.n_visible > row.n_hidden), "a row that sees nothing");
         let area = Area::new(area, item.n_rows(), (d, d.next_multiple_of(L::N)));
-        let cell_len = job.heads.cell_len();
-        let first_head =
-            |data, item: &Item<'_>| HeadRows { data, cell_len, offset: item.kv_heads.start * d, d };
-        let next = next.map(|next| {
-            let first = next.n_hidden() / BLOCK * BLOCK;
-            let cells = next.cells(job);
-            let rows = first_head(job.k, &next).heads(next.kv_heads.len());
-            Ahead { rows, cells: &cells[first..cells.len().min(first + BLOCK)] }
-        });
         let cells = item.cells(job);
         let (n_hidden, soft_cap) = (item.n_hidden(), job.scoring.soft_cap);
-        let (keys, values) = (first_head(job.k, item), first_head(job.v, item));
-        let mut pass = Pass { lanes, item, cells, n_hidden, soft_cap, keys, values, next, area };
+        let (keys, values) = (item.first_head(job, job.k), item.first_head(job, job.v));
+        let own = item.reads(job);
+        let reads = [own, next.map_or(Reads { cells: &[], ..own }, |next| next.reads(job))];
+        let mut pass = Pass { lanes, item, cells, n_hidden, soft_cap, keys, values, reads, area, n_read: 0 };
         pass.scale_queries((job.q, job.scoring.scale), job.heads.row_len());
-        let span_len = job.rows.span_len(item.rows[0]);
-        let all = n_hidden / span_len..cells.len().div_ceil(span_len);
-        let spans = item.span.map_or(all.clone(), |span| span.max(all.start)..all.end.min(span + 1));
+        let (spans, span_len) = item.spans(job);
         for span in spans.clone() {
             pass.span(span * span_len..((span + 1) * span_len).min(cells.len()), span == spans.start);
         }
@@ -168,8 +186,10 @@ struct Pass<'a, L, T> {
     /// Of the first kv head.
     keys: HeadRows<'a, T>,
     values: HeadRows<'a, T>,
-    /// The first keys of the item after this one.
-    next: Option<Ahead<'a, T>>,
+    /// What this item reads, and what the one after it.
+    reads: [Reads<'a, T>; 2],
+    /// How many rows of it are read.
+    n_read: usize,
     area: Area<'a>,
 }
 
@@ -207,33 +227,33 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
         }
     }
 
-    /// Adds one block of cells to the running softmax in `total`. The values of the block are fetched while its keys
-    /// are scored, and what is scored next while its values are summed, of all heads together, since they lie side
-    /// by side.
+    /// Adds one block of cells to the running softmax in `total`. Keys are scored, then values are summed, and
+    /// meanwhile as many rows are fetched, a constant number of rows ahead: memory is never idle.
     #[inline(always)]
     fn block(&mut self, start: usize, span_end: usize) {
         let (lanes, n_heads) = (self.lanes, self.item.kv_heads.len());
-        let end = self.cells.len().min(start + BLOCK);
-        let cells = &self.cells[start..end];
-        let values = Ahead { rows: self.values.heads(n_heads), cells };
-        let n_vectors = cells.len().div_ceil(L::N);
+        let cells = &self.cells[start..span_end.min(start + BLOCK)];
+        let is_single = self.item.rows.len() == 1;
+        let (reads, n) = (self.reads, cells.len());
+        let first = self.n_read + reads[0].len().min(AHEAD);
+        self.n_read += 2 * n;
+        // Of several rows the values are copied at once, so all is fetched while keys are scored.
+        let by_keys = Ahead { reads: &reads, first, n: if is_single { n } else { 2 * n } };
+        let by_values = Ahead { reads: &reads, first: first + n, n };
+        let n_vectors = n.div_ceil(L::N);
         for head in 0..n_heads {
             for (part, cells) in cells.chunks(TILE_VECTORS * L::N).enumerate() {
                 let first = head * n_vectors + part * TILE_VECTORS;
-                let look_ahead = |vector| values.fetch(lanes, (first + vector, n_heads * n_vectors));
+                let look_ahead = |vector| by_keys.fetch(lanes, (first + vector, n_heads * n_vectors));
                 tile::pack_keys(lanes, self.keys.head(head), cells, look_ahead, self.area.keys);
                 self.score(start, part * TILE_VECTORS * L::N, self.item.rows_of(head));
             }
         }
         self.weigh(start);
-        let ahead = &self.cells[end..span_end.min(end + BLOCK)];
-        let keys = self.keys.heads(n_heads);
-        let ahead = if ahead.is_empty() { self.next } else { Some(Ahead { rows: keys, cells: ahead }) };
         for head in 0..n_heads {
             let (values, rows) = (self.values.head(head), self.item.rows_of(head));
-            if self.item.rows.len() == 1 {
-                let ahead = ahead.map(|ahead| (ahead, head, n_heads));
-                self.add_values(start, &Stored { values, cells, ahead }, rows);
+            if is_single {
+                self.add_values(start, &Stored { values, cells, ahead: (&by_values, head, n_heads) }, rows);
             } else {
                 let padded = values.d.next_multiple_of(L::N);
                 let packed = std::mem::take(&mut self.area.values);

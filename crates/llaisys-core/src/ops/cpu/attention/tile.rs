@@ -198,41 +198,71 @@ impl<T> Clone for HeadRows<'_, T> {
 
 impl<T> Copy for HeadRows<'_, T> {}
 
-/// Rows to fetch while others are worked on.
-pub(super) struct Ahead<'a, T> {
-    pub(super) rows: HeadRows<'a, T>,
+/// What an item reads, in order: the keys of a block's cells, then their values, of all its kv heads at once.
+pub(super) struct Reads<'a, T> {
+    pub(super) keys: HeadRows<'a, T>,
+    pub(super) values: HeadRows<'a, T>,
+    /// From the start of a block on.
     pub(super) cells: &'a [u32],
 }
 
-impl<T> Clone for Ahead<'_, T> {
+impl<T> Clone for Reads<'_, T> {
     fn clone(&self) -> Self {
         *self
     }
 }
 
-impl<T> Copy for Ahead<'_, T> {}
+impl<T> Copy for Reads<'_, T> {}
 
-impl<T> Ahead<'_, T> {
+impl<'a, T> Reads<'a, T> {
+    /// Rows of keys and values.
+    pub(super) fn len(&self) -> usize {
+        2 * self.cells.len()
+    }
+
+    #[inline(always)]
+    fn row(&self, i: usize) -> &'a [T] {
+        let (start, i) = (i / (2 * BLOCK) * BLOCK, i % (2 * BLOCK));
+        let n = BLOCK.min(self.cells.len() - start);
+        if i < n { self.keys.row(self.cells[start + i]) } else { self.values.row(self.cells[start + i - n]) }
+    }
+}
+
+/// Rows to fetch while others are worked on: `n` from row `first` of `reads` on, the second's after the first's.
+pub(super) struct Ahead<'r, 'a, T> {
+    pub(super) reads: &'r [Reads<'a, T>; 2],
+    pub(super) first: usize,
+    pub(super) n: usize,
+}
+
+impl<T> Ahead<'_, '_, T> {
     /// Asks the cache for part `i` of `n`.
     #[inline(always)]
     pub(super) fn fetch<L: Lanes>(&self, lanes: L, (i, n): (usize, usize)) {
-        let per_part = self.cells.len().div_ceil(n);
-        for cell in self.cells.iter().skip(i * per_part).take(per_part) {
-            prefetch_all(lanes, self.rows.row(*cell));
+        let per_part = self.n.div_ceil(n);
+        for row in (i * per_part).min(self.n)..((i + 1) * per_part).min(self.n) {
+            let mut at = self.first + row;
+            for reads in self.reads {
+                if at < reads.len() {
+                    prefetch_all(lanes, reads.row(at));
+                    break;
+                }
+                at -= reads.len();
+            }
         }
     }
 }
 
 /// Values where they are stored.
-pub(super) struct Stored<'a, T> {
+pub(super) struct Stored<'r, 'a, T> {
     pub(super) values: HeadRows<'a, T>,
     /// The block's cells.
     pub(super) cells: &'a [u32],
-    /// Keys to fetch meanwhile, those that are scored next: part `.1` of `.2` while this head is worked on.
-    pub(super) ahead: Option<(Ahead<'a, T>, usize, usize)>,
+    /// What to fetch meanwhile: part `.1` of `.2` while this head is worked on.
+    pub(super) ahead: (&'r Ahead<'r, 'a, T>, usize, usize),
 }
 
-impl<'a, T: KvElement> Stored<'a, T> {
+impl<'a, T: KvElement> Stored<'_, 'a, T> {
     /// The first and the last cell of a word.
     #[inline(always)]
     fn rows(&self, step: usize) -> [&'a [T]; 2] {
@@ -241,7 +271,7 @@ impl<'a, T: KvElement> Stored<'a, T> {
     }
 }
 
-impl<L: Lanes, T: KvElement> Values<L> for Stored<'_, T> {
+impl<L: Lanes, T: KvElement> Values<L> for Stored<'_, '_, T> {
     type Element = T;
 
     #[inline(always)]
@@ -268,10 +298,9 @@ impl<L: Lanes, T: KvElement> Values<L> for Stored<'_, T> {
 
     #[inline(always)]
     fn look_ahead(&self, lanes: L, step: usize) {
-        if let Some((ahead, part, n_parts)) = &self.ahead {
-            let n_steps = self.cells.len().div_ceil(T::PER_WORD);
-            ahead.fetch(lanes, (part * n_steps + step, n_parts * n_steps));
-        }
+        let (ahead, part, n_parts) = self.ahead;
+        let n_steps = self.cells.len().div_ceil(T::PER_WORD);
+        ahead.fetch(lanes, (part * n_steps + step, n_parts * n_steps));
     }
 }
 

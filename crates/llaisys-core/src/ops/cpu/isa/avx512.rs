@@ -262,6 +262,6 @@ impl Lanes for Avx512 {
     #[inline(always)]
     fn prefetch(self, at: *const u8) {
         // SAFETY: a prefetch is a hint and reads nothing.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
     }
 }

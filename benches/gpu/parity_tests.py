@@ -1,0 +1,87 @@
+"""The Rust parity tests as programs: which test files they are, how they are built, what they print."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# A device that is no GPU has this name (crates/llaisys-core/tests/cuda_emu/mod.rs).
+EMULATOR = "emulator"
+
+
+def names(root: Path = ROOT) -> list[str]:
+    """Test files that run on whatever device there is: those that ask `cuda_emu/pick.rs` for it."""
+    files = (root / "crates" / "llaisys-core" / "tests").glob("cuda_*.rs")
+    return sorted(path.stem for path in files if "test_device()" in path.read_text("utf-8"))
+
+
+def build(tests: list[str], profile: str, root: Path = ROOT) -> dict[str, Path]:
+    """The programs of these tests, built if need be; `dev` is what `cargo test` builds."""
+    command = [
+        "cargo",
+        "test",
+        "-p",
+        "llaisys-core",
+        "--profile",
+        profile,
+        "--no-run",
+        "--message-format=json",
+    ]
+    for name in tests:
+        command += ["--test", name]
+    ran = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
+    messages = [json.loads(line) for line in ran.stdout.splitlines()]
+    made = [m for m in messages if m["reason"] == "compiler-artifact" and m["target"]["kind"] == ["test"]]
+    return {m["target"]["name"]: Path(m["executable"]) for m in made if m["executable"]}
+
+
+def list_tests(program: Path) -> list[str]:
+    """The tests in a program."""
+    ran = subprocess.run([program, "--list", "--format", "terse"], capture_output=True, text=True, check=True)
+    return [line.removesuffix(": test") for line in ran.stdout.splitlines() if line.endswith(": test")]
+
+
+@dataclass
+class Outcome:
+    """What a run of tests printed: cases by (op, dtype), devices, and what was left for a GPU."""
+
+    cases: Counter[tuple[str, str]] = field(default_factory=Counter)
+    last_case: str = ""
+    last_key: tuple[str, str] | None = None
+    devices: set[str] = field(default_factory=set)
+    left: dict[str, int] = field(default_factory=dict)
+    panic: str = ""
+
+    @classmethod
+    def of(cls, stdout: str, stderr: str) -> Outcome:
+        """Reads the lines that pick.rs prints, and the first panic of the test harness."""
+        found = cls()
+        # The harness prints `test NAME ... ` without an end of line before a test's own output.
+        for line in re.sub(r"^test \S+ \.\.\. ", "", stdout, flags=re.M).splitlines():
+            if case := re.fullmatch(r"case: (\S+) (\S+) (.*)", line):
+                found.last_key = (case[1], case[2])
+                found.cases[found.last_key] += 1
+                found.last_case = line.removeprefix("case: ")
+            elif line.startswith("device: "):
+                found.devices.add(line.removeprefix("device: "))
+            elif left := re.fullmatch(r"left for a GPU: (.*), (\d+) cases", line):
+                found.left[left[1]] = found.left.get(left[1], 0) + int(left[2])
+        if panic := re.search(r"panicked at .*?:\n(.*?)(?:\nnote: |\Z)", stderr, flags=re.S):
+            found.panic = " ".join(panic[1].split())
+        return found
+
+    def n_cases(self) -> int:
+        """All of them."""
+        return self.cases.total()
+
+    def passed(self, is_ok: bool) -> list[tuple[str, str, int, int]]:
+        """Rows (op, dtype, cases, of them passed): of a test that failed all but the last case passed."""
+        return [
+            (op, dtype, n, n - (not is_ok and (op, dtype) == self.last_key))
+            for (op, dtype), n in self.cases.items()
+        ]

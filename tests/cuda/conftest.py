@@ -1,0 +1,51 @@
+"""A machine with a GPU, as far as the wheel can tell: the fake CUDA of the core's tests runs the kernels."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serving import environment
+
+CORE_TESTS = Path(__file__).parents[2] / "crates" / "llaisys-core" / "tests"
+
+
+@pytest.fixture(scope="session")
+def fake_cuda(request: pytest.FixtureRequest) -> dict[str, str]:
+    """The environment of a process that finds a GPU. Libraries, and what they compile, are kept in pytest's
+    cache folder under their sources' digest."""
+    digest = hashlib.sha256()
+    for folder in ("cuda_emu", "fake_cuda"):
+        for path in sorted((CORE_TESTS / folder).iterdir()):
+            digest.update(path.name.encode() + path.read_bytes())
+    assert request.config.cache is not None
+    folder = request.config.cache.mkdir(f"fake-cuda-{digest.hexdigest()[:16]}")
+    if not (folder / "libcublasLt.so.13").exists():  # the last that is built
+        subprocess.run([CORE_TESTS / "fake_cuda" / "build.sh", folder], check=True)
+    return {
+        "LD_LIBRARY_PATH": str(folder),
+        "LLAISYS_CUDA_LIB_DIR": str(folder),
+        "LLAISYS_HOME": str(folder),
+        "FAKE_CUDA_MEMORY_MB": "256",
+    }
+
+
+@pytest.fixture
+def ask(fake_cuda: dict[str, str]) -> Callable[..., Any]:
+    """Runs `tests/cuda/ask.py` beside the GPU with an order; what it answers."""
+
+    def run(order: dict[str, Any], **extra: str) -> Any:
+        command = [sys.executable, str(Path(__file__).parent / "ask.py"), json.dumps(order)]
+        env = environment(**{**fake_cuda, **extra})
+        ran = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+        assert ran.returncode == 0, ran.stderr
+        return json.loads(ran.stdout.splitlines()[-1])
+
+    return run
