@@ -299,7 +299,7 @@ class Context:
     def weight_bytes(self) -> int:
         """Bytes of the packed weights."""
     def take_graph_refusal(self) -> str | None:
-        """Why decode steps on a GPU are launched kernel by kernel, if one could not be captured. Told once."""
+        """Why decode steps on a GPU are launched kernel by kernel, if one is no graph. Told once."""
     def seq_acquire(self, stream: int = 0) -> int:
         """Lends a sequence id (slot and generation in one number); its cells will lie in that stream. Raises
         ExhaustedError."""
