@@ -306,10 +306,8 @@ class Context:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the packed weights."""
-    @property
-    def graph_refusal(self) -> str | None:
-        """Why decode steps on a GPU are launched kernel by kernel, if one could not be captured: slower, not
-        wrong."""
+    def take_graph_refusal(self) -> str | None:
+        """Why decode steps on a GPU are launched kernel by kernel, if one is no graph. Told once."""
     def seq_acquire(self, stream: int = 0) -> int:
         """Lends a sequence id (slot and generation in one number); its cells will lie in that stream. Raises
         ExhaustedError."""

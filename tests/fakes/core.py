@@ -11,7 +11,7 @@ import json
 import threading
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -156,7 +156,7 @@ class Context:
         self.path, self.settings, self.gpu = path, settings, gpu
         self.isa, self.vocab_size, self.weight_bytes = "fake", VOCAB_SIZE, 0
         self.attention_window = attention_window
-        self.graph_refusal: str | None = None
+        self.take_graph_refusal: Callable[[], str | None] = lambda: None
         self.n_cells, self._max_len, self._n_streams = n_cells, max_model_len, n_streams
         self._refs = [0] * n_cells
         self._stored = [-1] * n_cells

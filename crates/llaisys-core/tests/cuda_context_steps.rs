@@ -208,9 +208,57 @@ fn a_decode_that_goes_on_launches_graphs_alone() {
         fuse.fail(1000);
         (0..3).for_each(|_| go_on(&mut context, &mut seqs).unwrap());
         assert_eq!(fuse.left(), 1000, "{how:?}");
-        assert_eq!(context.graph_refusal(), None);
+        assert_eq!(context.take_graph_refusal(), None);
         // Of a row alone there is no graph yet.
         go_on(&mut context, &mut seqs[..1]).unwrap();
         assert!(fuse.left() < 1000, "{how:?}");
+    }
+}
+
+/// The same tokens, other parameters; then none at all.
+#[test]
+fn a_sampler_that_is_set_anew_is_what_the_next_step_asks() {
+    for how in [How::Synchronous, How::Ahead] {
+        let (mut context, mut seqs) = started(Box::new(Emulator::new()), how, 3);
+        for id in [7, 11] {
+            let spec = SamplerSpec { allowed_ids: vec![id], ..SamplerSpec::default() };
+            let (prompt, output) = seqs[0].1.split_at(3);
+            context.set_sampler(seqs[0].0, spec, prompt, output).unwrap();
+            go_on(&mut context, &mut seqs).unwrap();
+            assert_eq!(seqs[0].1.last(), Some(&(id as i32)), "{how:?}");
+        }
+        // The only free slot is the one that was just given back.
+        let others: Vec<SeqId> = (0..4).map(|_| context.seq_acquire(0).unwrap()).collect();
+        context.seq_release(seqs[0].0).unwrap();
+        seqs[0] = (context.seq_acquire(0).unwrap(), vec![11]);
+        assert_eq!(seqs[0].0.slot(), 0, "beside {others:?}");
+        go_on(&mut context, &mut seqs).unwrap();
+        let logits = Rows::default().row(11, 0, &[others[0]], output::LOGITS).decode(&mut context).unwrap();
+        assert_eq!(seqs[0].1[1], logits.token_ids[0], "{how:?}");
+    }
+}
+
+/// What penalties look at comes from either side: here every third token is sampled by the host.
+#[test]
+fn tokens_that_the_host_sampled_count_on_the_device() {
+    // 7 and 8 in turn, as no 7 may follow one of the answer.
+    let spec = SamplerSpec {
+        temperature: 0.0,
+        bad_words: vec![vec![7, 7]],
+        logit_bias: vec![(7, 200.0), (8, 100.0)],
+        ..SamplerSpec::default()
+    };
+    for how in [How::Synchronous, How::Ahead] {
+        let (mut context, mut seqs) = started(Box::new(Emulator::new()), how, 0);
+        let (id, tokens) = &mut seqs[0];
+        context.set_sampler(*id, spec.clone(), tokens, &[]).unwrap();
+        for i in 0..9 {
+            let (token, position) = (tokens[tokens.len() - 1], tokens.len() as i32 - 1);
+            let rows = Rows::default().row(token, position, &[*id], output::LOGITS);
+            let return_logits = i % 3 == 2;
+            let request = DecodeRequest { arrays: rows.arrays(), masks: None, return_logits };
+            tokens.push(context.decode(&request).unwrap().token_ids[0]);
+        }
+        assert_eq!(tokens[3..], [7, 8, 7, 8, 7, 8, 7, 8, 7], "{how:?}");
     }
 }

@@ -312,7 +312,8 @@ fn a_bucket_whose_capture_fails_is_launched_kernel_by_kernel() {
         for _ in 0..4 {
             step(&mut rig, &mut seqs);
         }
-        let refusal = rig.steps.graph_refusal().map(str::to_owned);
+        let refusal = rig.steps.take_graph_refusal();
+        assert_eq!(rig.steps.take_graph_refusal(), None, "told once");
         // Only this bucket.
         rig.device.refuses.set(Refuses::Nothing);
         for _ in 0..2 {

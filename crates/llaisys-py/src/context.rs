@@ -227,10 +227,9 @@ impl Context {
         self.brief(py, |core| Ok(core.weight_bytes()))
     }
 
-    /// Why decode steps on a GPU are launched kernel by kernel, if one could not be captured.
-    #[getter]
-    fn graph_refusal(&self, py: Python<'_>) -> PyResult<Option<String>> {
-        self.brief(py, |core| Ok(core.graph_refusal().map(str::to_owned)))
+    /// Why decode steps on a GPU are launched kernel by kernel, if one could not be captured. Told once.
+    fn take_graph_refusal(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        self.brief(py, |core| Ok(core.take_graph_refusal()))
     }
 
     /// Free cells of one stream.

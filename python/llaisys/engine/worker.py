@@ -283,6 +283,8 @@ class Worker:
             np.frombuffer(wants, np.uint8),
             **masks,
         )
+        if (why := self._context.take_graph_refusal()) is not None:
+            log.warning("%s", why)
         return _result(batch, output)
 
     def watchdog(self, window_s: float, exit_after_s: float | None) -> Watchdog:
@@ -377,10 +379,8 @@ def available_isas() -> list[str]:
 
 
 def cuda_info() -> CudaInfo:
-    """What CUDA computes with on this machine, or why it cannot.
-
-    Loads the driver and asks it, which `import llaisys` never does: CUDA does not survive a fork.
-    """
+    """What CUDA computes with on this machine, or why it cannot. Loads the driver and asks it, which `import
+    llaisys` never does: CUDA does not survive a fork."""
     from llaisys import _core  # as in `open_worker`
 
     facts: dict[str, Any] = json.loads(_core.cuda_info([str(folder) for folder in cuda_library_folders()]))

@@ -53,6 +53,15 @@ def computed(made: Request, n: int, token: int) -> None:
     made.append(token)
 
 
+def test_a_step_that_cannot_be_a_graph_is_told(
+    worker: Worker, context: core.Context, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = opened(worker)
+    context.take_graph_refusal = lambda: "no graph of 4 rows"
+    worker.run(Batch([], [Chunk(made, 0, [1], samples=False)]))
+    assert [record.message for record in caplog.records] == ["no graph of 4 rows"]
+
+
 def test_chunks_of_two_sequences_in_one_decode(worker: Worker, context: core.Context) -> None:
     a, b = opened(worker), opened(worker, prompt=[7] * 9)
     first = worker.run(Batch([], [Chunk(a, 0, [1, 2, 3], samples=True), Chunk(b, 0, [7] * 4, samples=False)]))

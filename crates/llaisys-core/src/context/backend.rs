@@ -124,8 +124,8 @@ pub(super) trait DecodeSteps {
     /// Rows under way whose cells are others' now, or lost their contents, are lost.
     fn forget_taken(&mut self, is_taken: &dyn Fn(u32) -> bool);
 
-    /// Why steps are launched kernel by kernel where they should be one launch, if they are.
-    fn graph_refusal(&self) -> Option<&str>;
+    /// Why steps are launched kernel by kernel where they should be one launch, if they are; told once.
+    fn take_graph_refusal(&mut self) -> Option<String>;
 }
 
 impl Backend {

@@ -91,7 +91,7 @@ impl DecodeSteps for SteppedGpu {
         self.steps.forget_taken(is_taken);
     }
 
-    fn graph_refusal(&self) -> Option<&str> {
-        self.steps.graph_refusal()
+    fn take_graph_refusal(&mut self) -> Option<String> {
+        self.steps.take_graph_refusal()
     }
 }

@@ -185,8 +185,9 @@ impl Context {
     }
 
     /// Why decode steps on a GPU are launched kernel by kernel, if one could not be captured: slower, not wrong.
-    pub fn graph_refusal(&mut self) -> Option<&str> {
-        self.backend.steps().and_then(|steps| steps.graph_refusal())
+    /// Told once.
+    pub fn take_graph_refusal(&mut self) -> Option<String> {
+        self.backend.steps().and_then(|steps| steps.take_graph_refusal())
     }
 
     /// What has been done so far; any thread may read it, also while a decode runs.

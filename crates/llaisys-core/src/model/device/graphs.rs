@@ -38,18 +38,19 @@ enum Stage {
 pub(super) struct Graphs {
     is_on: bool,
     stages: BTreeMap<Kind, Stage>,
+    was_refused: bool,
     refusal: Option<String>,
 }
 
 impl Graphs {
     /// None as yet; with `is_on` false there never is one.
     pub(super) fn new(is_on: bool) -> Self {
-        Self { is_on, stages: BTreeMap::new(), refusal: None }
+        Self { is_on, stages: BTreeMap::new(), was_refused: false, refusal: None }
     }
 
-    /// Why the first capture that failed did.
-    pub(super) fn refusal(&self) -> Option<&str> {
-        self.refusal.as_deref()
+    /// Why the first capture that failed did; told once.
+    pub(super) fn take_refusal(&mut self) -> Option<String> {
+        self.refusal.take()
     }
 
     /// Kinds of steps that are replayed.
@@ -102,12 +103,13 @@ impl Graphs {
             }
             Err(cause) => {
                 self.stages.insert(kind, Stage::Refused);
-                self.refusal.get_or_insert_with(|| {
-                    format!(
-                        "no graph of a decode step of {} rows: {cause}; it is launched kernel by kernel",
-                        kind.bucket
-                    )
-                });
+                if !std::mem::replace(&mut self.was_refused, true) {
+                    let n = kind.bucket;
+                    let text = format!(
+                        "a decode step of {n} rows is launched kernel by kernel, as it is no graph: {cause}"
+                    );
+                    self.refusal = Some(text);
+                }
                 None
             }
         }

@@ -152,9 +152,9 @@ impl Steps {
         self.ahead.forget_taken(is_taken);
     }
 
-    /// Why decode steps are launched kernel by kernel where they should be one launch, if a capture failed.
-    pub fn graph_refusal(&self) -> Option<&str> {
-        self.graphs.refusal()
+    /// Why decode steps are launched kernel by kernel where they should be one launch, if a capture failed; told once.
+    pub fn take_graph_refusal(&mut self) -> Option<String> {
+        self.graphs.take_refusal()
     }
 
     /// Graphs that were captured.
