@@ -106,8 +106,7 @@ def test_a_fault_of_one_gpu_ends_the_engine_of_both(ask: Ask, two_heads: Path) -
     """No rank waits for the one that is lost."""
     asked = {**order(device="cuda", tensor_parallel_size=2), "model": str(two_heads)}
     ((kind, text),) = ask(asked, FAKE_CUDA_DEVICES="2", FAKE_CUDA_FAULT_AT="90")["errors"]
-    # Which call meets the fault is a matter of the ranks' order; what is said is no rank's that only lost
-    # another.
+    # Which call meets the fault is a matter of the ranks' order; a rank that only lost another says nothing.
     assert kind == "EngineDeadError"
     assert text.startswith("CUDA: "), text
 

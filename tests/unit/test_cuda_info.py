@@ -13,7 +13,7 @@ import llaisys
 from golden import FOLDER
 from llaisys import _core
 from llaisys.config import Config, cuda_library_folders
-from llaisys.engine import worker
+from llaisys.engine import start
 from llaisys.errors import RejectedError, UnsupportedError
 from llaisys.types import CudaDevice, CudaInfo
 
@@ -42,15 +42,15 @@ def test_an_import_looks_for_no_driver() -> None:
 
 
 def test_a_device_that_cannot_be_used_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "cuda_info", lambda: CudaInfo(reason="the driver knows CUDA 12.8"))
+    monkeypatch.setattr(start, "cuda_info", lambda: CudaInfo(reason="the driver knows CUDA 12.8"))
     with pytest.raises(UnsupportedError, match=r"the driver knows CUDA 12\.8") as caught:
-        worker.check_gpu(0)
+        start.check_gpu(0)
     assert caught.value.param == "device"
     device = CudaDevice("NVIDIA H100", 90, 80 << 30)
-    monkeypatch.setattr(worker, "cuda_info", lambda: CudaInfo(None, "13.0", "13.0", (device,), ("/x",)))
-    assert worker.check_gpu(0) == device
+    monkeypatch.setattr(start, "cuda_info", lambda: CudaInfo(None, "13.0", "13.0", (device,), ("/x",)))
+    assert start.check_gpu(0) == device
     with pytest.raises(UnsupportedError, match="cuda_device is 1, this machine's are 0 to 0") as caught:
-        worker.check_gpu(1)
+        start.check_gpu(1)
     assert caught.value.param == "cuda_device"
 
 

@@ -15,9 +15,9 @@ from llaisys.engine.machine import available_bytes, usable_cpus
 from llaisys.engine.process import ProcessClient
 from llaisys.engine.settings import GpuSettings
 from llaisys.engine.watch import Watch
-from llaisys.engine.worker import check_gpu
+from llaisys.engine.worker import cuda_info
 from llaisys.errors import UnsupportedError
-from llaisys.types import ModelInfo
+from llaisys.types import CudaDevice, ModelInfo
 
 log = logging.getLogger(__name__)
 
@@ -72,3 +72,15 @@ def _gpu_settings(config: Config) -> GpuSettings:
         synchronous=config.cuda_sync,
         overlap=config.cuda_overlap,
     )
+
+
+def check_gpu(ordinal: int) -> CudaDevice:
+    """The GPU of that number. Raises UnsupportedError, with the exact reason, if it cannot be used."""
+    info = cuda_info()
+    if info.reason is not None:
+        raise UnsupportedError(f"device 'cuda' cannot be used: {info.reason}", param="device")
+    if ordinal >= len(info.devices):
+        raise UnsupportedError(
+            f"cuda_device is {ordinal}, this machine's are 0 to {len(info.devices) - 1}", param="cuda_device"
+        )
+    return info.devices[ordinal]

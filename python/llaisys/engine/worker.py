@@ -28,7 +28,6 @@ from llaisys.errors import (
     LlaisysError,
     RejectedError,
     RequestFailedError,
-    UnsupportedError,
 )
 from llaisys.types import CudaDevice, CudaInfo, GgufTokenizer, ModelInfo
 
@@ -386,18 +385,6 @@ def cuda_info() -> CudaInfo:
     facts: dict[str, Any] = json.loads(_core.cuda_info([str(folder) for folder in cuda_library_folders()]))
     devices = tuple(CudaDevice(**device) for device in facts.pop("devices", ()))
     return CudaInfo(devices=devices, libraries=tuple(facts.pop("libraries", ())), **facts)
-
-
-def check_gpu(ordinal: int) -> CudaDevice:
-    """The GPU of that number. Raises UnsupportedError, with the exact reason, if it cannot be used."""
-    info = cuda_info()
-    if info.reason is not None:
-        raise UnsupportedError(f"device 'cuda' cannot be used: {info.reason}", param="device")
-    if ordinal >= len(info.devices):
-        raise UnsupportedError(
-            f"cuda_device is {ordinal}, this machine's are 0 to {len(info.devices) - 1}", param="cuda_device"
-        )
-    return info.devices[ordinal]
 
 
 def inspect_model(path: Path) -> ModelInfo:

@@ -213,7 +213,9 @@ impl Step<'_> {
         }
         self.result.faults.sort_unstable_by_key(|(row, _)| *row);
         self.result.logprobs.sort_unstable_by_key(|(out, _)| *out);
-        self.progress.layer();
+        if !rows.is_empty() {
+            self.progress.layer();
+        }
         Ok(())
     }
 

@@ -224,12 +224,15 @@ fn on_host(
     (bits, outcomes)
 }
 
+/// Each row's cell; lists of cells in position order; rows as (their list, how many they see).
+type Planned<'a> = (&'a [u32], &'a [Vec<u32>], &'a [(usize, usize)]);
+
 /// An eager pass of a batch: `lists` are cells in position order, and a row is (its list, how many it sees). Padded
 /// with rows that see nothing up to the outputs.
 fn forward(
     (device, decoder): (&dyn Device, &DeviceDecoder),
     batch: &Batch,
-    (placed, lists, rows): (&[u32], &[Vec<u32>], &[(usize, usize)]),
+    (placed, lists, rows): Planned<'_>,
     outputs: &[usize],
 ) {
     let n_padding = outputs.len().saturating_sub(rows.len());
