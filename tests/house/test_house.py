@@ -79,6 +79,7 @@ def test_unsafe_stays_in_its_rooms() -> None:
         "llaisys-core/src/threads",
         "llaisys-core/src/formats",
         "llaisys-core/tests/cuda_emu",
+        "llaisys-core/tests/cuda_nccl.rs",
         "llaisys-core/tests/cuda_nvidia.rs",
         "llaisys-core/tests/allocations.rs",  # an allocator that counts
     )
