@@ -14,7 +14,7 @@ import pytest
 from fakes import core
 from fakes.asks import ask, limits
 from llaisys.config import Config
-from llaisys.engine import worker
+from llaisys.engine import start
 from llaisys.engine.engine import LLMEngine
 from llaisys.engine.executor import Executor
 from llaisys.engine.inproc import InprocClient
@@ -256,7 +256,7 @@ def test_a_model_that_does_not_load_is_told_to_the_starter() -> None:
 def _gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     device = CudaDevice("NVIDIA H100", 90, 80 << 30)
     info = CudaInfo(None, "13.0", "13.0", (device,), ("/x",))
-    monkeypatch.setattr(worker, "cuda_info", lambda: info)
+    monkeypatch.setattr(start, "cuda_info", lambda: info)
 
 
 @pytest.mark.usefixtures("fake_core")
