@@ -17,6 +17,8 @@ from llaisys.types import ModelInfo
 
 # The part of the available memory that K and V take if nothing is configured.
 _KV_SHARE = 5
+# vLLM's name of int8 ends with it.
+_PER_HEAD = "_per_token_head"
 # Cells are handed out in runs of so many; a cache of whole runs wastes none.
 _RUN = 32
 # Limits that are settings of the same name.
@@ -61,7 +63,7 @@ def size(
     Raises RejectedError, naming the setting: a bound that cannot be kept.
     """
     wanted_len = _wanted_len(config, info)
-    kv_dtype = _kv_dtype(config) if gpu is None else config.kv_cache_dtype
+    kv_dtype = _kv_dtype(config) if gpu is None else config.kv_cache_dtype.removesuffix(_PER_HEAD)
     cell_bytes = info.kv_bytes_per_cell["bfloat16" if gpu else kv_dtype]
     n_seqs = _n_seqs(config)
     configured = _configured_cells(config, cell_bytes)
@@ -162,7 +164,7 @@ def _mode(config: Config) -> str:
 
 def _kv_dtype(config: Config) -> str:
     if config.kv_cache_dtype != "auto":
-        return config.kv_cache_dtype.removesuffix("_per_token_head")
+        return config.kv_cache_dtype.removesuffix(_PER_HEAD)
     return "float32" if config.dtype == "float32" else "bfloat16"
 
 

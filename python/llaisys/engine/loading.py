@@ -14,12 +14,13 @@ PERIOD_S = 0.1
 
 
 @contextmanager
-def loading_bar(name: str, loading: Callable[[], tuple[int, int]]) -> Iterator[None]:
+def loading_bar(name: str, loading: Callable[[], tuple[int, int]], *, shown: bool = True) -> Iterator[None]:
     """Shows how far the load of `name` is, if stderr is a terminal; else nothing.
 
-    `loading` gives the bytes packed so far, and of all; it is called on a thread of its own.
+    `loading` gives the bytes packed so far, and of all; it is called on a thread of its own. `shown`: it
+    counts something, which a load onto a GPU does not.
     """
-    if not sys.stderr.isatty():
+    if not (shown and sys.stderr.isatty()):
         yield
         return
     # A terminal that does not know its size would get no bar from tqdm.

@@ -316,7 +316,7 @@ def open_worker(settings: WorkerSettings) -> Worker:
     place(settings.cpu_ids, settings.memory_nodes)
     log.info("loading %s", settings.path)
     progress = _core.Progress()
-    with loading_bar(settings.path.name, lambda: progress.loading):
+    with loading_bar(settings.path.name, lambda: progress.loading, shown=settings.gpu is None):
         context = _core.Context(
             str(settings.path),
             progress=progress,

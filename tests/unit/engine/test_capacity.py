@@ -156,13 +156,14 @@ def test_on_a_gpu_the_core_counts_the_cells_unless_told() -> None:
 
     def on_gpu(**settings: Any) -> Capacity:
         # The host's memory is not where weights and cells are.
-        return size(Config(**settings), inspect_model(Path("fake")), 0, 2, gpu=gpu)
+        return size(Config(**settings), inspect_model(Path("fake")), 0, Cpus(2), gpu=gpu)
 
     made = on_gpu(num_kv_streams=2)
     assert (made.settings.n_cells, made.settings.gpu, made.settings.kv_dtype) == (None, gpu, "auto")
     assert made.limits.max_model_len == made.settings.max_model_len == 128
     assert "as many as the GPU has room for" in made.summary
     assert on_gpu(num_kv_cells=50).settings.n_cells == 50
+    assert on_gpu(kv_cache_dtype="int8_per_token_head").settings.kv_dtype == "int8"  # which the core refuses
     few = made.limits.with_cells(60)
     assert (few.n_cells, few.max_model_len) == (60, 30)
     assert made.limits.with_cells(10_000).max_model_len == 128

@@ -35,6 +35,14 @@ def test_a_load_that_fails_stops_where_it_was(monkeypatch: pytest.MonkeyPatch) -
     assert re.search(r" 25%\|.*1\.00k/4\.00k", screen.getvalue().split("\r")[-1])
 
 
+def test_nothing_is_shown_where_nothing_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    with loading_bar("m.gguf", lambda: (0, 0), shown=False):
+        pass
+    assert screen.getvalue() == ""
+
+
 def test_nothing_is_printed_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with loading_bar("m.gguf", lambda: (0, 0)):
         pass
