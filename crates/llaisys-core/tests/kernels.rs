@@ -2,42 +2,17 @@
 //! and bit for bit against single rows. (`linear`, attention and
 //! what is done to KV cells have files of their own.)
 
+#[path = "common/parity.rs"]
+mod parity;
 mod stored;
 
 use llaisys_core::dtype::DType;
 use llaisys_core::ops::contract::{self, Draw, RowsCase, Size};
-use llaisys_core::ops::dispatch::{IsaName, Kernels};
 use llaisys_core::ops::packed::{PackedFormat, PackedMatrix};
 use llaisys_core::ops::{self, Gate, OpContext, RopeTable, reference};
 use llaisys_core::tensor::RowView;
-use llaisys_core::threads::Pool;
+use parity::{assert_close, contexts, name};
 use stored::{Rng, Stored};
-
-fn context(isa: IsaName, n_threads: usize) -> OpContext {
-    let kernels = Kernels::select(Some(isa)).expect("the machine has it");
-    let pool = Pool::new(n_threads).expect("threads start");
-    OpContext::new(kernels, pool, 32, 64).expect("memory for the scratch")
-}
-
-/// Every instruction set on one, two and three threads.
-fn contexts() -> Vec<OpContext> {
-    IsaName::available().into_iter().flat_map(|isa| (1..=3).map(move |n| context(isa, n))).collect()
-}
-
-fn name(cx: &OpContext) -> String {
-    format!("{:?} on {} threads", cx.kernels.isa(), cx.pool.n_threads())
-}
-
-fn assert_close(got: &[f32], want: &[f64], tolerance: impl Fn(usize, f64) -> f64, what: &str) {
-    assert_eq!(got.len(), want.len(), "{what}");
-    for (i, (&got, &want)) in got.iter().zip(want).enumerate() {
-        let (error, bound) = ((f64::from(got) - want).abs(), tolerance(i, want));
-        assert!(
-            error <= bound,
-            "{what}, number {i}: {got:e} instead of {want:e}, off by {error:e} > {bound:e}"
-        );
-    }
-}
 
 fn assert_same_bits(got: &[f32], want: &[f32], what: &str) {
     assert_eq!(got.len(), want.len(), "{what}");

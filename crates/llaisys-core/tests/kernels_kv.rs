@@ -1,37 +1,13 @@
 //! What is done to KV cells of every type, on every instruction set of the machine: storing, and turning keys.
 
+#[path = "common/parity.rs"]
+mod parity;
+
 use llaisys_core::dtype::KvDType;
 use llaisys_core::ops::contract::{self, Draw, Size};
-use llaisys_core::ops::dispatch::{IsaName, Kernels};
-use llaisys_core::ops::{self, OpContext, RopeTable, reference};
+use llaisys_core::ops::{self, RopeTable, reference};
 use llaisys_core::tensor::{AlignedBuf, KvLayerMut};
-use llaisys_core::threads::Pool;
-
-fn context(isa: IsaName, n_threads: usize) -> OpContext {
-    let kernels = Kernels::select(Some(isa)).expect("the machine has it");
-    let pool = Pool::new(n_threads).expect("threads start");
-    OpContext::new(kernels, pool, 32, 64).expect("memory for the scratch")
-}
-
-/// Every instruction set on one, two and three threads.
-fn contexts() -> Vec<OpContext> {
-    IsaName::available().into_iter().flat_map(|isa| (1..=3).map(move |n| context(isa, n))).collect()
-}
-
-fn name(cx: &OpContext) -> String {
-    format!("{:?} on {} threads", cx.kernels.isa(), cx.pool.n_threads())
-}
-
-fn assert_close(got: &[f32], want: &[f64], tolerance: impl Fn(usize, f64) -> f64, what: &str) {
-    assert_eq!(got.len(), want.len(), "{what}");
-    for (i, (&got, &want)) in got.iter().zip(want).enumerate() {
-        let (error, bound) = ((f64::from(got) - want).abs(), tolerance(i, want));
-        assert!(
-            error <= bound,
-            "{what}, number {i}: {got:e} instead of {want:e}, off by {error:e} > {bound:e}"
-        );
-    }
-}
+use parity::{assert_close, contexts, name};
 
 /// K and V of 700 cells, written by `kv_store`; every number of cells that nobody has is NaN.
 struct Tensors {
