@@ -171,7 +171,7 @@ fn settings_that_no_kernel_has_are_refused_by_name() {
         (ContextConfig { mode: ComputeMode::Float32, ..base }, "dtype \"float32 on a GPU\""),
         (ContextConfig { mode: ComputeMode::Int8, ..base }, "quantization \"int8 on a GPU\""),
         (ContextConfig { kv_dtype: Some(KvDType::Float32), ..base }, "kv_cache_dtype \"float32 on a GPU\""),
-        (ContextConfig { n_ranks: 2, ..base }, "tensor_parallel_size \"2 on a GPU\""),
+        (ContextConfig { n_ranks: 2, ..base }, "tensor_parallel_size \"2 on one GPU\""),
     ];
     for (config, text) in wrong {
         let error = refused(config);
