@@ -190,7 +190,6 @@ impl Step<'_> {
             batch.row_seqs(row).iter().for_each(|&seq| steps.forget(seq));
         }
         steps.launch(reservation.cells(), batch, (reservation.placed(), &rows), self.masks)?;
-        fault_point!("decode.launched");
         Ok(rows)
     }
 
