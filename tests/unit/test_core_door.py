@@ -26,7 +26,7 @@ TESTS = Path(__file__).parents[1]
     ("settings", "says"),
     [
         ({"dtype": "int3"}, "int3"),
-        ({"kv_dtype": "float16"}, "float16"),
+        ({"kv_dtype": "float8"}, "float8"),
         ({"n_cells": 0}, "n_cells is 0"),
         ({"n_batch": -1}, "n_batch is -1"),
         ({"n_seq_max": 257}, "1 to 256"),
