@@ -63,7 +63,7 @@ def size(
     Raises RejectedError, naming the setting: a bound that cannot be kept.
     """
     wanted_len = _wanted_len(config, info)
-    kv_dtype = _kv_dtype(config) if gpu is None else config.kv_cache_dtype.removesuffix(_PER_HEAD)
+    kv_dtype = _kv_dtype(config, gpu)
     cell_bytes = info.kv_bytes_per_cell["bfloat16" if gpu else kv_dtype]
     n_seqs = _n_seqs(config)
     configured = _configured_cells(config, cell_bytes)
@@ -162,9 +162,11 @@ def _mode(config: Config) -> str:
     return config.quantization
 
 
-def _kv_dtype(config: Config) -> str:
-    if config.kv_cache_dtype != "auto":
-        return config.kv_cache_dtype.removesuffix(_PER_HEAD)
+def _kv_dtype(config: Config, gpu: GpuSettings | None) -> str:
+    """The type of K and V; on a GPU, where the weights' decides, auto stays."""
+    named = config.kv_cache_dtype.removesuffix(_PER_HEAD)
+    if named != "auto" or gpu is not None:
+        return named
     return "float32" if config.dtype == "float32" else "bfloat16"
 
 
