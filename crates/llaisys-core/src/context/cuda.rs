@@ -1,4 +1,5 @@
-//! A context whose weights and cells are on a GPU. The host keeps the books and samples from downloaded logits.
+//! A context whose weights and cells are on a GPU. The host keeps the books, and samples what no decode step does
+//! (`cuda_steps.rs`) from downloaded logits.
 
 use super::backend::{Backend, Compute};
 use super::cuda_steps::SteppedGpu;
@@ -12,7 +13,7 @@ use crate::model::checkpoint::Checkpoint;
 use crate::model::config::ModelConfig;
 use crate::model::decoder::ForwardRows;
 use crate::model::device::steps::{StateLimits, StepSettings, Steps};
-use crate::model::device::{CellCount, DeviceDecoder, DeviceLimits, DeviceOutputs, load};
+use crate::model::device::{CellCount, DeviceDecoder, DeviceLimits, load};
 use crate::model::slot::Slot;
 use crate::model::weights::Replacement;
 use crate::ops::cuda::device::{Device, DevicePtr, Element};
@@ -39,7 +40,6 @@ pub(super) struct CudaBackend {
     pub(super) device: Box<dyn Device>,
     pub(super) decoder: DeviceDecoder,
     pool: Pool,
-    outputs: DeviceOutputs,
     hidden: Vec<f32>,
     bytes: Vec<u8>,
 }
@@ -112,8 +112,7 @@ pub(super) fn limits(config: &ContextConfig, memory_share: Option<f64>) -> Devic
 
 impl CudaBackend {
     pub(super) fn new(device: Box<dyn Device>, decoder: DeviceDecoder, pool: Pool) -> Self {
-        let outputs = DeviceOutputs { hidden: DevicePtr::NULL, logits: DevicePtr::NULL };
-        Self { device, decoder, pool, outputs, hidden: Vec::new(), bytes: Vec::new() }
+        Self { device, decoder, pool, hidden: Vec::new(), bytes: Vec::new() }
     }
 
     /// Keeps no other rank waiting for this one.
@@ -140,11 +139,11 @@ impl Compute for CudaBackend {
     }
 
     fn outputs(&mut self, rows: &[usize], n_logits: usize, logits: &mut [f32]) -> Result<()> {
-        self.outputs = self.decoder.outputs(&*self.device, rows, n_logits)?;
+        self.decoder.outputs(&*self.device, rows, n_logits)?;
         if n_logits == 0 {
             return Ok(());
         }
-        let bytes = self.download(self.outputs.logits, size_of_val(logits))?;
+        let bytes = self.download(self.decoder.logits(), size_of_val(logits))?;
         for (logit, bytes) in logits.iter_mut().zip(bytes.as_chunks().0) {
             *logit = f32::from_le_bytes(*bytes);
         }
@@ -155,7 +154,7 @@ impl Compute for CudaBackend {
         let is_f16 = self.decoder.element() == Element::F16;
         let mut hidden = std::mem::take(&mut self.hidden);
         hidden.clear();
-        let bytes = self.download(self.outputs.hidden, n_rows * self.model().d_model * 2)?;
+        let bytes = self.download(self.decoder.hidden(), n_rows * self.model().d_model * 2)?;
         hidden.extend(bytes.as_chunks().0.iter().map(|&bytes| match is_f16 {
             true => f16::from_le_bytes(bytes).to_f32(),
             false => bf16::from_le_bytes(bytes).to_f32(),

@@ -1,7 +1,7 @@
 //! The cells' contents: copied, rotated and filled on the device, read and written by the host. Cells have the books'
 //! numbers, one below the device's.
 
-use super::DeviceDecoder;
+use super::{DeviceDecoder, arena};
 use crate::error::DeviceError;
 use crate::model::config::ModelConfig;
 use crate::ops::cuda::device::{Device, DevicePtr};
@@ -103,7 +103,7 @@ impl DeviceDecoder {
 
     /// Bytes of one cell's keys and values in all layers.
     pub fn cell_bytes(&self) -> usize {
-        2 * self.config.n_layers * self.bytes_of_cell()
+        arena::cell_bytes(&self.config)
     }
 
     /// Bytes of one cell's key (or value) in one layer.
@@ -112,7 +112,7 @@ impl DeviceDecoder {
     }
 
     /// Bytes of the keys (or values) of a layer.
-    fn array_bytes(&self) -> usize {
+    pub(super) fn array_bytes(&self) -> usize {
         (self.n_cells + 1) * self.bytes_of_cell()
     }
 

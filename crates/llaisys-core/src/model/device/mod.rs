@@ -153,9 +153,14 @@ impl DeviceDecoder {
         self.n_cells
     }
 
-    /// Where the last pass left its logits, a row for each output.
+    /// Where logits are left, `[n_logits, vocab_size]` f32.
     pub fn logits(&self) -> DevicePtr {
         self.memory.logits
+    }
+
+    /// Where [`DeviceDecoder::outputs`] leaves final hidden states, `[n, d_model]`.
+    pub fn hidden(&self) -> DevicePtr {
+        self.memory.hidden
     }
 
     /// Of weights, activations and cells.
@@ -196,14 +201,12 @@ impl DeviceDecoder {
         device: &dyn Device,
         outputs: &[usize],
         n_logits: usize,
-    ) -> Result<DeviceOutputs, DeviceError> {
+    ) -> Result<(), DeviceError> {
         let n = outputs.len();
         assert!(n_logits <= n && n <= self.limits.n_outputs, "{n} outputs, {n_logits} of them with logits");
-        let Memory { outputs: at, hidden, logits, .. } = self.memory;
         let bytes: Vec<u8> = outputs.iter().flat_map(|&row| (row as i32).to_le_bytes()).collect();
-        device.upload(at, &bytes)?;
-        pass::outputs(self, device, (n, n_logits))?;
-        Ok(DeviceOutputs { hidden, logits })
+        device.upload(self.memory.outputs, &bytes)?;
+        pass::outputs(self, device, (n, n_logits))
     }
 
     /// A pass whose outputs are known: [`DeviceDecoder::run`], and the logits of `outputs`.
@@ -214,7 +217,8 @@ impl DeviceDecoder {
         outputs: &[usize],
     ) -> Result<DevicePtr, DeviceError> {
         self.run(device, rows, &|| ())?;
-        Ok(self.outputs(device, outputs, outputs.len())?.logits)
+        self.outputs(device, outputs, outputs.len())?;
+        Ok(self.logits())
     }
 
     /// As [`DeviceDecoder::forward`] of `n` rows that lie in device memory already, each alone in its sequence, with
@@ -238,18 +242,9 @@ impl DeviceDecoder {
 
     /// Keys and values of a layer, `[1 + n_cells, n_kv_heads, d_head]` each.
     fn cells(&self, layer: usize) -> (DevicePtr, DevicePtr) {
-        let n_bytes = (self.n_cells + 1) * self.config.n_kv_heads * self.config.d_head * 2;
+        let n_bytes = self.array_bytes();
         (self.kv.at(2 * layer * n_bytes), self.kv.at((2 * layer + 1) * n_bytes))
     }
-}
-
-/// Where [`DeviceDecoder::outputs`] left what it computed.
-#[derive(Debug, Clone, Copy)]
-pub struct DeviceOutputs {
-    /// `[n, d_model]`
-    pub hidden: DevicePtr,
-    /// `[n_logits, vocab_size]` f32
-    pub logits: DevicePtr,
 }
 
 /// Every kernel that a model starts.

@@ -79,18 +79,7 @@ impl SampleTables {
 
     /// Errors: what the tables cannot hold of a request.
     pub fn check(spec: &SamplerSpec) -> Result<(), Unsupported> {
-        let (edits, words) = edits_of(spec, 0, 0);
-        for (what, n, max) in [
-            ("logprobs on CUDA", spec.top_logprobs.unwrap_or(0) as usize, MAX_TOP),
-            ("prompt_logprobs on CUDA", spec.prompt_logprobs.unwrap_or(0) as usize, MAX_TOP),
-            ("biased, held-back and forbidden ids on CUDA", edits.len(), MAX_EDITS),
-            ("tokens of bad_words on CUDA", words.len(), MAX_WORD_TOKENS),
-        ] {
-            if n > max {
-                return Err(unsupported(what, n, "fewer: 20 logprobs, 2048 ids, 4096 tokens"));
-            }
-        }
-        Ok(())
+        fitting(spec, 0, 0).map(|_| ())
     }
 
     /// Gives `slot` to a sequence, in the order of the device's work.
@@ -101,10 +90,9 @@ impl SampleTables {
         assert!(slot < self.n_slots, "slot {slot} of {}", self.n_slots);
         let n_tokens = of.prompt.len() + of.output.len();
         assert!(n_tokens <= self.max_len, "{n_tokens} tokens in a row of {}", self.max_len);
-        Self::check(of.spec)?;
         let n_prompt = of.prompt.len() as u32;
         let first_word = slot * MAX_WORD_TOKENS;
-        let (edits, words) = edits_of(of.spec, n_prompt, first_word as u32);
+        let (edits, words) = fitting(of.spec, n_prompt, first_word as u32)?;
         let mask = |wanted: bool, which: usize| if wanted { (2 * slot + which) as u32 } else { NONE };
         let masks = [mask(of.masked, 0), mask(!of.spec.allowed_ids.is_empty(), 1)];
         let params = params_of(of.spec, [n_prompt, masks[0], masks[1]], [slot * MAX_EDITS, edits.len()]);
@@ -200,6 +188,26 @@ fn params_of(
         edits[0] as u32,
         edits[1] as u32,
     ]
+}
+
+/// As [`edits_of`]. Errors: what the tables cannot hold of a request.
+fn fitting(
+    spec: &SamplerSpec,
+    n_prompt: u32,
+    first_word: u32,
+) -> Result<(Vec<[u32; 4]>, Vec<u32>), Unsupported> {
+    let (edits, words) = edits_of(spec, n_prompt, first_word);
+    for (what, n, max) in [
+        ("logprobs on CUDA", spec.top_logprobs.unwrap_or(0) as usize, MAX_TOP),
+        ("prompt_logprobs on CUDA", spec.prompt_logprobs.unwrap_or(0) as usize, MAX_TOP),
+        ("biased, held-back and forbidden ids on CUDA", edits.len(), MAX_EDITS),
+        ("tokens of bad_words on CUDA", words.len(), MAX_WORD_TOKENS),
+    ] {
+        if n > max {
+            return Err(unsupported(what, n, "fewer: 20 logprobs, 2048 ids, 4096 tokens"));
+        }
+    }
+    Ok((edits, words))
 }
 
 /// What is added to which logits, by id, the edits of one id in the sampler's order, and the words that some wait for.
