@@ -24,13 +24,12 @@ from llaisys.server.protocol import (
     ChatCompletionRequest,
     answer_options,
     engine_options,
-    ignored_fields,
     sampling_params,
 )
 from llaisys.server.response_format import with_grammar
-from llaisys.server.state import served_name, state_of
+from llaisys.server.state import engine_of, served_name
 from llaisys.server.tools import AnswerParts, message_of, tool_use
-from llaisys.server.trace import client_id_of, ignored_headers, note_asked
+from llaisys.server.trace import client_id_of, note_asked
 from llaisys.server.usage import Usage
 from llaisys.service import AsyncLLM
 from llaisys.types import CompletionOutput, RequestOutput
@@ -41,10 +40,8 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/v1/chat/completions", responses={**error_answers(404, 499), **one_or_stream(ChatCompletion)})
 async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
     """Renders the conversation, generates its choices, answers as a stream or as one object."""
-    state = state_of(request)
-    engine = state.serving(body.model)
+    engine, headers = engine_of(request, body, CHAT_NEUTRAL)
     model = served_name(engine, body.model)
-    headers = ignored_headers(request, ignored_fields(body, CHAT_NEUTRAL, state.config.strict_fields))
     params = sampling_params(body, engine.default_sampling_params, max_tokens=None)
     tools = tool_use(body, engine)
     params = await with_grammar(engine, params, tools.grammar)

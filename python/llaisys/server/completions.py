@@ -25,12 +25,11 @@ from llaisys.server.protocol import (
     CompletionRequest,
     answer_options,
     engine_options,
-    ignored_fields,
     sampling_params,
 )
 from llaisys.server.response_format import grammar_of, with_grammar
-from llaisys.server.state import served_name, state_of
-from llaisys.server.trace import client_id_of, ignored_headers, note_asked
+from llaisys.server.state import engine_of, served_name
+from llaisys.server.trace import client_id_of, note_asked
 from llaisys.server.usage import Usage
 from llaisys.service import AsyncLLM
 from llaisys.types import CompletionOutput, Logprob, RequestOutput, SamplingParams
@@ -46,10 +45,8 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/v1/completions", responses={**error_answers(404, 499), **one_or_stream(Completion)})
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Generates the choices of each prompt, answers as a stream or as one object."""
-    state = state_of(request)
-    engine = state.serving(body.model)
+    engine, headers = engine_of(request, body, COMPLETION_NEUTRAL)
     model = served_name(engine, body.model)
-    headers = ignored_headers(request, ignored_fields(body, COMPLETION_NEUTRAL, state.config.strict_fields))
     params = sampling_params(body, engine.default_sampling_params, max_tokens=MAX_TOKENS_DEFAULT)
     params = await with_grammar(engine, params, grammar_of(body))
     note_asked(request, model, params)

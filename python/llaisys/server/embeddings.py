@@ -20,9 +20,9 @@ from llaisys.server.body import BodyRoute
 from llaisys.server.completions import Prompt, prompts_of
 from llaisys.server.errors import error_answers, to_json
 from llaisys.server.head import Head
-from llaisys.server.protocol import EMBEDDING_NEUTRAL, EmbeddingRequest, engine_options, ignored_fields
-from llaisys.server.state import served_name, state_of
-from llaisys.server.trace import client_id_of, ignored_headers
+from llaisys.server.protocol import EMBEDDING_NEUTRAL, EmbeddingRequest, engine_options
+from llaisys.server.state import engine_of, served_name
+from llaisys.server.trace import client_id_of
 from llaisys.server.usage import Usage
 from llaisys.service import AsyncLLM
 from llaisys.types import RequestOutput, SamplingParams
@@ -37,9 +37,7 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/v1/embeddings", response_model=EmbeddingList, responses=error_answers(404))
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """The embedding of each input, in their order, as numbers or as base64 of little-endian float32."""
-    state = state_of(request)
-    engine = state.serving(body.model)
-    headers = ignored_headers(request, ignored_fields(body, EMBEDDING_NEUTRAL, state.config.strict_fields))
+    engine, headers = engine_of(request, body, EMBEDDING_NEUTRAL)
     shape = EmbeddingShape(served_name(engine, body.model), as_base64=_is_base64(body.encoding_format))
     _check_dimensions(body.dimensions, engine.model_info.d_model)
     params = SamplingParams(truncate_prompt_tokens=body.truncate_prompt_tokens)

@@ -119,11 +119,12 @@ class OpenRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
 
+    model: str | None = None
+
 
 class GenerationRequest(OpenRequest):
     """What both endpoints share. Ranges are checked once, by SamplingParams."""
 
-    model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
@@ -204,7 +205,6 @@ class EmbeddingRequest(OpenRequest):
     model_config = ConfigDict(json_schema_extra={"examples": [{"input": ["Gravity", "Levity"]}]})
 
     input: str | list[Any]
-    model: str | None = None
     encoding_format: str | None = None
     dimensions: int | None = None
     truncate_prompt_tokens: int | None = None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.requests import Request
 
@@ -22,7 +24,9 @@ from llaisys.server.errors import (
 )
 from llaisys.server.keys import Keyring
 from llaisys.server.metrics import Metrics
+from llaisys.server.protocol import OpenRequest, ignored_fields
 from llaisys.server.spans import Spans
+from llaisys.server.trace import ignored_headers
 from llaisys.service import AsyncLLM
 
 
@@ -94,6 +98,19 @@ def state_of(request: Request) -> ServerState:
     """The server's state."""
     state: ServerState = request.app.state.server
     return state
+
+
+def engine_of(
+    request: Request, body: OpenRequest, neutral: Mapping[str, tuple[Any, ...]]
+) -> tuple[AsyncLLM, dict[str, str]]:
+    """The model that a body asks, and the headers that name its fields that have no effect.
+
+    `neutral`: fields that are known and not supported, each with the values that ask for nothing. Raises as
+    `ServerState.serving` and `ignored_fields`.
+    """
+    state = state_of(request)
+    engine = state.serving(body.model)
+    return engine, ignored_headers(request, ignored_fields(body, neutral, state.config.strict_fields))
 
 
 def served_name(engine: AsyncLLM, model: str | None) -> str:

@@ -15,10 +15,9 @@ from llaisys.server.body import BodyRoute
 from llaisys.server.chat import prompt_of
 from llaisys.server.checks import text_of
 from llaisys.server.errors import error_answers
-from llaisys.server.protocol import TOKENS_NEUTRAL, ChatCompletionRequest, OpenRequest, ignored_fields
-from llaisys.server.state import state_of
+from llaisys.server.protocol import TOKENS_NEUTRAL, ChatCompletionRequest, OpenRequest
+from llaisys.server.state import engine_of
 from llaisys.server.tools import shown_tools
-from llaisys.server.trace import ignored_headers
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -28,7 +27,6 @@ class TokenizeRequest(OpenRequest):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "Gravity is"}]})
 
-    model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -44,16 +42,13 @@ class DetokenizeRequest(OpenRequest):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [1, 2, 3]}]})
 
-    model: str | None = None
     tokens: list[int]
 
 
 @router.post("/tokenize", response_model=Tokens, responses=error_answers(404))
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """The token ids of a prompt as completions would take it, or of messages as a chat would."""
-    state = state_of(request)
-    engine = state.serving(body.model)
-    headers = ignored_headers(request, ignored_fields(body, TOKENS_NEUTRAL, state.config.strict_fields))
+    engine, headers = engine_of(request, body, TOKENS_NEUTRAL)
     if (body.prompt is None) == (body.messages is None):
         raise RejectedError("give either prompt or messages", param="prompt")
     if body.prompt is not None:
@@ -70,9 +65,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
 @router.post("/detokenize", response_model=Text, responses=error_answers(404))
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids, special tokens written out."""
-    state = state_of(request)
-    engine = state.serving(body.model)
-    headers = ignored_headers(request, ignored_fields(body, TOKENS_NEUTRAL, state.config.strict_fields))
+    engine, headers = engine_of(request, body, TOKENS_NEUTRAL)
     vocab_size = engine.model_info.vocab_size
     for id in body.tokens:
         if not 0 <= id < vocab_size:
