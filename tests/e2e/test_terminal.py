@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import pty
 import re
+import select
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from serving import COMMAND, Server, environment, long_model
+from serving import COMMAND, END_S, Server, environment, long_model
 
 CTRL_C, CTRL_D = b"\x03", b"\x04"
 PROMPT = rb"\r\n> $"
@@ -39,10 +40,15 @@ class Terminal:
     def until(self, pattern: bytes) -> None:
         """Reads up to the first match of a regular expression; what follows it stays to be read."""
         while (match := re.search(pattern, self._unread)) is None:
+            readable, _, _ = select.select([self._ours], [], [], END_S)
             try:
-                self._unread += os.read(self._ours, 65536)
-            except OSError:
-                pytest.fail(f"it ended with {self.process.wait()}: {self._unread.decode()}")
+                more = os.read(self._ours, 65536) if readable else b""
+            except OSError:  # the other end is closed
+                more = b""
+            if not more:
+                seen = self._unread.decode(errors="replace")
+                pytest.fail(f"it ended, or said no more for {END_S} s, without {pattern!r}: {seen}")
+            self._unread += more
         self._unread = self._unread[match.end() :]
 
     def type(self, text: bytes) -> None:
