@@ -24,7 +24,7 @@ impl DeviceDecoder {
     pub fn copy_cells(&self, device: &dyn Device, from: &[u32], to: &[u32]) -> Result<(), DeviceError> {
         let moves: Vec<[u32; 2]> = from.iter().zip(to).map(|(&from, &to)| [from, to]).collect();
         for moves in moves.chunks(MOVES_MAX) {
-            device.upload(self.moves, &device_numbers(moves.as_flattened()))?;
+            device.upload_words(self.moves, device_numbers(moves.as_flattened()))?;
             CopyCells {
                 arrays: self.kv,
                 n_arrays: 2 * self.config.n_layers,
@@ -46,9 +46,9 @@ impl DeviceDecoder {
         // The stored keys have the amplitude.
         self.config.rope.table(self.config.d_head).turns(&[delta], cos, sin);
         let cos = self.moves.at(MOVES_MAX * 2 * size_of::<u32>());
-        device.upload(cos, &angles.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>())?;
+        device.upload_words(cos, angles.into_iter().map(f32::to_bits))?;
         for cells in cells.chunks(MOVES_MAX) {
-            device.upload(self.moves, &device_numbers(cells))?;
+            device.upload_words(self.moves, device_numbers(cells))?;
             for layer in 0..self.config.n_layers {
                 RopeShift {
                     element: self.element,
@@ -129,7 +129,7 @@ impl DeviceDecoder {
     }
 }
 
-/// The device's numbers of cells, as bytes.
-fn device_numbers(cells: &[u32]) -> Vec<u8> {
-    cells.iter().flat_map(|cell| (cell + 1).to_le_bytes()).collect()
+/// The device's numbers of cells.
+fn device_numbers(cells: &[u32]) -> impl Iterator<Item = u32> {
+    cells.iter().map(|cell| cell + 1)
 }

@@ -224,8 +224,7 @@ impl Loader<'_> {
             let mut values = vec![0.0; n];
             dequantize_row(tensor.row(0), &mut values);
             let offset = self.checkpoint.offset(slot);
-            let bytes: Vec<u8> = values.iter().flat_map(|value| (value + offset).to_le_bytes()).collect();
-            device.upload(at, &bytes)?;
+            device.upload_words(at, values.iter().map(|value| (value + offset).to_bits()))?;
         }
         Ok(at)
     }

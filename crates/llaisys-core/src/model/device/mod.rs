@@ -204,8 +204,7 @@ impl DeviceDecoder {
     ) -> Result<(), DeviceError> {
         let n = outputs.len();
         assert!(n_logits <= n && n <= self.limits.n_outputs, "{n} outputs, {n_logits} of them with logits");
-        let bytes: Vec<u8> = outputs.iter().flat_map(|&row| (row as i32).to_le_bytes()).collect();
-        device.upload(self.memory.outputs, &bytes)?;
+        device.upload_words(self.memory.outputs, outputs.iter().map(|&row| row as u32))?;
         pass::outputs(self, device, (n, n_logits))
     }
 
@@ -277,7 +276,7 @@ fn fewest(device: &dyn Device, n: usize) -> Result<usize, DeviceError> {
     let own = device.alloc("the ranks' numbers of cells", APART + 4 * world)?;
     let all = own.at(APART);
     // A number of cells fits into 32 bits, and a gather copies bits.
-    device.upload(own, &(n as u32).to_le_bytes())?;
+    device.upload_words(own, [n as u32])?;
     device.exchange(&Exchange::AllGather { from: own, to: all, n: 1, element: Element::F32 })?;
     let mut bytes = vec![0; 4 * world];
     device.download(all, &mut bytes)?;
@@ -370,9 +369,8 @@ impl Memory {
         let mut angles = [vec![0.0; max_len * config.d_head / 2], vec![0.0; max_len * config.d_head / 2]];
         let [cos, sin] = &mut angles;
         config.rope.table(config.d_head).angles(&positions, cos, sin);
-        for (at, values) in [self.cos, self.sin].into_iter().zip(&angles) {
-            let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-            device.upload(at, &bytes)?;
+        for (at, values) in [self.cos, self.sin].into_iter().zip(angles) {
+            device.upload_words(at, values.into_iter().map(f32::to_bits))?;
         }
         Ok(())
     }

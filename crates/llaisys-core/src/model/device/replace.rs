@@ -23,8 +23,7 @@ impl DeviceDecoder {
         match self.place(slot) {
             Some(Place::Norm(at)) => {
                 let value = |n| values.row(n)[0] + values.offset;
-                let bytes: Vec<u8> = (0..n_rows).flat_map(|n| value(n).to_le_bytes()).collect();
-                device.upload(at, &bytes)?;
+                device.upload_words(at, (0..n_rows).map(|n| value(n).to_bits()))?;
             }
             Some(Place::Rows(at)) => {
                 let values = (0..n_rows).flat_map(|n| values.row(n));

@@ -101,7 +101,7 @@ impl State {
             Some(synced) if next(&synced) == i64::from(position) => {
                 if synced.last_token != token {
                     self.slots[slot].synced = None;
-                    write(device, memory.last_tokens.at(4 * (slot + 1)), [token])?;
+                    device.upload_words(memory.last_tokens.at(4 * (slot + 1)), [token])?;
                     self.slots[slot].synced = Some(Synced { last_token: token, ..synced });
                 }
             }
@@ -111,12 +111,12 @@ impl State {
                 let cells = list();
                 assert!(cells.len() < self.limits.max_len, "{} cells of a sequence", cells.len());
                 let base = i64::from(position) - cells.len() as i64;
-                write(device, memory.lengths.at(4 * (slot + 1)), [cells.len() as u32])?;
-                write(device, memory.bases.at(4 * (slot + 1)), [base as u32])?;
-                write(device, memory.last_tokens.at(4 * (slot + 1)), [token])?;
+                device.upload_words(memory.lengths.at(4 * (slot + 1)), [cells.len() as u32])?;
+                device.upload_words(memory.bases.at(4 * (slot + 1)), [base as u32])?;
+                device.upload_words(memory.last_tokens.at(4 * (slot + 1)), [token])?;
                 let synced = Synced { length: cells.len(), base, last_token: token };
                 let row = memory.cell_table.at(4 * (slot + 1) * self.limits.max_len);
-                write(device, row, cells.into_iter().map(|cell| cell + 1))?;
+                device.upload_words(row, cells.into_iter().map(|cell| cell + 1))?;
                 self.slots[slot].synced = Some(synced);
             }
         }
@@ -167,7 +167,7 @@ impl State {
                 synced.length += 1;
             }
         }
-        write(device, self.memory.plan, planned.chain(padding).flatten())
+        device.upload_words(self.memory.plan, planned.chain(padding).flatten())
     }
 
     /// The launches of a step whose plan is on the device. They depend on nothing but its kind.
@@ -266,13 +266,4 @@ impl StateMemory {
         };
         (memory, arena.n_bytes())
     }
-}
-
-fn write(
-    device: &dyn Device,
-    to: DevicePtr,
-    words: impl IntoIterator<Item = u32>,
-) -> Result<(), DeviceError> {
-    let bytes: Vec<u8> = words.into_iter().flat_map(u32::to_le_bytes).collect();
-    if bytes.is_empty() { Ok(()) } else { device.upload(to, &bytes) }
 }

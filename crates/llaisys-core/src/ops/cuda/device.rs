@@ -210,3 +210,15 @@ pub trait Device: Debug + Send {
     /// Does what was captured, in its order.
     fn replay(&self, graph: GraphId) -> Result<(), DeviceError>;
 }
+
+impl dyn Device + '_ {
+    /// As [`Device::upload`] of words as kernels read them; nothing is asked for none.
+    pub fn upload_words(
+        &self,
+        to: DevicePtr,
+        words: impl IntoIterator<Item = u32>,
+    ) -> Result<(), DeviceError> {
+        let bytes: Vec<u8> = words.into_iter().flat_map(u32::to_le_bytes).collect();
+        if bytes.is_empty() { Ok(()) } else { self.upload(to, &bytes) }
+    }
+}

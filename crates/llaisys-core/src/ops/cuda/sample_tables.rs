@@ -96,19 +96,18 @@ impl SampleTables {
         let mask = |wanted: bool, which: usize| if wanted { (2 * slot + which) as u32 } else { NONE };
         let masks = [mask(of.masked, 0), mask(!of.spec.allowed_ids.is_empty(), 1)];
         let params = params_of(of.spec, [n_prompt, masks[0], masks[1]], [slot * MAX_EDITS, edits.len()]);
-        self.write(device, self.params.at(slot * PARAMS_BYTES), &params)?;
-        self.write(device, self.edits.at(slot * MAX_EDITS * EDIT_BYTES), edits.as_flattened())?;
-        self.write(device, self.words.at(first_word * 4), &words)?;
+        device.upload_words(self.params.at(slot * PARAMS_BYTES), params)?;
+        device.upload_words(self.edits.at(slot * MAX_EDITS * EDIT_BYTES), edits.into_iter().flatten())?;
+        device.upload_words(self.words.at(first_word * 4), words)?;
         if masks[1] != NONE {
             let mut bits = vec![0_u32; self.vocab_size.div_ceil(32)];
             for id in &of.spec.allowed_ids {
                 bits[*id as usize / 32] |= 1 << (id % 32);
             }
-            self.write(device, self.mask(slot, 1), &bits)?;
+            device.upload_words(self.mask(slot, 1), bits)?;
         }
-        let tokens: Vec<u32> = of.prompt.iter().chain(of.output).map(|&id| id as u32).collect();
-        self.write(device, self.tokens.at(slot * self.max_len * 4), &tokens)?;
-        Ok(())
+        let tokens = of.prompt.iter().chain(of.output).map(|&id| id as u32);
+        Ok(device.upload_words(self.tokens.at(slot * self.max_len * 4), tokens)?)
     }
 
     /// What the grammar of a `masked` slot allows in its next step, `[ceil(vocab_size / 32)]`; `None`: everything.
@@ -119,7 +118,7 @@ impl SampleTables {
         bits: Option<&[u32]>,
     ) -> Result<(), DeviceError> {
         match bits {
-            Some(bits) => self.write(device, self.mask(slot, 0), bits),
+            Some(bits) => device.upload_words(self.mask(slot, 0), bits.iter().copied()),
             None => device.fill(self.mask(slot, 0), 0xff, mask_bytes(self.vocab_size)),
         }
     }
@@ -131,13 +130,6 @@ impl SampleTables {
 
     fn mask(&self, slot: usize, which: usize) -> DevicePtr {
         self.masks.at((2 * slot + which) * mask_bytes(self.vocab_size))
-    }
-
-    fn write(&self, device: &dyn Device, to: DevicePtr, words: &[u32]) -> Result<(), DeviceError> {
-        if words.is_empty() {
-            return Ok(());
-        }
-        device.upload(to, &words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>())
     }
 }
 
