@@ -51,14 +51,11 @@ impl Context {
     /// Errors: a setting or a model that the GPU does not compute, by name; no memory; the device's.
     pub fn on_gpu(checkpoint: Checkpoint, mut config: ContextConfig, gpu: Gpu) -> Result<Self> {
         let Gpu { device, memory_share, graphs, overlap } = gpu;
-        check(&config, checkpoint.config())?;
-        check_types(&config, load::element_of(&checkpoint))?;
+        check_computed(&config, &checkpoint)?;
         if config.n_ranks > 1 {
             let value = format!("{} on one GPU", config.n_ranks);
             return Err(Unsupported::Feature { what: "tensor_parallel_size", value, supported: "1" }.into());
         }
-        let pool = Pool::new(config.n_threads)?;
-        let limits = limits(&config, memory_share);
         let state = StateLimits {
             n_slots: config.n_seq_max,
             n_rows: config.n_seq_max.min(config.n_batch),
@@ -67,17 +64,21 @@ impl Context {
         // Before the decoder, whose cells may take what is left of the memory.
         let settings = StepSettings { overlap, graphs };
         let steps = Steps::new(&*device, checkpoint.config(), state, settings)?;
-        let decoder = DeviceDecoder::new(&*device, &checkpoint, limits, &pool)?;
-        config.n_cells = decoder.n_cells() / config.n_streams * config.n_streams;
-        let how = format!("cuda {} {:?}", device.facts().capability, decoder.element());
-        let fingerprint = Fingerprint::new(&checkpoint, &config, &pool, &how);
-        let backend = Backend::Cuda(SteppedGpu { gpu: CudaBackend::new(device, decoder, pool), steps });
-        Self::assemble(checkpoint, config, (backend, fingerprint))
+        let gpu = CudaBackend::load(device, &checkpoint, &config, (memory_share, config.n_threads))?;
+        config.n_cells = gpu.n_cells(config.n_streams);
+        let fingerprint = gpu.fingerprint(&checkpoint, &config, gpu.pool());
+        Self::assemble(checkpoint, config, (Backend::Cuda(SteppedGpu { gpu, steps }), fingerprint))
     }
 }
 
+/// Refuses settings that no context has, or none on a GPU.
+pub(super) fn check_computed(config: &ContextConfig, checkpoint: &Checkpoint) -> Result<()> {
+    check(config, checkpoint.config())?;
+    check_types(config, load::element_of(checkpoint))
+}
+
 /// Refuses types that no kernel has.
-pub(super) fn check_types(config: &ContextConfig, element: Element) -> Result<()> {
+fn check_types(config: &ContextConfig, element: Element) -> Result<()> {
     let refuse = |what, value: String, supported| {
         Err(Unsupported::Feature { what, value: format!("{value} on a GPU"), supported }.into())
     };
@@ -99,7 +100,7 @@ pub(super) fn check_types(config: &ContextConfig, element: Element) -> Result<()
     Ok(())
 }
 
-pub(super) fn limits(config: &ContextConfig, memory_share: Option<f64>) -> DeviceLimits {
+fn limits(config: &ContextConfig, memory_share: Option<f64>) -> DeviceLimits {
     DeviceLimits {
         n_rows: config.n_batch,
         n_outputs: LOGITS_ROWS.max(config.n_seq_max).min(config.n_batch),
@@ -111,8 +112,32 @@ pub(super) fn limits(config: &ContextConfig, memory_share: Option<f64>) -> Devic
 }
 
 impl CudaBackend {
-    pub(super) fn new(device: Box<dyn Device>, decoder: DeviceDecoder, pool: Pool) -> Self {
-        Self { device, decoder, pool, hidden: Vec::new(), bytes: Vec::new() }
+    /// Weights and cells of the device's rank: see [`Gpu::memory_share`]. `n_threads`: of the host.
+    pub(super) fn load(
+        device: Box<dyn Device>,
+        checkpoint: &Checkpoint,
+        config: &ContextConfig,
+        (memory_share, n_threads): (Option<f64>, usize),
+    ) -> Result<Self> {
+        let pool = Pool::new(n_threads)?;
+        let decoder = DeviceDecoder::new(&*device, checkpoint, limits(config, memory_share), &pool)?;
+        Ok(Self { device, decoder, pool, hidden: Vec::new(), bytes: Vec::new() })
+    }
+
+    /// Cells of so many streams, as many in each.
+    pub(super) fn n_cells(&self, n_streams: usize) -> usize {
+        self.decoder.n_cells() / n_streams * n_streams
+    }
+
+    /// What keys and values in the cells depend on; `pool` hashes.
+    pub(super) fn fingerprint(
+        &self,
+        checkpoint: &Checkpoint,
+        config: &ContextConfig,
+        pool: &Pool,
+    ) -> Fingerprint {
+        let how = format!("cuda {} {:?}", self.device.facts().capability, self.decoder.element());
+        Fingerprint::new(checkpoint, config, pool, &how)
     }
 
     /// Keeps no other rank waiting for this one.

@@ -2,14 +2,12 @@
 //! context's thread is rank 0's. All ranks do the same work at the same time, and exchange through their devices.
 
 use super::backend::{Backend, Compute};
-use super::cuda::{CudaBackend, Gpu, check_types, limits};
-use super::fingerprint::Fingerprint;
-use super::{Context, ContextConfig, check};
+use super::cuda::{CudaBackend, Gpu, check_computed};
+use super::{Context, ContextConfig};
 use crate::error::{DeviceError, Error, Result, Unsupported};
 use crate::kv::cells::Copies;
 use crate::model::checkpoint::Checkpoint;
 use crate::model::decoder::ForwardRows;
-use crate::model::device::{DeviceDecoder, load};
 use crate::model::slot::Slot;
 use crate::model::weights::Replacement;
 use crate::progress::Progress;
@@ -37,26 +35,18 @@ impl Context {
         mut config: ContextConfig,
         open: &(dyn Fn(usize) -> Result<Gpu> + Sync),
     ) -> Result<Self> {
-        check(&config, checkpoint.config())?;
-        let element = load::element_of(&checkpoint);
-        check_types(&config, element)?;
+        check_computed(&config, &checkpoint)?;
         let (n_ranks, threads) = (config.n_ranks, Pool::new(config.n_ranks)?);
         let n_threads = (config.n_threads / n_ranks).max(1);
-        let opened = on_all(&threads, &|rank| {
+        let loaded = on_all(&threads, &|rank| {
             let Gpu { device, memory_share, .. } = open(rank)?;
-            let (pool, limits) = (Pool::new(n_threads)?, limits(&config, memory_share));
-            let decoder = DeviceDecoder::new(&*device, &checkpoint, limits, &pool)?;
-            Ok((device, decoder, pool))
+            CudaBackend::load(device, &checkpoint, &config, (memory_share, n_threads))
         })?;
-        let (device, decoder, _) = &opened[0];
-        config.n_cells = decoder.n_cells() / config.n_streams * config.n_streams;
-        let facts = device.facts();
-        let (how, name) =
-            (format!("cuda {} {element:?}", facts.capability), format!("{n_ranks} x {}", facts.name));
+        let name = format!("{n_ranks} x {}", loaded[0].name());
         let pool = Pool::new(config.n_threads)?;
-        let fingerprint = Fingerprint::new(&checkpoint, &config, &pool, &how);
-        let backend = |(device, decoder, pool)| Mutex::new(CudaBackend::new(device, decoder, pool));
-        let ranks = opened.into_iter().map(backend).collect();
+        config.n_cells = loaded[0].n_cells(config.n_streams);
+        let fingerprint = loaded[0].fingerprint(&checkpoint, &config, &pool);
+        let ranks = loaded.into_iter().map(Mutex::new).collect();
         let backend = Backend::CudaRanks(CudaRanks { ranks, threads, pool, name });
         Self::assemble(checkpoint, config, (backend, fingerprint))
     }
