@@ -125,6 +125,8 @@ struct Host {
     device: Device,
     ahead: Ahead,
     draw: Draw,
+    /// Of the last step that was launched ahead, those that neither landed nor were lost.
+    under_way: Vec<RowAhead>,
     free: BTreeSet<u32>,
     n_cells: usize,
     running: Vec<Sequence>,
@@ -150,6 +152,7 @@ impl Host {
             device: Device::default(),
             ahead: Ahead::new(is_on),
             draw,
+            under_way: Vec::new(),
             free: (0..n_cells as u32).collect(),
             n_cells,
             running: Vec::new(),
@@ -163,7 +166,7 @@ impl Host {
 
     /// Free cells, those of rows under way included: what the scheduler sees.
     fn n_free(&self) -> usize {
-        self.free.len() + self.ahead.cells().count()
+        self.free.len() + self.under_way.len()
     }
 
     fn take_cell(&mut self) -> u32 {
@@ -174,9 +177,15 @@ impl Host {
         cell
     }
 
+    /// The sequence's row under way is lost.
+    fn forget(&mut self, sequence: i64) {
+        self.ahead.forget(sequence);
+        self.free.extend(self.under_way.extract_if(.., |row| row.sequence == sequence).map(|row| row.cell));
+    }
+
     /// The sequence leaves its slot; its cells are free at once, whatever the device still does with them.
     fn release(&mut self, sequence: &mut Sequence) {
-        self.free.extend(self.ahead.forget(sequence.id));
+        self.forget(sequence.id);
         self.free.extend(sequence.cells.drain(..));
     }
 
@@ -190,8 +199,7 @@ impl Host {
             let mut sequence = self.waiting.pop_front().expect("it was looked at");
             while self.free.len() < n_needed {
                 // Rows under way give up their cells before somebody goes without.
-                let victim = self.running.iter().find_map(|running| self.ahead.forget(running.id));
-                self.free.extend(Some(victim.expect("the cells are free or under way")));
+                self.forget(self.under_way.first().expect("the cells are free or under way").sequence);
             }
             sequence.id = self.n_ids;
             self.n_ids += 1;
@@ -230,7 +238,9 @@ impl Host {
         };
         let rows: Vec<Row> = batch.iter().map(row).collect();
         let landing = self.ahead.land(&rows);
-        self.free.extend(&landing.freed);
+        let lands = |row: &RowAhead| landing.rows.iter().flatten().any(|&(_, cell)| cell == row.cell);
+        let lost = std::mem::take(&mut self.under_way).into_iter().filter(|row| !lands(row));
+        self.free.extend(lost.map(|row| row.cell));
         let mut fresh = Vec::new();
         for (&i, landed) in batch.iter().zip(&landing.rows) {
             let cell = match landed {
@@ -249,7 +259,7 @@ impl Host {
         let fresh_event = (!fresh.is_empty()).then(|| self.device.step(fresh, &mut self.draw));
         // One row in eight needs the host before its next token.
         let next: Vec<usize> = batch.iter().copied().filter(|_| self.draw.below(8) > 0).collect();
-        if self.ahead.may_launch(next.len(), self.free.len()) {
+        if self.ahead.may_launch(next.len()) && next.len() <= self.free.len() {
             let ahead: Vec<RowAhead> = next
                 .iter()
                 .map(|&i| {
@@ -260,6 +270,7 @@ impl Host {
             let steps = next.iter().zip(&ahead).map(|(&i, row)| (self.running[i].slot, row.cell)).collect();
             let event = self.device.step(steps, &mut self.draw);
             self.n_launched += ahead.len();
+            self.under_way.clone_from(&ahead);
             self.ahead.launch(event, ahead);
         }
         let landed = landing.event.map(|event| self.device.collect(event)).unwrap_or_default();
@@ -296,7 +307,8 @@ impl Host {
     /// Each cell is free, under way or one sequence's.
     fn check(&self) {
         let held = self.running.iter().flat_map(|sequence| sequence.cells.iter().copied());
-        let all: Vec<u32> = self.free.iter().copied().chain(self.ahead.cells()).chain(held).collect();
+        let under_way = self.under_way.iter().map(|row| row.cell);
+        let all: Vec<u32> = self.free.iter().copied().chain(under_way).chain(held).collect();
         let different: BTreeSet<u32> = all.iter().copied().collect();
         assert_eq!((all.len(), different.len()), (self.n_cells, self.n_cells));
     }
@@ -355,11 +367,10 @@ fn a_row_with_another_token_or_of_a_changed_sequence_does_not_land() {
     for sequence in 1..4 {
         ahead.feed(sequence, 100);
     }
-    assert_eq!(ahead.forget(3), Some(30));
-    assert_eq!(ahead.forget(3), None);
+    ahead.forget(3);
     // 2 is decoded with another token than it got; 3 was changed; 4 got none: it was at fault.
     let landing = ahead.land(&[row(4, 0), row(3, 100), row(2, 99), row(1, 100)]);
     assert_eq!(landing.rows, [None, None, None, Some((0, 10))]);
-    assert_eq!((landing.event, landing.freed), (Some(7), vec![20, 40]));
+    assert_eq!(landing.event, Some(7));
     assert_eq!(ahead.land(&[row(1, 100)]).event, None);
 }

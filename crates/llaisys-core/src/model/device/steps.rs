@@ -221,7 +221,7 @@ impl Steps {
                 (*slot, RowAhead { sequence: row.sequence, position: row.position + 1, cell })
             })
             .unzip();
-        if !self.ahead.may_launch(rows.len(), rows.len()) {
+        if !self.ahead.may_launch(rows.len()) {
             return Ok(());
         }
         let plan: Vec<(usize, u32)> = slots.iter().zip(&rows).map(|(&slot, row)| (slot, row.cell)).collect();

@@ -49,8 +49,6 @@ pub struct Landing {
     pub rows: Vec<Option<(usize, u32)>>,
     /// After which the step's results are there; `None` if no row of the batch is under way.
     pub event: Option<Event>,
-    /// Cells of rows that are lost: free for the batch's other rows.
-    pub freed: Vec<u32>,
 }
 
 /// The step under way, if any.
@@ -68,9 +66,9 @@ impl Ahead {
         Self { is_on, event: 0, rows: Vec::new() }
     }
 
-    /// True if a step of `n_rows` rows may be launched ahead where `n_free` cells are free.
-    pub fn may_launch(&self, n_rows: usize, n_free: usize) -> bool {
-        self.is_on && n_rows > 0 && n_rows <= n_free
+    /// True if a step of `n_rows` rows may be launched ahead, should there be a free cell for each.
+    pub fn may_launch(&self, n_rows: usize) -> bool {
+        self.is_on && n_rows > 0
     }
 
     /// Ends the step under way: what of it is in `batch`, and what is lost.
@@ -78,8 +76,7 @@ impl Ahead {
         let mut under_way = std::mem::take(&mut self.rows);
         let rows: Vec<_> = batch.iter().map(|row| take(&mut under_way, row)).collect();
         let event = rows.iter().any(Option::is_some).then_some(self.event);
-        let freed = under_way.into_iter().flatten().map(|(row, _)| row.cell).collect();
-        Landing { rows, event, freed }
+        Landing { rows, event }
     }
 
     /// A step of these rows was launched; `event` is after it.
@@ -100,10 +97,11 @@ impl Ahead {
         }
     }
 
-    /// `sequence` is about to change: its row under way is lost. The row's cell, which is free.
-    pub fn forget(&mut self, sequence: i64) -> Option<u32> {
-        let row = self.rows.iter_mut().find(|row| row.is_some_and(|(row, _)| row.sequence == sequence))?;
-        row.take().map(|(row, _)| row.cell)
+    /// `sequence` is about to change: its row under way is lost.
+    pub fn forget(&mut self, sequence: i64) {
+        for row in &mut self.rows {
+            row.take_if(|(row, _)| row.sequence == sequence);
+        }
     }
 
     /// Cells are changing hands: rows under way whose own `is_taken` are lost.
@@ -111,11 +109,6 @@ impl Ahead {
         for row in &mut self.rows {
             row.take_if(|(row, _)| is_taken(row.cell));
         }
-    }
-
-    /// Cells that rows under way have.
-    pub fn cells(&self) -> impl Iterator<Item = u32> {
-        self.rows.iter().flatten().map(|(row, _)| row.cell)
     }
 }
 
