@@ -111,6 +111,9 @@ class DecodeOutput:
     def logprobs(self) -> list[tuple[int, float, int, list[tuple[int, float]]]]:
         """For rows whose sampler wants them: (index of the output row, logprob of the sampled id, its rank
         from 1, the best ids with their logprobs in falling order)."""
+    @property
+    def graph_refusal(self) -> str | None:
+        """Why decode steps on a GPU are launched kernel by kernel, if one is no graph. Told once."""
 
 @final
 class Snapshot:
@@ -306,8 +309,6 @@ class Context:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the packed weights."""
-    def take_graph_refusal(self) -> str | None:
-        """Why decode steps on a GPU are launched kernel by kernel, if one is no graph. Told once."""
     def seq_acquire(self, stream: int = 0) -> int:
         """Lends a sequence id (slot and generation in one number); its cells will lie in that stream. Raises
         ExhaustedError."""

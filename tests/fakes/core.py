@@ -11,7 +11,7 @@ import json
 import threading
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -156,7 +156,7 @@ class Context:
         self.path, self.settings, self.gpu = path, settings, gpu
         self.isa, self.vocab_size, self.weight_bytes = "fake", VOCAB_SIZE, 0
         self.attention_window = attention_window
-        self.take_graph_refusal: Callable[[], str | None] = lambda: None
+        self.graph_refusal: str | None = None
         self.n_cells, self._max_len, self._n_streams = n_cells, max_model_len, n_streams
         self._refs = [0] * n_cells
         self._stored = [-1] * n_cells
@@ -293,6 +293,7 @@ class Context:
             logits=None,
             hidden=np.array(hidden, np.float32) if any_hidden else None,
             logprobs=logprobs,
+            graph_refusal=self.graph_refusal,
         )
 
     def _refuse(self, tokens: list[int], positions: list[int], seq_ids: list[int]) -> None:

@@ -58,9 +58,6 @@ class Seam:
 
         return call
 
-    def take_graph_refusal(self) -> None:
-        """Told after a decode that did not fail, and no call: it cannot fail then."""
-
     def _ask(self, name: str) -> None:
         at, when, error = self._fault
         self.asked[name] += 1

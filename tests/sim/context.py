@@ -204,6 +204,7 @@ class SimContext:
             faults=faults,
             hidden=None,
             logprobs=[],
+            graph_refusal=None,
         )
 
     # --- checks ---
@@ -231,9 +232,6 @@ class SimContext:
                 position += n
             assert position == start + len(contents), "the books and the contents differ in length"
         assert len(content_of) == self.n_cells - self.n_cells_free, "cells are lost"
-
-    def take_graph_refusal(self) -> None:
-        """There are no graphs to be refused."""
 
     def close(self) -> None:
         """Nothing to free."""

@@ -208,11 +208,23 @@ fn a_decode_that_goes_on_launches_graphs_alone() {
         fuse.fail(1000);
         (0..3).for_each(|_| go_on(&mut context, &mut seqs).unwrap());
         assert_eq!(fuse.left(), 1000, "{how:?}");
-        assert_eq!(context.take_graph_refusal(), None);
         // Of a row alone there is no graph yet.
         go_on(&mut context, &mut seqs[..1]).unwrap();
         assert!(fuse.left() < 1000, "{how:?}");
     }
+}
+
+/// The second step of a bucket is captured: its first launch fails.
+#[test]
+fn why_a_step_is_no_graph_comes_once_with_what_it_gives() {
+    let fuse = Fuse::new();
+    let (mut context, mut seqs) = started(Box::new(Flaky::new(&fuse, 1 << 30)), How::Synchronous, 1);
+    fuse.fail(1);
+    let first = next(&mut context, &seqs, None).unwrap();
+    let told = first.graph_refusal.expect("a capture failed");
+    assert!(told.contains("2 rows") && told.contains("(701)"), "{told}");
+    seqs.iter_mut().zip(first.token_ids).for_each(|((_, tokens), token)| tokens.push(token));
+    assert_eq!(next(&mut context, &seqs, None).unwrap().graph_refusal, None);
 }
 
 /// The same tokens, other parameters; then none at all.

@@ -227,11 +227,6 @@ impl Context {
         self.brief(py, |core| Ok(core.weight_bytes()))
     }
 
-    /// Why decode steps on a GPU are launched kernel by kernel, if one could not be captured. Told once.
-    fn take_graph_refusal(&self, py: Python<'_>) -> PyResult<Option<String>> {
-        self.brief(py, |core| Ok(core.take_graph_refusal()))
-    }
-
     /// Free cells of one stream.
     fn n_cells_free_in(&self, py: Python<'_>, stream: i64) -> PyResult<usize> {
         self.brief(py, |core| core.n_cells_free_in(natural("stream", stream)?))

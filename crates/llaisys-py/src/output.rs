@@ -17,6 +17,7 @@ pub(crate) struct DecodeOutput {
     logits: Option<Py<PyArray2<f32>>>,
     hidden: Option<Py<PyArray2<f32>>>,
     logprobs: Vec<RowLogprobs>,
+    graph_refusal: Option<String>,
 }
 
 impl DecodeOutput {
@@ -38,6 +39,7 @@ impl DecodeOutput {
                 .into_iter()
                 .map(|(out_row, l)| (out_row, l.logprob, l.rank, l.top))
                 .collect(),
+            graph_refusal: result.graph_refusal,
         })
     }
 }
@@ -78,6 +80,12 @@ impl DecodeOutput {
     #[getter]
     fn logprobs(&self) -> Vec<RowLogprobs> {
         self.logprobs.clone()
+    }
+
+    /// Why decode steps on a GPU are launched kernel by kernel, if one could not be captured. Told once.
+    #[getter]
+    fn graph_refusal(&self) -> Option<&str> {
+        self.graph_refusal.as_deref()
     }
 }
 

@@ -282,8 +282,8 @@ class Worker:
             np.frombuffer(wants, np.uint8),
             **masks,
         )
-        if (why := self._context.take_graph_refusal()) is not None:
-            log.warning("%s", why)
+        if output.graph_refusal is not None:
+            log.warning("%s", output.graph_refusal)
         return _result(batch, output)
 
     def watchdog(self, window_s: float, exit_after_s: float | None) -> Watchdog:

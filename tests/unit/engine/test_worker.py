@@ -57,7 +57,7 @@ def test_a_step_that_cannot_be_a_graph_is_told(
     worker: Worker, context: core.Context, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = opened(worker)
-    context.take_graph_refusal = lambda: "no graph of 4 rows"
+    context.graph_refusal = "no graph of 4 rows"
     worker.run(Batch([], [Chunk(made, 0, [1], samples=False)]))
     assert [record.message for record in caplog.records] == ["no graph of 4 rows"]
 

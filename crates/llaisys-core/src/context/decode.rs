@@ -43,6 +43,9 @@ pub struct DecodeResult {
     pub hidden: Option<Vec<f32>>,
     /// By output row, for samplers that want them.
     pub logprobs: Vec<(usize, Logprobs)>,
+    /// Why decode steps on a GPU are launched kernel by kernel, if one could not be captured: slower, not wrong. Told
+    /// once.
+    pub graph_refusal: Option<String>,
 }
 
 impl Context {
@@ -206,6 +209,7 @@ impl Step<'_> {
             steps.launch_ahead(&cells)?;
         }
         let outcomes = steps.collect()?;
+        self.result.graph_refusal = steps.take_graph_refusal();
         for (row, outcome) in rows.iter().zip(outcomes) {
             let out = self.result.rows.partition_point(|&of| (of as usize) < *row);
             self.give(out, outcome);

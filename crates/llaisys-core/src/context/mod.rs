@@ -184,12 +184,6 @@ impl Context {
         self.backend.weight_bytes()
     }
 
-    /// Why decode steps on a GPU are launched kernel by kernel, if one could not be captured: slower, not wrong.
-    /// Told once.
-    pub fn take_graph_refusal(&mut self) -> Option<String> {
-        self.backend.steps().and_then(|steps| steps.take_graph_refusal())
-    }
-
     /// What has been done so far; any thread may read it, also while a decode runs.
     pub fn progress(&self) -> Arc<Progress> {
         Arc::clone(&self.progress)
