@@ -36,6 +36,11 @@ def run(script: Path, *arguments: object, **variables: str) -> subprocess.Comple
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
+def dry_run(out: Path, tests: Path, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Phase 1 without a GPU, with the test programs of a folder."""
+    return run(PHASE_1, "--dry-run", "--out", out, "--tests", tests, *arguments, **variables)
+
+
 def state_of(out: Path) -> dict[str, Any]:
     state: dict[str, Any] = json.loads((out / "phase1.json").read_text("utf-8"))
     return state
@@ -74,7 +79,7 @@ def planted(tmp_path: Path) -> Path:
 
 
 def test_a_dry_run_counts_cases_on_the_emulator(programs: Path, tmp_path: Path) -> None:
-    ran = run(PHASE_1, "--dry-run", "--out", tmp_path, "--tests", programs, "--only", "cuda_product")
+    ran = dry_run(tmp_path, programs, "--only", "cuda_product")
     assert ran.returncode == DONE, ran.stdout + ran.stderr
     state = state_of(tmp_path)
     (row,) = state["rows"].values()
@@ -90,20 +95,9 @@ def test_on_a_fake_gpu_the_same_tests_run_on_it(
     programs: Path, tmp_path: Path, fake_cuda: dict[str, str]
 ) -> None:
     """The driver is fake, what opens it and what it is asked are not."""
+    variables = {"LLAISYS_TEST_DEVICE": "gpu-small", "TMPDIR": fake_cuda["LLAISYS_CUDA_LIB_DIR"]}
     for only in ("cuda_product", "copy_cells"):
-        ran = run(
-            PHASE_1,
-            "--dry-run",
-            "--out",
-            tmp_path,
-            "--tests",
-            programs,
-            "--only",
-            only,
-            **fake_cuda,
-            LLAISYS_TEST_DEVICE="gpu-small",
-            TMPDIR=fake_cuda["LLAISYS_CUDA_LIB_DIR"],
-        )
+        ran = dry_run(tmp_path, programs, "--only", only, **fake_cuda, **variables)
         assert ran.returncode == DONE, ran.stdout + ran.stderr
     rows = state_of(tmp_path)["rows"]
     assert {row["device"] for row in rows.values()} == {"Fake H100"}
@@ -111,7 +105,7 @@ def test_on_a_fake_gpu_the_same_tests_run_on_it(
 
 
 def test_a_failing_test_is_in_the_table_and_in_the_exit_status(planted: Path, tmp_path: Path) -> None:
-    ran = run(PHASE_1, "--dry-run", "--out", tmp_path, "--tests", planted)
+    ran = dry_run(tmp_path, planted)
     assert ran.returncode == FAILED, ran.stdout + ran.stderr
     state = state_of(tmp_path)
     assert list(state["rows"]) == ["cuda_planted::good"]
@@ -120,24 +114,14 @@ def test_a_failing_test_is_in_the_table_and_in_the_exit_status(planted: Path, tm
     table = (tmp_path / "phase1.md").read_text("utf-8")
     assert "norm | bf16 | 3 | 2 | 1" in table
     # What failed is tried again, what passed is not.
-    again = run(PHASE_1, "--dry-run", "--out", tmp_path, "--tests", planted)
+    again = dry_run(tmp_path, planted)
     assert again.returncode == FAILED
     assert "bad" in again.stdout
     assert "done: cuda_planted::good" not in again.stdout
 
 
 def test_a_device_that_is_none_fails_every_test(programs: Path, tmp_path: Path) -> None:
-    ran = run(
-        PHASE_1,
-        "--dry-run",
-        "--out",
-        tmp_path,
-        "--tests",
-        programs,
-        "--only",
-        "cuda_product::",
-        LLAISYS_TEST_DEVICE="cloud",
-    )
+    ran = dry_run(tmp_path, programs, "--only", "cuda_product::", LLAISYS_TEST_DEVICE="cloud")
     assert ran.returncode == FAILED, ran.stdout + ran.stderr
     (failed,) = state_of(tmp_path)["failed"].values()
     assert "LLAISYS_TEST_DEVICE=cloud: emulator, gpu or gpu-small" in failed["reason"]

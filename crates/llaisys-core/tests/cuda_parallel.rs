@@ -10,7 +10,6 @@ use common::{Outputs, Rows, Tiny, feed, settings};
 use cuda_emu::Emulator;
 use cuda_emu::arrays::Arrays;
 use cuda_emu::flaky::{Flaky, Fuse};
-use half::bf16;
 use llaisys_core::collective::Local;
 use llaisys_core::context::{Context, ContextConfig, Gpu};
 use llaisys_core::dtype::ComputeMode;
@@ -36,34 +35,11 @@ const PASSES: [Range<usize>; 4] = [0..17, 17..18, 18..19, 19..30];
 /// Four key-value heads and four times 24 inner columns. The vocabulary does not divide; of four ranks the last has none of
 /// it. Numbers are those of bf16, so that only activations are rounded.
 fn tiny(architecture: &'static str, tied_head: bool) -> Tiny {
-    let mut model = Tiny::sized(architecture, tied_head, |model| {
+    let model = Tiny::sized(architecture, tied_head, |model| {
         (model.d_model, model.d_ff, model.vocab_size) = (72, 96, 75);
         (model.n_heads, model.n_kv_heads, model.d_head) = (8, 4, 64);
     });
-    for (_, values) in model.tensors.values_mut() {
-        values.iter_mut().for_each(|value| *value = bf16::from_f32(*value).to_f32());
-    }
-    model
-}
-
-/// Phi-3's way to store projections: one below the other.
-fn phi3() -> Tiny {
-    let mut model = tiny("Phi3ForCausalLM", false);
-    let joined =
-        [("self_attn.qkv", "self_attn", &["q", "k", "v"][..]), ("mlp.gate_up", "mlp", &["gate", "up"])];
-    for layer in 0..model.n_layers {
-        for (name, part, of) in joined {
-            let at = |name: &str| format!("model.layers.{layer}.{part}.{name}_proj.weight");
-            let parts: Vec<_> = of.iter().map(|name| model.tensors.remove(&at(name)).unwrap()).collect();
-            let n_rows = parts.iter().map(|(shape, _)| shape[0]).sum();
-            let values = parts.into_iter().flat_map(|(_, values)| values).collect();
-            model.tensors.insert(
-                format!("model.layers.{layer}.{name}_proj.weight"),
-                (vec![n_rows, model.d_model], values),
-            );
-        }
-    }
-    model
+    model.in_bf16()
 }
 
 fn limits() -> DeviceLimits {
@@ -179,7 +155,7 @@ fn qwen3_norms_each_head() {
 
 #[test]
 fn phi3_is_stored_joined() {
-    assert_ranks_agree(&phi3(), Dtype::F32);
+    assert_ranks_agree(&tiny("Phi3ForCausalLM", false).joined(), Dtype::F32);
 }
 
 #[test]

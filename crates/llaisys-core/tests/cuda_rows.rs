@@ -4,7 +4,8 @@
 mod cuda_emu;
 
 use cuda_emu::arrays::Arrays;
-use cuda_emu::compare::{assert_close, rounded, two_ulps};
+use cuda_emu::close::assert_close;
+use cuda_emu::compare::{rounded, two_ulps};
 use cuda_emu::pick::{case, gpu_only, test_device};
 use half::{bf16, f16};
 use llaisys_core::ops::contract::{Draw, Size};

@@ -4,7 +4,8 @@
 mod cuda_emu;
 
 use cuda_emu::arrays::Arrays;
-use cuda_emu::compare::{assert_close, rounded, ulp};
+use cuda_emu::close::assert_close;
+use cuda_emu::compare::{rounded, ulp};
 use cuda_emu::pick::{case, gpu_only, test_device};
 use llaisys_core::ops::contract::{Draw, Size};
 use llaisys_core::ops::cuda::device::{Device, DevicePtr, Element};

@@ -29,24 +29,6 @@ fn add_norm(model: &mut Tiny, name: &str, n: usize) {
     }
 }
 
-/// Stores projections of each layer one below the other, as Phi-3 does.
-fn fuse(model: &mut Tiny, parts: &[&str], fused: &str) {
-    for layer in 0..model.n_layers {
-        let at = |name: &str| format!("model.layers.{layer}.{name}_proj.weight");
-        let taken: Vec<_> = parts.iter().map(|part| model.tensors.remove(&at(part)).unwrap()).collect();
-        let n_rows = taken.iter().map(|(shape, _)| shape[0]).sum();
-        let values = taken.into_iter().flat_map(|(_, values)| values).collect();
-        model.tensors.insert(at(fused), (vec![n_rows, model.d_model], values));
-    }
-}
-
-fn phi3() -> Tiny {
-    let mut model = sized("Phi3ForCausalLM", false, "");
-    fuse(&mut model, &["self_attn.q", "self_attn.k", "self_attn.v"], "self_attn.qkv");
-    fuse(&mut model, &["mlp.gate", "mlp.up"], "mlp.gate_up");
-    model
-}
-
 fn gemma(architecture: &'static str, more_keys: &str) -> Tiny {
     let mut model = sized(architecture, true, more_keys);
     add_norm(&mut model, "pre_feedforward_layernorm", 64);
@@ -100,7 +82,7 @@ fn families() -> Vec<Tiny> {
         sized("MistralForCausalLM", true, r#", "sliding_window": 9"#),
         sized("Qwen2ForCausalLM", true, half_windowed),
         sized("Qwen3ForCausalLM", false, ""),
-        phi3(),
+        sized("Phi3ForCausalLM", false, "").joined(),
         sized("GraniteForCausalLM", true, multipliers),
         gemma("Gemma2ForCausalLM", r#", "sliding_window": 9"#),
         gemma3(),

@@ -69,14 +69,34 @@ impl Tiny {
     /// A head that the GPU's kernels have, with every shape around it odd, and matrices and biases of numbers that bf16
     /// has: what differs from the CPU then are activations.
     pub(crate) fn for_gpu(architecture: &'static str, tied_head: bool) -> Self {
-        let mut model = Self::sized(architecture, tied_head, |model| {
+        let model = Self::sized(architecture, tied_head, |model| {
             (model.d_model, model.d_ff, model.vocab_size) = (72, 104, 75);
             (model.n_heads, model.n_kv_heads, model.d_head) = (6, 2, 64);
         });
-        for (_, values) in model.tensors.values_mut() {
-            values.iter_mut().for_each(|value| *value = half::bf16::from_f32(*value).to_f32());
+        model.in_bf16()
+    }
+
+    /// Its numbers become the nearest that bf16 has.
+    pub(crate) fn in_bf16(mut self) -> Self {
+        for (_, values) in self.tensors.values_mut() {
+            values.iter_mut().for_each(|value| *value = bf16::from_f32(*value).to_f32());
         }
-        model
+        self
+    }
+
+    /// Stored as Phi-3's: projections of the same input one below the other.
+    pub(crate) fn joined(mut self) -> Self {
+        let joined = [("self_attn", "qkv", &["q", "k", "v"][..]), ("mlp", "gate_up", &["gate", "up"])];
+        for layer in 0..self.n_layers {
+            for (part, name, of) in joined {
+                let at = |name: &str| format!("model.layers.{layer}.{part}.{name}_proj.weight");
+                let parts: Vec<_> = of.iter().map(|name| self.tensors.remove(&at(name)).unwrap()).collect();
+                let n_rows = parts.iter().map(|(shape, _)| shape[0]).sum();
+                let values = parts.into_iter().flat_map(|(_, values)| values).collect();
+                self.tensors.insert(at(name), (vec![n_rows, self.d_model], values));
+            }
+        }
+        self
     }
 
     /// Random tensors: scales keep small models' activations near one, so that tokens differ and sums do not

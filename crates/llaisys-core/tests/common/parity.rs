@@ -1,5 +1,9 @@
 //! Kernels of every instruction set and number of threads, beside a reference.
 
+#[path = "close.rs"]
+mod close;
+
+pub(crate) use close::assert_close;
 use llaisys_core::ops::OpContext;
 use llaisys_core::ops::dispatch::{IsaName, Kernels};
 use llaisys_core::threads::Pool;
@@ -19,16 +23,4 @@ pub(crate) fn contexts() -> Vec<OpContext> {
 /// For messages.
 pub(crate) fn name(cx: &OpContext) -> String {
     format!("{:?} on {} threads", cx.kernels.isa(), cx.pool.n_threads())
-}
-
-/// Each number is within its tolerance, which is a function of its index and of what is wanted.
-pub(crate) fn assert_close(got: &[f32], want: &[f64], tolerance: impl Fn(usize, f64) -> f64, what: &str) {
-    assert_eq!(got.len(), want.len(), "{what}");
-    for (i, (&got, &want)) in got.iter().zip(want).enumerate() {
-        let (error, bound) = ((f64::from(got) - want).abs(), tolerance(i, want));
-        assert!(
-            error <= bound,
-            "{what}, number {i}: {got:e} instead of {want:e}, off by {error:e} > {bound:e}"
-        );
-    }
 }

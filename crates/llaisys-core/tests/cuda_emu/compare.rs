@@ -24,19 +24,6 @@ pub(crate) fn ulp(element: Element, x: f64) -> f64 {
     f64::from(exponent - fraction_bits).exp2()
 }
 
-/// Each number is within its tolerance of what it should be; `what` names the case.
-pub(crate) fn assert_close(got: &[f32], want: &[f64], tolerance: impl Fn(usize, f64) -> f64, what: &str) {
-    assert_eq!(got.len(), want.len(), "{what}");
-    for (i, (&got, &want)) in got.iter().zip(want).enumerate() {
-        let (error, bound) = ((f64::from(got) - want).abs(), tolerance(i, want));
-        // A NaN is no smaller than the bound.
-        assert!(
-            error <= bound,
-            "{what}, number {i}: {got:e} instead of {want:e}, off by {error:e} > {bound:e}"
-        );
-    }
-}
-
 /// Two places of the stored type: what one rounding on the way and one at the end may cost.
 pub(crate) fn two_ulps(element: Element) -> impl Fn(usize, f64) -> f64 {
     move |_, want| 2.0 * ulp(element, want)

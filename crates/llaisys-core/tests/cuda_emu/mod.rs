@@ -3,6 +3,8 @@
 //! A fault of a kernel is an error that names it; like a GPU, the device is of no use from then on.
 
 pub(crate) mod arrays;
+#[path = "../common/close.rs"]
+pub(crate) mod close;
 pub(crate) mod compare;
 mod exchange;
 pub(crate) mod flaky;
