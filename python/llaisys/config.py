@@ -108,8 +108,8 @@ class Config(BaseSettings):
     )
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "int8_per_token_head"] = Field(
         "auto",
-        description="K and V; auto is float32 with dtype float32, else bfloat16; "
-        "int8 (vLLM's int8_per_token_head) takes about half of that",
+        description="K and V; auto is float32 with dtype float32, else bfloat16 (on a GPU the weights' type)"
+        "; int8 (vLLM's int8_per_token_head) takes about half of that",
     )
     generation_config: Literal["auto", "vllm"] = Field(
         "auto", description="auto takes sampling defaults from the model, vllm ignores them"
