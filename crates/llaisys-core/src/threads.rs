@@ -93,8 +93,7 @@ impl Pool {
     ///
     /// Errors: [`DeviceError::Threads`] if the system refuses one; those already started are ended.
     pub fn new(n_threads: usize) -> Result<Self, DeviceError> {
-        let cpus = usable_cpus();
-        Self::on(n_threads, if cpus.len() == n_threads { &cpus } else { &[] })
+        Self::on(n_threads, &one_each(n_threads))
     }
 
     /// As [`Pool::new`], with a CPU for each thread in place of those that this thread may use; with none, the system
@@ -142,8 +141,7 @@ impl Pool {
     ///
     /// Errors: as [`Pool::new`].
     pub fn shared(n_threads: usize, pins: bool) -> Result<Arc<Self>, DeviceError> {
-        let cpus = usable_cpus();
-        let cpus = if pins && cpus.len() == n_threads { cpus } else { Vec::new() };
+        let cpus = if pins { one_each(n_threads) } else { Vec::new() };
         let mut pools = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
         pools.retain(|(.., pool)| pool.strong_count() > 0);
         let known = pools.iter().filter(|(n, on, _)| (*n, on) == (n_threads, &cpus));
@@ -382,6 +380,12 @@ impl<'a, T> Disjoint<'a, T> {
         // SAFETY: inside the borrowed slice (asserted); exclusive by the caller's promise.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.add(range.start), range.len()) }
     }
+}
+
+/// A CPU for each of so many threads; none if this thread may use more or fewer.
+fn one_each(n_threads: usize) -> Vec<usize> {
+    let cpus = usable_cpus();
+    if cpus.len() == n_threads { cpus } else { Vec::new() }
 }
 
 /// The CPUs in the calling thread's affinity mask, ascending; empty if the system does not say.
