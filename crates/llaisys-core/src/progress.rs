@@ -1,11 +1,12 @@
 //! What a context has done so far, in numbers that any thread may read: liveness is progress, not a running thread.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Counters that only grow, and how far a load has come. The thread that owns the context writes them, others read; no lock is involved. Each
 /// number is exact by itself; two of them read one after the other may lie a moment apart.
 #[derive(Debug, Default)]
 pub struct Progress {
+    in_line: AtomicBool,
     n_steps_begun: AtomicU64,
     n_steps_ended: AtomicU64,
     n_layers_begun: AtomicU64,
@@ -19,6 +20,8 @@ pub struct Progress {
 /// The counters at one moment.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ProgressSample {
+    /// Waits while another context computes with the threads that they share; that one is watched for itself.
+    pub in_line: bool,
     /// Decodes that were called.
     pub n_steps_begun: u64,
     /// Decodes that returned, whatever with. Equal to the former: the context is outside a step.
@@ -40,6 +43,7 @@ impl Progress {
         // The end before the beginning: a step that begins in between is seen as begun, never as ended only.
         let n_steps_ended = read(&self.n_steps_ended);
         ProgressSample {
+            in_line: self.in_line.load(Ordering::Acquire),
             n_steps_begun: read(&self.n_steps_begun),
             n_steps_ended,
             n_layers_begun: read(&self.n_layers_begun),
@@ -68,6 +72,14 @@ impl Progress {
     /// All weights are packed.
     pub(crate) fn all_packed(&self) {
         self.n_weight_bytes.store(self.n_weight_bytes_packed.load(Ordering::Acquire), Ordering::Release);
+    }
+
+    /// What `wait` gives; until then the context is in line for its threads.
+    pub(crate) fn in_line<T>(&self, wait: impl FnOnce() -> T) -> T {
+        self.in_line.store(true, Ordering::Release);
+        let waited = wait();
+        self.in_line.store(false, Ordering::Release);
+        waited
     }
 
     /// A step that ends when the guard is dropped: on return, on error and on panic.

@@ -10,22 +10,36 @@
 //! 2. A worker reads `job` once for each new value of `seq`, after it has seen that value (acquire).
 //! 3. The caller of [`Pool::run`] does not return, nor unwind, before `done` has reached the number of
 //!    workers, so the borrow behind `job` outlives every use.
-//! 4. `busy` admits one caller at a time; a second one, or a job that runs a job, is a bug and panics.
+//! 4. A caller has the pool's turn ([`Pool::turn`]) and waits for it if another thread has it; a job that runs a job is
+//!    a bug and panics.
+
+mod turns;
 
 use crate::error::DeviceError;
 use std::any::Any;
-use std::cell::UnsafeCell;
+use std::cell::{Cell, UnsafeCell};
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::{self, JoinHandle, Thread};
+use turns::Turns;
+
+pub use turns::Turn;
 
 /// Pause instructions before a waiting thread starts to yield: about 20 us at 23 ns each.
 const N_SPINS: u32 = 900;
 /// Yields before a waiting worker parks: about 300 us at 530 ns each, when nobody else wants the CPU.
 const N_YIELDS: u32 = 550;
+
+/// Pools that contexts share, by their threads and CPUs ([`Pool::shared`]).
+static SHARED: Mutex<Vec<(usize, Vec<usize>, Weak<Pool>)>> = Mutex::new(Vec::new());
+
+thread_local! {
+    /// The pool whose worker this thread is, as the address of its `Shared`; 0 of other threads.
+    static WORKS_FOR: Cell<usize> = const { Cell::new(0) };
+}
 
 /// A job as the workers see it: its lifetime is erased, rule 3 stands for it.
 type Job = *const (dyn Fn(usize) + Sync);
@@ -57,6 +71,7 @@ unsafe impl Sync for Shared {}
 pub struct Pool {
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
+    turns: Turns,
     busy: AtomicBool,
     /// The CPU that is left to the caller when every worker is pinned to one of the others.
     home: Option<usize>,
@@ -78,8 +93,7 @@ impl Pool {
     ///
     /// Errors: [`DeviceError::Threads`] if the system refuses one; those already started are ended.
     pub fn new(n_threads: usize) -> Result<Self, DeviceError> {
-        let cpus = usable_cpus();
-        Self::on(n_threads, if cpus.len() == n_threads { &cpus } else { &[] })
+        Self::on(n_threads, &one_each(n_threads))
     }
 
     /// As [`Pool::new`], with a CPU for each thread in place of those that this thread may use; with none, the system
@@ -95,7 +109,14 @@ impl Pool {
         });
         let home = cpus.first().copied().filter(|_| n_threads > 1);
         let queues = (0..n_threads).map(|_| Line(AtomicUsize::new(0))).collect();
-        let mut pool = Self { shared, workers: Vec::new(), busy: AtomicBool::new(false), home, queues };
+        let mut pool = Self {
+            shared,
+            workers: Vec::new(),
+            turns: Turns::default(),
+            busy: AtomicBool::new(false),
+            home,
+            queues,
+        };
         for worker in 1..n_threads {
             let shared = Arc::clone(&pool.shared);
             let cpu = cpus.get(worker).copied();
@@ -105,12 +126,41 @@ impl Pool {
                     if let Some(cpu) = cpu {
                         affinity::pin_to(cpu);
                     }
+                    WORKS_FOR.set(Arc::as_ptr(&shared).addr());
                     work(&shared, worker);
                 })
                 .map_err(|source| DeviceError::Threads { n_threads, source })?;
             pool.workers.push(handle);
         }
         Ok(pool)
+    }
+
+    /// The pool of that many threads that this process has already, or as [`Pool::new`], or, if they are not to be
+    /// pinned, as [`Pool::on`] without CPUs. Models that compute on one pool take turns on it instead of pushing each
+    /// other off the CPUs. It ends with the last who has it.
+    ///
+    /// Errors: as [`Pool::new`].
+    pub fn shared(n_threads: usize, pins: bool) -> Result<Arc<Self>, DeviceError> {
+        let cpus = if pins { one_each(n_threads) } else { Vec::new() };
+        let mut pools = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
+        pools.retain(|(.., pool)| pool.strong_count() > 0);
+        let known = pools.iter().filter(|(n, on, _)| (*n, on) == (n_threads, &cpus));
+        if let Some(pool) = known.filter_map(|(.., pool)| pool.upgrade()).next() {
+            return Ok(pool);
+        }
+        let pool = Arc::new(Self::on(n_threads, &cpus)?);
+        pools.push((n_threads, cpus, Arc::downgrade(&pool)));
+        Ok(pool)
+    }
+
+    /// Keeps the pool for this thread until the turn is dropped: for a step, of which another model's jobs must not come
+    /// between the parts. Others wait, and have it in the order in which they came. At once if this thread has it.
+    ///
+    /// Panics on a thread of this pool's own.
+    pub fn turn(&self) -> Turn<'_> {
+        let works_here = WORKS_FOR.get() == Arc::as_ptr(&self.shared).addr();
+        assert!(!works_here, "a job of a pool runs a job on it");
+        self.turns.take()
     }
 
     /// Threads that a job runs on, the caller's included.
@@ -122,8 +172,9 @@ impl Pool {
     /// returns when all have returned.
     ///
     /// If any part panics, the others are waited for, then the panic is raised here; the pool stays usable.
-    /// Panics if the pool is running a job already.
+    /// Waits for its turn if another thread uses the pool. Panics if a job runs a job.
     pub fn run(&self, job: &(dyn Fn(usize) + Sync)) {
+        let _turn = self.turn();
         assert!(!self.busy.swap(true, Ordering::Acquire), "the pool is running a job already");
         // SAFETY: only the lifetime changes; `finish` below does not return before the last use (rule 3).
         let erased: Job = unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), Job>(job) };
@@ -162,6 +213,7 @@ impl Pool {
     /// on data of its own, and none waits for one that another process slows down.
     pub fn run_queues(&self, n: usize, chunk: usize, job: &(dyn Fn(usize, Range<usize>) + Sync)) {
         assert!(chunk >= 1, "a chunk has at least one item");
+        let _turn = self.turn();
         self.queues.iter().for_each(|queue| queue.0.store(0, Ordering::Relaxed));
         self.run(&|worker| {
             for i in 0..self.queues.len() {
@@ -328,6 +380,12 @@ impl<'a, T> Disjoint<'a, T> {
         // SAFETY: inside the borrowed slice (asserted); exclusive by the caller's promise.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.add(range.start), range.len()) }
     }
+}
+
+/// A CPU for each of so many threads; none if this thread may use more or fewer.
+fn one_each(n_threads: usize) -> Vec<usize> {
+    let cpus = usable_cpus();
+    if cpus.len() == n_threads { cpus } else { Vec::new() }
 }
 
 /// The CPUs in the calling thread's affinity mask, ascending; empty if the system does not say.

@@ -137,12 +137,14 @@ impl Judge {
         self.watched_s += gap.clamp(0.0, self.windows.longest_look_s);
         let (w, watched, p) = (self.windows, self.watched_s, &sample.progress);
         let slow_step_s = w.step_factor * sample.predicted_step_s;
-        let in_step = p.n_steps_begun > p.n_steps_ended;
+        // Who is in line is not stuck: whoever computes has a judge of its own.
+        let at_work = !p.in_line;
+        let in_step = at_work && p.n_steps_begun > p.n_steps_ended;
         let step = self.step.seconds(in_step, (p.n_steps_begun, p.n_layers_begun), watched);
-        let waits = sample.n_waiting > 0 && sample.n_running == 0;
+        let waits = at_work && sample.n_waiting > 0 && sample.n_running == 0;
         let admission = self.admission.seconds(waits, (p.n_sequences_lent, 0), watched);
         let moved = (p.n_rows_committed, p.n_sequences_returned);
-        let commit = self.commit.seconds(sample.n_running > 0, moved, watched);
+        let commit = self.commit.seconds(at_work && sample.n_running > 0, moved, watched);
         let late_s = now_s - sample.deadline_s;
         let overdue = self.overdue.seconds(late_s >= 0.0, (0, 0), watched);
         let event_loop = self.event_loop.seconds(sample.n_beats > 0, (sample.n_beats, 0), watched);

@@ -10,6 +10,7 @@ const PERIOD_S: f64 = 0.25;
 
 const IDLE: Sample = Sample {
     progress: ProgressSample {
+        in_line: false,
         n_steps_begun: 0,
         n_steps_ended: 0,
         n_layers_begun: 0,
@@ -69,6 +70,19 @@ fn a_slow_step_that_was_predicted_is_no_stall() {
     fires(Verdict::StalledStep, 0.0, 80.0, watch(200.0, sample, begin));
     let running = Sample { n_running: 1, ..sample };
     fires(Verdict::NoProgress, 0.0, 80.0, watch(200.0, running, |_, _| ()));
+}
+
+/// Another context has the threads: that one is watched, and its fault is not this one's.
+#[test]
+fn who_is_in_line_for_its_threads_is_not_stuck() {
+    for (n_waiting, n_running) in [(1, 0), (0, 1), (3, 2)] {
+        let line_until_100 = |now: f64, s: &mut Sample| s.progress.in_line = now < 100.0;
+        let sample = Sample { n_waiting, n_running, ..IDLE };
+        let found = watch(300.0, sample, line_until_100);
+        let (verdict, window_s) =
+            if n_running > 0 { (Verdict::NoProgress, 30.0) } else { (Verdict::NothingAdmitted, 5.0) };
+        fires(verdict, 100.0, window_s, found);
+    }
 }
 
 #[test]

@@ -17,6 +17,7 @@ use crate::seq::SeqId;
 use crate::threads::Pool;
 use std::fmt::Debug;
 use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
 
 /// Weights and the cells' contents, wherever they are.
 #[derive(Debug)]
@@ -129,6 +130,16 @@ pub(super) trait DecodeSteps {
 }
 
 impl Backend {
+    /// Threads that a step keeps to itself while it lasts, as other contexts may have them too; None where it does not
+    /// compute on them.
+    pub(super) fn shared_pool(&self) -> Option<Arc<Pool>> {
+        match self {
+            Backend::Cpu(ranks) => ranks.shared_pool(),
+            #[cfg(feature = "cuda")]
+            _ => None,
+        }
+    }
+
     /// Its decode steps; None if every row is a pass's and the host's to sample.
     pub(super) fn steps(&mut self) -> Option<&mut dyn DecodeSteps> {
         match self {

@@ -57,6 +57,8 @@ impl Context {
     /// Errors: a wrong row, a stale id, too few cells. On any error, and on a panic, nothing has changed.
     pub fn decode(&mut self, request: &DecodeRequest<'_>) -> Result<DecodeResult> {
         let progress = Arc::clone(&self.progress);
+        let pool = self.backend.shared_pool();
+        let _turn = pool.as_deref().map(|pool| progress.in_line(|| pool.turn()));
         let _step = progress.step();
         fault_point!("decode.begin");
         let batch = Batch::new(request.arrays, self.limits())?;

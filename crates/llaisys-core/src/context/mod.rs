@@ -115,7 +115,7 @@ impl Context {
     pub fn new(checkpoint: Checkpoint, config: ContextConfig, progress: Arc<Progress>) -> Result<Self> {
         check(&config, checkpoint.config())?;
         let kernels = Kernels::select(config.isa)?;
-        let pool = if config.pins { Pool::new(config.n_threads) } else { Pool::on(config.n_threads, &[]) }?;
+        let pool = Pool::shared(config.n_threads, config.pins)?;
         check_source(&checkpoint, config.mode, &pool)?;
         let decoders = ranks::pack(&checkpoint, &config, &pool, &progress)?;
         let kv_dtype = config.kv_dtype.unwrap_or(match config.mode {

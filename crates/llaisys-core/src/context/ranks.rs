@@ -22,6 +22,7 @@ use crate::progress::Progress;
 use crate::tensor::{KvLayer, KvLayerMut};
 use crate::threads::{Pool, usable_cpus};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Arc;
 
 /// One rank. Of a model that is not split, all of it.
 #[derive(Debug)]
@@ -68,7 +69,7 @@ impl Rank {
         decoder: Decoder,
         config: &ContextConfig,
         kernels: (Kernels, KvDType),
-        pool: Pool,
+        pool: Arc<Pool>,
     ) -> Result<Self> {
         let (model, (kernels, kv_dtype)) = (decoder.config(), kernels);
         let ops = OpContext::new(kernels, pool, config.n_batch, Workspace::max_columns(model))?;
@@ -139,7 +140,7 @@ impl Ranks {
         decoders: Vec<Decoder>,
         config: &ContextConfig,
         kernels: (Kernels, KvDType),
-        pool: Pool,
+        pool: Arc<Pool>,
     ) -> Result<Self> {
         let n_ranks = decoders.len();
         let n_threads = (config.n_threads / n_ranks).max(1);
@@ -152,7 +153,7 @@ impl Ranks {
             if n_ranks == 1 { (Some(pool), None) } else { (None, Some(Pool::on(n_ranks, &firsts)?)) };
         let rank = |decoder| {
             let cpus = runs.next().unwrap_or_default();
-            let pool = whole.take().map_or_else(|| Pool::on(n_threads, cpus), Ok)?;
+            let pool = whole.take().map_or_else(|| Pool::on(n_threads, cpus).map(Arc::new), Ok)?;
             Rank::new(decoder, config, kernels, pool)
         };
         let ranks = decoders.into_iter().map(rank).collect::<Result<_>>()?;
@@ -182,6 +183,11 @@ impl Ranks {
         let first = errors.min_by_key(|e| matches!(e, Error::Device(DeviceError::RankLost { .. })));
         self.in_group = first.is_none();
         first.map_or(Ok(()), Err)
+    }
+
+    /// The threads that a step is computed with, unless each rank has its own.
+    pub(super) fn shared_pool(&self) -> Option<Arc<Pool>> {
+        self.threads.is_none().then(|| Arc::clone(&self.ranks[0].ops.pool))
     }
 
     fn storages(&mut self) -> impl Iterator<Item = &mut Storage> {

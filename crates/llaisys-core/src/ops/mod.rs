@@ -18,6 +18,7 @@ use crate::threads::Pool;
 use cpu::activations::Activations;
 use cpu::attention::Scratch as AttentionScratch;
 use dispatch::Kernels;
+use std::sync::Arc;
 
 pub use cpu::add::add;
 pub use cpu::argmax::{argmax, argmax_finite, largest};
@@ -40,8 +41,8 @@ pub use cpu::soft_cap::soft_cap;
 pub struct OpContext {
     /// The chosen instruction set.
     pub kernels: Kernels,
-    /// The worker threads.
-    pub pool: Pool,
+    /// The worker threads; another model's context may have the same.
+    pub pool: Arc<Pool>,
     /// The other ranks of a model that is split.
     pub collective: Box<dyn Collective>,
     /// Inputs of the current product, as its kernel wants them.
@@ -57,10 +58,11 @@ impl OpContext {
     /// Errors: [`DeviceError::Allocation`].
     pub fn new(
         kernels: Kernels,
-        pool: Pool,
+        pool: impl Into<Arc<Pool>>,
         max_rows: usize,
         max_columns: usize,
     ) -> Result<Self, DeviceError> {
+        let pool = pool.into();
         let activations = Activations::new(max_rows, max_columns)?;
         let attention = AttentionScratch::new(pool.n_threads(), max_rows, max_columns)?;
         Ok(Self { kernels, pool, collective: Box::new(Solo), activations, attention })

@@ -1,0 +1,90 @@
+//! Contexts of one process share their threads and take turns on them. In a binary of its own, as it counts threads.
+
+mod common;
+
+use common::{Outputs, Tiny, feed, load, settings};
+use llaisys_core::context::ContextConfig;
+use llaisys_core::threads::Pool;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+
+/// Tests that count threads, one at a time.
+static ALONE: Mutex<()> = Mutex::new(());
+
+/// Threads of this process that pools have started.
+fn n_workers() -> usize {
+    let names = std::fs::read_dir("/proc/self/task").unwrap().filter_map(|task| {
+        // A thread may end between the listing and the look.
+        std::fs::read_to_string(task.unwrap().path().join("comm")).ok()
+    });
+    names.filter(|name| name.starts_with("llaisys-")).count()
+}
+
+#[test]
+fn pools_of_the_same_threads_are_one_until_the_last_user_ends() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let pool = Pool::shared(3, false).unwrap();
+    assert!(Arc::ptr_eq(&pool, &Pool::shared(3, false).unwrap()));
+    assert!(!Arc::ptr_eq(&pool, &Pool::shared(4, false).unwrap()));
+    assert_eq!(n_workers(), 2, "the pool of four has ended");
+    drop(pool);
+    assert_eq!(n_workers(), 0);
+    Pool::shared(3, false).unwrap().run(&|_| {});
+}
+
+/// Jobs of several threads never overlap, and within a turn no other thread's comes between.
+#[test]
+fn jobs_wait_for_each_other_and_turns_are_not_broken_into() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let pool = Pool::shared(3, false).unwrap();
+    let (at_work, jobs) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    thread::scope(|s| {
+        for name in 0..4 {
+            let (pool, at_work, jobs) = (&pool, &at_work, &jobs);
+            s.spawn(move || {
+                for _ in 0..50 {
+                    let _turn = pool.turn();
+                    for _ in 0..3 {
+                        pool.run(&|worker| {
+                            assert!(at_work.fetch_add(1, Ordering::SeqCst) < 3, "two jobs at once");
+                            if worker == 0 {
+                                jobs.lock().unwrap().push(name);
+                            }
+                            at_work.fetch_sub(1, Ordering::SeqCst);
+                        });
+                    }
+                }
+                (0..50).for_each(|_| pool.run_queues(5, 2, &|_, _| {}));
+            });
+        }
+    });
+    let jobs = jobs.into_inner().unwrap();
+    assert_eq!(jobs.len(), 4 * 50 * 3);
+    assert!(jobs.chunks_exact(3).all(|turn| turn.iter().all(|name| name == &turn[0])), "{jobs:?}");
+}
+
+fn answer(model: &Tiny, seed: u64) -> Outputs {
+    let config = ContextConfig { n_threads: 3, ..settings() };
+    let mut loaded = load(model, config);
+    let seq = loaded.context.seq_acquire(0).unwrap();
+    feed(&mut loaded.context, seq, &model.tokens(seed, 60), 5)
+}
+
+/// Two models that compute at once, on threads that are started once.
+#[test]
+fn two_contexts_at_once_give_what_each_gives_alone() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let models = [Tiny::odd("Qwen2ForCausalLM", true), Tiny::odd("LlamaForCausalLM", false)];
+    let alone: Vec<Outputs> = models.iter().map(|model| answer(model, 7)).collect();
+    let kept = Pool::shared(3, settings().pins).unwrap();
+    for _ in 0..5 {
+        let together: Vec<Outputs> = thread::scope(|s| {
+            let at_once: Vec<_> = models.iter().map(|model| s.spawn(|| answer(model, 7))).collect();
+            at_once.into_iter().map(|one| one.join().unwrap()).collect()
+        });
+        assert!(together == alone, "another model beside it changed an answer");
+        assert_eq!(n_workers(), 2, "a context started threads of its own");
+    }
+    drop(kept);
+}
