@@ -33,8 +33,14 @@ const N_SPINS: u32 = 900;
 /// Yields before a waiting worker parks: about 300 us at 530 ns each, when nobody else wants the CPU.
 const N_YIELDS: u32 = 550;
 
-/// Pools that contexts share, by their threads and CPUs ([`Pool::shared`]).
-static SHARED: Mutex<Vec<(usize, Vec<usize>, Weak<Pool>)>> = Mutex::new(Vec::new());
+/// Pools that contexts share ([`Pool::shared`]).
+static SHARED: Mutex<Vec<SharedPool>> = Mutex::new(Vec::new());
+
+struct SharedPool {
+    n_threads: usize,
+    cpus: Vec<usize>,
+    pool: Weak<Pool>,
+}
 
 thread_local! {
     /// The pool whose worker this thread is, as the address of its `Shared`; 0 of other threads.
@@ -143,13 +149,13 @@ impl Pool {
     pub fn shared(n_threads: usize, pins: bool) -> Result<Arc<Self>, DeviceError> {
         let cpus = if pins { one_each(n_threads) } else { Vec::new() };
         let mut pools = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
-        pools.retain(|(.., pool)| pool.strong_count() > 0);
-        let known = pools.iter().filter(|(n, on, _)| (*n, on) == (n_threads, &cpus));
-        if let Some(pool) = known.filter_map(|(.., pool)| pool.upgrade()).next() {
+        pools.retain(|known| known.pool.strong_count() > 0);
+        let known = pools.iter().find(|known| known.n_threads == n_threads && known.cpus == cpus);
+        if let Some(pool) = known.and_then(|known| known.pool.upgrade()) {
             return Ok(pool);
         }
         let pool = Arc::new(Self::on(n_threads, &cpus)?);
-        pools.push((n_threads, cpus, Arc::downgrade(&pool)));
+        pools.push(SharedPool { n_threads, cpus, pool: Arc::downgrade(&pool) });
         Ok(pool)
     }
 
