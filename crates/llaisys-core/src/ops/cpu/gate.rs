@@ -60,9 +60,11 @@ trait Function {
 fn products<G: Function, L: Lanes>(lanes: L, rows: &mut [[f32; PANEL]]) {
     for row in rows {
         let (gate, up) = row.split_at_mut(HALF_PANEL);
-        for (gate, up) in gate.chunks_exact_mut(L::N).zip(up.chunks_exact(L::N)) {
-            let y = lanes.mul(G::of(lanes, lanes.load(gate)), lanes.load(up));
-            lanes.store(y, gate);
+        let mut i = 0;
+        while i < HALF_PANEL {
+            let y = lanes.mul(G::of(lanes, lanes.load(&gate[i..])), lanes.load(&up[i..]));
+            lanes.store(y, &mut gate[i..]);
+            i += L::N;
         }
     }
 }

@@ -1,5 +1,8 @@
 //! Rounding and transposing one block of inputs.
 
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+
 use super::{GroupInput, Rows};
 use crate::ops::cpu::isa::Isa;
 #[cfg(target_arch = "x86_64")]
@@ -212,206 +215,54 @@ impl Round for Portable {
     }
 }
 
-#[cfg(target_arch = "x86_64")]
-mod avx512 {
-    use super::{Avx512, BLOCK_LEN, FOUR, GroupInput, Round, run_at};
-    use std::arch::x86_64::*;
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::cpu::isa::detect;
+    use crate::ops::dispatch::IsaName;
 
-    impl Round for Avx512 {
-        #[inline(always)]
-        fn largest_size(self, values: &[f32; BLOCK_LEN]) -> u32 {
-            // SAFETY: the token proves that the CPU has the function's features.
-            unsafe { largest_size(values) }
+    /// Integers and groups of `n_rows` rows, as `isa` packs them.
+    fn packed(isa: Isa, values: &[f32], n_rows: usize) -> (Vec<u32>, Vec<GroupInput>) {
+        let x = Rows::new(values, values.len() / n_rows);
+        let n_runs = x.n_columns / BLOCK_LEN;
+        let mut words = vec![u32::MAX; values.len() / 4];
+        let mut groups = vec![GroupInput::new(7.0, [7; 2]); n_rows * n_runs];
+        pack(isa, Item { x, runs: 0..n_runs }, Outputs::Groups(&mut words, &mut groups));
+        (words, groups)
+    }
+
+    #[test]
+    fn groups_are_the_same_bits_on_every_instruction_set() {
+        const N_RUNS: usize = 11;
+        let odd = [0.0, f32::NAN, f32::INFINITY, -0.0, 1e-40, -3e38];
+        for n_rows in 1..=6 {
+            let mut values: Vec<f32> = (0..n_rows * N_RUNS * BLOCK_LEN)
+                .map(|i| ((i * 7919 % 1009) as f32 - 504.0) * [0.5, 1e-3, 3e5][i / 96 % 3])
+                .collect();
+            // Groups of zeros and of numbers near its ends, and one that is not finite, among others of a four.
+            for (i, odd) in odd.into_iter().enumerate() {
+                let at = (i * 2 + 1) * BLOCK_LEN % values.len();
+                values[at] = odd;
+                if odd == 0.0 || odd == 1e-40 {
+                    values[at..at + BLOCK_LEN].fill(odd);
+                }
+            }
+            let (words, groups) = packed(Isa::Scalar, &values, n_rows);
+            for name in [IsaName::Avx2, IsaName::Avx512] {
+                let Some(isa) = detect(name) else { continue };
+                let (own_words, own_groups) = packed(isa, &values, n_rows);
+                assert_eq!(own_words, words, "integers of {n_rows} rows on {name:?}");
+                for (i, (own, group)) in own_groups.iter().zip(&groups).enumerate() {
+                    let same = own.scale.to_bits() == group.scale.to_bits() || own.scale.is_nan();
+                    let sums = own.scaled_sums.map(f32::to_bits) == group.scaled_sums.map(f32::to_bits);
+                    let minus = own.minus_sums == group.minus_sums;
+                    assert!(
+                        same && minus && (sums || group.scale.is_nan()),
+                        "{name:?}, {i}: {own:?}, {group:?}"
+                    );
+                    assert_eq!(own.scale.is_nan(), group.scale.is_nan(), "{name:?}, {i}");
+                }
+            }
         }
-
-        #[inline(always)]
-        fn integers(
-            self,
-            values: &[f32; BLOCK_LEN],
-            inverse: f32,
-            words: &mut [u32; BLOCK_LEN / 4],
-        ) -> [i32; 2] {
-            // SAFETY: as above.
-            unsafe { integers(values, inverse, words) }
-        }
-
-        #[inline(always)]
-        fn pairs(self, values: &[f32; BLOCK_LEN], words: &mut [u32; BLOCK_LEN / 2]) {
-            // SAFETY: as above.
-            unsafe { pairs(values, words) }
-        }
-
-        #[inline(always)]
-        fn four_groups(
-            self,
-            values: &[[f32; BLOCK_LEN]; FOUR],
-            out: (&mut [u32], &mut [GroupInput]),
-            places: (usize, usize),
-        ) -> bool {
-            // SAFETY: as above.
-            unsafe { four_groups(values, out, places) }
-        }
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx512f")]
-    fn load(values: &[f32; BLOCK_LEN]) -> [__m512; 2] {
-        // SAFETY: the array has 32 numbers; the loads ask for no alignment.
-        unsafe { [_mm512_loadu_ps(values.as_ptr()), _mm512_loadu_ps(values.as_ptr().add(16))] }
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512dq")]
-    fn largest_size(values: &[f32; BLOCK_LEN]) -> u32 {
-        let [a, b] = load(values);
-        let size = _mm512_set1_epi32(i32::MAX);
-        let a = _mm512_and_si512(_mm512_castps_si512(a), size);
-        let b = _mm512_and_si512(_mm512_castps_si512(b), size);
-        _mm512_reduce_max_epu32(_mm512_max_epu32(a, b))
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx512f")]
-    fn integers(values: &[f32; BLOCK_LEN], inverse: f32, words: &mut [u32; BLOCK_LEN / 4]) -> [i32; 2] {
-        let ([a, b], inverse) = (load(values), _mm512_set1_ps(inverse));
-        let a = _mm512_cvtps_epi32(_mm512_mul_ps(a, inverse));
-        let b = _mm512_cvtps_epi32(_mm512_mul_ps(b, inverse));
-        // SAFETY: the array has 32 bytes, 16 for each half; the stores ask for no alignment.
-        unsafe {
-            _mm_storeu_si128(words.as_mut_ptr().cast(), _mm512_cvtepi32_epi8(a));
-            _mm_storeu_si128(words.as_mut_ptr().add(4).cast(), _mm512_cvtepi32_epi8(b));
-        }
-        [_mm512_reduce_add_epi32(a), _mm512_reduce_add_epi32(b)]
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw")]
-    fn pairs(values: &[f32; BLOCK_LEN], words: &mut [u32; BLOCK_LEN / 2]) {
-        let [a, b] = load(values).map(|values| {
-            // Just below one half is added, and the last kept bit; NaN gets its quiet bit instead.
-            // (vcvtneps2bf16 would flush denormals, which the other instruction sets keep.)
-            let bits = _mm512_castps_si512(values);
-            let last = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
-            let sum = _mm512_add_epi32(bits, _mm512_add_epi32(last, _mm512_set1_epi32(0x7fff)));
-            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(values, values);
-            _mm512_srli_epi32::<16>(_mm512_mask_or_epi32(sum, nan, bits, _mm512_set1_epi32(0x0040_0000)))
-        });
-        // SAFETY: the array has 64 bytes, 32 for each half; the stores ask for no alignment.
-        unsafe {
-            _mm256_storeu_si256(words.as_mut_ptr().cast(), _mm512_cvtepi32_epi16(a));
-            _mm256_storeu_si256(words.as_mut_ptr().add(8).cast(), _mm512_cvtepi32_epi16(b));
-        }
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-    fn four_groups(
-        values: &[[f32; BLOCK_LEN]; FOUR],
-        (words, groups): (&mut [u32], &mut [GroupInput]),
-        (first, stride): (usize, usize),
-    ) -> bool {
-        let max = _mm_castsi128_ps(largest_sizes(values));
-        let c = _mm_set1_ps(127.0);
-        let (inverses, units) = (_mm_div_ps(c, max), _mm_div_ps(max, c));
-        let larger = _mm_castsi128_ps(_mm_max_epu32(_mm_castps_si128(max), _mm_castps_si128(inverses)));
-        if _mm_cmp_ps_mask::<_CMP_LT_OQ>(larger, _mm_set1_ps(f32::INFINITY)) != 15 {
-            return false;
-        }
-        let mut inverse = [0.0; FOUR];
-        // SAFETY: the array has 16 bytes; the store asks for no alignment.
-        unsafe { _mm_storeu_ps(inverse.as_mut_ptr(), inverses) };
-        let bytes = [0, 2].map(|i| two_groups([&values[i], &values[i + 1]], [inverse[i], inverse[i + 1]]));
-        for (i, quarter) in [
-            _mm512_castsi512_si256(bytes[0]),
-            _mm512_extracti64x4_epi64::<1>(bytes[0]),
-            _mm512_castsi512_si256(bytes[1]),
-            _mm512_extracti64x4_epi64::<1>(bytes[1]),
-        ]
-        .into_iter()
-        .enumerate()
-        {
-            let words: &mut [u32; BLOCK_LEN / 4] = run_at(words, first + i * stride);
-            // SAFETY: the array has 32 bytes; the store asks for no alignment.
-            unsafe { _mm256_storeu_si256(words.as_mut_ptr().cast(), quarter) };
-        }
-        for (i, group) in group_inputs(units, minus_sums(bytes)).into_iter().enumerate() {
-            groups[first + i * stride] = group;
-        }
-        true
-    }
-
-    /// `largest_size` of each group.
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512vl")]
-    fn largest_sizes(values: &[[f32; BLOCK_LEN]; FOUR]) -> __m128i {
-        let size = _mm512_set1_epi32(i32::MAX);
-        let [a, b, c, d] = [&values[0], &values[1], &values[2], &values[3]].map(|values| {
-            let [low, high] = load(values).map(|values| _mm512_and_si512(_mm512_castps_si512(values), size));
-            _mm512_max_epu32(low, high)
-        });
-        // Lanes of a and b, then of all four, come to alternate while they are reduced.
-        let ab = _mm512_max_epu32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
-        let cd = _mm512_max_epu32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
-        let all = _mm512_max_epu32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
-        let half = _mm256_max_epu32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64::<1>(all));
-        _mm_max_epu32(_mm256_castsi256_si128(half), _mm256_extracti128_si256::<1>(half))
-    }
-
-    /// The integers of two groups.
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw")]
-    fn two_groups(values: [&[f32; BLOCK_LEN]; 2], inverses: [f32; 2]) -> __m512i {
-        let words = [0, 1].map(|i| {
-            let inverse = _mm512_set1_ps(inverses[i]);
-            let [low, high] = load(values[i]).map(|v| _mm512_cvtps_epi32(_mm512_mul_ps(v, inverse)));
-            _mm512_packs_epi32(low, high)
-        });
-        // Each lane of 128 bits has a word of each of the four vectors.
-        let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-        _mm512_permutexvar_epi32(order, _mm512_packs_epi16(words[0], words[1]))
-    }
-
-    /// The sums, times -1, of the first halves of the four groups and of the second ones.
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-    fn minus_sums(bytes: [__m512i; 2]) -> [__m128i; 2] {
-        // The instruction sums unsigned bytes: 16 times 128 too much.
-        let [a, b] = bytes.map(|bytes| {
-            _mm512_sad_epu8(_mm512_xor_si512(bytes, _mm512_set1_epi8(-128)), _mm512_setzero_si512())
-        });
-        let sums = _mm512_add_epi64(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
-        let order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-        let sums = _mm256_permutevar8x32_epi32(_mm512_cvtepi64_epi32(sums), order);
-        let minus = _mm256_sub_epi32(_mm256_set1_epi32(16 * 128), sums);
-        [_mm256_castsi256_si128(minus), _mm256_extracti128_si256::<1>(minus)]
-    }
-
-    /// [`GroupInput::new`] of each group.
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512vl")]
-    fn group_inputs(units: __m128, [first, second]: [__m128i; 2]) -> [GroupInput; FOUR] {
-        let minus = [_mm_add_epi32(first, second), first, second];
-        let scaled = minus.map(|m| _mm_mul_ps(units, _mm_cvtepi32_ps(_mm_sub_epi32(_mm_setzero_si128(), m))));
-        let [all, first, second] = minus.map(|m| _mm_castsi128_ps(m));
-        let low = transpose([units, all, first, second]);
-        let high = transpose([scaled[0], scaled[1], scaled[2], _mm_setzero_ps()]);
-        [0, 1, 2, 3].map(|i| {
-            // SAFETY: both are 32 bytes; a group is a scale, three sums, three products and a zero, in this order.
-            unsafe { std::mem::transmute::<__m256, GroupInput>(_mm256_set_m128(high[i], low[i])) }
-        })
-    }
-
-    /// Rows become columns.
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512vl")]
-    fn transpose([a, b, c, d]: [__m128; 4]) -> [__m128; 4] {
-        let (ab, cd) = (_mm_unpacklo_ps(a, b), _mm_unpacklo_ps(c, d));
-        let (ab_high, cd_high) = (_mm_unpackhi_ps(a, b), _mm_unpackhi_ps(c, d));
-        [
-            _mm_movelh_ps(ab, cd),
-            _mm_movehl_ps(cd, ab),
-            _mm_movelh_ps(ab_high, cd_high),
-            _mm_movehl_ps(cd_high, ab_high),
-        ]
     }
 }

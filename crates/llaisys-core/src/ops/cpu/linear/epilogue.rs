@@ -25,20 +25,18 @@ impl Epilogue<'_> {
 
     /// Puts the sums of one row of a panel, whose first output is `n`, where they go.
     #[inline(always)]
-    fn put(self, sums: &[f32; PANEL], n: usize, out: &mut [f32]) {
-        match self {
-            Epilogue::Store | Epilogue::Gate(_) => out.copy_from_slice(&sums[..out.len()]),
-            Epilogue::Bias(bias) => {
-                let bias = &bias[n..n + out.len()];
-                for ((y, sum), bias) in out.iter_mut().zip(sums).zip(bias) {
-                    *y = sum + bias;
-                }
-            }
-            Epilogue::Add => {
-                for (y, sum) in out.iter_mut().zip(sums) {
-                    *y += sum;
-                }
-            }
+    fn put<L: Lanes>(self, lanes: L, sums: &[f32; PANEL], n: usize, out: &mut [f32]) {
+        // An index and no iterators: what is not inlined is not compiled for the set.
+        let mut c = 0;
+        while c < out.len() {
+            let (sum, y) = (lanes.load(&sums[c..]), &mut out[c..]);
+            let value = match self {
+                Epilogue::Store | Epilogue::Gate(_) => sum,
+                Epilogue::Bias(bias) => lanes.add(sum, lanes.load_first(&bias[n + c..])),
+                Epilogue::Add => lanes.add(lanes.load_first(y), sum),
+            };
+            lanes.store_first(value, y);
+            c += L::N;
         }
     }
 }
@@ -63,16 +61,11 @@ impl Kernel for Finish<'_> {
         if let Epilogue::Gate(gate) = epilogue {
             gate.apply(lanes, sums);
         }
-        for (i, sums) in sums.iter().enumerate() {
+        for i in 0..sums.len() {
             let start = (self.row + i) * self.n_columns + columns.start;
             // SAFETY: who made this value has these rows and columns alone, and rows do not overlap.
             let out = unsafe { self.out.range(start..start + columns.len()) };
-            // Compilers unroll the loops of a width they know: that of all panels but a last one.
-            match out.len() {
-                PANEL => epilogue.put(sums, columns.start, &mut out[..PANEL]),
-                HALF_PANEL => epilogue.put(sums, columns.start, &mut out[..HALF_PANEL]),
-                _ => epilogue.put(sums, columns.start, out),
-            }
+            epilogue.put(lanes, &sums[i], columns.start, out);
         }
     }
 }
