@@ -58,13 +58,14 @@ fn pack_avx512(token: Avx512, item: Item<'_>, out: Outputs<'_>) {
 /// The packing itself: plain loops that compilers turn into vector code. No closures here: they would be
 /// compiled without the set's features.
 ///
-/// Runs of 32 columns are taken for all rows in turn, four runs of a row together; zeros follow the last column.
+/// Runs of 32 columns are taken for all rows in turn, four groups of a row together; zeros follow the last column.
 #[inline(always)]
 fn pack_lanes<R: Round>(round: R, item: Item<'_>, mut out: Outputs<'_>) {
     let Item { x, runs } = item;
+    let most = if matches!(out, Outputs::Groups(..)) { FOUR } else { 1 };
     let mut run = runs.start;
     while run < runs.end {
-        let n = if runs.end - run >= FOUR { FOUR } else { 1 };
+        let n = if runs.end - run >= most { most } else { 1 };
         for (row, values) in x.values.chunks_exact(x.n_columns).enumerate() {
             let place = (run - runs.start) * x.n_rows + row;
             let values = &values[run * BLOCK_LEN..];
