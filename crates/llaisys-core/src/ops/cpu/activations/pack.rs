@@ -62,29 +62,32 @@ fn pack_avx512(token: Avx512, item: Item<'_>, out: Outputs<'_>) {
 #[inline(always)]
 fn pack_lanes<R: Round>(round: R, item: Item<'_>, mut out: Outputs<'_>) {
     let Item { x, runs } = item;
-    let most = if matches!(out, Outputs::Groups(..)) { FOUR } else { 1 };
-    let mut run = runs.start;
-    while run < runs.end {
-        let n = if runs.end - run >= most { most } else { 1 };
+    let mut rest = runs.clone();
+    if let Outputs::Groups(words, groups) = &mut out {
+        while rest.start + FOUR <= rest.end.min(x.n_columns / BLOCK_LEN) {
+            for (row, values) in x.values.chunks_exact(x.n_columns).enumerate() {
+                let first = (rest.start - runs.start) * x.n_rows + row;
+                let values = &values.as_chunks().0[rest.start..rest.start + FOUR];
+                if round.four_groups(values, (words, groups), (first, x.n_rows)) {
+                    continue;
+                }
+                for i in 0..FOUR {
+                    let place = first + i * x.n_rows;
+                    groups[place] = round_group(round, &values[i], run_at(words, place));
+                }
+            }
+            rest.start += FOUR;
+        }
+    }
+    for run in rest {
         for (row, values) in x.values.chunks_exact(x.n_columns).enumerate() {
             let place = (run - runs.start) * x.n_rows + row;
             let values = &values[run * BLOCK_LEN..];
-            if n == FOUR
-                && let (Outputs::Groups(words, groups), Some(values)) =
-                    (&mut out, values.as_chunks().0.first_chunk())
-                && round.four_groups(values, (words, groups), (place, x.n_rows))
-            {
-                continue;
-            }
-            for i in 0..n {
-                let (values, place) = (&values[(i * BLOCK_LEN).min(values.len())..], place + i * x.n_rows);
-                match values.first_chunk() {
-                    Some(values) => out.put(round, place, values),
-                    None => out.put(round, place, &padded(values)),
-                }
+            match values.first_chunk() {
+                Some(values) => out.put(round, place, values),
+                None => out.put(round, place, &padded(values)),
             }
         }
-        run += n;
     }
 }
 
@@ -166,11 +169,11 @@ trait Round: Copy {
     /// The values rounded to bf16, two to a word, first in the low half.
     fn pairs(self, values: &[f32; BLOCK_LEN], words: &mut [u32; BLOCK_LEN / 2]);
 
-    /// What [`round_group`] makes of each of four groups, put in the places `first + i * stride`. False if nothing
+    /// What [`round_group`] makes of each of [`FOUR`] groups, put in the places `first + i * stride`. False if nothing
     /// was done: there is no faster way, or a group is one of those that become zeros.
     fn four_groups(
         self,
-        _values: &[[f32; BLOCK_LEN]; FOUR],
+        _values: &[[f32; BLOCK_LEN]],
         _out: (&mut [u32], &mut [GroupInput]),
         _places: (usize, usize),
     ) -> bool {

@@ -25,7 +25,7 @@ impl Round for Avx512 {
     #[inline(always)]
     fn four_groups(
         self,
-        values: &[[f32; BLOCK_LEN]; FOUR],
+        values: &[[f32; BLOCK_LEN]],
         out: (&mut [u32], &mut [GroupInput]),
         places: (usize, usize),
     ) -> bool {
@@ -93,7 +93,7 @@ fn pairs(values: &[f32; BLOCK_LEN], words: &mut [u32; BLOCK_LEN / 2]) {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
 fn four_groups(
-    values: &[[f32; BLOCK_LEN]; FOUR],
+    values: &[[f32; BLOCK_LEN]],
     (words, groups): (&mut [u32], &mut [GroupInput]),
     (first, stride): (usize, usize),
 ) -> bool {
@@ -137,7 +137,7 @@ fn sizes(values: &[f32; BLOCK_LEN]) -> __m512i {
 /// `largest_size` of each group.
 #[inline]
 #[target_feature(enable = "avx512f,avx512vl")]
-fn largest_sizes(values: &[[f32; BLOCK_LEN]; FOUR]) -> __m128i {
+fn largest_sizes(values: &[[f32; BLOCK_LEN]]) -> __m128i {
     let (a, b, c, d) = (sizes(&values[0]), sizes(&values[1]), sizes(&values[2]), sizes(&values[3]));
     // Lanes of a and b, then of all four, come to alternate while they are reduced.
     let ab = _mm512_max_epu32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
