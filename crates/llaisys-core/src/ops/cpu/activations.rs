@@ -31,6 +31,9 @@ use std::ops::Range;
 /// Elements from which packing is spread over the threads; below, a region costs more than it saves.
 const PARALLEL_ELEMENTS: usize = 1 << 13;
 
+/// Blocks a thread from which they are dealt out whole.
+const EVEN_BLOCKS: usize = 8;
+
 /// In which form a kernel reads its inputs; the layouts are drawn above.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Form {
@@ -162,7 +165,8 @@ impl Activations {
         let n_runs = x.n_columns.div_ceil(BLOCK_LEN);
         let serial = x.values.len() < PARALLEL_ELEMENTS;
         // Few blocks do not occupy all threads evenly: cut their columns as well.
-        let n_parts = if serial { 1 } else { pool.n_threads().min(n_runs) };
+        let is_even = blocks.len() >= EVEN_BLOCKS * pool.n_threads();
+        let n_parts = if serial || is_even { 1 } else { pool.n_threads().min(n_runs) };
         let buffers = self.buffers(form);
         let pack_item = |item: usize| {
             let rows = blocks.rows(item / n_parts);

@@ -7,10 +7,8 @@
 //! instead of a denormal below g = -88.73. gelu by its tanh form, x/2 (1 + tanh u), is x / (1 + e^-2u), which has no
 //! cancellation: with u = sqrt(2/pi) (x + 0.044715 x^3), the exponent is x (a + b x^2).
 
-use super::isa::Isa;
-use super::isa::lanes::{Kernel, Lanes, exp};
+use super::isa::lanes::{Lanes, exp};
 use crate::ops::packed::PANEL;
-use std::marker::PhantomData;
 
 /// Columns of gate, then of up, in one panel of the interleaved matrix.
 pub(super) const HALF_PANEL: usize = PANEL / 2;
@@ -44,10 +42,11 @@ pub enum Gate {
 
 impl Gate {
     /// Puts the products into the first half of each row of sums, which holds gates, then ups.
-    pub(super) fn apply(self, isa: Isa, rows: &mut [[f32; PANEL]]) {
+    #[inline(always)]
+    pub(super) fn apply<L: Lanes>(self, lanes: L, rows: &mut [[f32; PANEL]]) {
         match self {
-            Gate::Silu => isa.run(Rows::<Silu> { rows, function: PhantomData }),
-            Gate::GeluTanh => isa.run(Rows::<GeluTanh> { rows, function: PhantomData }),
+            Gate::Silu => products::<Silu, L>(lanes, rows),
+            Gate::GeluTanh => products::<GeluTanh, L>(lanes, rows),
         }
     }
 }
@@ -57,20 +56,15 @@ trait Function {
     fn of<L: Lanes>(lanes: L, x: L::F) -> L::F;
 }
 
-struct Rows<'a, G> {
-    rows: &'a mut [[f32; PANEL]],
-    function: PhantomData<G>,
-}
-
-impl<G: Function> Kernel for Rows<'_, G> {
-    #[inline(always)]
-    fn run<L: Lanes>(self, lanes: L) {
-        for row in self.rows {
-            let (gate, up) = row.split_at_mut(HALF_PANEL);
-            for (gate, up) in gate.chunks_exact_mut(L::N).zip(up.chunks_exact(L::N)) {
-                let y = lanes.mul(G::of(lanes, lanes.load(gate)), lanes.load(up));
-                lanes.store(y, gate);
-            }
+#[inline(always)]
+fn products<G: Function, L: Lanes>(lanes: L, rows: &mut [[f32; PANEL]]) {
+    for row in rows {
+        let (gate, up) = row.split_at_mut(HALF_PANEL);
+        let mut i = 0;
+        while i < HALF_PANEL {
+            let y = lanes.mul(G::of(lanes, lanes.load(&gate[i..])), lanes.load(&up[i..]));
+            lanes.store(y, &mut gate[i..]);
+            i += L::N;
         }
     }
 }

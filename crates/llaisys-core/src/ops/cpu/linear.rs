@@ -8,16 +8,18 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod epilogue;
 #[cfg(target_arch = "x86_64")]
 mod formats;
 mod scalar;
 
 use super::activations::{Activations, Form, Inputs, RowBlocks, Rows};
-use super::gate::{Gate, HALF_PANEL, gate_up_rows};
+use super::gate::{Gate, gate_up_rows};
 use super::isa::Isa;
 use crate::ops::OpContext;
 use crate::ops::packed::{PANEL, PackedFormat, PackedMatrix};
 use crate::threads::{Chunks, Disjoint, Pool, share};
+use epilogue::{Epilogue, Finish};
 use std::ops::Range;
 
 /// Matrices of one call at most: query, key, value, and one to spare.
@@ -122,16 +124,6 @@ pub struct LinearPart<'a> {
     pub weight: &'a PackedMatrix,
     /// Added to every row, `[N]`.
     pub bias: Option<&'a [f32]>,
-}
-
-/// What happens to sums.
-#[derive(Clone, Copy)]
-enum Epilogue<'a> {
-    Store,
-    Bias(&'a [f32]),
-    Add,
-    /// Of 16 gates and 16 ups a panel, 16 products are left.
-    Gate(Gate),
 }
 
 /// One matrix of a call and where its results go.
@@ -295,7 +287,7 @@ impl Region<'_> {
         }
     }
 
-    /// Computes one panel for a part of the rows. Only the one worker that was given both does.
+    /// Computes one panel for a part of the rows. Only the one worker that was given both does, which `Finish` asks.
     fn panel(&self, (target, p): (&Target<'_>, usize), part: Part, tile: &mut Tile) {
         let weight = target.weight;
         let form = form(self.isa, weight.format());
@@ -316,15 +308,14 @@ impl Region<'_> {
                 }
             }
             run_tile(self.isa, &panel, (rows.len(), inputs), tile);
-            if let Epilogue::Gate(gate) = target.epilogue {
-                gate.apply(self.isa, &mut tile.0[..rows.len()]);
-            }
-            for (row, sums) in rows.zip(&tile.0) {
-                let start = row * target.n_columns + columns.start;
-                // SAFETY: this worker alone has this panel and these rows, and rows of a panel do not overlap.
-                let out = unsafe { target.out.range(start..start + columns.len()) };
-                target.epilogue.apply(sums, columns.start, out);
-            }
+            self.isa.run(Finish {
+                epilogue: target.epilogue,
+                sums: &mut tile.0[..rows.len()],
+                out: &target.out,
+                n_columns: target.n_columns,
+                row: rows.start,
+                columns: columns.clone(),
+            });
         }
     }
 }
@@ -332,31 +323,6 @@ impl Region<'_> {
 impl Part {
     /// All rows.
     const ALL: Part = Part { number: 0, n: 1 };
-}
-
-impl Epilogue<'_> {
-    /// Which of `n` columns of the output come of panel `p`.
-    fn columns(self, p: usize, n: usize) -> Range<usize> {
-        let width = if matches!(self, Epilogue::Gate(_)) { HALF_PANEL } else { PANEL };
-        p * width..((p + 1) * width).min(n)
-    }
-
-    /// Puts the sums of one row of a panel, whose first output is `n`, where they go.
-    fn apply(self, sums: &[f32; PANEL], n: usize, out: &mut [f32]) {
-        match self {
-            Epilogue::Store | Epilogue::Gate(_) => out.copy_from_slice(&sums[..out.len()]),
-            Epilogue::Bias(bias) => {
-                for ((y, sum), bias) in out.iter_mut().zip(sums).zip(&bias[n..]) {
-                    *y = sum + bias;
-                }
-            }
-            Epilogue::Add => {
-                for (y, sum) in out.iter_mut().zip(sums) {
-                    *y += sum;
-                }
-            }
-        }
-    }
 }
 
 /// The sums of one panel for one block of rows.

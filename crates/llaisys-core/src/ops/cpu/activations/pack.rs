@@ -1,5 +1,8 @@
 //! Rounding and transposing one block of inputs.
 
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+
 use super::{GroupInput, Rows};
 use crate::ops::cpu::isa::Isa;
 #[cfg(target_arch = "x86_64")]
@@ -55,12 +58,28 @@ fn pack_avx512(token: Avx512, item: Item<'_>, out: Outputs<'_>) {
 /// The packing itself: plain loops that compilers turn into vector code. No closures here: they would be
 /// compiled without the set's features.
 ///
-/// Runs of 32 columns are taken for all rows in turn, in the order in which they are written; zeros follow the
-/// last column.
+/// Runs of 32 columns are taken for all rows in turn, four groups of a row together; zeros follow the last column.
 #[inline(always)]
 fn pack_lanes<R: Round>(round: R, item: Item<'_>, mut out: Outputs<'_>) {
     let Item { x, runs } = item;
-    for run in runs.clone() {
+    let mut rest = runs.clone();
+    if let Outputs::Groups(words, groups) = &mut out {
+        while rest.start + FOUR <= rest.end.min(x.n_columns / BLOCK_LEN) {
+            for (row, values) in x.values.chunks_exact(x.n_columns).enumerate() {
+                let first = (rest.start - runs.start) * x.n_rows + row;
+                let values = &values.as_chunks().0[rest.start..rest.start + FOUR];
+                if round.four_groups(values, (words, groups), (first, x.n_rows)) {
+                    continue;
+                }
+                for i in 0..FOUR {
+                    let place = first + i * x.n_rows;
+                    groups[place] = round_group(round, &values[i], run_at(words, place));
+                }
+            }
+            rest.start += FOUR;
+        }
+    }
+    for run in rest {
         for (row, values) in x.values.chunks_exact(x.n_columns).enumerate() {
             let place = (run - runs.start) * x.n_rows + row;
             let values = &values[run * BLOCK_LEN..];
@@ -135,6 +154,9 @@ fn round_group<R: Round>(
     GroupInput::new(max / 127.0, round.integers(values, inverse, words))
 }
 
+/// Groups of a row that are rounded together: one vector then holds a number of each.
+const FOUR: usize = 4;
+
 /// The steps that compilers do not turn into good vector code. Every implementation gives the same bits.
 trait Round: Copy {
     /// The largest of the values' bits without sign.
@@ -146,6 +168,17 @@ trait Round: Copy {
 
     /// The values rounded to bf16, two to a word, first in the low half.
     fn pairs(self, values: &[f32; BLOCK_LEN], words: &mut [u32; BLOCK_LEN / 2]);
+
+    /// What [`round_group`] makes of each of [`FOUR`] groups, put in the places `first + i * stride`. False if nothing
+    /// was done: there is no faster way, or a group is one of those that become zeros.
+    fn four_groups(
+        self,
+        _values: &[[f32; BLOCK_LEN]],
+        _out: (&mut [u32], &mut [GroupInput]),
+        _places: (usize, usize),
+    ) -> bool {
+        false
+    }
 }
 
 /// Plain loops.
@@ -186,83 +219,54 @@ impl Round for Portable {
     }
 }
 
-#[cfg(target_arch = "x86_64")]
-mod avx512 {
-    use super::{Avx512, BLOCK_LEN, Round};
-    use std::arch::x86_64::*;
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::cpu::isa::detect;
+    use crate::ops::dispatch::IsaName;
 
-    impl Round for Avx512 {
-        #[inline(always)]
-        fn largest_size(self, values: &[f32; BLOCK_LEN]) -> u32 {
-            // SAFETY: the token proves that the CPU has the function's features.
-            unsafe { largest_size(values) }
-        }
-
-        #[inline(always)]
-        fn integers(
-            self,
-            values: &[f32; BLOCK_LEN],
-            inverse: f32,
-            words: &mut [u32; BLOCK_LEN / 4],
-        ) -> [i32; 2] {
-            // SAFETY: as above.
-            unsafe { integers(values, inverse, words) }
-        }
-
-        #[inline(always)]
-        fn pairs(self, values: &[f32; BLOCK_LEN], words: &mut [u32; BLOCK_LEN / 2]) {
-            // SAFETY: as above.
-            unsafe { pairs(values, words) }
-        }
+    /// Integers and groups of `n_rows` rows, as `isa` packs them.
+    fn packed(isa: Isa, values: &[f32], n_rows: usize) -> (Vec<u32>, Vec<GroupInput>) {
+        let x = Rows::new(values, values.len() / n_rows);
+        let n_runs = x.n_columns / BLOCK_LEN;
+        let mut words = vec![u32::MAX; values.len() / 4];
+        let mut groups = vec![GroupInput::new(7.0, [7; 2]); n_rows * n_runs];
+        pack(isa, Item { x, runs: 0..n_runs }, Outputs::Groups(&mut words, &mut groups));
+        (words, groups)
     }
 
-    #[inline]
-    #[target_feature(enable = "avx512f")]
-    fn load(values: &[f32; BLOCK_LEN]) -> [__m512; 2] {
-        // SAFETY: the array has 32 numbers; the loads ask for no alignment.
-        unsafe { [_mm512_loadu_ps(values.as_ptr()), _mm512_loadu_ps(values.as_ptr().add(16))] }
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512dq")]
-    fn largest_size(values: &[f32; BLOCK_LEN]) -> u32 {
-        let [a, b] = load(values);
-        let size = _mm512_set1_epi32(i32::MAX);
-        let a = _mm512_and_si512(_mm512_castps_si512(a), size);
-        let b = _mm512_and_si512(_mm512_castps_si512(b), size);
-        _mm512_reduce_max_epu32(_mm512_max_epu32(a, b))
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx512f")]
-    fn integers(values: &[f32; BLOCK_LEN], inverse: f32, words: &mut [u32; BLOCK_LEN / 4]) -> [i32; 2] {
-        let ([a, b], inverse) = (load(values), _mm512_set1_ps(inverse));
-        let a = _mm512_cvtps_epi32(_mm512_mul_ps(a, inverse));
-        let b = _mm512_cvtps_epi32(_mm512_mul_ps(b, inverse));
-        // SAFETY: the array has 32 bytes, 16 for each half; the stores ask for no alignment.
-        unsafe {
-            _mm_storeu_si128(words.as_mut_ptr().cast(), _mm512_cvtepi32_epi8(a));
-            _mm_storeu_si128(words.as_mut_ptr().add(4).cast(), _mm512_cvtepi32_epi8(b));
-        }
-        [_mm512_reduce_add_epi32(a), _mm512_reduce_add_epi32(b)]
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw")]
-    fn pairs(values: &[f32; BLOCK_LEN], words: &mut [u32; BLOCK_LEN / 2]) {
-        let [a, b] = load(values).map(|values| {
-            // Just below one half is added, and the last kept bit; NaN gets its quiet bit instead.
-            // (vcvtneps2bf16 would flush denormals, which the other instruction sets keep.)
-            let bits = _mm512_castps_si512(values);
-            let last = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
-            let sum = _mm512_add_epi32(bits, _mm512_add_epi32(last, _mm512_set1_epi32(0x7fff)));
-            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(values, values);
-            _mm512_srli_epi32::<16>(_mm512_mask_or_epi32(sum, nan, bits, _mm512_set1_epi32(0x0040_0000)))
-        });
-        // SAFETY: the array has 64 bytes, 32 for each half; the stores ask for no alignment.
-        unsafe {
-            _mm256_storeu_si256(words.as_mut_ptr().cast(), _mm512_cvtepi32_epi16(a));
-            _mm256_storeu_si256(words.as_mut_ptr().add(8).cast(), _mm512_cvtepi32_epi16(b));
+    #[test]
+    fn groups_are_the_same_bits_on_every_instruction_set() {
+        const N_RUNS: usize = 11;
+        let odd = [0.0, f32::NAN, f32::INFINITY, -0.0, 1e-40, -3e38];
+        for n_rows in 1..=6 {
+            let mut values: Vec<f32> = (0..n_rows * N_RUNS * BLOCK_LEN)
+                .map(|i| ((i * 7919 % 1009) as f32 - 504.0) * [0.5, 1e-3, 3e5][i / 96 % 3])
+                .collect();
+            // Groups of zeros and of numbers near its ends, and one that is not finite, among others of a four.
+            for (i, odd) in odd.into_iter().enumerate() {
+                let at = (i * 2 + 1) * BLOCK_LEN % values.len();
+                values[at] = odd;
+                if odd == 0.0 || odd == 1e-40 {
+                    values[at..at + BLOCK_LEN].fill(odd);
+                }
+            }
+            let (words, groups) = packed(Isa::Scalar, &values, n_rows);
+            for name in [IsaName::Avx2, IsaName::Avx512] {
+                let Some(isa) = detect(name) else { continue };
+                let (own_words, own_groups) = packed(isa, &values, n_rows);
+                assert_eq!(own_words, words, "integers of {n_rows} rows on {name:?}");
+                for (i, (own, group)) in own_groups.iter().zip(&groups).enumerate() {
+                    let same = own.scale.to_bits() == group.scale.to_bits() || own.scale.is_nan();
+                    let sums = own.scaled_sums.map(f32::to_bits) == group.scaled_sums.map(f32::to_bits);
+                    let minus = own.minus_sums == group.minus_sums;
+                    assert!(
+                        same && minus && (sums || group.scale.is_nan()),
+                        "{name:?}, {i}: {own:?}, {group:?}"
+                    );
+                    assert_eq!(own.scale.is_nan(), group.scale.is_nan(), "{name:?}, {i}");
+                }
+            }
         }
     }
 }
