@@ -10,6 +10,7 @@ mod avx2;
 mod avx512;
 #[cfg(target_arch = "x86_64")]
 mod formats;
+mod greedy;
 mod scalar;
 
 use super::activations::{Activations, Form, Inputs, RowBlocks, Rows};
@@ -18,7 +19,10 @@ use super::isa::Isa;
 use crate::ops::OpContext;
 use crate::ops::packed::{PANEL, PackedFormat, PackedMatrix};
 use crate::threads::{Chunks, Disjoint, Pool, share};
+use greedy::Bounds;
 use std::ops::Range;
+
+pub use greedy::{GreedyRoom, greedy};
 
 /// Matrices of one call at most: query, key, value, and one to spare.
 const MAX_PARTS: usize = 4;
@@ -132,6 +136,8 @@ enum Epilogue<'a> {
     Add,
     /// Of 16 gates and 16 ups a panel, 16 products are left.
     Gate(Gate),
+    /// Of a panel's sums the two ends of what they stand for are left.
+    Bounds(Bounds<'a>),
 }
 
 /// One matrix of a call and where its results go.
@@ -316,8 +322,10 @@ impl Region<'_> {
                 }
             }
             run_tile(self.isa, &panel, (rows.len(), inputs), tile);
-            if let Epilogue::Gate(gate) = target.epilogue {
-                gate.apply(self.isa, &mut tile.0[..rows.len()]);
+            match target.epilogue {
+                Epilogue::Gate(gate) => gate.apply(self.isa, &mut tile.0[..rows.len()]),
+                Epilogue::Bounds(bounds) => bounds.apply(self.isa, (p, rows.clone()), &mut tile.0),
+                _ => {}
             }
             for (row, sums) in rows.zip(&tile.0) {
                 let start = row * target.n_columns + columns.start;
@@ -337,14 +345,20 @@ impl Part {
 impl Epilogue<'_> {
     /// Which of `n` columns of the output come of panel `p`.
     fn columns(self, p: usize, n: usize) -> Range<usize> {
-        let width = if matches!(self, Epilogue::Gate(_)) { HALF_PANEL } else { PANEL };
+        let width = match self {
+            Epilogue::Gate(_) => HALF_PANEL,
+            Epilogue::Bounds(_) => 2,
+            _ => PANEL,
+        };
         p * width..((p + 1) * width).min(n)
     }
 
     /// Puts the sums of one row of a panel, whose first output is `n`, where they go.
     fn apply(self, sums: &[f32; PANEL], n: usize, out: &mut [f32]) {
         match self {
-            Epilogue::Store | Epilogue::Gate(_) => out.copy_from_slice(&sums[..out.len()]),
+            Epilogue::Store | Epilogue::Gate(_) | Epilogue::Bounds(_) => {
+                out.copy_from_slice(&sums[..out.len()])
+            }
             Epilogue::Bias(bias) => {
                 for ((y, sum), bias) in out.iter_mut().zip(sums).zip(&bias[n..]) {
                     *y = sum + bias;
