@@ -231,7 +231,7 @@ class Config(BaseSettings):
     screen_lm_head: bool = Field(
         True,
         description="keep an 8-bit copy of an lm_head in 16 or 32 bits, by which greedy tokens are found "
-        "without reading all of it: the same tokens, sooner, for 26 to 52 % of its bytes more",
+        "without reading all of it: the same tokens, sooner, for 27 to 53 % of its bytes more",
     )
     isa: Literal["auto", "avx512", "avx2", "scalar"] = Field(
         "auto", description="instruction set; auto is the best"
