@@ -1,7 +1,9 @@
 //! The tensors of a checkpoint, packed once for this machine. After packing the checkpoint can be dropped.
 
+mod head;
+
 use crate::dtype::ComputeMode;
-use crate::error::{DeviceError, Result, Unsupported};
+use crate::error::{Result, Unsupported};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::family::{ExpertPart, LayerSlot, Slot};
 use crate::model::held::packed_format;
@@ -122,23 +124,6 @@ impl Weights {
         })
     }
 
-    /// The matrix that turns final hidden states into logits.
-    pub fn head(&self) -> &PackedMatrix {
-        self.lm_head.as_ref().unwrap_or(&self.embed)
-    }
-
-    /// Gives the head a screen, if it can have one, and again when it is replaced. Errors: no memory.
-    pub fn screen_head(&mut self, pool: &Pool) -> Result<(), DeviceError> {
-        self.is_screened = true;
-        self.screen = Screen::new(pool, self.head())?;
-        Ok(())
-    }
-
-    /// The head's screen.
-    pub fn screen(&self) -> Option<&Screen> {
-        self.screen.as_ref()
-    }
-
     /// Bytes held by matrices and vectors.
     pub fn n_bytes(&self) -> usize {
         let layers: usize = self.layers.iter().map(LayerWeights::n_bytes).sum();
@@ -154,10 +139,7 @@ impl Weights {
         for (place, _) in &self.places(slot) {
             place.matrix().map_or(Ok(()), |matrix| values.check_format(matrix))?;
         }
-        let is_head = slot == if self.lm_head.is_some() { Slot::LmHead } else { Slot::Embed };
-        if is_head {
-            self.screen = None;
-        }
+        self.drop_screen(slot);
         for (place, first) in &mut self.places(slot) {
             let held = place.held();
             match place {
@@ -174,10 +156,7 @@ impl Weights {
                 }
             }
         }
-        if is_head && self.is_screened {
-            // Without memory for it the head is read as a whole: slower, not wrong.
-            self.screen = Screen::new(pool, self.head()).unwrap_or_default();
-        }
+        self.screen_again(pool);
         Ok(())
     }
 

@@ -22,13 +22,11 @@ fn case(seed: u64) -> Case {
     let draw = &mut Draw::new(seed);
     let format = [PackedFormat::F32, PackedFormat::BF16][draw.below(2)];
     let (n, k, n_rows) = (1 + draw.below(150), 32 * (1 + draw.below(40)), 1 + draw.below(15));
-    let mut numbers = |n: usize| -> Vec<f32> {
+    let mut numbers = |n: usize, powers: [i32; 6]| -> Vec<f32> {
         let mut values = draw.values(Size::Unit, n);
-        // As large and as small as sums of products stay normal numbers, and once what is below.
-        let tiny = [-100, -40, 0, 0, 0, 20, 30][draw.below(7)];
-        let spread = draw.below(12) as i32;
+        let (size, spread) = (powers[draw.below(6)], draw.below(7) as i32);
         for group in values.chunks_mut(32) {
-            let power = 2_f32.powi(tiny + spread - draw.below(2 * spread as usize + 1) as i32);
+            let power = 2_f32.powi(size + spread - draw.below(2 * spread as usize + 1) as i32);
             group.iter_mut().for_each(|x| *x *= power);
             if draw.below(8) == 0 {
                 group[draw.below(32)] *= 1000.0;
@@ -36,7 +34,10 @@ fn case(seed: u64) -> Case {
         }
         values
     };
-    let (weights, x) = (numbers(n * k), numbers(n_rows * k));
+    // Weights within the scales of Q8_0, and below; inputs as large as they may be, and so small that sums are no normal
+    // numbers.
+    let weights = numbers(n * k, [-30, 0, 0, 0, 3, 5]);
+    let x = numbers(n_rows * k, [-110, -40, 0, 0, 20, 40]);
     Case { format, k, weights, x }
 }
 
