@@ -7,6 +7,7 @@
 //! their weights and their operations a second, the bytes beside the bandwidth that a plain sum over memory reads.
 //! `--json` for the machine, a table otherwise. `--rows -` takes numbers of rows from
 //! standard input, one a line, and answers each at once: so two builds can be measured in turn (`benches/pairs.py`).
+//! `--screen off|on`: the head has random numbers, and is read as a whole or screened.
 
 #![allow(
     clippy::disallowed_methods,

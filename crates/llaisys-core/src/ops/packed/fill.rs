@@ -157,6 +157,9 @@ pub(super) const fn digit_place(format: PackedFormat, low: usize, c: usize, i: u
     }
 }
 
+/// See [`PackedMatrix::to_q8_0`].
+type Told<'a, T> = dyn Fn(&mut T, usize, &[f32], &[f32]) + Sync + 'a;
+
 impl PackedMatrix {
     /// A copy in Q8_0, its panels in parallel: each group of 32 rounded to nearest with the scale that reaches its
     /// farthest number. Calls `told(of_panel, c, row, copied)` with each row, what was made of it, and the panel's entry
@@ -168,7 +171,7 @@ impl PackedMatrix {
         &self,
         pool: &Pool,
         of_panels: &mut [T],
-        told: &(dyn Fn(&mut T, usize, &[f32], &[f32]) + Sync),
+        told: &Told<'_, T>,
     ) -> Result<Self, DeviceError> {
         let (format, n_rows, n_columns) = (PackedFormat::Q8_0, self.n_rows, self.n_columns);
         assert!(
