@@ -92,7 +92,7 @@ fn rows_that_need_more_than_the_largest_logit_are_not_screened() {
     }
     let held_back = other(&|spec| (spec.min_tokens, spec.stop_ids) = (5, (0..750).collect()));
     let before = screening(&on).0;
-    let tokens = generate(&mut on, &[held_back.clone()], 20);
+    let tokens = generate(&mut on, std::slice::from_ref(&held_back), 20);
     assert!(tokens[0][..5].iter().all(|token| *token >= 750));
     assert_eq!(tokens, generate(&mut off, &[held_back], 20));
     assert_eq!(screening(&on).0 - before, 15, "once enough tokens are out, nothing is held back");
