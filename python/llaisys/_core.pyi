@@ -176,6 +176,10 @@ class Progress:
     def loading(self) -> tuple[int, int]:
         """Bytes of weights packed so far, and of all; equal once all are, (0, 0) before it is known."""
     @property
+    def screening(self) -> tuple[int, int]:
+        """Output rows whose largest logit was looked for with the head's screen, and those of them where
+        it was found without the others."""
+    @property
     def n_steps_begun(self) -> int:
         """Decodes that were called."""
     @property
@@ -272,6 +276,7 @@ class Context:
         poison: bool = False,
         gpu: Gpu | None = None,
         pins: bool = True,
+        screens_head: bool = False,
         progress: Progress | None = None,
     ) -> Context:
         """Loads the weights (GIL released); `dtype` "int8" and "int4" quantise those of a float checkpoint.
@@ -281,7 +286,9 @@ class Context:
         `n_streams` arenas of `n_cells // n_streams` cells each (it must divide): arena `s` is the cells from
         `s * n_cells // n_streams`. For tests: `lifo` hands out what was freed last, `poison` keeps NaN in
         every cell that is free or reserved. `pins`: where there are exactly as many CPUs as threads, each
-        stays on its own. `progress`: the context's, for who wants to see it load (on the CPU).
+        stays on its own. `screens_head`: an 8-bit copy of a head in 16 or 32 bits is kept, by which greedy
+        tokens are found without reading all of it (one rank, on the CPU). `progress`: the context's, for who
+        wants to see it load (on the CPU).
 
         `gpu`: computes there, in the checkpoint's 16-bit type (bf16 of float32 and of blocks). Then `n_cells`
         may be None: as many as its memory has room for. `isa` is not looked at."""

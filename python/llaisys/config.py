@@ -228,6 +228,11 @@ class Config(BaseSettings):
     tensor_parallel_size: int = Field(
         1, ge=1, le=1024, description="ranks that the model is split over; each has its share of the threads"
     )
+    screen_lm_head: bool = Field(
+        True,
+        description="keep an 8-bit copy of an lm_head in 16 or 32 bits, by which greedy tokens are found "
+        "without reading all of it: the same tokens, sooner, for 27 to 53 % of its bytes more",
+    )
     isa: Literal["auto", "avx512", "avx2", "scalar"] = Field(
         "auto", description="instruction set; auto is the best"
     )

@@ -439,8 +439,9 @@ class ModelInfo:
     """Facts of a checkpoint, read from its headers without loading the weights.
 
     `weight_bytes` are in the files, `packed_bytes` in memory, for each `dtype` setting ("auto", "float32",
-    "bfloat16") and each `quantization` ("int8", "int4"; of float checkpoints). `kv_bytes_per_cell` maps a KV
-    dtype ("float32", "float16", "bfloat16", "int8") to the bytes of one cell over all layers, K and V.
+    "bfloat16") and each `quantization` ("int8", "int4"; of float checkpoints); `screen_bytes`, likewise, are
+    the 8-bit copy of the lm_head that `screen_lm_head` keeps. `kv_bytes_per_cell` maps a KV dtype
+    ("float32", "float16", "bfloat16", "int8") to the bytes of one cell over all layers, K and V.
     `generation` holds what `generation_config.json` sets (`temperature`, `top_p`, `top_k`, `min_p`,
     `repetition_penalty`), nothing where it is silent. `tokenizer` is set for a GGUF; a folder has its
     `tokenizer.json` beside the weights.
@@ -462,6 +463,7 @@ class ModelInfo:
     n_parameters: int
     weight_bytes: int
     packed_bytes: dict[str, int]
+    screen_bytes: dict[str, int]
     kv_bytes_per_cell: dict[str, int]
     bos_token_id: int | None
     eos_token_ids: list[int]

@@ -475,6 +475,7 @@ def inspect(path: str) -> str:
             "n_parameters": 1000,
             "weight_bytes": 4000,
             "packed_bytes": {"auto": 4000, "float32": 4000, "bfloat16": 2000, "int8": 1032, "int4": 600},
+            "screen_bytes": {"auto": 0, "float32": 0, "bfloat16": 0, "int8": 0, "int4": 0},
             "kv_bytes_per_cell": {"float32": 8, "float16": 4, "bfloat16": 4, "int8": 10},
             "bos_token_id": None,
             "eos_token_ids": [256, 257],

@@ -42,15 +42,23 @@ SHAPE = Shape(
 
 def check(path: Path, *, is_plain: bool = True) -> None:
     """`is_plain`: the weights are floats, so that they can be quantised as they are loaded."""
-    counted = inspect_model(path).packed_bytes
+    info = inspect_model(path)
+    counted = info.packed_bytes
     assert list(counted) == ["auto", "float32", "bfloat16", "int8", "int4"]
     for dtype, n_bytes in counted.items():
         if dtype.startswith("int") and not is_plain:
             continue
         context = Context(
-            str(path), dtype=dtype, n_cells=8, n_seq_max=1, n_batch=8, max_model_len=8, n_threads=1
+            str(path),
+            dtype=dtype,
+            n_cells=8,
+            n_seq_max=1,
+            n_batch=8,
+            max_model_len=8,
+            n_threads=1,
+            screens_head=True,
         )
-        assert n_bytes == context.weight_bytes, dtype
+        assert n_bytes + info.screen_bytes[dtype] == context.weight_bytes, dtype
         context.close()
 
 

@@ -7,17 +7,21 @@
 //! their weights and their operations a second, the bytes beside the bandwidth that a plain sum over memory reads.
 //! `--json` for the machine, a table otherwise. `--rows -` takes numbers of rows from
 //! standard input, one a line, and answers each at once: so two builds can be measured in turn (`benches/pairs.py`).
+//! `--screen off|on`: the head has random numbers, and is read as a whole or screened.
 
 #![allow(
     clippy::disallowed_methods,
     reason = "a bench is there to read the clock; the core it times does not"
 )]
 
-use llaisys_core::dtype::KvDType;
+use llaisys_core::dtype::{DType, KvDType};
 use llaisys_core::ops::contract::{Draw, Size};
 use llaisys_core::ops::dispatch::Kernels;
 use llaisys_core::ops::packed::{PackedFormat, PackedMatrix};
-use llaisys_core::ops::{self, AttentionRow, AttentionRows, Gate, LinearPart, OpContext, RopeTable, Scoring};
+use llaisys_core::ops::screen::Screen;
+use llaisys_core::ops::{
+    self, AttentionRow, AttentionRows, Gate, GreedyRoom, LinearPart, OpContext, RopeTable, Scoring,
+};
 use llaisys_core::tensor::{AlignedBuf, KvLayer, KvLayerMut, RowView};
 use llaisys_core::threads::{Pool, share};
 use std::hint::black_box;
@@ -77,6 +81,10 @@ struct Model {
     shape: Shape,
     layers: Vec<Layer>,
     head: PackedMatrix,
+    screen: Option<Screen>,
+    /// The head is.
+    is_random: bool,
+    room: GreedyRoom,
     rope: RopeTable,
 }
 
@@ -91,8 +99,20 @@ fn matrix(pool: &Pool, format: PackedFormat, n: usize, k: usize) -> PackedMatrix
     PackedMatrix::pack(pool, format, n, k, &row).expect("memory for the weights")
 }
 
+/// A matrix of independent numbers between -1 and 1, near the normal distribution.
+fn random_matrix(pool: &Pool, format: PackedFormat, n: usize, k: usize) -> PackedMatrix {
+    let draw = &mut Draw::new(43);
+    // The sum of 4 numbers of 16 bits.
+    let number =
+        |bits: u64| (0..4).map(|i| (bits >> (16 * i) & 0xffff) as f32).sum::<f32>() / 131_070.0 - 1.0;
+    let bytes: Vec<u8> = (0..n * k).flat_map(|_| number(draw.bits()).to_le_bytes()).collect();
+    let row = |n: usize| RowView { dtype: DType::F32, bytes: &bytes[n * k * 4..(n + 1) * k * 4] };
+    PackedMatrix::pack(pool, format, n, k, &row).expect("memory for the weights")
+}
+
 impl Model {
-    fn new(pool: &Pool, shape: Shape, (format, head): (PackedFormat, PackedFormat), n_cells: usize) -> Self {
+    fn new(pool: &Pool, args: &Arguments, n_cells: usize) -> Self {
+        let (shape, (format, head)) = (args.shape, args.formats);
         let Shape { d_model, d_ff, n_heads, n_kv_heads, .. } = shape;
         let cells = || {
             let bytes = n_cells * n_kv_heads * KvDType::Bfloat16.head_bytes(D_HEAD);
@@ -108,10 +128,23 @@ impl Model {
             k: cells(),
             v: cells(),
         };
+        let head = match args.screen {
+            None => matrix(pool, head, shape.vocab_size, d_model),
+            Some(_) => random_matrix(pool, head, shape.vocab_size, d_model),
+        };
+        let start = Instant::now();
+        let screens = args.screen == Some(true);
+        let screen = screens.then(|| Screen::new(pool, &head).expect("memory").expect("a plain head"));
+        if screens {
+            eprintln!("made the screen in {:.2} s", start.elapsed().as_secs_f64());
+        }
         Self {
             shape,
             layers: (0..shape.n_layers).map(layer).collect(),
-            head: matrix(pool, head, shape.vocab_size, d_model),
+            head,
+            screen,
+            is_random: args.screen.is_some(),
+            room: GreedyRoom::default(),
             rope: RopeTable::new(D_HEAD, 1e6),
         }
     }
@@ -261,8 +294,18 @@ fn step(cx: &mut OpContext, model: &mut Model, r: &mut Rows, start: &[f32]) -> L
     }
     let n_out = r.logits.len() / model.shape.vocab_size;
     let hidden = &mut r.x[(r.n - n_out) * d_model..];
+    if model.is_random {
+        // What the layers made of their weights is the same for all rows.
+        hidden.copy_from_slice(&start[..n_out * d_model]);
+    }
     ops::rms_norm_in_place(cx, hidden, &weight, 1e-6);
     laps.lap(10);
+    if let Some(screen) = &model.screen {
+        let ids = ops::greedy(cx, hidden, (&model.head, screen), &mut model.room);
+        assert_eq!(ids.flatten().count(), n_out, "rows that the screen could not settle");
+        laps.lap(11);
+        return laps;
+    }
     ops::linear(cx, hidden, &[part(&model.head)], &mut [&mut r.logits]);
     laps.lap(11);
     for logits in r.logits.chunks_exact(model.shape.vocab_size) {
@@ -300,6 +343,8 @@ struct Arguments {
     /// Positions that every sequence holds in a decode step, its new one included.
     n_context: usize,
     seconds: f64,
+    /// A head of random numbers, read as a whole (off) or screened (on).
+    screen: Option<bool>,
     json: bool,
 }
 
@@ -331,6 +376,7 @@ fn arguments() -> Arguments {
         n_threads: value("--threads", &all_threads).parse().expect("a number"),
         n_context: value("--context", "96").parse().expect("a number"),
         seconds: value("--seconds", "1.0").parse().expect("a number"),
+        screen: ["off", "on"].iter().position(|word| value("--screen", "") == *word).map(|on| on == 1),
         json: words.iter().any(|word| word == "--json"),
     }
 }
@@ -343,11 +389,11 @@ fn main() {
     let most = args.rows.iter().copied().max().unwrap_or(1);
     let mut cx = OpContext::new(kernels, pool, most, args.shape.d_ff).expect("memory for the scratch");
     let n_cells = (most.min(PROMPT) * args.n_context.next_multiple_of(32)).max(N_CELLS);
-    let mut model = Model::new(&cx.pool, args.shape, args.formats, n_cells);
+    let mut model = Model::new(&cx.pool, &args, n_cells);
     let start = Draw::new(1).values(Size::Unit, most * args.shape.d_model);
     let lines = std::io::stdin().lines().map(|line| line.expect("text").trim().parse().expect("a number"));
     let asked: Box<dyn Iterator<Item = usize>> =
-        if args.from_stdin { Box::new(lines) } else { Box::new(args.rows.into_iter()) };
+        if args.from_stdin { Box::new(lines) } else { Box::new(args.rows.clone().into_iter()) };
     for n in asked {
         let read = bandwidth(&cx.pool, &data);
         let mut rows = Rows::new(args.shape, n, args.n_context);

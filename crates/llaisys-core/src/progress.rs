@@ -15,6 +15,8 @@ pub struct Progress {
     n_sequences_returned: AtomicU64,
     n_weight_bytes: AtomicU64,
     n_weight_bytes_packed: AtomicU64,
+    n_rows_screened: AtomicU64,
+    n_rows_settled: AtomicU64,
 }
 
 /// The counters at one moment.
@@ -60,6 +62,14 @@ impl Progress {
         (packed, self.n_weight_bytes.load(Ordering::Acquire))
     }
 
+    /// Output rows whose largest logit was looked for with the head's screen, and those of them where it was found
+    /// without the others.
+    pub fn screening(&self) -> (u64, u64) {
+        // The part before the whole: never more than it.
+        let settled = self.n_rows_settled.load(Ordering::Acquire);
+        (self.n_rows_screened.load(Ordering::Acquire), settled)
+    }
+
     /// As many bytes of weights are to be packed, or a few more.
     pub(crate) fn packing(&self, n_bytes: usize) {
         self.n_weight_bytes.store(n_bytes as u64, Ordering::Release);
@@ -94,6 +104,11 @@ impl Progress {
 
     pub(crate) fn committed(&self, n_rows: usize) {
         add(&self.n_rows_committed, n_rows as u64);
+    }
+
+    pub(crate) fn screened(&self, n_rows: usize, n_settled: usize) {
+        add(&self.n_rows_screened, n_rows as u64);
+        add(&self.n_rows_settled, n_settled as u64);
     }
 
     pub(crate) fn lent(&self) {

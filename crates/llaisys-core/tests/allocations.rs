@@ -95,7 +95,10 @@ fn a_warm_step_allocates_its_lists_and_nothing_by_layer() {
         for (mode, n_layers, n_seqs) in
             [(ComputeMode::Bfloat16, 1, 2), (ComputeMode::Bfloat16, 5, 2), (ComputeMode::Float32, 2, 8)]
         {
-            let model = Tiny::sized("Qwen2ForCausalLM", true, |model| model.n_layers = n_layers);
+            // With a head that is screened for greedy rows.
+            let model = Tiny::sized("Qwen2ForCausalLM", true, |model| {
+                (model.n_layers, model.d_model, model.vocab_size) = (n_layers, 64, 1500);
+            });
             let config = ContextConfig { mode, n_cells: 1024, ..settings() };
             let mut loaded = load(&model, config);
             steps(&mut loaded.context, n_seqs, &spec);

@@ -46,12 +46,15 @@ fn info_has_the_fields_of_the_python_type() {
         "int8": 32 * 34 + 7 * (32 * 33 + 128_usize).next_multiple_of(64) + vectors,
         "int4": (32 * 25 + 128_usize).next_multiple_of(64) + 7 * (32 * 18 + 128) + vectors,
     });
+    // One panel, and its 32 rows' lengths and their differences'.
+    let screen = 32 * 34 + 2 * 32 * 4;
     let want = json!({
         "file_format": "gguf", "architecture": "LlamaForCausalLM", "dtype": "f32",
         "n_layers": 1, "d_model": 32, "n_heads": 2, "n_kv_heads": 1, "d_head": 16, "d_ff": 32,
         "vocab_size": 8, "max_position_embeddings": 64,
         "n_parameters": n_q8_0 + n_f32, "weight_bytes": n_q8_0 / 32 * 34 + n_f32 * 4,
         "packed_bytes": packed,
+        "screen_bytes": {"auto": 0, "float32": screen, "bfloat16": screen, "int8": 0, "int4": 0},
         "kv_bytes_per_cell": {"float32": 128, "float16": 64, "bfloat16": 64, "int8": 2 * (16 + 4)},
         "bos_token_id": 5, "eos_token_ids": [6], "generation": {},
         "tokenizer": {

@@ -60,6 +60,7 @@ fn info_has_the_fields_of_the_python_type() {
     let layer = |column| fitted(4 + 2 + 2 + 11, 64, column) + fitted(2, 128, column) + 64 * 176 * 2;
     let int8 = 19 * 32 * (2 * 34) + 2 * layer(33) + n_vectors * 4;
     let int4 = fitted(19, 64, 25) + 2 * layer(18) + n_vectors * 4;
+    let screen = 19 * 32 * (2 * 34) + 19 * 2 * 32 * 4;
     let want = json!({
         "path": golden("qwen3-tied-bf16"), "file_format": "safetensors", "architecture": "Qwen3ForCausalLM",
         "dtype": "bf16", "n_layers": 2, "d_model": 64, "n_heads": 4, "n_kv_heads": 2, "d_head": 32, "d_ff": 176,
@@ -67,6 +68,8 @@ fn info_has_the_fields_of_the_python_type() {
         "packed_bytes": {
             "auto": packed(2), "float32": packed(4), "bfloat16": packed(2), "int8": int8, "int4": int4,
         },
+        // 19 panels: the copy, and the lengths of 32 differences and 32 rows each.
+        "screen_bytes": {"auto": screen, "float32": screen, "bfloat16": screen, "int8": 0, "int4": 0},
         "kv_bytes_per_cell": {"float32": 1024, "float16": 512, "bfloat16": 512, "int8": 2 * 2 * 2 * (32 + 4)},
         "bos_token_id": null, "eos_token_ids": [599], "generation": {}, "tokenizer": null,
     });

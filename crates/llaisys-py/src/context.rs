@@ -118,7 +118,7 @@ impl Context {
     #[pyo3(signature = (
         path, *, dtype = "auto", kv_dtype = "auto", isa = "auto", n_cells, n_seq_max, n_streams = 1, n_batch,
         max_model_len, n_threads, n_ranks = 1, lifo = false, poison = false, gpu = None, pins = true,
-        progress = None
+        screens_head = false, progress = None
     ))]
     fn new(
         py: Python<'_>,
@@ -137,6 +137,7 @@ impl Context {
         poison: bool,
         gpu: Option<&Gpu>,
         pins: bool,
+        screens_head: bool,
         progress: Option<&Progress>,
     ) -> PyResult<Self> {
         let progress = progress.map(|progress| Arc::clone(&progress.core)).unwrap_or_default();
@@ -156,6 +157,7 @@ impl Context {
                 n_threads: count("n_threads", n_threads, THREADS_MAX)?,
                 n_ranks: count("n_ranks", n_ranks, THREADS_MAX)?,
                 pins,
+                screens_head,
             };
             match gpu {
                 None if n_cells.is_none() => {

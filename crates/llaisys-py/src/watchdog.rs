@@ -41,6 +41,12 @@ impl Progress {
         self.core.loading()
     }
 
+    /// Output rows whose largest logit was looked for with the head's screen, and where it was found so.
+    #[getter]
+    fn screening(&self) -> (u64, u64) {
+        self.core.screening()
+    }
+
     /// Decodes that were called.
     #[getter]
     fn n_steps_begun(&self) -> u64 {

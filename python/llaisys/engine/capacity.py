@@ -109,6 +109,7 @@ def size(
         memory_nodes=cpus.memory_nodes,
         n_streams=config.num_kv_streams,
         n_ranks=config.tensor_parallel_size,
+        screens_head=gpu is None and _screens_head(config),
         gpu=gpu,
     )
     if gpu is None:
@@ -198,7 +199,12 @@ def _cells_that_fit(
 
 def _weight_bytes(config: Config, info: ModelInfo) -> int:
     """Bytes of the weights as the core packs them."""
-    return info.packed_bytes[_mode(config)]
+    screen = info.screen_bytes[_mode(config)] if _screens_head(config) else 0
+    return info.packed_bytes[_mode(config)] + screen
+
+
+def _screens_head(config: Config) -> bool:
+    return config.screen_lm_head and config.tensor_parallel_size == 1
 
 
 def _workspace_bytes(config: Config, info: ModelInfo) -> int:

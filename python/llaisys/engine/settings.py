@@ -37,4 +37,5 @@ class WorkerSettings:
     memory_nodes: tuple[int, ...] = ()
     n_streams: int = 1
     n_ranks: int = 1
+    screens_head: bool = False
     gpu: GpuSettings | None = None

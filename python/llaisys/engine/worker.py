@@ -331,6 +331,7 @@ def open_worker(settings: WorkerSettings) -> Worker:
             n_streams=settings.n_streams,
             n_ranks=settings.n_ranks,
             pins=settings.pins,
+            screens_head=settings.screens_head,
             gpu=None if settings.gpu is None else _gpu(settings.gpu),
         )
     return Worker(context, _core.SamplerSpec, settings.n_streams)

@@ -136,6 +136,18 @@ def test_the_weights_are_counted_as_they_are_packed() -> None:
             size(config, info, n_mib, Cpus(1))
 
 
+def test_a_screened_head_is_counted_where_it_is_screened() -> None:
+    info = replace(weighing(auto=30), screen_bytes={"auto": 5 * MIB})
+    for n_mib, config in [
+        (35, Config()),
+        (30, Config(screen_lm_head=False)),
+        (30, Config(tensor_parallel_size=2)),
+    ]:
+        sized = size(config, info, 60 * MIB, Cpus(2))
+        assert f"weights: {n_mib}.0 MiB" in sized.summary
+        assert sized.settings.screens_head is (n_mib == 35)
+
+
 def test_a_type_and_a_quantization_contradict_each_other() -> None:
     with pytest.raises(RejectedError, match="dtype float32 and quantization int8 contradict") as caught:
         sized(dtype="float32", quantization="int8")

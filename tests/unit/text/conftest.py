@@ -39,6 +39,7 @@ def facts_of(path: Path, tokenizer: GgufTokenizer | None = None) -> ModelInfo:
         n_parameters=1,
         weight_bytes=1,
         packed_bytes={"auto": 1},
+        screen_bytes={"auto": 0},
         kv_bytes_per_cell={},
         bos_token_id=None,
         eos_token_ids=[],

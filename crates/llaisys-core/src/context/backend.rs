@@ -41,6 +41,12 @@ pub(super) trait Compute: Debug {
     /// first on, go there.
     fn outputs(&mut self, rows: &[usize], n_logits: usize, logits: &mut [f32]) -> Result<()>;
 
+    /// As [`Compute::outputs`], where of `rows` the largest logit alone is wanted: its id, the lowest on ties, if every
+    /// logit is finite and it was found without computing all. Empty if this backend always computes all.
+    fn greedy(&mut self, _rows: &[usize]) -> Result<&[Option<u32>]> {
+        Ok(&[])
+    }
+
     /// What the last [`Compute::outputs`] took: `[rows.len(), d_model]`, the first `n_rows`.
     fn hidden(&mut self, n_rows: usize) -> Result<&[f32]>;
 

@@ -248,10 +248,25 @@ impl Step<'_> {
     fn outputs(&mut self, first_row: usize, outs: Range<usize>) -> Result<()> {
         let wants =
             |out: &usize, flag: u8| self.batch.wants_output[self.result.rows[*out] as usize] & flag != 0;
-        let sampled: Vec<usize> = outs.clone().filter(|out| wants(out, output::LOGITS)).collect();
+        let mut sampled: Vec<usize> = outs.clone().filter(|out| wants(out, output::LOGITS)).collect();
         let hidden_only: Vec<usize> = outs.clone().filter(|out| !wants(out, output::LOGITS)).collect();
+        let n_ids = sampled.len();
+        self.screen(first_row, &mut sampled)?;
+        if !(sampled.is_empty() && hidden_only.is_empty()) {
+            self.compute(first_row, &sampled, &hidden_only)?;
+        }
+        if n_ids > 0 {
+            fault_point!("decode.logits");
+            self.sample(&sampled);
+            fault_point!("decode.sampled");
+        }
+        Ok(())
+    }
+
+    /// Logits of the output rows `sampled`, in the sampler bank, and final hidden states of them and of `hidden_only`.
+    fn compute(&mut self, first_row: usize, sampled: &[usize], hidden_only: &[usize]) -> Result<()> {
         // Rows with logits come first, so that the head's input is one block.
-        let order: Vec<usize> = sampled.iter().chain(&hidden_only).copied().collect();
+        let order: Vec<usize> = sampled.iter().chain(hidden_only).copied().collect();
         let work_rows: Vec<usize> =
             order.iter().map(|&out| self.result.rows[out] as usize - first_row).collect();
         let logits = self.samplers.logits(sampled.len());
@@ -265,24 +280,54 @@ impl Step<'_> {
                 }
             }
         }
-        if sampled.is_empty() {
-            return Ok(());
-        }
-        if let Some(kept) = &mut self.result.logits {
+        if let Some(kept) = &mut self.result.logits
+            && !sampled.is_empty()
+        {
             let logits = self.samplers.logits(sampled.len());
             let width = logits.len() / sampled.len();
             for (&out, values) in sampled.iter().zip(logits.chunks_exact(width)) {
                 kept[out * width..(out + 1) * width].copy_from_slice(values);
             }
         }
-        fault_point!("decode.logits");
-        self.sample(&sampled);
-        fault_point!("decode.sampled");
+        Ok(())
+    }
+
+    /// Gives those of the output rows `outs` their ids whose largest logit is wanted alone and found without the others,
+    /// and takes them out.
+    fn screen(&mut self, first_row: usize, outs: &mut Vec<usize>) -> Result<()> {
+        if self.result.logits.is_some() {
+            return Ok(());
+        }
+        let is_screened = |&out: &usize| {
+            let row = self.result.rows[out] as usize;
+            let (seq, n_before) = (self.batch.row_seqs(row)[0], self.batch.positions[row] as u32 + 1);
+            let is_masked = self.masks.is_some_and(|masks| masks[row].is_some());
+            self.batch.wants_output[row] == output::LOGITS
+                && !is_masked
+                && self.samplers.takes_largest(seq, n_before)
+        };
+        let screened: Vec<usize> = outs.iter().copied().filter(is_screened).collect();
+        if screened.is_empty() {
+            return Ok(());
+        }
+        let work_rows: Vec<usize> =
+            screened.iter().map(|&out| self.result.rows[out] as usize - first_row).collect();
+        let ids = self.backend.greedy(&work_rows)?;
+        self.progress.screened(ids.len(), ids.iter().flatten().count());
+        for (&out, id) in screened.iter().zip(ids) {
+            if let Some(id) = *id {
+                self.result.token_ids[out] = id as i32;
+            }
+        }
+        outs.retain(|&out| self.result.token_ids[out] < 0);
         Ok(())
     }
 
     /// Ids of the output rows `outs`, whose logits lie in the sampler bank.
     fn sample(&mut self, outs: &[usize]) {
+        if outs.is_empty() {
+            return;
+        }
         let rows: Vec<SampleRow<'_>> = outs
             .iter()
             .map(|&out| {

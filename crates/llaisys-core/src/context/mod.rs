@@ -79,6 +79,9 @@ pub struct ContextConfig {
     pub n_ranks: usize,
     /// Threads stay each on a CPU of its own where there are exactly as many CPUs: of ranks, on equal runs of them.
     pub pins: bool,
+    /// Keeps an 8-bit copy of a head in 16 or 32 bits, by which greedy tokens are found without reading all of it. Of a
+    /// model on one rank of the CPU.
+    pub screens_head: bool,
 }
 
 impl ContextConfig {

@@ -17,7 +17,7 @@ use crate::model::shard::Shard;
 use crate::model::slot::Slot;
 use crate::model::weights::{Replacement, Weights};
 use crate::ops::dispatch::Kernels;
-use crate::ops::{OpContext, rope_shift};
+use crate::ops::{GreedyRoom, OpContext, rope_shift};
 use crate::progress::Progress;
 use crate::tensor::{KvLayer, KvLayerMut};
 use crate::threads::{Pool, usable_cpus};
@@ -32,6 +32,9 @@ pub(super) struct Rank {
     pub(super) work: Workspace,
     pub(super) storage: Storage,
     head: HeadRoom,
+    greedy: GreedyRoom,
+    /// What [`Rank::greedy`] found.
+    ids: Vec<Option<u32>>,
 }
 
 /// The ranks in order, and their threads.
@@ -75,7 +78,8 @@ impl Rank {
         let ops = OpContext::new(kernels, pool, config.n_batch, Workspace::max_columns(model))?;
         let work = Workspace::new(model, config.n_batch)?;
         let storage = Storage::new(model.n_layers, config.n_cells, model.n_kv_heads, model.d_head, kv_dtype)?;
-        Ok(Self { decoder, ops, work, storage, head: HeadRoom::default() })
+        let (head, greedy) = (HeadRoom::default(), GreedyRoom::default());
+        Ok(Self { decoder, ops, work, storage, head, greedy, ids: Vec::new() })
     }
 
     /// As [`Decoder::forward`].
@@ -97,6 +101,16 @@ impl Rank {
             self.decoder.logits(&mut self.ops, hidden, &mut self.head, logits)?;
         }
         Ok(())
+    }
+
+    /// As [`Decoder::greedy`], of `rows` of the last forward pass.
+    fn greedy(&mut self, rows: &[usize]) -> &[Option<u32>] {
+        self.ids.clear();
+        if self.decoder.weights.screen().is_some() {
+            let hidden = self.decoder.final_hidden(&mut self.ops, rows, &mut self.work);
+            self.decoder.greedy(&mut self.ops, hidden, &mut self.greedy, &mut self.ids);
+        }
+        &self.ids
     }
 
     /// Does a job of [`Ranks::run`]. If it does not end well, the other ranks do not wait for this one.
@@ -125,7 +139,11 @@ pub(super) fn pack(
     let decoder = |rank| {
         let shard = Shard { rank, world: config.n_ranks };
         let model = shard.config(checkpoint.config())?;
-        Ok(Decoder::new(model, Weights::pack(checkpoint, config.mode, shard, pool, progress)?))
+        let mut weights = Weights::pack(checkpoint, config.mode, shard, pool, progress)?;
+        if config.screens_head && config.n_ranks == 1 {
+            weights.screen_head(pool)?;
+        }
+        Ok(Decoder::new(model, weights))
     };
     let decoders = (0..config.n_ranks).map(decoder).collect::<Result<_>>()?;
     progress.all_packed();
@@ -204,6 +222,13 @@ impl Compute for Ranks {
         self.run(logits, &|rank, logits| rank.outputs(rows, n_logits, logits))
     }
 
+    fn greedy(&mut self, rows: &[usize]) -> Result<&[Option<u32>]> {
+        match &mut self.ranks[..] {
+            [rank] => Ok(rank.greedy(rows)),
+            _ => Ok(&[]),
+        }
+    }
+
     fn hidden(&mut self, n_rows: usize) -> Result<&[f32]> {
         Ok(self.ranks[0].work.hidden(n_rows))
     }
@@ -246,7 +271,7 @@ impl Compute for Ranks {
 
     fn replace(&mut self, slot: Slot, values: &Replacement<'_>) -> Result<()> {
         match &mut self.ranks[..] {
-            [rank] => rank.decoder.weights.replace(slot, values),
+            [rank] => rank.decoder.weights.replace(&rank.ops.pool, slot, values),
             _ => {
                 let (name, stored) = (values.name.to_owned(), "parts on several ranks");
                 Err(Unsupported::ReplaceWeight { name, stored, given: "a whole tensor" }.into())

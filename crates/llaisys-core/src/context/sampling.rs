@@ -97,6 +97,11 @@ impl SamplerBank {
         true
     }
 
+    /// True if of a row without a mask only the id of the largest logit is wanted.
+    pub(super) fn takes_largest(&self, id: SeqId, n_before: u32) -> bool {
+        self.by_slot[id.slot() as usize].as_ref().is_none_or(|sampler| sampler.takes_largest(n_before))
+    }
+
     /// Room for the logits of `n <= LOGITS_ROWS` rows, `[n, vocab_size]`.
     pub(super) fn logits(&mut self, n: usize) -> &mut [f32] {
         &mut self.logits.as_mut_slice()[..n * self.vocab_size]

@@ -54,6 +54,7 @@ fn split_context(n_ranks: usize) -> Context {
         n_threads: 2,
         n_ranks,
         pins: true,
+        screens_head: true,
     };
     let context = Context::load(&folder, config).unwrap();
     std::fs::remove_dir_all(folder).unwrap();

@@ -149,11 +149,12 @@ impl Checkpoint {
             FileFormat::Safetensors => RopeRows::HalfSplit,
             FileFormat::Gguf => config.family.gguf_rope_rows,
         };
-        let packed_bytes = PackedBytes::new(&config, &|slot| match by_slot[&slot] {
+        let stored = |slot| match by_slot[&slot] {
             Place::Stored(index) => files.tensors()[index].dtype,
-            Place::Quantized(matrix) => matrix.dtype(),
-        });
-        let info = ModelInfo::new(&config, &sizes, packed_bytes, source);
+            Place::Quantized(ref matrix) => matrix.dtype(),
+        };
+        let bytes = [PackedBytes::new(&config, &stored), PackedBytes::of_screen(&config, &stored)];
+        let info = ModelInfo::new(&config, &sizes, bytes, source);
         let names = WeightNames { by_name, config: config.clone(), rope_rows };
         Ok(Self { config, info, files, by_slot, names })
     }

@@ -11,7 +11,7 @@ use crate::model::config::{Experts, ModelConfig};
 use crate::model::family::Activation;
 use crate::model::weights::{FeedForward, LayerWeights, Mlp, Weights};
 use crate::ops::packed::PackedMatrix;
-use crate::ops::{self, AttentionRows, Gate, OpContext, RopeTable, Scoring};
+use crate::ops::{self, AttentionRows, Gate, GreedyRoom, OpContext, RopeTable, Scoring};
 use crate::tensor::{KvLayer, KvLayerMut};
 use workspace::{Activations, ExpertRows};
 
@@ -243,6 +243,23 @@ impl Decoder {
         }
         ops::rms_norm_in_place(cx, hidden, &self.weights.output_norm, self.config.rms_eps);
         hidden
+    }
+
+    /// The ids of the largest logits of final hidden states `[n, d_model]`, the lowest on ties, where the head's screen
+    /// finds them; it finds all or none of a row. Empty without a screen, and of a model whose logits are more than the
+    /// head's products: other ids can tie after a scale or a cap.
+    pub fn greedy(
+        &self,
+        cx: &mut OpContext,
+        hidden: &[f32],
+        room: &mut GreedyRoom,
+        ids: &mut Vec<Option<u32>>,
+    ) {
+        ids.clear();
+        let is_plain = self.config.logit_scale == 1.0 && self.config.logit_soft_cap.is_none();
+        if let Some(screen) = self.weights.screen().filter(|_| is_plain && cx.collective.world() == 1) {
+            ids.extend(ops::greedy(cx, hidden, (self.weights.head(), screen), room));
+        }
     }
 
     /// Logits `[n, vocab_size]` of final hidden states `[n, d_model]`, or no room for them: every rank has to call this,

@@ -63,6 +63,8 @@ pub struct ModelInfo {
     pub weight_bytes: usize,
     /// Bytes of the weights in memory.
     pub packed_bytes: PackedBytes,
+    /// Bytes of the head's screen in memory.
+    pub screen_bytes: PackedBytes,
     /// Bytes of one KV cell.
     pub kv_bytes_per_cell: KvBytesPerCell,
     /// Token that begins a text.
@@ -99,7 +101,7 @@ impl ModelInfo {
     pub(super) fn new(
         config: &ModelConfig,
         sizes: &[TensorSize],
-        packed_bytes: PackedBytes,
+        [packed_bytes, screen_bytes]: [PackedBytes; 2],
         source: Source,
     ) -> Self {
         Self {
@@ -118,6 +120,7 @@ impl ModelInfo {
             n_parameters: sizes.iter().map(|size| size.n_elements).sum(),
             weight_bytes: sizes.iter().map(|size| size.n_bytes).sum(),
             packed_bytes,
+            screen_bytes,
             kv_bytes_per_cell: KvBytesPerCell {
                 float32: kv_bytes_per_cell(config, KvDType::Float32),
                 float16: kv_bytes_per_cell(config, KvDType::Float16),

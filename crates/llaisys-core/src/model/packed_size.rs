@@ -6,6 +6,7 @@ use crate::model::held::packed_format;
 use crate::model::slot::{ExpertPart, LayerSlot, Slot};
 use crate::ops::gate_up_rows;
 use crate::ops::packed::PackedFormat;
+use crate::ops::screen::Screen;
 use serde::Serialize;
 
 /// Bytes of the packed weights in each mode, padding included: [`Weights::n_bytes`] of what would be packed.
@@ -39,7 +40,15 @@ impl PackedBytes {
 
     /// `stored` is the type in which the rows of a stored slot arrive at the packer.
     pub(super) fn new(config: &ModelConfig, stored: &dyn Fn(Slot) -> DType) -> Self {
-        let bytes = |mode| Sizes { config, stored, mode }.total();
+        Self::each(|mode| Sizes { config, stored, mode }.total())
+    }
+
+    /// As [`PackedBytes::new`], of the head's screen alone; 0 where it cannot have one.
+    pub(super) fn of_screen(config: &ModelConfig, stored: &dyn Fn(Slot) -> DType) -> Self {
+        Self::each(|mode| Sizes { config, stored, mode }.screen())
+    }
+
+    fn each(bytes: impl Fn(ComputeMode) -> usize) -> Self {
         Self {
             auto: bytes(ComputeMode::Auto),
             float32: bytes(ComputeMode::Float32),
@@ -65,6 +74,13 @@ impl Sizes<'_> {
         let head = if config.tied_head { 0 } else { self.matrix(Slot::LmHead) };
         let layers: usize = (0..config.n_layers).map(|index| self.layer(index)).sum();
         vectors * size_of::<f32>() + self.matrix(Slot::Embed) + head + layers
+    }
+
+    fn screen(&self) -> usize {
+        let slot = if self.config.tied_head { Slot::Embed } else { Slot::LmHead };
+        let [n_rows, n_columns] = self.shape(slot);
+        let can_have = Screen::can_have(self.format(slot), n_columns);
+        if can_have { Screen::bytes_for(n_rows, n_columns) } else { 0 }
     }
 
     fn layer(&self, index: usize) -> usize {

@@ -1,5 +1,7 @@
 //! The tensors of a checkpoint, packed once for this machine. After packing the checkpoint can be dropped.
 
+mod head;
+
 use crate::dtype::ComputeMode;
 use crate::error::{Result, Unsupported};
 use crate::model::checkpoint::Checkpoint;
@@ -7,6 +9,7 @@ use crate::model::family::{ExpertPart, LayerSlot, Slot};
 use crate::model::held::packed_format;
 use crate::model::shard::Shard;
 use crate::ops::packed::{PackedFormat, PackedMatrix};
+use crate::ops::screen::Screen;
 use crate::ops::{LinearPart, gate_up_row, gate_up_rows};
 use crate::progress::Progress;
 use crate::quant::{BLOCK_LEN, dequantize_row};
@@ -87,6 +90,9 @@ pub struct Weights {
     pub embed: PackedMatrix,
     /// As `embed`, of a model with its own head.
     lm_head: Option<PackedMatrix>,
+    /// The head's, once [`Weights::screen_head`] was called, if it can have one.
+    screen: Option<Screen>,
+    is_screened: bool,
     /// Norm after the last layer, `[d_model]`.
     pub output_norm: Vec<f32>,
     /// In order of depth.
@@ -111,32 +117,30 @@ impl Weights {
         Ok(Self {
             embed: packer.matrix(Slot::Embed)?,
             lm_head,
+            screen: None,
+            is_screened: false,
             output_norm: packer.vector(Slot::OutputNorm),
             layers: (0..config.n_layers).map(|index| packer.layer(index)).collect::<Result<_>>()?,
         })
-    }
-
-    /// The matrix that turns final hidden states into logits.
-    pub fn head(&self) -> &PackedMatrix {
-        self.lm_head.as_ref().unwrap_or(&self.embed)
     }
 
     /// Bytes held by matrices and vectors.
     pub fn n_bytes(&self) -> usize {
         let layers: usize = self.layers.iter().map(LayerWeights::n_bytes).sum();
         let head = self.lm_head.as_ref().map_or(0, PackedMatrix::n_bytes);
-        self.embed.n_bytes() + head + self.output_norm.len() * size_of::<f32>() + layers
+        let screen = self.screen.as_ref().map_or(0, Screen::n_bytes);
+        self.embed.n_bytes() + head + screen + self.output_norm.len() * size_of::<f32>() + layers
     }
 
     /// Replaces one tensor. `values` is row-major in the checkpoint's shape; `stored_row(n)` is the row of it
     /// that holds logical row `n`. `n_columns` is the length of a row (1 for a vector). The caller has checked
     /// the number of values. Errors: the slot is held in blocks; nothing has changed then.
-    pub fn replace(&mut self, slot: Slot, values: &Replacement<'_>) -> Result<()> {
-        let mut places = self.places(slot);
-        for (place, _) in &places {
+    pub fn replace(&mut self, pool: &Pool, slot: Slot, values: &Replacement<'_>) -> Result<()> {
+        for (place, _) in &self.places(slot) {
             place.matrix().map_or(Ok(()), |matrix| values.check_format(matrix))?;
         }
-        for (place, first) in &mut places {
+        self.drop_screen(slot);
+        for (place, first) in &mut self.places(slot) {
             let held = place.held();
             match place {
                 Place::Vector(vector) => {
@@ -152,6 +156,7 @@ impl Weights {
                 }
             }
         }
+        self.screen_again(pool);
         Ok(())
     }
 

@@ -11,6 +11,7 @@ pub mod cuda;
 pub mod dispatch;
 pub mod packed;
 pub mod reference;
+pub mod screen;
 
 use crate::collective::{Collective, Solo};
 use crate::error::DeviceError;
@@ -27,7 +28,7 @@ pub use cpu::embed::embed;
 pub use cpu::gate::{Gate, gate_up_row, gate_up_rows};
 pub use cpu::gather::gather;
 pub use cpu::kv_store::kv_store;
-pub use cpu::linear::{LinearPart, linear, linear_add, linear_gated};
+pub use cpu::linear::{GreedyRoom, LinearPart, greedy, linear, linear_add, linear_gated};
 pub use cpu::rms_norm::{rms_norm, rms_norm_in_place};
 pub use cpu::rope::{RopeTable, rope, rope_shift};
 pub use cpu::route::{Routes, route};

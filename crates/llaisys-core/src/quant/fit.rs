@@ -127,6 +127,16 @@ pub fn fit_q8_0(group: &[f32; BLOCK_LEN]) -> Block {
     best.1
 }
 
+/// Rounds a group to a Q8_0 block at the scale that reaches the farthest number: less close than [`fit_q8_0`], and made
+/// in a fraction of the time.
+pub fn round_q8_0(group: &[f32; BLOCK_LEN]) -> Block {
+    const MAX: f32 = 127.0;
+    let [low, high] = ends(group);
+    let scale = f16::from_f32(high.max(-low) / MAX).to_f32();
+    let q = if scale > 0.0 { assign(group, scale, 0.0, [-MAX, MAX]).q } else { [0.0; BLOCK_LEN] };
+    Block::scaled(scale, 128, q.map(|q| (q + 128.0) as u8))
+}
+
 /// The scale, in absolute numbers, at which the grid reaches every weight of a group.
 fn reach(grid: Grid, group: &[f32; BLOCK_LEN]) -> f32 {
     let [low, high] = ends(group);

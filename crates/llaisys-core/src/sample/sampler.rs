@@ -95,6 +95,12 @@ impl Sampler {
         Some((*self.prompt.get(n_before as usize)?, self.spec.prompt_logprobs?))
     }
 
+    /// True if after `n_before` tokens the id of the model's largest logit is all that is wanted.
+    pub fn takes_largest(&self, n_before: u32) -> bool {
+        let is_draw = self.prompt_token(n_before).is_none();
+        self.spec.is_greedy() && is_draw && !self.adjusts() && self.spec.top_logprobs.is_none()
+    }
+
     /// False if [`Sampler::adjust`] leaves all logits as they are.
     fn adjusts(&self) -> bool {
         let spec = &self.spec;

@@ -250,6 +250,7 @@ pub(crate) fn settings() -> ContextConfig {
         n_threads: 2,
         n_ranks: 1,
         pins: true,
+        screens_head: true,
     }
 }
 

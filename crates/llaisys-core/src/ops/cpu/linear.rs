@@ -11,6 +11,7 @@ mod avx512;
 mod epilogue;
 #[cfg(target_arch = "x86_64")]
 mod formats;
+mod greedy;
 mod scalar;
 
 use super::activations::{Activations, Form, Inputs, RowBlocks, Rows};
@@ -21,6 +22,8 @@ use crate::ops::packed::{PANEL, PackedFormat, PackedMatrix};
 use crate::threads::{Chunks, Disjoint, Pool, share};
 use epilogue::{Epilogue, Finish};
 use std::ops::Range;
+
+pub use greedy::{GreedyRoom, greedy};
 
 /// Matrices of one call at most: query, key, value, and one to spare.
 const MAX_PARTS: usize = 4;
@@ -308,6 +311,9 @@ impl Region<'_> {
                 }
             }
             run_tile(self.isa, &panel, (rows.len(), inputs), tile);
+            if let Epilogue::Bounds(bounds) = target.epilogue {
+                bounds.apply(self.isa, (p, rows.clone()), &mut tile.0);
+            }
             self.isa.run(Finish {
                 epilogue: target.epilogue,
                 sums: &mut tile.0[..rows.len()],

@@ -1,7 +1,9 @@
 //! Stored rows into panels.
 
+use super::pages::use_huge_pages;
 use super::{PANEL, PackedFormat, PackedMatrix};
-use crate::quant::fit::{Fitted, Fitter, fit_q8_0};
+use crate::error::DeviceError;
+use crate::quant::fit::{Fitted, Fitter, fit_q8_0, round_q8_0};
 use crate::quant::{BLOCK_LEN, Block, dequantize_row};
 use crate::tensor::{AlignedBuf, RowView};
 use crate::threads::Pool;
@@ -155,7 +157,49 @@ pub(super) const fn digit_place(format: PackedFormat, low: usize, c: usize, i: u
     }
 }
 
+/// See [`PackedMatrix::to_q8_0`].
+type Told<'a, T> = dyn Fn(&mut T, usize, &[f32], &[f32]) + Sync + 'a;
+
 impl PackedMatrix {
+    /// A copy in Q8_0, its panels in parallel: each group of 32 rounded to nearest with the scale that reaches its
+    /// farthest number. Calls `told(of_panel, c, row, copied)` with each row, what was made of it, and the panel's entry
+    /// of `of_panels`, of whose outputs it is number `c`. What is not finite, or too large for the scale, becomes
+    /// anything.
+    ///
+    /// Errors: [`DeviceError::Allocation`]. Panics if [`Self::can_pack`] says no, or there is another number of panels.
+    pub(crate) fn to_q8_0<T: Send>(
+        &self,
+        pool: &Pool,
+        of_panels: &mut [T],
+        told: &Told<'_, T>,
+    ) -> Result<Self, DeviceError> {
+        let (format, n_rows, n_columns) = (PackedFormat::Q8_0, self.n_rows, self.n_columns);
+        assert!(
+            Self::can_pack(format, n_columns) && of_panels.len() == self.n_panels(),
+            "rows of {n_columns}"
+        );
+        let mut panels = AlignedBuf::zeroed("packed weights", format.matrix_bytes(n_rows, n_columns))?;
+        let bytes = panels.as_mut_slice::<u8>().chunks_exact_mut(format.panel_bytes(n_columns));
+        let mut jobs: Vec<(&mut [u8], &mut T)> = bytes.zip(of_panels).collect();
+        pool.run_chunks(&mut jobs, 1, &|p, job| {
+            let (mut row, mut copied) = (vec![0.0; n_columns], vec![0.0; n_columns]);
+            for (panel, of_panel) in job {
+                for (c, n) in (p * PANEL..n_rows.min((p + 1) * PANEL)).enumerate() {
+                    self.read_row(n, &mut row);
+                    let groups = row.as_chunks::<BLOCK_LEN>().0.iter();
+                    for ((g, group), copied) in groups.enumerate().zip(copied.chunks_exact_mut(BLOCK_LEN)) {
+                        let block = round_q8_0(group);
+                        put_block(format, panel, (g, c), &block);
+                        copied.iter_mut().enumerate().for_each(|(i, value)| *value = block.value(i));
+                    }
+                    told(of_panel, c, &row, &copied);
+                }
+            }
+        });
+        use_huge_pages(&panels);
+        Ok(Self { format, n_rows, n_columns, panels })
+    }
+
     /// Writes new values into rows (outputs) `rows`, in order: `values` is `[rows.len(), n_columns]`, rounded to
     /// the matrix's format.
     ///

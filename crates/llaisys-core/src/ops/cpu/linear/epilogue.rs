@@ -1,5 +1,6 @@
 //! What becomes of a tile's sums.
 
+use super::greedy::Bounds;
 use crate::ops::cpu::gate::{Gate, HALF_PANEL};
 use crate::ops::cpu::isa::lanes::{Kernel, Lanes};
 use crate::ops::packed::PANEL;
@@ -14,12 +15,18 @@ pub(super) enum Epilogue<'a> {
     Add,
     /// Of 16 gates and 16 ups a panel, 16 products are left.
     Gate(Gate),
+    /// Of a panel's sums the two ends of what they stand for are left.
+    Bounds(Bounds<'a>),
 }
 
 impl Epilogue<'_> {
     /// Which of `n` columns of the output come of panel `p`.
     pub(super) fn columns(self, p: usize, n: usize) -> Range<usize> {
-        let width = if matches!(self, Epilogue::Gate(_)) { HALF_PANEL } else { PANEL };
+        let width = match self {
+            Epilogue::Gate(_) => HALF_PANEL,
+            Epilogue::Bounds(_) => 2,
+            _ => PANEL,
+        };
         p * width..((p + 1) * width).min(n)
     }
 
@@ -31,7 +38,7 @@ impl Epilogue<'_> {
         while c < out.len() {
             let (sum, y) = (lanes.load(&sums[c..]), &mut out[c..]);
             let value = match self {
-                Epilogue::Store | Epilogue::Gate(_) => sum,
+                Epilogue::Store | Epilogue::Gate(_) | Epilogue::Bounds(_) => sum,
                 Epilogue::Bias(bias) => lanes.add(sum, lanes.load_first(&bias[n + c..])),
                 Epilogue::Add => lanes.add(lanes.load_first(y), sum),
             };
