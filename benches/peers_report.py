@@ -23,10 +23,14 @@ from peers_rows import (
 Round = dict[str, Any]
 
 # Weights that a step of one stream reads (all: the head is the embedding), and bytes of K and V of one
-# cell: 24 layers x 2 heads x 64 numbers, twice, in bf16.
-PARAMETERS = 494_032_768
+# cell: 24 layers x 2 heads x 64 numbers, twice, in bf16. Of a head in bf16 a greedy step reads the copy in 8
+# bits with two lengths a row (`screen_lm_head`); the few rows that decide are left out.
+PARAMETERS, VOCAB_SIZE, HEAD = 494_032_768, 151_936, 151_936 * 896
 KV_BYTES = 24 * 2 * 64 * 2 * 2
-WEIGHT_BYTES = {"decode-1-bf16": 2 * PARAMETERS, "decode-1-8bit": PARAMETERS * 34 // 32}
+WEIGHT_BYTES = {
+    "decode-1-bf16": 2 * (PARAMETERS - HEAD) + HEAD * 34 // 32 + 8 * VOCAB_SIZE,
+    "decode-1-8bit": PARAMETERS * 34 // 32,
+}
 
 
 def tokens_per_s(by_context: dict[str, float]) -> float:

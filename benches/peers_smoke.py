@@ -77,12 +77,12 @@ def check_arithmetic() -> None:
     summary = peers_report.summarise(found)["engines"]["llaisys"]
     assert summary["ratios"] == {BEST: 1.5, "llama.cpp": 3.0, "openvino": 2.0}
     assert summary["tokens_per_s"] == 30.0
-    # 40 and 60 GB/s beside our turn: 50; a step at no context reads 0.988 GB.
+    # 40 and 60 GB/s beside our turn: 50; a step at no context reads 0.862 GB.
     one = a_round("decode-1-bf16", 50.0, 1.0, 1.0)
     one["rates"]["llaisys"] = {"0": 50.0}
     share = peers_report.bandwidth_share([one])
     assert share is not None
-    assert abs(share - 50.0 * 2 * 494_032_768 / 50e9) < 1e-9
+    assert abs(share - 50.0 * 861_654_784 / 50e9) < 1e-9
 
 
 def check_report() -> None:
