@@ -41,22 +41,33 @@ fn load(values: &[f32; BLOCK_LEN]) -> [__m512; 2] {
     unsafe { [_mm512_loadu_ps(values.as_ptr()), _mm512_loadu_ps(values.as_ptr().add(16))] }
 }
 
+/// The bits of the larger of the lower and the upper 16 values, without sign.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn sizes(values: &[f32; BLOCK_LEN]) -> __m512i {
+    let ([a, b], size) = (load(values), _mm512_set1_epi32(i32::MAX));
+    let a = _mm512_and_si512(_mm512_castps_si512(a), size);
+    _mm512_max_epu32(a, _mm512_and_si512(_mm512_castps_si512(b), size))
+}
+
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq")]
 fn largest_size(values: &[f32; BLOCK_LEN]) -> u32 {
-    let [a, b] = load(values);
-    let size = _mm512_set1_epi32(i32::MAX);
-    let a = _mm512_and_si512(_mm512_castps_si512(a), size);
-    let b = _mm512_and_si512(_mm512_castps_si512(b), size);
-    _mm512_reduce_max_epu32(_mm512_max_epu32(a, b))
+    _mm512_reduce_max_epu32(sizes(values))
+}
+
+/// The integers of a group in 32 bits.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn nearest(values: &[f32; BLOCK_LEN], inverse: f32) -> [__m512i; 2] {
+    let ([a, b], inverse) = (load(values), _mm512_set1_ps(inverse));
+    [_mm512_cvtps_epi32(_mm512_mul_ps(a, inverse)), _mm512_cvtps_epi32(_mm512_mul_ps(b, inverse))]
 }
 
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn integers(values: &[f32; BLOCK_LEN], inverse: f32, words: &mut [u32; BLOCK_LEN / 4]) -> [i32; 2] {
-    let ([a, b], inverse) = (load(values), _mm512_set1_ps(inverse));
-    let a = _mm512_cvtps_epi32(_mm512_mul_ps(a, inverse));
-    let b = _mm512_cvtps_epi32(_mm512_mul_ps(b, inverse));
+    let [a, b] = nearest(values, inverse);
     // SAFETY: the array has 32 bytes, 16 for each half; the stores ask for no alignment.
     unsafe {
         _mm_storeu_si128(words.as_mut_ptr().cast(), _mm512_cvtepi32_epi8(a));
@@ -125,15 +136,6 @@ fn four_groups(
     true
 }
 
-/// The bits of the larger of the lower and the upper 16 values, without sign.
-#[inline]
-#[target_feature(enable = "avx512f")]
-fn sizes(values: &[f32; BLOCK_LEN]) -> __m512i {
-    let ([a, b], size) = (load(values), _mm512_set1_epi32(i32::MAX));
-    let a = _mm512_and_si512(_mm512_castps_si512(a), size);
-    _mm512_max_epu32(a, _mm512_and_si512(_mm512_castps_si512(b), size))
-}
-
 /// `largest_size` of each group.
 #[inline]
 #[target_feature(enable = "avx512f,avx512vl")]
@@ -151,9 +153,8 @@ fn largest_sizes(values: &[[f32; BLOCK_LEN]]) -> __m128i {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn shorts(values: &[f32; BLOCK_LEN], inverse: f32) -> __m512i {
-    let ([a, b], inverse) = (load(values), _mm512_set1_ps(inverse));
-    let a = _mm512_cvtps_epi32(_mm512_mul_ps(a, inverse));
-    _mm512_packs_epi32(a, _mm512_cvtps_epi32(_mm512_mul_ps(b, inverse)))
+    let [a, b] = nearest(values, inverse);
+    _mm512_packs_epi32(a, b)
 }
 
 /// The integers of two groups.
