@@ -140,7 +140,7 @@ pub(super) fn pack(
         let shard = Shard { rank, world: config.n_ranks };
         let model = shard.config(checkpoint.config())?;
         let mut weights = Weights::pack(checkpoint, config.mode, shard, pool, progress)?;
-        if config.screens_head && config.n_ranks == 1 {
+        if config.screens_head && config.n_ranks == 1 && model.has_plain_logits() {
             weights.screen_head(pool)?;
         }
         Ok(Decoder::new(model, weights))

@@ -98,6 +98,11 @@ const SCALE: (f64, f64) = (1e-6, 1e6);
 const EXPERTS_MAX: usize = 1 << 9;
 
 impl ModelConfig {
+    /// True if logits are the head's products as they are. Otherwise other ids can tie after a scale or a cap.
+    pub fn has_plain_logits(&self) -> bool {
+        self.logit_scale == 1.0 && self.logit_soft_cap.is_none()
+    }
+
     /// Checks every value. Errors: out of bounds, not divisible, an id outside of the vocabulary.
     pub(super) fn check(&self) -> Result<(), FormatError> {
         for (what, size, max) in LIMITS {

@@ -246,8 +246,8 @@ impl Decoder {
     }
 
     /// The ids of the largest logits of final hidden states `[n, d_model]`, the lowest on ties, where the head's screen
-    /// finds them; it finds all or none of a row. Empty without a screen, and of a model whose logits are more than the
-    /// head's products: other ids can tie after a scale or a cap.
+    /// finds them. Empty without a screen, which a model on one rank may have whose logits are the head's products
+    /// ([`ModelConfig::has_plain_logits`]).
     pub fn greedy(
         &self,
         cx: &mut OpContext,
@@ -256,8 +256,7 @@ impl Decoder {
         ids: &mut Vec<Option<u32>>,
     ) {
         ids.clear();
-        let is_plain = self.config.logit_scale == 1.0 && self.config.logit_soft_cap.is_none();
-        if let Some(screen) = self.weights.screen().filter(|_| is_plain && cx.collective.world() == 1) {
+        if let Some(screen) = self.weights.screen() {
             ids.extend(ops::greedy(cx, hidden, (self.weights.head(), screen), room));
         }
     }

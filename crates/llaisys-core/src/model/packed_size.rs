@@ -79,7 +79,7 @@ impl Sizes<'_> {
     fn screen(&self) -> usize {
         let slot = if self.config.tied_head { Slot::Embed } else { Slot::LmHead };
         let [n_rows, n_columns] = self.shape(slot);
-        let can_have = Screen::can_have(self.format(slot), n_columns);
+        let can_have = self.config.has_plain_logits() && Screen::can_have(self.format(slot), n_columns);
         if can_have { Screen::bytes_for(n_rows, n_columns) } else { 0 }
     }
 
