@@ -38,7 +38,7 @@ const SPLIT_ROWS: usize = 64;
 const PREFETCH_BLOCKS: usize = 3;
 /// Bytes of panels that a first-level cache does not hold beside the inputs, and a second-level one does: they are
 /// prefetched to that, which waits for more lines at once, and from two blocks on.
-const MIDDLE_PANEL: Range<usize> = 24 << 10..64 << 10;
+const MIDDLE_PANEL: Range<usize> = 24 << 10..192 << 10;
 /// Chunks a thread gets on average.
 const CHUNKS_PER_THREAD: usize = 8;
 /// Chunks of panels for each part of the rows: with more, threads end closer together.

@@ -135,13 +135,12 @@ impl Isa {
     }
 }
 
-/// Asks the cache for every line of `x`.
+/// Asks the cache for the lines of `n` elements at `start`; any address is allowed.
 #[inline(always)]
-pub(crate) fn prefetch_all<L: Lanes, T>(lanes: L, x: &[T]) {
-    let (start, n_bytes) = (x.as_ptr().cast::<u8>(), size_of_val(x));
+pub(crate) fn prefetch_all<L: Lanes, T>(lanes: L, start: *const T, n: usize) {
     let mut at = 0;
-    while at < n_bytes {
-        lanes.prefetch(start.wrapping_add(at));
+    while at < n * size_of::<T>() {
+        lanes.prefetch(start.cast::<u8>().wrapping_add(at));
         at += 64;
     }
 }
