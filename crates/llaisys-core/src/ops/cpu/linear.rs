@@ -232,13 +232,17 @@ fn rows_max(isa: Isa, form: Form) -> usize {
     match (isa, form) {
         (Isa::Scalar, _) => scalar::TILE_ROWS,
         #[cfg(target_arch = "x86_64")]
-        (Isa::Avx2(_) | Isa::Avx2Vnni(_), Form::Groups) => avx2::GROUP_ROWS,
+        (Isa::Avx2(_), Form::Groups) => avx2::PAIR_ROWS,
+        #[cfg(target_arch = "x86_64")]
+        (Isa::Avx2Vnni(_), Form::Groups) => avx2::VNNI_ROWS,
         #[cfg(target_arch = "x86_64")]
         (Isa::Avx2(_) | Isa::Avx2Vnni(_), _) => avx2::PLAIN_ROWS,
         #[cfg(target_arch = "x86_64")]
-        (_, Form::Groups) => avx512::GROUP_ROWS,
+        (Isa::Avx512(_), Form::Groups) => avx512::PAIR_ROWS,
         #[cfg(target_arch = "x86_64")]
-        (_, _) => avx512::PLAIN_ROWS,
+        (Isa::Avx512Vnni(_) | Isa::Avx512Bf16(_), Form::Groups) => avx512::VNNI_ROWS,
+        #[cfg(target_arch = "x86_64")]
+        (Isa::Avx512(_) | Isa::Avx512Vnni(_) | Isa::Avx512Bf16(_), _) => avx512::PLAIN_ROWS,
     }
 }
 

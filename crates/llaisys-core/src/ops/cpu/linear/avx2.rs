@@ -16,7 +16,9 @@ use std::arch::x86_64::*;
 /// Rows of a tile of a plain format: 6 x 16 columns.
 pub(super) const PLAIN_ROWS: usize = 6;
 /// Rows of a tile of a grouped format: 4 x 8 columns, 2 x 16 or 1 x 32.
-pub(super) const GROUP_ROWS: usize = 4;
+pub(super) const PAIR_ROWS: usize = 4;
+/// As `PAIR_ROWS`, with VNNI, which needs fewer registers: 3 x 16 columns, 2 x 16 or 1 x 32.
+pub(super) const VNNI_ROWS: usize = 3;
 
 /// Vectors of a panel.
 const VECTORS: usize = 4;

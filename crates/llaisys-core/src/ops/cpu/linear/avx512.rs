@@ -17,8 +17,10 @@ use std::arch::x86_64::*;
 
 /// Rows of a tile of a plain format.
 pub(super) const PLAIN_ROWS: usize = 12;
-/// Rows of a tile of a grouped format.
-pub(super) const GROUP_ROWS: usize = 6;
+/// Rows of a tile of a grouped format with VNNI.
+pub(super) const VNNI_ROWS: usize = 6;
+/// Rows of a tile of a grouped format without, which takes more registers a row.
+pub(super) const PAIR_ROWS: usize = 4;
 
 /// Bytes of two vectors: what a panel holds for one k (F32), two (BF16), four (8 bit) or eight (4 bit).
 const STEP: usize = 128;

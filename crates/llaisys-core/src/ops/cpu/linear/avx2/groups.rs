@@ -1,6 +1,6 @@
 //! Groups with 256-bit vectors: products of bytes summed in pairs, or `vpdpbusd` in either of its encodings.
 
-use super::{GROUP_ROWS, STEP, VECTORS, apply_units, load, load_line, store};
+use super::{STEP, VECTORS, apply_units, load, load_line, store};
 use crate::ops::cpu::activations::GroupInput;
 use crate::ops::cpu::linear::formats::{self, Group, GroupInputs, QUADS, for_group};
 use crate::ops::cpu::linear::{Ahead, Panel, Tile};
@@ -10,7 +10,7 @@ use std::arch::x86_64::*;
 /// The sums of a part of a group, and their scaling, are the same text for every set; `$sums` gives the exact integer
 /// sums.
 macro_rules! kernels {
-    ($features:literal, $sums:ident) => {
+    ($features:literal, $sums:ident, [$($rows:literal x $vectors:literal),*]) => {
         use super::*;
 
         /// The sums of `panel` for a block of `n_rows` rows.
@@ -23,10 +23,7 @@ macro_rules! kernels {
         #[target_feature(enable = $features)]
         fn group_rows<G: Group>(panel: &Panel<'_>, n_rows: usize, x: GroupInputs<'_>, out: &mut Tile) {
             match n_rows {
-                1 => group_tile::<1, 4, G>(panel, x, out),
-                2 => group_tile::<2, 2, G>(panel, x, out),
-                3 => group_tile::<3, 1, G>(panel, x, out),
-                GROUP_ROWS => group_tile::<4, 1, G>(panel, x, out),
+                $($rows => group_tile::<$rows, $vectors, G>(panel, x, out),)*
                 n => unreachable!("no tile of {n} rows"),
             }
         }
@@ -92,7 +89,10 @@ macro_rules! dots {
             part: usize,
             (x, inputs): (&[[u32; QUADS]; R], &[GroupInput; R]),
         ) -> [[__m256i; T]; R] {
-            let mut acc = minus_offset::<R, T, G>(part, inputs);
+            let mut acc = [[_mm256_setzero_si256(); T]; R];
+            for r in 0..R {
+                acc[r] = [minus_offset::<G>(part, &inputs[r]); T];
+            }
             for pair in G::pairs(part) {
                 let quads = load_pair::<T, G>(weights, first, pair);
                 for i in 0..2 {
@@ -111,19 +111,19 @@ macro_rules! dots {
 
 /// Without `vpdpbusd`.
 pub(super) mod pairs {
-    kernels!("avx2,fma,f16c", pair_sums);
+    kernels!("avx2,fma,f16c", pair_sums, [1 x 4, 2 x 2, 3 x 1, 4 x 1]);
 }
 
 /// With that of AVX-VNNI.
 pub(super) mod vex {
-    kernels!("avx2,fma,f16c,avxvnni", dots);
+    kernels!("avx2,fma,f16c,avxvnni", dots, [1 x 4, 2 x 2, 3 x 2]);
 
     dots!("avx2,avxvnni", _mm256_dpbusd_avx_epi32);
 }
 
 /// With that of AVX-512.
 pub(super) mod evex {
-    kernels!("avx2,fma,f16c,avx512vl,avx512vnni", dots);
+    kernels!("avx2,fma,f16c,avx512vl,avx512vnni", dots, [1 x 4, 2 x 2, 3 x 2]);
 
     dots!("avx2,avx512vl,avx512vnni", _mm256_dpbusd_epi32);
 }
@@ -214,29 +214,21 @@ fn sum_bits<const R: usize, const T: usize, G: Group>(
             }
         }
     }
-    let mut sums = minus_offset::<R, T, G>(part, inputs);
     for r in 0..R {
-        for t in 0..T {
-            let sum = if G::BITS <= 4 { _mm256_madd_epi16(acc[r][t], ones) } else { acc[r][t] };
-            sums[r][t] = _mm256_add_epi32(sums[r][t], sum);
+        let minus_offset = minus_offset::<G>(part, &inputs[r]);
+        for acc in &mut acc[r] {
+            let sum = if G::BITS <= 4 { _mm256_madd_epi16(*acc, ones) } else { *acc };
+            *acc = _mm256_add_epi32(sum, minus_offset);
         }
     }
-    sums
+    acc
 }
 
-/// Stored weights are unsigned: what they are too much, times the inputs.
+/// Stored weights are unsigned: what they are too much, times the inputs of a row.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn minus_offset<const R: usize, const T: usize, G: Group>(
-    part: usize,
-    inputs: &[GroupInput; R],
-) -> [[__m256i; T]; R] {
-    let mut acc = [[_mm256_setzero_si256(); T]; R];
-    for (acc, input) in acc.iter_mut().zip(inputs) {
-        let offset = i32::from(G::FORMAT.offset()) * input.minus_sums[G::sum(part)];
-        *acc = [_mm256_set1_epi32(offset); T];
-    }
-    acc
+fn minus_offset<G: Group>(part: usize, input: &GroupInput) -> __m256i {
+    _mm256_set1_epi32(i32::from(G::FORMAT.offset()) * input.minus_sums[G::sum(part)])
 }
 
 /// The weights of quads `2 * pair` and `2 * pair + 1` of a group, a byte each.

@@ -1,6 +1,6 @@
 //! Groups with 512-bit vectors: `vpdpbusd` with VNNI, products of bytes summed in pairs without.
 
-use super::{GROUP_ROWS, STEP, apply_units, load, load_line, store};
+use super::{STEP, apply_units, load, load_line, store};
 use crate::ops::cpu::activations::GroupInput;
 use crate::ops::cpu::linear::formats::{self, Group, GroupInputs, QUADS, for_group};
 use crate::ops::cpu::linear::{Panel, Tile};
@@ -10,7 +10,7 @@ use std::arch::x86_64::*;
 /// The sums of a part of a group, and their scaling, are the same text for every set; `$sums` gives the exact integer
 /// sums.
 macro_rules! kernels {
-    ($features:literal, $sums:ident) => {
+    ($features:literal, $sums:ident, [$($rows:literal)*]) => {
         use super::*;
 
         /// The sums of `panel` for a block of `n_rows` rows.
@@ -23,12 +23,7 @@ macro_rules! kernels {
         #[target_feature(enable = $features)]
         fn group_rows<G: Group>(panel: &Panel<'_>, n_rows: usize, x: GroupInputs<'_>, out: &mut Tile) {
             match n_rows {
-                1 => group_tile::<1, G>(panel, x, out),
-                2 => group_tile::<2, G>(panel, x, out),
-                3 => group_tile::<3, G>(panel, x, out),
-                4 => group_tile::<4, G>(panel, x, out),
-                5 => group_tile::<5, G>(panel, x, out),
-                GROUP_ROWS => group_tile::<6, G>(panel, x, out),
+                $($rows => group_tile::<$rows, G>(panel, x, out),)*
                 n => unreachable!("no tile of {n} rows"),
             }
         }
@@ -52,7 +47,8 @@ macro_rules! kernels {
                 let (header, weights) = group.split_at(G::HEADER);
                 let weights = weights.as_chunks().0;
                 for part in 0..G::PARTS {
-                    let acc = $sums::<R, G>(weights, part, x, inputs);
+                    let mut acc = [[_mm512_setzero_si512(); 2]; R];
+                    $sums::<R, G>(&mut acc, weights, part, (x, inputs));
                     let scale = load_line::<G>(header, part);
                     for r in 0..R {
                         let unit = _mm512_set1_ps(inputs[r].scale);
@@ -82,37 +78,39 @@ macro_rules! kernels {
 
 /// With `vpdpbusd`.
 pub(super) mod vnni {
-    kernels!("avx512f,avx512bw,avx512vnni", dots);
+    kernels!("avx512f,avx512bw,avx512vnni", dots, [1 2 3 4 5 6]);
 }
 
 /// Without.
 pub(super) mod pairs {
-    kernels!("avx512f,avx512bw", pair_sums);
+    kernels!("avx512f,avx512bw", pair_sums, [1 2 3 4]);
 }
 
-/// The integer sums of part `part` of a group.
+/// Adds the integer sums of part `part` of a group to zeros.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
 fn dots<const R: usize, G: Group>(
+    acc: &mut [[__m512i; 2]; R],
     weights: &[[u8; STEP]],
     part: usize,
-    x: &[[u32; QUADS]; R],
-    inputs: &[GroupInput; R],
-) -> [[__m512i; 2]; R] {
-    let mut acc = minus_offset::<R, G>(part, inputs);
+    (x, inputs): (&[[u32; QUADS]; R], &[GroupInput; R]),
+) {
+    subtract_offset::<R, G>(acc, part, inputs);
     for pair in G::pairs(part) {
         let [even, odd] = load_pair::<G>(weights, pair);
-        dot(&mut acc, even, x, 2 * pair);
-        dot(&mut acc, odd, x, 2 * pair + 1);
+        dot(acc, even, x, 2 * pair);
+        dot(acc, odd, x, 2 * pair + 1);
     }
-    acc
 }
 
-/// Stored weights are unsigned: what they are too much, an offset that is a power of two, times the inputs.
+/// Stored weights are unsigned: takes away what they are too much, an offset that is a power of two, of zeros.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn minus_offset<const R: usize, G: Group>(part: usize, inputs: &[GroupInput; R]) -> [[__m512i; 2]; R] {
-    let mut acc = [[_mm512_setzero_si512(); 2]; R];
+fn subtract_offset<const R: usize, G: Group>(
+    acc: &mut [[__m512i; 2]; R],
+    part: usize,
+    inputs: &[GroupInput; R],
+) {
     if G::FORMAT.offset() > 0 {
         let shift = _mm_cvtsi32_si128(G::FORMAT.offset().trailing_zeros().cast_signed());
         for (acc, input) in acc.iter_mut().zip(inputs) {
@@ -120,28 +118,30 @@ fn minus_offset<const R: usize, G: Group>(part: usize, inputs: &[GroupInput; R])
             *acc = [_mm512_sll_epi32(minus_sum, shift); 2];
         }
     }
-    acc
 }
 
 /// As [`dots`], by sums of pairs in 16 bits.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn pair_sums<const R: usize, G: Group>(
+    acc: &mut [[__m512i; 2]; R],
     weights: &[[u8; STEP]],
     part: usize,
-    x: &[[u32; QUADS]; R],
-    inputs: &[GroupInput; R],
-) -> [[__m512i; 2]; R] {
-    if G::BITS == 8 { sum_bytes(weights, x) } else { sum_bits::<R, G>(weights, part, x, inputs) }
+    (x, inputs): (&[[u32; QUADS]; R], &[GroupInput; R]),
+) {
+    if G::BITS == 8 {
+        sum_bytes(acc, weights, x);
+    } else {
+        sum_bits::<R, G>(acc, weights, part, (x, inputs));
+    }
 }
 
 /// The integer sums of an 8-bit group. `maddubs` wants one side unsigned and adds pairs in 16 bits: |w| <= 128
 /// times |x| <= 127, twice, is 32512 and fits, where the stored unsigned bytes (to 255) would not.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-fn sum_bytes<const R: usize>(weights: &[[u8; STEP]], x: &[[u32; QUADS]; R]) -> [[__m512i; 2]; R] {
+fn sum_bytes<const R: usize>(acc: &mut [[__m512i; 2]; R], weights: &[[u8; STEP]], x: &[[u32; QUADS]; R]) {
     let (offset, ones) = (_mm512_set1_epi8(-128), _mm512_set1_epi16(1));
-    let mut acc = [[_mm512_setzero_si512(); 2]; R];
     for (quad, w) in weights.iter().enumerate() {
         let w = load(w).map(|w| _mm512_xor_si512(w, offset));
         let size = w.map(|w| _mm512_abs_epi8(w));
@@ -155,7 +155,6 @@ fn sum_bytes<const R: usize>(weights: &[[u8; STEP]], x: &[[u32; QUADS]; R]) -> [
             }
         }
     }
-    acc
 }
 
 /// The integer sums of part `part` of a group of up to 6 bits. 16-bit sums hold all 8 quads of up to 4 bits, each
@@ -163,11 +162,11 @@ fn sum_bytes<const R: usize>(weights: &[[u8; STEP]], x: &[[u32; QUADS]; R]) -> [
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn sum_bits<const R: usize, G: Group>(
+    acc: &mut [[__m512i; 2]; R],
     weights: &[[u8; STEP]],
     part: usize,
-    x: &[[u32; QUADS]; R],
-    inputs: &[GroupInput; R],
-) -> [[__m512i; 2]; R] {
+    (x, inputs): (&[[u32; QUADS]; R], &[GroupInput; R]),
+) {
     let ones = _mm512_set1_epi16(1);
     let mut sums = [[_mm512_setzero_si512(); 2]; R];
     for pair in G::pairs(part) {
@@ -186,14 +185,13 @@ fn sum_bits<const R: usize, G: Group>(
             }
         }
     }
-    let mut acc = minus_offset::<R, G>(part, inputs);
+    subtract_offset::<R, G>(acc, part, inputs);
     for r in 0..R {
         for t in 0..2 {
             let sum = if G::BITS <= 4 { _mm512_madd_epi16(sums[r][t], ones) } else { sums[r][t] };
             acc[r][t] = _mm512_add_epi32(acc[r][t], sum);
         }
     }
-    acc
 }
 
 /// The minima of part `part` of a group, whose scales are `scale`; those of zero points follow from them.
