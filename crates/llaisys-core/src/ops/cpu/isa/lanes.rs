@@ -1,8 +1,8 @@
 //! Lanes: the vector operations that ops are written over, once for every instruction set.
 //!
-//! A kernel is a [`Kernel`] whose `run` is generic over [`Lanes`]. [`Isa::run`] compiles it once for each set that has
-//! lanes of its own (VNNI adds nothing to them), inside one function that has the features switched on; everything below that function is
-//! `#[inline(always)]`, so that it becomes part of it.
+//! A kernel is a [`Kernel`] whose `run` is generic over [`Lanes`]. [`Isa::run`] compiles it once for each instruction
+//! set that has lanes of its own (VNNI adds nothing to them), inside one function that has the features switched on;
+//! everything below that function is `#[inline(always)]`, so that it becomes part of it.
 
 use super::Isa;
 use half::f16;

@@ -38,11 +38,12 @@ macro_rules! kernels {
             out: &mut Tile,
         ) {
             let x = x.as_chunks::<QUADS>().0.as_chunks::<R>().0;
-            let inputs = inputs.as_chunks::<R>().0;
             let mut ahead = panel.ahead;
             for first in (0..VECTORS).step_by(T) {
                 let mut sums = [[_mm256_setzero_ps(); T]; R];
-                for ((group, x), inputs) in panel.bytes.chunks_exact(G::BYTES).zip(x).zip(inputs) {
+                for ((group, x), inputs) in
+                    panel.bytes.chunks_exact(G::BYTES).zip(x).zip(inputs.as_chunks::<R>().0)
+                {
                     ahead.prefetch();
                     let (header, weights) = group.split_at(G::HEADER);
                     let weights = weights.as_chunks().0;

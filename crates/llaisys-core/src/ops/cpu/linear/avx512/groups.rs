@@ -41,8 +41,9 @@ macro_rules! kernels {
             let mut ahead = panel.ahead;
             let x = x.as_chunks::<QUADS>().0.as_chunks::<R>().0;
             let n_groups = x.len();
-            let inputs = inputs.as_chunks::<R>().0;
-            for ((group, x), inputs) in panel.bytes.chunks_exact(G::BYTES).zip(x).zip(inputs) {
+            for ((group, x), inputs) in
+                panel.bytes.chunks_exact(G::BYTES).zip(x).zip(inputs.as_chunks::<R>().0)
+            {
                 ahead.prefetch();
                 let (header, weights) = group.split_at(G::HEADER);
                 let weights = weights.as_chunks().0;
