@@ -235,8 +235,8 @@ class Config(BaseSettings):
     )
     isa: Literal["auto", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "scalar"] = Field(
         "auto",
-        description="instruction set of the CPU kernels, one that the machine has (`llaisys doctor` lists them); "
-        "auto is the best",
+        description="instruction set of the CPU kernels, one that the machine has (`llaisys doctor` lists "
+        "them); auto is the best",
     )
 
     # server
