@@ -221,7 +221,7 @@ fn form(isa: Isa, format: PackedFormat) -> Form {
     match (format, isa) {
         (PackedFormat::F32, _) => Form::Plain,
         #[cfg(target_arch = "x86_64")]
-        (PackedFormat::BF16, Isa::Avx512(_)) => Form::Pairs,
+        (PackedFormat::BF16, Isa::Avx512Bf16(_)) => Form::Pairs,
         (PackedFormat::BF16, _) => Form::Rounded,
         _ => Form::Groups,
     }
@@ -232,13 +232,17 @@ fn rows_max(isa: Isa, form: Form) -> usize {
     match (isa, form) {
         (Isa::Scalar, _) => scalar::TILE_ROWS,
         #[cfg(target_arch = "x86_64")]
-        (Isa::Avx2(_), Form::Groups) => avx2::GROUP_ROWS,
+        (Isa::Avx2(_), Form::Groups) => avx2::PAIR_ROWS,
         #[cfg(target_arch = "x86_64")]
-        (Isa::Avx2(_), _) => avx2::PLAIN_ROWS,
+        (Isa::Avx2Vnni(_), Form::Groups) => avx2::VNNI_ROWS,
         #[cfg(target_arch = "x86_64")]
-        (Isa::Avx512(_), Form::Groups) => avx512::GROUP_ROWS,
+        (Isa::Avx2(_) | Isa::Avx2Vnni(_), _) => avx2::PLAIN_ROWS,
         #[cfg(target_arch = "x86_64")]
-        (Isa::Avx512(_), _) => avx512::PLAIN_ROWS,
+        (Isa::Avx512(_), Form::Groups) => avx512::PAIR_ROWS,
+        #[cfg(target_arch = "x86_64")]
+        (Isa::Avx512Vnni(_) | Isa::Avx512Bf16(_), Form::Groups) => avx512::VNNI_ROWS,
+        #[cfg(target_arch = "x86_64")]
+        (Isa::Avx512(_) | Isa::Avx512Vnni(_) | Isa::Avx512Bf16(_), _) => avx512::PLAIN_ROWS,
     }
 }
 
@@ -338,6 +342,12 @@ fn run_tile(isa: Isa, panel: &Panel<'_>, block: (usize, Inputs<'_>), out: &mut T
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2(token) => avx2::tile(token, panel, block, out),
         #[cfg(target_arch = "x86_64")]
+        Isa::Avx2Vnni(token) => avx2::tile_vnni(token, panel, block, out),
+        #[cfg(target_arch = "x86_64")]
         Isa::Avx512(token) => avx512::tile(token, panel, block, out),
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512Vnni(token) => avx512::tile_vnni(token, panel, block, out),
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512Bf16(token) => avx512::tile_bf16(token, panel, block, out),
     }
 }
