@@ -15,7 +15,8 @@ def inspect(path: str) -> str:
     """
 
 def available_isas() -> list[str]:
-    """Instruction sets that this machine can run, best first: `avx512`, `avx2`, `scalar`."""
+    """Instruction sets that this machine can run, best first, of `avx512_bf16`, `avx512_vnni`, `avx512`,
+    `avx2_vnni`, `avx2`, `scalar`."""
 
 def cuda_info(folders: list[str], driver: str = ...) -> str:
     """What CUDA computes with on this machine, or why it cannot.

@@ -233,8 +233,10 @@ class Config(BaseSettings):
         description="keep an 8-bit copy of an lm_head in 16 or 32 bits, by which greedy tokens are found "
         "without reading all of it: the same tokens, sooner, for 27 to 53 % of its bytes more",
     )
-    isa: Literal["auto", "avx512", "avx2", "scalar"] = Field(
-        "auto", description="instruction set; auto is the best"
+    isa: Literal["auto", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "scalar"] = Field(
+        "auto",
+        description="instruction set of the CPU kernels, one that the machine has (`llaisys doctor` lists "
+        "them); auto is the best",
     )
 
     # server

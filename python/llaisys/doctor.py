@@ -21,6 +21,7 @@ _FEATURES = (
     "avx2",
     "fma",
     "f16c",
+    "avx_vnni",
     "avx512f",
     "avx512bw",
     "avx512vl",

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from llaisys._core import available_isas
 from parity.checkpoints import read_shape, read_weights
 from parity.numpy_forward import forward, rope_frequencies
 from runner import Runner
@@ -29,7 +30,7 @@ def test_every_family_and_layout_is_here() -> None:
     ]
 
 
-@pytest.mark.parametrize("isa", ["auto", "scalar"])
+@pytest.mark.parametrize("isa", available_isas())
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_goldens(folder: str, isa: str) -> None:
     golden = np.load(GOLDENS / folder / "golden.npz")

@@ -7,7 +7,8 @@
 //! their weights and their operations a second, the bytes beside the bandwidth that a plain sum over memory reads.
 //! `--json` for the machine, a table otherwise. `--rows -` takes numbers of rows from
 //! standard input, one a line, and answers each at once: so two builds can be measured in turn (`benches/pairs.py`).
-//! `--screen off|on`: the head has random numbers, and is read as a whole or screened.
+//! `--screen off|on`: the head has random numbers, and is read as a whole or screened. `--isa NAME`: an instruction set
+//! below the best.
 
 #![allow(
     clippy::disallowed_methods,
@@ -16,7 +17,7 @@
 
 use llaisys_core::dtype::{DType, KvDType};
 use llaisys_core::ops::contract::{Draw, Size};
-use llaisys_core::ops::dispatch::Kernels;
+use llaisys_core::ops::dispatch::{IsaName, Kernels};
 use llaisys_core::ops::packed::{PackedFormat, PackedMatrix};
 use llaisys_core::ops::screen::Screen;
 use llaisys_core::ops::{
@@ -339,6 +340,8 @@ struct Arguments {
     rows: Vec<usize>,
     /// Instead of `rows`, which then only says what is the most.
     from_stdin: bool,
+    /// None: the best.
+    isa: Option<IsaName>,
     n_threads: usize,
     /// Positions that every sequence holds in a decode step, its new one included.
     n_context: usize,
@@ -364,6 +367,7 @@ fn arguments() -> Arguments {
     let all_threads = std::thread::available_parallelism().map_or(1, usize::from).to_string();
     let shape = if value("--model", "qwen") == "qwen" { QWEN } else { SMOLLM2 };
     let from_stdin = value("--rows", "") == "-";
+    let isa = value("--isa", "");
     let rows = if from_stdin { "512".to_owned() } else { value("--rows", "1,4,16,512") };
     Arguments {
         shape: Shape {
@@ -373,6 +377,7 @@ fn arguments() -> Arguments {
         formats: (format(&body), format(&head)),
         rows: rows.split(',').map(|n| n.parse().expect("a number")).collect(),
         from_stdin,
+        isa: (!isa.is_empty()).then(|| IsaName::parse(&isa).expect("an instruction set")),
         n_threads: value("--threads", &all_threads).parse().expect("a number"),
         n_context: value("--context", "96").parse().expect("a number"),
         seconds: value("--seconds", "1.0").parse().expect("a number"),
@@ -383,7 +388,7 @@ fn arguments() -> Arguments {
 
 fn main() {
     let args = arguments();
-    let kernels = Kernels::select(None).expect("some kernels always run");
+    let kernels = Kernels::select(args.isa).expect("the machine has the set");
     let pool = Pool::new(args.n_threads).expect("threads start");
     let data = vec![1_u64; UNCACHED / 8];
     let most = args.rows.iter().copied().max().unwrap_or(1);

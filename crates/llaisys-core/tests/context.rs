@@ -466,8 +466,9 @@ fn settings_out_of_their_bounds_are_refused_by_name() {
             "{refused}"
         );
     }
-    if !IsaName::available().contains(&IsaName::Avx512) {
-        let config = ContextConfig { isa: Some(IsaName::Avx512), ..settings() };
+    let available = IsaName::available();
+    for isa in IsaName::ALL.into_iter().filter(|isa| !available.contains(isa)) {
+        let config = ContextConfig { isa: Some(isa), ..settings() };
         assert!(matches!(Context::load(&folder, config), Err(Error::Unsupported(Unsupported::Isa { .. }))));
     }
     std::fs::remove_dir_all(folder).unwrap();

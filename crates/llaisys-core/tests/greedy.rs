@@ -17,8 +17,7 @@ const K: usize = 96;
 
 /// A context on every instruction set that the machine has.
 fn contexts(n_threads: usize) -> impl Iterator<Item = OpContext> {
-    let sets = [IsaName::Scalar, IsaName::Avx2, IsaName::Avx512];
-    let kernels = sets.into_iter().filter_map(|isa| Kernels::select(Some(isa)).ok());
+    let kernels = IsaName::available().into_iter().map(|isa| Kernels::select(Some(isa)).unwrap());
     kernels.map(move |kernels| OpContext::new(kernels, Pool::new(n_threads).unwrap(), 70, K).unwrap())
 }
 

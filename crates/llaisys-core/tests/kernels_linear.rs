@@ -171,6 +171,34 @@ fn rows_are_bitwise_the_same_in_any_batch_and_on_any_threads() {
     }
 }
 
+/// All sets but scalar add the same products in the same order, integers exactly and everything else by fused
+/// multiply-adds, with one exception: `vdpbf16ps`.
+#[test]
+fn sets_that_fuse_give_the_same_bits() {
+    let sets = IsaName::available().into_iter().filter(|isa| *isa != IsaName::Scalar);
+    let mut contexts: Vec<OpContext> = sets.map(|isa| context(isa, 1)).collect();
+    for format in PackedFormat::ALL {
+        for m in 1..=13 {
+            let (rng, n, k) = (&mut Rng(m as u64), 33, whole(format, 160));
+            let x = rng.units(m * k);
+            let stored = Stored::of(rng, format, n, k);
+            let mut first: Option<Vec<f32>> = None;
+            for cx in &mut contexts {
+                let isa = cx.kernels.isa();
+                if format == PackedFormat::BF16 && isa == IsaName::Avx512Bf16 {
+                    continue;
+                }
+                let weight = stored.pack(&cx.pool, format);
+                let mut y = vec![f32::NAN; m * n];
+                linear(cx, &x, &[LinearPart { weight: &weight, bias: None }], &mut [&mut y]);
+                let first = first.get_or_insert_with(|| y.clone());
+                let same = y.iter().zip(first).all(|(a, b)| a.to_bits() == b.to_bits());
+                assert!(same, "{isa:?} {format:?}: {m} rows differ from those of the sets above");
+            }
+        }
+    }
+}
+
 #[test]
 fn parts_of_one_call_are_the_same_as_calls() {
     for isa in IsaName::available() {

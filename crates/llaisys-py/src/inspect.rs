@@ -18,7 +18,8 @@ pub(crate) fn inspect(py: Python<'_>, path: PathBuf) -> PyResult<String> {
     text.map_err(|fault: Fault| fault.into_py(py))
 }
 
-/// Instruction sets that this machine can run, best first: `avx512`, `avx2`, `scalar`.
+/// Instruction sets that this machine can run, best first, of `avx512_bf16`, `avx512_vnni`, `avx512`, `avx2_vnni`,
+/// `avx2`, `scalar`.
 #[pyfunction]
 pub(crate) fn available_isas(py: Python<'_>) -> PyResult<Vec<&'static str>> {
     guarded(|| Ok(IsaName::available().into_iter().map(IsaName::name).collect()))

@@ -56,7 +56,7 @@ def test_the_report_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_the_processor_s_features_are_those_that_the_core_asks_for() -> None:
     source = Path(__file__).parents[3] / "crates/llaisys-core/src/ops/cpu/isa/mod.rs"
     asked = re.findall(r'is_x86_feature_detected!\("(\w+)"\)', source.read_text("utf-8"))
-    kernel_names = {"avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni"}
+    kernel_names = {"avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni", "avxvnni": "avx_vnni"}
     assert {kernel_names.get(name, name) for name in asked} == set(doctor._FEATURES)
 
 

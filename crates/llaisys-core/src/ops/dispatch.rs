@@ -6,8 +6,14 @@ use crate::error::Unsupported;
 /// An instruction set by name, as configuration and health reports spell it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum IsaName {
-    /// AVX-512 F, BW, VL, DQ with BF16 and VNNI.
+    /// AVX-512 F, BW, VL, DQ with VNNI and BF16.
+    Avx512Bf16,
+    /// AVX-512 F, BW, VL, DQ with VNNI.
+    Avx512Vnni,
+    /// AVX-512 F, BW, VL, DQ.
     Avx512,
+    /// AVX2 with FMA, F16C and VNNI of 256 bits (AVX-VNNI, or AVX-512 VNNI and VL).
+    Avx2Vnni,
     /// AVX2 with FMA and F16C.
     Avx2,
     /// Plain loops; everywhere.
@@ -16,7 +22,14 @@ pub enum IsaName {
 
 impl IsaName {
     /// Every set, best first.
-    const ALL: [IsaName; 3] = [IsaName::Avx512, IsaName::Avx2, IsaName::Scalar];
+    pub const ALL: [IsaName; 6] = [
+        IsaName::Avx512Bf16,
+        IsaName::Avx512Vnni,
+        IsaName::Avx512,
+        IsaName::Avx2Vnni,
+        IsaName::Avx2,
+        IsaName::Scalar,
+    ];
 
     /// The set spelled `name`.
     ///
@@ -25,10 +38,13 @@ impl IsaName {
         Self::ALL.into_iter().find(|isa| isa.name() == name).ok_or_else(|| refused(name))
     }
 
-    /// `"avx512"`, `"avx2"` or `"scalar"`.
+    /// As configuration spells it: `"avx512_bf16"`, `"avx512_vnni"`, `"avx512"`, `"avx2_vnni"`, `"avx2"` or `"scalar"`.
     pub const fn name(self) -> &'static str {
         match self {
+            IsaName::Avx512Bf16 => "avx512_bf16",
+            IsaName::Avx512Vnni => "avx512_vnni",
             IsaName::Avx512 => "avx512",
+            IsaName::Avx2Vnni => "avx2_vnni",
             IsaName::Avx2 => "avx2",
             IsaName::Scalar => "scalar",
         }

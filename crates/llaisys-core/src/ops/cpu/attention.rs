@@ -22,6 +22,7 @@
 //! x kv heads x spans, and when there are many, single rows x all heads. Rows of a chunk share the turning of keys and values. Only listed cells are
 //! read.
 
+mod block;
 mod item;
 mod scratch;
 mod tile;
@@ -224,7 +225,7 @@ fn run<T: KvElement>(cx: &mut OpContext, job: &Job<'_, T>, out: &mut [f32]) {
         // SAFETY: each worker has its own area.
         let area = unsafe { areas.range(worker * AREA..(worker + 1) * AREA) };
         let take = || queue.take().map(|units| units.start);
-        let mut taken = take();
+        let (mut taken, mut is_first) = (take(), true);
         while let Some(unit) = taken {
             // Taken early, so that its first keys can be fetched meanwhile.
             taken = take();
@@ -234,7 +235,8 @@ fn run<T: KvElement>(cx: &mut OpContext, job: &Job<'_, T>, out: &mut [f32]) {
                     if number + 1 < n_items { Some((unit, number + 1)) } else { taken.map(|unit| (unit, 0)) };
                 let item = cutting.item(job, (unit, number));
                 let next = after.map(|place| cutting.item(job, place));
-                isa.run(Compute { job, item, next, area: &mut *area, target: &target });
+                isa.run(Compute { job, item, next, is_first, area: &mut *area, target: &target });
+                is_first = false;
             }
         }
     });

@@ -4,6 +4,7 @@
 //! same alone, in any batch, and on any number of threads (on one instruction set). Work is cut by panels of 32
 //! outputs; many rows are cut as well, so that a thread's inputs stay in its own cache while panels pass by.
 
+mod ahead;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
@@ -20,6 +21,7 @@ use super::isa::Isa;
 use crate::ops::OpContext;
 use crate::ops::packed::{PANEL, PackedFormat, PackedMatrix};
 use crate::threads::{Chunks, Disjoint, Pool, share};
+use ahead::{Ahead, fetch};
 use epilogue::{Epilogue, Finish};
 use std::ops::Range;
 
@@ -33,12 +35,6 @@ const DYNAMIC_ROWS: usize = 32;
 /// Rows from which each thread has rows of its own, and all threads read all panels: inputs no longer fit a core's
 /// second-level cache, and panels cost little beside the products.
 const SPLIT_ROWS: usize = 64;
-/// Blocks of rows from which kernels prefetch the next panel. With fewer, memory is what they wait for, the hardware's
-/// own prefetch keeps up, and asking costs up to a fifth of the time (Zen 4).
-const PREFETCH_BLOCKS: usize = 3;
-/// Bytes of panels that a first-level cache does not hold beside the inputs, and a second-level one does: they are
-/// prefetched to that, which waits for more lines at once, and from two blocks on.
-const MIDDLE_PANEL: Range<usize> = 24 << 10..64 << 10;
 /// Chunks a thread gets on average.
 const CHUNKS_PER_THREAD: usize = 8;
 /// Chunks of panels for each part of the rows: with more, threads end closer together.
@@ -56,68 +52,8 @@ struct Panel<'a> {
     format: PackedFormat,
     /// The panel itself, on a 64-byte boundary.
     bytes: &'a [u8],
-    /// The part of the next panel to prefetch while this one is multiplied.
+    /// What to prefetch while it is multiplied.
     ahead: Ahead,
-}
-
-/// Cache lines to prefetch, some with each step of a kernel.
-#[derive(Clone, Copy)]
-struct Ahead {
-    next: *const u8,
-    lines_per_step: usize,
-    /// To the second-level cache.
-    is_far: bool,
-}
-
-impl Ahead {
-    /// Nothing to prefetch.
-    const NONE: Ahead = Ahead { next: std::ptr::null(), lines_per_step: 0, is_far: false };
-
-    /// The share of row block `i` of `n` in prefetching the panel at the start of `rest`, which has the size of
-    /// `format`'s panels of `n_columns`; nothing if `rest` is empty.
-    fn share(rest: &[u8], panel: (PackedFormat, usize), (i, n): (usize, usize)) -> Self {
-        let (format, n_bytes) = panel;
-        let is_far = MIDDLE_PANEL.contains(&n_bytes);
-        if n < if is_far { 2 } else { PREFETCH_BLOCKS } {
-            return Self::NONE;
-        }
-        let step = if format.is_grouped() { format.group_bytes() } else { 4 * PANEL };
-        let lines_per_step = (step / 64).div_ceil(n);
-        let start = i * lines_per_step * 64 * (n_bytes / step);
-        match rest.get(start..n_bytes) {
-            Some(part) if !part.is_empty() => Self { next: part.as_ptr(), lines_per_step, is_far },
-            _ => Self::NONE,
-        }
-    }
-
-    /// Asks for the lines of one step.
-    #[cfg(target_arch = "x86_64")]
-    #[inline(always)]
-    fn prefetch(&mut self) {
-        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-        for _ in 0..self.lines_per_step {
-            if self.is_far {
-                // SAFETY: a prefetch reads nothing and faults on no address.
-                unsafe { _mm_prefetch::<_MM_HINT_T1>(self.next.cast()) };
-            } else {
-                fetch(self.next);
-            }
-            self.next = self.next.wrapping_add(64);
-        }
-    }
-}
-
-/// Asks the first-level cache for the line at `at`; any address is allowed.
-#[inline(always)]
-fn fetch(at: *const u8) {
-    #[cfg(target_arch = "x86_64")]
-    {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: a prefetch reads nothing and faults on no address.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = at;
 }
 
 /// One matrix of a product.
@@ -221,7 +157,7 @@ fn form(isa: Isa, format: PackedFormat) -> Form {
     match (format, isa) {
         (PackedFormat::F32, _) => Form::Plain,
         #[cfg(target_arch = "x86_64")]
-        (PackedFormat::BF16, Isa::Avx512(_)) => Form::Pairs,
+        (PackedFormat::BF16, Isa::Avx512Bf16(_)) => Form::Pairs,
         (PackedFormat::BF16, _) => Form::Rounded,
         _ => Form::Groups,
     }
@@ -232,13 +168,17 @@ fn rows_max(isa: Isa, form: Form) -> usize {
     match (isa, form) {
         (Isa::Scalar, _) => scalar::TILE_ROWS,
         #[cfg(target_arch = "x86_64")]
-        (Isa::Avx2(_), Form::Groups) => avx2::GROUP_ROWS,
+        (Isa::Avx2(_), Form::Groups) => avx2::PAIR_ROWS,
         #[cfg(target_arch = "x86_64")]
-        (Isa::Avx2(_), _) => avx2::PLAIN_ROWS,
+        (Isa::Avx2Vnni(_), Form::Groups) => avx2::VNNI_ROWS,
         #[cfg(target_arch = "x86_64")]
-        (Isa::Avx512(_), Form::Groups) => avx512::GROUP_ROWS,
+        (Isa::Avx2(_) | Isa::Avx2Vnni(_), _) => avx2::PLAIN_ROWS,
         #[cfg(target_arch = "x86_64")]
-        (Isa::Avx512(_), _) => avx512::PLAIN_ROWS,
+        (Isa::Avx512(_), Form::Groups) => avx512::PAIR_ROWS,
+        #[cfg(target_arch = "x86_64")]
+        (Isa::Avx512Vnni(_) | Isa::Avx512Bf16(_), Form::Groups) => avx512::VNNI_ROWS,
+        #[cfg(target_arch = "x86_64")]
+        (Isa::Avx512(_) | Isa::Avx512Vnni(_) | Isa::Avx512Bf16(_), _) => avx512::PLAIN_ROWS,
     }
 }
 
@@ -301,7 +241,8 @@ impl Region<'_> {
         for i in own.clone() {
             let rows = blocks.rows(i);
             let inputs = self.activations.block(form, weight.n_columns(), &rows);
-            let ahead = Ahead::share(rest, (weight.format(), bytes.len()), (i - own.start, own.len()));
+            let place = (i - own.start, own.len());
+            let ahead = Ahead::new(weight.format(), (bytes, rest), place, rows.len());
             let panel = Panel { format: weight.format(), bytes, ahead };
             // The outputs' lines come while the kernel works: of many rows they lie in memory.
             for row in rows.clone() {
@@ -338,6 +279,12 @@ fn run_tile(isa: Isa, panel: &Panel<'_>, block: (usize, Inputs<'_>), out: &mut T
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2(token) => avx2::tile(token, panel, block, out),
         #[cfg(target_arch = "x86_64")]
+        Isa::Avx2Vnni(token) => avx2::tile_vnni(token, panel, block, out),
+        #[cfg(target_arch = "x86_64")]
         Isa::Avx512(token) => avx512::tile(token, panel, block, out),
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512Vnni(token) => avx512::tile_vnni(token, panel, block, out),
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512Bf16(token) => avx512::tile_bf16(token, panel, block, out),
     }
 }

@@ -39,7 +39,16 @@ pub(super) fn pack(isa: Isa, item: Item<'_>, out: Outputs<'_>) {
         Isa::Avx2(token) => unsafe { pack_avx2(token, item, out) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
+        Isa::Avx2Vnni(token) => unsafe { pack_avx2(token.base(), item, out) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
         Isa::Avx512(token) => unsafe { pack_avx512(token, item, out) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        Isa::Avx512Vnni(token) => unsafe { pack_avx512(token.base(), item, out) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        Isa::Avx512Bf16(token) => unsafe { pack_avx512(token.base().base(), item, out) },
     }
 }
 
@@ -252,8 +261,8 @@ mod tests {
                 }
             }
             let (words, groups) = packed(Isa::Scalar, &values, n_rows);
-            for name in [IsaName::Avx2, IsaName::Avx512] {
-                let Some(isa) = detect(name) else { continue };
+            for name in IsaName::available() {
+                let isa = detect(name).expect("the machine has it");
                 let (own_words, own_groups) = packed(isa, &values, n_rows);
                 assert_eq!(own_words, words, "integers of {n_rows} rows on {name:?}");
                 for (i, (own, group)) in own_groups.iter().zip(&groups).enumerate() {

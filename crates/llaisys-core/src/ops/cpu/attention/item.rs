@@ -1,7 +1,8 @@
 //! One item of attention: some rows of a sequence, the query heads of one kv head, some spans.
 
+use super::block::{Block, HeadRows, Reads};
 use super::scratch::{Area, Chunk, State, TILE_VECTORS};
-use super::tile::{self, Ahead, HeadRows, Packed, Reads, Scores, Stored, Values, Weighted};
+use super::tile::{self, Packed, Scores, Stored, Values, Weighted};
 use super::{AttentionRow, BLOCK, Heads, Job, MAX_ITEM_HEADS, MAX_SPANS};
 use crate::ops::cpu::isa::lanes::{Kernel, Lanes, exp};
 use crate::ops::cpu::kv_element::KvElement;
@@ -12,9 +13,6 @@ use std::ops::Range;
 
 /// Numbers that a span computed apart gives besides its values: m and l, in front of them.
 pub(super) const STATE: usize = 2;
-/// Rows of keys or values, of all kv heads of an item, that are fetched before they are read: what a second-level
-/// cache holds easily, and memory brings in the time that as many rows are worked on (Zen 4: 64 to 384 are as good).
-const AHEAD: usize = 3 * BLOCK / 2;
 
 /// What an item computes.
 pub(super) struct Item<'a> {
@@ -85,18 +83,12 @@ impl<'a> Item<'a> {
     }
 
     /// The keys and values that it reads.
-    fn reads<T: KvElement>(&self, job: &Job<'a, T>) -> Reads<'a, T> {
+    fn reads<T>(&self, job: &Job<'a, T>) -> Reads<'a> {
         let (spans, len) = self.spans(job);
         let cells = self.cells(job);
         let end = cells.len().min(spans.end * len);
         let start = (self.n_hidden().max(spans.start * len) / BLOCK * BLOCK).min(end);
-        let heads = |data| self.first_head(job, data).heads(self.kv_heads.len());
-        Reads { keys: heads(job.k), values: heads(job.v), cells: &cells[start..end] }
-    }
-
-    /// The first of its kv heads in `data`.
-    fn first_head<T: KvElement>(&self, job: &Job<'a, T>, data: &'a [T]) -> HeadRows<'a, T> {
-        HeadRows::new(data, (job.heads.n_kv_heads, job.heads.d_head), self.kv_heads.start)
+        Reads { cells: &cells[start..end], head: self.kv_heads.start }
     }
 
     /// The cells that any row sees.
@@ -112,6 +104,8 @@ pub(super) struct Compute<'a, T> {
     pub(super) item: Item<'a>,
     /// What this thread computes after it.
     pub(super) next: Option<Item<'a>>,
+    /// This thread has computed none before it in this call.
+    pub(super) is_first: bool,
     pub(super) area: &'a mut [f32],
     /// The output, or partials `[row][head][span][STATE + d_head]` if the item is a single span.
     pub(super) target: &'a Disjoint<'a, f32>,
@@ -120,17 +114,17 @@ pub(super) struct Compute<'a, T> {
 impl<T: KvElement> Kernel for Compute<'_, T> {
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
-        let Compute { job, item, next, area, target } = self;
+        let Compute { job, item, next, is_first, area, target } = self;
         let item = &item;
         let d = job.heads.d_head;
         assert!(item.rows.iter().all(|row| row.n_visible > row.n_hidden), "a row that sees nothing");
         let area = Area::new(area, item.n_rows(), (d, d.next_multiple_of(L::N)));
         let cells = item.cells(job);
         let (n_hidden, soft_cap) = (item.n_hidden(), job.scoring.soft_cap);
-        let (keys, values) = (item.first_head(job, job.k), item.first_head(job, job.v));
         let own = item.reads(job);
         let reads = [own, next.map_or(Reads { cells: &[], ..own }, |next| next.reads(job))];
-        let mut pass = Pass { lanes, item, cells, n_hidden, soft_cap, keys, values, reads, area, n_read: 0 };
+        let n_read = 0;
+        let mut pass = Pass { lanes, job, item, cells, n_hidden, soft_cap, d, reads, is_first, n_read, area };
         pass.scale_queries((job.q, job.scoring.scale), job.heads.row_len());
         let (spans, span_len) = item.spans(job);
         for span in spans.clone() {
@@ -176,18 +170,20 @@ fn finish(l: f32, v: &[f32], out: &mut [f32]) {
 /// An item at work.
 struct Pass<'a, L, T> {
     lanes: L,
+    job: &'a Job<'a, T>,
     item: &'a Item<'a>,
     /// Every cell that a row of the item sees.
     cells: &'a [u32],
     /// How many of them, from the first on, no row sees.
     n_hidden: usize,
     soft_cap: Option<f32>,
-    /// Of the first kv head.
-    keys: HeadRows<'a, T>,
-    values: HeadRows<'a, T>,
+    /// Numbers of a head.
+    d: usize,
     /// What this item reads, and what the one after it.
-    reads: [Reads<'a, T>; 2],
-    /// How many rows of it are read.
+    reads: [Reads<'a>; 2],
+    /// Nothing of what it reads was fetched by an item before it.
+    is_first: bool,
+    /// How many cells of it are read.
     n_read: usize,
     area: Area<'a>,
 }
@@ -196,7 +192,7 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
     /// Queries times the scale of scores, rounded to the type of keys.
     #[inline(always)]
     fn scale_queries(&mut self, (q, scale): (&[f32], f32), row_len: usize) {
-        let (item, d) = (self.item, self.keys.d);
+        let (item, d) = (self.item, self.d);
         let scale = self.lanes.splat(scale);
         for (i, out) in self.area.queries.chunks_exact_mut(d).enumerate() {
             let row = (item.first_row + i / item.heads.len()) * row_len;
@@ -226,43 +222,40 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
         }
     }
 
-    /// Adds one block of cells to the running softmax in `total`. Keys are scored, then values are summed, and
-    /// meanwhile as many rows are fetched, a constant number of rows ahead: memory is never idle.
+    /// Adds one block of cells to the running softmax in `total`: keys are scored, then values are summed. Wherever a
+    /// line is read, the line of a later cell is fetched, so that memory is not idle.
     #[inline(always)]
     fn block(&mut self, start: usize, span_end: usize) {
         let (lanes, n_heads) = (self.lanes, self.item.kv_heads.len());
-        let cells = &self.cells[start..span_end.min(start + BLOCK)];
+        let n = self.cells.len().min(span_end).min(start + BLOCK) - start;
         let is_single = self.item.rows.len() == 1;
-        let (reads, n) = (self.reads, cells.len());
-        let first = self.n_read + reads[0].len().min(AHEAD);
-        self.n_read += 2 * n;
-        // Of several rows the values are copied at once, so all is fetched while keys are scored.
-        let by_keys = Ahead { reads: &reads, first, n: if is_single { n } else { 2 * n } };
-        let by_values = Ahead { reads: &reads, first: first + n, n };
-        let n_vectors = n.div_ceil(L::N);
+        let block = Block::new(self.job, (self.reads, n_heads), (self.n_read, n));
+        if self.is_first && self.n_read == 0 {
+            block.fetch_start(lanes);
+        }
+        self.n_read += n;
         for head in 0..n_heads {
-            for (part, cells) in cells.chunks(TILE_VECTORS * L::N).enumerate() {
-                let first = head * n_vectors + part * TILE_VECTORS;
-                let look_ahead = |vector| by_keys.fetch(lanes, (first + vector, n_heads * n_vectors));
-                tile::pack_keys(lanes, self.keys.head(head), cells, look_ahead, self.area.keys);
-                let offset = part * TILE_VECTORS * L::N;
-                self.score(start, offset, self.item.rows_of(head));
-                self.apply_scales(self.keys.head(head), (cells, offset), self.item.rows_of(head));
+            let (keys, rows) = (block.keys(head), self.item.rows_of(head));
+            for offset in (0..n).step_by(TILE_VECTORS * L::N) {
+                let cells = offset..n.min(offset + TILE_VECTORS * L::N);
+                tile::pack_keys(lanes, keys, cells.clone(), self.area.keys);
+                self.score(start, offset, rows.clone());
+                self.apply_scales(keys, cells, rows.clone());
             }
         }
         self.weigh(start);
         for head in 0..n_heads {
-            let (values, rows) = (self.values.head(head), self.item.rows_of(head));
-            self.apply_scales(values, (cells, 0), rows.clone());
+            let (values, rows) = (block.values(head), self.item.rows_of(head));
+            self.apply_scales(values, 0..n, rows.clone());
             self.round_weights(start, rows.clone());
             if is_single {
-                self.add_values(start, &Stored { values, cells, ahead: (&by_values, head, n_heads) }, rows);
+                self.add_values(start, &Stored(values), rows);
             } else {
-                let padded = values.d.next_multiple_of(L::N);
+                let padded = self.d.next_multiple_of(L::N);
                 let packed = std::mem::take(&mut self.area.values);
-                tile::pack_values(lanes, values, cells, packed);
+                tile::pack_values(lanes, values, n, packed);
                 let element = PhantomData::<T>;
-                self.add_values(start, &Packed { values: packed, padded, d: values.d, element }, rows);
+                self.add_values(start, &Packed { values: packed, padded, d: self.d, element }, rows);
                 self.area.values = packed;
             }
         }
@@ -271,7 +264,7 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
     /// Scores of `rows` against the packed keys, which begin `offset` cells into the block.
     #[inline(always)]
     fn score(&mut self, start: usize, offset: usize, rows: Range<usize>) {
-        let (item, d) = (self.item, self.keys.d);
+        let (item, d) = (self.item, self.d);
         let height = tile::height::<L>(rows.len());
         let queries = self.area.queries[rows.start * d..rows.end * d].chunks(height * d);
         let first = rows.start;
@@ -285,21 +278,21 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
         }
     }
 
-    /// Multiplies the scores of `rows`, or their weights, from `offset` on by the scales of these `cells`, if they have
+    /// Multiplies the scores of `rows`, or their weights, by the scales of these `cells` of the block, if they have
     /// any. What a row does not see is multiplied too, and means nothing before and after.
     #[inline(always)]
-    fn apply_scales(&mut self, head: HeadRows<'_, T>, (cells, offset): (&[u32], usize), rows: Range<usize>) {
+    fn apply_scales(&mut self, head: HeadRows<'_, T>, cells: Range<usize>, rows: Range<usize>) {
         if T::SCALE == 0 {
             return;
         }
         let mut scales = [0.0; BLOCK];
-        for (scale, cell) in scales.iter_mut().zip(cells) {
-            *scale = head.scale(*cell);
+        for (scale, cell) in scales.iter_mut().zip(cells.clone()) {
+            *scale = head.scale(cell);
         }
         let (lanes, n) = (self.lanes, cells.len().next_multiple_of(L::N));
         for scores in &mut self.area.scores[rows] {
             for (part, scales) in
-                scores[offset..offset + n].chunks_exact_mut(L::N).zip(scales.chunks_exact(L::N))
+                scores[cells.start..cells.start + n].chunks_exact_mut(L::N).zip(scales.chunks_exact(L::N))
             {
                 lanes.store(lanes.mul(lanes.load(part), lanes.load(scales)), part);
             }
@@ -343,7 +336,7 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
     #[inline(always)]
     fn add_values<V: Values<L, Element = T>>(&mut self, start: usize, values: &V, rows: Range<usize>) {
         let (lanes, item) = (self.lanes, self.item);
-        let padded = self.values.d.next_multiple_of(L::N);
+        let padded = self.d.next_multiple_of(L::N);
         let height = tile::height::<L>(rows.len());
         let mut first = rows.start;
         while first < rows.end {
@@ -365,7 +358,7 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
     /// takes it as it is, as it does where the item begins with this span.
     #[inline(always)]
     fn merge(&mut self, cells: Range<usize>) {
-        let padded = self.values.d.next_multiple_of(L::N);
+        let padded = self.d.next_multiple_of(L::N);
         let (total, span) = (&mut self.area.total, &self.area.span);
         for (i, (v, span_v)) in total.v.chunks_exact_mut(padded).zip(span.v.chunks_exact(padded)).enumerate()
         {

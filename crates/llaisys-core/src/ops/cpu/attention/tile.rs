@@ -3,8 +3,9 @@
 //! An output's sum runs in one order whatever the tile's shape, so tiles can be cut as the rows at hand allow.
 
 use super::BLOCK;
+use super::block::HeadRows;
 use super::scratch::TILE_VECTORS;
-use crate::ops::cpu::isa::lanes::{Lanes, MAX_LANES, prefetch_all};
+use crate::ops::cpu::isa::lanes::{Lanes, MAX_LANES};
 use crate::ops::cpu::kv_element::KvElement;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -118,8 +119,6 @@ pub(super) trait Values<L: Lanes> {
     fn two_words(&self, lanes: L, step: usize, at: usize) -> [L::F; 2];
     /// Cell `j` as numbers, from dimension `at` on.
     fn cell(&self, lanes: L, j: usize, at: usize) -> L::F;
-    /// Called before the cells of a step are used, once for each tile.
-    fn look_ahead(&self, lanes: L, step: usize);
 }
 
 /// Values put into words beforehand: `[step][d padded]`.
@@ -154,167 +153,44 @@ impl<L: Lanes, T: KvElement> Values<L> for Packed<'_, T> {
         let words = self.words(lanes, j / T::PER_WORD, at);
         T::pick(lanes, words, j % T::PER_WORD)
     }
-
-    #[inline(always)]
-    fn look_ahead(&self, _lanes: L, _step: usize) {}
-}
-
-/// One kv head of a tensor.
-pub(super) struct HeadRows<'a, T> {
-    /// `[cell][kv_head][d]`, each head with its scale if it has one
-    data: &'a [T],
-    /// Elements of a cell.
-    cell_len: usize,
-    /// Where the head begins in a cell.
-    offset: usize,
-    pub(super) d: usize,
-}
-
-impl<'a, T: KvElement> HeadRows<'a, T> {
-    /// Head `head` of a tensor of cells of `n_heads` heads of `d` numbers.
-    #[inline(always)]
-    pub(super) fn new(data: &'a [T], (n_heads, d): (usize, usize), head: usize) -> Self {
-        Self { data, cell_len: n_heads * (d + T::SCALE), offset: head * (d + T::SCALE), d }
-    }
-
-    /// Head `i` of those that lie side by side from this one on.
-    #[inline(always)]
-    pub(super) fn head(self, i: usize) -> Self {
-        Self { offset: self.offset + i * (self.d + T::SCALE), ..self }
-    }
-
-    /// The rows of `n` heads from this one on, scales included, as if they were one: to be fetched.
-    #[inline(always)]
-    pub(super) fn heads(self, n: usize) -> Self {
-        Self { d: n * (self.d + T::SCALE), ..self }
-    }
-
-    /// By what the head's row of `cell` is multiplied.
-    #[inline(always)]
-    pub(super) fn scale(&self, cell: u32) -> f32 {
-        T::scale(&self.data[cell as usize * self.cell_len + self.offset..][..self.d + T::SCALE])
-    }
-}
-
-impl<'a, T> HeadRows<'a, T> {
-    /// The head's row of `cell`.
-    #[inline(always)]
-    pub(super) fn row(&self, cell: u32) -> &'a [T] {
-        &self.data[cell as usize * self.cell_len + self.offset..][..self.d]
-    }
-}
-
-impl<T> Clone for HeadRows<'_, T> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<T> Copy for HeadRows<'_, T> {}
-
-/// What an item reads, in order: the keys of a block's cells, then their values, of all its kv heads at once.
-pub(super) struct Reads<'a, T> {
-    pub(super) keys: HeadRows<'a, T>,
-    pub(super) values: HeadRows<'a, T>,
-    /// From the start of a block on.
-    pub(super) cells: &'a [u32],
-}
-
-impl<T> Clone for Reads<'_, T> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<T> Copy for Reads<'_, T> {}
-
-impl<'a, T> Reads<'a, T> {
-    /// Rows of keys and values.
-    pub(super) fn len(&self) -> usize {
-        2 * self.cells.len()
-    }
-
-    #[inline(always)]
-    fn row(&self, i: usize) -> &'a [T] {
-        let (start, i) = (i / (2 * BLOCK) * BLOCK, i % (2 * BLOCK));
-        let n = BLOCK.min(self.cells.len() - start);
-        if i < n { self.keys.row(self.cells[start + i]) } else { self.values.row(self.cells[start + i - n]) }
-    }
-}
-
-/// Rows to fetch while others are worked on: `n` from row `first` of `reads` on, the second's after the first's.
-pub(super) struct Ahead<'r, 'a, T> {
-    pub(super) reads: &'r [Reads<'a, T>; 2],
-    pub(super) first: usize,
-    pub(super) n: usize,
-}
-
-impl<T> Ahead<'_, '_, T> {
-    /// Asks the cache for part `i` of `n`.
-    #[inline(always)]
-    pub(super) fn fetch<L: Lanes>(&self, lanes: L, (i, n): (usize, usize)) {
-        let per_part = self.n.div_ceil(n);
-        for row in (i * per_part).min(self.n)..((i + 1) * per_part).min(self.n) {
-            let mut at = self.first + row;
-            for reads in self.reads {
-                if at < reads.len() {
-                    prefetch_all(lanes, reads.row(at));
-                    break;
-                }
-                at -= reads.len();
-            }
-        }
-    }
 }
 
 /// Values where they are stored.
-pub(super) struct Stored<'r, 'a, T> {
-    pub(super) values: HeadRows<'a, T>,
-    /// The block's cells.
-    pub(super) cells: &'a [u32],
-    /// What to fetch meanwhile: part `.1` of `.2` while this head is worked on.
-    pub(super) ahead: (&'r Ahead<'r, 'a, T>, usize, usize),
-}
+pub(super) struct Stored<'b, T>(pub(super) HeadRows<'b, T>);
 
-impl<'a, T: KvElement> Stored<'_, 'a, T> {
-    /// The first and the last cell of a word.
+impl<'b, T: KvElement> Stored<'b, T> {
+    /// Elements `at..at + n` of the first and the last cell of a word.
     #[inline(always)]
-    fn rows(&self, step: usize) -> [&'a [T]; 2] {
+    fn rows<L: Lanes>(&self, lanes: L, step: usize, (at, n): (usize, usize)) -> [&'b [T]; 2] {
         let (first, last) = (step * T::PER_WORD, (step + 1) * T::PER_WORD - 1);
-        [self.values.row(self.cells[first]), self.values.row(self.cells[last])]
+        for i in first..=last {
+            self.0.fetch(lanes, i, (at, n));
+        }
+        [&self.0.row(first)[at..at + n], &self.0.row(last)[at..at + n]]
     }
 }
 
-impl<L: Lanes, T: KvElement> Values<L> for Stored<'_, '_, T> {
+impl<L: Lanes, T: KvElement> Values<L> for Stored<'_, T> {
     type Element = T;
 
     #[inline(always)]
     fn d(&self) -> usize {
-        self.values.d
+        self.0.d()
     }
 
     #[inline(always)]
     fn words(&self, lanes: L, step: usize, at: usize) -> L::F {
-        let rows = self.rows(step);
-        T::zip_first(lanes, [&rows[0][at..], &rows[1][at..]])
+        T::zip_first(lanes, self.rows(lanes, step, (at, L::N.min(self.0.d() - at))))
     }
 
     #[inline(always)]
     fn two_words(&self, lanes: L, step: usize, at: usize) -> [L::F; 2] {
-        let rows = self.rows(step);
-        T::zip_two(lanes, [&rows[0][at..][..2 * L::N], &rows[1][at..][..2 * L::N]])
+        T::zip_two(lanes, self.rows(lanes, step, (at, 2 * L::N)))
     }
 
     #[inline(always)]
     fn cell(&self, lanes: L, j: usize, at: usize) -> L::F {
-        T::load_first(lanes, &self.values.row(self.cells[j])[at..])
-    }
-
-    #[inline(always)]
-    fn look_ahead(&self, lanes: L, step: usize) {
-        let (ahead, part, n_parts) = self.ahead;
-        let n_steps = self.cells.len().div_ceil(T::PER_WORD);
-        ahead.fetch(lanes, (part * n_steps + step, n_parts * n_steps));
+        T::load_first(lanes, &self.0.row(j)[at..])
     }
 }
 
@@ -368,9 +244,6 @@ impl<L: Lanes, V: Values<L>> Weighted<'_, L, V> {
             self.one_cell(weights, (j, at), &mut sums);
         }
         for step in steps.clone() {
-            if at == 0 {
-                self.values.look_ahead(lanes, step);
-            }
             let mut values = [lanes.splat(0.0); C];
             if C == 1 {
                 values[0] = self.values.words(lanes, step, at);
@@ -428,30 +301,29 @@ impl<L: Lanes, V: Values<L>> Weighted<'_, L, V> {
     }
 }
 
-/// Keys of `cells` (at most `4 N`) turned to `[word of d][4 N]`, so that a vector is one word of N cells. Missing
-/// cells of the last vector repeat its first one. Calls `look_ahead` for each vector of cells.
+/// Keys of `cells` of the block (at most `4 N`) turned to `[word of d][4 N]`, so that a vector is one word of N cells.
+/// The last vector's places past the end of the block are of no meaning.
 #[inline(always)]
 pub(super) fn pack_keys<L: Lanes, T: KvElement>(
     lanes: L,
     keys: HeadRows<'_, T>,
-    cells: &[u32],
-    look_ahead: impl Fn(usize),
+    cells: Range<usize>,
     out: &mut [f32],
 ) {
     // Elements of N words, and where they go.
-    let (step, line_len) = (L::N * T::PER_WORD, TILE_VECTORS * L::N);
-    for (c, cells) in cells.chunks(L::N).enumerate() {
+    let (step, line_len, d) = (L::N * T::PER_WORD, TILE_VECTORS * L::N, keys.d());
+    for (c, first) in cells.step_by(L::N).enumerate() {
         let mut rows = [&[][..]; MAX_LANES];
         for i in 0..L::N {
-            rows[i] = keys.row(*cells.get(i).unwrap_or(&cells[0]));
+            rows[i] = keys.row(first + i);
         }
-        look_ahead(c);
         let zeros = [lanes.splat(0.0); MAX_LANES];
         let mut at = 0;
-        while at + step <= keys.d {
+        while at + step <= d {
             let mut tile = zeros;
             for i in 0..L::N {
                 tile[i] = T::load_words(lanes, &rows[i][at..at + step]);
+                keys.fetch(lanes, first + i, (at, step));
             }
             let tile = lanes.transpose(tile);
             let lines = &mut out[at / T::PER_WORD * line_len + c * L::N..][..(L::N - 1) * line_len + L::N];
@@ -460,31 +332,36 @@ pub(super) fn pack_keys<L: Lanes, T: KvElement>(
             }
             at += step;
         }
-        if at < keys.d {
+        if at < d {
             let mut tile = zeros;
             for i in 0..L::N {
                 tile[i] = T::load_words_first(lanes, &rows[i][at..]);
+                keys.fetch(lanes, first + i, (at, d - at));
             }
             let tile = lanes.transpose(tile);
             let lines = out[at / T::PER_WORD * line_len..].chunks_mut(line_len);
-            for (words, line) in tile.iter().zip(lines).take((keys.d - at) / T::PER_WORD) {
+            for (words, line) in tile.iter().zip(lines).take((d - at) / T::PER_WORD) {
                 lanes.store(*words, &mut line[c * L::N..]);
             }
         }
     }
 }
 
-/// Values of `cells` in words, `[step][d padded]`; a missing cell of the last word repeats the one before.
+/// Values of the block's first `n` cells in words, `[step][d padded]`; a missing cell of the last word repeats the one
+/// before.
 #[inline(always)]
 pub(super) fn pack_values<L: Lanes, T: KvElement>(
     lanes: L,
     values: HeadRows<'_, T>,
-    cells: &[u32],
+    n: usize,
     out: &mut [f32],
 ) {
-    let padded = values.d.next_multiple_of(L::N);
-    for (cells, out) in cells.chunks(T::PER_WORD).zip(out.chunks_exact_mut(padded)) {
-        let rows = [values.row(cells[0]), values.row(cells[cells.len() - 1])];
+    let padded = values.d().next_multiple_of(L::N);
+    for (first, out) in (0..n).step_by(T::PER_WORD).zip(out.chunks_exact_mut(padded)) {
+        let rows = [values.row(first), values.row((first + T::PER_WORD).min(n) - 1)];
+        for i in first..first + T::PER_WORD {
+            values.fetch(lanes, i, (0, values.d()));
+        }
         for (i, out) in out.chunks_exact_mut(L::N).enumerate() {
             lanes.store(T::zip_first(lanes, [&rows[0][i * L::N..], &rows[1][i * L::N..]]), out);
         }

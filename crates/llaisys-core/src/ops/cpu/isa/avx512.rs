@@ -1,26 +1,35 @@
-//! Lanes of 512 bits. The functions here are inlined into [`Avx512::enter`], which has the features on.
+//! Lanes of 512 bits, without and with the instructions for bf16. The functions here are inlined into
+//! [`Avx512::enter`] and [`Avx512Bf16::enter`], which have the features on.
 
-use super::Avx512;
-use super::lanes::{Kernel, Lanes, MAX_LANES};
+use super::lanes::{Kernel, Lanes, MAX_LANES, split_dot_pairs};
+use super::{Avx512, Avx512Bf16};
 use half::f16;
 use std::arch::x86_64::*;
 
 const N: usize = 16;
 
-impl Avx512 {
-    /// Runs `kernel` compiled for this instruction set.
-    pub(super) fn enter<K: Kernel>(self, kernel: K) {
-        // SAFETY: `self` exists only if `Avx512::detect` found every feature that `entry` is compiled for.
-        unsafe { entry(self, kernel) }
-    }
+/// Runs kernels compiled for a set's features.
+macro_rules! entry {
+    ($token:ident, $entry:ident, $features:literal) => {
+        impl $token {
+            /// Runs `kernel` compiled for this instruction set.
+            pub(super) fn enter<K: Kernel>(self, kernel: K) {
+                // SAFETY: `self` exists only if its `detect` found every feature that `entry` is compiled for.
+                unsafe { $entry(self, kernel) }
+            }
+        }
+
+        /// # Safety
+        /// The CPU has the features named below.
+        #[target_feature(enable = $features)]
+        unsafe fn $entry<K: Kernel>(lanes: $token, kernel: K) {
+            kernel.run(lanes);
+        }
+    };
 }
 
-/// # Safety
-/// The CPU has the features named below.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx2,fma,f16c")]
-unsafe fn entry<K: Kernel>(lanes: Avx512, kernel: K) {
-    kernel.run(lanes);
-}
+entry!(Avx512, entry, "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c");
+entry!(Avx512Bf16, entry_bf16, "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx2,fma,f16c");
 
 /// Lane-wise operations that are one intrinsic each.
 macro_rules! lanewise {
@@ -39,7 +48,60 @@ fn mask(n: usize) -> __mmask16 {
     ((1_u32 << n.min(N)) - 1) as __mmask16
 }
 
-impl Lanes for Avx512 {
+/// What the two do in ways of their own.
+pub(crate) trait Bf16Pairs: Copy {
+    /// [`Lanes::dot_pairs`]
+    fn dot(self, a: __m512, b: __m512, acc: __m512) -> __m512;
+    /// [`Lanes::load_i8_pairs`]
+    fn widen(self, x: &[i8]) -> __m512;
+}
+
+impl Bf16Pairs for Avx512 {
+    #[inline(always)]
+    fn dot(self, a: __m512, b: __m512, acc: __m512) -> __m512 {
+        split_dot_pairs(self, a, b, acc)
+    }
+
+    #[inline(always)]
+    fn widen(self, x: &[i8]) -> __m512 {
+        let x = &x[..2 * N];
+        // SAFETY: 32 elements of 8 bits (sliced above); `self` proves the features.
+        unsafe {
+            let pairs = _mm512_cvtepi8_epi16(_mm256_loadu_si256(x.as_ptr().cast()));
+            let even = _mm512_srai_epi32::<16>(_mm512_slli_epi32::<16>(pairs));
+            let odd = _mm512_srai_epi32::<16>(pairs);
+            self.pair(_mm512_cvtepi32_ps(even), _mm512_cvtepi32_ps(odd))
+        }
+    }
+}
+
+impl Bf16Pairs for Avx512Bf16 {
+    #[inline(always)]
+    fn dot(self, a: __m512, b: __m512, acc: __m512) -> __m512 {
+        // SAFETY: any bits are pairs of bf16, of the same size; `self` proves the features.
+        unsafe {
+            let (a, b) =
+                (std::mem::transmute::<__m512, __m512bh>(a), std::mem::transmute::<__m512, __m512bh>(b));
+            _mm512_dpbf16_ps(acc, a, b)
+        }
+    }
+
+    #[inline(always)]
+    fn widen(self, x: &[i8]) -> __m512 {
+        let x = &x[..2 * N];
+        // SAFETY: 32 elements of 8 bits (sliced above); `self` proves the features.
+        unsafe {
+            let numbers = |at: usize| {
+                let bytes = _mm_loadu_si128(x.as_ptr().add(at).cast());
+                _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))
+            };
+            let pairs = _mm512_cvtne2ps_pbh(numbers(N), numbers(0));
+            std::mem::transmute::<__m512bh, __m512>(pairs)
+        }
+    }
+}
+
+impl<S: Bf16Pairs> Lanes for S {
     type F = __m512;
     const N: usize = N;
     const TILE_ROWS: usize = 6;
@@ -180,12 +242,7 @@ impl Lanes for Avx512 {
 
     #[inline(always)]
     fn dot_pairs(self, a: __m512, b: __m512, acc: __m512) -> __m512 {
-        // SAFETY: any bits are pairs of bf16, of the same size; `self` proves the features.
-        unsafe {
-            let (a, b) =
-                (std::mem::transmute::<__m512, __m512bh>(a), std::mem::transmute::<__m512, __m512bh>(b));
-            _mm512_dpbf16_ps(acc, a, b)
-        }
+        self.dot(a, b, acc)
     }
 
     #[inline(always)]
@@ -248,16 +305,7 @@ impl Lanes for Avx512 {
 
     #[inline(always)]
     fn load_i8_pairs(self, x: &[i8]) -> __m512 {
-        let x = &x[..2 * N];
-        // SAFETY: 32 elements of 8 bits (sliced above); `self` proves the features.
-        unsafe {
-            let numbers = |at: usize| {
-                let bytes = _mm_loadu_si128(x.as_ptr().add(at).cast());
-                _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))
-            };
-            let pairs = _mm512_cvtne2ps_pbh(numbers(N), numbers(0));
-            std::mem::transmute::<__m512bh, __m512>(pairs)
-        }
+        self.widen(x)
     }
 
     #[inline(always)]

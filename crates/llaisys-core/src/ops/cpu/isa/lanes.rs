@@ -1,8 +1,8 @@
 //! Lanes: the vector operations that ops are written over, once for every instruction set.
 //!
-//! A kernel is a [`Kernel`] whose `run` is generic over [`Lanes`]. [`Isa::run`] compiles it once per
-//! instruction set, inside one function that has the features switched on; everything below that function is
-//! `#[inline(always)]`, so that it becomes part of it.
+//! A kernel is a [`Kernel`] whose `run` is generic over [`Lanes`]. [`Isa::run`] compiles it once for each instruction
+//! set that has lanes of its own (VNNI adds nothing to them), inside one function that has the features switched on;
+//! everything below that function is `#[inline(always)]`, so that it becomes part of it.
 
 use super::Isa;
 use half::f16;
@@ -61,8 +61,7 @@ pub(crate) trait Lanes: Copy {
     /// `acc` and the products of both elements of each pair of `a` and `b`, the odd ones first.
     #[inline(always)]
     fn dot_pairs(self, a: Self::F, b: Self::F, acc: Self::F) -> Self::F {
-        let ((a_even, a_odd), (b_even, b_odd)) = (self.split_pairs(a), self.split_pairs(b));
-        self.mul_add(a_even, b_even, self.mul_add(a_odd, b_odd, acc))
+        split_dot_pairs(self, a, b, acc)
     }
 
     /// Pairs of bf16 as bits, of numbers that bf16 holds: `low` and `high`.
@@ -130,18 +129,30 @@ impl Isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2(proof) => proof.enter(kernel),
             #[cfg(target_arch = "x86_64")]
+            Isa::Avx2Vnni(proof) => proof.base().enter(kernel),
+            #[cfg(target_arch = "x86_64")]
             Isa::Avx512(proof) => proof.enter(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Vnni(proof) => proof.base().enter(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Bf16(proof) => proof.enter(kernel),
         }
     }
 }
 
-/// Asks the cache for every line of `x`.
+/// [`Lanes::dot_pairs`] of sets without an instruction for it.
 #[inline(always)]
-pub(crate) fn prefetch_all<L: Lanes, T>(lanes: L, x: &[T]) {
-    let (start, n_bytes) = (x.as_ptr().cast::<u8>(), size_of_val(x));
+pub(super) fn split_dot_pairs<L: Lanes>(lanes: L, a: L::F, b: L::F, acc: L::F) -> L::F {
+    let ((a_even, a_odd), (b_even, b_odd)) = (lanes.split_pairs(a), lanes.split_pairs(b));
+    lanes.mul_add(a_even, b_even, lanes.mul_add(a_odd, b_odd, acc))
+}
+
+/// Asks the cache for the lines of `n` elements at `start`; any address is allowed.
+#[inline(always)]
+pub(crate) fn prefetch_all<L: Lanes, T>(lanes: L, start: *const T, n: usize) {
     let mut at = 0;
-    while at < n_bytes {
-        lanes.prefetch(start.wrapping_add(at));
+    while at < n * size_of::<T>() {
+        lanes.prefetch(start.cast::<u8>().wrapping_add(at));
         at += 64;
     }
 }

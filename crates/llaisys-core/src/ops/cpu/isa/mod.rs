@@ -1,5 +1,8 @@
-//! Proof tokens: a value of [`Avx2`] or [`Avx512`] exists only where the CPU has the set, so code that holds
-//! one may call the functions compiled for it without asking again.
+//! Proof tokens: a value of [`Avx2`], [`Avx512`] or one of the others exists only where the CPU has the set, so code
+//! that holds one may call the functions compiled for it without asking again.
+//!
+//! A function for a lower set is compiled without the features of a higher one: compilers use what they are allowed to
+//! (with VNNI on, `vpdpwssd` for a product and a sum).
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -27,8 +30,50 @@ impl Avx2 {
     }
 }
 
-/// As [`Avx2`], for: avx512f, avx512bw, avx512vl, avx512dq, avx512bf16, avx512vnni (and avx2, fma, f16c). A
-/// CPU without BF16 or VNNI runs the AVX2 kernels.
+/// As [`Avx2`], and `vpdpbusd` of 256 bits.
+#[cfg(target_arch = "x86_64")]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Avx2Vnni {
+    base: Avx2,
+    encoding: Encoding,
+}
+
+/// The two encodings of `vpdpbusd` of 256 bits.
+#[cfg(target_arch = "x86_64")]
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Encoding {
+    /// As AVX2's instructions are, in CPUs with AVX-VNNI: avxvnni.
+    Vex,
+    /// As those of AVX-512 are, in CPUs with that: avx512f, avx512vl, avx512vnni.
+    Evex,
+}
+
+#[cfg(target_arch = "x86_64")]
+impl Avx2Vnni {
+    /// The token, if the CPU and the system have the features of [`Avx2`] and of an encoding.
+    pub(crate) fn detect() -> Option<Self> {
+        let base = Avx2::detect()?;
+        if is_x86_feature_detected!("avxvnni") {
+            return Some(Self { base, encoding: Encoding::Vex });
+        }
+        let has = is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512vl")
+            && is_x86_feature_detected!("avx512vnni");
+        has.then_some(Self { base, encoding: Encoding::Evex })
+    }
+
+    /// The set without VNNI.
+    pub(crate) fn base(self) -> Avx2 {
+        self.base
+    }
+
+    /// The encoding that the CPU has; VEX of both.
+    pub(crate) fn encoding(self) -> Encoding {
+        self.encoding
+    }
+}
+
+/// As [`Avx2`], for: avx512f, avx512bw, avx512vl, avx512dq (and avx2, fma, f16c).
 #[cfg(target_arch = "x86_64")]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Avx512(());
@@ -41,10 +86,46 @@ impl Avx512 {
             && is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512vl")
-            && is_x86_feature_detected!("avx512dq")
-            && is_x86_feature_detected!("avx512bf16")
-            && is_x86_feature_detected!("avx512vnni");
+            && is_x86_feature_detected!("avx512dq");
         has.then_some(Self(()))
+    }
+}
+
+/// As [`Avx512`], and avx512vnni.
+#[cfg(target_arch = "x86_64")]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Avx512Vnni(Avx512);
+
+#[cfg(target_arch = "x86_64")]
+impl Avx512Vnni {
+    /// The token, if the CPU and the system have every feature of the list.
+    pub(crate) fn detect() -> Option<Self> {
+        let base = Avx512::detect()?;
+        is_x86_feature_detected!("avx512vnni").then_some(Self(base))
+    }
+
+    /// The set without VNNI.
+    pub(crate) fn base(self) -> Avx512 {
+        self.0
+    }
+}
+
+/// As [`Avx512Vnni`], and avx512bf16.
+#[cfg(target_arch = "x86_64")]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Avx512Bf16(Avx512Vnni);
+
+#[cfg(target_arch = "x86_64")]
+impl Avx512Bf16 {
+    /// The token, if the CPU and the system have every feature of the list.
+    pub(crate) fn detect() -> Option<Self> {
+        let base = Avx512Vnni::detect()?;
+        is_x86_feature_detected!("avx512bf16").then_some(Self(base))
+    }
+
+    /// The set without BF16.
+    pub(crate) fn base(self) -> Avx512Vnni {
+        self.0
     }
 }
 
@@ -56,9 +137,18 @@ pub(crate) enum Isa {
     /// 256-bit.
     #[cfg(target_arch = "x86_64")]
     Avx2(Avx2),
+    /// 256-bit, with sums of products of bytes.
+    #[cfg(target_arch = "x86_64")]
+    Avx2Vnni(Avx2Vnni),
     /// 512-bit.
     #[cfg(target_arch = "x86_64")]
     Avx512(Avx512),
+    /// 512-bit, with sums of products of bytes.
+    #[cfg(target_arch = "x86_64")]
+    Avx512Vnni(Avx512Vnni),
+    /// 512-bit, with sums of products of bytes and of bf16.
+    #[cfg(target_arch = "x86_64")]
+    Avx512Bf16(Avx512Bf16),
 }
 
 impl Isa {
@@ -69,7 +159,13 @@ impl Isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2(_) => IsaName::Avx2,
             #[cfg(target_arch = "x86_64")]
+            Isa::Avx2Vnni(_) => IsaName::Avx2Vnni,
+            #[cfg(target_arch = "x86_64")]
             Isa::Avx512(_) => IsaName::Avx512,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Vnni(_) => IsaName::Avx512Vnni,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Bf16(_) => IsaName::Avx512Bf16,
         }
     }
 }
@@ -81,8 +177,14 @@ pub(crate) fn detect(isa: IsaName) -> Option<Isa> {
         #[cfg(target_arch = "x86_64")]
         IsaName::Avx2 => Avx2::detect().map(Isa::Avx2),
         #[cfg(target_arch = "x86_64")]
+        IsaName::Avx2Vnni => Avx2Vnni::detect().map(Isa::Avx2Vnni),
+        #[cfg(target_arch = "x86_64")]
         IsaName::Avx512 => Avx512::detect().map(Isa::Avx512),
+        #[cfg(target_arch = "x86_64")]
+        IsaName::Avx512Vnni => Avx512Vnni::detect().map(Isa::Avx512Vnni),
+        #[cfg(target_arch = "x86_64")]
+        IsaName::Avx512Bf16 => Avx512Bf16::detect().map(Isa::Avx512Bf16),
         #[cfg(not(target_arch = "x86_64"))]
-        IsaName::Avx2 | IsaName::Avx512 => None,
+        _ => None,
     }
 }

@@ -16,7 +16,7 @@ pub(super) fn tile(panel: &Panel<'_>, (n_rows, inputs): (usize, Inputs<'_>), out
     match inputs {
         Inputs::Plain(x) => plain(panel, n_rows, x, out),
         Inputs::Groups(words, groups) => grouped(panel, n_rows, (words, groups), out),
-        Inputs::Pairs(_) => unreachable!("`form` gives pairs to AVX-512 only"),
+        Inputs::Pairs(_) => unreachable!("`form` gives pairs to AVX-512 with BF16 only"),
     }
 }
 
