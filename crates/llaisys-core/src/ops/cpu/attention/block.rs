@@ -75,13 +75,18 @@ impl<'a, T: KvElement> Block<'a, T> {
     /// The keys of the item's kv head number `head`.
     #[inline(always)]
     pub(super) fn keys(&self, head: usize) -> HeadRows<'_, T> {
-        HeadRows { block: self, data: self.keys, offset: head * (self.d + T::SCALE) }
+        self.head(self.keys, head)
     }
 
     /// The values of the item's kv head number `head`.
     #[inline(always)]
     pub(super) fn values(&self, head: usize) -> HeadRows<'_, T> {
-        HeadRows { block: self, data: self.values, offset: head * (self.d + T::SCALE) }
+        self.head(self.values, head)
+    }
+
+    #[inline(always)]
+    fn head<'b>(&'b self, data: &'b [T], head: usize) -> HeadRows<'b, T> {
+        HeadRows { block: self, data, offset: head * (self.d + T::SCALE) }
     }
 }
 
@@ -111,19 +116,25 @@ impl<'b, T: KvElement> HeadRows<'b, T> {
     /// The row of cell `i` of the block; of its first one if it has fewer. Panics if the cell is not there.
     #[inline(always)]
     pub(super) fn row(self, i: usize) -> &'b [T] {
-        &self.data[self.block.places[i % BLOCK] + self.offset..][..self.block.d]
+        &self.from(i)[..self.block.d]
     }
 
     /// By what the row of cell `i` is multiplied.
     #[inline(always)]
     pub(super) fn scale(self, i: usize) -> f32 {
-        T::scale(&self.data[self.block.places[i % BLOCK] + self.offset..][..self.block.d + T::SCALE])
+        T::scale(&self.from(i)[..self.block.d + T::SCALE])
+    }
+
+    /// The tensor from the row of cell `i` on.
+    #[inline(always)]
+    fn from(self, i: usize) -> &'b [T] {
+        &self.data[self.block.places[i] + self.offset..]
     }
 
     /// Fetches elements `at..at + n` of the row that is as far behind cell `i` as all is fetched ahead.
     #[inline(always)]
     pub(super) fn fetch<L: Lanes>(self, lanes: L, i: usize, (at, n): (usize, usize)) {
-        let start = self.data.as_ptr().wrapping_add(self.block.later[i % BLOCK] + self.offset + at);
+        let start = self.data.as_ptr().wrapping_add(self.block.later[i] + self.offset + at);
         prefetch_all(lanes, start, n);
     }
 }

@@ -119,16 +119,15 @@ impl<T: KvElement> Kernel for Compute<'_, T> {
         let d = job.heads.d_head;
         assert!(item.rows.iter().all(|row| row.n_visible > row.n_hidden), "a row that sees nothing");
         let area = Area::new(area, item.n_rows(), (d, d.next_multiple_of(L::N)));
-        let cells = item.cells(job);
-        let (n_hidden, soft_cap) = (item.n_hidden(), job.scoring.soft_cap);
+        let n_cells = item.cells(job).len();
         let own = item.reads(job);
         let reads = [own, next.map_or(Reads { cells: &[], ..own }, |next| next.reads(job))];
-        let n_read = 0;
-        let mut pass = Pass { lanes, job, item, cells, n_hidden, soft_cap, d, reads, is_first, n_read, area };
-        pass.scale_queries((job.q, job.scoring.scale), job.heads.row_len());
+        let n_hidden = item.n_hidden();
+        let mut pass = Pass { lanes, job, item, n_hidden, reads, is_first, n_read: 0, area };
+        pass.scale_queries();
         let (spans, span_len) = item.spans(job);
         for span in spans.clone() {
-            pass.span(span * span_len..((span + 1) * span_len).min(cells.len()), span == spans.start);
+            pass.span(span * span_len..((span + 1) * span_len).min(n_cells), span == spans.start);
         }
         if !spans.is_empty() {
             give(&pass.area.total, (job.heads, item), target);
@@ -172,13 +171,8 @@ struct Pass<'a, L, T> {
     lanes: L,
     job: &'a Job<'a, T>,
     item: &'a Item<'a>,
-    /// Every cell that a row of the item sees.
-    cells: &'a [u32],
-    /// How many of them, from the first on, no row sees.
+    /// How many of the item's cells, from the first on, no row sees.
     n_hidden: usize,
-    soft_cap: Option<f32>,
-    /// Numbers of a head.
-    d: usize,
     /// What this item reads, and what the one after it.
     reads: [Reads<'a>; 2],
     /// Nothing of what it reads was fetched by an item before it.
@@ -189,11 +183,17 @@ struct Pass<'a, L, T> {
 }
 
 impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
+    /// Numbers of a head in whole vectors.
+    #[inline(always)]
+    fn padded(&self) -> usize {
+        self.job.heads.d_head.next_multiple_of(L::N)
+    }
+
     /// Queries times the scale of scores, rounded to the type of keys.
     #[inline(always)]
-    fn scale_queries(&mut self, (q, scale): (&[f32], f32), row_len: usize) {
-        let (item, d) = (self.item, self.d);
-        let scale = self.lanes.splat(scale);
+    fn scale_queries(&mut self) {
+        let (item, Job { q, scoring, heads, .. }) = (self.item, self.job);
+        let (d, row_len, scale) = (heads.d_head, heads.row_len(), self.lanes.splat(scoring.scale));
         for (i, out) in self.area.queries.chunks_exact_mut(d).enumerate() {
             let row = (item.first_row + i / item.heads.len()) * row_len;
             let head = &q[row + (item.heads.start + i % item.heads.len()) * d..][..d];
@@ -227,7 +227,7 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
     #[inline(always)]
     fn block(&mut self, start: usize, span_end: usize) {
         let (lanes, n_heads) = (self.lanes, self.item.kv_heads.len());
-        let n = self.cells.len().min(span_end).min(start + BLOCK) - start;
+        let n = span_end.min(start + BLOCK) - start;
         let is_single = self.item.rows.len() == 1;
         let block = Block::new(self.job, (self.reads, n_heads), (self.n_read, n));
         if self.is_first && self.n_read == 0 {
@@ -251,11 +251,11 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
             if is_single {
                 self.add_values(start, &Stored(values), rows);
             } else {
-                let padded = self.d.next_multiple_of(L::N);
+                let (padded, d) = (self.padded(), self.job.heads.d_head);
                 let packed = std::mem::take(&mut self.area.values);
                 tile::pack_values(lanes, values, n, packed);
                 let element = PhantomData::<T>;
-                self.add_values(start, &Packed { values: packed, padded, d: self.d, element }, rows);
+                self.add_values(start, &Packed { values: packed, padded, d, element }, rows);
                 self.area.values = packed;
             }
         }
@@ -264,7 +264,7 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
     /// Scores of `rows` against the packed keys, which begin `offset` cells into the block.
     #[inline(always)]
     fn score(&mut self, start: usize, offset: usize, rows: Range<usize>) {
-        let (item, d) = (self.item, self.d);
+        let (item, d) = (self.item, self.job.heads.d_head);
         let height = tile::height::<L>(rows.len());
         let queries = self.area.queries[rows.start * d..rows.end * d].chunks(height * d);
         let first = rows.start;
@@ -318,7 +318,7 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
                 continue;
             }
             let (m, scores) = (state.m[i], &mut scores[..seen.end.next_multiple_of(L::N)]);
-            if let Some(cap) = self.soft_cap {
+            if let Some(cap) = self.job.scoring.soft_cap {
                 Cap { x: scores, cap }.run(lanes);
             }
             let largest = largest(lanes, scores, seen.clone());
@@ -336,7 +336,7 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
     #[inline(always)]
     fn add_values<V: Values<L, Element = T>>(&mut self, start: usize, values: &V, rows: Range<usize>) {
         let (lanes, item) = (self.lanes, self.item);
-        let padded = self.d.next_multiple_of(L::N);
+        let padded = self.padded();
         let height = tile::height::<L>(rows.len());
         let mut first = rows.start;
         while first < rows.end {
@@ -358,7 +358,7 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
     /// takes it as it is, as it does where the item begins with this span.
     #[inline(always)]
     fn merge(&mut self, cells: Range<usize>) {
-        let padded = self.d.next_multiple_of(L::N);
+        let padded = self.padded();
         let (total, span) = (&mut self.area.total, &self.area.span);
         for (i, (v, span_v)) in total.v.chunks_exact_mut(padded).zip(span.v.chunks_exact(padded)).enumerate()
         {

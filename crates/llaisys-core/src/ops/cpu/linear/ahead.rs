@@ -31,17 +31,21 @@ impl Ahead {
         n_rows: usize,
     ) -> Self {
         let n_bytes = panel.len();
+        let is_worth_it = match n {
+            1 => n_rows >= min_rows(format),
+            2 => n_bytes < MIDDLE_PANEL.end,
+            _ => true,
+        };
+        if !is_worth_it {
+            return Self::NONE;
+        }
         let step = if format.is_grouped() { format.group_bytes() } else { 4 * PANEL };
         let lines_per_step = (step / 64).div_ceil(n);
-        let (start, is_far) = match n {
-            1 if n_rows < min_rows(format) => return Self::NONE,
-            1 => (n_bytes.min(DISTANCE), true),
-            2 if n_bytes >= MIDDLE_PANEL.end => return Self::NONE,
-            _ => (
-                n_bytes + i * lines_per_step * 64 * (n_bytes / step),
-                n == 2 || MIDDLE_PANEL.contains(&n_bytes),
-            ),
+        let start = match n {
+            1 => n_bytes.min(DISTANCE),
+            _ => n_bytes + i * lines_per_step * 64 * (n_bytes / step),
         };
+        let is_far = n <= 2 || MIDDLE_PANEL.contains(&n_bytes);
         if start >= n_bytes + rest.len().min(n_bytes) {
             return Self::NONE;
         }
