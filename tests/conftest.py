@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -18,6 +19,27 @@ from serving import Server, serving
 
 # A shell that runs the tests in the background ignores SIGINT, and every program that they start would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--model-path", type=Path, help="a Hugging Face folder: acceptance tests compare it with transformers"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without `--model-path` there is nothing to compare, so those tests are not selected."""
+    if config.getoption("--model-path") is None:
+        live = [item for item in items if item.get_closest_marker("live")]
+        config.hook.pytest_deselected(items=live)
+        items[:] = [item for item in items if not item.get_closest_marker("live")]
+
+
+@pytest.fixture
+def model_path(request: pytest.FixtureRequest) -> Path:
+    """The folder of `--model-path`."""
+    path: Path = request.config.getoption("--model-path")
+    return path
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from llaisys.llm import LLM as LLM
     from llaisys.service import AsyncLLM as AsyncLLM
     from llaisys.types import CompletionOutput as CompletionOutput
+    from llaisys.types import CompletionUsage as CompletionUsage
     from llaisys.types import Logprob as Logprob
     from llaisys.types import RequestOutput as RequestOutput
     from llaisys.types import SamplingParams as SamplingParams
@@ -25,6 +26,7 @@ _HOMES = {
     "Config": "llaisys.config",
     "cuda_info": "llaisys.engine.worker",
     "CompletionOutput": "llaisys.types",
+    "CompletionUsage": "llaisys.types",
     "Logprob": "llaisys.types",
     "RequestOutput": "llaisys.types",
     "SamplingParams": "llaisys.types",

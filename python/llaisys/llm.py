@@ -1,4 +1,4 @@
-"""The blocking door, for scripts: prompts in, whole answers out, in the same order.
+"""The blocking API, for scripts: prompts in, completions out, whole or as a stream of deltas.
 
 The engine is the one that serves.
 """
@@ -13,11 +13,11 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from types import TracebackType
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias, overload
 
 from tqdm import tqdm
 
@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 Prompt: TypeAlias = "str | Mapping[str, Any] | Sequence[int]"
 Messages: TypeAlias = "Sequence[Mapping[str, Any]]"
+ParamsOrList: TypeAlias = "SamplingParams | Sequence[SamplingParams]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,41 +118,100 @@ class LLM:
         """What `generate` uses where none are given: the model's own defaults."""
         return SamplingParams(**self._model.sampling_defaults)
 
+    @overload
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: ParamsOrList | None = None,
         *,
+        stream: Literal[False] = False,
         session_id: str | Sequence[str] = "",
         use_tqdm: bool = False,
-    ) -> list[RequestOutput]:
-        """Answers, in the order of the prompts.
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: ParamsOrList | None = None,
+        *,
+        stream: Literal[True],
+        session_id: str | Sequence[str] = "",
+        use_tqdm: bool = False,
+    ) -> Iterator[RequestOutput]: ...
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: ParamsOrList | None = None,
+        *,
+        stream: bool = False,
+        session_id: str | Sequence[str] = "",
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput] | Iterator[RequestOutput]:
+        """Return the completions, in the order of the prompts; with `stream`, an iterator over their deltas.
 
         - `prompts`: one or several: text, `{"prompt": text}`, `{"prompt_token_ids": ids}` or ids themselves.
         - `sampling_params`: one for all, or one each; None: the model's defaults.
         - `session_id`: the session (made if it is new) whose KV a request's becomes at its end, and is kept;
           one for one prompt, or one each, "" for none. The prompt is the whole conversation all the same.
+        - `stream`: each item is what one choice has new: `text`, `token_ids` and `logprobs` of its
+          one output. Deltas of several prompts are interleaved; request ids ascend in the order of the prompts. Closing
+          the iterator cancels what is still open; nothing is submitted before its first item is asked for.
 
         Everything is checked before anything runs: RejectedError names the field, ContextLengthError both
         lengths. A request that fails or times out while it runs does not stop the others: its `finish_reason`
         is `error` or `timeout`, and the log says why. Raises EngineDeadError if the engine dies.
         """
         texts_and_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
-        return self._run(texts_and_ids, sampling_params, session_id, use_tqdm=use_tqdm)
+        asks = self._checked(texts_and_ids, sampling_params, session_id)
+        deltas = self._deltas(asks, use_tqdm=use_tqdm)
+        return deltas if stream else _joined(asks, deltas)
 
+    @overload
     def chat(
         self,
         messages: Messages | Sequence[Messages],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: ParamsOrList | None = None,
         *,
+        stream: Literal[False] = False,
         session_id: str | Sequence[str] = "",
         use_tqdm: bool = False,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[RequestOutput]:
-        """Answers to one conversation or a list of them, by the model's chat template; else as `generate`.
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: ParamsOrList | None = None,
+        *,
+        stream: Literal[True],
+        session_id: str | Sequence[str] = "",
+        use_tqdm: bool = False,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Iterator[RequestOutput]: ...
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: ParamsOrList | None = None,
+        *,
+        stream: bool = False,
+        session_id: str | Sequence[str] = "",
+        use_tqdm: bool = False,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput] | Iterator[RequestOutput]:
+        """Complete one conversation or a list of them, by the model's chat template; else as `generate`.
 
         Raises UnsupportedError if the model has no template.
         """
@@ -165,7 +225,9 @@ class LLM:
         }
         self._check_open()
         rendered = [self._model.chat_prompt(conversation, options) for conversation in conversations]
-        return self._run([*rendered], sampling_params, session_id, use_tqdm=use_tqdm)
+        asks = self._checked([*rendered], sampling_params, session_id)
+        deltas = self._deltas(asks, use_tqdm=use_tqdm)
+        return deltas if stream else _joined(asks, deltas)
 
     def close(self) -> None:
         """Frees the model; idempotent."""
@@ -198,14 +260,13 @@ class LLM:
             return prompt, self._model.tokenizer.encode(prompt, add_special_tokens=True)
         return None, _ids(prompt)
 
-    def _run(
+    def _checked(
         self,
         prompts: Sequence[tuple[str | None, list[int]]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        sampling_params: ParamsOrList | None,
         session_id: str | Sequence[str],
-        *,
-        use_tqdm: bool,
-    ) -> list[RequestOutput]:
+    ) -> list[_Ask]:
+        """What to submit, checked. Raises as `generate`."""
         params = self._params(sampling_params, len(prompts))
         sessions = _sessions(session_id, len(prompts))
         asks = [
@@ -223,17 +284,19 @@ class LLM:
             self._client.check(ask.ids, ask.params)
             if ask.params.structured_outputs is not None:
                 self._grammars.compile(ask.params.structured_outputs)
+        return asks
+
+    def _deltas(self, asks: Sequence[_Ask], *, use_tqdm: bool) -> Iterator[RequestOutput]:
+        """Runs the requests. A generator of this object: it keeps the engine alive while it is read."""
         with tqdm(total=len(asks), desc="Processed prompts", disable=not use_tqdm) as progress:
-            return _Run(self._client, self._model, self._router, self._timeout_s()).answer(asks, progress)
+            yield from _Run(self._client, self._model, self._router, self._timeout_s()).deltas(asks, progress)
 
     def _timeout_s(self) -> float:
         """A batch takes as long as it takes; only a limit that somebody set is kept."""
         is_set = "request_timeout_s" in self._config.model_fields_set
         return self._config.request_timeout_s if is_set else math.inf
 
-    def _params(
-        self, given: SamplingParams | Sequence[SamplingParams] | None, n_prompts: int
-    ) -> Sequence[SamplingParams]:
+    def _params(self, given: ParamsOrList | None, n_prompts: int) -> Sequence[SamplingParams]:
         if given is None:
             given = self.get_default_sampling_params()
         if isinstance(given, SamplingParams):
@@ -274,7 +337,7 @@ class _Router:
 
 
 class _Run:
-    """One call of `generate`: feeds its prompts as permits come free, collects the answers."""
+    """One call of `generate`: feeds its prompts as permits come free, and yields what comes of them."""
 
     def __init__(self, client: EngineClient, model: Model, router: _Router, timeout_s: float) -> None:
         self._client = client
@@ -283,24 +346,23 @@ class _Run:
         self._eos = tuple(model.info.eos_token_ids)
         self._processor = OutputProcessor(model.tokenizer)
         self._news: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()
-        self._open: dict[RequestId, RequestOutput] = {}
+        self._open: set[RequestId] = set()
 
-    def answer(self, asks: Sequence[_Ask], progress: tqdm[NoReturn]) -> list[RequestOutput]:
-        """All answers, in the order of the asks. On any error, Ctrl-C too, what is open is cancelled."""
+    def deltas(self, asks: Sequence[_Ask], progress: tqdm[NoReturn]) -> Iterator[RequestOutput]:
+        """What each choice has new, in the order of the engine. On any error, Ctrl-C too, and when the
+        iterator is closed, what is open is cancelled."""
         queued = deque(asks)
-        answers: dict[RequestId, RequestOutput] = {}
         try:
             while queued or self._open:
                 while queued and self._submit(queued[0]):
                     queued.popleft()
-                ended = self._take(self._news.get())
-                if ended is not None:
-                    answers[ended.request_id] = ended
-                    progress.update()
+                delta = self._take(self._news.get())
+                if delta is not None:
+                    progress.update(delta.finished)
+                    yield delta
         finally:
             for request_id in self._open:
                 self._client.cancel(request_id)
-        return [answers[ask.request_id] for ask in asks]
 
     def _submit(self, ask: _Ask) -> bool:
         """False if other requests have to end first; waits for those of other calls if none is ours."""
@@ -324,26 +386,34 @@ class _Run:
             self._router.leave(ask.request_id)
             raise
         self._processor.add(ask.request_id, ask.prompt, ask.ids, ask.params)
-        self._open[ask.request_id] = empty(ask.request_id, ask.prompt, ask.ids, ask.params.n)
+        self._open.add(ask.request_id)
         return True
 
     def _take(self, event: EngineOutput) -> RequestOutput | None:
-        """Joins one output to its answer; the answer, once it is whole."""
-        whole = self._open.get(event.request_id)
-        if whole is None:  # the engine's word on a request that a stop string ended
-            return None
-        if event.error is None and not self._processor.expects(event):  # or on a choice that one ended
+        """The delta of an event; None for an event of a request or choice that a stop string has ended."""
+        if event.request_id not in self._open:
             return None
         if isinstance(event.error, EngineDeadError):
-            del self._open[event.request_id]
+            self._open.remove(event.request_id)
             raise event.error
+        if not self._processor.expects(event):
+            return None
         if event.error is not None:
             log.error("request %s: %s", event.request_id, event.error)
         delta = self._processor.process(event)
-        append(whole, delta)
         if event.finish_reason is None and delta.outputs[0].finish_reason is not None:
             self._client.cancel(event.request_id, event.index)
-        return self._open.pop(event.request_id) if whole.finished else None
+        if delta.finished:
+            self._open.remove(event.request_id)
+        return delta
+
+
+def _joined(asks: Sequence[_Ask], deltas: Iterator[RequestOutput]) -> list[RequestOutput]:
+    """The whole completions, in the order of the requests."""
+    wholes = {ask.request_id: empty(ask.request_id, ask.prompt, ask.ids, ask.params.n) for ask in asks}
+    for delta in deltas:
+        append(wholes[delta.request_id], delta)
+    return list(wholes.values())
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:

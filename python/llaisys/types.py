@@ -154,7 +154,8 @@ def _check_unicode(where: str, text: str) -> None:
 class SamplingParams:
     """How one request is sampled. Names, meanings and defaults are vLLM's.
 
-    Raises RejectedError naming the field and its bound.
+    Raises RejectedError naming the field and its bound. `stop`, `stop_token_ids`, `logit_bias` and
+    `bad_words` may be given as None, vLLM's default, which means none; afterwards they are never None.
 
     - `n`: answers to the same prompt, which is computed once; at most the engine's `max_num_seqs`.
     - `temperature` 0 is greedy (argmax, lowest id on a tie).
@@ -203,6 +204,9 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        for name, empty in (("stop", ()), ("stop_token_ids", ()), ("bad_words", ()), ("logit_bias", {})):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, empty)
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         if self.top_k == -1:
@@ -300,6 +304,19 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
+@dataclass(frozen=True, slots=True)
+class CompletionUsage:
+    """Tokens of a request, named as in OpenAI's `usage`: of the prompt, once, and of all choices.
+
+    `cached_tokens`: prompt tokens whose KV came from the prefix cache.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    cached_tokens: int
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """What a request has given, shaped as vLLM's.
@@ -318,6 +335,12 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     embedding: bytes | None = None
     queued_s: float = 0.0
+
+    @property
+    def usage(self) -> CompletionUsage:
+        """Tokens of this output: of a streamed delta, the completion tokens are the delta's own."""
+        n_prompt, n_new = len(self.prompt_token_ids), sum(len(each.token_ids) for each in self.outputs)
+        return CompletionUsage(n_prompt, n_new, n_prompt + n_new, self.num_cached_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,3 +46,24 @@ def test_tokens_do_not_depend_on_batch_chunks_or_order(golden: Golden, seed: int
     assert answers[2] == answers[0]
     assert answers[3] == answers[0]
     assert [len(a) for a in answers[0]] == [p.max_tokens for p in params]
+
+
+def test_continuous_batching_needs_fewer_steps_than_static_batches(golden: Golden) -> None:
+    """Counted on the real core: a static batch runs until its longest completion has ended."""
+    seed, n_batch = 14, 8
+    rng = random.Random(seed)
+    prompts = [{"prompt_token_ids": rng.choice(golden.prompts)[:8]} for _ in range(96)]
+    params = [SamplingParams(temperature=0, max_tokens=rng.randint(1, 40), ignore_eos=True) for _ in prompts]
+    with LLM(str(FOLDER), dtype="float32", max_num_seqs=n_batch) as llm:
+
+        def num_steps() -> int:
+            return llm._client.stats().num_steps
+
+        static = []
+        for at in range(0, len(prompts), n_batch):
+            static += llm.generate(prompts[at : at + n_batch], params[at : at + n_batch])
+        n_static = num_steps()
+        continuous = llm.generate(prompts, params)
+        n_continuous = num_steps() - n_static
+    assert [o.outputs[0].token_ids for o in continuous] == [o.outputs[0].token_ids for o in static]
+    assert n_static >= 1.5 * n_continuous, f"seed {seed}: {n_static} steps against {n_continuous}"

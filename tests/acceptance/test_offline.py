@@ -71,6 +71,79 @@ def test_chat_takes_one_conversation_or_many(llm: LLM) -> None:
     assert [o.outputs[0].token_ids for o in both] == [single.outputs[0].token_ids] * 2
 
 
+def test_usage_counts_prompt_and_completion_tokens(llm: LLM, golden: Golden) -> None:
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=7, ignore_eos=True, n=3)
+    prompt = golden.prompts[2]
+    (output,) = llm.generate({"prompt_token_ids": prompt}, params)
+    usage = output.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), 21)
+    assert usage.total_tokens == len(prompt) + 21
+    (again,) = llm.generate({"prompt_token_ids": prompt}, params)
+    assert again.usage.cached_tokens == len(prompt) - 1  # the last token's logits are computed each time
+
+
+def test_a_stream_gives_the_same_completions_in_pieces(llm: LLM, golden: Golden) -> None:
+    prompts = [{"prompt_token_ids": p} for p in golden.prompts]
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=9, ignore_eos=True, n=2, logprobs=1)
+    wholes = llm.generate(prompts, params)
+    joined: dict[tuple[int, int], list[object]] = {}
+    finished = []
+    ids: dict[str, None] = {}
+    n_deltas = 0
+    for delta in llm.generate(prompts, params, stream=True):
+        ids.setdefault(delta.request_id)
+        n_deltas += 1
+        for output in delta.outputs:
+            pieces = joined.setdefault((int(delta.request_id), output.index), ["", [], [], None])
+            pieces[0] += output.text  # type: ignore[operator]
+            pieces[1] += output.token_ids  # type: ignore[operator]
+            pieces[2] += output.logprobs or []  # type: ignore[operator]
+            pieces[3] = output.finish_reason
+        finished += [delta.request_id] if delta.finished else []
+    assert n_deltas > 2 * len(prompts)  # pieces, not the whole at once
+    assert sorted(finished) == sorted(ids)  # each request ends once
+    first = min(map(int, ids))  # ids ascend in the order of the prompts
+    want = {
+        (first + i, answer.index): [answer.text, answer.token_ids, answer.logprobs, answer.finish_reason]
+        for i, whole in enumerate(wholes)
+        for answer in whole.outputs
+    }
+    assert joined == want
+
+
+def test_chat_streams(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    (whole,) = llm.chat(messages, GREEDY)
+    deltas = list(llm.chat(messages, GREEDY, stream=True))
+    assert "".join(delta.outputs[0].text for delta in deltas) == whole.outputs[0].text
+    assert [token for delta in deltas for token in delta.outputs[0].token_ids] == whole.outputs[0].token_ids
+    assert [delta.finished for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+
+
+def test_a_stream_checks_at_once_and_closing_it_cancels(golden: Golden) -> None:
+    with LLM(str(FOLDER), dtype="float32", max_num_seqs=1, max_num_queued_reqs=0) as llm:
+        with pytest.raises(RejectedError, match="600"):
+            llm.generate({"prompt_token_ids": [600]}, GREEDY, stream=True)
+        never_read = llm.generate({"prompt_token_ids": golden.prompts[0]}, GREEDY, stream=True)
+        long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+        stream = llm.generate({"prompt_token_ids": golden.prompts[0]}, long, stream=True)
+        next(stream)
+        stream.close()  # type: ignore[attr-defined]  # an iterator of ours is a generator
+        # There is one place, so this runs only once the closed stream has given its own back.
+        (after,) = llm.generate({"prompt_token_ids": golden.prompts[0]}, GREEDY)
+        assert after.outputs[0].token_ids == golden.greedy[0]
+        assert len(list(never_read)) > 1
+
+
+@pytest.mark.parametrize("field", ["stop", "stop_token_ids", "logit_bias", "bad_words"])
+def test_none_means_none(field: str, llm: LLM, golden: Golden) -> None:
+    """vLLM's defaults."""
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, **{field: None})  # type: ignore[arg-type]
+    assert params == GREEDY
+    (output,) = llm.generate({"prompt_token_ids": golden.prompts[0]}, params)
+    assert output.outputs[0].token_ids == golden.greedy[0]
+
+
 @pytest.mark.parametrize(
     ("bad", "field"),
     [

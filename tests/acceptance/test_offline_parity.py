@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import live
 from golden import FOLDER, load_golden
 from llaisys import LLM, SamplingParams
 
@@ -37,3 +38,15 @@ def test_smollm2_chat() -> None:
         assert output.outputs[0].token_ids == case["greedy_ids"]
         assert output.outputs[0].text == case["greedy_text"]
         assert output.outputs[0].finish_reason == case["finish_reason"]
+
+
+@pytest.mark.live
+def test_any_model_generates_as_transformers_does(model_path: Path) -> None:
+    """Tokenizer, engine and core at once: the prompts are texts."""
+    wants = live.continuations(model_path)
+    params = SamplingParams(temperature=0, max_tokens=live.N_TOKENS, ignore_eos=True)
+    with LLM(str(model_path), dtype="float32", num_kv_cells=2048, max_model_len=512) as llm:
+        outputs = llm.generate(live.TEXTS, params)
+    for output, want in zip(outputs, wants, strict=True):
+        assert output.prompt_token_ids == want.prompt_ids
+        live.assert_follows(output.outputs[0].token_ids, want)

@@ -1,0 +1,62 @@
+"""Greedy continuations by transformers, computed now, for the model of `--model-path`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+TEXTS = (
+    "The capital of France is",
+    "def fibonacci(n):\n    ",
+    "Water boils at 100 degrees because",
+    "1, 2, 3, 4, 5, 6, 7,",
+)
+N_TOKENS = 24
+# A token that won by less than this share of the largest logit may be another one in a second implementation of
+# float32: the tolerance of the goldens' logits, once for each of the two logits that are compared.
+TIE = 2e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """`token_ids[i]` won by `margins[i]`, as a share of the largest logit of its step."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    margins: list[float]
+
+
+def continuations(path: Path, texts: tuple[str, ...] = TEXTS) -> list[Continuation]:
+    """What transformers continues each text with, in float32, one text at a time, not stopping at eos."""
+    try:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as e:
+        raise pytest.UsageError(
+            f"--model-path compares with transformers: pip install torch transformers ({e})"
+        ) from e
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    made = []
+    for text in texts:
+        prompt_ids = tokenizer(text)["input_ids"]
+        ids, margins = list(prompt_ids), []
+        for _ in range(N_TOKENS):
+            with torch.no_grad():
+                logits = model(torch.tensor([ids])).logits[0, -1]
+            best, second = torch.topk(logits, 2).values.tolist()
+            margins.append((best - second) / float(logits.abs().max()))
+            ids.append(int(logits.argmax()))
+        made.append(Continuation(prompt_ids, ids[len(prompt_ids) :], margins))
+    return made
+
+
+def assert_follows(token_ids: list[int], want: Continuation) -> None:
+    """Equal ids, up to a step whose winner is a tie."""
+    for step, (ours, theirs) in enumerate(zip(token_ids, want.token_ids, strict=True)):
+        if ours != theirs:
+            margin = want.margins[step]
+            assert margin < TIE, f"step {step}: {ours}, transformers has {theirs} by a margin of {margin:.1e}"
+            return
