@@ -14,8 +14,8 @@ TEXTS = (
     "1, 2, 3, 4, 5, 6, 7,",
 )
 N_TOKENS = 24
-# A token that won by less than this share of the largest logit may be another one in a second implementation of
-# float32: the tolerance of the goldens' logits, once for each of the two logits that are compared.
+# A token that won by less than this share of the largest logit may be another one in a second float32
+# implementation: the tolerance of the goldens' logits, once for each of the two that are compared.
 TIE = 2e-4
 
 
@@ -35,7 +35,7 @@ def continuations(path: Path, texts: tuple[str, ...] = TEXTS) -> list[Continuati
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as e:
         raise pytest.UsageError(
-            f"--model-path compares with transformers: pip install torch transformers ({e})"
+            f"--model-path needs transformers: pip install torch transformers ({e})"
         ) from e
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()

@@ -156,8 +156,9 @@ class LLM:
         - `session_id`: the session (made if it is new) whose KV a request's becomes at its end, and is kept;
           one for one prompt, or one each, "" for none. The prompt is the whole conversation all the same.
         - `stream`: each item is what one choice has new: `text`, `token_ids` and `logprobs` of its
-          one output. Deltas of several prompts are interleaved; request ids ascend in the order of the prompts. Closing
-          the iterator cancels what is still open; nothing is submitted before its first item is asked for.
+          one output. Deltas of several prompts are interleaved; request ids ascend in the order of the
+          prompts. Closing the iterator cancels what is still open; nothing is submitted before its first
+          item is asked for.
 
         Everything is checked before anything runs: RejectedError names the field, ContextLengthError both
         lengths. A request that fails or times out while it runs does not stop the others: its `finish_reason`

@@ -191,7 +191,10 @@ class LLMEngine:
         """Seconds after which a step is due if nothing else happens; None: never."""
         if self.has_work() or self.session_calls.is_ready:
             return 0.0
-        return self._limits.timeout_scan_s if self._requests.parked else None
+        waits = [self._limits.timeout_scan_s] if self._requests.parked else []
+        if self._has_excess_cache():
+            waits.append(self._limits.kv_cleanup_interval_s)
+        return min(waits, default=None)
 
     def step(self, now_s: float) -> list[EngineOutput]:
         """Plans, runs one batch, settles. Outputs are in the order in which things happened.
@@ -290,6 +293,16 @@ class LLMEngine:
         while (made.preempt or made.short) and self.sessions.unpin_oldest():
             made = plan(self._view(), now_s)
         return made
+
+    def _has_excess_cache(self) -> bool:
+        """True while the next clean-up would evict: the cached prefixes are above their threshold."""
+        if self._prefix is None:
+            return False
+        n_free_wanted = self._limits.n_cells_spared
+        return any(
+            n_free < n_free_wanted and self._prefix.n_evictable(stream)
+            for stream, n_free in enumerate(self._worker.n_cells_free)
+        )
 
     def _n_spare(self, stream: int) -> int:
         """Cells of an arena that are free or can be evicted, and that no running request needs soon."""

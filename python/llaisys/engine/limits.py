@@ -83,6 +83,11 @@ class Limits:
         return self.n_cells // self.n_streams
 
     @property
+    def n_cells_spared(self) -> int:
+        """Cells of one KV stream that a clean-up of the prefix cache leaves free."""
+        return self.n_cells_per_stream - int(self.n_cells_per_stream * self.kv_eviction_threshold)
+
+    @property
     def n_seats(self) -> int:
         """Requests that one step can serve."""
         return min(self.max_batch_size or self.max_num_seqs, self.max_num_seqs, self.max_num_batched_tokens)

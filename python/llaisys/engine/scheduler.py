@@ -255,6 +255,5 @@ class _Draft:
     def n_free_wanted(self, *, cleaned: bool) -> tuple[int, ...]:
         """Cells that must be free in each arena: what the step takes, and at a clean-up the rest above the
         threshold."""
-        n_cells = self._limits.n_cells_per_stream
-        spare = n_cells - int(n_cells * self._limits.kv_eviction_threshold) if cleaned else 0
+        spare = self._limits.n_cells_spared if cleaned else 0
         return tuple(max(spare, taken) for taken in self._room.taken)

@@ -170,6 +170,25 @@ def test_the_cache_is_cut_to_its_threshold_every_so_often() -> None:
     made.finish()
 
 
+def test_an_idle_engine_wakes_once_to_cut_its_cache() -> None:
+    made = roomy(n_cells=100, kv_eviction_threshold=0.5, kv_cleanup_interval_s=1.0)
+    made.submit("a", prompt=CHAT, max_tokens=1)
+    made.step(1, NOW)
+    made.submit("b", prompt=CHAT[::-1], max_tokens=1)
+    made.step(1, NOW + 0.5)
+    assert not made.engine.has_work()
+    assert (made.engine.stats().kv_cells_free, made.engine.wait_s()) == (20, 1.0)
+    made.step(1, NOW + 1.5)
+    assert (made.engine.stats().kv_cells_free, made.engine.wait_s()) == (50, None)
+
+
+def test_an_idle_engine_sleeps_where_sessions_keep_the_cache_above_its_threshold() -> None:
+    made = roomy(n_cells=100, kv_eviction_threshold=0.25, kv_cleanup_interval_s=1.0)
+    made.submit("a", prompt=CHAT, max_tokens=1, session_id="s")
+    made.step(1, NOW)
+    assert (made.engine.stats().kv_cells_free, made.engine.wait_s()) == (60, None)
+
+
 # --- arenas ---
 
 
