@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -87,13 +87,17 @@ class Match:
 
 
 class Lock:
-    """A pinned path: its first `n_tokens` tokens are not evicted until it is given back, once."""
+    """A pinned path: its first `n_tokens` tokens are not evicted until it is given back, once.
 
-    __slots__ = ("_node", "n_tokens")
+    `of_session`: a session has it, and not a request that runs.
+    """
 
-    def __init__(self, node: Node) -> None:
+    __slots__ = ("_node", "n_tokens", "of_session")
+
+    def __init__(self, node: Node, *, of_session: bool) -> None:
         self._node: Node | None = node
         self.n_tokens = node.end
+        self.of_session = of_session
 
 
 class PrefixIndex:
@@ -111,6 +115,7 @@ class PrefixIndex:
         self._n_evictable = [0] * n_streams
         self._lost: dict[tuple[Key | int, int, int], None] = {}
         self._n_locks = 0
+        self._n_session_pinned = 0
         self._n_nodes_made = 0
 
     # --- questions: nothing changes ---
@@ -135,10 +140,10 @@ class PrefixIndex:
         """Cells that only this lock keeps from being evicted."""
         return sum(len(node.tokens) for node in _locked(lock).upward() if node.n_pins == 1)
 
-    def n_locked(self, locks: Iterable[Lock]) -> int:
-        """Cells that these locks pin; one that several pin counts once."""
-        nodes = {node for lock in locks for node in _locked(lock).upward()}
-        return sum(len(node.tokens) for node in nodes)
+    @property
+    def n_session_pinned(self) -> int:
+        """Cells that sessions pin; one that several pin counts once."""
+        return self._n_session_pinned
 
     def dump(self) -> list[tuple[str, int, int, int, list[int], int]]:
         """Every node as (salt, stream, segment, start, tokens, locks here and below); parents first."""
@@ -151,12 +156,13 @@ class PrefixIndex:
     # --- changes ---
 
     def lock(
-        self, salt: str, tokens: Sequence[int], n: int, stream: int = 0
+        self, salt: str, tokens: Sequence[int], n: int, stream: int = 0, *, of_session: bool = False
     ) -> tuple[Lock, tuple[CacheEdit, ...]]:
         """Pins the cached part of the first `n` tokens (the lock's `n_tokens` says how far it goes) and ends
         a node there."""
         edits: list[CacheEdit] = []
-        return self._pin(self._descend((salt, stream), as_ids(tokens)[:n], edits)), tuple(edits)
+        lowest = self._descend((salt, stream), as_ids(tokens)[:n], edits)
+        return self._pin(lowest, of_session=of_session), tuple(edits)
 
     def unlock(self, lock: Lock) -> None:
         """Gives a lock back; what no other lock pins counts as used just now. A lock is given back once."""
@@ -165,6 +171,9 @@ class PrefixIndex:
         self._n_locks -= 1
         for node in lowest.upward():
             node.n_pins -= 1
+            if lock.of_session:
+                node.n_session_pins -= 1
+                self._n_session_pinned -= 0 if node.n_session_pins else len(node.tokens)
             if node.n_pins == 0 and node.parent is not None:
                 self._place_last(node)
         self._forget_if_empty(lowest.key)
@@ -184,7 +193,7 @@ class PrefixIndex:
             self._n_retained[stream] += len(leaf.tokens)
             node = leaf
             edits.append(Retain(leaf.segment, leaf.start, leaf.end))
-        pinned = self._pin(node)
+        pinned = self._pin(node, of_session=False)
         if lock is not None:
             self.unlock(lock)
         return pinned, tuple(edits)
@@ -224,6 +233,11 @@ class PrefixIndex:
         n_locks = sum(n.n_pins - sum(c.n_pins for c in n.children.values()) for _, n in nodes)
         if n_locks != self._n_locks:
             raise BrokenInvariant(f"the nodes count {n_locks} locks, the index {self._n_locks}")
+        n_session_pinned = sum(len(node.tokens) for _, node in nodes if node.n_session_pins)
+        if n_session_pinned != self._n_session_pinned:
+            raise BrokenInvariant(
+                f"sessions pin {n_session_pinned} cells, counted are {self._n_session_pinned}"
+            )
         if not all(root.children or root.n_pins for root in self._roots.values()):
             raise BrokenInvariant("an empty tree was kept")
         for stream, order in enumerate(self._unpinned):
@@ -278,7 +292,7 @@ class PrefixIndex:
         """Cuts a node after `n_head` tokens. The segment stays with the head, which is returned."""
         head = self._make_node(node.key, node.start, node.tokens[:n_head])
         head.segment, node.segment = node.segment, head.segment
-        head.n_pins = node.n_pins
+        head.n_pins, head.n_session_pins = node.n_pins, node.n_session_pins
         if node.parent is None:
             raise BrokenInvariant("a root has nothing to split")
         node.parent.adopt(head)
@@ -290,15 +304,18 @@ class PrefixIndex:
         edits.append(Split(head.segment, node.start, node.segment))
         return head
 
-    def _pin(self, lowest: Node) -> Lock:
+    def _pin(self, lowest: Node, *, of_session: bool) -> Lock:
         stream = lowest.key[1]
         for node in lowest.upward():
             if node.n_pins == 0 and node.parent is not None:
                 del self._unpinned[stream][node]
                 self._n_evictable[stream] -= len(node.tokens)
             node.n_pins += 1
+            if of_session:
+                self._n_session_pinned += 0 if node.n_session_pins else len(node.tokens)
+                node.n_session_pins += 1
         self._n_locks += 1
-        return Lock(lowest)
+        return Lock(lowest, of_session=of_session)
 
     def _place_last(self, node: Node) -> None:
         """Nobody pins this node (any more): it was used just now."""

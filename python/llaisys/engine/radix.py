@@ -19,18 +19,29 @@ Key: TypeAlias = tuple[str, int]
 class Node:
     """Tokens at the positions `start <= p < end`, after its parent's. A root has none, and no segment.
 
-    - `key`: its tree's salt and arena. `n_pins`: locks that end here or below. Children by their first token.
+    - `key`: its tree's salt and arena. `n_pins`: locks that end here or below; `n_session_pins`: those of
+      them that sessions have. Children by their first token.
     - `serial`: names the node for good; a split leaves the object, and so the locks on it, with the tail.
     """
 
-    __slots__ = ("children", "key", "n_pins", "parent", "segment", "serial", "start", "tokens")
+    __slots__ = (
+        "children",
+        "key",
+        "n_pins",
+        "n_session_pins",
+        "parent",
+        "segment",
+        "serial",
+        "start",
+        "tokens",
+    )
 
     def __init__(self, key: Key, number: int, start: int, tokens: array[int]) -> None:
         self.key = key
         self.segment = self.serial = number
         self.start = start
         self.tokens = tokens
-        self.n_pins = 0
+        self.n_pins = self.n_session_pins = 0
         self.parent: Node | None = None
         self.children: dict[int, Node] = {}
 
@@ -99,5 +110,8 @@ def check_node(node: Node, unpinned: Collection[Node]) -> None:
             raise BrokenInvariant(f"segment {child.segment} hangs in the wrong place")
     if node.n_pins < sum(child.n_pins for child in node.children.values()):
         raise BrokenInvariant(f"segment {node.segment} is pinned less than what is below it")
+    n_below = sum(child.n_session_pins for child in node.children.values())
+    if not n_below <= node.n_session_pins <= node.n_pins:
+        raise BrokenInvariant(f"segment {node.segment} counts {node.n_session_pins} pins of sessions")
     if (node in unpinned) != (node.n_pins == 0 and node.parent is not None):
         raise BrokenInvariant(f"segment {node.segment} is in the wrong list")

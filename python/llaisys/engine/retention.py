@@ -107,8 +107,8 @@ class Retention:
         return self._worker.fingerprint()
 
     def keep(self, salt: str, ids: Sequence[int], stream: int) -> Lock | None:
-        """Pins what is cached of a path; None if that is nothing."""
-        lock, edits = self.index.lock(salt, ids, len(ids), stream)
+        """Pins what is cached of a path for a session; None if that is nothing."""
+        lock, edits = self.index.lock(salt, ids, len(ids), stream, of_session=True)
         self._worker.edit(edits)
         if lock.n_tokens:
             return lock

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -72,7 +71,7 @@ class Session:
 
 
 class Sessions:
-    """The sessions of one engine, in the order of their last use; the engine thread owns it.
+    """The sessions of one engine; the engine thread owns it.
 
     Invariants: `n_pinned` cells are pinned, and after each change these are at most `session_kv_share`.
     """
@@ -82,12 +81,18 @@ class Sessions:
         self._maybe_retention = retention
         self._max_sessions = limits.max_sessions
         self._n_pinned_max = int(limits.n_cells * limits.session_kv_share)
-        self._by_key: OrderedDict[SessionKey, Session] = OrderedDict()
-        self.n_pinned = 0
+        self._by_key: dict[SessionKey, Session] = {}
+        # Those that have a pin, the least recently used first.
+        self._pinned: OrderedDict[SessionKey, Session] = OrderedDict()
 
     def __len__(self) -> int:
         """Sessions of all clients."""
         return len(self._by_key)
+
+    @property
+    def n_pinned(self) -> int:
+        """Cells that sessions keep from being evicted; one that several keep counts once."""
+        return 0 if self._maybe_retention is None else self._maybe_retention.index.n_session_pinned
 
     # --- by name ---
 
@@ -162,20 +167,21 @@ class Sessions:
     def pin(self, session: Session) -> None:
         """Pins what is cached of a session, which counts as used now, and lets go of what is too much."""
         retention, old = self._retention(), session.lock
-        self._by_key.move_to_end(session.key)
         session.lock = retention.keep(session.salt, session.token_ids, session.stream)
+        self._pinned.pop(session.key, None)
+        if session.lock is not None:
+            self._pinned[session.key] = session
         if old is not None:
             retention.unpin(old)
-        self._count_pins()
         while self.n_pinned > self._n_pinned_max:
             self.unpin_oldest()
 
     def unpin_oldest(self) -> bool:
         """The least recently used session that has a pin loses it; False if none has one."""
-        oldest = next((session for session in self._by_key.values() if session.lock is not None), None)
-        if oldest is not None:
-            self._unpin(oldest)
-        return oldest is not None
+        if not self._pinned:
+            return False
+        self._unpin(next(iter(self._pinned.values())))
+        return True
 
     # --- what is told ---
 
@@ -196,13 +202,12 @@ class Sessions:
         return [self.info(session) for session in sorted(mine, key=lambda session: session.key)]
 
     def check(self) -> None:
-        """Raises BrokenInvariant if the pins are miscounted or too many."""
-        counted = self.n_pinned
-        self._count_pins()
-        if counted != self.n_pinned or counted > self._n_pinned_max:
-            raise BrokenInvariant(
-                f"sessions pin {self.n_pinned} cells, counted {counted}, allowed {self._n_pinned_max}"
-            )
+        """Raises BrokenInvariant if too many cells are pinned, or the pins are not where they should be."""
+        if self.n_pinned > self._n_pinned_max:
+            raise BrokenInvariant(f"sessions pin {self.n_pinned} cells, allowed are {self._n_pinned_max}")
+        pinned = {key for key, session in self._by_key.items() if session.lock is not None}
+        if pinned != self._pinned.keys():
+            raise BrokenInvariant(f"{len(pinned)} sessions have a pin, {len(self._pinned)} are listed")
 
     # --- inside ---
 
@@ -227,11 +232,7 @@ class Sessions:
         if session.lock is not None:
             self._retention().unpin(session.lock)
             session.lock = None
-            self._count_pins()
-
-    def _count_pins(self) -> None:
-        locks: Sequence[Lock] = [s.lock for s in self._by_key.values() if s.lock is not None]
-        self.n_pinned = self._retention().index.n_locked(locks) if locks else 0
+            del self._pinned[session.key]
 
 
 def check_name(name: str, param: str = "session_id") -> None:

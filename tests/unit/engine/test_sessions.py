@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from fakes import core
 from fakes.desk import Desk
+from llaisys.engine.radix import Node
 from llaisys.errors import ExhaustedError, RejectedError, RequestFailedError, UnsupportedError
 from llaisys.types import FinishReason, SessionInfo
 
@@ -29,6 +31,29 @@ def test_a_session_keeps_what_its_last_request_computed(desk: Desk) -> None:
     assert desk.call("list") == SessionInfo("chat", 53, 53, 53)
     stats = desk.engine.stats()
     assert (stats.num_sessions, stats.kv_cells_session) == (1, 53)
+
+
+@pytest.mark.parametrize("n_sessions", [4, 32])
+def test_unpinning_a_session_walks_its_own_path_alone(
+    n_sessions: int, desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk.run("a", CHAT, session_id="chat")
+    for i in range(1, n_sessions):
+        desk.call("fork", "chat", f"branch-{i}", i)
+    n_walks = 0
+    upward = Node.upward
+
+    def counted(node: Node) -> Iterator[Node]:
+        nonlocal n_walks
+        n_walks += 1
+        return upward(node)
+
+    monkeypatch.setattr(Node, "upward", counted)
+    n_pinned = desk.engine.sessions.n_pinned
+    assert desk.engine.sessions.unpin_oldest()
+    assert (n_walks, desk.engine.sessions.n_pinned) == (1, n_sessions - 1)
+    assert n_pinned == 49
+    desk.engine.check()
 
 
 def test_without_a_session_it_would_be_gone(desk: Desk) -> None:
