@@ -380,8 +380,9 @@ def explain_config(
     """The configuration as `load_config` builds it, and where each of its values comes from."""
     values = dict(overrides or {})
     sources: dict[str, Source] = {}
+    from_environment = {name.upper() for name in os.environ}  # pydantic-settings reads them in any case
     for key, value in _read_yaml(yaml_path).items():
-        if f"LLAISYS_{key.upper()}" not in os.environ and key not in values:
+        if f"LLAISYS_{key.upper()}" not in from_environment and key not in values:
             values[key] = value
             sources[key] = "file"
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from llaisys.config import Config, home_folder, load_config
+from llaisys.config import Config, explain_config, home_folder, load_config
 from llaisys.errors import RejectedError
 
 
@@ -27,6 +27,15 @@ def test_flags_beat_the_environment_beats_yaml_beats_the_default(
     assert load_config(yaml_path=yaml_file).port == 9001
     assert load_config({"port": 9002}, yaml_file).port == 9002
     assert load_config(yaml_path=yaml_file).max_num_seqs == 3
+
+
+@pytest.mark.parametrize("name", ["LLAISYS_PORT", "llaisys_port", "Llaisys_Port"])
+def test_the_environment_beats_yaml_in_any_case(
+    name: str, yaml_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "9001")
+    config, sources = explain_config(yaml_path=yaml_file)
+    assert (config.port, sources["port"]) == (9001, "environment")
 
 
 def test_lists_come_as_lists_or_with_commas(yaml_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
