@@ -192,7 +192,7 @@ class LLMEngine:
         if self.has_work() or self.session_calls.is_ready:
             return 0.0
         waits = [self._limits.timeout_scan_s] if self._requests.parked else []
-        if self._has_excess_cache():
+        if self._retention is not None and self._retention.would_evict(self._limits.n_cells_spared):
             waits.append(self._limits.kv_cleanup_interval_s)
         return min(waits, default=None)
 
@@ -294,21 +294,10 @@ class LLMEngine:
             made = plan(self._view(), now_s)
         return made
 
-    def _has_excess_cache(self) -> bool:
-        """True while the next clean-up would evict: the cached prefixes are above their threshold."""
-        if self._prefix is None:
-            return False
-        n_free_wanted = self._limits.n_cells_spared
-        return any(
-            n_free < n_free_wanted and self._prefix.n_evictable(stream)
-            for stream, n_free in enumerate(self._worker.n_cells_free)
-        )
-
     def _n_spare(self, stream: int) -> int:
         """Cells of an arena that are free or can be evicted, and that no running request needs soon."""
-        running = self._requests.running
         left = Room(self._worker.n_cells_free, self._prefix, ()).left[stream]
-        return left - sum(near_need(request) for request in running if stream_of(request) == stream)
+        return left - sum(near_need(r) for r in self._requests.running if stream_of(r) == stream)
 
     def _window_cells(self, source: EngineRequest) -> int | None:
         """Cells that a request owns at most at once, where it surely reclaims and nothing is copied."""
@@ -399,14 +388,13 @@ class LLMEngine:
     def _fail_stuck(self, now_s: float) -> EngineOutput:
         """Nobody could go on, which cannot be. With sound books the head of the queue is given up, once."""
         self.check()
-        running, waiting = self._requests.running, self._requests.waiting
-        if running or now_s - self._stuck_s < _STUCK_S:
-            raise BrokenInvariant(f"{len(running)} requests run, {len(waiting)} wait, none gets on")
+        n_running, waiting = len(self._requests.running), self._requests.waiting
+        if n_running or now_s - self._stuck_s < _STUCK_S:
+            raise BrokenInvariant(f"{n_running} requests run, {len(waiting)} wait, none gets on")
         self._stuck_s = now_s
         self._tally.num_violations += 1
-        head = next(iter(waiting))
         error = RequestFailedError("the engine found no room for this request although nothing else runs")
-        return self._finish(head, Failed(error))
+        return self._finish(next(iter(waiting)), Failed(error))
 
     # --- inside: after the batch ---
 
@@ -462,8 +450,7 @@ class LLMEngine:
         if self._retention is not None:
             self._retention.publish(request)
         is_first = request.num_output == 0
-        event = request.append(token_id)
-        output = _output(request, token_id, logprobs)
+        event, output = request.append(token_id), _output(request, token_id, logprobs)
         if is_first and request.index == 0:
             output.num_cached_tokens = request.num_cached or 0
             if request.wants_prompt_logprobs:

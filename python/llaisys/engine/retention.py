@@ -100,6 +100,13 @@ class Retention:
                 n_evicted += n
         return n_evicted
 
+    def would_evict(self, n_free_wanted: int) -> bool:
+        """True if `make_room` would evict for so many free cells of each KV stream."""
+        return any(
+            n_free < n_free_wanted and self.index.n_evictable(stream)
+            for stream, n_free in enumerate(self._worker.n_cells_free)
+        )
+
     # --- for sessions ---
 
     def fingerprint(self) -> str:
