@@ -33,7 +33,8 @@ ENV LLAISYS_HOME=/var/cache/llaisys \
 VOLUME /var/cache/llaisys
 EXPOSE 8000
 STOPSIGNAL SIGTERM
-HEALTHCHECK --interval=10s --timeout=3s --start-period=600s \
+# 503 while the model is loaded, and before that perhaps downloaded: failures do not count until the first 200.
+HEALTHCHECK --interval=10s --timeout=3s --start-period=1h \
     CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=2)"]
 # Without a key the server refuses to listen on all addresses.
 ENTRYPOINT ["llaisys"]

@@ -105,8 +105,8 @@ class Crowd:
         return fits
 
     def probe(self) -> None:
-        """Who was refused finds the server not ready, but well; or gone."""
-        for path, status in (("/ready", 503), ("/health", 200)):
+        """A client that was refused finds the server alive and not ready; or gone."""
+        for path, status in (("/ready", 503), ("/health", 503), ("/livez", 200)):
             connection = HTTPConnection(urlsplit(self.server.url).netloc)
             try:
                 connection.request("GET", path)

@@ -116,7 +116,8 @@ def test_a_second_signal_cuts_the_drain(tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGTERM)
         while server.http.get("/ready").status_code != 503:
             pass
-        assert server.http.get("/health").status_code == 200
+        assert server.http.get("/health").status_code == 503
+        assert server.http.get("/livez").status_code == 200
         refused_now = server.http.post("/v1/completions", json={"prompt": "Hello"})
         assert refused_now.json()["error"]["code"] == "shutting_down"
         assert server.stop(signal.SIGINT) == 0

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from llaisys.server.errors import ErrorDetail
+
 StopReason = str | int | None
 
 
@@ -241,9 +243,16 @@ class ChatWritten(_Shape):
 
 
 class ProbeAnswer(_Shape):
-    """`unavailable` goes with 503."""
+    """A probe's 200."""
 
-    status: Literal["ok", "unavailable"]
+    status: Literal["ok"]
+
+
+class UnavailableAnswer(_Shape):
+    """A probe's 503; `error` says why: `model_loading`, `shutting_down` or `engine_dead`."""
+
+    status: Literal["unavailable"]
+    error: ErrorDetail
 
 
 class VersionAnswer(_Shape):

@@ -1,4 +1,4 @@
-"""Probes: is the process there, is the engine well, are requests welcome. They only read flags."""
+"""Probes: does the process answer, and can it serve requests. They only read flags."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from llaisys.config import package_version
-from llaisys.server.answers import ProbeAnswer, VersionAnswer
+from llaisys.server.answers import ProbeAnswer, UnavailableAnswer, VersionAnswer
+from llaisys.server.errors import ApiError
 from llaisys.server.state import state_of
 
 router = APIRouter()
-UNAVAILABLE: dict[int | str, dict[str, Any]] = {503: {"model": ProbeAnswer}}
+UNAVAILABLE: dict[int | str, dict[str, Any]] = {503: {"model": UnavailableAnswer}}
 
 
 @router.head("/livez", include_in_schema=False)
-@router.get("/livez", response_model=ProbeAnswer, responses=UNAVAILABLE)
+@router.get("/livez", response_model=ProbeAnswer)
 async def livez() -> JSONResponse:
-    """200 as long as the event loop turns."""
-    return _probe(True)
+    """Liveness: 200 as long as the event loop turns."""
+    return _probe(None)
 
 
 @router.head("/health", include_in_schema=False)
 @router.get("/health", response_model=ProbeAnswer, responses=UNAVAILABLE)
 async def health(request: Request) -> JSONResponse:
-    """503 once the engine is dead; 200 while loading and draining."""
-    return _probe(state_of(request).is_healthy())
+    """503 while loading, draining or dead, as in llama.cpp; the same as `/ready`."""
+    return _probe(state_of(request).unavailable())
 
 
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready", response_model=ProbeAnswer, responses=UNAVAILABLE)
 async def ready(request: Request) -> JSONResponse:
     """503 while loading, draining or dead."""
-    return _probe(state_of(request).is_ready())
+    return _probe(state_of(request).unavailable())
 
 
 @router.get("/version", response_model=VersionAnswer)
@@ -43,5 +44,7 @@ async def show_version() -> JSONResponse:
     return JSONResponse({"version": package_version()})
 
 
-def _probe(ok: bool) -> JSONResponse:
-    return JSONResponse({"status": "ok" if ok else "unavailable"}, status_code=200 if ok else 503)
+def _probe(error: ApiError | None) -> JSONResponse:
+    if error is None:
+        return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": "unavailable", **error.body()}, error.status_code, error.headers)

@@ -79,13 +79,13 @@ class ServerState:
         """Why no request would be queued: every model's queue is full. None: one may be, or hears the 503."""
         return None if self.draining or self.models is None else self.models.refusal()
 
-    def is_healthy(self) -> bool:
-        """False while an engine is dead. Loading and draining are healthy."""
-        return self.models is None or self.draining or self.models.is_alive()
-
-    def is_ready(self) -> bool:
-        """True while new requests are welcome."""
-        return not self.draining and self.models is not None and self.models.is_ready()
+    def unavailable(self) -> ApiError | None:
+        """The 503 of `/health` and `/ready`: draining, loading, or an engine is dead. None: every model serves."""
+        if self.draining:
+            return shutting_down()
+        if self.models is None:
+            return loading()
+        return None if self.models.is_ready() else engine_dead()
 
     def wire_error(self, error: Exception, request_id: str) -> ApiError:
         """What a client hears of an error. An engine that ends because we are draining is no failure."""

@@ -11,24 +11,42 @@ from fakes.service import FakeService
 from llaisys.config import Config
 from llaisys.server.state import ServerState
 
-LOADING = {"livez": 200, "health": 200, "ready": 503}
-SERVING = {"livez": 200, "health": 200, "ready": 200}
-DEAD = {"livez": 200, "health": 503, "ready": 503}
+OK = (200, None)
 
 
-async def probes(client: httpx.AsyncClient) -> dict[str, int]:
-    return {name: (await client.get(f"/{name}")).status_code for name in SERVING}
+async def probes(client: httpx.AsyncClient) -> dict[str, tuple[int, str | None]]:
+    """Status and error code of each; the head alone has the same status."""
+    found = {}
+    for name in ("livez", "health", "ready"):
+        answer = await client.get(f"/{name}")
+        assert (await client.head(f"/{name}")).status_code == answer.status_code
+        body = answer.json()
+        is_ok = answer.status_code == 200
+        assert body["status"] == ("ok" if is_ok else "unavailable")
+        assert ("retry-after" in answer.headers) == (not is_ok)
+        found[name] = (answer.status_code, body.get("error", {}).get("code"))
+    return found
 
 
 async def test_probes(state: ServerState, engine: FakeService, client: httpx.AsyncClient) -> None:
-    assert await probes(client) == SERVING
+    """Only `/livez` is liveness: the others are 503 whenever a request would be."""
+
+    def expected(code: str) -> dict[str, tuple[int, str | None]]:
+        return {"livez": OK, "health": (503, code), "ready": (503, code)}
+
+    assert await probes(client) == {"livez": OK, "health": OK, "ready": OK}
     state.draining = True
-    assert await probes(client) == LOADING
+    assert await probes(client) == expected("shutting_down")
     state.draining = False
     engine.dead = True
-    assert await probes(client) == DEAD
+    assert await probes(client) == expected("engine_dead")
     state.models = None
-    assert await probes(client) == LOADING
+    assert await probes(client) == expected("model_loading")
+
+
+async def test_a_200_of_a_probe_is_as_before(client: httpx.AsyncClient) -> None:
+    for name in ("livez", "health", "ready"):
+        assert (await client.get(f"/{name}")).json() == {"status": "ok"}
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,9 @@ async def test_probes_answer_while_the_model_loads(
 ) -> None:
     life = asyncio.create_task(Lifecycle(Config(port=0), listener).run())
     async with client_of(listener) as client:
-        assert (await client.get("/health")).status_code == 200
-        assert (await client.get("/ready")).status_code == 503
+        assert (await client.get("/livez")).status_code == 200
+        for path in ("/health", "/ready"):
+            assert (await client.get(path)).status_code == 503
         refused = await client.post("/v1/completions", json={"prompt": "Hi"})
         assert refused.json()["error"]["code"] == "model_loading"
         assert capsys.readouterr().out == ""
@@ -101,7 +102,7 @@ async def test_a_signal_while_loading_does_not_wait_for_the_model(
     monkeypatch.setattr(run, "_leave", left.append)
     life = asyncio.create_task(Lifecycle(Config(port=0), listener).run())
     async with client_of(listener) as client:
-        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/livez")).status_code == 200
     os.kill(os.getpid(), signal.SIGINT)
     await life
     assert left == [0]
