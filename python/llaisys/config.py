@@ -20,6 +20,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 from llaisys.errors import RejectedError
 
 DEFAULT_MODEL = "smollm2"
+FILE_BYTES_MAX = 1 << 20  # of a --config file
 # Where a value comes from, the weakest first.
 Source: TypeAlias = Literal["default", "file", "environment", "flag"]
 # What an entry of `models` cannot set, because all of them share it.
@@ -414,9 +415,13 @@ def _read_yaml(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as e:
+        with path.open("rb") as file:  # the shell's `<(...)`, too, so it may be a FIFO
+            raw = file.read(FILE_BYTES_MAX + 1)
+        loaded = yaml.safe_load(raw.decode("utf-8")) if len(raw) <= FILE_BYTES_MAX else None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
         raise RejectedError(f"cannot read the configuration file {path}: {e}", param="config") from e
+    if len(raw) > FILE_BYTES_MAX:
+        raise RejectedError(f"{path} is larger than {FILE_BYTES_MAX} bytes", param="config")
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):

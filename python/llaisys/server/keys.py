@@ -15,6 +15,7 @@ from pathlib import Path
 
 from llaisys.config import Config
 from llaisys.errors import RejectedError
+from llaisys.files import open_regular
 
 FILE_BYTES_MAX = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -58,7 +59,7 @@ class Keyring:
 
 def _read(path: Path) -> list[tuple[bytes, str]]:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             raw = file.read(FILE_BYTES_MAX + 1)
         text = raw.decode("utf-8")
     except (OSError, UnicodeDecodeError) as e:

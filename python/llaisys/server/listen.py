@@ -18,6 +18,7 @@ from typing import Any
 
 from llaisys.config import Config
 from llaisys.errors import RejectedError
+from llaisys.files import open_regular
 
 CONNECTIONS_MAX = 1024
 # What the kernel takes for a connection (it doubles this); left to itself it takes up to 4 MiB for a reader
@@ -137,7 +138,7 @@ def tls_options(config: Config) -> dict[str, Any]:
             raise RejectedError(f"TLS needs {name}, a PEM file", param=name)
     for name, path in paths.items():
         try:
-            path.open("rb").close()
+            open_regular(path).close()
         except OSError as e:
             raise RejectedError(f"{name}: cannot read {path}: {e.strerror}", param=name) from e
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

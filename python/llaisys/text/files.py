@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llaisys.errors import RejectedError
+from llaisys.files import open_regular
 
 CONFIG_BYTES_MAX = 8 << 20
 
@@ -30,7 +31,7 @@ def read_text(path: Path, bytes_max: int = CONFIG_BYTES_MAX) -> str:
             raise RejectedError(
                 f"{path.name} has {n_bytes} bytes, at most {bytes_max} are read", param="model"
             )
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return file.read(bytes_max).decode("utf-8")
     except UnicodeDecodeError as e:
         raise RejectedError(f"{path.name} is not UTF-8 (byte {e.start})", param="model") from e
