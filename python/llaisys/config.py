@@ -34,6 +34,7 @@ OF_THE_SERVER = frozenset(
         "api_key_file",
         "max_concurrent_requests_per_key",
         "max_requests_per_minute_per_key",
+        "max_chat_bytes_per_key",
         "max_body_bytes",
         "max_body_bytes_in_flight",
         "upload_timeout_s",
@@ -276,6 +277,9 @@ class Config(BaseSettings):
     )
     chat_store: Path | None = Field(
         None, description="an SQLite file that keeps the page's chats (default: the browser alone does)"
+    )
+    max_chat_bytes_per_key: int = Field(
+        256 << 20, ge=1, description="bytes of one key's chats in chat_store; a write beyond them gets 400"
     )
     strict_fields: bool = Field(False, description="refuse unknown request fields with 400")
     shutdown_timeout_s: float = Field(

@@ -10,6 +10,9 @@ LlaisysError
 ├── RequestTimeoutError (TimeoutError)  older than its deadline                   408
 ├── RequestFailedError  (RuntimeError)  this request failed, others go on         500
 ├── CoreFaultError      (RuntimeError)  a call failed and changed nothing: isolate  500
+├── StorageError        (OSError)       a disk of ours failed; nothing was kept   500
+│   ├── StorageFullError                it is full, or a quota or size is reached 507
+│   └── StorageBusyError                another process or other requests use it  503 + Retry-After
 └── EngineDeadError     (RuntimeError)  the engine or device failed: rebuild      503
 """
 
@@ -72,6 +75,19 @@ class SlowReaderError(RequestFailedError):
 class CoreFaultError(LlaisysError, RuntimeError):
     """The core panicked where it could roll back: the call has changed nothing and the context goes on. The
     engine looks for the row that it was; a caller outside sees RequestFailedError."""
+
+
+class StorageError(LlaisysError, OSError):
+    """A file of the server (a saved session, the chat store) cannot be read or written; no part of a failed
+    write stays. The log has the path and the reason."""
+
+
+class StorageFullError(StorageError):
+    """No space left: the disk, a quota or the largest size of a file."""
+
+
+class StorageBusyError(StorageError):
+    """Another process holds the file, or too many calls wait for it; the call may succeed later."""
 
 
 class EngineDeadError(LlaisysError, RuntimeError):

@@ -8,6 +8,7 @@ from typing import Any
 
 from llaisys.config import Config
 from llaisys.engine.grammar import Grammars, GrammarTokens
+from llaisys.engine.session_file import check_store
 from llaisys.engine.worker import inspect_model
 from llaisys.errors import RejectedError, UnsupportedError
 from llaisys.hub import resolve_model
@@ -75,12 +76,15 @@ class Model:
 
 
 def open_model(config: Config) -> Model:
-    """Finds `config.model` and reads all of it but the weights; the tokenizer is warm.
+    """Finds `config.model` and reads all of it but the weights; the tokenizer is warm. The session store
+    is checked, too.
 
     Raises RejectedError or UnsupportedError, naming the model or the setting.
     """
     if config.models:
         raise RejectedError("models is for `llaisys serve`; give one model here", param="models")
+    if config.session_store is not None:
+        check_store(config.session_store)
     resolved = resolve_model(config.model, config.revision)
     info = inspect_model(resolved.path)
     defaults: dict[str, Any] = {}

@@ -51,7 +51,7 @@ class SessionDoor:
         """Writes the session to `file` (a plain name, as a session's) of the client's in `session_store`.
 
         Returns when it is on the disk; one of the same name is replaced. What was evicted of the session is
-        saved as tokens only. Raises RequestFailedError if the disk does.
+        saved as tokens only. Raises StorageError if the disk fails, StorageFullError if it is full.
         """
         return await self._one(SessionCall(kind="save", client_id=client_id, name=name, other=file))
 

@@ -37,6 +37,7 @@ from llaisys.server.limits import BodyGate, BodyLimits
 from llaisys.server.listen import bind
 from llaisys.server.rates import RateGate
 from llaisys.types import FinishReason
+from server_limits import max_chat_bytes_per_key
 
 ROOT = Path(__file__).parents[2]
 DESIGN = ROOT / "configs" / "concurrency-design.yaml"
@@ -452,6 +453,7 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
         send_timeout_s,
         max_concurrent_requests_per_key,
         max_requests_per_minute_per_key,
+        max_chat_bytes_per_key,
     )
 }
 

@@ -12,7 +12,9 @@ signature: whoever may write into the store is trusted.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import logging
 import os
 import stat
 import struct
@@ -32,7 +34,8 @@ from llaisys.errors import (
     LlaisysError,
     NotFoundError,
     RejectedError,
-    RequestFailedError,
+    StorageError,
+    StorageFullError,
     UnsupportedError,
 )
 
@@ -44,6 +47,10 @@ _FIXED = struct.Struct("<8sII")
 _COUNT = struct.Struct("<I")
 # Of a header: at most so many bytes, and so many for each token.
 _HEADER_BYTES, _TOKEN_BYTES = 1024, 12
+# What the system says when no more can be written: the disk, a quota, the largest size of a file.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+log = logging.getLogger(__name__)
 
 
 class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -90,10 +97,11 @@ class SessionWriter:
         self._fd, self._temporary = -1, ""
 
     def open(self) -> None:
-        """Raises ExhaustedError (too many files) or RequestFailedError (the disk)."""
+        """Raises ExhaustedError (too many files) or, as the other methods do, StorageError."""
         with _disk_errors(self._path):
             folder = self._path.parent
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # Without its parents: a store that has vanished is not made again elsewhere.
+            folder.mkdir(mode=0o700, exist_ok=True)
             n_files = sum(name.endswith(SUFFIX) for name in os.listdir(folder))
             if n_files >= self._facts.n_files_max and not self._path.exists():
                 raise ExhaustedError(
@@ -124,7 +132,8 @@ class SessionWriter:
     def close(self) -> None:
         """Frees everything; what was not committed is removed. Idempotent."""
         if self._fd >= 0:
-            os.close(self._fd)
+            with contextlib.suppress(OSError):  # of a network disk; `commit` has synced what counts
+                os.close(self._fd)
             self._fd = -1
         if self._temporary:
             with contextlib.suppress(OSError):
@@ -150,10 +159,14 @@ class SessionReader:
         self._n_missing = 0  # tokens without a piece so far
 
     def open(self) -> array[int]:
-        """The tokens. Raises RejectedError or UnsupportedError: what is wrong with the file."""
+        """The tokens. Raises RejectedError or UnsupportedError (the file is wrong), or StorageError."""
         with _disk_errors(self._path):
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            self._fd = os.open(self._path, flags)
+            try:
+                self._fd = os.open(self._path, flags)
+            except FileNotFoundError as error:
+                text = f"there is no saved session {self._path.stem!r}"
+                raise NotFoundError(text, param="file") from error
             status = os.fstat(self._fd)
             if not stat.S_ISREG(status.st_mode):
                 self._refuse("is no plain file")
@@ -234,14 +247,29 @@ class SessionReader:
         raise RejectedError(f"the saved session {self._path.stem!r} {what}", param="file")
 
 
+def check_store(store: Path) -> None:
+    """Make the folder `store` unless it exists, and write to it once. Raise RejectedError if that fails."""
+    try:
+        store.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=store) as file:
+            file.write(b"\0")
+            file.flush()
+    except OSError as error:
+        raise RejectedError(
+            f"session_store: {store} is not a folder that can be written to ({error.strerror}); "
+            "choose another with --session-store",
+            param="session_store",
+        ) from error
+
+
 @contextlib.contextmanager
 def _disk_errors(path: Path) -> Iterator[None]:
-    """What the system says of a file, in words for the client: no path of the machine."""
+    """Turn an OSError into a StorageError. The message names no path of the machine; the log does."""
     try:
         yield
     except LlaisysError:
         raise
-    except FileNotFoundError as error:
-        raise NotFoundError(f"there is no saved session {path.stem!r}", param="file") from error
     except OSError as error:
-        raise RequestFailedError(f"the saved session {path.stem!r}: {error.strerror}") from error
+        log.error("the saved session %s: %s", path, error.strerror)
+        kind = StorageFullError if error.errno in _FULL else StorageError
+        raise kind(f"the saved session {path.stem!r}: {error.strerror}") from error

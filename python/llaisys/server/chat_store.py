@@ -1,25 +1,35 @@
-"""The page's chats in one SQLite file: whole documents by owner and id, with a revision for each change.
+"""The web UI's chats in one SQLite file: whole documents by owner and id, with a revision for each change.
 
-One thread owns the connection; the event loop waits for it and never runs SQL itself. A deleted chat leaves a
-tombstone, so that a browser that has not looked since learns of it.
+The event loop runs no SQL. One thread writes and one reads, each with its own connection, because a reader
+of a database in WAL mode does not wait for its writers. A deleted chat leaves a tombstone, so that a browser
+that has not looked since learns of it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import logging
+import os
 import secrets
 import sqlite3
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llaisys.errors import RejectedError
+from llaisys.errors import RejectedError, StorageBusyError, StorageError, StorageFullError
+from llaisys.server.errors import to_json
 
 CHATS_PER_OWNER_MAX = 100_000
 CHANGES_PER_PAGE = 1_000
+# Calls that wait for a thread or run on it, and the seconds within which a call gets its turn and its locks.
+CALLS_MAX = 64
+WAIT_S = 2.0
+
+log = logging.getLogger("llaisys.server")
 
 # One entry for each schema version: what it changed. A file runs those that it lacks, in order.
 MIGRATIONS = (
@@ -33,6 +43,12 @@ MIGRATIONS = (
         PRIMARY KEY (owner, id)
     );
     CREATE INDEX chats_by_revision ON chats (owner, revision);
+    """,
+    # The sizes are kept in the index alone, so that those of an owner are added up without reading a chat.
+    """
+    ALTER TABLE chats ADD COLUMN n_bytes INTEGER NOT NULL
+        GENERATED ALWAYS AS (COALESCE(LENGTH(CAST(body AS BLOB)), 0)) VIRTUAL;
+    CREATE INDEX chats_by_bytes ON chats (owner, n_bytes);
     """,
 )
 
@@ -56,61 +72,148 @@ class Conflict:
 
 
 class ChatStore:
-    """Chats of all owners. `name` is the file's own random name: another file, another name."""
+    """Chats of all owners. `name` is the file's own random name: another file, another name.
 
-    def __init__(self, path: Path) -> None:
-        """Opens or makes the file. Raises RejectedError if it is not one of ours, or of a newer version."""
+    Every call raises StorageError (the disk), StorageFullError or StorageBusyError: another process holds
+    the file for longer than WAIT_S, or CALLS_MAX calls wait.
+    """
+
+    def __init__(self, path: Path, bytes_max: int) -> None:
+        """Open or make the file. `bytes_max`: of the chats of one owner.
+
+        Raises RejectedError if the file cannot be used, is not one of ours, or is of a newer version.
+        """
+        self._bytes_max = bytes_max
+        try:
+            self._writer = _Thread(path, _open)
+            try:
+                self.name: str = self._writer.now(_name)
+                self._reader = _Thread(path, _open_reader)
+            except BaseException:
+                self._writer.close()
+                raise
+        except (sqlite3.Error, OSError) as e:
+            raise RejectedError(f"{path} cannot be used as a chat store: {e}", param="chat_store") from e
+
+    async def changes(self, owner: str, since: int) -> list[Change]:
+        """What changed after revision `since`, oldest first, CHANGES_PER_PAGE at most."""
+        return await self._reader.run(lambda db: _changes(db, owner, since))
+
+    async def get(self, owner: str, chat_id: str) -> tuple[int, str] | None:
+        """Revision and document of a chat, as JSON text; None if there is none."""
+        return await self._reader.run(lambda db: _get(db, owner, chat_id))
+
+    async def put(self, owner: str, chat_id: str, base: int, chat: Any) -> int | Conflict:
+        """Write a chat that is still at revision `base` (0: not there). Return its new revision, or Conflict.
+
+        Raises RejectedError for an owner with too many chats or bytes of them.
+        """
+        bytes_max = self._bytes_max
+        return await self._writer.run(lambda db: _write(db, owner, chat_id, base, _text(chat), bytes_max))
+
+    async def delete(self, owner: str, chat_id: str, base: int) -> int | Conflict:
+        """Leaves a tombstone in place of a chat that is still at revision `base`."""
+        bytes_max = self._bytes_max
+        return await self._writer.run(lambda db: _write(db, owner, chat_id, base, None, bytes_max))
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        self._reader.close()
+        self._writer.close()
+
+
+class _Thread:
+    """A thread that owns one connection to the file. Its calls wait in a bounded queue for a bounded time."""
+
+    def __init__(self, path: Path, connect: Callable[[Path], sqlite3.Connection]) -> None:
+        """Raises what `connect` does."""
+        self._path = path
+        self._places = threading.BoundedSemaphore(CALLS_MAX)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llaisys-chats")
         try:
-            self._db, self.name = self._thread.submit(_open, path).result()
+            self._db = self._thread.submit(connect, path).result()
+            self._file = path.stat()
         except BaseException:
             self._thread.shutdown()
             raise
 
-    async def changes(self, owner: str, since: int) -> list[Change]:
-        """What changed after revision `since`, oldest first, CHANGES_PER_PAGE at most."""
-        return await self._run(lambda db: _changes(db, owner, since))
+    async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Run `work` on the thread. What it leaves uncommitted, however it ends, is rolled back."""
+        if not self._places.acquire(blocking=False):
+            raise StorageBusyError(f"{CALLS_MAX} calls wait for the chat store")
+        future = self._thread.submit(self._carry_out, work, time.monotonic() + WAIT_S)
+        future.add_done_callback(lambda _: self._places.release())
+        return await asyncio.wrap_future(future)
 
-    async def get(self, owner: str, chat_id: str) -> tuple[int, Any] | None:
-        """Revision and document of a chat; None if there is none."""
-        return await self._run(lambda db: _get(db, owner, chat_id))
-
-    async def put(self, owner: str, chat_id: str, base: int, chat: Any) -> int | Conflict:
-        """Writes a chat that is still at revision `base` (0: not there). The new revision, or what it met.
-
-        Raises RejectedError for an owner with too many chats.
-        """
-        # In ASCII: a lone surrogate, which a JSON escape may carry in, has no UTF-8.
-        body = json.dumps(chat, separators=(",", ":"))
-        return await self._run(lambda db: _write(db, owner, chat_id, base, body))
-
-    async def delete(self, owner: str, chat_id: str, base: int) -> int | Conflict:
-        """Leaves a tombstone in place of a chat that is still at revision `base`."""
-        return await self._run(lambda db: _write(db, owner, chat_id, base, None))
+    def now(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Run `work` on the thread and wait for it. Raises sqlite3.Error."""
+        return self._thread.submit(work, self._db).result()
 
     def close(self) -> None:
-        """Waits for what is being written."""
+        """Close the connection, after the calls that wait."""
         self._thread.submit(self._db.close).result()
         self._thread.shutdown()
 
-    async def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, self._db)
-
-
-def _open(path: Path) -> tuple[sqlite3.Connection, str]:
-    try:
-        db = sqlite3.connect(path, isolation_level=None)
+    def _carry_out(self, work: Callable[[sqlite3.Connection], T], deadline_s: float) -> T:
+        left_ms = int(1000 * (deadline_s - time.monotonic()))
+        if left_ms <= 0:
+            raise StorageBusyError(f"the chat store had no time for this call within {WAIT_S} s")
         try:
-            db.execute("PRAGMA journal_mode = WAL")
-            db.execute("PRAGMA synchronous = NORMAL")
-            _migrate(db, path)
-            (name,) = db.execute("SELECT value FROM meta WHERE name = 'name'").fetchone()
-        except BaseException:
-            db.close()  # which also undoes a migration that failed on the way
-            raise
-    except sqlite3.Error as e:
-        raise RejectedError(f"{path} cannot be used as a chat store: {e}", param="chat_store") from e
-    return db, name
+            self._check_file()
+            self._db.execute(f"PRAGMA busy_timeout = {left_ms}")
+            return work(self._db)
+        except (sqlite3.Error, OSError) as e:
+            log.error("the chat store %s: %s", self._path, e)
+            raise _storage_error(e) from e
+        finally:
+            if self._db.in_transaction:
+                self._db.rollback()
+
+    def _check_file(self) -> None:
+        """SQLite goes on writing to a file that has been removed, and all of that is lost."""
+        if not os.path.samestat(self._path.stat(), self._file):
+            raise OSError("another file has its name now; restart the server")
+
+
+def _storage_error(error: Exception) -> StorageError:
+    """By SQLite's words, because Python 3.10 does not give its codes."""
+    text = str(error)
+    if "is full" in text:
+        return StorageFullError(f"the chat store: {text}")
+    kind = StorageBusyError if "is locked" in text else StorageError
+    return kind(f"the chat store: {text}")
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(path, isolation_level=None, timeout=WAIT_S)
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    """The connection that writes, of a file that has every migration."""
+    db = _connect(path)
+    try:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = NORMAL")
+        _migrate(db, path)
+    except BaseException:
+        db.close()  # which also undoes a migration that failed on the way
+        raise
+    return db
+
+
+def _open_reader(path: Path) -> sqlite3.Connection:
+    db = _connect(path)
+    db.execute("PRAGMA query_only = ON")
+    return db
+
+
+def _name(db: sqlite3.Connection) -> str:
+    (name,) = db.execute("SELECT value FROM meta WHERE name = 'name'").fetchone()
+    return str(name)
+
+
+def _text(chat: Any) -> str:
+    return to_json(chat).decode("utf-8")
 
 
 def _migrate(db: sqlite3.Connection, path: Path) -> None:
@@ -135,23 +238,42 @@ def _changes(db: sqlite3.Connection, owner: str, since: int) -> list[Change]:
     return [Change(chat_id, revision, bool(deleted)) for chat_id, revision, deleted in rows]
 
 
-def _get(db: sqlite3.Connection, owner: str, chat_id: str) -> tuple[int, Any] | None:
+def _get(db: sqlite3.Connection, owner: str, chat_id: str) -> tuple[int, str] | None:
     row = db.execute(
         "SELECT revision, body FROM chats WHERE owner = ? AND id = ? AND body IS NOT NULL", (owner, chat_id)
     ).fetchone()
-    return None if row is None else (row[0], json.loads(row[1]))
+    return None if row is None else (row[0], row[1])
 
 
-def _write(db: sqlite3.Connection, owner: str, chat_id: str, base: int, body: str | None) -> int | Conflict:
-    """Compares and writes as one step: this thread alone has the connection."""
-    found = db.execute("SELECT revision FROM chats WHERE owner = ? AND id = ?", (owner, chat_id)).fetchone()
-    revision = 0 if found is None else found[0]
+def _write(
+    db: sqlite3.Connection, owner: str, chat_id: str, base: int, body: str | None, bytes_max: int
+) -> int | Conflict:
+    """Compare and write in one transaction: another server may use the same file."""
+    db.execute("BEGIN IMMEDIATE")
+    found = db.execute(
+        "SELECT revision, n_bytes FROM chats WHERE owner = ? AND id = ?", (owner, chat_id)
+    ).fetchone()
+    revision, n_before = found or (0, 0)
     if revision != base:
         return Conflict(revision)
-    if found is None:
-        (n,) = db.execute("SELECT COUNT(*) FROM chats WHERE owner = ?", (owner,)).fetchone()
-        if n >= CHATS_PER_OWNER_MAX:
-            raise RejectedError(f"the chat store holds {n} chats, at most {CHATS_PER_OWNER_MAX}", param="id")
+    n_chats, n_bytes = db.execute(
+        "SELECT COUNT(*), COALESCE(SUM(n_bytes), 0) FROM chats WHERE owner = ?", (owner,)
+    ).fetchone()
+    if found is None and n_chats >= CHATS_PER_OWNER_MAX:
+        raise RejectedError(
+            f"the chat store holds {n_chats} chats, at most {CHATS_PER_OWNER_MAX}", param="id"
+        )
+    n_more = (0 if body is None else len(body.encode("utf-8"))) - n_before
+    if n_more > 0 and n_bytes + n_more > bytes_max:
+        raise RejectedError(
+            f"your chats would take {n_bytes + n_more} bytes of the server's store, "
+            f"max_chat_bytes_per_key allows {bytes_max}: delete some",
+            param="chat",
+        )
     (last,) = db.execute("SELECT COALESCE(MAX(revision), 0) FROM chats").fetchone()
-    db.execute("INSERT OR REPLACE INTO chats VALUES (?, ?, ?, ?)", (owner, chat_id, last + 1, body))
+    db.execute(
+        "INSERT OR REPLACE INTO chats (owner, id, revision, body) VALUES (?, ?, ?, ?)",
+        (owner, chat_id, last + 1, body),
+    )
+    db.execute("COMMIT")
     return int(last) + 1

@@ -69,18 +69,20 @@ async def read_chat(request: Request, chat_id: ChatId) -> Response:
     found = await _store(request).get(client_id_of(request), chat_id)
     if found is None:
         raise ApiError(404, "There is no such chat.", code="not_found", param="id")
-    body = {"id": chat_id, "revision": found[0], "chat": found[1]}
-    return Response(to_json(body), media_type="application/json")
+    revision, chat = found
+    head = to_json({"id": chat_id, "revision": revision})
+    body = head[:-1] + b',"chat":' + chat.encode("utf-8") + b"}"
+    return Response(body, media_type="application/json")
 
 
-@router.put("/{chat_id}", response_model=ChatWritten, responses=error_answers(404, 409))
+@router.put("/{chat_id}", response_model=ChatWritten, responses=error_answers(404, 409, 507))
 async def write_chat(request: Request, chat_id: ChatId, body: ChatWrite) -> dict[str, Any]:
-    """Writes a chat; 409 if it changed since `base`."""
+    """Write a chat; 409 if it changed since `base`, 400 over `max_chat_bytes_per_key`, 507 on a full disk."""
     store = _store(request)
     return _written(chat_id, await store.put(client_id_of(request), chat_id, body.base, body.chat))
 
 
-@router.delete("/{chat_id}", response_model=ChatWritten, responses=error_answers(404, 409))
+@router.delete("/{chat_id}", response_model=ChatWritten, responses=error_answers(404, 409, 507))
 async def delete_chat(request: Request, chat_id: ChatId, base: Revision) -> dict[str, Any]:
     """Deletes a chat; 409 if it changed since `base`."""
     return _written(chat_id, await _store(request).delete(client_id_of(request), chat_id, base))

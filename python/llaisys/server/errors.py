@@ -100,6 +100,15 @@ TABLE: Mapping[type[errors.LlaisysError], Row] = {
     errors.CoreFaultError: Row(
         500, SERVER_ERROR, "request_failed", "this request failed in the engine", retry=False
     ),
+    errors.StorageError: Row(
+        500, SERVER_ERROR, "storage_error", "the server's storage failed; see the server's log", retry=False
+    ),
+    errors.StorageFullError: Row(
+        507, SERVER_ERROR, "storage_full", "the server's storage is full: nothing was saved", retry=False
+    ),
+    errors.StorageBusyError: Row(
+        503, SERVER_ERROR, "storage_busy", "the server's storage is busy; try again in a moment"
+    ),
     errors.EngineDeadError: (
         dead := Row(503, SERVER_ERROR, "engine_dead", "the engine has stopped; see the server's log")
     ),

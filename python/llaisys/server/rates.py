@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from llaisys.server.errors import ApiError, send_error, too_many_at_once, too_many_in_a_minute
 
 MINUTE_S = 60.0
+COUNTED = ("POST", "PUT", "DELETE")
 
 
 @dataclass(slots=True)
@@ -34,8 +35,8 @@ class RateGate:
     """429 for a client with `at_once` open requests, or `a_minute` of them in a minute; None: no bound.
 
     A client is a key's name (there are no more clients than names); without keys all are one. Counted is
-    every POST but a cancel, which makes room. Where requests are counted by the minute, each answer tells
-    what is left in OpenAI's `x-ratelimit-*-requests` headers.
+    every POST, PUT and DELETE but a cancel, which makes room. Where requests are counted by the minute, each
+    answer tells what is left in OpenAI's `x-ratelimit-*-requests` headers.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class RateGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"].endswith("/cancel"):
+        if scope["type"] != "http" or scope["method"] not in COUNTED or scope["path"].endswith("/cancel"):
             await self._app(scope, receive, send)
             return
         client = self._clients[scope.get("state", {}).get("client_id", "")]

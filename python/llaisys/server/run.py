@@ -85,7 +85,7 @@ def _chats(config: Config) -> Iterator[ChatStore | None]:
     if config.chat_store is None:
         yield None
         return
-    with contextlib.closing(ChatStore(config.chat_store)) as chats:
+    with contextlib.closing(ChatStore(config.chat_store, config.max_chat_bytes_per_key)) as chats:
         yield chats
 
 

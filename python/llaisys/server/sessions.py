@@ -149,13 +149,13 @@ async def trim_session(
     return _shown(await door.trim(session_id, body.n_tokens, client_id=client_id_of(request)))
 
 
-@router.post("/{session_id}/save")
+@router.post("/{session_id}/save", responses=error_answers(507))
 async def save_session(
     request: Request, session_id: SessionName, body: SessionSave, model: Model = None
 ) -> Session:
     """Answers when the file is on the disk; one of the same name is replaced.
 
-    400 without `--session-store`.
+    400 without `--session-store`, 507 where its disk is full.
     """
     door = _door(request, model)
     return _shown(await door.save(session_id, body.file, client_id=client_id_of(request)))

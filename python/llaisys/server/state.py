@@ -80,7 +80,7 @@ class ServerState:
         return None if self.draining or self.models is None else self.models.refusal()
 
     def unavailable(self) -> ApiError | None:
-        """The 503 of `/health` and `/ready`: draining, loading, or an engine is dead. None: every model serves."""
+        """The 503 of `/health` and `/ready`: draining, loading, or a dead engine. None: all models serve."""
         if self.draining:
             return shutting_down()
         if self.models is None:

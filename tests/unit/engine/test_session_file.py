@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import random
+import resource
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from llaisys.engine.session_file import DIGEST_BYTES, MAGIC, VERSION, Facts, SessionReader, SessionWriter
-from llaisys.errors import ExhaustedError, LlaisysError, RejectedError, RequestFailedError, UnsupportedError
+from llaisys.engine.session_file import (
+    DIGEST_BYTES,
+    MAGIC,
+    VERSION,
+    Facts,
+    SessionReader,
+    SessionWriter,
+    check_store,
+)
+from llaisys.errors import (
+    ExhaustedError,
+    LlaisysError,
+    RejectedError,
+    StorageError,
+    StorageFullError,
+    UnsupportedError,
+)
 
 FACTS = Facts(fingerprint="ab" * 16, vocab_size=100, cell_bytes=6, n_tokens_max=20, n_piece=4, n_files_max=3)
 TOKENS = [5, 99, 0, 7, 7, 3, 1]
@@ -166,7 +184,7 @@ def test_only_plain_files_are_read(tmp_path: Path, path: Path) -> None:
     (tmp_path / "folder.kv").mkdir()
     os.mkfifo(tmp_path / "pipe.kv")
     for name in ("link", "folder", "pipe"):
-        with pytest.raises((RejectedError, RequestFailedError), match=f"'{name}'"):
+        with pytest.raises((RejectedError, StorageError), match=f"'{name}'"):
             read(tmp_path / f"{name}.kv")
     with pytest.raises(RejectedError, match="there is no saved session 'nothing'"):
         read(tmp_path / "nothing.kv")
@@ -194,16 +212,74 @@ def test_files_are_counted(path: Path) -> None:
     assert len([*path.parent.iterdir()]) == 3
 
 
-def test_a_disk_that_fails_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "plain").write_text("")
-    with pytest.raises(RequestFailedError, match=r"'x': (Not a directory|File exists)"):
-        write(tmp_path / "plain" / "x.kv")
+@contextlib.contextmanager
+def largest_file(n_bytes: int) -> Iterator[None]:
+    """The system refuses to make a file of this process larger, as a disk without space would."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
-    def full(*_: Any) -> int:
-        raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patched:
-        patched.setattr("llaisys.engine.session_file.os.write", full)
-        with pytest.raises(RequestFailedError, match="'x': No space left on device"):
-            write(tmp_path / "sub" / "x.kv")
-    assert [*(tmp_path / "sub").iterdir()] == []
+def test_a_full_disk_leaves_the_file_of_before_and_nothing_else(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = path.read_bytes()
+    n_open = len(os.listdir("/proc/self/fd"))
+    # The header, the first piece, the second, the end: whichever write meets the bound.
+    for n_bytes in (10, 200, len(before) - 50, len(before) - 1):
+        for target in (path, path.with_name("new.kv")):
+            with largest_file(n_bytes), pytest.raises(StorageFullError, match="': File too large") as caught:
+                write(target)
+            assert str(path.parent) not in str(caught.value), "a client learns no path of the machine"
+    assert [*path.parent.iterdir()] == [path]
+    assert path.read_bytes() == before
+    assert len(os.listdir("/proc/self/fd")) == n_open
+    assert caplog.messages.count(f"the saved session {path}: File too large") == 4
+
+
+def test_a_device_without_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`/dev/full` refuses a write with the error of a full disk."""
+
+    def full(**_: Any) -> tuple[int, str]:
+        return os.open("/dev/full", os.O_WRONLY), str(tmp_path / "part")
+
+    monkeypatch.setattr("llaisys.engine.session_file.tempfile.mkstemp", full)
+    with pytest.raises(StorageFullError, match="'x': No space left on device"):
+        write(tmp_path / "x.kv")
+
+
+def test_a_store_that_vanished_is_not_made_again(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = path.parent
+    store.rename(store.with_name("elsewhere"))
+    with pytest.raises(StorageError, match="'x': No such file or directory"):
+        write(store / "client" / "x.kv")
+    assert not store.exists()
+    (store.with_name("plain")).write_text("")
+    with pytest.raises(StorageError, match=r"'x': (Not a directory|File exists)"):
+        write(store.with_name("plain") / "x.kv")
+    assert f"the saved session {store / 'client' / 'x.kv'}: No such file or directory" in caplog.messages
+
+
+def test_a_store_is_made_at_start(tmp_path: Path) -> None:
+    store = tmp_path / "a" / "b"
+    for _ in range(2):
+        check_store(store)
+        assert [*store.iterdir()] == []
+    assert store.stat().st_mode & 0o777 == 0o700
+
+
+def test_what_cannot_be_a_store_is_refused_at_start(tmp_path: Path) -> None:
+    plain, fifo = tmp_path / "plain", tmp_path / "fifo"
+    plain.write_text("")
+    os.mkfifo(fifo)
+    for wrong in (plain, plain / "below", fifo, Path("/proc/self"), Path("/proc/nothing")):
+        with pytest.raises(
+            RejectedError, match=f"session_store: {wrong} is not a folder that can be"
+        ) as caught:
+            check_store(wrong)
+        assert caught.value.param == "session_store"
+    with largest_file(0), pytest.raises(RejectedError, match="File too large"):
+        check_store(tmp_path)

@@ -1,4 +1,4 @@
-"""The chat store: revisions, conflicts, owners, files of other versions."""
+"""The chat store: revisions, conflicts, owners, files of other versions. Disks: `test_chat_storage.py`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ from llaisys.server.keys import Keyring
 from llaisys.server.state import ServerState
 
 
+def opened(path: Path, bytes_max: int = 2**20) -> ChatStore:
+    return ChatStore(path, bytes_max)
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[ChatStore]:
-    made = ChatStore(tmp_path / "chats.db")
+    made = opened(tmp_path / "chats.db")
     yield made
     made.close()
 
@@ -163,14 +167,14 @@ async def test_the_number_of_chats_is_bounded(store: ChatStore, monkeypatch: pyt
 
 
 async def test_a_file_is_kept_and_has_a_name(tmp_path: Path) -> None:
-    first = ChatStore(tmp_path / "chats.db")
+    first = opened(tmp_path / "chats.db")
     await first.put("", "one", 0, {"kept": True})
     first.close()
-    second = ChatStore(tmp_path / "chats.db")
-    assert await second.get("", "one") == (1, {"kept": True})
+    second = opened(tmp_path / "chats.db")
+    assert await second.get("", "one") == (1, '{"kept":true}')
     assert second.name == first.name
     second.close()
-    other = ChatStore(tmp_path / "other.db")
+    other = opened(tmp_path / "other.db")
     assert other.name != first.name
     other.close()
 
@@ -180,26 +184,26 @@ def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
     with sqlite3.connect(newer) as db:
         db.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
     with pytest.raises(RejectedError, match=f"version {len(MIGRATIONS) + 1}"):
-        ChatStore(newer)
+        opened(newer)
     text = tmp_path / "text.db"
     text.write_text("not a database, but long enough to look like something " * 20, "utf-8")
     with pytest.raises(RejectedError, match="cannot be used as a chat store"):
-        ChatStore(text)
+        opened(text)
     with pytest.raises(RejectedError, match="cannot be used as a chat store"):
-        ChatStore(tmp_path / "no" / "such" / "folder.db")
+        opened(tmp_path / "no" / "such" / "folder.db")
 
 
 async def test_a_migration_that_fails_leaves_the_file_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "chats.db"
-    ChatStore(path).close()
+    opened(path).close()
     broken = (*MIGRATIONS, "ALTER TABLE chats ADD COLUMN more TEXT; SELECT nonsense;")
     monkeypatch.setattr(chat_store, "MIGRATIONS", broken)
     with pytest.raises(RejectedError):
-        ChatStore(path)
+        opened(path)
     monkeypatch.setattr(chat_store, "MIGRATIONS", MIGRATIONS)
-    again = ChatStore(path)
+    again = opened(path)
     assert await again.put("", "one", 0, {}) == 1
     again.close()
 

@@ -97,5 +97,21 @@ async def test_a_minute_s_requests_come_back_evenly() -> None:
     assert (await door.post()).headers["x-ratelimit-remaining-requests"] == "5"
 
 
+@pytest.mark.parametrize("method", ["PUT", "DELETE"])
+async def test_writes_and_deletions_are_counted(method: str) -> None:
+    """Those of chats and sessions, as a POST; what only reads is not."""
+    door = Door(at_once=1, a_minute=2)
+    door.go.clear()
+    writing = asyncio.ensure_future(door.post(method=method))
+    await door.came.acquire()
+    assert (await door.post(method=method)).status_code == 429
+    door.go.set()
+    assert (await writing).status_code == 200
+    assert (await door.post(method=method)).headers["x-ratelimit-remaining-requests"] == "0"
+    assert (await door.post()).status_code == 429
+    for reading in ("GET", "HEAD", "OPTIONS"):
+        assert (await door.post(method=reading)).status_code == 200
+
+
 async def test_without_a_rate_nothing_is_told(two_at_once: Door) -> None:
     assert not any(name.startswith("x-ratelimit") for name in (await two_at_once.post()).headers)

@@ -29,7 +29,8 @@ pytestmark = pytest.mark.usefixtures("fake_model")
 
 @pytest.fixture
 async def http(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[httpx.AsyncClient]:
-    settings = {"session_store": tmp_path / "store", **getattr(request, "param", {})}
+    (store := tmp_path / "store").mkdir()
+    settings = {"session_store": store, **getattr(request, "param", {})}
     service = await AsyncLLM.start(Config(num_kv_cells=512, **settings))
     app = create_app(ServerState(Config(api_key=KEYS), models=ModelRegistry([service])), 8000)
     transport = httpx.ASGITransport(app)

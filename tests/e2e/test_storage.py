@@ -1,0 +1,76 @@
+"""A server whose disk refuses to hold more, and stores that cannot be used."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from serving import COMMAND, END_S, GOLDENS, Server, environment, serving
+
+MODEL = str(GOLDENS / "qwen2-tied-bf16")
+SPARE_BYTES = 64 * 1024  # for the log, which is on the same disk
+
+
+@contextmanager
+def full_disk(server: Server) -> Iterator[None]:
+    """No file of the server's processes can become larger than its log is now, and some."""
+    server_process = psutil.Process(server.process.pid)
+    pids = [server_process.pid, *(child.pid for child in server_process.children())]
+    limit = server.log.stat().st_size + SPARE_BYTES
+    before = {
+        pid: resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY)) for pid in pids
+    }
+    try:
+        yield
+    finally:
+        for pid, limits in before.items():
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("flags", [(), ("--engine-process",)])
+def test_a_full_disk_costs_the_write_alone(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """The limit on the size of a file stands for it: the system refuses the write, without privileges."""
+    chat_store, session_store = tmp_path / "chats.db", tmp_path / "sessions"
+    stores = ("--chat-store", str(chat_store), "--session-store", str(session_store))
+    with serving(tmp_path, MODEL, "--dtype", "float32", *stores, *flags) as server:
+        http = server.http
+        prompt = [i % 500 for i in range(200)]
+        body = {"prompt": prompt, "max_tokens": 2, "ignore_eos": True, "session_id": "chat"}
+        assert http.post("/v1/completions", json=body).status_code == 200
+        assert http.put("/v1/chats/one", json={"base": 0, "chat": {}}).status_code == 200
+        large = {"base": 1, "chat": {"text": "x" * 4 * SPARE_BYTES}}
+        with full_disk(server):
+            for code, status, refused in (
+                ("storage_full", 507, http.post("/v1/sessions/chat/save", json={"file": "f"})),
+                ("storage_error", 500, http.put("/v1/chats/one", json=large)),
+            ):
+                assert (refused.status_code, refused.json()["error"]["code"]) == (status, code)
+                assert str(tmp_path) not in refused.text
+            assert http.get("/v1/chats/one").json()["revision"] == 1
+            assert http.post("/v1/completions", json=body).status_code == 200
+        log = server.log.read_text("utf-8")
+        (folder,) = session_store.iterdir()
+        assert [*folder.iterdir()] == [], "nothing half-written stays"
+        assert f"the saved session {folder / 'f.kv'}: File too large" in log
+        assert f"the chat store {chat_store}: disk I/O error" in log
+        assert "Traceback" not in log
+        assert http.post("/v1/sessions/chat/save", json={"file": "f"}).status_code == 200
+        assert http.put("/v1/chats/one", json=large).json()["revision"] == 2
+        assert server.stop() == 0
+
+
+def test_an_unusable_store_stops_the_start(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("")
+    flags = ("--port", "0", "--no-preload", "--session-store", str(tmp_path / "plain"))
+    done = subprocess.run(
+        [*COMMAND, "serve", MODEL, *flags], capture_output=True, text=True, env=environment(), timeout=END_S
+    )
+    assert done.returncode == 1, done.stderr
+    assert f"session_store: {tmp_path / 'plain'} is not a folder" in done.stderr
+    assert "Traceback" not in done.stderr

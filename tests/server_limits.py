@@ -1,0 +1,28 @@
+"""Behaviors of the server that `tests/unit/test_limits_table.py` runs for their rows of docs/limits.md."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from llaisys.config import load_config
+from llaisys.errors import RejectedError
+from llaisys.server.chat_store import ChatStore
+from llaisys.server.errors import to_api_error
+
+
+def max_chat_bytes_per_key() -> None:
+    """A chat that fits, and one more that does not."""
+    config = load_config({"max_chat_bytes_per_key": 10})
+    with (
+        TemporaryDirectory() as folder,
+        closing(ChatStore(Path(folder, "chats.db"), config.max_chat_bytes_per_key)) as store,
+    ):
+        assert asyncio.run(store.put("", "fits", 0, {"a": 1234})) == 1
+        with pytest.raises(RejectedError) as caught:
+            asyncio.run(store.put("", "more", 0, {}))
+    assert (to_api_error(caught.value, "").status_code, caught.value.param) == (400, "chat")
