@@ -406,8 +406,9 @@ class PartParser(Protocol):
     def push(self, text: str) -> list[Part]:
         """The parts that are certain once the answer goes on with this text."""
 
-    def finish(self) -> list[Part]:
-        """The rest: the answer is over."""
+    def finish(self, *, cut: bool = False) -> list[Part]:
+        """The rest: the answer is over. `cut`: by a limit of tokens, so the beginning of a tool call that
+        never became whole is markup, not content, and left out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,7 +164,7 @@ class ChatShape:
         if options.token_ids and answer.token_ids:
             fields["token_ids"] = answer.token_ids
         parts = self._parts[index]
-        deltas = parts.deltas(answer.text, ended=answer.finish_reason is not None)
+        deltas = parts.deltas(answer.text, answer.finish_reason)
         if fields and not deltas:
             deltas = [{"content": ""}]
         out = [self._chunk(index, delta, **({} if i else fields)) for i, delta in enumerate(deltas)]

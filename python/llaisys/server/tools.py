@@ -131,11 +131,13 @@ class AnswerParts:
         self._only_first = only_first
         self._n_calls = 0
 
-    def deltas(self, text: str, *, ended: bool) -> list[Json]:
-        """The `delta` of each chunk that the next piece of text gives; `ended`: it is the last."""
+    def deltas(self, text: str, finish_reason: str | None) -> list[Json]:
+        """The `delta` of each chunk that the next piece of text gives. `finish_reason`: of the last piece."""
         if self._parser is None:
             return [{"content": text}] if text else []
-        parts = self._parser.push(text) + (self._parser.finish() if ended else [])
+        parts = self._parser.push(text)
+        if finish_reason is not None:
+            parts += self._parser.finish(cut=finish_reason == "length")
         return [delta for part in parts for delta in self._of_part(part)]
 
     def finish_reason(self, reason: str) -> str:

@@ -41,7 +41,7 @@ class ReasoningParser:
             self._text = ""
         return parts
 
-    def finish(self) -> list[Part]:
+    def finish(self, *, cut: bool = False) -> list[Part]:  # noqa: ARG002 -- reasoning may end anywhere
         """As PartParser."""
         if self._state == "begin":
             self._begin(over=True)
@@ -82,10 +82,10 @@ class AnswerParser:
         """As PartParser."""
         return self._find_calls([Content(text)] if self._reasoning is None else self._reasoning.push(text))
 
-    def finish(self) -> list[Part]:
+    def finish(self, *, cut: bool = False) -> list[Part]:
         """As PartParser."""
-        parts = [] if self._reasoning is None else self._find_calls(self._reasoning.finish())
-        return parts if self._tools is None else parts + self._tools.finish()
+        parts = [] if self._reasoning is None else self._find_calls(self._reasoning.finish(cut=cut))
+        return parts if self._tools is None else parts + self._tools.finish(cut=cut)
 
     def _find_calls(self, parts: list[Part]) -> list[Part]:
         if self._tools is None:

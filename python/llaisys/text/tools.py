@@ -9,6 +9,7 @@ Sources: the chat templates of Qwen 2.5 and Llama 3.1.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeAlias
@@ -21,6 +22,16 @@ ToolFormat: TypeAlias = Literal["hermes", "llama3_json"]
 CALLS_MAX = 16
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
+# The beginning of a call in Llama 3's format, wherever it was cut.
+_LLAMA_BEGIN = re.compile(
+    r"""\{\s* (?: $
+        | "(?P<key>[a-z]*)$
+        | "name"\s* (?: $ | :\s* (?: $ | "(?P<name>[^"\\]*)(?P<closed>"|$) ) )
+        | "type"\s* (?: $ | :\s* (?: $ | "(?: [a-z]*$ | function" ) ) )
+        | "parameters"
+    )""",
+    re.VERBOSE,
+)
 
 
 def tool_grammar(format: ToolFormat, tools: Mapping[str, Mapping[str, Any]], *, parallel: bool) -> str:
@@ -97,12 +108,14 @@ class HermesParser:
             pass
         return parts
 
-    def finish(self) -> list[Part]:
+    def finish(self, *, cut: bool = False) -> list[Part]:
         """As PartParser. A call whose closing tag is missing counts."""
         parts: list[Part] = []
         while self._step(parts, over=True):
             pass
-        self._tell(parts, len(self._text))
+        # What is left is space, perhaps with the beginning of a tag behind it, or a call from its tag on.
+        if not (cut and self._text.strip()):
+            self._tell(parts, len(self._text))
         return parts
 
     def _step(self, parts: list[Part], *, over: bool) -> bool:
@@ -173,17 +186,35 @@ class Llama3Parser:
             parts += self._rest()
         return parts
 
-    def finish(self) -> list[Part]:
+    def finish(self, *, cut: bool = False) -> list[Part]:
         """As PartParser."""
-        if self._n_calls and not self._text.strip("; \t\r\n"):
+        body = self._body()
+        if (self._n_calls and not body) or (cut and self._text.strip() and self._may_become_call(body)):
             return []
         return self._rest()
 
-    def _step(self, parts: list[Part]) -> bool:
-        """One step along the text; False if it cannot go on before there is more of it."""
+    def _body(self) -> str:
+        """What is not yet told, from the next call on, if it is one."""
         body = self._text.lstrip("; \t\r\n" if self._n_calls else None)
         if self._n_calls == 0 and body.startswith(_PYTHON_TAG):
             body = body[len(_PYTHON_TAG) :].lstrip()
+        return body
+
+    def _may_become_call(self, body: str) -> bool:
+        """True for the beginning of a call, or of the tag before it. Other JSON is content."""
+        if self._n_calls == 0 and _PYTHON_TAG.startswith(body):
+            return True
+        begin = _LLAMA_BEGIN.match(body)
+        if begin is None:
+            return False
+        key, name = begin["key"], begin["name"]
+        if name is not None:
+            return name in self._names if begin["closed"] else any(n.startswith(name) for n in self._names)
+        return key is None or any(n.startswith(key) for n in ("name", "type", "parameters"))
+
+    def _step(self, parts: list[Part]) -> bool:
+        """One step along the text; False if it cannot go on before there is more of it."""
+        body = self._body()
         if not body or (self._n_calls == 0 and _PYTHON_TAG.startswith(body)):
             return False
         end = self._object.find(body) if body[0] == "{" else len(body)

@@ -297,14 +297,26 @@ async def test_each_choice_has_its_own_calls(
         assert parts[-1]["finish_reason"] == choice["finish_reason"]
 
 
-async def test_an_answer_that_was_cut_is_no_call(
+@pytest.mark.parametrize("n_calls", [0, 1])
+async def test_a_call_that_max_tokens_cut_is_left_out(
+    client: httpx.AsyncClient, engine: FakeService, chat_body: dict[str, Any], n_calls: int
+) -> None:
+    """Neither a call nor content; what came before it stays."""
+    engine.config = AUTO
+    engine.script = [Piece(["Let me. ", *[CALL] * n_calls]), Piece(list(CALL[:30])), Piece(finish="length")]
+    whole, stream = await both(client, {**chat_body, "tools": [ADD]})
+    assert whole["finish_reason"] == stream[-1]["finish_reason"] == "length"
+    for message in (whole["message"], message_of(choice["delta"] for choice in stream)):
+        assert (message["content"].strip(), len(message.get("tool_calls", ()))) == ("Let me.", n_calls)
+
+
+async def test_a_call_that_the_model_left_open_is_content(
     client: httpx.AsyncClient, engine: FakeService, chat_body: dict[str, Any]
 ) -> None:
     engine.config = AUTO
-    engine.script = [Piece([CALL[:30]]), Piece(finish="length")]
-    whole, stream = await both(client, {**chat_body, "tools": [ADD]})
-    assert whole["finish_reason"] == stream[-1]["finish_reason"] == "length"
-    assert whole["message"] == {"role": "assistant", "content": CALL[:30], "refusal": None}
+    engine.script = [Piece([CALL[:30]]), Piece(finish="stop")]
+    whole, _ = await both(client, {**chat_body, "tools": [ADD]})
+    assert whole["message"]["content"] == CALL[:30]
 
 
 async def test_without_tools_the_text_is_content(

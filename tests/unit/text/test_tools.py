@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fakes import text as fake_text
 from llaisys.engine.grammar import Grammars, GrammarTokens
 from llaisys.text.reasoning import AnswerParser
-from llaisys.text.tools import CALLS_MAX, tool_grammar, tool_parser
+from llaisys.text.tools import CALLS_MAX, ToolFormat, tool_grammar, tool_parser
 from llaisys.types import Content, Part, PartParser, Reasoning, StructuredOutputsParams, ToolCall
 
 NAMES = ("weather", "add")
@@ -87,6 +87,50 @@ QWEN3: dict[str, list[Part]] = {
 }
 
 
+# What is left of an answer that a limit of tokens cut inside a call: whole calls and content, no markup.
+A = '{"name": "add", "arguments": {"a": 1, "b": [2]}}'
+B = A.replace("arguments", "parameters")
+HERMES_CUT: dict[str, list[Part]] = {
+    "Hello, wor": [C("Hello, wor")],
+    "Hello \n": [C("Hello \n")],
+    "I look.\n\n<tool": [C("I look.")],
+    "I look.\n<tool_call>": [C("I look.")],
+    "<tool_call>\n": [],
+    '<tool_call>{"na': [],
+    'I look. <tool_call>\n{"name": "add", "arguments": {"a": "<b': [C("I look.")],
+    f"<tool_call>{A}</tool_call>\n<tool_call>\n{A[:30]}": [ADD],
+    f"<tool_call>{A}\n</tool_": [ADD],
+    f"<tool_call>{A}": [ADD],
+    'no call: <tool_call>{"name": "rm", "arguments": {}}': [
+        C('no call: <tool_call>{"name": "rm", "arguments": {}}')
+    ],
+    "<tool_call>not json": [C("<tool_call>not json")],
+}
+LLAMA_CUT: dict[str, list[Part]] = {
+    "Hello, wor": [C("Hello, wor")],
+    "<|pyth": [],
+    "<|python_tag|>": [],
+    '<|python_tag|>{"name"': [],
+    "{": [],
+    '{"na': [],
+    '{"name": "ad': [],
+    '{"name": "add", "parameters": {"a": "}': [],
+    '{"parameters": {"a": 1}, "na': [],
+    '{"type": "func': [],
+    '{"type": "function", "name": "add", ': [],
+    f"{B}; {B[:20]}": [ADD],
+    f"{B};": [ADD],
+    # JSON that is an answer, not a call.
+    '{"name": "Ada", "born': [C('{"name": "Ada", "born')],
+    '{"name": 5, "born': [C('{"name": 5, "born')],
+    '{"type": "object", "prop': [C('{"type": "object", "prop')],
+    '{"answer": {"name": "add"': [C('{"answer": {"name": "add"')],
+    '{"ans': [C('{"ans')],
+    "[1, 2": [C("[1, 2")],
+    "{not": [C("{not")],
+}
+
+
 def parsers() -> Iterable[tuple[str, Callable[[], PartParser], str, list[Part]]]:
     """Name, maker, text and its parts."""
     for text, parts in HERMES.items():
@@ -102,10 +146,10 @@ def parsers() -> Iterable[tuple[str, Callable[[], PartParser], str, list[Part]]]
 CASES = list(parsers())
 
 
-def parsed(parser: PartParser, pieces: Iterable[str]) -> list[Part]:
+def parsed(parser: PartParser, pieces: Iterable[str], cut: bool = False) -> list[Part]:
     """All parts, neighbours of one kind joined."""
     joined: list[Part] = []
-    for part in [part for piece in pieces for part in parser.push(piece)] + parser.finish():
+    for part in [part for piece in pieces for part in parser.push(piece)] + parser.finish(cut=cut):
         assert not isinstance(part, Content | Reasoning) or part.text, "an empty part"
         last = joined[-1] if joined else None
         if isinstance(part, Content | Reasoning) and type(last) is type(part):
@@ -127,6 +171,25 @@ def test_the_parts_of_recorded_texts(
 ) -> None:
     assert parsed(make(), [text]) == parts, name
     assert parsed(make(), text) == parts, f"{name}, character by character"
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "parts"),
+    [("hermes", *case) for case in HERMES_CUT.items()]
+    + [("llama3_json", *case) for case in LLAMA_CUT.items()],
+)
+def test_a_call_that_was_cut_is_no_content(format: ToolFormat, text: str, parts: list[Part]) -> None:
+    for pieces in ([text], text):
+        assert parsed(tool_parser(format, NAMES), pieces, cut=True) == parts
+        assert parsed(AnswerParser("qwen3", tool_parser(format, NAMES)), pieces, cut=True) == parts
+
+
+@pytest.mark.parametrize("format", ["hermes", "llama3_json"])
+def test_wherever_a_call_is_cut_nothing_of_it_is_content(format: ToolFormat) -> None:
+    for call in (WEATHER, ADD):
+        text = written(format, call)
+        for n in range(1, len(text) + 1):
+            assert parsed(tool_parser(format, NAMES), text[:n], cut=True) in ([], [call])
 
 
 @settings(max_examples=300, deadline=None)
