@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 
 import pytest
@@ -64,6 +65,26 @@ def test_chat_with_nobody(url: str) -> None:
     done = run("chat", "--url", url, stdin="Hello\n")
     assert url in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["chat", "chat --url", "generate", "config"])
+def test_a_reader_that_has_seen_enough(tiny: Server, command: str) -> None:
+    """`llaisys chat | head -1`: it ends as other programs do in a pipe, and says nothing, least of all of the
+    server."""
+    more = {"chat --url": (tiny.url,), "config": ("show",)}.get(command, (*LOCAL, *EXACT))
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "wb") as closed:
+        done = subprocess.run(
+            [*COMMAND, *command.split(), *more],
+            input="Hello\n",
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+            timeout=120,
+        )
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.parametrize("command", ["serve", "chat", "generate"])

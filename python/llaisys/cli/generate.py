@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 
 from llaisys.cli.flags import SERVER_ONLY, add_config_flags, config_of
@@ -38,11 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
     from llaisys.cli.local import LocalModel
 
     with LocalModel(config) as model:
-        try:
-            model.complete(prompt, fields, _show)
-            _show("\n")
-        except BrokenPipeError:  # the reader has seen enough; Python would complain again when it exits
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        model.complete(prompt, fields, _show)
+        _show("\n")
     return 0
 
 

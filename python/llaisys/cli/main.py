@@ -1,8 +1,10 @@
-"""Arguments -> command -> exit code: 0 done, 1 failed with a message, 2 wrong arguments, 130 interrupted."""
+"""Arguments -> command -> exit code: 0 done, 1 failed with a message, 2 wrong arguments, 130 interrupted, 141
+stdout was closed by its reader (a shell's codes for SIGINT and SIGPIPE)."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Protocol
@@ -49,7 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         arguments.refuse_unknown(unknown)
     try:
-        return COMMANDS[arguments.command].run(arguments)
+        exit_code = COMMANDS[arguments.command].run(arguments)
+        sys.stdout.flush()
+        return exit_code
+    except BrokenPipeError:  # as `llaisys ... | head -1` ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it exits
+        return 141
     except LlaisysError as e:
         print(f"llaisys {arguments.command}: {e}", file=sys.stderr)
         return 1

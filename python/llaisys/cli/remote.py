@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,14 +36,19 @@ class RemoteModel:
         if self.key:
             headers["authorization"] = f"Bearer {self.key}"
         connection, path = self._connection()
-        try:
-            connection.request("POST", path, body.encode(), headers)
-            for text in _texts(connection.getresponse()):
+        with contextlib.closing(connection):
+            for text in self._answer(connection, path, body.encode(), headers):
                 show(text)
+
+    def _answer(
+        self, connection: http.client.HTTPConnection, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> Iterator[str]:
+        """The pieces of the answer. What their reader raises is no error of the connection."""
+        try:
+            connection.request("POST", path, body, headers)
+            yield from _texts(connection.getresponse())
         except (OSError, http.client.HTTPException) as e:
             raise RejectedError(f"cannot reach {self.url}: {e}", param="url") from e
-        finally:
-            connection.close()
 
     def _connection(self) -> tuple[http.client.HTTPConnection, str]:
         parts = urlsplit(self.url)
