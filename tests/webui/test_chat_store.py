@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, expect
+from playwright.sync_api import Browser, BrowserContext, Route, expect
 
 from chatpage import Chat
 from serving import GOLDENS, Server, serving
@@ -123,6 +123,36 @@ def test_chats_outlive_the_server_and_a_cleared_browser(tmp_path: Path, browser:
             chat.page.close()
             assert server.stop() == 0
         context.close()
+
+
+def test_what_the_server_cannot_take_now_is_written_later(keeping: Server, context: BrowserContext) -> None:
+    """Where the key's rate is used up, the chat is kept for the next try."""
+    chat = Chat.open(context, keeping.url)
+    refusals = iter((429,))
+
+    def refuse(route: Route) -> None:
+        status = next(refusals, None) if route.request.method == "PUT" else None
+        if status is None:
+            route.continue_()
+        else:
+            error = {
+                "message": "later",
+                "type": "rate_limit_error",
+                "param": None,
+                "code": "rate_limit_exceeded",
+            }
+            route.fulfill(status=status, json={"error": error}, headers={"retry-after": "1"})
+
+    chat.page.route("**/v1/chats/**", refuse)
+    chat.answer_with("kept")
+    with chat.page.expect_response(lambda answer: answer.request.method == "PUT" and answer.ok):
+        chat.send("refused at first")
+        chat.done()
+    assert next(refusals, None) is None
+    chat.page.unroute_all()
+    stored(keeping, 1)
+    chat.menu("refused at first", "Delete")
+    stored(keeping, 0)
 
 
 def test_a_file_that_is_no_store_stops_the_start(tmp_path: Path) -> None:

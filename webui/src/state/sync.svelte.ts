@@ -62,19 +62,23 @@ export class Sync {
       return;
     }
     this.#isBusy = true;
+    let waitMs = POLL_MS;
     try {
       if (!(await this.#pull())) {
         this.library.onChange = this.library.onDelete = () => {};
         return;
       }
       for (const id of [...this.#kept.dirty]) await this.#push(id);
+      if (this.#kept.dirty.length > 0) waitMs = SOON_MS;
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
+      // A server that cannot be reached is back soon; a full disk or a used-up rate takes its time.
+      waitMs = error.status === 0 ? SOON_MS : Math.max(SOON_MS, (error.retryAfterS ?? POLL_MS / 1000) * 1000);
     } finally {
       this.#isBusy = false;
       await this.db.putValue(KEY, this.#kept);
     }
-    this.#in(this.#kept.dirty.length > 0 ? SOON_MS : POLL_MS);
+    this.#in(waitMs);
   }
 
   /** False if this server keeps no chats. */
@@ -138,7 +142,8 @@ export class Sync {
       }
     } catch (error) {
       // A chat that the server will never take (too large, say) stays in this browser only.
-      if (!(error instanceof ApiError) || error.status === 0 || error.status === 401 || error.status >= 500) {
+      const isFinal = error instanceof ApiError && error.status >= 400 && error.status < 500;
+      if (!isFinal || error.status === 401 || error.status === 429) {
         this.#kept.dirty.push(id);
         throw error;
       }
