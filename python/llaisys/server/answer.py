@@ -16,6 +16,7 @@ from llaisys.errors import LlaisysError
 from llaisys.server.book import Entry
 from llaisys.server.errors import ApiError, ended, send_error, to_json
 from llaisys.server.fan_in import Deltas, fan_in
+from llaisys.server.metrics import STALLED
 from llaisys.server.sse import SseWriter
 from llaisys.server.state import state_of
 from llaisys.server.trace import note, note_first_token, notes_of, request_id_of
@@ -120,7 +121,12 @@ class Answer(Response):
         task = asyncio.current_task()
         assert task is not None
         stall_s = state_of(self._request).config.send_timeout_s
-        writer = SseWriter(send, self._extra_headers, self._shape.opening(), task.cancel, stall_s)
+
+        def on_stall() -> None:
+            self._note_stall()
+            task.cancel()
+
+        writer = SseWriter(send, self._extra_headers, self._shape.opening(), on_stall, stall_s)
         keeper = asyncio.ensure_future(writer.keep_awake())
         try:
             async with aclosing(fan_in(self._streams)) as deltas:
@@ -176,6 +182,12 @@ class Answer(Response):
     def _note_end(self) -> None:
         """A good end; of several choices every reason that there was."""
         note(self._request, end_reason=",".join(sorted(self._finish_reasons)))
+
+    def _note_stall(self) -> None:
+        """The client has taken nothing for `send_timeout_s`. A stream that had its end keeps that reason."""
+        if "end_reason" not in notes_of(self._request):
+            note(self._request, end_reason=STALLED)
+            state_of(self._request).metrics.refused(STALLED)
 
     def _wire_error(self, error: Exception) -> ApiError:
         """The error as the client hears it; noted, counted, and logged if it is a bug."""

@@ -38,6 +38,8 @@ LABELS = ("model_name", "engine")
 CACHE_FACTS = ("block_size", "num_gpu_blocks", "enable_prefix_caching", "cache_dtype")
 # Those of the instrumentator that vLLM uses for HTTP.
 HTTP_BOUNDS_S = (0.1, 0.5, 1.0)
+# The end of a stream whose client has taken nothing for `send_timeout_s`; nobody is there to be told.
+STALLED = "send_timeout"
 LAG_BOUNDS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0)
 
 _Family: TypeAlias = GaugeMetricFamily | CounterMetricFamily
@@ -241,8 +243,9 @@ class Metrics:
             buckets=LAG_BOUNDS_S,
             registry=self._registry,
         )
-        for row in TABLE.values():  # so that a rate over them exists before the first
-            self._refused.labels(row.code)
+        # So that a rate over them exists before the first.
+        for code in (STALLED, *(row.code for row in TABLE.values())):
+            self._refused.labels(code)
 
     def answered(self, route: str, method: str, status: int, seconds: float) -> None:
         """Counts an HTTP answer, by class of status (`2xx`). `route` is never what a client wrote."""

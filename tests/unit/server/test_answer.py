@@ -11,6 +11,7 @@ import pytest
 from starlette.types import ASGIApp, Message
 
 from fakes.service import FakeService, Piece
+from llaisys.config import Config
 from llaisys.errors import EngineDeadError
 from llaisys.server.app import create_app
 from llaisys.server.state import ServerState
@@ -118,6 +119,31 @@ async def test_leaving_in_the_middle(
     await work
     assert all(call.ended for call in engine.calls)
     assert b"[DONE]" not in browser.raw()
+
+
+class Stalled(Browser):
+    """A client that takes nothing of its answer's body."""
+
+    async def send(self, message: Message) -> None:
+        await super().send(message)
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+
+async def test_a_stalled_stream_has_an_end_reason_and_is_counted(
+    engine: FakeService, state: ServerState, caplog: pytest.LogCaptureFixture
+) -> None:
+    impatient = ServerState(Config(send_timeout_s=0.01), models=state.models)
+    engine.script = [Piece(["Hel"]), Piece(["never"], "stop", gate=asyncio.Event())]
+    app = create_app(impatient, 8000)
+    with caplog.at_level("INFO", "llaisys.request"):
+        await Stalled(app, "/v1/chat/completions", {**BODIES["/v1/chat/completions"], "stream": True}).open()
+    (record,) = caplog.records
+    line = json.loads(record.getMessage())
+    assert (line["end_reason"], line["status"]) == ("send_timeout", 200)
+    counted = impatient.metrics.page(None).decode()
+    assert 'llaisys:rejected_total{reason="send_timeout"} 1.0' in counted
+    assert engine.calls[0].ended
 
 
 async def test_the_log_tells_who_left(
