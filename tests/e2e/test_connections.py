@@ -3,12 +3,15 @@ of a stream and the line of a request in the log."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 import resource
+import signal
 import socket
 import ssl
 import stat
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +20,7 @@ import httpx
 import pytest
 import trustme
 
-from serving import GOLDENS, Server, serving
+from serving import COMMAND, END_S, GOLDENS, READY, Server, environment, serving
 from wire import connect
 
 MODEL = str(GOLDENS / "qwen2-tied-bf16")
@@ -67,6 +70,47 @@ def test_a_thousand_idle_connections_are_held(server: Server) -> None:
         assert server.http.post("/v1/completions", json=BODY).status_code == 200
         assert server.metric("process_open_fds") > N_IDLE
         assert {exchange(connection) for connection in idle} == {b"HTTP/1.1 200 OK"}
+
+
+def test_idle_connections_above_the_bound_keep_nobody_out(server: Server) -> None:
+    """More than the server may have open: probes and clients are answered meanwhile, the log stays short, and
+    a connection that was served before the flood is still there."""
+    n_connections = 1_400
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    n_bytes = server.log.stat().st_size
+    with ExitStack() as stack:
+        served = stack.enter_context(connect(server))
+        assert exchange(served) == b"HTTP/1.1 200 OK"
+        for _ in range(n_connections):
+            stack.enter_context(connect(server))
+        with connect(server) as probe:
+            assert exchange(probe) == b"HTTP/1.1 200 OK"
+        assert exchange(served) == b"HTTP/1.1 200 OK"
+        assert server.http.post("/v1/completions", json=BODY).status_code == 200
+        assert server.metric("process_open_fds") < 1_056 + 256
+    assert server.log.stat().st_size - n_bytes < 4096
+
+
+def test_a_reader_of_stderr_that_stops_does_not_stop_the_server() -> None:
+    """Every request writes a line, far more of them than the pipe holds; SIGTERM ends the server as ever."""
+    command = [*COMMAND, "serve", MODEL, "--port", "0", *FLAGS]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=environment()) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            fcntl.fcntl(process.stderr, fcntl.F_SETPIPE_SZ, 4096)
+            ready = READY.match(process.stdout.readline().decode())
+            assert ready is not None
+            with httpx.Client(base_url=ready[2], timeout=None) as client:
+                for _ in range(200):
+                    assert client.get("/no-such-path").status_code == 404
+                assert "llaisys:log_lines_dropped_total 0.0" in client.get("/metrics").text
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=END_S) == 0
+        finally:
+            process.kill()
 
 
 def test_the_last_byte_of_a_stream_is_its_terminator(server: Server) -> None:

@@ -113,7 +113,7 @@ def test_a_refused_body_that_goes_on_for_ever_ends(impatient: Server) -> None:
 def test_headers_are_bounded(server: Server) -> None:
     with line(server) as connection:
         connection.sendall(head(server, "X: " + "x" * 40_000, "Content-Length: 0"))
-        assert connection.recv(12) == b"HTTP/1.1 400"
+        assert connection.recv(12) == b"HTTP/1.1 431"
 
 
 def test_a_large_body_is_refused_and_its_line_goes_on(server: Server) -> None:

@@ -44,6 +44,7 @@ from llaisys.engine.wire import (
     encode,
 )
 from llaisys.errors import EngineDeadError, LlaisysError, RejectedError
+from llaisys.logs import start_log
 from llaisys.stats import EngineStats
 
 EXIT_OK, EXIT_BROKEN = 0, 70
@@ -96,7 +97,7 @@ def _serve(wire: _Wire) -> None:
     start = wire.receive()
     if not isinstance(start, Start):
         raise TypeError(f"{type(start).__name__} came before Start")
-    logging.basicConfig(level=start.log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    start_log(start.log_level)
     version = package_version()
     if start.version != version:
         wire.send(Refused(RejectedError(VERSION_CHANGED.format(start.version, version))))

@@ -196,6 +196,13 @@ def body_too_slow(seconds: float) -> ApiError:
     return answer.with_headers({**NO_RETRY, "connection": "close"})
 
 
+def too_many_open_requests(limit: int) -> ApiError:
+    """503: the server has as many requests open as it takes; the connection is closed."""
+    message = f"The server has {limit} requests open, which is its limit; try again in a moment."
+    answer = ApiError(503, message, code="server_overloaded", kind=SERVER_ERROR)
+    return answer.with_headers({"retry-after": "1", "connection": "close"})
+
+
 def too_many_at_once(limit: int) -> ApiError:
     """429: the client has too many open requests."""
     message = f"This key has {limit} requests open, which is its limit; wait until one has ended."

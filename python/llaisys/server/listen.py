@@ -19,20 +19,22 @@ from typing import Any
 from llaisys.config import Config
 from llaisys.errors import RejectedError
 from llaisys.files import open_regular
+from llaisys.server.connection_limit import ACCEPTS_PER_TURN, PROBE_CONNECTIONS, REQUESTS_MAX, Listener
 
-CONNECTIONS_MAX = 1024
 # What the kernel takes for a connection (it doubles this); left to itself it takes up to 4 MiB for a reader
 # that does not read.
 SEND_BYTES = 128 * 1024
-# Files open beside the connections: weights, stores, epoll, pipes, libraries while they are read.
-SPARE_FILES = 256
+# Files open in addition to the connections: weights, stores, epoll, pipes, libraries while they are read, and
+# connections that were accepted or evicted in this turn of the event loop.
+SPARE_FILES = 256 + 2 * ACCEPTS_PER_TURN
+FILES_OF_NO_LIMIT = 65536  # where the system names no limit of its own
 TLS_SETTINGS = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
 
 log = logging.getLogger("llaisys.server")
 
 
 @contextlib.contextmanager
-def listening(config: Config) -> Iterator[socket.socket]:
+def listening(config: Config) -> Iterator[Listener]:
     """A listening socket; at the end it is closed, and the file of a Unix socket is gone.
 
     Raises RejectedError saying what to do.
@@ -48,7 +50,7 @@ def listening(config: Config) -> Iterator[socket.socket]:
                     config.uds.unlink()
 
 
-def bind(config: Config) -> socket.socket:
+def bind(config: Config) -> Listener:
     """A listening TCP socket, taken before the model is loaded, so that a taken port is known at once.
 
     Raises RejectedError saying what to do.
@@ -59,7 +61,7 @@ def bind(config: Config) -> socket.socket:
         )[0]
         # asyncio sets TCP_NODELAY only where the protocol is named; without it the first token of a stream
         # waits up to 40 ms for the client's delayed acknowledgement of the headers.
-        listener = socket.socket(family, kind, protocol)
+        listener = Listener(family, kind, protocol)
     except OSError as e:
         raise RejectedError(_bind_text(config, e), param="host") from e
     try:
@@ -69,7 +71,7 @@ def bind(config: Config) -> socket.socket:
         patience_ms = math.ceil(1000 * config.send_timeout_s)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)
         listener.bind(address)
-        listener.listen(CONNECTIONS_MAX)
+        listener.listen(REQUESTS_MAX)
     except OSError as e:
         listener.close()
         raise RejectedError(_bind_text(config, e), param="port") from e
@@ -88,16 +90,16 @@ def _bind_text(config: Config, error: OSError) -> str:
     return f"cannot listen on {config.host} port {config.port}: {error.strerror}"
 
 
-def _bind_uds(path: Path) -> socket.socket:
+def _bind_uds(path: Path) -> Listener:
     """A listening Unix socket that others than owner and group cannot use, whatever the umask; by the usual
     umask of 022 the group cannot either. A socket that no server listens on is replaced."""
     _clear_stale(path)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener = Listener(socket.AF_UNIX, socket.SOCK_STREAM)
     umask = os.umask(0o177)
     try:
         os.umask(umask | 0o117)
         listener.bind(str(path))
-        listener.listen(CONNECTIONS_MAX)
+        listener.listen(REQUESTS_MAX)
     except OSError as e:
         listener.close()
         raise RejectedError(f"cannot listen on the socket {path}: {e.strerror or e}", param="uds") from e
@@ -168,14 +170,15 @@ def address_of(config: Config, port: int) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def allow_files() -> None:
-    """Raises this process's limit of open files to what CONNECTIONS_MAX connections need; the usual one of
-    1,024 would make `accept` fail before our own limit answers."""
-    needed = CONNECTIONS_MAX + SPARE_FILES
+def allow_files() -> int:
+    """Raise this process's limit of open files to the hard limit. Return how many connections fit, so that
+    `accept` never fails for want of a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if allowed < needed:
-        log.warning("only %d files may be open, %d connections need %d", allowed, CONNECTIONS_MAX, needed)
+    allowed = max(soft, FILES_OF_NO_LIMIT) if hard == resource.RLIM_INFINITY else hard
+    if soft not in (allowed, resource.RLIM_INFINITY):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    wanted = REQUESTS_MAX + PROBE_CONNECTIONS
+    n_connections = max(PROBE_CONNECTIONS, min(wanted, allowed - SPARE_FILES))
+    if n_connections < wanted:
+        log.warning("only %d files may be open: at most %d connections", allowed, n_connections)
+    return n_connections

@@ -30,6 +30,8 @@ from llaisys.stats import HistogramData, ServiceStats
 from llaisys.types import FinishReason
 
 if TYPE_CHECKING:
+    from llaisys.logs import LineWriter
+    from llaisys.server.connection_limit import ConnectionStats
     from llaisys.server.state import ServerState
     from llaisys.service import AsyncLLM
 
@@ -203,6 +205,38 @@ class EngineCollector:
         return family
 
 
+class ConnectionCollector:
+    """What connections and the log count, as metric families."""
+
+    def __init__(self, stats: ConnectionStats, log: LineWriter) -> None:
+        self._stats = stats
+        self._log = log
+
+    def collect(self) -> Iterator[Metric]:
+        """prometheus_client."""
+        stats = self._stats
+        closed = CounterMetricFamily(
+            "llaisys:connections_closed",
+            "Connections closed by a bound: at accept, while idle, or for a bad request.",
+            labels=("reason",),
+        )
+        for reason, value in (
+            ("full", stats.refused),
+            ("idle", stats.evicted),
+            ("bad_request", stats.bad_requests),
+        ):
+            closed.add_metric((reason,), value)
+        yield closed
+        for name, text, value in (
+            ("llaisys:connections", "Connections accepted.", stats.accepted),
+            ("llaisys:requests_refused", "Requests refused: too many were open.", stats.requests_refused),
+            ("llaisys:parser_headers", "Request headers parsed.", stats.headers),
+            ("llaisys:parser_events", "Events of the HTTP parser, a request counted as 64.", stats.events),
+            ("llaisys:log_lines_dropped", "Log lines that stderr did not take.", self._log.n_dropped),
+        ):
+            yield CounterMetricFamily(name, text, value=value)
+
+
 def _observed(family: HistogramMetricFamily, labels: Sequence[str], data: HistogramData) -> None:
     family.add_metric(labels, buckets=list(cumulative(data)), sum_value=data.sum)
 
@@ -246,6 +280,10 @@ class Metrics:
         # So that a rate over them exists before the first.
         for code in (STALLED, *(row.code for row in TABLE.values())):
             self._refused.labels(code)
+
+    def count_connections(self, stats: ConnectionStats, log: LineWriter) -> None:
+        """Serve these counters, too."""
+        self._registry.register(ConnectionCollector(stats, log))
 
     def answered(self, route: str, method: str, status: int, seconds: float) -> None:
         """Counts an HTTP answer, by class of status (`2xx`). `route` is never what a client wrote."""

@@ -19,14 +19,22 @@ from typing import Any, NoReturn
 import uvicorn
 
 from llaisys.config import Config
+from llaisys.logs import STDOUT, LineHandler, LineWriter, start_log
 from llaisys.registry import ModelRegistry
 from llaisys.server.app import create_app
 from llaisys.server.chat_store import ChatStore
 from llaisys.server.connection import connection_class
+from llaisys.server.connection_limit import (
+    ACCEPTS_PER_TURN,
+    PROBE_CONNECTIONS,
+    REQUESTS_MAX,
+    Listener,
+    RequestBound,
+)
 from llaisys.server.gate import check_exposure
 from llaisys.server.keys import Keyring
 from llaisys.server.lag import keep_measuring
-from llaisys.server.listen import CONNECTIONS_MAX, address_of, allow_files, listening, tls_options
+from llaisys.server.listen import address_of, allow_files, listening, tls_options
 from llaisys.server.memory import keep_trimmed
 from llaisys.server.spans import Spans
 from llaisys.server.state import ServerState
@@ -34,7 +42,6 @@ from llaisys.server.state import ServerState
 EXIT_OK, EXIT_ENGINE_DEAD, EXIT_KILLED = 0, 70, 130
 CLOSE_CONNECTIONS_S = 1
 PULSES_A_WINDOW = 24  # of `watchdog_window_s`, a sixth of which without one is a verdict
-HEADER_BYTES_MAX = 32 * 1024
 
 log = logging.getLogger("llaisys.server")
 
@@ -46,27 +53,26 @@ def serve(config: Config) -> int:
     certificate that is none) and what loading the model raises.
     """
     check_exposure(config)
-    _start_log(config)
-    allow_files()
+    log_writer = _start_log(config)
+    n_connections = allow_files()
     tls = tls_options(config)
     keys = Keyring.of(config)
     config = config.model_copy(update={"api_key": ()})  # from here on there are hashes only
     with listening(config) as listener, _chats(config) as chats, _spans(config) as spans:
+        listener.limit.maximum = n_connections
         state = ServerState(config, keys=keys, chats=chats, spans=spans)
+        state.metrics.count_connections(listener.limit.stats, log_writer)
         return asyncio.run(Lifecycle(config, listener, state, tls).run())
 
 
-def _start_log(config: Config) -> None:
+def _start_log(config: Config) -> LineWriter:
     """Everything to stderr; the line of each request bare, so that it is a JSON object."""
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
+    writer = start_log(config.log_level.upper())
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     requests = logging.getLogger("llaisys.request")
-    bare = logging.StreamHandler()
-    bare.setFormatter(logging.Formatter("%(message)s"))
-    requests.addHandler(bare)
+    requests.addHandler(LineHandler(writer, "%(message)s"))
     requests.propagate = False
+    return writer
 
 
 @contextlib.contextmanager
@@ -98,7 +104,7 @@ class Lifecycle:
     def __init__(
         self,
         config: Config,
-        listener: socket.socket,
+        listener: Listener,
         state: ServerState | None = None,
         tls: Mapping[str, Any] | None = None,
     ) -> None:
@@ -147,20 +153,21 @@ class Lifecycle:
         (self._hurry if self._stop.is_set() else self._stop).set()
 
     def _web_server(self) -> _Uvicorn:
+        limit = self._listener.limit
+        app = create_app(self._state, self._port)
         return _Uvicorn(
             uvicorn.Config(
-                create_app(self._state, self._port),
-                http=connection_class(self._config.upload_timeout_s),
+                RequestBound(app, limit.stats, limit.maximum - PROBE_CONNECTIONS),
+                http=connection_class(self._config.upload_timeout_s, limit),
                 ws="none",
                 log_config=None,
                 access_log=False,
                 lifespan="off",
                 proxy_headers=False,
                 server_header=False,
-                limit_concurrency=CONNECTIONS_MAX,
+                backlog=ACCEPTS_PER_TURN,
                 timeout_graceful_shutdown=CLOSE_CONNECTIONS_S,
                 timeout_keep_alive=self._config.timeout_keep_alive_s,  # type: ignore[arg-type]  # only waited for
-                h11_max_incomplete_event_size=HEADER_BYTES_MAX,
                 **self._tls,
             )
         )
@@ -168,11 +175,8 @@ class Lifecycle:
     async def _serve_until_stopped(self, models: ModelRegistry) -> int:
         """Ready goes off before anything else; then the engine ends its streams, each with a terminator."""
         self._state.models = models
-        print(
-            f"LLAISYS serving {','.join(each.model_names[0] for each in models.services)} "
-            f"at {address_of(self._config, self._port)}",
-            flush=True,
-        )
+        names = ",".join(each.model_names[0] for each in models.services)
+        LineWriter(STDOUT).write(f"LLAISYS serving {names} at {address_of(self._config, self._port)}")
         duties = (self._pulse(models), keep_trimmed(), keep_measuring(self._state.metrics.loop_came_late))
         meanwhile = [asyncio.ensure_future(duty) for duty in duties]
         await self._stop.wait()
@@ -192,6 +196,12 @@ class Lifecycle:
 
 class _Uvicorn(uvicorn.Server):
     """uvicorn without its signal handlers."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's. Its `backlog` bounds what asyncio accepts at once; more may wait in the kernel."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(REQUESTS_MAX)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -170,15 +170,26 @@ def test_tls_files_that_do_not_fit_are_named(
 
 
 @pytest.mark.parametrize(
-    ("soft", "hard", "then"),
-    [(1024, 4096, 1280), (1024, 1100, 1100), (4096, 4096, 4096), (1024, resource.RLIM_INFINITY, 1280)],
+    ("soft", "hard", "then", "n_connections"),
+    [
+        (1024, 4096, 4096, 1056),
+        (1024, 1100, 1100, 588),
+        (4096, 4096, 4096, 1056),
+        (1024, resource.RLIM_INFINITY, 65536, 1056),
+        (100, 100, 100, 32),
+    ],
 )
-def test_as_many_files_as_connections(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, soft: int, hard: int, then: int
+def test_the_limit_of_files_is_raised_and_bounds_the_connections(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    soft: int,
+    hard: int,
+    then: int,
+    n_connections: int,
 ) -> None:
     now = [(soft, hard)]
     monkeypatch.setattr(listen.resource, "getrlimit", lambda _: now[-1])
     monkeypatch.setattr(listen.resource, "setrlimit", lambda _, limits: now.append(limits))
-    listen.allow_files()
+    assert listen.allow_files() == n_connections
     assert now[-1] == (then, hard)
-    assert bool(caplog.records) == (then < 1280)
+    assert bool(caplog.records) == (n_connections < 1056)

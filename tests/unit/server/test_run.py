@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
@@ -17,6 +16,7 @@ from llaisys.config import Config
 from llaisys.errors import RejectedError
 from llaisys.registry import ModelRegistry
 from llaisys.server import run
+from llaisys.server.connection_limit import Listener
 from llaisys.server.listen import address_of, bind
 from llaisys.server.run import Lifecycle
 
@@ -53,12 +53,12 @@ async def loader(monkeypatch: pytest.MonkeyPatch) -> Loader:
 
 
 @pytest.fixture
-async def listener() -> AsyncIterator[socket.socket]:
+async def listener() -> AsyncIterator[Listener]:
     with bind(Config(port=0)) as made:
         yield made
 
 
-def client_of(listener: socket.socket) -> httpx.AsyncClient:
+def client_of(listener: Listener) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=address_of(Config(), listener.getsockname()[1]))
 
 
@@ -68,7 +68,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def test_probes_answer_while_the_model_loads(
-    loader: Loader, listener: socket.socket, capsys: pytest.CaptureFixture[str]
+    loader: Loader, listener: Listener, capfd: pytest.CaptureFixture[str]
 ) -> None:
     life = asyncio.create_task(Lifecycle(Config(port=0), listener).run())
     async with client_of(listener) as client:
@@ -77,18 +77,20 @@ async def test_probes_answer_while_the_model_loads(
             assert (await client.get(path)).status_code == 503
         refused = await client.post("/v1/completions", json={"prompt": "Hi"})
         assert refused.json()["error"]["code"] == "model_loading"
-        assert capsys.readouterr().out == ""
+        assert capfd.readouterr().out == ""
         loader.go.set()
         while (await client.get("/ready")).status_code != 200:
             pass
-        assert capsys.readouterr().out == f"LLAISYS serving tiny at {client.base_url}\n".replace("/\n", "\n")
+        while not (line := capfd.readouterr().out):  # a thread writes it
+            pass
+        assert line == f"LLAISYS serving tiny at {client.base_url}\n".replace("/\n", "\n")
         assert (await client.post("/v1/completions", json={"prompt": "Hi"})).status_code == 200
     os.kill(os.getpid(), signal.SIGTERM)
     assert await life == 0
     assert loader.closed_with == [30.0]
 
 
-async def test_a_model_that_cannot_be_loaded(loader: Loader, listener: socket.socket) -> None:
+async def test_a_model_that_cannot_be_loaded(loader: Loader, listener: Listener) -> None:
     loader.error = RejectedError("no such model", param="model")
     loader.go.set()
     with pytest.raises(RejectedError, match="no such model"):
@@ -96,7 +98,7 @@ async def test_a_model_that_cannot_be_loaded(loader: Loader, listener: socket.so
 
 
 async def test_a_signal_while_loading_does_not_wait_for_the_model(
-    loader: Loader, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+    loader: Loader, listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[int] = []
     monkeypatch.setattr(run, "_leave", left.append)
@@ -109,7 +111,7 @@ async def test_a_signal_while_loading_does_not_wait_for_the_model(
     assert not loader.go.is_set()
 
 
-async def test_a_dead_engine_is_told_by_the_exit_code(loader: Loader, listener: socket.socket) -> None:
+async def test_a_dead_engine_is_told_by_the_exit_code(loader: Loader, listener: Listener) -> None:
     loader.go.set()
     life = asyncio.create_task(Lifecycle(Config(port=0), listener).run())
     async with client_of(listener) as client:
@@ -121,7 +123,7 @@ async def test_a_dead_engine_is_told_by_the_exit_code(loader: Loader, listener: 
     assert await life == 70
 
 
-async def test_a_stuck_engine_ends_the_server_by_itself(loader: Loader, listener: socket.socket) -> None:
+async def test_a_stuck_engine_ends_the_server_by_itself(loader: Loader, listener: Listener) -> None:
     loader.go.set()
     life = asyncio.create_task(Lifecycle(Config(port=0, watchdog_window_s=0.1), listener).run())
     await until(lambda: loader.engine.n_beats > 3)
@@ -130,7 +132,7 @@ async def test_a_stuck_engine_ends_the_server_by_itself(loader: Loader, listener
 
 
 async def test_the_watchdogs_hear_the_loop_while_open_requests_go_on(
-    loader: Loader, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+    loader: Loader, listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beats: list[int] = []
 
@@ -150,7 +152,7 @@ async def test_the_watchdogs_hear_the_loop_while_open_requests_go_on(
 
 
 async def test_a_third_signal_ends_at_once(
-    loader: Loader, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+    loader: Loader, listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[int] = []
     monkeypatch.setattr(run, "_leave", left.append)

@@ -1,0 +1,361 @@
+"""Connections of a real server on a real socket: what is refused and how, how much is parsed and when, who
+makes way for whom, clients that half-close. The application is a few lines, so that a test can hold it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import ssl
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+import uvicorn
+from starlette.types import Message, Receive, Scope, Send
+
+from llaisys.config import Config
+from llaisys.server import connection
+from llaisys.server.connection import CONTINUE, INPUT_BYTES_MAX, Connection, connection_class
+from llaisys.server.connection_limit import ConnectionStats, Listener, RequestBound
+from llaisys.server.listen import bind
+from llaisys.server.parse_queue import EVENTS_PER_TURN, HEADERS_MAX
+from llaisys.server.run import _Uvicorn
+
+HEAD = b"POST /%s HTTP/1.1\r\nHost: x\r\n"
+CHUNKED = HEAD % b"echo" + b"Transfer-Encoding: chunked\r\n\r\n"
+LIVEZ = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
+LAST = LIVEZ.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+
+
+@dataclass
+class App:
+    """`/echo` sends the body back once it is whole, `/wait` and `/stream` respond (again) at each `go`."""
+
+    go: asyncio.Queue[None] = field(default_factory=asyncio.Queue)
+    seen: asyncio.Queue[str] = field(default_factory=asyncio.Queue)  # a path, then perhaps `gone`
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.seen.put_nowait(scope["path"])
+        if scope["path"] == "/early":
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+            await send({"type": "http.response.body", "body": b""})
+            return
+        message: Message = {"more_body": True}
+        body = b""
+        while message.get("more_body") and message.get("type") != "http.disconnect":
+            message = await receive()
+            body += message.get("body", b"")
+        if scope["path"] in ("/wait", "/stream"):
+            gone = asyncio.ensure_future(self._watch(receive))
+            if scope["path"] == "/stream":
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+                while not gone.done():
+                    await send({"type": "http.response.body", "body": b"x", "more_body": True})
+                    await asyncio.wait(
+                        {gone, go := asyncio.ensure_future(self.go.get())}, return_when="FIRST_COMPLETED"
+                    )
+                    go.cancel()
+                return
+            await asyncio.wait({gone, asyncio.ensure_future(self.go.get())}, return_when="FIRST_COMPLETED")
+            gone.cancel()
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [(b"content-length", b"%d" % len(body))],
+            }
+        )
+        await send({"type": "http.response.body", "body": body})
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.seen.put_nowait("gone")
+
+
+@dataclass
+class Served:
+    """A server that runs."""
+
+    app: App
+    listener: Listener
+    http: type[Connection]
+    web: uvicorn.Server
+
+    @property
+    def stats(self) -> ConnectionStats:
+        return self.listener.limit.stats
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection(*self.listener.getsockname())
+
+    async def responses(self, *parts: bytes, half_close: bool = False) -> bytes:
+        """All that comes on one connection, until the server closes it."""
+        reader, writer = await self.connect()
+        for part in parts:
+            writer.write(part)
+        if half_close:
+            writer.write_eof()
+        raw = await reader.read()
+        writer.close()
+        return raw
+
+
+@asynccontextmanager
+async def serving(maximum: int = 64, requests: int = 32, **tls: Any) -> AsyncIterator[Served]:
+    app = App()
+    with bind(Config(port=0)) as listener:
+        listener.limit.maximum = maximum
+        http = connection_class(30.0, listener.limit)
+        bound = RequestBound(app, listener.limit.stats, requests)
+        config = uvicorn.Config(bound, http=http, ws="none", lifespan="off", log_config=None, **tls)
+        config.load()
+        web = _Uvicorn(config)
+        web.lifespan = config.lifespan_class(config)
+        await web.startup([listener])
+        yield Served(app, listener, http, web)
+        for server in web.servers:
+            server.close()
+        for each in [*web.server_state.connections]:
+            each.transport.abort()
+        while web.server_state.connections or web.server_state.tasks:  # noqa: ASYNC110 -- it yields only
+            await asyncio.sleep(0)
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HALF_CLOSED_POLL_S", 0.01)
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    async with serving() as made:
+        yield made
+
+
+def refusal(raw: bytes) -> tuple[int, str]:
+    """Status and message of the last response, which closes the connection and has the form of all errors."""
+    head, _, body = raw.rpartition(b"\r\n\r\n")
+    assert b"connection: close" in head.lower()
+    error = json.loads(body)["error"]
+    assert error["type"] == "invalid_request_error"
+    return int(head[head.rindex(b"HTTP/1.1") :].split()[1]), error["message"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "says"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a:\r\n" * 28_000 + b"\r\n", 431, "larger than 32768 bytes"),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a:\r\n" * HEADERS_MAX + b"\r\n", 431, "more than 100 headers"),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"x" * 40_000 + b"\r\n\r\n", 431, "larger than 32768 bytes"),
+        (b"GET /" + b"x" * 3_000_000, 431, "larger than 32768 bytes"),
+        (HEAD % b"echo" + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n", 400, "not both"),
+        (
+            HEAD % b"echo" + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\n",
+            400,
+            "conflicting Content-Length",
+        ),
+        (HEAD % b"echo" + b"Transfer-Encoding: gzip\r\n\r\n", 501, "Transfer-Encoding"),
+        (b"nonsense\r\n\r\n", 400, "illegal request line"),
+        (b"\x16\x03\x01\x02\x00\x01", 400, "illegal request line"),
+        (b"GET / HTTP/1.1\r\n\r\n", 400, "Host"),
+        (CHUNKED + b"1\r\na\r\n" * 10_000, 400, "too small"),
+        (CHUNKED + b"1;" + b"x" * 30_000 + b"\r\na\r\n", 400, "too small"),
+        (CHUNKED + b"1\r\na\r\n0\r\n" + b"a:\r\n" * 20_000 + b"\r\n", 400, "too small"),
+        (CHUNKED + b"x\r\n", 400, "illegal chunk header"),
+    ],
+)
+async def test_what_is_refused_gets_a_json_error_and_is_closed(
+    served: Served, sent: bytes, status: int, says: str
+) -> None:
+    found, message = refusal(await served.responses(sent))
+    assert (found, says in message) == (status, True), message
+    assert served.stats.bad_requests == 1
+    assert served.stats.headers <= 3, "what was refused for its size was not parsed before"
+
+
+async def test_as_many_headers_and_bytes_as_are_allowed(served: Served) -> None:
+    lines = b"".join(b"a%d: %s\r\n" % (i, b"x" * 300) for i in range(HEADERS_MAX - 3))
+    head = HEAD % b"echo" + lines + b"Connection: close\r\nContent-Length: 2\r\n\r\n"
+    assert (await served.responses(head + b"{}")).endswith(b"\r\n\r\n{}")
+    assert served.stats.headers == HEADERS_MAX
+
+
+async def test_a_refusal_after_a_response_sends_no_second_one(served: Served) -> None:
+    """The application responded without reading the body; then the body turns out to be no chunks."""
+    reader, writer = await served.connect()
+    writer.write(CHUNKED.replace(b"echo", b"early"))
+    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK")
+    writer.write(b"no chunk\r\n")
+    assert await reader.read() == b""
+    writer.close()
+    assert served.stats.bad_requests == 1
+
+
+@pytest.mark.parametrize("size", [97, 2048, 2049, 5000])
+async def test_pieces_of_any_size_make_the_same_body(served: Served, size: int) -> None:
+    """Chunked bodies with empty lines in the content, pipelined; boundaries fall anywhere."""
+    content = b"".join(b"%d\n\n\r\n\r\n" % i for i in range(2000))
+    chunks = b"".join(
+        b"%x\r\n%s\r\n" % (len(piece), piece)
+        for piece in (content[i : i + 999] for i in range(0, len(content), 999))
+    )
+    request = CHUNKED + chunks + b"0\r\nTrailer: x\r\n\r\n"
+    sent = request * 2 + LAST
+    reader, writer = await served.connect()
+    for start in range(0, len(sent), size):
+        writer.write(sent[start : start + size])
+        await writer.drain()
+        await asyncio.sleep(0)
+    raw = await reader.read()
+    assert raw.count(b"HTTP/1.1 200 OK") == 3
+    assert raw.count(content) == 2
+    writer.close()
+
+
+async def test_a_turn_of_the_loop_parses_a_bounded_number_of_events(served: Served) -> None:
+    """Sixteen clients at once: pipelined requests, and chunks as small as they may be."""
+    chunks = CHUNKED + b"6\r\nabcdef\r\n" * 3000 + b"0\r\n\r\n" + LAST
+    sent = [LIVEZ * 200 + LAST, chunks] * 8
+    raws = await asyncio.gather(*(served.responses(each) for each in sent))
+    assert [raw.count(b"HTTP/1.1 200 OK") for raw in raws] == [201, 2] * 8
+    assert served.stats.events > 8 * (201 * 64 + 3000)
+    # The last piece of a turn may go beyond: 2 KiB of chunks of one byte are 342 events.
+    assert EVENTS_PER_TURN <= served.http.queue.most_events <= EVENTS_PER_TURN + 342
+
+
+async def test_input_that_cannot_be_parsed_yet_stays_with_the_kernel(served: Served) -> None:
+    """A client goes on sending behind an open request: the server reads its bound and once 256 KiB."""
+    _, writer = await served.connect()
+    writer.write(HEAD % b"wait" + b"Content-Length: 0\r\n\r\n")
+    assert await served.app.seen.get() == "/wait"
+    (open_,) = served.web.server_state.connections
+    writer.write(LIVEZ * 100_000)
+    while not open_.flow._is_input_full:  # type: ignore[union-attr]  # noqa: ASYNC110 -- yields only
+        await asyncio.sleep(0)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert len(open_._received) <= INPUT_BYTES_MAX + 256 * 1024  # type: ignore[union-attr]  # a Connection
+    writer.transport.abort()
+
+
+async def test_idle_connections_make_way_for_new_ones(served: Served) -> None:
+    """First those that never sent a request, oldest first, then those between two; open requests stay."""
+    waiting = await served.connect()
+    waiting[1].write(HEAD % b"wait" + b"Content-Length: 1\r\n\r\nx")
+    assert await served.app.seen.get() == "/wait"
+    kept = await served.connect()
+    kept[1].write(LIVEZ)
+    await kept[0].readuntil(b"\r\n\r\n")
+    idle = [await served.connect() for _ in range(62)]
+    assert served.stats.evicted == 0
+    more = [await served.connect() for _ in range(30)]
+    assert [await reader.read() for reader, _ in idle[:30]] == [b""] * 30
+    more[0][1].write(LIVEZ)  # a probe among them is answered
+    assert (await more[0][0].readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK")
+    more += [await served.connect() for _ in range(61)]  # all of the others that have sent nothing
+    assert [await reader.read() for reader, _ in idle[30:] + more[1:30]] == [b""] * 61
+    more += [await served.connect() for _ in range(62)]
+    assert served.stats.evicted == 153
+    served.app.go.put_nowait(None)
+    assert (await waiting[0].readuntil(b"\r\n\r\nx")).startswith(b"HTTP/1.1 200 OK")
+    assert served.stats.refused == 0
+    for _, writer in [waiting, kept, *idle, *more]:
+        writer.close()
+
+
+async def test_connections_that_never_finish_their_handshake_make_way(tmp_path: Path) -> None:
+    """They count from `accept` on, before there is an HTTP connection."""
+    authority = trustme.CA()
+    pem = tmp_path / "cert.pem"
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(pem)
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    async with serving(maximum=8, ssl_certfile=pem) as served:
+        silent = [await served.connect() for _ in range(8)]
+        reader, writer = await asyncio.open_connection(*served.listener.getsockname(), ssl=context)
+        writer.write(LAST)
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 OK")
+        assert await silent[0][0].read() == b""
+        assert served.stats.evicted == 1
+        for _, each in [(reader, writer), *silent]:
+            each.transport.abort()
+
+
+async def test_connections_above_the_bound_are_closed_where_all_are_busy() -> None:
+    """A probe has a place until then: requests have a lower bound of their own."""
+    async with serving(maximum=8, requests=6) as served:
+        busy = [await served.connect() for _ in range(6)]
+        for _, writer in busy:
+            writer.write(HEAD % b"wait" + b"Content-Length: 1\r\n\r\nx")
+            assert await served.app.seen.get() == "/wait"
+        raw = await served.responses(HEAD % b"echo" + b"Content-Length: 0\r\n\r\n")
+        assert raw.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1" in raw
+        assert json.loads(raw.rpartition(b"\r\n\r\n")[2])["error"]["code"] == "server_overloaded"
+        probes = [await served.connect() for _ in range(2)]
+        for _, writer in probes:
+            writer.write(HEAD % b"livez" + b"Content-Length: 1\r\n\r\n")  # open: the body does not come
+            assert await served.app.seen.get() == "/livez"
+        for _ in range(3):
+            reader, writer = await served.connect()
+            with suppress(ConnectionResetError):
+                assert await reader.read() == b""
+            writer.close()
+        assert (served.stats.refused, served.stats.evicted, served.stats.requests_refused) == (3, 0, 1)
+        for _, writer in busy + probes:
+            writer.transport.abort()
+        while len(served.web.server_state.tasks):  # noqa: ASYNC110 -- it yields, it does not wait for time
+            await asyncio.sleep(0)
+        assert (await served.responses(LAST)).startswith(b"HTTP/1.1 200 OK")
+
+
+async def test_a_client_that_half_closes_gets_its_whole_response(served: Served) -> None:
+    request = HEAD % b"echo" + b"Content-Length: 300000\r\n\r\n" + b"y" * 300_000
+    raw = await served.responses(request + CHUNKED + b"1\r\nz\r\n0\r\n\r\n", half_close=True)
+    assert raw.count(b"HTTP/1.1 200 OK") == 2
+    assert (raw.count(b"y" * 300_000), raw.endswith(b"\r\n\r\nz")) == (1, True)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP", HEAD % b"echo" + b"Content-Length: 9\r\n\r\nx"])
+async def test_half_a_request_is_not_waited_for_behind_its_end(served: Served, sent: bytes) -> None:
+    assert await served.responses(sent, half_close=True) == b""
+
+
+async def test_a_half_closed_client_is_asked_once_whether_it_is_there(served: Served) -> None:
+    """`100 Continue` goes out before a response that takes long, which then is whole."""
+    reader, writer = await served.connect()
+    writer.write(HEAD % b"wait" + b"Content-Length: 2\r\n\r\n{}")
+    writer.write_eof()
+    assert await reader.readuntil(b"\r\n\r\n") == CONTINUE
+    served.app.go.put_nowait(None)
+    raw = await reader.read()
+    assert (raw.startswith(b"HTTP/1.1 200 OK"), raw.endswith(b"\r\n\r\n{}")) == (True, True)
+    writer.close()
+
+
+@pytest.mark.parametrize("path", ["/wait", "/stream"])
+@pytest.mark.parametrize("is_reset", [True, False])
+async def test_a_client_that_is_gone_ends_its_request(served: Served, path: str, is_reset: bool) -> None:
+    """It closed the connection, which looks like half of that, or reset it."""
+    reader, writer = await served.connect()
+    writer.write(HEAD % path[1:].encode() + b"Content-Length: 2\r\n\r\n{}")
+    assert await served.app.seen.get() == path
+    if path == "/stream":
+        await reader.readuntil(b"x")
+    if is_reset:
+        linger = struct.pack("ii", 1, 0)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    writer.close()
+    seen = asyncio.ensure_future(served.app.seen.get())
+    while not seen.done():
+        if path == "/stream" and not is_reset:
+            served.app.go.put_nowait(None)  # what tells is that something is written
+        await asyncio.sleep(0)
+    assert seen.result() == "gone"

@@ -1,0 +1,107 @@
+"""The log of a process: a reader of stderr that stops costs lines, which are counted, and nothing else."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fakes.clock import FakeClock
+from llaisys.logs import LineHandler, LineWriter, RepeatFilter
+
+PIPE_BYTES = 4096  # the least that Linux gives a pipe
+LINE = "x" * 99  # 100 bytes with its end
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    """(reader, writer) of a pipe that holds a page."""
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    yield reader, writer
+    os.close(writer)
+
+
+def record(name: str, message: str, error: Exception | None = None) -> logging.LogRecord:
+    info = None if error is None else (type(error), error, None)
+    return logging.LogRecord(name, logging.WARNING, __file__, 1, message, (), info)
+
+
+def test_a_reader_that_stops_costs_lines_and_is_told_how_many(pipe: tuple[int, int]) -> None:
+    """`write` returns although nothing is read; afterwards come the lines that were kept, and the count."""
+    reader, fd = pipe
+    writer = LineWriter(fd, bytes_max=1000)
+    for number in range(1000):
+        writer.write(f"{number:05}{LINE[5:]}")
+    writer.flush(timeout_s=0.0)
+    assert 1000 - (PIPE_BYTES + 1000) // 100 <= writer.n_dropped <= 990
+    raw = b""
+    while b"dropped" not in raw or not raw.endswith(b"\n"):
+        raw += os.read(reader, 65536)
+    *kept, report = raw.decode().splitlines()
+    numbers = [int(line[:5]) for line in kept]
+    assert numbers == sorted(numbers)
+    assert len(numbers) == 1000 - writer.n_dropped
+    assert re.search(rf"WARNING llaisys.logs {writer.n_dropped} log lines were dropped", report)
+    writer.write("afterwards")
+    assert os.read(reader, 100) == b"afterwards\n"
+    os.close(reader)
+
+
+def test_a_reader_that_is_gone_costs_lines_only(pipe: tuple[int, int], tmp_path: Path) -> None:
+    reader, fd = pipe
+    os.close(reader)
+    writer = LineWriter(fd)
+    writer.write("nobody reads this")
+    writer.flush(60)
+    file = os.open(tmp_path / "log", os.O_CREAT | os.O_WRONLY)
+    os.dup2(file, fd)
+    os.close(file)
+    writer.write("a file takes it")
+    writer.flush(60)
+    assert (tmp_path / "log").read_text() == "a file takes it\n"
+
+
+def test_handlers_share_a_writer_and_never_raise(tmp_path: Path) -> None:
+    """Lines keep their order; a record that cannot be formatted is one line; a lone surrogate is escaped."""
+    fd = os.open(tmp_path / "log", os.O_CREAT | os.O_WRONLY)
+    writer = LineWriter(fd)
+    full, bare = LineHandler(writer, "%(levelname)s %(message)s"), LineHandler(writer, "%(message)s")
+    for handler, message in ((full, "one"), (bare, '{"two": 2}'), (full, "\udc80"), (full, "%s %s")):
+        each = record("a", message)
+        each.args = ("too few",) if "%" in message else ()
+        handler.handle(each)
+    bare.flush()
+    assert (tmp_path / "log").read_text().splitlines() == [
+        "WARNING one",
+        '{"two": 2}',
+        "WARNING \\udc80",
+        "WARNING a: a log record could not be formatted",
+    ]
+    os.close(fd)
+
+
+def test_a_repeated_message_is_logged_once_per_interval(clock: FakeClock) -> None:
+    """With the number of those that were suppressed; another message, or another error, is not suppressed."""
+    repeats = RepeatFilter(60.0, clock)
+    full = "socket.accept() out of system resource\nsocket: <fd=%d>"
+    passed = [repeats.filter(record("asyncio", full % number, OSError(24))) for number in range(1000)]
+    assert passed == [True] + [False] * 999
+    assert repeats.filter(record("asyncio", full % 1, ValueError()))
+    assert repeats.filter(record("asyncio", "something else"))
+    clock.advance(60.0)
+    again = record("asyncio", full % 7, OSError(24))
+    assert repeats.filter(again)
+    assert again.getMessage() == full % 7 + "\n(999 more of these since the last one)"
+    assert not repeats.filter(record("asyncio", full % 8, OSError(24)))
+
+
+def test_messages_to_suppress_are_bounded(clock: FakeClock) -> None:
+    repeats = RepeatFilter(60.0, clock)
+    assert all(repeats.filter(record("asyncio", f"message {number}")) for number in range(10_000))
+    assert len(repeats._seen) == 256
