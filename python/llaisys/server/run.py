@@ -33,7 +33,7 @@ from llaisys.server.state import ServerState
 
 EXIT_OK, EXIT_ENGINE_DEAD, EXIT_KILLED = 0, 70, 130
 CLOSE_CONNECTIONS_S = 1
-PULSES_A_WINDOW = 24  # of `watchdog_window_s`, a sixth of which without one is a verdict
+PULSES_A_WINDOW = 24  # of `watchdog_window_s`, of which a sixth without one is logged and all is a verdict
 HEADER_BYTES_MAX = 32 * 1024
 
 log = logging.getLogger("llaisys.server")
