@@ -209,8 +209,11 @@ class Watchdog:
     - V5 no `beat` for `loop_s`, after the first one; the only one without a `progress`, whose engine is in
       another process
 
-    It is readable as `verdict`, and once as a byte `1` to `5` from the pipe `fileno()`. If it is not
-    acknowledged within `exit_after_s` seconds, the process ends with code 70."""
+    It is readable as `verdict`, and once as a byte `1` to `5` from the socket `fileno()`. If it is not
+    acknowledged within `exit_after_s` seconds, the process ends with code 70 and runs no exit handler.
+
+    An event loop is late, and no verdict, from `late_s` without a `beat` until the next one: a byte `L`, once
+    each time. While it is late, V2 and V4 do not count: it may hold the interpreter that the engine needs."""
 
     def __new__(
         cls,
@@ -221,7 +224,8 @@ class Watchdog:
         admit_s: float = 5.0,
         commit_s: float = 30.0,
         deadline_s: float = 5.0,
-        loop_s: float = 5.0,
+        late_s: float = 5.0,
+        loop_s: float = 30.0,
         step_factor: float = 20.0,
         exit_after_s: float | None = None,
     ) -> Watchdog:
@@ -243,7 +247,7 @@ class Watchdog:
     def verdict(self) -> str | None:
         """`V1` to `V5`, or None."""
     def fileno(self) -> int:
-        """The reading end of the pipe; it is closed with this object."""
+        """The reading end of the socket; it is closed with this object."""
     def acknowledge(self) -> None:
         """Somebody acts on the verdict: no exit."""
     def close(self) -> None:

@@ -214,8 +214,9 @@ class Config(BaseSettings):
         30.0,
         gt=0,
         le=86400,
-        description="seconds without progress after which the engine is stuck and ends with exit code 70; a "
-        "sixth of it without an admission, or of the event loop",
+        description="seconds without progress of the engine or the event loop after which the process is "
+        "stuck and ends with exit code 70; without an admission a sixth of it; an event loop that is late by "
+        "a sixth is logged",
     )
 
     # cpu

@@ -26,6 +26,10 @@ class Watchdog:
         self.verdict = verdict
         self._writer.write(verdict[1:].encode())
 
+    def tell_late(self) -> None:
+        """The event loop is late."""
+        self._writer.write(b"L")
+
     def report(self, **numbers: Any) -> None:
         self.reports.append(numbers)
 

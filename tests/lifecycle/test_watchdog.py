@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import subprocess
@@ -80,6 +81,40 @@ async def test_v2_nobody_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "V2" in await verdict_of(service)
 
 
+class Heard(logging.Handler):
+    """Sets `said` at the first report of a late event loop, and keeps all of them."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said, self.reports = threading.Event(), list[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.reports.append(record.getMessage())
+        self.said.set()
+
+
+@pytest.mark.parametrize("engine_process", [False, True])
+async def test_a_loop_that_is_late_is_reported_and_nothing_ends(engine_process: bool) -> None:
+    service = await AsyncLLM.start(Config(**SETTINGS, watchdog_window_s=6.0, engine_process=engine_process))
+    heard, log = Heard(), logging.getLogger("llaisys.engine.watch")
+    log.addHandler(heard)
+    try:
+        service.beat()
+        assert heard.said.wait(60)  # on the event loop: it comes round as soon as it is found late
+        service.beat()
+        short = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+        outputs = [output async for output in service.generate([1, 2, 3], short, "a")]
+        assert sum(len(output.outputs[0].token_ids) for output in outputs) == 3
+        assert service.is_alive()
+        assert not service.is_stuck()
+    finally:
+        log.removeHandler(heard)
+        await service.close()
+    (report,) = heard.reports
+    assert report.startswith("the event loop is late: ")
+    assert "heard.said.wait(60)" in report, "the stack shows what holds it"
+
+
 @pytest.mark.parametrize("engine_process", [False, True])
 async def test_v5_a_loop_that_does_not_come_round(engine_process: bool) -> None:
     service = await AsyncLLM.start(Config(**SETTINGS, watchdog_window_s=3.0, engine_process=engine_process))
@@ -100,8 +135,8 @@ async def test_v5_a_loop_that_does_not_come_round(engine_process: bool) -> None:
 
 @contextmanager
 def stuck_server(folder: Path, how: str, *flags: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
-    """A sixth of the window is the event loop's: short where it is to be found stuck, else long enough."""
-    window = ("--watchdog-window-s", "6" if how == "loop" else "12")
+    """The window is short where the event loop is to be found stuck, else long enough for an admission."""
+    window = ("--watchdog-window-s", "2" if how == "loop" else "12")
     arguments = ["serve", str(long_model(folder)), "--port", "0", "--num-kv-cells", "65536"]
     arguments += ["--max-num-batched-tokens", f"{SMALL_STEPS}"]
     env = {**environment(), "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -149,6 +184,7 @@ def test_a_stuck_event_loop_ends_its_server_with_70(tmp_path: Path, flags: tuple
         log = log_of(tmp_path)
         assert process.returncode == 70, log
     assert re.search(r"the engine is stuck \(V5\): the event loop", log)
+    assert log.count("the event loop is late") == 1
 
 
 def test_a_stuck_engine_process_is_replaced(tmp_path: Path) -> None:

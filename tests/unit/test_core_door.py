@@ -80,7 +80,7 @@ def test_arrays_of_another_layout_or_type_are_refused() -> None:
     with Runner(FOLDER) as runner:
         seq = runner.context.seq_acquire()
         rows = arrays([(1, 0, [seq], LOGITS), (2, 1, [seq], LOGITS)])
-        with pytest.raises(RejectedError, match="tokens is not contiguous"):
+        with pytest.raises(RejectedError, match="tokens is not in C order"):
             runner.context.decode(**{**rows, "tokens": np.ones(4, np.int32)[::2]})
         with pytest.raises(TypeError):
             runner.context.decode(**{**rows, "tokens": np.ones(2, np.int64)})

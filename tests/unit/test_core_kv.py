@@ -86,7 +86,7 @@ print(Runner(FOLDER).context.fingerprint())
         assert greedy_after(restored, seq, PROMPT, 39) == want
         with pytest.raises(RejectedError, match=f"the data has {len(data) - 1} bytes"):
             restored.context.kv_import(2, 0, 0, data[1:])
-        with pytest.raises(RejectedError, match="data is not contiguous"):
+        with pytest.raises(RejectedError, match="data is not in C order"):
             restored.context.kv_import(2, 0, 0, data[::2])
 
 
@@ -178,7 +178,7 @@ def test_arrays_of_books_are_checked() -> None:
     books = _core.Books(n_cells=8, n_seq_max=1)
     seq = books.seq_acquire()
     positions, n_seq_id, seq_ids = ends([0, 1], seq)
-    with pytest.raises(RejectedError, match="positions is not contiguous"):
+    with pytest.raises(RejectedError, match="positions is not in C order"):
         books.extend(np.arange(4, dtype=np.int32)[::2], n_seq_id, seq_ids)
     with pytest.raises(RejectedError, match="stream is -1"):
         books.seq_acquire(-1)

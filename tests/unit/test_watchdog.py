@@ -69,17 +69,31 @@ def test_a_deadline_and_a_loop_are_watched(progress: _core.Progress) -> None:
     late.report(waiting=1, running=1, seconds_to_deadline=0.01)
     assert told(late) == b"4"
     late.close()
-    still = _core.Watchdog(progress, period_s=0.01, loop_s=0.05)
+    still = _core.Watchdog(progress, period_s=0.01, late_s=1000, loop_s=0.05)
     still.beat()
     assert told(still) == b"5"
     still.close()
 
 
+def test_a_late_loop_is_told_each_time_and_is_no_verdict(progress: _core.Progress) -> None:
+    late = _core.Watchdog(progress, period_s=0.01, late_s=0.05, loop_s=1000)
+    for _ in range(3):
+        late.beat()
+        assert told(late) == b"L"
+    assert late.verdict is None
+    late.close()
+    with open(late.fileno(), "rb", closefd=False) as pipe:
+        assert pipe.read() == b"", "once each time"
+
+
 @pytest.mark.parametrize("acknowledged", [True, False])
 def test_a_verdict_that_nobody_acts_on_ends_the_process(acknowledged: bool) -> None:
-    """Also while the main thread holds the GIL for good: here inside one call of C that takes ages."""
+    """Also while the main thread holds the GIL for good: here inside one call of C that takes ages. No exit
+    handler runs, which could wait for what is stuck: the one here would end the process with code 4."""
     code = f"""
-import re, sys
+import ctypes, re, sys
+libc = ctypes.CDLL(None)
+libc.__cxa_atexit(libc._exit, ctypes.c_void_p(4), None)
 sys.path.insert(0, {str(TESTS)!r})
 from golden import FOLDER
 from runner import Runner
@@ -91,14 +105,15 @@ if {acknowledged}:
     open(watchdog.fileno(), "rb", closefd=False).read(1)
     watchdog.acknowledge()
     watchdog.close()
-    sys.exit(3)
+    libc._exit(3)
 re.match("(a+)+$", "a" * 60 + "b")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, check=False)
     assert done.returncode == (3 if acknowledged else 70), done.stderr
+    assert (b"after the watchdog's verdict V2" in done.stderr) is not acknowledged
 
 
-@pytest.mark.parametrize("setting", ["period_s", "admit_s", "step_factor", "exit_after_s"])
+@pytest.mark.parametrize("setting", ["period_s", "admit_s", "late_s", "step_factor", "exit_after_s"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), 1e9])
 def test_spans_that_cannot_be_are_refused(progress: _core.Progress, setting: str, value: float) -> None:
     with pytest.raises(RejectedError, match=setting):

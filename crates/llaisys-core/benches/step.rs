@@ -8,7 +8,7 @@
 //! `--json` for the machine, a table otherwise. `--rows -` takes numbers of rows from
 //! standard input, one a line, and answers each at once: so two builds can be measured in turn (`benches/pairs.py`).
 //! `--screen off|on`: the head has random numbers, and is read as a whole or screened. `--isa NAME`: an instruction set
-//! below the best.
+//! below the best. `--list` names the steps; flags of other benches of the package have no effect here.
 
 #![allow(
     clippy::disallowed_methods,
@@ -349,6 +349,8 @@ struct Arguments {
     /// A head of random numbers, read as a whole (off) or screened (on).
     screen: Option<bool>,
     json: bool,
+    /// Names what would be measured, as Criterion does, and measures nothing.
+    lists: bool,
 }
 
 fn format(name: &str) -> PackedFormat {
@@ -383,11 +385,16 @@ fn arguments() -> Arguments {
         seconds: value("--seconds", "1.0").parse().expect("a number"),
         screen: ["off", "on"].iter().position(|word| value("--screen", "") == *word).map(|on| on == 1),
         json: words.iter().any(|word| word == "--json"),
+        lists: words.iter().any(|word| word == "--list"),
     }
 }
 
 fn main() {
     let args = arguments();
+    if args.lists {
+        args.rows.iter().for_each(|n| println!("step/{n} rows: benchmark"));
+        return;
+    }
     let kernels = Kernels::select(args.isa).expect("the machine has the set");
     let pool = Pool::new(args.n_threads).expect("threads start");
     let data = vec![1_u64; UNCACHED / 8];

@@ -6,19 +6,23 @@
 //!
 //! Who may touch what in `Shared`, by number:
 //! 1. `job` is written by the caller alone, and only while no worker reads it: before `seq` is bumped, and
-//!    after every worker has counted itself in `done` for the job before.
+//!    after every worker has either finished the job before or ended.
 //! 2. A worker reads `job` once for each new value of `seq`, after it has seen that value (acquire).
-//! 3. The caller of [`Pool::run`] does not return, nor unwind, before `done` has reached the number of
-//!    workers, so the borrow behind `job` outlives every use.
+//! 3. The caller of [`Pool::run`] does not return, nor unwind, before every worker has finished the job or ended, so
+//!    the borrow behind `job` outlives every use. Nothing between `publish` and the end of `finish` can panic: the
+//!    caller's part of the job runs in `catch_unwind`, and CPU ids were checked by [`Pool::on`].
 //! 4. A caller has the pool's turn ([`Pool::turn`]) and waits for it if another thread has it; a job that runs a job is
-//!    a bug and panics.
+//!    a bug and panics. `busy` is checked before `job` and `queues` change, so it alone keeps them with one caller.
 
+mod affinity;
+mod disjoint;
+#[cfg(test)]
+mod tests;
 mod turns;
 
-use crate::error::DeviceError;
+use crate::error::{DeviceError, Rejected, Result};
 use std::any::Any;
 use std::cell::{Cell, UnsafeCell};
-use std::marker::PhantomData;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
@@ -26,12 +30,16 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::{self, JoinHandle, Thread};
 use turns::Turns;
 
+pub(crate) use disjoint::Disjoint;
 pub use turns::Turn;
 
 /// Pause instructions before a waiting thread starts to yield: about 20 us at 23 ns each.
 const N_SPINS: u32 = 900;
 /// Yields before a waiting worker parks: about 300 us at 530 ns each, when nobody else wants the CPU.
 const N_YIELDS: u32 = 550;
+
+/// The most threads of a pool: more than a machine has, so a larger number is a typing error.
+pub const THREADS_MAX: usize = 1024;
 
 /// Pools that contexts share ([`Pool::shared`]).
 static SHARED: Mutex<Vec<SharedPool>> = Mutex::new(Vec::new());
@@ -57,14 +65,23 @@ struct Line<T>(T);
 struct Shared {
     /// Number of jobs published so far, wrapping.
     seq: Line<AtomicU32>,
-    /// Workers that are through with the current job.
-    done: Line<AtomicUsize>,
+    /// What each worker has finished; worker `i` has index `i - 1`.
+    finished: Box<[Line<Finished>]>,
     /// Workers that are parked, or about to park.
     parked: Line<AtomicUsize>,
     /// The current job; `None` tells the workers to end.
     job: Line<UnsafeCell<Option<Job>>>,
     /// What a worker's part of the current job panicked with.
     panic: Mutex<Option<Box<dyn Any + Send>>>,
+}
+
+/// How far one worker has come. Only that worker writes it.
+#[derive(Default)]
+struct Finished {
+    /// Number of the last job that the worker finished.
+    seq: AtomicU32,
+    /// The worker's thread has ended, or is about to and touches no job any more.
+    has_ended: AtomicBool,
 }
 
 // SAFETY: `job` is the only field that is not Send and Sync by itself. The pointee is Sync, so any thread may
@@ -97,18 +114,27 @@ impl Pool {
     /// the caller is moved (not pinned) to the one that is left when it is found on a worker's; otherwise the
     /// system places all. Two threads on one CPU make a region a hundred times as long.
     ///
-    /// Errors: [`DeviceError::Threads`] if the system refuses one; those already started are ended.
-    pub fn new(n_threads: usize) -> Result<Self, DeviceError> {
+    /// Errors: [`Rejected::OutOfRange`] unless `n_threads` is 1 to [`THREADS_MAX`]; [`DeviceError::Threads`] if the
+    /// system refuses one; those already started are ended.
+    pub fn new(n_threads: usize) -> Result<Self> {
         Self::on(n_threads, &one_each(n_threads))
     }
 
     /// As [`Pool::new`], with a CPU for each thread in place of those that this thread may use; with none, the system
     /// places all.
-    pub fn on(n_threads: usize, cpus: &[usize]) -> Result<Self, DeviceError> {
-        assert!(n_threads >= 1, "a pool has at least its caller's thread");
+    ///
+    /// Errors: as [`Pool::new`]; `cpus` neither empty nor one for each thread; a CPU id that no affinity mask can hold.
+    /// All are checked before a thread starts.
+    pub fn on(n_threads: usize, cpus: &[usize]) -> Result<Self> {
+        check(n_threads, cpus)?;
+        Self::start(n_threads, cpus, work)
+    }
+
+    /// Starts the workers, each of which does `work` until it returns; `n_threads` and `cpus` were checked.
+    fn start(n_threads: usize, cpus: &[usize], work: fn(&Shared, usize)) -> Result<Self> {
         let shared = Arc::new(Shared {
             seq: Line(AtomicU32::new(0)),
-            done: Line(AtomicUsize::new(0)),
+            finished: (1..n_threads).map(|_| Line(Finished::default())).collect(),
             parked: Line(AtomicUsize::new(0)),
             job: Line(UnsafeCell::new(None)),
             panic: Mutex::new(None),
@@ -129,6 +155,7 @@ impl Pool {
             let handle = thread::Builder::new()
                 .name(format!("llaisys-{worker}"))
                 .spawn(move || {
+                    let _end = EndOfWorker { shared: &shared, worker };
                     if let Some(cpu) = cpu {
                         affinity::pin_to(cpu);
                     }
@@ -146,7 +173,7 @@ impl Pool {
     /// other off the CPUs. It ends with the last who has it.
     ///
     /// Errors: as [`Pool::new`].
-    pub fn shared(n_threads: usize, pins: bool) -> Result<Arc<Self>, DeviceError> {
+    pub fn shared(n_threads: usize, pins: bool) -> Result<Arc<Self>> {
         let cpus = if pins { one_each(n_threads) } else { Vec::new() };
         let mut pools = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
         pools.retain(|known| known.pool.strong_count() > 0);
@@ -178,19 +205,33 @@ impl Pool {
     /// returns when all have returned.
     ///
     /// If any part panics, the others are waited for, then the panic is raised here; the pool stays usable.
-    /// Waits for its turn if another thread uses the pool. Panics if a job runs a job.
+    /// Waits for its turn if another thread uses the pool. Panics if a job runs a job, or if a worker's thread has
+    /// ended.
     pub fn run(&self, job: &(dyn Fn(usize) + Sync)) {
-        let _turn = self.turn();
+        let busy = self.begin();
+        self.run_on_all(&busy, job);
+    }
+
+    /// Takes the pool for one job. Panics if it runs one already.
+    fn begin(&self) -> Busy<'_> {
+        let turn = self.turn();
         assert!(!self.busy.swap(true, Ordering::Acquire), "the pool is running a job already");
+        Busy { flag: &self.busy, _turn: turn }
+    }
+
+    /// See [`Pool::run`].
+    fn run_on_all(&self, _busy: &Busy<'_>, job: &(dyn Fn(usize) + Sync)) {
         // SAFETY: only the lifetime changes; `finish` below does not return before the last use (rule 3).
         let erased: Job = unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), Job>(job) };
         self.publish(Some(erased));
         let own = catch_unwind(AssertUnwindSafe(|| job(0)));
-        self.finish();
+        let ended = self.finish();
         let theirs = self.shared.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
-        self.busy.store(false, Ordering::Release);
         if let Some(payload) = own.err().or(theirs) {
             resume_unwind(payload);
+        }
+        if let Some(worker) = ended {
+            panic!("worker thread {worker} of the pool has ended");
         }
     }
 
@@ -219,9 +260,11 @@ impl Pool {
     /// on data of its own, and none waits for one that another process slows down.
     pub fn run_queues(&self, n: usize, chunk: usize, job: &(dyn Fn(usize, Range<usize>) + Sync)) {
         assert!(chunk >= 1, "a chunk has at least one item");
-        let _turn = self.turn();
+        // A larger chunk is as good as `n`, and could make the counters overflow.
+        let chunk = chunk.min(n.max(1));
+        let busy = self.begin();
         self.queues.iter().for_each(|queue| queue.0.store(0, Ordering::Relaxed));
-        self.run(&|worker| {
+        self.run_on_all(&busy, &|worker| {
             for i in 0..self.queues.len() {
                 let queue = (worker + i) % self.queues.len();
                 loop {
@@ -240,7 +283,6 @@ impl Pool {
         let shared = &*self.shared;
         // SAFETY: rule 1: `new` or the last `finish` left every worker waiting for the next `seq`.
         unsafe { *shared.job.0.get() = job };
-        shared.done.0.store(0, Ordering::Relaxed);
         // SeqCst here and in `next_job`: either the worker sees the new `seq`, or we see it as parked.
         shared.seq.0.fetch_add(1, Ordering::SeqCst);
         if shared.parked.0.load(Ordering::SeqCst) > 0 {
@@ -248,18 +290,49 @@ impl Pool {
         }
     }
 
-    /// Waits until every worker is through with the current job.
-    fn finish(&self) {
-        let all = self.workers.len();
-        let mut waited = 0;
-        while self.shared.done.0.load(Ordering::Acquire) != all {
-            pause(&mut waited);
-            if waited == N_SPINS
-                && let Some(home) = self.home
-            {
-                affinity::move_to(home);
+    /// Waits until every worker has finished the current job or ended. Returns a worker that has ended.
+    fn finish(&self) -> Option<usize> {
+        let seq = self.shared.seq.0.load(Ordering::Relaxed);
+        let (mut waited, mut ended) = (0, None);
+        for (i, worker) in self.shared.finished.iter().enumerate() {
+            while worker.0.seq.load(Ordering::Acquire) != seq {
+                if worker.0.has_ended.load(Ordering::Acquire) {
+                    ended = Some(i + 1);
+                    break;
+                }
+                pause(&mut waited);
+                if waited == N_SPINS
+                    && let Some(home) = self.home
+                {
+                    affinity::move_to(home);
+                }
             }
         }
+        ended
+    }
+}
+
+/// One job's hold of the pool: its turn and its `busy` flag.
+struct Busy<'a> {
+    flag: &'a AtomicBool,
+    _turn: Turn<'a>,
+}
+
+impl Drop for Busy<'_> {
+    fn drop(&mut self) {
+        self.flag.store(false, Ordering::Release);
+    }
+}
+
+/// Says, when a worker's thread ends in whatever way, that it has.
+struct EndOfWorker<'a> {
+    shared: &'a Shared,
+    worker: usize,
+}
+
+impl Drop for EndOfWorker<'_> {
+    fn drop(&mut self) {
+        self.shared.finished[self.worker - 1].0.has_ended.store(true, Ordering::Release);
     }
 }
 
@@ -267,7 +340,7 @@ impl Drop for Pool {
     fn drop(&mut self) {
         self.publish(None);
         for worker in self.workers.drain(..) {
-            // A worker's loop catches every panic of a job, so there is nothing to report here.
+            // What a worker ended with was raised by `run`, if any job came after it.
             let _ = worker.join();
         }
     }
@@ -288,9 +361,14 @@ fn work(shared: &Shared, worker: usize) {
         // SAFETY: rule 3: the caller keeps the job alive until `done` is complete.
         let result = catch_unwind(AssertUnwindSafe(|| unsafe { (*job)(worker) }));
         if let Err(payload) = result {
-            *shared.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(payload);
+            let mut first = shared.panic.lock().unwrap_or_else(PoisonError::into_inner);
+            match &*first {
+                None => *first = Some(payload),
+                // Dropping it could panic once more, outside of `catch_unwind`, and end this thread.
+                Some(_) => std::mem::forget(payload),
+            }
         }
-        shared.done.0.fetch_add(1, Ordering::Release);
+        shared.finished[worker - 1].0.seq.store(seen, Ordering::Release);
     }
 }
 
@@ -334,7 +412,8 @@ impl Chunks {
     /// `n` items in chunks of `chunk >= 1`.
     pub fn new(n: usize, chunk: usize) -> Self {
         assert!(chunk >= 1, "a chunk has at least one item");
-        Self { next: AtomicUsize::new(0), n, chunk }
+        // A larger chunk is as good as `n`, and could make the counter overflow.
+        Self { next: AtomicUsize::new(0), n, chunk: chunk.min(n.max(1)) }
     }
 
     /// The next chunk that nobody has; `None` when all are taken.
@@ -344,47 +423,24 @@ impl Chunks {
     }
 }
 
-/// A slice that several workers write at once, each its own ranges.
-pub(crate) struct Disjoint<'a, T> {
-    ptr: *mut T,
-    len: usize,
-    borrow: PhantomData<&'a mut [T]>,
-}
-
-// SAFETY: it only gives out `&mut` to elements that may move between threads (T: Send); that no two overlap
-// is what `range` asks of its callers.
-unsafe impl<T: Send> Sync for Disjoint<'_, T> {}
-// SAFETY: as above.
-unsafe impl<T: Send> Send for Disjoint<'_, T> {}
-
-impl<'a, T> Disjoint<'a, T> {
-    /// Borrows `data` for the life of the value.
-    pub(crate) fn new(data: &'a mut [T]) -> Self {
-        Self { ptr: data.as_mut_ptr(), len: data.len(), borrow: PhantomData }
+/// Refuses a number of threads or CPU ids that no pool can have.
+fn check(n_threads: usize, cpus: &[usize]) -> Result<()> {
+    let out_of_range = |what, got: usize, min, max: usize| Rejected::OutOfRange {
+        what,
+        got: i64::try_from(got).unwrap_or(i64::MAX),
+        min,
+        max: max as i64,
+    };
+    if !(1..=THREADS_MAX).contains(&n_threads) {
+        return Err(out_of_range("n_threads", n_threads, 1, THREADS_MAX).into());
     }
-
-    /// Number of elements.
-    pub(crate) fn len(&self) -> usize {
-        self.len
+    if !cpus.is_empty() && cpus.len() != n_threads {
+        let (what, got) = ("the list of CPU ids, one for each thread,", cpus.len());
+        return Err(Rejected::Length { what, got, want: n_threads }.into());
     }
-
-    /// Where element `i` is or would be.
-    pub(crate) fn address(&self, i: usize) -> *const T {
-        self.ptr.wrapping_add(i)
-    }
-
-    /// The elements of `range`, to write. Panics if it does not lie inside.
-    ///
-    /// # Safety
-    /// While the returned slice lives, no other one from this value may overlap it.
-    #[allow(
-        clippy::mut_from_ref,
-        reason = "disjointness is the caller's promise, that is what the type is for"
-    )]
-    pub(crate) unsafe fn range(&self, range: Range<usize>) -> &mut [T] {
-        assert!(range.start <= range.end && range.end <= self.len, "range outside the slice");
-        // SAFETY: inside the borrowed slice (asserted); exclusive by the caller's promise.
-        unsafe { std::slice::from_raw_parts_mut(self.ptr.add(range.start), range.len()) }
+    match cpus.iter().find(|&&cpu| cpu > affinity::CPU_ID_MAX) {
+        Some(&cpu) => Err(out_of_range("a CPU id", cpu, 0, affinity::CPU_ID_MAX).into()),
+        None => Ok(()),
     }
 }
 
@@ -397,60 +453,4 @@ fn one_each(n_threads: usize) -> Vec<usize> {
 /// The CPUs in the calling thread's affinity mask, ascending; empty if the system does not say.
 pub fn usable_cpus() -> Vec<usize> {
     affinity::usable_cpus()
-}
-
-/// Which CPUs threads may use and do use.
-#[cfg(target_os = "linux")]
-mod affinity {
-    /// See [`super::usable_cpus`].
-    pub(super) fn usable_cpus() -> Vec<usize> {
-        let Some(set) = mask() else { return Vec::new() };
-        // SAFETY: the index is below the number of bits of the set.
-        (0..libc::CPU_SETSIZE as usize).filter(|&cpu| unsafe { libc::CPU_ISSET(cpu, &set) }).collect()
-    }
-
-    /// Binds the calling thread to `cpu`. A refusal only costs speed, so it is not reported.
-    pub(super) fn pin_to(cpu: usize) {
-        // SAFETY: an all-zero `cpu_set_t` is the empty set.
-        let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-        // SAFETY: `cpu` came from `usable_cpus`, so it is below the number of bits of the set.
-        unsafe { libc::CPU_SET(cpu, &mut set) };
-        set_mask(&set);
-    }
-
-    /// Moves the calling thread to `cpu` if it is on another, and leaves its affinity mask as it was.
-    pub(super) fn move_to(cpu: usize) {
-        // SAFETY: takes nothing; an error is a negative number, which is no CPU.
-        let current = unsafe { libc::sched_getcpu() };
-        if usize::try_from(current).is_ok_and(|current| current != cpu)
-            && let Some(mask) = mask()
-        {
-            pin_to(cpu);
-            set_mask(&mask);
-        }
-    }
-
-    /// The calling thread's mask.
-    fn mask() -> Option<libc::cpu_set_t> {
-        // SAFETY: an all-zero `cpu_set_t` is the empty set.
-        let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-        // SAFETY: the pointer is valid for the size given; pid 0 is the calling thread.
-        let rc = unsafe { libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &mut set) };
-        (rc == 0).then_some(set)
-    }
-
-    fn set_mask(set: &libc::cpu_set_t) {
-        // SAFETY: the pointer is valid for the size given; pid 0 is the calling thread.
-        unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), set) };
-    }
-}
-
-/// Systems without affinity masks: threads are never pinned.
-#[cfg(not(target_os = "linux"))]
-mod affinity {
-    pub(super) fn usable_cpus() -> Vec<usize> {
-        Vec::new()
-    }
-    pub(super) fn pin_to(_cpu: usize) {}
-    pub(super) fn move_to(_cpu: usize) {}
 }

@@ -14,6 +14,8 @@ pub struct Windows {
     pub commit_s: f64,
     /// [`Verdict::Overdue`].
     pub deadline_s: f64,
+    /// [`Judge::is_loop_late`]; no verdict.
+    pub late_s: f64,
     /// [`Verdict::LoopLag`].
     pub loop_s: f64,
     /// So many predicted steps are no stall.
@@ -31,7 +33,8 @@ impl Default for Windows {
             admit_s: 5.0,
             commit_s: 30.0,
             deadline_s: 5.0,
-            loop_s: 5.0,
+            late_s: 5.0,
+            loop_s: 30.0,
             step_factor: 20.0,
             longest_look_s: 1.0,
         }
@@ -49,7 +52,7 @@ pub enum Verdict {
     NoProgress = 3,
     /// V4: a waiting request is past its deadline, and nobody ends it.
     Overdue = 4,
-    /// V5: the event loop does not come round.
+    /// V5: the event loop has not come round for the whole window. A loop that is only late is no verdict.
     LoopLag = 5,
 }
 
@@ -95,6 +98,7 @@ pub struct Judge {
     commit: Still,
     overdue: Still,
     event_loop: Still,
+    loop_is_late: bool,
 }
 
 /// Something that should move while a condition holds.
@@ -128,7 +132,13 @@ impl Judge {
             commit: Still::default(),
             overdue: Still::default(),
             event_loop: Still::default(),
+            loop_is_late: false,
         }
+    }
+
+    /// Whether at the newest look the event loop had not come round for more than [`Windows::late_s`].
+    pub fn is_loop_late(&self) -> bool {
+        self.loop_is_late
     }
 
     /// Looks at `now_s` (rising) and says the first verdict that holds, by number.
@@ -141,13 +151,17 @@ impl Judge {
         let at_work = !p.in_line;
         let in_step = at_work && p.n_steps_begun > p.n_steps_ended;
         let step = self.step.seconds(in_step, (p.n_steps_begun, p.n_layers_begun), watched);
-        let waits = at_work && sample.n_waiting > 0 && sample.n_running == 0;
+        let event_loop = self.event_loop.seconds(sample.n_beats > 0, (sample.n_beats, 0), watched);
+        self.loop_is_late = event_loop > w.late_s;
+        // A late loop may have kept the interpreter from the engine's thread, which admits and expires: that time is
+        // the loop's fault. If it does not come back, the loop gets the verdict.
+        let on_time = !self.loop_is_late;
+        let waits = at_work && on_time && sample.n_waiting > 0 && sample.n_running == 0;
         let admission = self.admission.seconds(waits, (p.n_sequences_lent, 0), watched);
         let moved = (p.n_rows_committed, p.n_sequences_returned);
         let commit = self.commit.seconds(at_work && sample.n_running > 0, moved, watched);
         let late_s = now_s - sample.deadline_s;
-        let overdue = self.overdue.seconds(late_s >= 0.0, (0, 0), watched);
-        let event_loop = self.event_loop.seconds(sample.n_beats > 0, (sample.n_beats, 0), watched);
+        let overdue = self.overdue.seconds(on_time && late_s >= 0.0, (0, 0), watched);
         let verdicts = [
             (step > w.step_s.max(slow_step_s), Verdict::StalledStep),
             (admission > w.admit_s, Verdict::NothingAdmitted),

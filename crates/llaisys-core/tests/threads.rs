@@ -1,9 +1,10 @@
 //! The worker pool: every worker once, disjoint chunks, panics, dropping.
 
-use llaisys_core::threads::{Chunks, Pool, share, usable_cpus};
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use llaisys_core::threads::{Chunks, Pool, THREADS_MAX, Turn, share, usable_cpus};
+use std::cell::RefCell;
+use std::panic::{AssertUnwindSafe, catch_unwind, panic_any};
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, LazyLock};
 
 #[test]
 fn every_worker_runs_each_job_once() {
@@ -64,6 +65,99 @@ fn a_panic_of_any_worker_reaches_the_caller_and_the_pool_lives_on() {
         ran.fetch_add(1, Ordering::Relaxed);
     });
     assert_eq!(ran.load(Ordering::Relaxed), 3);
+}
+
+/// Panics once more where it is dropped.
+struct Bomb;
+
+impl Drop for Bomb {
+    fn drop(&mut self) {
+        panic!("dropped");
+    }
+}
+
+/// The pool keeps the first panic of its workers; what it does with the others must not end a worker.
+#[test]
+fn a_panic_that_cannot_be_dropped_ends_no_worker() {
+    let pool = Pool::new(3).unwrap();
+    let result = catch_unwind(AssertUnwindSafe(|| {
+        pool.run(&|worker| {
+            if worker > 0 {
+                panic_any(Bomb);
+            }
+        });
+    }));
+    std::mem::forget(result.unwrap_err());
+    let ran = AtomicUsize::new(0);
+    pool.run(&|_| {
+        ran.fetch_add(1, Ordering::Relaxed);
+    });
+    assert_eq!(ran.into_inner(), 3);
+}
+
+/// A wrong setting is an error before a thread starts, never a panic while one is at work.
+#[test]
+fn settings_that_no_pool_can_have_are_refused() {
+    let cases: [(usize, &[usize], &str); 7] = [
+        (0, &[], "n_threads is 0, allowed are 1 to 1024"),
+        (THREADS_MAX + 1, &[], "n_threads is 1025, allowed are 1 to 1024"),
+        (usize::MAX, &[], "n_threads is 9223372036854775807, allowed are 1 to 1024"),
+        (2, &[5000, 0], "a CPU id is 5000, allowed are 0 to "),
+        (2, &[0, 5000], "a CPU id is 5000, allowed are 0 to "),
+        (2, &[0], "has 1 elements, expected 2"),
+        (1, &[0, 1], "has 2 elements, expected 1"),
+    ];
+    for (n_threads, cpus, says) in cases {
+        let text = Pool::on(n_threads, cpus).unwrap_err().to_string();
+        assert!(text.contains(says), "{text}");
+    }
+    assert!(Pool::new(0).is_err());
+    assert!(Pool::shared(THREADS_MAX + 1, true).is_err());
+}
+
+/// Compiles only where `T` is not `Send`: otherwise both impls apply and `A` cannot be inferred.
+trait IsNotSend<A> {
+    const IS_NOT_SEND: () = ();
+}
+impl<T: ?Sized> IsNotSend<()> for T {}
+impl<T: ?Sized + Send> IsNotSend<u8> for T {}
+const _: () = <Turn<'static> as IsNotSend<_>>::IS_NOT_SEND;
+
+thread_local! {
+    /// A turn that a job ends while it runs, which no scope can.
+    static TURN: RefCell<Option<Turn<'static>>> = const { RefCell::new(None) };
+}
+
+/// A second caller is refused before it changes the queues, so no item is handed out twice.
+#[test]
+fn a_caller_that_comes_while_a_job_runs_leaves_its_queues_alone() {
+    static POOL: LazyLock<Pool> = LazyLock::new(|| Pool::new(2).unwrap());
+    let counts: Vec<AtomicUsize> = (0..16).map(|_| AtomicUsize::new(0)).collect();
+    let caller = std::thread::current().id();
+    TURN.set(Some(POOL.turn()));
+    POOL.run_queues(8, 1, &|queue, items| {
+        for i in items {
+            counts[queue * 8 + i].fetch_add(1, Ordering::Relaxed);
+        }
+        if std::thread::current().id() == caller && TURN.take().is_some() {
+            let second = std::thread::spawn(|| POOL.run_queues(8, 1, &|_, _| {}));
+            assert!(second.join().is_err(), "two jobs at once");
+        }
+    });
+    assert!(counts.iter().all(|n| n.load(Ordering::Relaxed) == 1), "{counts:?}");
+    POOL.run(&|_| {});
+}
+
+#[test]
+fn a_chunk_larger_than_the_items_hands_them_out_once() {
+    let pool = Pool::new(3).unwrap();
+    let n_items = AtomicUsize::new(0);
+    pool.run_queues(5, usize::MAX / 2 + 1, &|_, items| {
+        n_items.fetch_add(items.len(), Ordering::Relaxed);
+    });
+    assert_eq!(n_items.into_inner(), 15);
+    let chunks = Chunks::new(5, usize::MAX / 2 + 1);
+    assert_eq!((0..9).filter_map(|_| chunks.take()).flatten().count(), 5);
 }
 
 #[test]
@@ -132,7 +226,7 @@ fn workers_are_kept_to_their_cpus() {
 
 thread_local! {
     /// Dropped when its thread ends.
-    static HELD: std::cell::RefCell<Option<Arc<()>>> = const { std::cell::RefCell::new(None) };
+    static HELD: RefCell<Option<Arc<()>>> = const { RefCell::new(None) };
 }
 
 #[test]

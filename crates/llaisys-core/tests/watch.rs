@@ -134,14 +134,46 @@ fn a_deadline_that_nobody_keeps() {
 #[test]
 fn a_loop_that_stops_coming_round() {
     let beats_until_8 = |now: f64, s: &mut Sample| s.n_beats = now.min(8.0) as u64;
-    fires(Verdict::LoopLag, 8.0, 5.0, watch(60.0, IDLE, beats_until_8));
-    assert_eq!(watch(600.0, IDLE, |now, s| s.n_beats = (now / 4.5) as u64 + 1), None);
+    fires(Verdict::LoopLag, 8.0, 30.0, watch(60.0, IDLE, beats_until_8));
+    assert_eq!(watch(600.0, IDLE, |now, s| s.n_beats = (now / 29.5) as u64 + 1), None, "late, not stuck");
+}
+
+/// Late from 5 s without a beat until the next one, and never without a loop to watch.
+#[test]
+fn a_late_loop_is_seen_once_an_episode() {
+    let mut judge = Judge::new(Windows::default());
+    let (mut episodes, mut was_late) = (Vec::new(), false);
+    for i in 0..400 {
+        let now_s = f64::from(i) * PERIOD_S;
+        let n_beats = if now_s < 20.0 { now_s as u64 } else { 20 + ((now_s - 20.0) / 20.0) as u64 };
+        assert_eq!(judge.look(&Sample { n_beats, ..IDLE }, now_s), None);
+        if judge.is_loop_late() && !was_late {
+            episodes.push(now_s);
+        }
+        was_late = judge.is_loop_late();
+    }
+    assert_eq!(episodes, [25.25, 45.25, 65.25, 85.25]);
+    let mut judge = Judge::new(Windows::default());
+    for i in 0..400 {
+        judge.look(&IDLE, f64::from(i) * PERIOD_S);
+        assert!(!judge.is_loop_late());
+    }
+}
+
+/// A loop that holds the interpreter keeps the engine's thread from admitting and expiring.
+#[test]
+fn what_a_late_loop_holds_up_is_not_the_engines_fault() {
+    let waits = Sample { n_waiting: 1, deadline_s: 0.0, n_beats: 1, ..IDLE };
+    let back_at_25 = |now: f64, s: &mut Sample| s.n_beats = if now < 25.0 { 1 } else { now as u64 };
+    let found = watch(100.0, waits, back_at_25);
+    fires(Verdict::NothingAdmitted, 25.0, 5.0, found);
+    fires(Verdict::LoopLag, 0.0, 30.0, watch(100.0, waits, |_, _| ()));
 }
 
 #[test]
 fn time_in_which_nobody_ran_does_not_count() {
     let mut judge = Judge::new(Windows::default());
-    let stuck = Sample { n_waiting: 1, n_running: 0, deadline_s: 2.0, n_beats: 1, ..IDLE };
+    let stuck = Sample { n_waiting: 1, n_running: 0, deadline_s: 2.0, ..IDLE };
     assert_eq!(judge.look(&stuck, 0.0), None);
     assert_eq!(judge.look(&stuck, 10_000.0), None, "the process was stopped");
     assert_eq!(judge.look(&stuck, 10_004.0), None, "one second of these counts, and one of those before");

@@ -14,15 +14,13 @@ use llaisys_core::context::{Context as Core, ContextConfig, DecodeRequest};
 use llaisys_core::error::Rejected;
 use llaisys_core::model::checkpoint::Checkpoint;
 use llaisys_core::seq::SeqId;
+use llaisys_core::threads::THREADS_MAX;
 use numpy::{PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyReadonlyArrayDyn, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::ThreadId;
-
-/// More than any machine has; a typing error, not a wish.
-const THREADS_MAX: i64 = 1024;
 
 /// One model on one device with its KV cells. Built, used and closed on one thread.
 #[pyclass(frozen, module = "llaisys._core")]
@@ -154,8 +152,8 @@ impl Context {
                 poison,
                 n_batch: count("n_batch", n_batch, i64::from(i32::MAX))?,
                 max_model_len: count("max_model_len", max_model_len, i64::from(i32::MAX))?,
-                n_threads: count("n_threads", n_threads, THREADS_MAX)?,
-                n_ranks: count("n_ranks", n_ranks, THREADS_MAX)?,
+                n_threads: count("n_threads", n_threads, THREADS_MAX as i64)?,
+                n_ranks: count("n_ranks", n_ranks, THREADS_MAX as i64)?,
                 pins,
                 screens_head,
             };
@@ -393,10 +391,7 @@ impl Context {
         values: PyReadonlyArrayDyn<'_, f32>,
     ) -> PyResult<()> {
         let shape = values.shape().to_vec();
-        let elements = values.as_slice().map(<[f32]>::to_vec).map_err(|_| {
-            Fault::Argument("values is not contiguous; pass numpy.ascontiguousarray of it".to_owned())
-                .into_py(py)
-        })?;
+        let elements = owned("values", &values).map_err(|fault| fault.into_py(py))?;
         self.detached(py, |core| core.replace_weight(name, &shape, &elements))
     }
 

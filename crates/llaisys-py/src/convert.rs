@@ -8,19 +8,30 @@ use llaisys_core::context::RowMasks;
 use llaisys_core::dtype::{ComputeMode, KvDType};
 use llaisys_core::error::Rejected;
 use llaisys_core::ops::dispatch::IsaName;
-use numpy::{Element, PyReadonlyArray1, PyReadonlyArray2};
+use numpy::ndarray::Dimension;
+use numpy::{Element, PyReadonlyArray, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
 
-/// `values` as a vector of its own. Errors: the array is not contiguous.
-pub(crate) fn owned<T: Element + Copy>(
+/// The elements of `values` in C order (the last index fastest), copied. Every array argument of the binding passes
+/// here; its dtype and number of dimensions were checked by its type.
+///
+/// Errors: [`Fault::Argument`] unless the array lies in memory in C order and every element is aligned. NumPy's
+/// `is_contiguous`, and so `as_slice`, also holds for Fortran order.
+pub(crate) fn owned<T: Element + Copy, D: Dimension>(
     what: &str,
-    values: &PyReadonlyArray1<'_, T>,
+    values: &PyReadonlyArray<'_, T, D>,
 ) -> Result<Vec<T>, Fault> {
-    match values.as_slice() {
-        Ok(values) => Ok(values.to_vec()),
-        Err(_) => {
-            Err(Fault::Argument(format!("{what} is not contiguous; pass numpy.ascontiguousarray of it")))
-        }
+    let aligned = values.is_aligned();
+    if let (true, true, Ok(elements)) = (aligned, values.is_c_contiguous(), values.as_slice()) {
+        return Ok(elements.to_vec());
     }
+    let found = if aligned { "not in C order" } else { "not aligned in memory" };
+    Err(Fault::Argument(format!(
+        "{what} is {found} (shape {:?}, strides {:?} bytes, elements of {} bytes); pass a copy: numpy.array({what}, \
+         order=\"C\")",
+        values.shape(),
+        values.strides(),
+        size_of::<T>(),
+    )))
 }
 
 /// The arrays of one decode, owned.
@@ -55,13 +66,13 @@ pub(crate) struct OwnedMasks {
 }
 
 impl OwnedMasks {
-    /// Copies rows `[n]` and bits `[n, n_words]`. Errors: not contiguous, or a different number of rows.
+    /// Copies rows `[n]` and bits `[n, n_words]`. Errors: as [`owned`], or a different number of rows.
     pub(crate) fn new(
         rows: &PyReadonlyArray1<'_, i32>,
         bits: &PyReadonlyArray2<'_, u32>,
     ) -> Result<Self, Fault> {
-        let rows = owned("the rows of logits_mask", rows)?;
-        let (n_bit_rows, _) = bits.as_array().dim();
+        let rows = owned("logits_mask[0]", rows)?;
+        let n_bit_rows = bits.shape()[0];
         if n_bit_rows != rows.len() {
             return Err(Fault::Core(
                 Rejected::Length {
@@ -72,8 +83,7 @@ impl OwnedMasks {
                 .into(),
             ));
         }
-        let bits = bits.as_array().iter().copied().collect();
-        Ok(Self { rows, bits })
+        Ok(Self { rows, bits: owned("logits_mask[1]", bits)? })
     }
 
     /// The view that the core checks.

@@ -13,6 +13,8 @@ mod context;
 mod convert;
 mod cuda;
 mod errors;
+#[allow(unsafe_code, reason = "calls `_exit`")]
+mod exit;
 #[cfg(feature = "faults")]
 mod faults;
 mod inspect;

@@ -1,12 +1,14 @@
 //! `Progress` and `Watchdog`: is the engine stuck? A native thread that never touches Python looks at atomics; what it
-//! finds is an atomic too, and a byte in a pipe for whoever waits.
+//! finds is an atomic too, and a byte in a socket for whoever waits.
 
 use crate::errors::Fault;
+use crate::exit;
 use llaisys_core::progress::Progress as CoreProgress;
 use llaisys_core::watch::{Judge, Sample, Verdict, Windows};
 use pyo3::prelude::*;
-use std::io::{PipeReader, Write};
+use std::io::Write;
 use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -14,6 +16,10 @@ use std::time::{Duration, Instant};
 
 /// What the process ends with if nobody acts on a verdict.
 const EXIT_CODE: i32 = 70;
+/// The byte that says that the event loop is late; verdicts are `1` to `5`.
+const LATE: u8 = b'L';
+/// How often, and how many times, the end looks whether its last line is written.
+const SAYING: (Duration, u32) = (Duration::from_millis(10), 50);
 
 /// What a context has done so far. Any thread may read it, while a decode runs and after the context is closed.
 #[pyclass(frozen, module = "llaisys._core")]
@@ -120,7 +126,16 @@ impl Shared {
 
     /// Looks until there is a verdict or nobody wants one. A panic in here would be a watchdog that is silently
     /// gone, so nothing in here can.
-    fn watch(&self, mut judge: Judge, period: Duration, mut pipe: impl Write, exit_after: Option<Duration>) {
+    ///
+    /// `listener` never blocks. What it does not take is lost; the verdict stays in its atomic.
+    fn watch(
+        &self,
+        mut judge: Judge,
+        period: Duration,
+        mut listener: impl Write,
+        exit_after: Option<Duration>,
+    ) {
+        let mut was_late = false;
         let verdict = loop {
             if self.stop.load(Ordering::Acquire) {
                 return;
@@ -128,11 +143,14 @@ impl Shared {
             if let Some(verdict) = judge.look(&self.sample(), self.now_s()) {
                 break verdict;
             }
+            if judge.is_loop_late() && !was_late {
+                let _ = listener.write_all(&[LATE]);
+            }
+            was_late = judge.is_loop_late();
             std::thread::park_timeout(period);
         };
         self.verdict.store(verdict as u8, Ordering::Release);
-        // If nobody holds the other end there is nobody to tell; the atomic stays.
-        let _ = pipe.write_all(&[b'0' + verdict as u8]);
+        let _ = listener.write_all(&[b'0' + verdict as u8]);
         let Some(exit_after) = exit_after else { return };
         let given_s = self.now_s();
         while self.now_s() - given_s < exit_after.as_secs_f64() {
@@ -141,7 +159,28 @@ impl Shared {
             }
             std::thread::park_timeout(period);
         }
-        std::process::exit(EXIT_CODE);
+        say(format!(
+            "llaisys: still running {} s after the watchdog's verdict {}; ending with exit code {EXIT_CODE}\n",
+            exit_after.as_secs_f64(),
+            verdict.name(),
+        ));
+        exit::at_once(EXIT_CODE);
+    }
+}
+
+/// Writes a line to stderr, on a thread of its own and for half a second at most: stderr may be a full pipe that no
+/// process reads.
+fn say(line: String) {
+    let saying = std::thread::Builder::new().spawn(move || {
+        let _ = std::io::stderr().write_all(line.as_bytes());
+    });
+    let Ok(saying) = saying else { return };
+    let (period, n_looks) = SAYING;
+    for _ in 0..n_looks {
+        if saying.is_finished() {
+            return;
+        }
+        std::thread::park_timeout(period);
     }
 }
 
@@ -150,7 +189,7 @@ impl Shared {
 #[pyclass(frozen, module = "llaisys._core")]
 pub(crate) struct Watchdog {
     shared: Arc<Shared>,
-    pipe: PipeReader,
+    listener: UnixStream,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -158,8 +197,8 @@ pub(crate) struct Watchdog {
 impl Watchdog {
     #[new]
     #[pyo3(signature = (
-        progress, *, period_s = 0.25, step_s = 30.0, admit_s = 5.0, commit_s = 30.0, deadline_s = 5.0, loop_s = 5.0,
-        step_factor = 20.0, exit_after_s = None
+        progress, *, period_s = 0.25, step_s = 30.0, admit_s = 5.0, commit_s = 30.0, deadline_s = 5.0, late_s = 5.0,
+        loop_s = 30.0, step_factor = 20.0, exit_after_s = None
     ))]
     fn new(
         py: Python<'_>,
@@ -169,6 +208,7 @@ impl Watchdog {
         admit_s: f64,
         commit_s: f64,
         deadline_s: f64,
+        late_s: f64,
         loop_s: f64,
         step_factor: f64,
         exit_after_s: Option<f64>,
@@ -181,23 +221,35 @@ impl Watchdog {
                 ("admit_s", admit_s),
                 ("commit_s", commit_s),
                 ("deadline_s", deadline_s),
+                ("late_s", late_s),
                 ("loop_s", loop_s),
                 ("step_factor", step_factor),
             ] {
                 seconds(what, value)?;
             }
             let longest_look_s = Windows::default().longest_look_s.max(2.0 * period_s);
-            let windows =
-                Windows { step_s, admit_s, commit_s, deadline_s, loop_s, step_factor, longest_look_s };
+            let windows = Windows {
+                step_s,
+                admit_s,
+                commit_s,
+                deadline_s,
+                late_s,
+                loop_s,
+                step_factor,
+                longest_look_s,
+            };
             let core = progress.map_or_else(Arc::default, |progress| Arc::clone(&progress.core));
             let shared = Arc::new(shared(core));
-            let (reader, writer) = std::io::pipe().map_err(|e| Fault::Argument(format!("no pipe: {e}")))?;
+            // A socket and not a pipe: the watching thread must not block where nobody reads.
+            let (reader, writer) = UnixStream::pair()
+                .and_then(|(reader, writer)| writer.set_nonblocking(true).map(|()| (reader, writer)))
+                .map_err(|e| Fault::Argument(format!("no socket for the watchdog: {e}")))?;
             let watching = Arc::clone(&shared);
             let thread = std::thread::Builder::new()
                 .name("llaisys-watchdog".to_owned())
                 .spawn(move || watching.watch(Judge::new(windows), period, writer, exit_after))
                 .map_err(|e| Fault::Argument(format!("cannot start the watchdog's thread: {e}")))?;
-            Ok(Self { shared, pipe: reader, thread: Mutex::new(Some(thread)) })
+            Ok(Self { shared, listener: reader, thread: Mutex::new(Some(thread)) })
         };
         start().map_err(|fault| fault.into_py(py))
     }
@@ -223,9 +275,9 @@ impl Watchdog {
         Verdict::from_code(self.shared.verdict.load(Ordering::Acquire)).map(Verdict::name)
     }
 
-    /// The reading end of the pipe.
+    /// The reading end of the socket.
     fn fileno(&self) -> i32 {
-        self.pipe.as_raw_fd()
+        self.listener.as_raw_fd()
     }
 
     /// Somebody acts on the verdict.

@@ -12,6 +12,8 @@ import logging
 import os
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -41,8 +43,8 @@ log = logging.getLogger(__name__)
 class Watch:
     """One engine's watchdog. `begin` and `report` are the engine thread's, `beat` the event loop's.
 
-    - `window_s`: seconds without a layer or a token; a sixth of it: without an admission, past a deadline, or
-      without a beat.
+    - `window_s`: seconds without a layer, a token or a beat; a sixth of it: without an admission, or past a
+      deadline. A sixth without a beat is no verdict: the event loop is late, which is logged.
     - `exits`: the process belongs to the engine and ends with it, acted upon or not.
     """
 
@@ -53,6 +55,7 @@ class Watch:
         self._engine: LLMEngine | None = None
         self._stats = EngineStats()
         self._on_verdict: Callable[[EngineDeadError], None] = lambda _: None
+        self._beat_s, self._loop_thread = 0.0, 0
         self.stuck = False
 
     def begin(self, engine: LLMEngine, on_verdict: Callable[[EngineDeadError], None]) -> None:
@@ -82,8 +85,9 @@ class Watch:
         )
 
     def beat(self) -> None:
-        """The event loop came round."""
+        """The event loop came round. To be called on its thread."""
         if self._watchdog is not None:
+            self._beat_s, self._loop_thread = time.monotonic(), threading.get_ident()
             self._watchdog.beat()
 
     def end(self) -> None:
@@ -94,14 +98,28 @@ class Watch:
     def _wait(self) -> None:
         watchdog, engine = self._watchdog, self._engine
         assert watchdog is not None
-        if not os.read(watchdog.fileno(), 1):  # it ended without one
-            return
+        while (verdict := watchdog.verdict) is None:
+            if not os.read(watchdog.fileno(), 1):  # it ended without one
+                return
+            if watchdog.verdict is None:
+                self._report_late_loop()
         self.stuck = True
-        verdict = str(watchdog.verdict)
         books = "  its books are in the engine's process" if engine is None else self._snapshot(engine)
         log.critical("the engine is stuck (%s): %s\n%s", verdict, _MEANINGS[verdict], books)
         faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
         self._on_verdict(EngineDeadError(f"the engine is stuck: {verdict}"))
+
+    def _report_late_loop(self) -> None:
+        """Logs how late the event loop is and what holds it, once each time that it is late."""
+        frame = sys._current_frames().get(self._loop_thread)
+        stack = "  (its thread has ended)" if frame is None else "".join(traceback.format_stack(frame))
+        log.warning(
+            "the event loop is late: it last came round %.1f s ago; after %g s the process is stuck (V5) and "
+            "ends. It is in:\n%s",
+            time.monotonic() - self._beat_s,
+            self._window_s,
+            stack.rstrip(),
+        )
 
     def _snapshot(self, engine: LLMEngine) -> str:
         """Leases, queue, cells and the newest plan; numbers only. Nothing here waits for the engine."""

@@ -287,7 +287,8 @@ class Worker:
         return _result(batch, output)
 
     def watchdog(self, window_s: float, exit_after_s: float | None) -> Watchdog:
-        """A watchdog of this context: `window_s` for layers and tokens, a sixth of it for the rest."""
+        """A watchdog of this context: `window_s` for layers, tokens and the event loop, a sixth of it for the
+        rest."""
         return _watchdog(self._context.progress(), window_s, exit_after_s)
 
     def _change(self, call: Callable[..., None], *arguments: Any) -> None:
@@ -351,7 +352,7 @@ def _gpu(settings: GpuSettings) -> Gpu:
 
 
 def loop_watchdog(window_s: float, exit_after_s: float | None) -> Watchdog:
-    """A watchdog of the event loop alone, a sixth of `window_s`: the engine is in another process."""
+    """A watchdog of the event loop alone: the engine is in another process."""
     return _watchdog(None, window_s, exit_after_s)
 
 
@@ -366,7 +367,8 @@ def _watchdog(progress: Progress | None, window_s: float, exit_after_s: float | 
         commit_s=window_s,
         admit_s=short_s,
         deadline_s=short_s,
-        loop_s=short_s,
+        late_s=short_s,
+        loop_s=window_s,
         exit_after_s=exit_after_s,
     )
 

@@ -41,7 +41,7 @@ from llaisys.server.state import ServerState
 
 EXIT_OK, EXIT_ENGINE_DEAD, EXIT_KILLED = 0, 70, 130
 CLOSE_CONNECTIONS_S = 1
-PULSES_A_WINDOW = 24  # of `watchdog_window_s`, a sixth of which without one is a verdict
+PULSES_A_WINDOW = 24  # of `watchdog_window_s`, of which a sixth without one is logged and all is a verdict
 
 log = logging.getLogger("llaisys.server")
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 from collections.abc import Iterator
+from logging.handlers import QueueHandler
 from typing import Any
 
 import pytest
@@ -121,7 +123,8 @@ def test_the_windows_are_of_one_setting(held: Held) -> None:
         "commit_s": 30.0,
         "admit_s": 5.0,
         "deadline_s": 5.0,
-        "loop_s": 5.0,
+        "late_s": 5.0,
+        "loop_s": 30.0,
         "exit_after_s": 10.0,
     }
 
@@ -133,6 +136,31 @@ def test_closing_ends_the_watch() -> None:
         if thread.name == "llaisys-verdict":
             thread.join(30)
     assert not made.watch.stuck
+
+
+def test_a_late_loop_is_reported_with_its_stack_and_nothing_ends(held: Held) -> None:
+    """Twice late, two reports; a verdict still follows."""
+    said: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+    handler = QueueHandler(said)
+    logging.getLogger("llaisys.engine.watch").addHandler(handler)
+    try:
+        held.client.submit(ask("runs"))
+        for _ in range(2):
+            held.client.beat()
+            held.watchdog.tell_late()
+            record = said.get(timeout=30)
+            assert record.levelname == "WARNING"
+            assert "the event loop is late" in record.getMessage()
+            assert "after 30 s" in record.getMessage()
+            assert "in test_a_late_loop_is_reported_with_its_stack" in record.getMessage()
+        assert said.empty()
+        assert not held.client.stuck
+        assert held.outputs == []
+        held.watchdog.tell("V5")
+        assert held.told.wait(30)
+        assert held.client.stuck
+    finally:
+        logging.getLogger("llaisys.engine.watch").removeHandler(handler)
 
 
 def test_a_loop_is_watched_without_an_engine(caplog: pytest.LogCaptureFixture) -> None:

@@ -39,7 +39,7 @@ use crate::model::weights::Replacement;
 use crate::ops::MAX_D_HEAD;
 use crate::ops::dispatch::{IsaName, Kernels};
 use crate::progress::Progress;
-use crate::threads::Pool;
+use crate::threads::{Pool, THREADS_MAX};
 use backend::Backend;
 use fingerprint::Fingerprint;
 use kv::Change;
@@ -243,8 +243,8 @@ fn check(config: &ContextConfig, model: &ModelConfig) -> Result<()> {
     let counts = [
         ("n_batch", config.n_batch, i32::MAX as usize),
         ("max_model_len", config.max_model_len, model.max_positions),
-        ("n_threads", config.n_threads, i32::MAX as usize),
-        ("n_ranks", config.n_ranks, i32::MAX as usize),
+        ("n_threads", config.n_threads, THREADS_MAX),
+        ("n_ranks", config.n_ranks, THREADS_MAX),
     ];
     for (what, got, max) in counts {
         if got < 1 || got > max {

@@ -1,6 +1,7 @@
 //! Whose turn it is on a pool that several threads use: first come, first served.
 
 use std::cell::Cell;
+use std::marker::PhantomData;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 
@@ -36,6 +37,8 @@ struct Line {
 pub struct Turn<'a> {
     /// None where the thread had the turn before.
     turns: Option<&'a Turns>,
+    /// The turn belongs to the thread that took it, so it must not move to another.
+    not_send: PhantomData<*const ()>,
 }
 
 impl Turns {
@@ -43,7 +46,7 @@ impl Turns {
     pub(super) fn take(&self) -> Turn<'_> {
         // Only this thread writes its own name, and takes it away before it goes on: relaxed is enough.
         if self.holder.load(Ordering::Relaxed) == me() {
-            return Turn { turns: None };
+            return Turn { turns: None, not_send: PhantomData };
         }
         let mut line = self.line.lock().unwrap_or_else(PoisonError::into_inner);
         let number = line.given;
@@ -52,7 +55,7 @@ impl Turns {
             line = self.called.wait(line).unwrap_or_else(PoisonError::into_inner);
         }
         self.holder.store(me(), Ordering::Relaxed);
-        Turn { turns: Some(self) }
+        Turn { turns: Some(self), not_send: PhantomData }
     }
 }
 

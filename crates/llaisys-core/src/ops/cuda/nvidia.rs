@@ -219,7 +219,8 @@ impl Nvidia {
             let oldest = self.uploads.ring.borrow_mut().take_back();
             self.wait(oldest.expect("a full ring has an oldest piece"), "an upload")?;
         };
-        let staged = self.uploads.slice(place, from.len());
+        // SAFETY: the ring has just said that no upload under way has this place.
+        let staged = unsafe { self.uploads.slice(place, from.len()) };
         staged.copy_from_slice(from);
         // SAFETY: the piece stays as it is until the event after the copy; the caller owns `to`.
         unsafe { result::memcpy_htod_async(to.0, staged, self.stream) }.map_err(|e| fail("upload", e))?;
@@ -349,7 +350,8 @@ impl Device for Nvidia {
                 format!("{n_bytes} bytes, and what waits to be collected, are over {READ_BACK_BYTES}");
             return Err(DeviceError::Cuda { op: "read back".to_owned(), status });
         };
-        let to = self.read_backs.slice(place, n_bytes);
+        // SAFETY: the ring has just said that nothing that waits to be collected has this place.
+        let to = unsafe { self.read_backs.slice(place, n_bytes) };
         // SAFETY: the piece is lent until it is collected, after the event; the caller owns `from`.
         unsafe { result::memcpy_dtoh_async(to, from.0, self.stream) }.map_err(|e| fail("read back", e))?;
         let number = self.n_events.get() + 1;
@@ -366,7 +368,8 @@ impl Device for Nvidia {
             (place, recorded)
         };
         let waited = self.wait(recorded, "a step");
-        let copied = waited.map(|()| to.copy_from_slice(self.read_backs.slice(place, to.len())));
+        // SAFETY: the copy to this piece is done (its event has come), and the ring still holds the piece for it.
+        let copied = waited.map(|()| to.copy_from_slice(unsafe { self.read_backs.slice(place, to.len()) }));
         // The event is free again, whatever came of it.
         self.read_backs.ring.borrow_mut().take_back();
         copied

@@ -22,12 +22,17 @@ impl<T> Pinned<T> {
         Ok(Self { bytes: bytes.cast(), ring: RefCell::new(Ring::new(n_bytes)) })
     }
 
-    /// A piece that the ring gave out, or will at once: nobody else has it.
-    #[allow(clippy::mut_from_ref, reason = "the ring lends each piece once")]
-    pub(super) fn slice(&self, start: usize, n_bytes: usize) -> &mut [u8] {
-        assert!(start + n_bytes <= self.ring.borrow().capacity());
-        // SAFETY: the range is within the allocation, which lives as long as the device, and the ring lends no
-        // byte twice.
+    /// Bytes `start..start + n_bytes`. Panics if they do not lie inside.
+    ///
+    /// # Safety
+    ///
+    /// While the slice lives, no other slice and no copy under way has any of its bytes: the ring has just named this
+    /// place, or the copy to it is done. [`Pinned::free`] was not called.
+    #[allow(clippy::mut_from_ref, reason = "the ring gives each piece to one user")]
+    pub(super) unsafe fn slice(&self, start: usize, n_bytes: usize) -> &mut [u8] {
+        let end = start.checked_add(n_bytes);
+        assert!(end.is_some_and(|end| end <= self.ring.borrow().capacity()), "range outside the memory");
+        // SAFETY: the range is within the allocation (asserted); exclusive and alive by the caller's promise.
         unsafe { std::slice::from_raw_parts_mut(self.bytes.add(start), n_bytes) }
     }
 

@@ -221,7 +221,7 @@ impl Driver<'_> {
         Ok(DeviceInfo { name, capability: major * 10 + minor, total_bytes })
     }
 
-    fn symbol<F: Copy>(&self, name: &'static str) -> Result<F, CudaUnavailable> {
+    fn symbol<F: CFunction>(&self, name: &'static str) -> Result<F, CudaUnavailable> {
         symbol(self.library, self.path, name)
     }
 
@@ -244,13 +244,33 @@ impl Driver<'_> {
     }
 }
 
-/// The function `name` of a library; `F` must be its signature.
-pub(super) fn symbol<F: Copy>(
+/// The type of a C function's address. Only `unsafe` code can call it, and there each call names the header that it
+/// trusts for the signature.
+///
+/// # Safety
+/// Implementors are function pointers, for which any address but null is a value.
+pub(super) unsafe trait CFunction: Copy {}
+
+macro_rules! c_functions {
+    ($($argument:ident)*) => {
+        // SAFETY: a function pointer that is `unsafe` to call.
+        unsafe impl<R, $($argument),*> CFunction for unsafe extern "C" fn($($argument),*) -> R {}
+    };
+}
+c_functions!(A);
+c_functions!(A B);
+c_functions!(A B C);
+c_functions!(A B C D);
+c_functions!(A B C D E F);
+c_functions!(A B C D E F G);
+
+/// The address of the function `name` of a library.
+pub(super) fn symbol<F: CFunction>(
     library: &Library,
     path: &Path,
     name: &'static str,
 ) -> Result<F, CudaUnavailable> {
-    // SAFETY: each caller states the signature that the library's header gives that name.
+    // SAFETY: what is found has an address, which is a value of every `CFunction`.
     let found = unsafe { library.get::<F>(name) };
     let missing = |_| CudaUnavailable::MissingSymbol { library: path.to_owned(), symbol: name };
     found.map(|found| *found).map_err(missing)

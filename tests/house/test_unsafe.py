@@ -1,0 +1,64 @@
+"""`unsafe` is where docs/unsafe.md says it is, and nowhere else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CRATES = ROOT / "crates"
+PAGE = ROOT / "docs" / "unsafe.md"
+# The keyword in code: a block, a function, an implementation, a trait, or a function pointer's type.
+UNSAFE = re.compile(r"\bunsafe\s*(\{|fn\b|impl\b|trait\b|extern\b)")
+# Of a module at its `mod` line, or of a whole file (`#!`).
+ALLOWANCE = re.compile(r"#!\[allow\(unsafe_code\b|#\[allow\(unsafe_code\b[^\]]*\]\s*(?:pub )?mod (\w+);")
+
+
+def sources() -> dict[str, str]:
+    """Each Rust file, by its path below crates/, without comments."""
+    files = sorted(path for path in CRATES.rglob("*.rs") if "target" not in path.parts)
+    texts = {str(path.relative_to(CRATES)): path.read_text("utf-8") for path in files}
+    return {name: re.sub(r"//.*", "", text) for name, text in texts.items()}
+
+
+def rows() -> list[list[str]]:
+    """The cells of each row of the page's tables."""
+    lines = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| `")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def listed() -> list[str]:
+    return [cells[0].strip("`") for cells in rows()]
+
+
+def test_the_page_lists_every_file_with_unsafe_code_and_no_other() -> None:
+    used = {name for name, text in sources().items() if UNSAFE.search(text)}
+    names = listed()
+    assert len(names) == len(set(names)), "a file has two rows"
+    assert used - set(names) == set(), "give these a row in docs/unsafe.md, with the invariant"
+    assert set(names) - used == set(), "these rows of docs/unsafe.md have no unsafe code any more"
+
+
+def test_every_row_says_what_makes_it_sound() -> None:
+    for file, *cells in rows():
+        assert len(cells) == (1 if "/tests/" in file else 3), file
+        assert all(cells), file
+
+
+def test_every_allowance_is_used() -> None:
+    """A module that no longer has unsafe code does not keep the right to it."""
+    idle = []
+    for name, text in sources().items():
+        folder = Path(name).parent
+        for match in ALLOWANCE.finditer(text):
+            module = folder / match[1] if match[1] else Path(name).with_suffix("")
+            if not any(Path(file).is_relative_to(module) or file == f"{module}.rs" for file in listed()):
+                idle.append(f"{name}: {module}")
+    assert not idle, idle
+
+
+def test_paths_that_the_page_names_exist() -> None:
+    names = re.findall(r"`((?:llaisys-\w+|tests)/[\w./]+\.\w+)`", PAGE.read_text("utf-8"))
+    missing = [name for name in names if not (CRATES / name).exists() and not (ROOT / name).exists()]
+    assert len(names) > 30
+    assert not missing, missing
