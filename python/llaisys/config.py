@@ -263,10 +263,10 @@ class Config(BaseSettings):
     max_response_bytes: int = Field(
         128 << 20,
         ge=1,
-        description="bytes of an answer that is not a stream; one that would have, or has, more gets 400",
+        description="bytes of a response that is not streamed; one that is larger, or is going to be, gets 400",
     )
     max_response_bytes_in_flight: int = Field(
-        512 << 20, ge=1, description="bytes of all such answers that are open; one that adds more gets 429"
+        512 << 20, ge=1, description="bytes of all open responses that are not streamed; more get 429"
     )
     upload_timeout_s: float = Field(
         30.0, gt=0, description="seconds in which a request's head, and then its body, must arrive"

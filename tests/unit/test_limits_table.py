@@ -35,6 +35,7 @@ from llaisys.errors import (
 from llaisys.server.errors import TABLE, ApiError
 from llaisys.server.limits import BodyGate, BodyLimits
 from llaisys.server.listen import bind
+from llaisys.server.pieces import ResponseBytes
 from llaisys.server.rates import RateGate
 from llaisys.types import FinishReason
 
@@ -401,6 +402,28 @@ def max_body_bytes_in_flight() -> None:
     assert of_a_door(bodies(max_body_bytes_in_flight=6), b"abc", b"abc", b"a") == [429, 200, 200]
 
 
+def answers(*sizes: int, **settings: Any) -> list[int]:
+    """Statuses of answers of so many bytes that are all open."""
+    config, found = load_config(settings), []
+    counts = ResponseBytes(config.max_response_bytes, config.max_response_bytes_in_flight)
+    for n_bytes in sizes:
+        try:
+            counts.add(n_bytes, 0)
+            found.append(200)
+        except LlaisysError as e:
+            found.append(status(e))
+    return found
+
+
+def max_response_bytes() -> None:
+    """`test_estimate.py` has those that are refused before they run."""
+    assert answers(3, 4, max_response_bytes=3) == [200, 400]
+
+
+def max_response_bytes_in_flight() -> None:
+    assert answers(3, 3, 1, max_response_bytes_in_flight=6) == [200, 200, 429]
+
+
 def upload_timeout_s() -> None:
     assert of_a_door(bodies(upload_timeout_s=0.01), b"never") == [408]
 
@@ -448,6 +471,8 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
         enable_prefix_caching,
         max_body_bytes,
         max_body_bytes_in_flight,
+        max_response_bytes,
+        max_response_bytes_in_flight,
         upload_timeout_s,
         send_timeout_s,
         max_concurrent_requests_per_key,

@@ -61,7 +61,8 @@ async def run_batch(config: Config, lines: Iterable[str], out: TextIO) -> BatchR
     Raises what loading raises, and EngineDeadError if an engine dies on the way: the lines from then on are
     written with 503.
     """
-    models = await ModelRegistry.start(_for_a_batch(config))
+    config = _for_a_batch(config)
+    models = await ModelRegistry.start(config)
     try:
         out.truncate(0)
         state = ServerState(config, models=models)

@@ -1,7 +1,7 @@
 """The size of an answer, estimated before its request is admitted.
 
 Counted is what is certain: the prompt's part, and tokens that the request insists on (`min_tokens`, with
-`ignore_eos` also `max_tokens`). What the model adds is counted while it is generated (`ResponseBytes`), because
+`ignore_eos` also `max_tokens`). What the model adds is counted while it is generated (`ResponseBytes`):
 most answers end long before their bound.
 """
 
