@@ -36,6 +36,11 @@ def parse_body(raw: bytes) -> Any:
     for one that is nested too deep or has too many values.
     """
     value = json.loads(raw)
+    _check_bounds(value)
+    return value
+
+
+def _check_bounds(value: Any) -> None:
     fields = value.items() if isinstance(value, dict) else [("the body", value)]
     n_containers = n_ids = n_others = 0
     for name, field in fields:
@@ -55,7 +60,6 @@ def parse_body(raw: bytes) -> Any:
                 most = f"{CONTAINERS_MAX} lists and objects, {VALUES_MAX} ids, {OTHER_VALUES_MAX} others"
                 raise RejectedError(f"{name[:64]} brings the body over {most}", param=name[:64])
             level = [child for each in level for child in _items(each) if isinstance(child, dict | list)]
-    return value
 
 
 def read_body(raw: bytes, model: str | None) -> tuple[Any, Flaw | None]:
@@ -64,15 +68,15 @@ def read_body(raw: bytes, model: str | None) -> tuple[Any, Flaw | None]:
     `model`: a subclass of BaseModel as `module:class`, which is imported; None: any value is right.
     Raises as `parse_body`.
     """
-    value = parse_body(raw)
-    if model is None:
-        return value, None
-    module, _, name = model.partition(":")
-    body: type[BaseModel] = getattr(importlib.import_module(module), name)
-    try:
-        body.model_validate(value)
-    except ValidationError as e:
-        return None, first_flaw(e.errors(include_url=False, include_context=False, include_input=False))
+    value = json.loads(raw)
+    if model is not None:  # first, because it names the bound of the field
+        module, _, name = model.partition(":")
+        body: type[BaseModel] = getattr(importlib.import_module(module), name)
+        try:
+            body.model_validate(value)
+        except ValidationError as e:
+            return None, first_flaw(e.errors(include_url=False, include_context=False, include_input=False))
+    _check_bounds(value)
     return value, None
 
 

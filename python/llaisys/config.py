@@ -263,7 +263,7 @@ class Config(BaseSettings):
     max_response_bytes: int = Field(
         128 << 20,
         ge=1,
-        description="bytes of a response that is not streamed; one that is larger, or is going to be, gets 400",
+        description="bytes of a response that is not streamed; one that is, or will be, larger gets 400",
     )
     max_response_bytes_in_flight: int = Field(
         512 << 20, ge=1, description="bytes of all open responses that are not streamed; more get 429"

@@ -49,7 +49,8 @@ def check_size(
         n_certain = (params.max_tokens or 0) if params.ignore_eos else params.min_tokens
         n_bytes += n_certain * params.n * len(n_tokens) * (TEXT_BYTES + each + ids)
     if n_bytes > n_most:
-        asked = {"n": params.n, "logprobs": n_top, "prompt_logprobs": params.prompt_logprobs}
+        of_prompt = params.prompt_logprobs if options.prompt_logprobs else None
+        asked = {"n": params.n, "logprobs": n_top, "prompt_logprobs": of_prompt}
         shown = ", ".join(f"{name} {value}" for name, value in asked.items() if value is not None)
         raise RejectedError(
             f"the answer would have about {n_bytes} bytes ({len(n_tokens)} prompts, {sum(n_tokens)} tokens, "

@@ -43,7 +43,7 @@ BASES = {
 }
 JSON = {"content-type": "application/json"}
 # Wrong items of one field: enough for a body that is not read on the event loop.
-N_WRONG = 100_000
+N_WRONG = 40_000
 
 
 @pytest.fixture
@@ -217,6 +217,13 @@ async def test_large_bodies_are_validated_elsewhere(
         answer = await client.post(COMPLETIONS, content=raw.replace(b"prompt", b"prumpt"), headers=JSON)
         assert answer.json()["error"]["code"] == "missing_required_parameter"
     assert models == ["llaisys.server.bodies:CompletionRequest"] * 2 * n_over
+
+
+def test_the_bound_of_a_field_is_named_before_that_of_the_body() -> None:
+    raw = json.dumps({"messages": [], "stop": [1] * (OTHER_VALUES_MAX + 1)}).encode()
+    _, flaw = read_body(raw, "llaisys.server.bodies:ChatCompletionRequest")
+    assert flaw is not None
+    assert flaw[2] == f"has {OTHER_VALUES_MAX + 1} entries, at most {STOP_STRINGS_MAX}"
 
 
 @pytest.mark.parametrize("field", ["prompt", "x"])
