@@ -12,15 +12,15 @@ from typing import Any
 from pydantic import BaseModel
 
 from llaisys.config import Config
-from llaisys.server import protocol, tokens
+from llaisys.server import bodies, protocol
 
 ROOT = Path(__file__).parents[1]
 ROUTES: dict[str, tuple[type[BaseModel], Mapping[str, tuple[Any, ...]]]] = {
-    "/v1/chat/completions": (protocol.ChatCompletionRequest, protocol.CHAT_NEUTRAL),
-    "/v1/completions": (protocol.CompletionRequest, protocol.COMPLETION_NEUTRAL),
-    "/v1/embeddings": (protocol.EmbeddingRequest, protocol.EMBEDDING_NEUTRAL),
-    "/tokenize": (tokens.TokenizeRequest, protocol.TOKENS_NEUTRAL),
-    "/detokenize": (tokens.DetokenizeRequest, protocol.TOKENS_NEUTRAL),
+    "/v1/chat/completions": (bodies.ChatCompletionRequest, protocol.CHAT_NEUTRAL),
+    "/v1/completions": (bodies.CompletionRequest, protocol.COMPLETION_NEUTRAL),
+    "/v1/embeddings": (bodies.EmbeddingRequest, protocol.EMBEDDING_NEUTRAL),
+    "/tokenize": (bodies.TokenizeRequest, protocol.TOKENS_NEUTRAL),
+    "/detokenize": (bodies.DetokenizeRequest, protocol.TOKENS_NEUTRAL),
 }
 
 

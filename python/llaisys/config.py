@@ -37,6 +37,8 @@ OF_THE_SERVER = frozenset(
         "max_chat_bytes_per_key",
         "max_body_bytes",
         "max_body_bytes_in_flight",
+        "max_response_bytes",
+        "max_response_bytes_in_flight",
         "upload_timeout_s",
         "send_timeout_s",
         "allowed_origins",
@@ -260,6 +262,14 @@ class Config(BaseSettings):
     max_body_bytes: int = Field(4 << 20, ge=1, description="bytes of a request's body; more get 413")
     max_body_bytes_in_flight: int = Field(
         64 << 20, ge=1, description="bytes of the bodies of all open requests; more get 429"
+    )
+    max_response_bytes: int = Field(
+        128 << 20,
+        ge=1,
+        description="bytes of a response that is not streamed; one that is, or will be, larger gets 400",
+    )
+    max_response_bytes_in_flight: int = Field(
+        512 << 20, ge=1, description="bytes of all open responses that are not streamed; more get 429"
     )
     upload_timeout_s: float = Field(
         30.0, gt=0, description="seconds in which a request's head, and then its body, must arrive"

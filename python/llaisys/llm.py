@@ -402,6 +402,8 @@ class _Run:
         if event.error is not None:
             log.error("request %s: %s", event.request_id, event.error)
         delta = self._processor.process(event)
+        if delta.prompt_logprobs is not None:
+            delta.prompt_logprobs = list(delta.prompt_logprobs)
         if event.finish_reason is None and delta.outputs[0].finish_reason is not None:
             self._client.cancel(event.request_id, event.index)
         if delta.finished:

@@ -6,7 +6,9 @@ Owned by one thread (the event loop, or the caller of `LLM.generate`).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 from llaisys.engine.outputs import EngineOutput, TokenLogprobs
 from llaisys.text.stream import TextStream
@@ -30,6 +32,30 @@ class _Asked:
     prompt_ids: list[int]
     params: SamplingParams
     answers: dict[int, _Answer]
+
+
+class _PromptLogprobs(Sequence[dict[int, Logprob] | None]):
+    """Those of a prompt's tokens, None for the first. An entry gets its texts when it is read: all of a long
+    prompt's at once would block the event loop."""
+
+    def __init__(
+        self, entries: list[TokenLogprobs], named: Callable[[TokenLogprobs], dict[int, Logprob]]
+    ) -> None:
+        self._entries = entries
+        self._named = named
+
+    def __len__(self) -> int:
+        return len(self._entries) + 1
+
+    @overload
+    def __getitem__(self, at: int) -> dict[int, Logprob] | None: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[dict[int, Logprob] | None]: ...
+    def __getitem__(self, at: int | slice) -> dict[int, Logprob] | list[dict[int, Logprob] | None] | None:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        i = range(len(self))[at]
+        return None if i == 0 else self._named(self._entries[i - 1])
 
 
 class OutputProcessor:
@@ -83,9 +109,9 @@ class OutputProcessor:
             kept = (event.new_logprobs or [])[:n_kept]
             logprobs = [self._named(entry) for entry in kept]
             answer.cumulative_logprob = (answer.cumulative_logprob or 0.0) + sum(e.logprob for e in kept)
-        prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        prompt_logprobs = None
         if event.new_prompt_logprobs is not None:
-            prompt_logprobs = [None, *map(self._named, event.new_prompt_logprobs)]
+            prompt_logprobs = _PromptLogprobs(event.new_prompt_logprobs, self._named)
         completion = CompletionOutput(
             index=event.index,
             text=text,

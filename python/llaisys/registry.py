@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from llaisys.body import parse_body
+from llaisys.body import Flaw, read_body
 from llaisys.config import Config
 from llaisys.errors import QueueFullError
 from llaisys.service import AsyncLLM
@@ -51,11 +51,11 @@ class ModelRegistry:
             return self.services[0]
         return self._by_name.get(name)
 
-    async def parse_json(self, raw: bytes) -> Any:
-        """The value of a large JSON text, off the event loop; see `parse_body`."""
+    async def read_body(self, raw: bytes, model: str | None) -> tuple[Any, Flaw | None]:
+        """A large body, off the event loop; see `llaisys.body.read_body`."""
         if self._text_pool is None:
-            return await asyncio.to_thread(parse_body, raw)
-        return await self._text_pool.parse_json(raw)
+            return await asyncio.to_thread(read_body, raw, model)
+        return await self._text_pool.read_body(raw, model)
 
     def is_alive(self) -> bool:
         """False while any engine is dead."""

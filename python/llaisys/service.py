@@ -298,6 +298,8 @@ class AsyncLLM:
 
     async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids, off the loop."""
+        if self._prompts is not None:
+            return await self._prompts.decode(ids, skip_special_tokens)
         return await asyncio.to_thread(self._model.tokenizer.decode, list(ids), skip_special_tokens)
 
     async def token_strs(self, ids: Sequence[int]) -> list[str]:

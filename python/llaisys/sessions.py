@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from llaisys.engine.sessions import NAME_PATTERN, SessionCall, check_name
+from llaisys.engine.sessions import SessionCall, check_name
 from llaisys.types import SessionInfo
 
-__all__ = ["NAME_PATTERN", "SessionDoor", "check_name"]
+__all__ = ["SessionDoor", "check_name"]
 
 
 class SessionDoor:

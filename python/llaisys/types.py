@@ -12,6 +12,8 @@ from typing import Any, Literal, Protocol, TypeAlias
 from llaisys.errors import RejectedError
 
 RequestId: TypeAlias = str
+SESSION_NAME_MAX = 64
+SESSION_NAME_PATTERN = rf"^[A-Za-z0-9_][A-Za-z0-9._-]{{0,{SESSION_NAME_MAX - 1}}}$"
 # Of which final hidden states of a prompt an embedding is the mean: all, or the last alone.
 Pooling: TypeAlias = Literal["mean", "last"]
 
@@ -332,7 +334,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     embedding: bytes | None = None
     queued_s: float = 0.0
 

@@ -13,8 +13,13 @@ from zlib import crc32
 import schemathesis
 from pydantic import BaseModel, ValidationError
 
-from llaisys.server.protocol import ChatCompletionRequest, CompletionRequest, EmbeddingRequest
-from llaisys.server.tokens import DetokenizeRequest, TokenizeRequest
+from llaisys.server.bodies import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
 
 MODELS: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatCompletionRequest,

@@ -31,11 +31,14 @@ def nested(depth: int) -> Any:
         ({"x": [1] * 1000}, None),
         ({"x": [1] * 999, "y": [1, 2]}, "y"),
         ({"x": {str(i): 1 for i in range(1001)}}, "x"),
+        ({"prompt": [1] * 1500, "x": [1] * 1000}, None),
+        ({"prompt": [1] * 1000, "tokens": [1] * 501}, "tokens"),
     ],
 )
 def test_bounds(value: Any, param: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body, "CONTAINERS_MAX", 100)
-    monkeypatch.setattr(body, "VALUES_MAX", 1000)
+    monkeypatch.setattr(body, "VALUES_MAX", 1500)
+    monkeypatch.setattr(body, "OTHER_VALUES_MAX", 1000)
     raw = json.dumps(value).encode()
     if param is None:
         assert parse_body(raw) == value

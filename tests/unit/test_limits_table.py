@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections import Counter
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 import yaml
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fakes import core
 from fakes.asks import ask
@@ -32,11 +30,13 @@ from llaisys.errors import (
     RejectedError,
     RequestTimeoutError,
 )
-from llaisys.server.errors import TABLE, ApiError
+from llaisys.server.errors import TABLE
 from llaisys.server.limits import BodyGate, BodyLimits
 from llaisys.server.listen import bind
+from llaisys.server.pieces import ResponseBytes
 from llaisys.server.rates import RateGate
 from llaisys.types import FinishReason
+from middleware import of_a_door, reading
 from server_limits import max_chat_bytes_per_key
 
 ROOT = Path(__file__).parents[2]
@@ -347,48 +347,6 @@ def enable_prefix_caching() -> None:
         assert engine.cached["b"] == (29 if enabled else 0)
 
 
-def of_a_door(door: ASGIApp, *bodies: bytes) -> list[int]:
-    """The statuses of posts, one after the other; none is ended before the last has been answered."""
-
-    async def ask_all() -> list[int]:
-        go, statuses = asyncio.Event(), []
-
-        async def ask_one(body: bytes) -> None:
-            parts = iter([body])
-
-            async def receive() -> Message:
-                part = next(parts, None)
-                if part is None or body == b"never":
-                    await asyncio.Event().wait()
-                return {"type": "http.request", "body": part, "more_body": False}
-
-            async def send(message: Message) -> None:
-                if message["type"] == "http.response.start":
-                    statuses.append(message["status"])
-                    if len(statuses) == len(bodies):
-                        go.set()
-                    await go.wait()
-
-            headers = [(b"content-length", str(len(body)).encode())]
-            await door({"type": "http", "method": "POST", "path": "/", "headers": headers}, receive, send)
-
-        await asyncio.gather(*map(ask_one, bodies))
-        return statuses
-
-    return asyncio.run(ask_all())
-
-
-async def reading(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001 -- ASGI
-    """An application behind the doors: answers a body, or the error of reading it."""
-    try:
-        await receive()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
-    except ApiError as e:
-        await send({"type": "http.response.start", "status": e.status_code, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
-
-
 def bodies(**settings: Any) -> BodyGate:
     return BodyGate(reading, BodyLimits.of(load_config(settings)))
 
@@ -400,6 +358,28 @@ def max_body_bytes() -> None:
 
 def max_body_bytes_in_flight() -> None:
     assert of_a_door(bodies(max_body_bytes_in_flight=6), b"abc", b"abc", b"a") == [429, 200, 200]
+
+
+def answers(*sizes: int, **settings: Any) -> list[int]:
+    """Statuses of answers of so many bytes that are all open."""
+    config, found = load_config(settings), []
+    counts = ResponseBytes(config.max_response_bytes, config.max_response_bytes_in_flight)
+    for n_bytes in sizes:
+        try:
+            counts.add(n_bytes, 0)
+            found.append(200)
+        except LlaisysError as e:
+            found.append(status(e))
+    return found
+
+
+def max_response_bytes() -> None:
+    """`test_estimate.py` has those that are refused before they run."""
+    assert answers(3, 4, max_response_bytes=3) == [200, 400]
+
+
+def max_response_bytes_in_flight() -> None:
+    assert answers(3, 3, 1, max_response_bytes_in_flight=6) == [200, 200, 429]
 
 
 def upload_timeout_s() -> None:
@@ -449,6 +429,8 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
         enable_prefix_caching,
         max_body_bytes,
         max_body_bytes_in_flight,
+        max_response_bytes,
+        max_response_bytes_in_flight,
         upload_timeout_s,
         send_timeout_s,
         max_concurrent_requests_per_key,

@@ -19,11 +19,9 @@ from llaisys.engine.prefix import Lock
 from llaisys.engine.request import BrokenInvariant, EngineRequest, Request
 from llaisys.engine.retention import Retention
 from llaisys.errors import ExhaustedError, LlaisysError, NotFoundError, RejectedError, UnsupportedError
-from llaisys.types import SessionInfo
+from llaisys.types import SESSION_NAME_MAX, SESSION_NAME_PATTERN, SessionInfo
 
-NAME_MAX = 64
-NAME_PATTERN = rf"^[A-Za-z0-9_][A-Za-z0-9._-]{{0,{NAME_MAX - 1}}}$"
-_NAME = re.compile(NAME_PATTERN[1:-1])
+_NAME = re.compile(SESSION_NAME_PATTERN[1:-1])
 
 # Whose, and its name: nobody meets another client's.
 SessionKey: TypeAlias = tuple[str, str]
@@ -239,7 +237,7 @@ def check_name(name: str, param: str = "session_id") -> None:
     """Raises RejectedError for a name that is no plain one of a session or a file."""
     if _NAME.fullmatch(name) is None:
         raise RejectedError(
-            f"{param} is {name[: 2 * NAME_MAX]!r}: allowed are 1 to {NAME_MAX} of A-Z a-z 0-9 _ . -, "
-            "the first no . or -",
+            f"{param} is {name[: 2 * SESSION_NAME_MAX]!r}: allowed are 1 to {SESSION_NAME_MAX} of "
+            "A-Z a-z 0-9 _ . -, the first no . or -",
             param=param,
         )

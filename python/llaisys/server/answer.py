@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, TypeAlias
 
@@ -14,9 +14,10 @@ from starlette.types import Receive, Scope, Send
 
 from llaisys.errors import LlaisysError
 from llaisys.server.book import Entry
-from llaisys.server.errors import ApiError, ended, send_error, to_json
+from llaisys.server.errors import ApiError, ended, send_error
 from llaisys.server.fan_in import Deltas, fan_in
 from llaisys.server.metrics import STALLED
+from llaisys.server.pieces import PIECE_BYTES, Part, send_parts
 from llaisys.server.sse import SseWriter
 from llaisys.server.state import state_of
 from llaisys.server.trace import note, note_first_token, notes_of, request_id_of
@@ -38,14 +39,18 @@ class Shape(Protocol):
     def opening(self) -> list[Json]:
         """Chunks before the first token."""
 
-    def chunks(self, index: int, delta: RequestOutput) -> list[Json]:
-        """Chunks of one delta of the prompt `index`, those with a finish reason included; may be none."""
+    def chunks(self, index: int, delta: RequestOutput) -> Iterable[Json]:
+        """Chunks of one delta of the prompt `index`, those with a finish reason included; may be none. Lazy,
+        and none is large."""
 
     def closing(self) -> list[Json]:
         """Chunks after the last token of all choices."""
 
-    def whole(self, chunks: Iterable[Json]) -> Json | bytes:
-        """The body of a non-stream answer: the stream's chunks, collected; bytes are JSON already."""
+    def collect(self, chunk: Json) -> int:
+        """Adds a chunk to the body of a non-stream answer; returns the bytes that it has grown by."""
+
+    def parts(self) -> list[Part]:
+        """The body of a non-stream answer, as JSON in pieces of any size."""
 
 
 class Answer(Response):
@@ -66,6 +71,7 @@ class Answer(Response):
         self._entry: Entry | None = None
         self._is_cancelled = False
         self._finish_reasons: set[str] = set()
+        self._n_bytes = 0  # of a whole answer, so far
         self.is_stream = False
 
     def as_stream(self) -> Answer:
@@ -141,27 +147,33 @@ class Answer(Response):
             await asyncio.gather(keeper, return_exceptions=True)
 
     async def _collect(self, send: Send) -> None:
-        chunks = self._shape.opening()
         try:
-            async with aclosing(fan_in(self._streams)) as deltas:
-                async for index, delta in deltas:
-                    chunks += self._take(index, delta)
-        except Exception as e:  # noqa: BLE001 -- every answer has a status
-            await send_error(send, self._wire_error(e))
-            return
-        self._note_end()
-        whole = self._shape.whole(chunks)
-        body = whole if isinstance(whole, bytes) else to_json(whole)
-        headers = {
-            "content-type": "application/json",
-            "content-length": str(len(body)),
-            **self._extra_headers,
-        }
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": raw})
-        await send({"type": "http.response.body", "body": body})
+            try:
+                await self._keep(self._shape.opening())
+                async with aclosing(fan_in(self._streams)) as deltas:
+                    async for index, delta in deltas:
+                        await self._keep(self._take(index, delta))
+            except Exception as e:  # noqa: BLE001 -- every answer has a status
+                await send_error(send, self._wire_error(e))
+                return
+            self._note_end()
+            await send_parts(send, self._extra_headers, self._shape.parts())
+        finally:
+            state_of(self._request).response_bytes.remove(self._n_bytes)
 
-    def _take(self, index: int, delta: RequestOutput) -> list[Json]:
+    async def _keep(self, chunks: Iterable[Json]) -> None:
+        """Adds chunks to the whole answer. Raises RejectedError or ExhaustedError once it is too large."""
+        counts, n_made = state_of(self._request).response_bytes, 0
+        for chunk in chunks:
+            n_bytes = self._shape.collect(chunk)
+            counts.add(n_bytes, self._n_bytes)
+            self._n_bytes += n_bytes
+            n_made += n_bytes
+            if n_made >= PIECE_BYTES:
+                n_made = 0
+                await asyncio.sleep(0)
+
+    def _take(self, index: int, delta: RequestOutput) -> Iterator[Json]:
         if self._is_cancelled:
             raise ended(FinishReason.ABORT.value)
         for answer in delta.outputs:
@@ -170,14 +182,15 @@ class Answer(Response):
         if any(answer.token_ids for answer in delta.outputs):
             note_first_token(self._request, delta.queued_s)
         self._shape.usage.add(index, delta)
-        chunks = self._shape.chunks(index, delta)
-        self._finish_reasons.update(
-            reason
-            for chunk in chunks
-            for choice in chunk.get("choices", ())  # an embedding has none
-            if (reason := choice["finish_reason"])
-        )
-        return chunks
+        return self._noted(self._shape.chunks(index, delta))
+
+    def _noted(self, chunks: Iterable[Json]) -> Iterator[Json]:
+        """The chunks; their finish reasons are noted."""
+        for chunk in chunks:
+            for choice in chunk.get("choices", ()):  # an embedding has none
+                if choice["finish_reason"]:
+                    self._finish_reasons.add(choice["finish_reason"])
+            yield chunk
 
     def _note_end(self) -> None:
         """A good end; of several choices every reason that there was."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache, partial
-from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -14,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import ASGIApp
 
+from llaisys.body import first_flaw
 from llaisys.config import package_version
 from llaisys.errors import LlaisysError
 from llaisys.server import (
@@ -31,6 +31,7 @@ from llaisys.server import (
     tokens,
 )
 from llaisys.server.auth import KeyGate
+from llaisys.server.body import field_error
 from llaisys.server.errors import ApiError, error_answers, to_json
 from llaisys.server.gate import PROBES, HostGate, HostRule
 from llaisys.server.limits import BodyGate, BodyLimits, QueueGate
@@ -144,32 +145,12 @@ def _methods_of(request: Request) -> list[str]:
 async def _on_invalid_body(request: Request, error: Exception) -> Response:
     """400 naming the first field that is wrong. The input is never echoed."""
     assert isinstance(error, RequestValidationError)
-    first: dict[str, Any] = error.errors()[0]
-    if first["type"] == "json_invalid":
+    errors = error.errors()
+    if errors[0]["type"] == "json_invalid":
         answer = ApiError(
-            400, f"The body is not valid JSON, at byte {first['loc'][-1]}.", code="invalid_json"
+            400, f"The body is not valid JSON, at byte {errors[0]['loc'][-1]}.", code="invalid_json"
         )
     else:
-        answer = _field_error(first)
+        path, kind, message = first_flaw(errors)
+        answer = field_error((path[1:], kind, message))
     return await _on_error(request, answer)
-
-
-# Fields of several types: what they may be, in place of pydantic's complaint of the first type tried.
-UNIONS = {
-    "stop": "must be a string or a list of strings",
-    "prompt": "must be a string, a list of strings, a list of token ids or a list of such lists",
-    "input": "must be a string, a list of strings, a list of token ids or a list of such lists",
-}
-
-
-def _field_error(first: dict[str, Any]) -> ApiError:
-    """One pydantic error, its place written as `messages[0].role`."""
-    path = first["loc"][1:]
-    if not path:
-        return ApiError(400, "The body must be a JSON object, sent as application/json.", code="invalid_body")
-    field = str(path[0])
-    if field in UNIONS and first["type"] != "missing":
-        return ApiError(400, f"{field} {UNIONS[field]}", code="invalid_type", param=field)
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:]
-    code = "missing_required_parameter" if first["type"] == "missing" else "invalid_type"
-    return ApiError(400, f"{param}: {first['msg']}", code=code, param=param)

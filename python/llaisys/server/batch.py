@@ -7,6 +7,7 @@ never stops the others.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 import math
 import uuid
@@ -36,6 +37,14 @@ class BatchReport:
     n_failed: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A line of the output, as JSON in pieces. `is_good`: it has an answer, and not an error."""
+
+    parts: list[bytes]
+    is_good: bool
+
+
 class _BadLine(Exception):
     """A line that is no request: `code` for programs, and what is known of its `custom_id`."""
 
@@ -52,7 +61,8 @@ async def run_batch(config: Config, lines: Iterable[str], out: TextIO) -> BatchR
     Raises what loading raises, and EngineDeadError if an engine dies on the way: the lines from then on are
     written with 503.
     """
-    models = await ModelRegistry.start(_for_a_batch(config))
+    config = _for_a_batch(config)
+    models = await ModelRegistry.start(config)
     try:
         out.truncate(0)
         state = ServerState(config, models=models)
@@ -68,7 +78,11 @@ def _for_a_batch(config: Config) -> Config:
     """Lines are fed as room appears, so none may be turned away; and a batch takes as long as it takes, but
     for a limit that somebody set."""
     queued = max(config.max_num_queued_reqs, config.max_num_seqs * PROMPTS_MAX)
-    own: dict[str, Any] = {"max_num_queued_reqs": queued, "max_num_queued_tokens": None}
+    own: dict[str, Any] = {
+        "max_num_queued_reqs": queued,
+        "max_num_queued_tokens": None,
+        "max_response_bytes_in_flight": config.max_response_bytes * config.max_num_seqs,
+    }
     if "request_timeout_s" not in config.model_fields_set:
         own["request_timeout_s"] = math.inf
     return config.model_copy(update=own)
@@ -76,7 +90,7 @@ def _for_a_batch(config: Config) -> Config:
 
 async def _answer_all(app: ASGIApp, lines: Iterable[str], out: TextIO, n_at_once: int) -> BatchReport:
     """Keeps `n_at_once` lines under way. At most so many answers wait for the ones before them."""
-    waiting: deque[asyncio.Task[dict[str, Any]]] = deque()
+    waiting: deque[asyncio.Task[_Line]] = deque()
     n_lines = n_failed = 0
     feed: Iterator[str] = (line for line in lines if line.strip())
     try:
@@ -87,27 +101,32 @@ async def _answer_all(app: ASGIApp, lines: Iterable[str], out: TextIO, n_at_once
                 return BatchReport(n_lines, n_failed)
             result = await waiting[0]
             waiting.popleft()
-            out.write(to_json(result).decode() + "\n")
+            decoder = codecs.getincrementaldecoder("utf-8")()  # a piece may end inside of a character
+            for part in result.parts:
+                out.write(decoder.decode(part))
+            out.write("\n")
             out.flush()
             n_lines += 1
-            n_failed += result["error"] is not None or result["response"]["status_code"] != 200
+            n_failed += not result.is_good
     finally:
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def _answer(app: ASGIApp, line: str) -> dict[str, Any]:
-    """The output line of one input line."""
+async def _answer(app: ASGIApp, line: str) -> _Line:
+    """The output line of one input line. The body is written as it came: it is JSON in one line."""
     answered: dict[str, Any] = {"id": f"batch_req_{uuid.uuid4().hex}"}
     try:
         custom_id, url, body = _parse(line)
     except _BadLine as e:
         error = {"code": e.code, "message": str(e)}
-        return {**answered, "custom_id": e.custom_id, "response": None, "error": error}
+        whole = {**answered, "custom_id": e.custom_id, "response": None, "error": error}
+        return _Line([to_json(whole)], is_good=False)
     status, headers, raw = await _post(app, url, to_json(body))
-    response = {"status_code": status, "request_id": headers["x-request-id"], "body": json.loads(raw)}
-    return {**answered, "custom_id": custom_id, "response": response, "error": None}
+    begin = to_json({**answered, "custom_id": custom_id})[:-1] + b',"response":'
+    response = to_json({"status_code": status, "request_id": headers["x-request-id"]})[:-1] + b',"body":'
+    return _Line([begin, response, *raw, b'},"error":null}'], is_good=status == 200)
 
 
 def _parse(line: str) -> tuple[str, str, dict[str, Any]]:
@@ -130,8 +149,9 @@ def _parse(line: str) -> tuple[str, str, dict[str, Any]]:
     return custom_id, url, body
 
 
-async def _post(app: ASGIApp, path: str, body: bytes) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body that the application answers a POST with; the client never goes away."""
+async def _post(app: ASGIApp, path: str, body: bytes) -> tuple[int, dict[str, str], list[bytes]]:
+    """Status, headers and the pieces of the body that the application answers a POST with; the client never
+    goes away."""
     sent: list[Message] = []
     bodies = [body]
 
@@ -162,4 +182,4 @@ async def _post(app: ASGIApp, path: str, body: bytes) -> tuple[int, dict[str, st
     await app(scope, receive, send)
     start, *parts = sent
     answered = {name.decode("latin-1"): value.decode("latin-1") for name, value in start["headers"]}
-    return start["status"], answered, b"".join(part["body"] for part in parts)
+    return start["status"], answered, [part["body"] for part in parts]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fastapi import APIRouter
@@ -12,25 +12,29 @@ from starlette.responses import Response
 
 from llaisys.server.answer import Answer, Json
 from llaisys.server.answers import ChatCompletion, one_or_stream
+from llaisys.server.bodies import ChatCompletionRequest, Messages, TokenizeRequest
 from llaisys.server.body import BodyRoute
 from llaisys.server.book import Entry
-from llaisys.server.errors import error_answers
+from llaisys.server.completions import ECHO_TOKENS
+from llaisys.server.errors import error_answers, to_json
+from llaisys.server.estimate import check_size
 from llaisys.server.head import Head
 from llaisys.server.logprobs import chat_logprobs, prompt_logprobs
 from llaisys.server.messages import generation_prompt, last_answer, template_kwargs, template_messages
+from llaisys.server.pieces import JsonList, Part
 from llaisys.server.protocol import (
     CHAT_NEUTRAL,
     AnswerOptions,
-    ChatCompletionRequest,
     answer_options,
     engine_options,
     sampling_params,
 )
 from llaisys.server.response_format import with_grammar
-from llaisys.server.state import engine_of, served_name
-from llaisys.server.tools import AnswerParts, message_of, tool_use
+from llaisys.server.state import engine_of, served_name, state_of
+from llaisys.server.tools import AnswerParts, tool_use
 from llaisys.server.trace import client_id_of, note_asked
 from llaisys.server.usage import Usage
+from llaisys.server.whole import CHOICE_BYTES, WholeChat, between
 from llaisys.service import AsyncLLM
 from llaisys.types import CompletionOutput, RequestOutput
 
@@ -51,7 +55,11 @@ async def chat_completions(body: ChatCompletionRequest, request: Request) -> Res
     client_id = client_id_of(request)
     told = engine_options(body, client_id)
     n_most = engine.most_prompt_tokens(params)
-    prompt = await engine.prompt_ids(await prompt_of(body, engine, tools.shown, n_most), params)
+    prompt = await engine.prompt_ids(
+        await prompt_of(body, body.messages, engine, tools.shown, n_most), params
+    )
+
+    check_size(state_of(request).response_bytes.n_most, [len(prompt)], params, options, is_chat=True)
 
     def parts() -> AnswerParts:
         return AnswerParts(engine.answer_parser(params, tools.names), only_first=tools.only_first)
@@ -64,13 +72,19 @@ async def chat_completions(body: ChatCompletionRequest, request: Request) -> Res
 
 
 async def prompt_of(
-    body: ChatCompletionRequest, engine: AsyncLLM, tools: list[Json] | None, n_most: int | None = None
+    body: ChatCompletionRequest | TokenizeRequest,
+    messages: Messages,
+    engine: AsyncLLM,
+    tools: list[Json] | None,
+    n_most: int | None = None,
 ) -> list[int]:
-    """The token ids of a chat that shows these tools, by the model's template. Raises ContextLengthError for
-    one that must have more than `n_most`."""
+    """The token ids of a chat that shows these tools, by the model's template; `messages` are the body's.
+
+    Raises ContextLengthError for one that must have more than `n_most`.
+    """
     add, continue_final = generation_prompt(body.add_generation_prompt, body.continue_final_message)
     return await engine.chat_prompt(
-        template_messages(body.messages),
+        template_messages(messages),
         add_generation_prompt=add,
         continue_final_message=continue_final,
         add_special_tokens=bool(body.add_special_tokens),
@@ -101,7 +115,10 @@ class ChatShape:
         self._prompt = prompt
         self._parts = defaultdict[int, AnswerParts](parts)
         self._echo = echo
-        self._prompt_logprobs: list[Json | None] | None = None
+        # Of a whole answer.
+        self._whole: dict[int, WholeChat] = {}
+        self._prompt_ids = JsonList()
+        self._prompt_logprobs = JsonList()
 
     def opening(self) -> list[Json]:
         """The chunks that name the role of each choice, and echo what was asked for."""
@@ -113,11 +130,14 @@ class ChatShape:
             chunks += [self._chunk(index, {"content": self._echo}) for index in choices]
         return chunks
 
-    def chunks(self, index: int, delta: RequestOutput) -> list[Json]:  # noqa: ARG002 -- a chat has one prompt
-        """For each choice with news chunks of its parts, then one with its finish reason."""
-        if delta.prompt_logprobs is not None:
-            self._prompt_logprobs = prompt_logprobs(delta.prompt_logprobs)
-        return [chunk for answer in delta.outputs for chunk in self._of_choice(answer)]
+    def chunks(self, index: int, delta: RequestOutput) -> Iterator[Json]:  # noqa: ARG002 -- a chat has one prompt
+        """For each choice with news chunks of its parts, then one with its finish reason. A whole answer has
+        chunks of the prompt's logprobs, too."""
+        given = delta.prompt_logprobs or ()
+        for at in range(0, len(given), ECHO_TOKENS):
+            yield {"prompt_logprobs": prompt_logprobs(given[at : at + ECHO_TOKENS])}
+        for answer in delta.outputs:
+            yield from self._of_choice(answer)
 
     def closing(self) -> list[Json]:
         """The usage chunk, which has no choices, if it was asked for."""
@@ -125,34 +145,31 @@ class ChatShape:
             return []
         return [{**self.head.of("chat.completion.chunk"), "choices": [], "usage": self.usage.body()}]
 
-    def whole(self, chunks: Iterable[Json]) -> Json:
-        """The collected answer, its choices in order."""
-        parts: dict[int, list[Json]] = {}
-        for choice in (chunk["choices"][0] for chunk in chunks):
-            parts.setdefault(choice["index"], []).append(choice)
-        body = {
-            **self.head.of("chat.completion"),
-            "choices": [self._whole_choice(parts[index]) for index in sorted(parts)],
-            "usage": self.usage.body(),
-        }
-        if self._options.prompt_logprobs:
-            body["prompt_logprobs"] = self._prompt_logprobs
-        if self._options.token_ids:
-            body["prompt_token_ids"] = self._prompt
-        return body
+    def collect(self, chunk: Json) -> int:
+        """Adds a chunk to the whole answer; returns the bytes that it has grown by."""
+        if "prompt_logprobs" in chunk:
+            return self._prompt_logprobs.extend(chunk["prompt_logprobs"])
+        (choice,) = chunk["choices"]
+        index, n_bytes = choice["index"], 0
+        if index not in self._whole:
+            self._whole[index] = WholeChat(index)
+            n_bytes += CHOICE_BYTES
+        if "prompt_token_ids" in chunk:
+            n_bytes += self._prompt_ids.extend(chunk["prompt_token_ids"])
+        return n_bytes + self._whole[index].add(choice)
 
-    def _whole_choice(self, parts: Sequence[Json]) -> Json:
-        content = [entry for part in parts if part["logprobs"] for entry in part["logprobs"]["content"]]
-        choice = {
-            "index": parts[-1]["index"],
-            "message": message_of(part["delta"] for part in parts),
-            "logprobs": None if self._options.n_top is None else {"content": content},
-            "finish_reason": parts[-1]["finish_reason"],
-            "stop_reason": parts[-1]["stop_reason"],
-        }
-        if self._options.token_ids:
-            choice["token_ids"] = [id for part in parts for id in part.get("token_ids", ())]
-        return choice
+    def parts(self) -> list[Part]:
+        """The collected answer, its choices in order."""
+        options = self._options
+        made = [self._whole[index] for index in sorted(self._whole)]
+        choices = [choice.parts(has_logprobs=options.n_top is not None) for choice in made]
+        begin, usage = to_json(self.head.of("chat.completion"))[:-1], to_json(self.usage.body())
+        out: list[Part] = [begin, b',"choices":[', *between(choices), b'],"usage":', usage]
+        if options.prompt_logprobs:
+            out += [b',"prompt_logprobs":[', self._prompt_logprobs.data, b"]"]
+        if options.token_ids:
+            out += [b',"prompt_token_ids":[', self._prompt_ids.data, b"]"]
+        return [*out, b"}"]
 
     def _of_choice(self, answer: CompletionOutput) -> list[Json]:
         options, index = self._options, answer.index

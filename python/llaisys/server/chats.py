@@ -8,17 +8,16 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator
 from starlette.requests import Request
 from starlette.responses import Response
 
 from llaisys.server.answers import ChatChanges, ChatWritten, StoredChat
+from llaisys.server.bodies import REVISION_MAX, ChatWrite
 from llaisys.server.body import BodyRoute
 from llaisys.server.chat_store import CHANGES_PER_PAGE, ChatStore, Conflict
 from llaisys.server.errors import ApiError, error_answers, to_json
 from llaisys.server.trace import client_id_of
-
-REVISION_MAX = 2**53 - 1
 
 ChatId = Annotated[str, Path(pattern=r"^[\w-]{1,64}$")]
 
@@ -33,15 +32,6 @@ def _digits(value: Any) -> Any:
 Revision = Annotated[int, BeforeValidator(_digits), Query(ge=0, le=REVISION_MAX)]
 
 router = APIRouter(prefix="/v1/chats", route_class=BodyRoute)
-
-
-class ChatWrite(BaseModel):
-    """PUT /v1/chats/{id}. `base`: the revision that the chat was read at; 0 makes a new one."""
-
-    model_config = ConfigDict(strict=True)
-
-    base: int = Field(ge=0, le=REVISION_MAX)
-    chat: dict[str, Any]
 
 
 @router.get("", response_model=ChatChanges)

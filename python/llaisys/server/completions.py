@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -13,29 +13,34 @@ from starlette.responses import Response
 from llaisys.errors import RejectedError
 from llaisys.server.answer import Answer, Json
 from llaisys.server.answers import Completion, one_or_stream
+from llaisys.server.bodies import CompletionRequest
 from llaisys.server.body import BodyRoute
 from llaisys.server.book import Entry
 from llaisys.server.checks import text_of
-from llaisys.server.errors import error_answers
+from llaisys.server.errors import error_answers, to_json
+from llaisys.server.estimate import check_size
 from llaisys.server.head import Head
 from llaisys.server.logprobs import CompletionLogprobs, prompt_logprobs
+from llaisys.server.pieces import JsonList, Part
 from llaisys.server.protocol import (
     COMPLETION_NEUTRAL,
     AnswerOptions,
-    CompletionRequest,
     answer_options,
     engine_options,
     sampling_params,
 )
 from llaisys.server.response_format import grammar_of, with_grammar
-from llaisys.server.state import engine_of, served_name
+from llaisys.server.state import engine_of, served_name, state_of
 from llaisys.server.trace import client_id_of, note_asked
 from llaisys.server.usage import Usage
+from llaisys.server.whole import CHOICE_BYTES, WholeCompletion, between
 from llaisys.service import AsyncLLM
 from llaisys.types import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
 MAX_TOKENS_DEFAULT = 16
 PROMPTS_MAX = 128
+# Tokens of an echoed prompt, with their logprobs, in one chunk: 64 KiB of JSON at most, as a rule.
+ECHO_TOKENS = 64
 
 Prompt: TypeAlias = str | list[int]
 
@@ -55,20 +60,25 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     add_special = body.add_special_tokens is not False
     client_id = client_id_of(request)
     told = {**engine_options(body, client_id), "add_special_tokens": add_special}
-    prompts, echoes = prompts_of(body.prompt), []
+    prompts = prompts_of(body.prompt)
     if body.session_id and len(prompts) > 1:
         raise RejectedError(
             f"session_id goes with one prompt, not with {len(prompts)}: send a request for each",
             param="session_id",
         )
-    for index, prompt in enumerate(prompts if body.echo else ()):
-        prompts[index] = ids = await engine.prompt_ids(prompt, params, add_special_tokens=add_special)
-        echoes.append(await _echo(engine, prompt, ids, params))
+    shown: list[list[int]] = []  # prompts that the answer shows
+    if options.echo or options.prompt_logprobs:
+        shown = [await engine.prompt_ids(each, params, add_special_tokens=add_special) for each in prompts]
+    n_tokens = [len(ids) for ids in shown] or [0] * len(prompts)
+    check_size(state_of(request).response_bytes.n_most, n_tokens, params, options, is_chat=False)
+    echoes = []
+    if options.echo:
+        pairs = zip(prompts, shown, strict=True)
+        echoes = [await _echo(engine, prompt, ids, params) for prompt, ids in pairs]
     shape = CompletionShape(head, options, echoes)
     names = [f"{head.id}-{index}" for index in range(len(prompts))]
-    streams = [
-        engine.generate(prompt, params, name, **told) for prompt, name in zip(prompts, names, strict=True)
-    ]
+    submitted = zip(shown or prompts, names, strict=True)
+    streams = [engine.generate(prompt, params, name, **told) for prompt, name in submitted]
     entry = Entry(head.id, client_id, engine, names, params.n)
     answer = Answer(request, streams, shape, headers).listed(entry)
     return answer.as_stream() if body.stream else answer
@@ -99,8 +109,8 @@ def _checked(where: str, entry: Any) -> Prompt:
 
 
 def _is_ids(values: list[Any]) -> bool:
-    """JSON's true and false are no ids, though Python counts them as integers."""
-    return all(type(value) is int and 0 <= value < 2**31 for value in values)
+    """JSON's true and false are no ids, though Python counts them as integers. A million take 40 ms."""
+    return set(map(type, values)) == {int} and min(values) >= 0 and max(values) < 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,46 +150,77 @@ class CompletionShape:
         self._options = options
         self._echoes = echoes
         self._choices: dict[int, _Choice] = {}
-        self._prompt_logprobs: dict[int, list[dict[int, Logprob] | None]] = {}
+        # By prompt, until each of its choices has echoed them.
+        self._echoed: dict[int, Sequence[Mapping[int, Logprob] | None]] = {}
+        # Of a whole answer: choices, and by prompt what all choices of it have.
+        self._whole: dict[int, WholeCompletion] = {}
+        self._prompt_ids: dict[int, JsonList] = {}
+        self._prompt_logprobs: dict[int, JsonList] = {}
 
     def opening(self) -> list[Json]:
         """Nothing: there is no role to name."""
         return []
 
-    def chunks(self, index: int, delta: RequestOutput) -> list[Json]:
-        """One chunk of text for each choice with news; the last one of a choice carries its finish reason."""
-        if delta.prompt_logprobs is not None:  # they come with the prompt's first answer token, once
-            self._prompt_logprobs[index] = delta.prompt_logprobs
-        made = [self._of_choice(index, delta.prompt_token_ids, answer) for answer in delta.outputs]
-        return [self._chunk(choice) for choice in made if choice is not None]
+    def chunks(self, index: int, delta: RequestOutput) -> Iterator[Json]:
+        """One chunk of text for each choice with news; the last one of a choice carries its finish reason.
 
-    def _of_choice(self, prompt: int, prompt_ids: list[int], answer: CompletionOutput) -> Json | None:
+        An echoed prompt with logprobs comes first, in chunks of ECHO_TOKENS. A whole answer has chunks of the
+        prompt's logprobs, too.
+        """
+        given = delta.prompt_logprobs
+        if given is not None:  # they come with the prompt's first answer token, once
+            if self._echoes and self._options.n_top is not None:
+                self._echoed[index] = given
+            if self._options.prompt_logprobs:
+                for at in range(0, len(given), ECHO_TOKENS):
+                    yield {"prompt": index, "prompt_logprobs": prompt_logprobs(given[at : at + ECHO_TOKENS])}
+        for answer in delta.outputs:
+            for choice in self._of_choice(index, delta.prompt_token_ids, answer):
+                yield self._chunk(choice)
+
+    def _of_choice(self, prompt: int, prompt_ids: list[int], answer: CompletionOutput) -> Iterator[Json]:
         options, index = self._options, prompt * self._options.n + answer.index
         writer = CompletionLogprobs(options.n_top or 0, ids_as_tokens=options.ids_as_tokens)
         kept = self._choices.setdefault(index, _Choice(writer))
         is_first, kept.is_open = not kept.is_open, True
-        text, parts = answer.text, []
-        if is_first and self._echoes:
-            echo = self._echoes[prompt]
-            text = echo.text + text
-            if options.n_top is not None:
-                given = self._prompt_logprobs[prompt]
-                parts.append(kept.logprobs.delta(prompt_ids, given, echo.first_token))
-        if options.n_top is not None and answer.logprobs:
-            parts.append(kept.logprobs.delta(answer.token_ids, answer.logprobs))
-        ids: Json = {}
-        if options.token_ids:
-            ids = {"token_ids": answer.token_ids, **({"prompt_token_ids": prompt_ids} if is_first else {})}
-        if not (text or parts or answer.finish_reason or ids):
-            return None
-        return {
+        blank: Json = {
             "index": index,
-            "text": text,
-            "logprobs": _joined(parts),
-            "finish_reason": answer.finish_reason,
-            "stop_reason": answer.stop_reason,
-            **ids,
+            "text": "",
+            "logprobs": None,
+            "finish_reason": None,
+            "stop_reason": None,
         }
+        own: Json = {}
+        first: Json = {}
+        if options.token_ids:
+            blank["token_ids"], own = [], {"token_ids": answer.token_ids}
+            first = {"prompt_token_ids": prompt_ids} if is_first else {}
+        for echo in self._echo(prompt, prompt_ids, kept.logprobs) if is_first else ():
+            yield {**blank, **echo, **first}
+            first = {}
+        logprobs = None
+        if options.n_top is not None and answer.logprobs:
+            logprobs = kept.logprobs.delta(answer.token_ids, answer.logprobs)
+        if answer.text or logprobs or answer.finish_reason or own:
+            ends = {"finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason}
+            yield {**blank, "text": answer.text, "logprobs": logprobs, **ends, **own, **first}
+
+    def _echo(self, prompt: int, ids: list[int], logprobs: CompletionLogprobs) -> Iterator[Json]:
+        """The text of an echoed prompt, if that was asked for, and its logprobs in pieces."""
+        if not self._echoes:
+            return
+        echo = self._echoes[prompt]
+        if self._options.n_top is None:
+            yield {"text": echo.text}
+            return
+        given = self._echoed[prompt]
+        for at in range(0, len(ids), ECHO_TOKENS):
+            until = at + ECHO_TOKENS
+            made = logprobs.delta(ids[at:until], given[at:until], echo.first_token)
+            yield {"text": "" if at else echo.text, "logprobs": made}
+        first = prompt * self._options.n
+        if all(index in self._choices for index in range(first, first + self._options.n)):
+            del self._echoed[prompt]
 
     def _chunk(self, choice: Json) -> Json:
         chunk = {**self.head.of("text_completion"), "choices": [choice]}
@@ -195,29 +236,32 @@ class CompletionShape:
             return []
         return [{**self.head.of("text_completion"), "choices": [], "usage": self.usage.body()}]
 
-    def whole(self, chunks: Iterable[Json]) -> Json:
+    def collect(self, chunk: Json) -> int:
+        """Adds a chunk to the whole answer; returns the bytes that it has grown by."""
+        if "prompt" in chunk:  # each choice of the prompt shows them
+            made = self._prompt_logprobs.setdefault(chunk["prompt"], JsonList())
+            return made.extend(chunk["prompt_logprobs"]) * self._options.n
+        (choice,) = chunk["choices"]
+        index, n_bytes = choice["index"], 0
+        if index not in self._whole:
+            self._whole[index] = WholeCompletion(index)
+            n_bytes += CHOICE_BYTES
+        if "prompt_token_ids" in choice:
+            made = self._prompt_ids.setdefault(index // self._options.n, JsonList())
+            n_bytes += len(made.data) or made.extend(choice["prompt_token_ids"])
+        return n_bytes + self._whole[index].add(choice)
+
+    def parts(self) -> list[Part]:
         """The collected answer, choices in the order of their prompts."""
-        parts: dict[int, list[Json]] = {}
-        for choice in (chunk["choices"][0] for chunk in chunks):
-            parts.setdefault(choice["index"], []).append(choice)
-        choices = [self._whole_choice(parts[index]) for index in sorted(parts)]
-        return {**self.head.of("text_completion"), "choices": choices, "usage": self.usage.body()}
+        choices = [self._whole[index].parts(self._of_prompt(index)) for index in sorted(self._whole)]
+        begin, end = to_json(self.head.of("text_completion"))[:-1], to_json({"usage": self.usage.body()})[1:]
+        return [begin, b',"choices":[', *between(choices), b"],", end]
 
-    def _whole_choice(self, parts: Sequence[Json]) -> Json:
-        """The parts of one choice as one: texts, ids and logprobs concatenated, the end from the last."""
-        logprobs = _joined([part["logprobs"] for part in parts if part["logprobs"] is not None])
-        choice = {**parts[-1], "text": "".join(part["text"] for part in parts), "logprobs": logprobs}
+    def _of_prompt(self, index: int) -> dict[str, JsonList | None]:
+        """The lists that a choice shows of its prompt."""
+        prompt, more = index // self._options.n, {}
         if self._options.token_ids:
-            choice["token_ids"] = [id for part in parts for id in part["token_ids"]]
-            choice["prompt_token_ids"] = parts[0]["prompt_token_ids"]
+            more["prompt_token_ids"] = self._prompt_ids.get(prompt)
         if self._options.prompt_logprobs:
-            of_prompt = self._prompt_logprobs.get(choice["index"] // self._options.n)
-            choice["prompt_logprobs"] = None if of_prompt is None else prompt_logprobs(of_prompt)
-        return choice
-
-
-def _joined(parts: Sequence[Json]) -> Json | None:
-    """Logprobs objects as one; None if there are none."""
-    if not parts:
-        return None
-    return {name: [value for part in parts for value in part[name]] for name in parts[0]}
+            more["prompt_logprobs"] = self._prompt_logprobs.get(prompt)
+        return more

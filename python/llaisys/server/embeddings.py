@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import struct
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any, cast
 
@@ -16,14 +16,18 @@ from starlette.responses import Response
 from llaisys.errors import RejectedError, UnsupportedError
 from llaisys.server.answer import Answer, Json
 from llaisys.server.answers import EmbeddingList
+from llaisys.server.bodies import EmbeddingRequest
 from llaisys.server.body import BodyRoute
 from llaisys.server.completions import Prompt, prompts_of
 from llaisys.server.errors import error_answers, to_json
+from llaisys.server.estimate import check_embeddings_size
 from llaisys.server.head import Head
-from llaisys.server.protocol import EMBEDDING_NEUTRAL, EmbeddingRequest, engine_options
-from llaisys.server.state import engine_of, served_name
+from llaisys.server.pieces import Part
+from llaisys.server.protocol import EMBEDDING_NEUTRAL, engine_options
+from llaisys.server.state import engine_of, served_name, state_of
 from llaisys.server.trace import client_id_of
 from llaisys.server.usage import Usage
+from llaisys.server.whole import between
 from llaisys.service import AsyncLLM
 from llaisys.types import RequestOutput, SamplingParams
 
@@ -46,11 +50,13 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         "add_special_tokens": body.add_special_tokens is not False,
         "pooling": engine.pooling,
     }
+    inputs = _inputs_of(body.input)
+    n_most, d_model = state_of(request).response_bytes.n_most, engine.model_info.d_model
+    check_embeddings_size(n_most, len(inputs), d_model, as_base64=shape.as_base64)
     head = Head.new("embd", shape.model, body.request_id)
     gate = asyncio.Semaphore(min(INPUTS_AT_ONCE, engine.config.max_num_seqs))
     streams = [
-        _embed(engine, gate, (each, params, f"{head.id}-{index}"), told)
-        for index, each in enumerate(_inputs_of(body.input))
+        _embed(engine, gate, (each, params, f"{head.id}-{index}"), told) for index, each in enumerate(inputs)
     ]
     return Answer(request, streams, shape, headers)
 
@@ -108,7 +114,8 @@ class EmbeddingShape:
     def __init__(self, model: str, *, as_base64: bool) -> None:
         self.model = model
         self.usage = Usage()
-        self._as_base64 = as_base64
+        self.as_base64 = as_base64
+        self._data: dict[int, bytes] = {}
 
     def opening(self) -> list[Json]:
         """Nothing comes before the first vector."""
@@ -117,7 +124,7 @@ class EmbeddingShape:
     def chunks(self, index: int, delta: RequestOutput) -> list[Json]:
         """One object."""
         vector = delta.embedding or b""
-        if self._as_base64:
+        if self.as_base64:
             value: Any = base64.b64encode(vector).decode("ascii")
         else:
             value = struct.unpack(f"<{len(vector) // 4}f", vector)
@@ -129,9 +136,14 @@ class EmbeddingShape:
         """Nothing comes after the last."""
         return []
 
-    def whole(self, chunks: Iterable[Json]) -> bytes:
+    def collect(self, chunk: Json) -> int:
+        """Adds an object to the list; returns the bytes that it has grown by."""
+        self._data[chunk["index"]] = chunk["json"]
+        return len(chunk["json"])
+
+    def parts(self) -> list[Part]:
         """The list, in the order of the inputs."""
-        data = b",".join(chunk["json"] for chunk in sorted(chunks, key=lambda chunk: chunk["index"]))
+        data = between([[self._data[index]] for index in sorted(self._data)])
         usage = {"prompt_tokens": self.usage.prompt_tokens, "total_tokens": self.usage.prompt_tokens}
         rest = to_json({"model": self.model, "usage": usage})
-        return b'{"object":"list","data":[' + data + b"]," + rest[1:]
+        return [b'{"object":"list","data":[', *data, b"],", rest[1:]]

@@ -21,6 +21,7 @@ from llaisys import errors
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 RETRY_AFTER_MAX_S = 60
+MESSAGE_CHARS_MAX = 2000
 NO_RETRY = {"x-should-retry": "false"}
 
 
@@ -33,6 +34,8 @@ class ApiError(HTTPException):
     def __init__(
         self, status: int, message: str, *, code: str, kind: str = INVALID_REQUEST, param: str | None = None
     ) -> None:
+        if len(message) > MESSAGE_CHARS_MAX:  # it shows a value of the client's
+            message = message[: MESSAGE_CHARS_MAX - 3] + "..."
         super().__init__(status, message)
         self.message = message
         self.code = code

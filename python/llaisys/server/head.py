@@ -25,7 +25,7 @@ class Head:
 
         Raises RejectedError for a `request_id` that could not stand in logs and URLs.
         """
-        if request_id and clean_request_id(request_id) != request_id:
+        if request_id and (len(request_id) > REQUEST_ID_MAX or clean_request_id(request_id) != request_id):
             raise RejectedError(
                 f"request_id may have at most {REQUEST_ID_MAX} letters, digits, '-', '_' and '.'",
                 param="request_id",

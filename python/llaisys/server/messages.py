@@ -7,7 +7,6 @@ from typing import Any
 
 from llaisys.errors import RejectedError
 
-MESSAGES_MAX = 2048
 RESERVED_KWARGS = frozenset(
     {
         "self",
@@ -23,9 +22,7 @@ RESERVED_KWARGS = frozenset(
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages under the names that templates know: reasoning text is `reasoning_content`, which some
-    servers call `reasoning`. Raises RejectedError for too many."""
-    if len(messages) > MESSAGES_MAX:
-        raise RejectedError(f"messages has {len(messages)} entries, at most {MESSAGES_MAX}", param="messages")
+    servers call `reasoning`."""
     return [_with_reasoning(message) for message in messages]
 
 

@@ -1,6 +1,6 @@
-"""Request bodies: the fields we serve are typed here, every other known field is in one of two tables.
+"""What the fields of a request body mean. The fields we serve are typed in `bodies.py`.
 
-A field is one of four: served (a class attribute), without effect (`NO_EFFECT`), known but not served
+A field is one of four: served (typed there), without effect (`NO_EFFECT`), known but not served
 (`NEUTRAL`, accepted while null or neutral, else a 400 that names it), or unknown (accepted and named in the
 header `x-llaisys-ignored-fields`; a 400 with `--strict-fields`). Null means absent everywhere.
 """
@@ -11,20 +11,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from llaisys.errors import RejectedError, UnsupportedError
+from llaisys.server.bodies import (
+    CACHE_SALT_CHARS_MAX,
+    ChatCompletionRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    GenerationRequest,
+)
 from llaisys.server.checks import text_of
 from llaisys.server.errors import ApiError
 from llaisys.sessions import check_name
 from llaisys.types import SamplingParams
 
-LOGIT_BIAS_MAX = 300
 IGNORED_NAMES_MAX = 64
 # Choices of one prompt over HTTP.
 N_MAX = 8
 PRIORITY_MAX = 2**31 - 1
-CACHE_SALT_CHARS_MAX = 256
 
 # Hints and bookkeeping of OpenAI's platform; an answer is the same with and without them.
 NO_EFFECT = frozenset(
@@ -105,115 +110,6 @@ TOKENS_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-class StreamOptions(BaseModel):
-    """`stream_options`: usage in a last chunk of its own, or in every chunk."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-
-
-class OpenRequest(BaseModel):
-    """A body whose unknown fields `ignored_fields` looks through; types are as the JSON says."""
-
-    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
-
-    model: str | None = None
-
-
-class GenerationRequest(OpenRequest):
-    """What both endpoints share. Ranges are checked once, by SamplingParams."""
-
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    guided_json: str | dict[str, Any] | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    n: int | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    prompt_logprobs: int | None = None
-    truncate_prompt_tokens: int | None = None
-    add_special_tokens: bool | None = None
-    echo: bool | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
-    session_id: str | None = None
-
-
-EXAMPLE_CHAT: dict[str, Any] = {
-    "messages": [{"role": "user", "content": "What is gravity?"}],
-    "max_tokens": 4,
-}
-EXAMPLE_COMPLETION: dict[str, Any] = {"prompt": "Gravity is", "max_tokens": 16}
-
-
-class ChatCompletionRequest(GenerationRequest):
-    """POST /v1/chat/completions."""
-
-    model_config = ConfigDict(json_schema_extra={"examples": [EXAMPLE_CHAT]})
-
-    messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-
-
-class CompletionRequest(GenerationRequest):
-    """POST /v1/completions. `prompt`: text, token ids, or a list of either."""
-
-    model_config = ConfigDict(json_schema_extra={"examples": [EXAMPLE_COMPLETION]})
-
-    prompt: str | list[Any]
-    logprobs: int | None = None
-    best_of: int | None = None
-
-
-class EmbeddingRequest(OpenRequest):
-    """POST /v1/embeddings. `input`: text, token ids, or a list of either."""
-
-    model_config = ConfigDict(json_schema_extra={"examples": [{"input": ["Gravity", "Levity"]}]})
-
-    input: str | list[Any]
-    encoding_format: str | None = None
-    dimensions: int | None = None
-    truncate_prompt_tokens: int | None = None
-    add_special_tokens: bool | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class UsageOptions:
     """When a stream states its usage: in a chunk before `[DONE]`, and in every chunk."""
@@ -228,7 +124,7 @@ class AnswerOptions:
 
     - `n`: choices of each prompt. `n_top`: best candidates a token if logprobs were asked for, else None.
     - `token_ids`: those of prompt and answer are given too. `ids_as_tokens`: logprobs name a token by its id.
-    - `prompt_logprobs`: they are given beside the answer.
+    - `prompt_logprobs`: they are given beside the answer. `echo`: the prompt begins it. `stream`: it is one.
     """
 
     usage: UsageOptions
@@ -237,6 +133,8 @@ class AnswerOptions:
     token_ids: bool = False
     ids_as_tokens: bool = False
     prompt_logprobs: bool = False
+    echo: bool = False
+    stream: bool = False
 
 
 def answer_options(request: GenerationRequest, params: SamplingParams) -> AnswerOptions:
@@ -250,6 +148,8 @@ def answer_options(request: GenerationRequest, params: SamplingParams) -> Answer
         token_ids=bool(request.return_token_ids),
         ids_as_tokens=bool(request.return_tokens_as_token_ids),
         prompt_logprobs=request.prompt_logprobs is not None,
+        echo=bool(request.echo),
+        stream=bool(request.stream),
     )
 
 
@@ -302,10 +202,11 @@ def ignored_fields(request: BaseModel, neutral: Mapping[str, tuple[Any, ...]], s
             if value is not None and value not in neutral[name]:
                 raise UnsupportedError(_unsupported_text(name, neutral[name]), param=name)
         elif name not in NO_EFFECT:
-            unknown.append(_printable(name))
-    if unknown and strict:
-        raise ApiError(400, f"Unknown field: {unknown[0]}.", code="unknown_parameter", param=unknown[0])
-    return unknown[:IGNORED_NAMES_MAX]
+            unknown.append(name)
+    names = [_printable(name) for name in unknown[:IGNORED_NAMES_MAX]]
+    if names and strict:
+        raise ApiError(400, f"Unknown field: {names[0]}.", code="unknown_parameter", param=names[0])
+    return names
 
 
 def _unsupported_text(name: str, neutral: tuple[Any, ...]) -> str:
@@ -392,10 +293,6 @@ def _chat_logprobs(request: ChatCompletionRequest) -> int | None:
 
 
 def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
-    if len(bias) > LOGIT_BIAS_MAX:
-        raise RejectedError(
-            f"logit_bias has {len(bias)} entries, at most {LOGIT_BIAS_MAX}", param="logit_bias"
-        )
     try:
         return {int(token): value for token, value in bias.items()}
     except ValueError:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llaisys.errors import LlaisysError, RejectedError, UnsupportedError
-from llaisys.server.protocol import GenerationRequest
+from llaisys.server.bodies import GenerationRequest
 from llaisys.service import AsyncLLM
 from llaisys.types import SamplingParams, StructuredOutputsParams
 

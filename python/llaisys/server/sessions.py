@@ -8,23 +8,21 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Query
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel
 from starlette.requests import Request
 
 from llaisys.errors import NotFoundError
+from llaisys.server.bodies import SessionCreate, SessionFork, SessionRestore, SessionSave, SessionTrim
 from llaisys.server.body import BodyRoute
 from llaisys.server.checks import text_of
 from llaisys.server.errors import error_answers
-from llaisys.server.protocol import CACHE_SALT_CHARS_MAX
 from llaisys.server.state import state_of
 from llaisys.server.trace import client_id_of
-from llaisys.sessions import NAME_PATTERN, SessionDoor
-from llaisys.types import TOKENS_MAX, SessionInfo
+from llaisys.sessions import SessionDoor
+from llaisys.types import SESSION_NAME_PATTERN, SessionInfo
 
-Name = Annotated[str, StringConstraints(strict=True, pattern=NAME_PATTERN)]
-SessionName = Annotated[str, Path(pattern=NAME_PATTERN)]
+SessionName = Annotated[str, Path(pattern=SESSION_NAME_PATTERN)]
 Model = Annotated[str | None, Query(description="a served model; by default the first")]
-Tokens = Annotated[int, Field(strict=True, ge=0, le=TOKENS_MAX)]
 
 router = APIRouter(
     prefix="/v1/sessions",
@@ -61,42 +59,6 @@ class SessionDeleted(BaseModel):
     id: str
     object: Literal["session.deleted"] = "session.deleted"
     deleted: Literal[True] = True
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class SessionCreate(_Body):
-    """POST /v1/sessions."""
-
-    session_id: Name
-
-
-class SessionFork(_Body):
-    """POST /v1/sessions/{id}/fork. `n_tokens`: how many of its first tokens the new one has; null: all."""
-
-    session_id: Name
-    n_tokens: Tokens | None = None
-
-
-class SessionTrim(_Body):
-    """POST /v1/sessions/{id}/trim. `n_tokens`: how many of its first tokens stay."""
-
-    n_tokens: Tokens
-
-
-class SessionSave(_Body):
-    """POST /v1/sessions/{id}/save. `file`: a plain name in the key's folder of `--session-store`."""
-
-    file: Name
-
-
-class SessionRestore(_Body):
-    """POST /v1/sessions/{id}/restore. `cache_salt`: of the requests that share the restored prefix."""
-
-    file: Name
-    cache_salt: Annotated[str, StringConstraints(strict=True, max_length=CACHE_SALT_CHARS_MAX)] = ""
 
 
 @router.get("")

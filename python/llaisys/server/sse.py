@@ -7,12 +7,13 @@ headers wait for the first frame or the first error, HEADERS_WAIT_S at most.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from starlette.types import Send
 
 from llaisys.server.errors import ApiError, send_error, to_json
+from llaisys.server.pieces import PIECE_BYTES
 
 HEADERS_WAIT_S = 10.0
 PING_INTERVAL_S = 15.0
@@ -39,7 +40,7 @@ class SseWriter:
         self,
         send: Send,
         headers: Mapping[str, str],
-        opening: Sequence[Any],
+        opening: Iterable[Any],
         on_stall: Callable[[], object],
         stall_s: float,
     ) -> None:
@@ -54,13 +55,14 @@ class SseWriter:
         self._is_closed = False
         self._last_sent_s = self._loop.time()
 
-    async def frames(self, values: Sequence[Any]) -> None:
-        """One `data:` frame each, in one write."""
+    async def frames(self, values: Iterable[Any]) -> None:
+        """One `data:` frame each, in one write if they are small. Large ones are made one by one: the client
+        takes one before the next is there."""
         async with self._lock:
             await self._ensure_open()
-            await self._write(_frames(values))
+            await self._write_frames(values)
 
-    async def finish(self, values: Sequence[Any]) -> None:
+    async def finish(self, values: Iterable[Any]) -> None:
         """The last frames and the terminator."""
         async with self._lock:
             await self._ensure_open()
@@ -95,7 +97,17 @@ class SseWriter:
                 (name.encode("latin-1"), value.encode("latin-1")) for name, value in self._headers.items()
             ]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-            await self._write(_frames(self._opening))
+            await self._write_frames(self._opening)
+
+    async def _write_frames(self, values: Iterable[Any]) -> None:
+        data = bytearray()
+        for value in values:
+            data += _frames([value])
+            if len(data) >= PIECE_BYTES:
+                await self._write(bytes(data))
+                data.clear()
+                await asyncio.sleep(0)
+        await self._write(bytes(data))
 
     async def _write(self, data: bytes, *, more: bool = True) -> None:
         """With the lock held. Nothing goes out after the terminator."""
@@ -113,5 +125,5 @@ class SseWriter:
         self._last_sent_s = self._loop.time()
 
 
-def _frames(values: Sequence[Any]) -> bytes:
+def _frames(values: Iterable[Any]) -> bytes:
     return b"".join(b"data: " + to_json(value) + b"\n\n" for value in values)

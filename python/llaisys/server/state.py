@@ -12,6 +12,7 @@ from starlette.requests import Request
 from llaisys.config import Config
 from llaisys.errors import EngineDeadError, QueueFullError
 from llaisys.registry import ModelRegistry
+from llaisys.server.bodies import OpenRequest
 from llaisys.server.book import RequestBook
 from llaisys.server.chat_store import ChatStore
 from llaisys.server.errors import (
@@ -24,7 +25,8 @@ from llaisys.server.errors import (
 )
 from llaisys.server.keys import Keyring
 from llaisys.server.metrics import Metrics
-from llaisys.server.protocol import OpenRequest, ignored_fields
+from llaisys.server.pieces import ResponseBytes
+from llaisys.server.protocol import ignored_fields
 from llaisys.server.spans import Spans
 from llaisys.server.trace import ignored_headers
 from llaisys.service import AsyncLLM
@@ -40,6 +42,7 @@ class ServerState:
     - `requests`: the answers that are being given, and those of lately.
     - `draining`: set once, at the first signal; new requests get 503 from then on.
     - `spans`: what sends traces, None without `--otlp-traces-endpoint`.
+    - `response_bytes`: those of whole answers, counted.
     - `created_s`: Unix time of the start, reported as the model's `created`.
     """
 
@@ -52,9 +55,12 @@ class ServerState:
     spans: Spans | None = None
     draining: bool = False
     created_s: int = field(default_factory=lambda: int(time.time()))
+    response_bytes: ResponseBytes = field(init=False)
 
     def __post_init__(self) -> None:
         self.keys = self.keys or Keyring.of(self.config)
+        config = self.config
+        self.response_bytes = ResponseBytes(config.max_response_bytes, config.max_response_bytes_in_flight)
 
     def registry(self) -> ModelRegistry:
         """The models, or the 503 that says why there are none for a request."""

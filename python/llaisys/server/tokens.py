@@ -2,47 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter
-from pydantic import ConfigDict
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from llaisys.errors import RejectedError
 from llaisys.server.answers import Text, Tokens
+from llaisys.server.bodies import DetokenizeRequest, TokenizeRequest
 from llaisys.server.body import BodyRoute
 from llaisys.server.chat import prompt_of
 from llaisys.server.checks import text_of
-from llaisys.server.errors import error_answers
-from llaisys.server.protocol import TOKENS_NEUTRAL, ChatCompletionRequest, OpenRequest
-from llaisys.server.state import engine_of
+from llaisys.server.errors import error_answers, to_json
+from llaisys.server.pieces import JsonParts, Part, listed, quoted
+from llaisys.server.protocol import TOKENS_NEUTRAL
+from llaisys.server.state import engine_of, state_of
 from llaisys.server.tools import shown_tools
 
 router = APIRouter(route_class=BodyRoute)
-
-
-class TokenizeRequest(OpenRequest):
-    """POST /tokenize: a `prompt` or a chat's `messages`; the other fields but two belong to a chat."""
-
-    model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "Gravity is"}]})
-
-    prompt: str | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-    messages: list[dict[str, Any]] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-
-
-class DetokenizeRequest(OpenRequest):
-    """POST /detokenize."""
-
-    model_config = ConfigDict(json_schema_extra={"examples": [{"tokens": [1, 2, 3]}]})
-
-    tokens: list[int]
 
 
 @router.post("/tokenize", response_model=Tokens, responses=error_answers(404))
@@ -55,11 +31,13 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         special = body.add_special_tokens is not False
         ids = await engine.encode(text_of("prompt", body.prompt), add_special_tokens=special)
     else:
-        chat = ChatCompletionRequest(**body.model_dump(exclude={"prompt", "return_token_strs"}))
-        ids = await prompt_of(chat, engine, shown_tools(body.tools))
-    strs = await engine.token_strs(ids) if body.return_token_strs else None
-    answer = {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids, "token_strs": strs}
-    return JSONResponse(answer, headers=headers)
+        ids = await prompt_of(body, body.messages or [], engine, shown_tools(body.tools))
+    head = to_json({"count": len(ids), "max_model_len": engine.max_model_len})[:-1]
+    strs: list[Part] = [b"null"]
+    if body.return_token_strs:
+        strs = [b"[", await listed(await engine.token_strs(ids)), b"]"]
+    parts = [head, b',"tokens":[', await listed(ids), b'],"token_strs":', *strs, b"}"]
+    return JsonParts(parts, headers)
 
 
 @router.post("/detokenize", response_model=Text, responses=error_answers(404))
@@ -67,9 +45,15 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids, special tokens written out."""
     engine, headers = engine_of(request, body, TOKENS_NEUTRAL)
     vocab_size = engine.model_info.vocab_size
-    for id in body.tokens:
+    for id in (min(body.tokens), max(body.tokens)) if body.tokens else ():
         if not 0 <= id < vocab_size:
             raise RejectedError(
                 f"tokens holds token id {id}, allowed are 0 to {vocab_size - 1}", param="tokens"
             )
-    return JSONResponse({"prompt": await engine.decode(body.tokens)}, headers=headers)
+    text, n_most = await engine.decode(body.tokens), state_of(request).response_bytes.n_most
+    if len(text) > n_most:
+        raise RejectedError(
+            f"the text of these tokens has {len(text)} characters, max_response_bytes allows {n_most}",
+            param="tokens",
+        )
+    return JsonParts([b'{"prompt":"', await quoted(text), b'"}'], headers)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from llaisys.errors import RejectedError, UnsupportedError
-from llaisys.server.protocol import ChatCompletionRequest
+from llaisys.server.bodies import ChatCompletionRequest
 from llaisys.server.response_format import Asked, grammar_of, named
 from llaisys.service import AsyncLLM
 from llaisys.types import Content, Part, PartParser, Reasoning
 
 Json: TypeAlias = dict[str, Any]
 
-TOOLS_MAX = 128
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
@@ -70,8 +69,6 @@ def shown_tools(tools: list[Json] | None) -> list[Json] | None:
 
 def _schemas(tools: list[Json]) -> dict[str, Json]:
     """Name -> JSON schema of the arguments, in the order of the request."""
-    if len(tools) > TOOLS_MAX:
-        raise RejectedError(f"tools has {len(tools)} entries, at most {TOOLS_MAX}", param="tools")
     schemas: dict[str, Json] = {}
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"
@@ -162,30 +159,3 @@ class AnswerParts:
         }
         more = {"index": index, "function": {"arguments": part.arguments}}
         return [{"tool_calls": [begin]}, {"tool_calls": [more]}]
-
-
-def message_of(deltas: Iterable[Json]) -> Json:
-    """The message that a choice's deltas add up to. Content is null where there is only something else."""
-    texts: dict[str, list[str]] = {}
-    calls: list[Json] = []
-    for delta in deltas:
-        for name in ("content", "reasoning", "reasoning_content"):
-            if delta.get(name):
-                texts.setdefault(name, []).append(delta[name])
-        for call in delta.get("tool_calls", ()):
-            if "id" in call:
-                calls.append({name: value for name, value in call.items() if name != "index"})
-            else:
-                whole = calls[call["index"]]["function"]
-                calls[call["index"]]["function"] = {
-                    **whole,
-                    "arguments": whole["arguments"] + call["function"]["arguments"],
-                }
-    content = "".join(texts.pop("content", []))
-    message: Json = {
-        "role": "assistant",
-        "content": content or (None if calls or texts else ""),
-        "refusal": None,
-    }
-    message |= {name: "".join(pieces) for name, pieces in texts.items()}
-    return {**message, "tool_calls": calls} if calls else message

@@ -1,4 +1,4 @@
-"""A text process: renders templates, tokenises and parses JSON for a server, one job after the other.
+"""A text process: renders templates, (de)tokenises and reads bodies for a server, one job after the other.
 
 Started by TextPool only. It is there to be killed: each job has an allowance of CPU time, whose end is the
 end of the process (SIGPROF), and of memory. Its input and its errors' texts are prompts, so it logs nothing.
@@ -15,7 +15,7 @@ from array import array
 from multiprocessing.connection import Connection
 from typing import Any
 
-from llaisys.body import parse_body
+from llaisys.body import read_body
 from llaisys.errors import LlaisysError
 from llaisys.text.template import ChatTemplate, TemplateSource
 from llaisys.text.tokenizer import Tokenizer, tokenizer_of_json
@@ -89,9 +89,12 @@ def _done(kits: dict[int, Kit], name: str, kit: int, arguments: tuple[Any, ...])
         case "kit":
             return _load(kits, kit, *arguments)
         case "json":
-            return parse_body(*arguments)
+            return read_body(*arguments)
         case "encode":
             return _packed(kits[kit][0].encode(*arguments))
+        case "decode":
+            packed, skip_special_tokens = arguments
+            return kits[kit][0].decode(array("I", packed).tolist(), skip_special_tokens)
         case "chat":
             return _packed(_chat(kits[kit], *arguments))
     raise ValueError(name)

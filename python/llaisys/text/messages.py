@@ -35,7 +35,7 @@ def _check_message(i: int, message: Mapping[str, Any], keep_developer: bool) -> 
     role = message.get("role")
     if role not in ROLES:
         raise RejectedError(
-            f"{where}.role is {role!r}, allowed are {', '.join(ROLES)}", param=f"{where}.role"
+            f"{where}.role is {_shown(role)}, allowed are {', '.join(ROLES)}", param=f"{where}.role"
         )
     checked = dict(message)
     if role == "developer" and not keep_developer:
@@ -68,12 +68,19 @@ def _text_of_part(where: str, part: Any) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if kind != "text":
         raise UnsupportedError(
-            f"{where} is of type {kind!r}; supported are parts of type 'text'", param=where
+            f"{where} is of type {_shown(kind)}; supported are parts of type 'text'", param=where
         )
     text = part.get("text")
     if not isinstance(text, str):
         raise RejectedError(f"{where}.text is a {type(text).__name__}, expected a string", param=where)
     return text
+
+
+def _shown(value: Any) -> str:
+    """A value that should have been another word, cut."""
+    if isinstance(value, str):
+        return repr(value[:40])
+    return "missing" if value is None else f"a {type(value).__name__}"
 
 
 def _with_arguments(where: str, call: Any) -> Any:

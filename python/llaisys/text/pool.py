@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from llaisys import errors
+from llaisys.body import Flaw
 from llaisys.config import bare_environment
 from llaisys.errors import EngineDeadError, LlaisysError, RejectedError, RequestFailedError
 from llaisys.text.child import CPU_S, CPU_S_PER_BYTE, MEMORY_BYTES, MEMORY_BYTES_PER_BYTE
@@ -37,7 +38,8 @@ _BOOT = "import sys; sys.path[:] = {}; from llaisys.text.child import main; main
 _ABOUT = {
     "chat": ("messages", "rendering and tokenising these messages"),
     "encode": ("prompt", "tokenising this text"),
-    "json": (None, "parsing this body"),
+    "json": (None, "reading this body"),
+    "decode": (None, "detokenising these ids"),
     "kit": (None, "reading the tokenizer"),
 }
 
@@ -76,9 +78,10 @@ class TextPool:
         await asyncio.gather(*self._warming)
         self._warming.clear()
 
-    async def parse_json(self, raw: bytes) -> Any:
-        """`parse_body` there; raises json.JSONDecodeError (its position alone), RejectedError."""
-        return await self.run("json", 0, raw)
+    async def read_body(self, raw: bytes, model: str | None) -> tuple[Any, Flaw | None]:
+        """`llaisys.body.read_body` there; raises json.JSONDecodeError (its position alone), RejectedError."""
+        value, flaw = await self.run("json", 0, raw, model)
+        return value, flaw
 
     async def run(self, name: str, kit: int, *arguments: Any) -> Any:
         """The answer of a job. Raises RejectedError for one that is over its allowance."""
@@ -114,6 +117,12 @@ class PromptMaker:
     async def encode(self, text: str, add_special_tokens: bool, n_most: int | None = None) -> list[int]:
         """As `Tokenizer.encode`."""
         return _unpacked(await self._pool.run("encode", self._kit, text, add_special_tokens, n_most))
+
+    async def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """As `Tokenizer.decode`."""
+        packed = array("I", ids).tobytes()
+        text: str = await self._pool.run("decode", self._kit, packed, skip_special_tokens)
+        return text
 
     async def chat(
         self,

@@ -123,6 +123,17 @@ async def test_order_is_kept_and_so_many_are_under_way(engine: FakeService, conf
 
 
 @pytest.mark.usefixtures("configs")
+async def test_a_large_answer_is_written_in_pieces(engine: FakeService) -> None:
+    """A piece may end inside a character. Lines together have no bound: none is refused for the others."""
+    engine.script = [Piece(["x漢😀"] * 10_000)] * 3 + [Piece(["x"], "stop")]
+    lines = [line(f"{i}", "/v1/completions", {"prompt": "Hi"}) for i in range(3)]
+    report, results = await answers(lines, Config(max_response_bytes_in_flight=1))
+    assert report == BatchReport(3, 0)
+    for result in results:
+        assert result["response"]["body"]["choices"][0]["text"] == "x漢😀" * 30_000 + "x"
+
+
+@pytest.mark.usefixtures("configs")
 async def test_a_dead_engine_ends_it_after_the_last_line(engine: FakeService) -> None:
     engine.dead = True
     out = io.StringIO()

@@ -18,15 +18,8 @@ from openai.types.chat import completion_create_params as openai_chat
 
 from fakes.service import Call, FakeService, Piece
 from llaisys.errors import RejectedError
-from llaisys.server.protocol import (
-    CHAT_NEUTRAL,
-    COMPLETION_NEUTRAL,
-    NO_EFFECT,
-    ChatCompletionRequest,
-    CompletionRequest,
-    StreamOptions,
-    engine_options,
-)
+from llaisys.server.bodies import ChatCompletionRequest, CompletionRequest, StreamOptions
+from llaisys.server.protocol import CHAT_NEUTRAL, COMPLETION_NEUTRAL, NO_EFFECT, engine_options
 from llaisys.types import StructuredOutputsParams as Spec
 from sse import chunks
 

@@ -16,18 +16,18 @@ from fakes.service import FakeService
 from llaisys.bench import client as bench
 from llaisys.config import Config
 from llaisys.registry import ModelRegistry
-from llaisys.server import protocol, tokens
+from llaisys.server import bodies as models
 from llaisys.server.app import create_app
 from llaisys.server.sse import SseWriter
 from llaisys.server.state import ServerState
 from sse import events
 
 MODELS = {
-    "/v1/chat/completions": protocol.ChatCompletionRequest,
-    "/v1/completions": protocol.CompletionRequest,
-    "/v1/embeddings": protocol.EmbeddingRequest,
-    "/tokenize": tokens.TokenizeRequest,
-    "/detokenize": tokens.DetokenizeRequest,
+    "/v1/chat/completions": models.ChatCompletionRequest,
+    "/v1/completions": models.CompletionRequest,
+    "/v1/embeddings": models.EmbeddingRequest,
+    "/tokenize": models.TokenizeRequest,
+    "/detokenize": models.DetokenizeRequest,
 }
 SCALARS = (
     st.none()

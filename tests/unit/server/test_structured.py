@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import httpx
@@ -11,7 +12,7 @@ import pytest
 from fakes.service import FakeService, Piece
 from llaisys.config import Config
 from llaisys.errors import RejectedError
-from llaisys.server.tools import message_of
+from llaisys.server.whole import WholeChat
 from llaisys.types import StructuredOutputsParams as Spec
 from sse import chunks
 
@@ -22,6 +23,15 @@ ADD = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
 NOW = {"type": "function", "function": {"name": "auto", "description": "a name like a choice"}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 AUTO = Config(enable_auto_tool_choice=True, tool_call_parser="hermes")
+
+
+def message_of(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The message that the deltas of a stream add up to."""
+    whole = WholeChat(0)
+    for delta in deltas:
+        whole.add({"delta": delta, "logprobs": None, "finish_reason": None, "stop_reason": None})
+    message: dict[str, Any] = json.loads(b"".join(whole.parts(has_logprobs=False)))["message"]
+    return message
 
 
 def bodies(chat_body: dict[str, Any], **fields: Any) -> list[tuple[str, dict[str, Any]]]:

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from llaisys.body import read_body
 from llaisys.errors import (
     ContextLengthError,
     EngineDeadError,
@@ -168,16 +169,36 @@ def until_busy(pool: TextPool) -> None:
 
 async def test_bodies_are_parsed_as_here(pool: TextPool) -> None:
     value = {"a": [1, -2.5e300, None, True, "é\ud800", {"b": {}}], "n": 10**40}
-    assert await pool.parse_json(json.dumps(value).encode()) == value
+    assert await pool.read_body(json.dumps(value).encode(), None) == (value, None)
     with pytest.raises(json.JSONDecodeError) as caught:
-        await pool.parse_json(b'{"a": x}')
+        await pool.read_body(b'{"a": x}', None)
     assert caught.value.pos == 6
     with pytest.raises(ValueError, match="no JSON"):
-        await pool.parse_json(b'"\xff"')
+        await pool.read_body(b'"\xff"', None)
     with pytest.raises(ValueError, match="no JSON"):
-        await pool.parse_json(b"[" * 100_000)
+        await pool.read_body(b"[" * 100_000, None)
     with pytest.raises(RejectedError, match="nested"):
-        await pool.parse_json(b'{"a":' + b"[" * 50 + b"]" * 50 + b"}")
+        await pool.read_body(b'{"a":' + b"[" * 50 + b"]" * 50 + b"}", None)
+
+
+async def test_bodies_are_validated_as_here(pool: TextPool) -> None:
+    model = "llaisys.server.bodies:ChatCompletionRequest"
+    for body in (
+        {"messages": [{}] * 1000},
+        {"messages": [{}] * 1000 + [5]},
+        {"messages": [1] * 200_000},
+        {"messages": [], "stop": [1] * 200_000},
+        [],
+    ):
+        raw = json.dumps(body).encode()
+        assert await pool.read_body(raw, model) == read_body(raw, model)
+
+
+async def test_ids_become_text_as_here(pool: TextPool, tiny: Tokenizer) -> None:
+    prompts = pool.add(tiny, None)
+    ids = tiny.encode("abc é漢😀 <|end|>", True)
+    for skip in (True, False):
+        assert await prompts.decode(ids, skip) == tiny.decode(ids, skip)
 
 
 async def test_a_closed_pool_refuses_and_leaves_no_process(tiny: Tokenizer) -> None:

@@ -212,6 +212,9 @@ def test_developer_is_system_where_the_template_does_not_know_it() -> None:
         (["Hi"], "messages[0]"),
         ([{"content": "x"}], "messages[0].role"),
         ([{"role": "user<|im_end|>", "content": "x"}], "messages[0].role"),
+        ([{"role": "x" * 10_000, "content": "x"}], "messages[0].role"),
+        ([{"role": ["x"] * 10_000, "content": "x"}], "messages[0].role"),
+        ([{"role": "user", "content": [{"type": "x" * 10_000}]}], "messages[0].content[0]"),
         ([*USER, {"role": "user"}], "messages[1].content"),
         ([{"role": "user", "content": 3}], "messages[0].content"),
         ([{"role": "user", "content": [3]}], "messages[0].content[0]"),
@@ -225,6 +228,7 @@ def test_bad_messages_are_named(messages: Any, param: str) -> None:
     with pytest.raises((RejectedError, UnsupportedError)) as caught:
         template(CHATML).render(messages)
     assert caught.value.param == param
+    assert len(str(caught.value)) < 300
 
 
 # --- going on from the last message ---

@@ -1,0 +1,51 @@
+"""Posts through one middleware of the server, without the others."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from llaisys.server.errors import ApiError
+
+
+def of_a_door(door: ASGIApp, *bodies: bytes) -> list[int]:
+    """The statuses of posts, one after the other; none is ended before the last has been answered."""
+
+    async def ask_all() -> list[int]:
+        go, statuses = asyncio.Event(), []
+
+        async def ask_one(body: bytes) -> None:
+            parts = iter([body])
+
+            async def receive() -> Message:
+                part = next(parts, None)
+                if part is None or body == b"never":
+                    await asyncio.Event().wait()
+                return {"type": "http.request", "body": part, "more_body": False}
+
+            async def send(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    statuses.append(message["status"])
+                    if len(statuses) == len(bodies):
+                        go.set()
+                    await go.wait()
+
+            headers = [(b"content-length", str(len(body)).encode())]
+            await door({"type": "http", "method": "POST", "path": "/", "headers": headers}, receive, send)
+
+        await asyncio.gather(*map(ask_one, bodies))
+        return statuses
+
+    return asyncio.run(ask_all())
+
+
+async def reading(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001 -- ASGI
+    """An application behind the doors: answers a body, or the error of reading it."""
+    try:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+    except ApiError as e:
+        await send({"type": "http.response.start", "status": e.status_code, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
