@@ -49,7 +49,7 @@ class Channel:
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._incoming = bytearray()
         self._chunk = memoryview(bytearray(_READ_BYTES))
-        self._watched: dict[int, Callable[[], None]] = {}
+        self._watched: dict[int, Callable[[], object]] = {}
         self._poll = select.poll()
         self._poll.register(self._wakeup, select.POLLIN)
 
@@ -92,7 +92,7 @@ class Channel:
                 self._woken = True
                 os.eventfd_write(self._wakeup, 1)
 
-    def watch(self, number: int, is_ready: Callable[[], None]) -> None:
+    def watch(self, number: int, is_ready: Callable[[], object]) -> None:
         """Calls `is_ready` in `receive` whenever this descriptor can be read, or has ended, until
         `unwatch`."""
         self._watched[number] = is_ready

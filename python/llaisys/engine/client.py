@@ -68,6 +68,7 @@ class EngineClient(ABC):
         self._open_max = limits.max_num_seqs + limits.max_num_queued_reqs
         self._link: Link | None = None
         self._error: EngineDeadError | None = None
+        self._is_lost = False
         self._stats = EngineStats(kv_cells=limits.n_cells, kv_cells_free=limits.n_cells)
         self._num_ended_wrong = 0
         self._owner = os.getpid()
@@ -86,6 +87,11 @@ class EngineClient(ABC):
     def error(self) -> EngineDeadError | None:
         """Why there is no engine now (dead, restarting or shutting down); None while it lives."""
         return self._error
+
+    @property
+    def is_lost(self) -> bool:
+        """True once the engine is dead and is not going to be restarted, or this is closed."""
+        return self._is_lost
 
     def check(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, pooling: Pooling | None = None
@@ -243,12 +249,13 @@ class EngineClient(ABC):
         if outputs:
             self._deliver(outputs)
 
-    def _ended(self, error: EngineDeadError) -> None:
-        """The link is dead: every open request gets its end."""
+    def _ended(self, error: EngineDeadError, *, final: bool = False) -> None:
+        """The link is dead: every open request gets its end. `final`: there is not going to be another."""
         if self._link is not None and isinstance(error, InvariantError):
             self._num_ended_wrong += 1
         self._error = error
         self._link = None
+        self._is_lost = final
         self._stats = EngineStats(kv_cells=self._limits.n_cells, kv_cells_free=self._limits.n_cells)
         last = [
             refusal(request_id, _copy(error)) for request_id in list(self._open) if self._take_out(request_id)
