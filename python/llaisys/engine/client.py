@@ -27,12 +27,10 @@ from llaisys.errors import (
 )
 from llaisys.stats import EngineStats
 from llaisys.story import Story
-from llaisys.types import Pooling, RequestId, SamplingParams, SessionInfo
+from llaisys.types import CHOICES_MAX, Pooling, RequestId, SamplingParams, SessionInfo
 
 Deliver: TypeAlias = Callable[[list[EngineOutput]], None]
 
-# A request sends one Submit, and one Cancel for each of its choices and for all of them together.
-MESSAGES_A_REQUEST = 10
 # Calls that may be open at the same time: one of a session may hold a piece of a file.
 CALLS_MAX = 16
 
@@ -223,9 +221,11 @@ class EngineClient(ABC):
 
     @property
     def _inbox_max(self) -> int:
-        """Messages that may wait for a step: of all open ids and calls, and of as many that follow those that
-        end meanwhile."""
-        return 2 * (MESSAGES_A_REQUEST * self._open_max + CALLS_MAX)
+        """Messages that may wait for a step: those of all open requests and calls, and of as many that follow
+        the ones that end meanwhile. A request sends one Submit, a Cancel for each of its choices (`check`
+        bounds them) and one for all of them."""
+        n_choices = min(CHOICES_MAX, self._limits.max_num_seqs)
+        return 2 * ((n_choices + 2) * self._open_max + CALLS_MAX)
 
     def _answered(self, answer: SessionAnswer) -> None:
         future = self._calls.pop(answer.call_id, None)

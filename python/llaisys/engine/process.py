@@ -182,7 +182,7 @@ class ProcessClient(EngineClient):
                 messages = [decode_from_engine(raw) for raw in child.receive()]
             except EOFError:
                 return EngineDeadError(f"the engine process {child.exit_text()}"), True
-            except (FrameError, msgspec.DecodeError) as what:
+            except (FrameError, msgspec.DecodeError, UnicodeDecodeError) as what:
                 return EngineDeadError(f"the engine process sent no message: {what}"), True
             for message in messages:
                 match message:
