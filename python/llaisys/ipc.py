@@ -33,6 +33,9 @@ class Channel:
     """One end of the pair. `send` and `wake` are for any thread; the rest is for the one thread that
     receives.
 
+    While the receiving thread waits, it sends for the others: the kernel runs the reader of a socket on the
+    CPU of the thread that sends, which must not be that of an engine's steps.
+
     A frame to a peer that has died is lost. Each end must be open in its own process alone, because another
     copy would hide the end-of-file.
     """
@@ -46,6 +49,7 @@ class Channel:
         self._num_queued_bytes = 0
         self._closed = False
         self._woken = False
+        self._is_waiting = False
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._incoming = bytearray()
         self._chunk = memoryview(bytearray(_READ_BYTES))
@@ -79,11 +83,12 @@ class Channel:
             frame = memoryview(_LENGTH.pack(len(payload)) + payload)
             self._outgoing.append(frame)
             self._num_queued_bytes += len(frame)
-            self._send_queued()
-            if self._outgoing:
-                if self._num_queued_bytes > QUEUED_BYTES_MAX:
-                    self._give_up()
-                os.eventfd_write(self._wakeup, 1)  # the receiving thread goes on with it
+            if not self._is_waiting:
+                self._send_queued()
+            if self._num_queued_bytes > QUEUED_BYTES_MAX:
+                self._give_up()
+            if self._is_waiting and self._outgoing:
+                os.eventfd_write(self._wakeup, 1)
 
     def wake(self) -> None:
         """Makes `receive` return now, or the next time."""
@@ -142,14 +147,17 @@ class Channel:
 
     def _wait(self, timeout_s: float | None, events: int) -> dict[int, int]:
         """Waits for something to do, does all of it but reading frames; returns what is ready."""
-        self._poll.register(self._socket, events | (select.POLLOUT if self._outgoing else 0))
+        with self._lock:
+            self._is_waiting = True
+            events |= select.POLLOUT if self._outgoing else 0
+        self._poll.register(self._socket, events)
         # Rounded up: a wait of less than a millisecond must not become a busy loop.
         ready = dict(self._poll.poll(None if timeout_s is None else int(timeout_s * 1000) + (timeout_s > 0)))
+        with self._lock:
+            self._is_waiting = False
+            self._send_queued()
         if self._wakeup in ready:
             os.eventfd_read(self._wakeup)
-        if self._outgoing:
-            with self._lock:
-                self._send_queued()
         for number in self._watched.keys() & ready.keys():
             self._watched[number]()
         return ready

@@ -89,6 +89,23 @@ def test_sending_never_waits_for_a_peer_that_does_not_read(ends: tuple[Channel, 
     assert channel.num_queued_bytes == 0
 
 
+def test_the_thread_that_waits_sends_for_the_others(ends: tuple[Channel, socket.socket]) -> None:
+    channel, peer = ends
+    sent = [bytes([i]) * 50_000 for i in range(40)]
+    waiting = threading.Thread(target=channel.receive, args=(SECOND,))
+    waiting.start()
+    while not channel._is_waiting:
+        pass
+    for each in sent:
+        channel.send(each)
+    heard = b""
+    while len(heard) < 40 * 50_004:
+        heard += peer.recv(1 << 20)
+    assert heard == b"".join(map(frame, sent))
+    channel.wake()
+    waiting.join()
+
+
 def test_a_death_is_the_end_after_all_that_was_sent(ends: tuple[Channel, socket.socket]) -> None:
     channel, peer = ends
     channel.send(b"never read")  # so that the death is a reset
