@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
+from fakes import core
 from llaisys.arrivals import BYTES_A_TURN, OUTPUTS_A_TURN, Arrivals
+from llaisys.config import Config
 from llaisys.engine.outputs import EngineOutput
+from llaisys.mailbox import MAILBOX_BYTES_MAX
+from llaisys.service import AsyncLLM
+from llaisys.types import RequestOutput, SamplingParams
 
 
 class Sink:
@@ -110,3 +119,59 @@ async def test_an_error_while_handing_over_costs_that_output_alone() -> None:
     await sink.all(4)
     assert [name for name, _ in sink.outputs] == ["a", "b", "c", "d"]
     assert [str(error) for error in errors] == ["on purpose"]
+
+
+@asynccontextmanager
+async def waiting_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[tuple[AsyncLLM, AsyncIterator[RequestOutput], asyncio.Future[RequestOutput]]]:
+    """A service with a stream `a` that is read, and an engine that gives nothing."""
+    inside, go, decode = threading.Event(), threading.Event(), core.Context.decode
+
+    def held(context: core.Context, *arrays: Any) -> Any:
+        inside.set()
+        go.wait(30)
+        return decode(context, *arrays)
+
+    monkeypatch.setattr(core.Context, "decode", held)
+    service = await AsyncLLM.start(Config(num_kv_cells=512))
+    stream = service.generate([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=10), "a")
+    first = asyncio.ensure_future(anext(stream))
+    assert await asyncio.to_thread(inside.wait, 30)
+    yield service, stream, first
+    await stream.aclose()  # type: ignore[attr-defined]  # a generator
+    go.set()
+    await service.close()
+
+
+@pytest.mark.usefixtures("fake_model")
+async def test_latencies_are_those_of_the_steps_whenever_the_loop_takes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ten steps, a quarter of a second apart, are handed over in one turn."""
+    async with waiting_stream(monkeypatch) as (service, _, first):
+        begin_s = time.monotonic()
+        now_s = begin_s
+        service._arrivals._clock = lambda: now_s
+        for step in range(10):
+            now_s = begin_s + step / 4
+            service._arrivals.deliver([EngineOutput("a", [step])])
+        assert len((await first).outputs[0].token_ids) == 10
+        stats = service.stats()
+        assert stats.inter_token_latency_s.count == 9
+        assert stats.inter_token_latency_s.sum == pytest.approx(9 / 4)
+        course = service._meter._courses["a"]
+        assert (course.first_token_s, course.last_token_s) == (begin_s, begin_s + 9 / 4)
+
+
+@pytest.mark.usefixtures("fake_model")
+async def test_a_healthy_reader_is_not_slow_however_many_steps_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than its mailbox may hold comes in one turn of the loop."""
+    async with waiting_stream(monkeypatch) as (service, stream, first):
+        n_tokens = MAILBOX_BYTES_MAX // 8
+        for _ in range(n_tokens):
+            service._arrivals.deliver([EngineOutput("a", [1])])
+        deltas = [await first]
+        while sum(len(delta.outputs[0].token_ids) for delta in deltas) < n_tokens:
+            deltas.append(await anext(stream))
+        assert len(deltas) <= -(-n_tokens // OUTPUTS_A_TURN), "several steps share a delta"

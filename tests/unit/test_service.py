@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -13,9 +12,7 @@ from typing import Any
 import pytest
 
 from fakes import core, text
-from llaisys.arrivals import OUTPUTS_A_TURN
 from llaisys.config import Config
-from llaisys.engine.outputs import EngineOutput
 from llaisys.errors import (
     ContextLengthError,
     EngineDeadError,
@@ -25,7 +22,6 @@ from llaisys.errors import (
     RequestTimeoutError,
     UnsupportedError,
 )
-from llaisys.mailbox import MAILBOX_BYTES_MAX
 from llaisys.model import Model
 from llaisys.service import AsyncLLM
 from llaisys.types import RequestOutput, SamplingParams
@@ -373,48 +369,6 @@ async def test_stats_count_tokens_and_latencies() -> None:
         queue, prefill, first = stats.queue_time_s, stats.prefill_time_s, stats.time_to_first_token_s
         assert queue.count == prefill.count == 2
         assert queue.sum + prefill.sum == pytest.approx(first.sum)
-
-
-async def test_latencies_are_those_of_the_steps_whenever_the_loop_takes_them(gate: Gate) -> None:
-    """Ten steps, a quarter of a second apart, are handed over in one turn."""
-    async with started() as service:
-        gate.opened.clear()
-        stream = service.generate(PROMPT, greedy(), "a")
-        first = asyncio.ensure_future(anext(stream))
-        await gate.reached()
-        begin_s = time.monotonic()
-        times = [begin_s + step / 4 for step in range(10)]
-        service._arrivals._clock = lambda: times[min(len(sent), 9)]
-        sent: list[int] = []
-        for token in core.answer(PROMPT, 10):
-            service._arrivals.deliver([EngineOutput("a", [token])])
-            sent.append(token)
-        assert (await first).outputs[0].token_ids == sent
-        stats = service.stats()
-        assert stats.inter_token_latency_s.count == 9
-        assert stats.inter_token_latency_s.sum == pytest.approx(9 / 4)
-        assert stats.time_to_first_token_s.sum <= begin_s  # of the first step, not of the last
-        assert stats.time_to_first_token_s.sum < 9 / 4
-        await stream.aclose()
-        gate.opened.set()
-
-
-async def test_a_healthy_reader_is_not_slow_however_many_steps_wait(gate: Gate) -> None:
-    """More than its mailbox may hold comes in one turn of the loop."""
-    async with started() as service:
-        gate.opened.clear()
-        stream = service.generate(PROMPT, greedy(), "a")
-        first = asyncio.ensure_future(anext(stream))
-        await gate.reached()
-        n_tokens = MAILBOX_BYTES_MAX // 8
-        for _ in range(n_tokens):
-            service._arrivals.deliver([EngineOutput("a", [PROMPT[0]])])
-        deltas = [await first]
-        while sum(len(delta.outputs[0].token_ids) for delta in deltas) < n_tokens:
-            deltas.append(await anext(stream))
-        assert len(deltas) <= -(-n_tokens // OUTPUTS_A_TURN), "several steps share a delta"
-        await stream.aclose()
-        gate.opened.set()
 
 
 async def test_a_start_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
