@@ -8,11 +8,11 @@ import psutil
 
 
 def engine_processes() -> list[psutil.Process]:
-    """Every child that is no `llaisys serve` and no text process."""
+    """Every child that is no `llaisys serve` and no job process."""
     found = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):  # it has just ended, and may not have been waited for
             line = " ".join(child.cmdline())
-            if " serve " not in line and "text.child" not in line:
+            if " serve " not in line and "job_process" not in line:
                 found.append(child)
     return found

@@ -36,7 +36,6 @@ PACKAGES = (
     "pydantic-settings",
     "pydantic_core",
     "python-dotenv",
-    "pyzmq",
     "typing-inspection",
     "typing_extensions",
 )

@@ -43,6 +43,11 @@ class Mailbox:
         self._error: LlaisysError | None = None
         self._news = asyncio.Event()
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that wait for the reader."""
+        return self._n_bytes
+
     def put(self, delta: RequestOutput) -> bool:
         """Adds a delta, in place; never waits. False, and nothing is added, where the bound would break."""
         n_bytes = self._n_bytes + _size(delta)

@@ -76,6 +76,10 @@ class ModelRegistry:
         """True once an engine of this process was given up: the process should end."""
         return any(service.is_stuck() for service in self.services)
 
+    def is_lost(self) -> bool:
+        """True once any engine is dead and nothing restarts it: the server should end."""
+        return any(service.is_lost() for service in self.services)
+
     def beat(self) -> None:
         """The event loop came round."""
         for service in self.services:

@@ -10,10 +10,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any
 
+from llaisys.arrivals import Arrivals
 from llaisys.config import Config
 from llaisys.engine.client import EngineClient
 from llaisys.engine.outputs import EngineOutput
@@ -65,7 +66,6 @@ class AsyncLLM:
         """Use `start`; this only lays out the state."""
         self._config = config
         self._model = model
-        self._loop = asyncio.get_running_loop()
         self._processor = OutputProcessor(model.tokenizer)
         self._grammars = model.grammars()
         self._prompts: PromptMaker | None = None  # in processes; else in threads
@@ -75,8 +75,7 @@ class AsyncLLM:
         # How the readers of ended streams lagged, if they did; as many as there are timelines.
         self._lags: OrderedDict[RequestId, list[tuple[float, float]]] = OrderedDict()
         self._sessions = SessionDoor(self._call)
-        self._arrivals: deque[list[EngineOutput]] = deque()
-        self._woken = False
+        self._arrivals = Arrivals(asyncio.get_running_loop(), self._hand_over)
         self._exits = False
         self._engine = ResidentEngine(self._start_engine, self.model_names[0], config.idle_unload_s)
         self._meter = Meter(self.max_model_len)
@@ -352,6 +351,10 @@ class AsyncLLM:
         """True once the watchdog has given up an engine of this process, which should end, then."""
         return self._client is not None and self._client.stuck
 
+    def is_lost(self) -> bool:
+        """True once the engine is dead and nothing restarts it: a server should end, then."""
+        return self._client is not None and self._client.is_lost
+
     def beat(self) -> None:
         """The event loop came round; once this is called, it must be called again and again."""
         if self._client is not None:
@@ -392,7 +395,9 @@ class AsyncLLM:
     def _start_engine(self) -> EngineClient:
         """On a thread."""
         info = self._model.info
-        return start_engine(self._config, info, self._deliver, exits=self._exits, grammars=self._grammars)
+        return start_engine(
+            self._config, info, self._arrivals.deliver, exits=self._exits, grammars=self._grammars
+        )
 
     def _cancel(self, request_id: RequestId, index: int | None = None) -> None:
         if self._client is not None:
@@ -430,34 +435,13 @@ class AsyncLLM:
         with self._engine.held():
             return await asyncio.wrap_future((await self._engine.wanted()).call(call))
 
-    def _deliver(self, outputs: list[EngineOutput]) -> None:
-        """Called on the client's thread, once a step. What waits is bounded by the open requests' tokens.
-
-        One wake is enough for all steps until the loop turns: a loop that is held up finds one call of ours
-        and one byte in its wake-up socket, not thousands.
-        """
-        self._arrivals.append(outputs)
-        if self._woken:
-            return
-        self._woken = True
-        try:
-            self._loop.call_soon_threadsafe(self._drain)
-        except RuntimeError:  # the event loop is closed: nobody reads any more
-            self._arrivals.clear()
-
-    def _drain(self) -> None:
-        self._woken = False  # before the first look: what comes after it wakes again
-        now_s = time.monotonic()
-        while self._arrivals:
-            for event in self._arrivals.popleft():
-                self._hand_over(event, now_s)
-
-    def _hand_over(self, event: EngineOutput, now_s: float) -> None:
-        """One engine output into its stream's mailbox; what comes after the end of a stream is dropped."""
+    def _hand_over(self, event: EngineOutput, now_s: float) -> int:
+        """Puts an output that came at `now_s` into its stream's mailbox; drops what comes after the stream's
+        end. Returns by how many bytes the mailbox has grown."""
         request_id = event.request_id
         mailbox = self._mailboxes.get(request_id)
         if mailbox is None or request_id not in self._processor:
-            return
+            return 0
         if event.error is not None:  # one choice's error is the request's
             self._processor.discard(request_id)
             if not event.last:
@@ -465,15 +449,16 @@ class AsyncLLM:
             mailbox.fail(event.error)
             reason = event.finish_reason or FinishReason.ERROR
             self._meter.finished(request_id, reason.value, now_s)
-            return
+            return 0
         if not self._processor.expects(event):  # a choice that has met a stop string
-            return
+            return 0
         delta = self._processor.process(event)
         answer = delta.outputs[0]
         if delta.embedding is None:
             self._meter.tokens(delta, now_s)
         else:
             self._meter.embedded(delta, now_s)
+        n_before = mailbox.num_bytes
         if not mailbox.put(delta):
             self._processor.discard(request_id)
             self._cancel(request_id)
@@ -484,3 +469,4 @@ class AsyncLLM:
                 self._cancel(request_id, event.index)
             if delta.finished:
                 self._meter.finished(request_id, answer.finish_reason, now_s)
+        return mailbox.num_bytes - n_before

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
-from serving import END_S, Server, long_model, serving
+import serving as server_process
+from golden import FOLDER
+from serving import END_S, Server, environment, long_model, serving
 from sse import events
 
 FLAGS = ("--num-kv-cells", "65536", "--dtype", "float32", "--engine-process")
 LONG = {"prompt": "Hello", "max_tokens": 30_000, "ignore_eos": True, "stream": True}
+
+
+TESTS = str(Path(server_process.__file__).parent)
+
+
+def patched(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    """Servers run with this change of `llaisys.engine.process`."""
+    code = f"import sys; from llaisys.engine import process; {change}; "
+    code += "from llaisys.cli.main import main; sys.exit(main())"
+    monkeypatch.setattr(server_process, "COMMAND", (sys.executable, "-c", code))
 
 
 def engines(server: Server) -> list[psutil.Process]:
@@ -44,6 +59,45 @@ def test_kill_9_of_the_engine(tmp_path: Path) -> None:
         assert again.json()["usage"]["completion_tokens"] == 3
         assert len(engines(server)) == 1
         assert server.stop() == 0
+
+
+def test_a_server_whose_engine_cannot_be_restarted_exits_with_70(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patched(monkeypatch, "process.RESTARTS_MAX = 0")
+    with serving(tmp_path, str(long_model(tmp_path)), *FLAGS) as server:
+        (engine,) = engines(server)
+        raw = b""
+        with server.http.stream("POST", "/v1/completions", json=LONG) as answer:
+            for part in answer.iter_raw():
+                if not raw:
+                    engine.kill()
+                raw += part
+        *_, error, done = events(raw)
+        assert (error["error"]["code"], done) == ("engine_dead", "[DONE]")
+        assert server.process.wait(timeout=END_S) == 70
+        assert "restarted 0 times, no more" in server.log.read_text("utf-8")
+
+
+@pytest.mark.parametrize(("point", "exit_code"), [("at once", 1), ("never", 0)])
+def test_a_child_that_does_not_load_does_not_hang_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, exit_code: int
+) -> None:
+    """One that dies ends the server, with its last lines; one that says nothing waits for Ctrl-C."""
+    boot = f"import sys; sys.path[:] = {{}}; sys.path.append({TESTS!r}); from dying_child import main; "
+    patched(monkeypatch, f"process._BOOT = {boot + f'main({{}}, {point!r})'!r}")
+    command = [*server_process.COMMAND, "serve", str(FOLDER), "--port", "0", *FLAGS]
+    log = tmp_path / "log"
+    with log.open("w") as file, subprocess.Popen(command, stderr=file, env=environment()) as process:
+        if point == "never":
+            while "here, and silent" not in log.read_text("utf-8"):
+                assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=END_S) == exit_code
+    if point == "at once":
+        *_, last, line = log.read_text("utf-8").splitlines()
+        assert last.endswith("has ended with exit code 7; the last lines of its log:")
+        assert line == "dying at once"
 
 
 def test_ctrl_c_reaches_the_engine_through_the_server_alone(tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ class FakeService:
     chat_error: Exception | None = None
     dead: bool = False
     stuck: bool = False
+    lost: bool = False
     full: QueueFullError | None = None
     n_beats: int = 0
     config: Config = field(default_factory=Config)
@@ -138,6 +139,9 @@ class FakeService:
 
     def is_stuck(self) -> bool:
         return self.stuck
+
+    def is_lost(self) -> bool:
+        return self.lost
 
     def beat(self) -> None:
         self.n_beats += 1

@@ -99,10 +99,11 @@ async def test_an_engine_process_is_started_anew(
 
 
 @pytest.mark.parametrize("fault", ["books.commit panic 20", "seq.release leak 1"])
-def test_a_server_answers_503_and_exits_70(
+def test_a_server_ends_its_streams_and_exits_with_70_by_itself(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A panic in the middle of the answer, or a leak that is seen at its end."""
+    """A panic in the middle of the answer, or a leak that is seen at its end: nothing restarts an engine of
+    this process, so the service manager has to restart the server."""
     order = tmp_path / "order"
     order.write_text(fault, "utf-8")
     code = f"{boot(order)} from llaisys.cli.main import main; sys.exit(main())"
@@ -113,8 +114,4 @@ def test_a_server_answers_503_and_exits_70(
         with server.http.stream("POST", "/v1/completions", json={**ask, "stream": True}) as stream:
             *_, error, done = events(b"".join(stream.iter_raw()))
         assert (error["error"]["code"], done) == ("engine_dead", "[DONE]")
-        late = server.http.post("/v1/completions", json=ask)
-        assert (late.status_code, late.json()["error"]["code"]) == (503, "engine_dead")
-        probes = [server.http.get(path).status_code for path in ("/livez", "/health", "/ready")]
-        assert probes == [200, 503, 503]
-        assert server.stop() == 70
+        assert server.process.wait(timeout=server_process.END_S) == 70

@@ -6,33 +6,25 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import queue
 import random
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from children import engine_processes
+from engine_client import SETTINGS, Client, capacity
 from golden import FOLDER, load_golden
 from llaisys import LLM
 from llaisys.config import Config
 from llaisys.engine import process
-from llaisys.engine.capacity import Capacity, size
-from llaisys.engine.machine import Cpus
-from llaisys.engine.outputs import EngineOutput
-from llaisys.engine.process import ProcessClient, Restarts
-from llaisys.engine.request import EngineRequest
-from llaisys.engine.wire import Cancel
-from llaisys.engine.worker import inspect_model
+from llaisys.engine.process import Restarts
 from llaisys.errors import EngineDeadError, LlaisysError, RejectedError
 from llaisys.service import AsyncLLM
 from llaisys.types import FinishReason, SamplingParams
@@ -40,65 +32,6 @@ from serving import END_S, long_model
 
 SEED = 20
 N_KILLS, N_STREAMS = 20, 32
-SETTINGS: dict[str, Any] = {"model": str(FOLDER), "dtype": "float32", "num_kv_cells": 4096}
-
-
-def capacity(folder: Path = FOLDER, **settings: Any) -> Capacity:
-    return size(
-        Config(**{**SETTINGS, "model": str(folder), **settings}), inspect_model(folder), 2**30, Cpus(1)
-    )
-
-
-class Client:
-    """A process client whose outputs are collected."""
-
-    def __init__(self, made: Capacity | None = None) -> None:
-        self.outputs: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()
-        self.now_s = 0.0
-        self.client = ProcessClient(made or capacity(), Config(**SETTINGS), self.deliver, lambda: self.now_s)
-
-    def deliver(self, outputs: list[EngineOutput]) -> None:
-        for output in outputs:
-            self.outputs.put(output)
-
-    def submit(self, name: str, max_tokens: int = 200) -> None:
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-        self.client.submit(
-            EngineRequest(
-                request_id=name,
-                prompt_token_ids=load_golden().prompts[0],
-                params=params,
-                eos_token_ids=(),
-                arrival_s=0.0,
-                deadline_s=float("inf"),
-            )
-        )
-
-    def end_of(self, name: str) -> EngineOutput:
-        while True:
-            output = self.outputs.get(timeout=END_S)
-            assert output.request_id == name
-            if output.finish_reason is not None:
-                return output
-
-    def child(self) -> psutil.Process:
-        (found,) = engine_processes()
-        return found
-
-    def submit_to_a_stopped_child(self, name: str) -> psutil.Process:
-        """A request that stays open until the child is killed, or goes on."""
-        child = self.child()
-        child.suspend()
-        self.submit(name)
-        return child
-
-    def back(self) -> None:
-        """Returns when a new child is ready."""
-        while True:
-            with suppress(EngineDeadError):
-                self.submit("back", max_tokens=1)
-                assert self.end_of("back").finish_reason is FinishReason.LENGTH
-                return
 
 
 @pytest.fixture
@@ -200,9 +133,7 @@ def test_a_malformed_message_ends_the_child_and_not_the_parent(made: Client) -> 
     child = made.submit_to_a_stopped_child("open")
     link = made.client._link
     assert isinstance(link, process._Child)
-    link._outgoing.put(b"\xc1")
-    made.client.cancel("unknown")
-    link.send(Cancel("unknown"))
+    link._channel.send(b"\xc1")
     child.resume()
     end = made.end_of("open")
     assert isinstance(end.error, EngineDeadError)
@@ -212,8 +143,8 @@ def test_a_malformed_message_ends_the_child_and_not_the_parent(made: Client) -> 
 
 def test_a_child_that_sends_no_message_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     boot = (
-        "import sys; sys.path[:] = {}; import zmq; from llaisys.engine.wire import child_sockets;"
-        "_, push = child_sockets(zmq.Context(), {!r}); push.send(b'hello'); sys.stdin.read({})"
+        "import sys, time; sys.path[:] = {}; from llaisys.ipc import Channel;"
+        "Channel.inherited({}).send(b'hello'); time.sleep(600 + {})"
     )
     monkeypatch.setattr(process, "_BOOT", boot)
     with pytest.raises(EngineDeadError, match="sent no message"):
@@ -236,14 +167,12 @@ def test_a_package_that_was_changed_on_the_disk_is_said(monkeypatch: pytest.Monk
 
 
 def test_close_ends_what_is_open_once_and_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = long_model(tmp_path_factory.mktemp("long"))
+    folder = long_model(tmp_path)
     gc.collect()
     n_fds = psutil.Process().num_fds()
     made = Client(capacity(folder, num_kv_cells=65536))
-    assert list(tmp_path.iterdir()) == [], "the sockets' folder is gone as soon as it has served"
     made.submit("open", max_tokens=60_000)
     made.client.close()
     made.client.close()
@@ -266,12 +195,14 @@ with LLM({str(FOLDER)!r}, engine_process=True, num_kv_cells=4096) as llm:
         llm.generate("Hello", SamplingParams(max_tokens=400, ignore_eos=True))
     sys.stdin.read()
 """
-# Its child's stdin stays open in a third process: only the death signal can tell.
+# The socket stays open in a third process: only the death signal can tell.
 HELD_OPEN = """
-import subprocess, sys, tempfile
+import socket, subprocess, sys
 from llaisys.engine import process
-child, _ = process._spawn(tempfile.mkdtemp())
-subprocess.Popen(["sleep", "600"], pass_fds=[child.stdin.fileno()], stdout=subprocess.DEVNULL)
+ours, theirs = socket.socketpair()
+child, _ = process._spawn(theirs)
+theirs.close()
+subprocess.Popen(["sleep", "600"], pass_fds=[ours.fileno()], stdout=subprocess.DEVNULL)
 print(child.pid, flush=True)
 sys.stdin.read()
 """
@@ -280,7 +211,7 @@ sys.stdin.read()
 @pytest.mark.parametrize(
     ("script", "argument"),
     [(PARENT, "idle"), (PARENT, "streaming"), (HELD_OPEN, "")],
-    ids=["idle", "streaming", "stdin held open"],
+    ids=["idle", "streaming", "socket held open"],
 )
 def test_kill_9_of_the_parent_leaves_no_child(script: str, argument: str) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -295,12 +226,14 @@ def test_kill_9_of_the_parent_leaves_no_child(script: str, argument: str) -> Non
             other.kill()
 
 
-def test_the_end_of_its_stdin_ends_a_child(tmp_path: Path) -> None:
-    child, sentinel = process._spawn(str(tmp_path))
-    os.close(sentinel)
-    assert child.stdin is not None
-    child.stdin.close()
+def test_the_end_of_its_socket_ends_a_child() -> None:
+    """Whatever it is doing: here it waits for Start."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        child, log_pipe = process._spawn(theirs)
+    ours.close()
     assert child.wait(timeout=END_S) == 70
+    os.close(log_pipe)
 
 
 def test_signals_are_the_parents_to_answer(made: Client) -> None:

@@ -27,12 +27,10 @@ from llaisys.errors import (
 )
 from llaisys.stats import EngineStats
 from llaisys.story import Story
-from llaisys.types import Pooling, RequestId, SamplingParams, SessionInfo
+from llaisys.types import CHOICES_MAX, Pooling, RequestId, SamplingParams, SessionInfo
 
 Deliver: TypeAlias = Callable[[list[EngineOutput]], None]
 
-# A request sends one Submit, and one Cancel for each of its choices and for all of them together.
-MESSAGES_A_REQUEST = 10
 # Calls that may be open at the same time: one of a session may hold a piece of a file.
 CALLS_MAX = 16
 
@@ -68,6 +66,7 @@ class EngineClient(ABC):
         self._open_max = limits.max_num_seqs + limits.max_num_queued_reqs
         self._link: Link | None = None
         self._error: EngineDeadError | None = None
+        self._is_lost = False
         self._stats = EngineStats(kv_cells=limits.n_cells, kv_cells_free=limits.n_cells)
         self._num_ended_wrong = 0
         self._owner = os.getpid()
@@ -86,6 +85,11 @@ class EngineClient(ABC):
     def error(self) -> EngineDeadError | None:
         """Why there is no engine now (dead, restarting or shutting down); None while it lives."""
         return self._error
+
+    @property
+    def is_lost(self) -> bool:
+        """True once the engine is dead and is not going to be restarted, or this is closed."""
+        return self._is_lost
 
     def check(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, pooling: Pooling | None = None
@@ -217,9 +221,11 @@ class EngineClient(ABC):
 
     @property
     def _inbox_max(self) -> int:
-        """Messages that may wait for a step: of all open ids and calls, and of as many that follow those that
-        end meanwhile."""
-        return 2 * (MESSAGES_A_REQUEST * self._open_max + CALLS_MAX)
+        """Messages that may wait for a step: those of all open requests and calls, and of as many that follow
+        the ones that end meanwhile. A request sends one Submit, a Cancel for each of its choices (`check`
+        bounds them) and one for all of them."""
+        n_choices = min(CHOICES_MAX, self._limits.max_num_seqs)
+        return 2 * ((n_choices + 2) * self._open_max + CALLS_MAX)
 
     def _answered(self, answer: SessionAnswer) -> None:
         future = self._calls.pop(answer.call_id, None)
@@ -243,12 +249,13 @@ class EngineClient(ABC):
         if outputs:
             self._deliver(outputs)
 
-    def _ended(self, error: EngineDeadError) -> None:
-        """The link is dead: every open request gets its end."""
+    def _ended(self, error: EngineDeadError, *, final: bool = False) -> None:
+        """The link is dead: every open request gets its end. `final`: there is not going to be another."""
         if self._link is not None and isinstance(error, InvariantError):
             self._num_ended_wrong += 1
         self._error = error
         self._link = None
+        self._is_lost = final
         self._stats = EngineStats(kv_cells=self._limits.n_cells, kv_cells_free=self._limits.n_cells)
         last = [
             refusal(request_id, _copy(error)) for request_id in list(self._open) if self._take_out(request_id)

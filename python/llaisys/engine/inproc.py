@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Callable
+from functools import partial
 
 from llaisys.engine.client import Deliver, EngineClient
 from llaisys.engine.engine import LLMEngine
@@ -26,7 +27,8 @@ class InprocClient(EngineClient):
     ) -> None:
         """Builds the engine on its own thread and waits for it. Raises what `build` raises."""
         super().__init__(limits, deliver, watch)
-        listener = Listener(self._step, self._answered, self._recalled, self._ended, clock)
+        ended = partial(self._ended, final=True)
+        listener = Listener(self._step, self._answered, self._recalled, ended, clock)
         self._loop = EngineLoop(build, listener, self._inbox_max, watch)
         self._link = self._loop
         # From the start: a program that is interrupted while the model loads waits for the thread, too.

@@ -1,30 +1,28 @@
 """The engine in a process of its own: started, listened to, and restarted by a thread of this one.
 
-Two sockets in a folder of ours alone (mode 0700), which is removed once both are connected; a pipe that only
-the child holds open, whose end is its death. The thread that starts the child lives as long as the child may,
-because Linux ties PR_SET_PDEATHSIG to the thread.
+A socket pair connects the two; its end-of-file is the death of the other side. The child's stderr is a pipe
+that the same thread reads, so that a report of its death has its last lines. That thread lives as long as
+the child may, because Linux ties PR_SET_PDEATHSIG to the thread.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import queue
-import shutil
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import msgspec
-import zmq
 
 from llaisys.config import Config, package_version
 from llaisys.engine.capacity import Capacity
@@ -47,14 +45,18 @@ from llaisys.engine.wire import (
     Submit,
     decode_from_engine,
     encode,
-    parent_sockets,
 )
 from llaisys.errors import EngineDeadError, LlaisysError
+from llaisys.ipc import Channel, FrameError
 
 RESTARTS_MAX, RESTARTS_WINDOW_S = 3, 600.0
 # A child that was told to end, or said that it ends, and is still there after so many seconds is killed.
 END_S = 10.0
-_BOOT = "import sys; sys.path[:] = {}; from llaisys.engine.child import main; main({!r}, {})"
+# Of the child's stderr: the last lines that a failed start reports, within the last bytes of it, and the
+# bytes that wait for a reader of our stderr that has stalled. What comes then is dropped: it must not stop
+# the engine.
+LOG_LINES, LOG_TAIL_BYTES, LOG_QUEUED_BYTES_MAX = 20, 16 << 10, 256 << 10
+_BOOT = "import sys; sys.path[:] = {}; from llaisys.engine.child import main; main({}, {})"
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +98,8 @@ class ProcessClient(EngineClient):
     ) -> None:
         """Starts the process and waits until the model is loaded. `watch`: of this process's event loop.
 
-        Raises what the loading raises, or EngineDeadError if the process died of it.
+        Raises what the loading raises, or EngineDeadError, with the exit code and the last lines of its log,
+        if the process died of it.
         """
         super().__init__(capacity.limits, deliver, watch)
         self._start = Start(
@@ -112,9 +115,8 @@ class ProcessClient(EngineClient):
         self._restarts = Restarts(clock)
         self._closing = threading.Event()
         self._loaded: Future[None] = Future()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
-        # Not in `close`: a submit on another thread may still hold the number.
-        weakref.finalize(self, os.close, self._wake).atexit = False
+        self._child: _Child | None = None
+        self._log = _Stderr()
         self._thread = threading.Thread(target=self._supervise, name="llaisys-engine-client", daemon=True)
         self._thread.start()
         atexit.register(self._close_at_exit)
@@ -129,8 +131,9 @@ class ProcessClient(EngineClient):
     def _stop(self) -> None:
         if self._watch is not None:
             self._watch.end()
-        self._closing.set()
-        os.eventfd_write(self._wake, 1)
+        self._closing.set()  # before the look at the child: one that is started now sees it
+        if (child := self._child) is not None:
+            child.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -149,16 +152,19 @@ class ProcessClient(EngineClient):
                 end, again = EngineDeadError("shutting down"), False
             elif again and not self._restarts.take():
                 end, again = EngineDeadError(f"{end}; it was restarted {RESTARTS_MAX} times, no more"), False
-            self._ended(end)
+            self._ended(end, final=not again)
             if not self._loaded.done():  # the starter is told, and nobody else waits
-                self._loaded.set_exception(end)
-                return
+                lines = self._log.last_lines()
+                text = f"{end}; the last lines of its log:\n{lines}" if lines else str(end)
+                self._loaded.set_exception(EngineDeadError(text))
+                break
             if not self._closing.is_set():
                 log.error("%s%s", end, "; restarting it" if again else "")
+        self._log.close()
 
     def _run_child(self) -> tuple[EngineDeadError, bool]:
         """From the start of a child to its death: what it died of, and whether to start another one."""
-        child = _Child(self._start, self._wake)
+        self._child = child = _Child(self._start, self._log)
         try:
             return self._attend(child)
         finally:
@@ -172,13 +178,13 @@ class ProcessClient(EngineClient):
                     self._ended(end)
                     child.finish()
                 return end, False
-            for raw in child.events():
-                if raw is None:
-                    return EngineDeadError(f"the engine process has {child.exit_text()}"), True
-                try:
-                    message = decode_from_engine(raw)
-                except msgspec.DecodeError as what:
-                    return EngineDeadError(f"the engine process sent no message: {what}"), True
+            try:
+                messages = [decode_from_engine(raw) for raw in child.receive()]
+            except EOFError:
+                return EngineDeadError(f"the engine process {child.exit_text()}"), True
+            except (FrameError, msgspec.DecodeError, UnicodeDecodeError) as what:
+                return EngineDeadError(f"the engine process sent no message: {what}"), True
+            for message in messages:
                 match message:
                     case Started(limits):
                         self._started(child, limits)
@@ -196,7 +202,6 @@ class ProcessClient(EngineClient):
                         return error, True
 
     def _started(self, child: _Child, limits: Limits) -> None:
-        child.hide()
         self._bound(limits)
         self._link = child
         self._error = None
@@ -212,27 +217,26 @@ class ProcessClient(EngineClient):
 
 
 class _Child:
-    """One engine process. `send` is for any thread, the rest for the supervisor's.
+    """One engine process. `send` and `wake` are for any thread, the rest for the supervisor's.
 
-    Invariant: the sockets and the process belong to each other; a message to a dead child goes nowhere.
+    Invariant: the socket and the process belong to each other; a message to a dead child goes nowhere.
+    Messages that the child does not take yet wait in the channel: those of the open requests and calls, at
+    most as many as the engine's inbox holds.
     """
 
-    def __init__(self, start: Start, wake: int) -> None:
-        self._wake = wake
-        self._outgoing: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._folder = tempfile.mkdtemp(prefix="llaisys-")
-        self._context = zmq.Context[zmq.Socket[bytes]]()
+    def __init__(self, start: Start, stderr: _Stderr) -> None:
+        self._stderr = stderr
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
         try:
-            self._inbox, self._outbox = parent_sockets(self._context, self._folder)
-            self._process, self._sentinel = _spawn(self._folder)
+            with theirs:
+                self._process, self._log_pipe = _spawn(theirs)
         except BaseException:
-            self._context.destroy(linger=0)
-            self.hide()
+            self._channel.close()
             raise
-        self._inbox.send(encode(start))
-        self._poller = zmq.Poller()
-        for source in (self._outbox, self._wake, self._sentinel):
-            self._poller.register(source, zmq.POLLIN)
+        stderr.begin()
+        self._channel.watch(self._log_pipe, self._read_log)
+        self._channel.send(encode(start))
 
     @property
     def pid(self) -> int:
@@ -240,71 +244,123 @@ class _Child:
         return self._process.pid
 
     def send(self, message: Submit | Cancel | Ask | Recall) -> None:
-        """Leaves a message for it. Raises TypeError for what has no form on the wire."""
-        self._outgoing.put(encode(message))
-        os.eventfd_write(self._wake, 1)
+        """Leaves a message for it. Raises TypeError or RejectedError for what has no form on the wire."""
+        self._channel.send(encode(message))
 
-    def events(self, timeout_s: float | None = None) -> Iterator[bytes | None]:
-        """Waits; carries out what is to be sent; yields what came, and None at its death."""
-        ready = dict(self._poller.poll(None if timeout_s is None else int(timeout_s * 1000) + 1))
-        if self._wake in ready:
-            os.eventfd_read(self._wake)
-        while not self._outgoing.empty():
-            self._inbox.send(self._outgoing.get())
-        if self._outbox in ready:
-            while (raw := self._receive()) is not None:
-                yield raw
-        elif self._sentinel in ready:
-            yield None
+    def wake(self) -> None:
+        """Ends the supervisor's wait."""
+        self._channel.wake()
 
-    def hide(self) -> None:
-        """Removes the sockets' folder, which nobody needs who is connected."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+    def receive(self, timeout_s: float | None = None) -> list[bytes]:
+        """Waits, carries out what is to be sent, and returns what came. Raises EOFError at its death."""
+        return self._channel.receive(timeout_s)
 
     def finish(self) -> None:
         """Tells it to end, and waits for that at most END_S; what it still says is not heard."""
-        self._inbox.send(encode(Shutdown()))
+        self._channel.send(encode(Shutdown()))
         until_s = time.monotonic() + END_S
-        while (left_s := until_s - time.monotonic()) > 0:
-            if None in list(self.events(left_s)):
-                return
+        try:
+            while (left_s := until_s - time.monotonic()) > 0:
+                self._channel.receive(left_s)
+        except (EOFError, FrameError):
+            return
         log.warning("the engine process %d did not end within %.0f s and is killed", self.pid, END_S)
 
     def exit_text(self) -> str:
-        """How it ended; waits for that, which is now."""
-        code = self._process.wait()
-        return f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        """How it ended. It is over now, but for a process that has closed its socket and goes on."""
+        try:
+            code = self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            return f"closed its socket and did not end within {END_S:.0f} s"
+        return f"has died of {signal.Signals(-code).name}" if code < 0 else f"has ended with exit code {code}"
 
     def close(self) -> None:
-        """Kills it if it still lives, and frees everything."""
+        """Kills it if it still lives, passes on the rest of its log, and frees everything."""
         self._process.kill()
         self._process.wait()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._context.destroy(linger=0)
-        os.close(self._sentinel)
-        self.hide()
+        while self._log_pipe >= 0 and self._read_log():
+            pass
+        self._channel.close()
+        if self._log_pipe >= 0:  # a process of its own holds the other end
+            os.close(self._log_pipe)
 
-    def _receive(self) -> bytes | None:
+    def _read_log(self) -> bool:
+        """Passes on what is there of its stderr; False if nothing is."""
         try:
-            return self._outbox.recv(zmq.NOBLOCK)
-        except zmq.Again:
-            return None
+            text = os.read(self._log_pipe, LOG_TAIL_BYTES)
+        except BlockingIOError:
+            return False
+        if not text:
+            self._channel.unwatch(self._log_pipe)
+            os.close(self._log_pipe)
+            self._log_pipe = -1
+        self._stderr.write(text)
+        return text != b""
 
 
-def _spawn(folder: str) -> tuple[subprocess.Popen[bytes], int]:
-    """The process, and the pipe that it alone holds the other end of."""
-    sentinel, held = os.pipe()
+class _Stderr:
+    """Passes the children's stderr on to ours, on a thread of its own, and keeps the last lines of the
+    newest.
+
+    A reader of ours that stalls holds up that thread alone: above LOG_QUEUED_BYTES_MAX lines are dropped.
+    """
+
+    def __init__(self) -> None:
+        self._tail = b""
+        self._queued: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._num_queued_bytes = 0  # counted up by the supervisor, down by the thread
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._pass_on, name="llaisys-engine-log", daemon=True)
+        self._thread.start()
+
+    def begin(self) -> None:
+        """A new child: the last lines are its own."""
+        self._tail = b""
+
+    def write(self, text: bytes) -> None:
+        """Never waits."""
+        self._tail = (self._tail + text)[-LOG_TAIL_BYTES:]
+        with self._lock:
+            if self._num_queued_bytes + len(text) > LOG_QUEUED_BYTES_MAX:
+                return
+            self._num_queued_bytes += len(text)
+        self._queued.put(text)
+
+    def last_lines(self) -> str:
+        """The newest lines of the newest child, LOG_LINES at most."""
+        lines = self._tail.decode("utf-8", "replace").splitlines()
+        return "\n".join(lines[-LOG_LINES:])
+
+    def close(self) -> None:
+        """Returns when all is passed on, or our reader has stalled for a second."""
+        self._queued.put(None)
+        self._thread.join(1.0)
+
+    def _pass_on(self) -> None:
+        while (text := self._queued.get()) is not None:
+            with contextlib.suppress(OSError):  # a closed stderr is no reason to stop the engine
+                rest = memoryview(text)
+                while rest:
+                    rest = rest[os.write(2, rest) :]
+            with self._lock:
+                self._num_queued_bytes -= len(text)
+
+
+def _spawn(theirs: socket.socket) -> tuple[subprocess.Popen[bytes], int]:
+    """The process, with its end of the socket pair, and the pipe of its stderr, which never waits."""
+    log_pipe, stderr = os.pipe()
     try:
+        os.set_blocking(log_pipe, False)
         process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT.format(sys.path, folder, os.getpid())],
-            stdin=subprocess.PIPE,
-            pass_fds=(held,),
+            [sys.executable, "-c", _BOOT.format(sys.path, theirs.fileno(), os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stderr=stderr,
+            pass_fds=(theirs.fileno(),),
             start_new_session=True,  # Ctrl-C is the parent's
         )
     except BaseException:
-        os.close(sentinel)
+        os.close(log_pipe)
         raise
     finally:
-        os.close(held)
-    return process, sentinel
+        os.close(stderr)
+    return process, log_pipe

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
-import zmq
 
 from llaisys import errors
 from llaisys.engine.grammar import GrammarTokens
@@ -19,7 +18,7 @@ from llaisys.engine.outputs import EngineOutput
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.sessions import SessionAnswer, SessionCall
 from llaisys.engine.settings import WorkerSettings
-from llaisys.errors import EngineDeadError, LlaisysError, QueueFullError
+from llaisys.errors import EngineDeadError, LlaisysError, QueueFullError, RejectedError
 from llaisys.stats import EngineStats
 from llaisys.story import Story
 from llaisys.types import RequestId
@@ -160,8 +159,15 @@ _FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(From
 
 
 def encode(message: ToEngine | FromEngine) -> bytes:
-    """A message as bytes. Raises TypeError for a value that is of no plain type."""
-    return _ENCODER.encode(message)
+    """A message as bytes.
+
+    Raises TypeError for a value that is not plain, RejectedError for one that a request may bring and msgpack
+    does not have: a lone surrogate in a text, an integer beyond 64 bits.
+    """
+    try:
+        return _ENCODER.encode(message)
+    except (UnicodeEncodeError, OverflowError) as e:
+        raise RejectedError(f"what holds this cannot go to the engine process: {e}") from None
 
 
 def decode_to_engine(raw: bytes) -> ToEngine:
@@ -172,32 +178,3 @@ def decode_to_engine(raw: bytes) -> ToEngine:
 def decode_from_engine(raw: bytes) -> FromEngine:
     """Raises msgspec.DecodeError for anything but a whole message from an engine."""
     return _FROM_ENGINE.decode(raw)
-
-
-# --- the sockets: one for each direction, of one reader and one writer ---
-
-Socket: TypeAlias = "zmq.Socket[bytes]"
-Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
-
-
-def parent_sockets(context: Context, folder: str) -> tuple[Socket, Socket]:
-    """The client's ends, to send and to receive on; `folder` must be private."""
-    push, pull = _socket(context, zmq.PUSH), _socket(context, zmq.PULL)
-    push.bind(f"ipc://{folder}/to-engine")
-    pull.bind(f"ipc://{folder}/from-engine")
-    return push, pull
-
-
-def child_sockets(context: Context, folder: str) -> tuple[Socket, Socket]:
-    """The engine's ends, to receive and to send on."""
-    pull, push = _socket(context, zmq.PULL), _socket(context, zmq.PUSH)
-    pull.connect(f"ipc://{folder}/to-engine")
-    push.connect(f"ipc://{folder}/from-engine")
-    return pull, push
-
-
-def _socket(context: Context, kind: int) -> Socket:
-    """Without a bound of its own: the open requests bound what can be under way, and no end may ever wait."""
-    socket = context.socket(kind)
-    socket.sndhwm = socket.rcvhwm = 0
-    return socket

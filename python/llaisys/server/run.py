@@ -141,8 +141,11 @@ class Lifecycle:
         return exit_code
 
     async def _pulse(self, models: ModelRegistry) -> None:
-        """Tells the watchdogs that the loop turns, and hears them: a stuck engine ends the server."""
+        """Tells the watchdogs that the loop turns, and hears them: a stuck engine ends the server, as does
+        one that has died for good."""
         while not models.is_stuck():
+            if models.is_lost():
+                self._stop.set()  # and goes on: a drain without beats would be a loop that has stopped
             models.beat()
             await asyncio.sleep(self._config.watchdog_window_s / PULSES_A_WINDOW)
         self._stop.set()

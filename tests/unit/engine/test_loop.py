@@ -15,12 +15,14 @@ from fakes import core
 from fakes.asks import ask, limits
 from llaisys.config import Config
 from llaisys.engine import start
+from llaisys.engine.client import CALLS_MAX
 from llaisys.engine.engine import LLMEngine
 from llaisys.engine.executor import Executor
 from llaisys.engine.inproc import InprocClient
 from llaisys.engine.outputs import EngineOutput
 from llaisys.engine.request import BrokenInvariant
 from llaisys.engine.start import start_engine
+from llaisys.engine.wire import Cancel
 from llaisys.engine.worker import Worker, inspect_model
 from llaisys.errors import (
     ContextLengthError,
@@ -177,6 +179,28 @@ def test_a_storm_of_submits_and_cancels_stays_within_the_inbox(made: Client) -> 
     made.end_of("held", *accepted)
     assert made.tokens["held"] == core.answer([1], 10)
     assert {made.ends[name].finish_reason for name in accepted} == {FinishReason.ABORT}
+
+
+def test_the_inbox_takes_all_messages_of_requests_with_the_most_choices() -> None:
+    """Each of 32 requests sends a Submit, a Cancel for each of its 32 choices and one for all of them."""
+    made = Client(max_num_seqs=32, max_num_queued_reqs=0, n_cells=64)
+    made.hold()
+    names = [f"{i}" for i in range(31)]
+    for name in names:
+        made.client.submit(ask(name, n=32, temperature=1.0))
+    for name in ["held", *names]:
+        for index in [*range(32), None]:
+            made.client.cancel(name, index)
+    n_sent = 31 + 32 * 33
+    assert made.client._loop._inbox.qsize() == n_sent
+    assert made.client._inbox_max == 2 * (34 * 32 + CALLS_MAX)
+    for _ in range(made.client._inbox_max - n_sent):
+        made.client._loop.send(Cancel("unknown"))
+    with pytest.raises(queue.Full):
+        made.client._loop.send(Cancel("unknown"))
+    made.gate.set()
+    made.client.close()
+    assert made.client._open == set()
 
 
 def test_the_deadline_is_of_the_clients_clock(made: Client) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -161,3 +162,12 @@ def test_what_is_no_message(raw: bytes) -> None:
 def test_a_value_of_no_plain_type_is_refused_where_it_is_sent() -> None:
     with pytest.raises(TypeError, match="object has no form"):
         encode(Submit(ask(prompt=[object()])))  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"stop": ["\ud800"]}, {"cache_salt": "\ud800"}, {"client_id": "\ud800"}, {"priority": 1 << 64}],
+)
+def test_what_msgpack_does_not_have_is_the_request_s_fault(changes: dict[str, Any]) -> None:
+    with pytest.raises(errors.RejectedError, match="cannot go to the engine process"):
+        encode(Submit(ask(**changes)))

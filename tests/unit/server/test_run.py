@@ -131,6 +131,26 @@ async def test_a_stuck_engine_ends_the_server_by_itself(loader: Loader, listener
     assert await life == 70
 
 
+async def test_an_engine_that_is_dead_for_good_ends_the_server_by_itself(
+    loader: Loader, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Open requests of other models go on, and the watchdogs still hear the loop meanwhile."""
+
+    async def close(drain_s: float = 0.0) -> None:
+        loader.closed_with.append(drain_s)
+        n_beats = loader.engine.n_beats
+        await until(lambda: loader.engine.n_beats > n_beats + 3)
+
+    monkeypatch.setattr(loader.engine, "close", close)
+    loader.go.set()
+    settings = Config(port=0, watchdog_window_s=0.1, shutdown_timeout_s=9)
+    life = asyncio.create_task(Lifecycle(settings, listener).run())
+    await until(lambda: loader.engine.n_beats > 0)
+    loader.engine.dead = loader.engine.lost = True
+    assert await life == 70
+    assert loader.closed_with == [9.0]
+
+
 async def test_the_watchdogs_hear_the_loop_while_open_requests_go_on(
     loader: Loader, listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import marshal
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -19,7 +19,9 @@ from llaisys.errors import (
     RejectedError,
     RequestFailedError,
 )
-from llaisys.text.pool import N_PROCESSES, PromptMaker, TextPool, _TextProcess
+from llaisys.job_pool import _JobProcess
+from llaisys.job_process import decode
+from llaisys.text.pool import LIMITS, N_PROCESSES, PromptMaker, TextPool
 from llaisys.text.template import ChatTemplate, TemplateSource
 from llaisys.text.tokenizer import Tokenizer
 
@@ -39,7 +41,7 @@ def template(text: str) -> ChatTemplate:
 
 @pytest.fixture
 async def pool() -> AsyncIterator[TextPool]:
-    made = TextPool(cpu_s=0.5)
+    made = TextPool(replace(LIMITS, cpu_s=0.5))
     yield made
     await made.close()
 
@@ -105,7 +107,9 @@ async def test_too_much_is_that_request_s_alone(
 
 
 def processes(pool: TextPool) -> list[psutil.Process]:
-    return [psutil.Process(process._child.pid) for process in pool._processes if process._child is not None]
+    return [
+        psutil.Process(process._child.pid) for process in pool._jobs._processes if process._child is not None
+    ]
 
 
 async def test_a_killed_process_is_started_again(pool: TextPool, tiny: Tokenizer) -> None:
@@ -126,17 +130,17 @@ async def test_a_job_may_lose_one_process_that_somebody_else_ended(
     prompts = pool.add(tiny, template(TEMPLATE))
     await pool.ready()
     want = await prompts.chat(USER, OPTIONS, False)
-    exchange, killed = _TextProcess._exchange, []
+    exchange, killed = _JobProcess._exchange, []
 
-    def interrupted(process: _TextProcess, raw: bytes) -> tuple[Any, ...]:
+    def interrupted(process: _JobProcess, raw: bytes) -> tuple[Any, ...]:
         """After `poll` has said that it lives, as anybody may do at any time."""
-        if marshal.loads(raw)[0] == "chat" and len(killed) < n_deaths:
+        if decode(raw)[0] == "chat" and len(killed) < n_deaths:
             assert process._child is not None
             process._child.kill()
             killed.append(process._child.pid)
         return exchange(process, raw)
 
-    monkeypatch.setattr(_TextProcess, "_exchange", interrupted)
+    monkeypatch.setattr(_JobProcess, "_exchange", interrupted)
     if n_deaths == 1:
         assert await prompts.chat(USER, OPTIONS, False) == want
     else:
@@ -202,7 +206,7 @@ async def test_ids_become_text_as_here(pool: TextPool, tiny: Tokenizer) -> None:
 
 
 async def test_a_closed_pool_refuses_and_leaves_no_process(tiny: Tokenizer) -> None:
-    pool = TextPool(cpu_s=1000.0)  # it does not end by itself
+    pool = TextPool(replace(LIMITS, cpu_s=1000.0))  # it does not end by itself
     prompts = pool.add(tiny, template(WORK))
     await pool.ready()
     children = processes(pool)

@@ -1,0 +1,264 @@
+"""Processes that may be killed, for work whose cost a request decides: a job that exceeds its limits dies
+alone.
+
+Data path: event loop -> one thread for each process -> one job at a time over a socket pair -> its result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, dataclass
+from typing import Any, TypeAlias
+
+from llaisys import errors
+from llaisys.config import bare_environment
+from llaisys.errors import EngineDeadError, LlaisysError, RejectedError, RequestFailedError
+from llaisys.ipc import FRAME_BYTES_MAX, Channel, FrameError
+from llaisys.job_process import JobLimits, decode, encode
+
+# By the clock, of a process that does not get on and does not use its CPU time either (it was stopped).
+PATIENCE_S = 120.0
+_BOOT = "import sys; sys.path[:] = {}; from llaisys.job_process import main; main({}, {!r}, {})"
+
+log = logging.getLogger(__name__)
+
+Job: TypeAlias = tuple[str, tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class JobText:
+    """How a refusal names a job: `what` "takes more than 2 s of CPU time". `param`: the request's field."""
+
+    what: str
+    param: str | None = None
+
+
+class JobPool:
+    """`n_processes` processes that run the jobs of one module (its table JOBS). The methods belong to one
+    event loop."""
+
+    def __init__(
+        self, module: str, n_processes: int, limits: JobLimits, texts: Mapping[str, JobText], *, name: str
+    ) -> None:
+        """`texts`: of each job by its name. `name`: of the processes, for the log and their threads."""
+        self._preparations: list[Job] = []
+        self._processes = [
+            _JobProcess(module, limits, texts, name, self._preparations) for _ in range(n_processes)
+        ]
+        self._idle = queue.LifoQueue[_JobProcess]()  # the last one used is the warmest
+        for process in self._processes:
+            self._idle.put(process)
+        self._threads = ThreadPoolExecutor(n_processes, thread_name_prefix=f"llaisys-{name}")
+        self._warming: list[asyncio.Future[None]] = []
+
+    def prepare(self, name: str, *arguments: Any) -> None:
+        """Has every process carry this job out before all that come later, again after each of its restarts.
+
+        The first one starts the processes. `ready` waits for it.
+        """
+        self._preparations.append((name, arguments))
+        loop = asyncio.get_running_loop()
+        self._warming += [
+            loop.run_in_executor(self._threads, process.ensure, len(self._preparations))
+            for process in self._processes
+        ]
+
+    async def ready(self) -> None:
+        """Returns when every process is prepared. Raises what a preparation raised, or RequestFailedError."""
+        await asyncio.gather(*self._warming)
+        self._warming.clear()
+
+    async def run(self, name: str, *arguments: Any) -> Any:
+        """The result of a job. Arguments and result are plain values, and bytes.
+
+        Raises the job's own LlaisysError, RejectedError for one that exceeds its limits, RequestFailedError
+        for any other failure, EngineDeadError once closed.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            result = loop.run_in_executor(self._threads, self._run, name, arguments)
+        except RuntimeError:  # `close` has shut the threads down
+            raise EngineDeadError("shutting down: no new requests") from None
+        return await result
+
+    async def close(self) -> None:
+        """Ends the processes; what they work on fails. Idempotent."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for warming in self._warming:
+            warming.cancel()
+        await asyncio.gather(*(asyncio.to_thread(process.close) for process in self._processes))
+
+    def _run(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        process = self._idle.get()
+        try:
+            return process.call(name, arguments)
+        finally:
+            self._idle.put(process)
+
+
+class _JobProcess:
+    """One process and its restarts. `preparations` grows; a lock makes calls one by one."""
+
+    def __init__(
+        self,
+        module: str,
+        limits: JobLimits,
+        texts: Mapping[str, JobText],
+        name: str,
+        preparations: Sequence[Job],
+    ) -> None:
+        self._module = module
+        self._limits = limits
+        self._texts = texts
+        self._name = name
+        self._preparations = preparations
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._channel: Channel | None = None
+        self._num_prepared = 0
+        self._closed = False
+
+    def ensure(self, num_prepared: int) -> None:
+        """Returns with a process that has carried out this many preparations."""
+        with self._lock:
+            self._ensure(num_prepared)
+
+    def call(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        """The result; raises as `JobPool.run`.
+
+        A process that was ended from outside (the kernel out of memory, an operator) costs no request: its
+        job is done once more. A job that ends two of them fails.
+        """
+        raw = encode((name, arguments))
+        if len(raw) > FRAME_BYTES_MAX:
+            text = self._texts[name]
+            raise RejectedError(f"{text.what} takes more than {FRAME_BYTES_MAX} bytes", param=text.param)
+        with self._lock:
+            try:
+                answer = self._done(raw)
+            except _Died as died:
+                if not self._closed:
+                    self._ensure(len(self._preparations))  # here, so that only this request waits for it
+                raise self._refusal(name, len(raw), died.reason) from None
+        return self._result(name, len(raw), answer)
+
+    def close(self) -> None:
+        """Ends the process; a call that is under way fails."""
+        self._closed = True
+        if self._child is not None:
+            self._child.kill()
+        with self._lock:
+            self._drop()
+
+    def _done(self, raw: bytes) -> list[Any]:
+        self._ensure(len(self._preparations))
+        try:
+            return self._exchange(raw)
+        except _Died as died:
+            if died.is_limit or self._closed:
+                raise
+            log.warning("a %s process %s; its job is done once more", self._name, died)
+        self._ensure(len(self._preparations))
+        return self._exchange(raw)
+
+    def _ensure(self, num_prepared: int) -> None:
+        if self._closed:
+            raise EngineDeadError("shutting down: no new requests")
+        try:
+            if self._child is None or self._child.poll() is not None:
+                self._spawn()
+            while self._num_prepared < num_prepared:
+                job = self._preparations[self._num_prepared]
+                self._result(job[0], 0, self._exchange(encode(job)))
+                self._num_prepared += 1
+        except _Died as died:
+            log.error("a %s process cannot be started: it %s", self._name, died)
+            raise RequestFailedError(f"a {self._name} process cannot be started") from None
+
+    def _spawn(self) -> None:
+        self._drop()
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
+        with theirs:
+            boot = _BOOT.format(sys.path, theirs.fileno(), self._module, astuple(self._limits))
+            self._child = subprocess.Popen(
+                [sys.executable, "-c", boot],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=bare_environment(),
+            )
+        self._num_prepared = 0
+        self._receive()
+
+    def _exchange(self, raw: bytes) -> list[Any]:
+        assert self._channel is not None
+        self._channel.send(raw)  # to one that has died, it is lost, and `receive` says so
+        return self._receive()
+
+    def _receive(self) -> list[Any]:
+        assert self._channel is not None
+        assert self._child is not None
+        try:
+            frames = self._channel.receive(PATIENCE_S) or self._channel.receive(
+                1.0
+            )  # we may have been stopped, too
+            if not frames:
+                raise EOFError
+            answer: list[Any] = decode(frames[0])
+        except (EOFError, FrameError):
+            self._child.kill()  # it may have closed its end only
+            raise _Died(self._child.wait()) from None
+        return answer
+
+    def _drop(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+        self._channel = self._child = None
+
+    def _result(self, name: str, n_bytes: int, answer: list[Any]) -> Any:
+        """What an answer says, or its error raised."""
+        match answer:
+            case ["ok", result]:
+                return result
+            case ["error", str(kind), str(message), param]:
+                known: type[LlaisysError] = getattr(errors, kind)
+                raise known(message, param=param)
+            case ["memory"]:
+                raise self._refusal(name, n_bytes, "memory")
+            case ["failed", str(kind)]:
+                raise RequestFailedError(f"a {self._name} process met {kind}")
+        raise RequestFailedError(f"a {self._name} process sent no answer")
+
+    def _refusal(self, name: str, n_bytes: int, reason: str) -> LlaisysError:
+        text = self._texts[name]
+        match reason:
+            case "time":
+                bound = f"{self._limits.cpu_s_of(n_bytes):.1f} s of CPU time"
+            case "memory":
+                bound = f"{self._limits.memory_bytes_of(n_bytes) >> 20} MiB of memory"
+            case _:
+                log.error("a %s process %s during a request", self._name, reason)
+                return RequestFailedError(f"a {self._name} process {reason}")
+        return RejectedError(f"{text.what} takes more than {bound}", param=text.param)
+
+
+class _Died(Exception):
+    """The process has ended during a call. `reason`: time, memory, or what `subprocess` says."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"ended with code {code}")
+        why = {-signal.SIGPROF: "time", -signal.SIGABRT: "memory", -signal.SIGSEGV: "memory"}.get(code)
+        self.is_limit = why is not None  # the job's limits have ended it
+        self.reason = why or f"ended with code {code}"
