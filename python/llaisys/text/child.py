@@ -41,7 +41,7 @@ def _decode(kit: int, packed: bytes, skip_special_tokens: bool) -> str:
 
 
 def _json(raw: bytes, model: str | None) -> tuple[Any, ...]:
-    """`("value", value, flaw)`, or where and how it is not a JSON text: `("position", n)` or `("no text",)`."""
+    """`("value", value, flaw)`, or why it is no JSON text: `("position", n)` or `("no text",)`."""
     try:
         return ("value", *read_body(raw, model))
     except json.JSONDecodeError as e:

@@ -132,7 +132,7 @@ async def test_a_stuck_engine_ends_the_server_by_itself(loader: Loader, listener
 
 
 async def test_an_engine_that_is_dead_for_good_ends_the_server_by_itself(
-    loader: Loader, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+    loader: Loader, listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Open requests of other models go on, and the watchdogs still hear the loop meanwhile."""
 

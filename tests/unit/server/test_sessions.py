@@ -130,7 +130,8 @@ async def test_no_name_leads_out_of_the_store(http: httpx.AsyncClient, tmp_path:
     assert error(await generate(http, name))[::2] == (400, "session_id")
     assert (await http.get(f"/v1/sessions/{name}")).status_code in (400, 404)
     assert (await http.post(f"/v1/sessions/{name}/save", json={"file": "a"})).status_code in (400, 404, 405)
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(tmp_path) == ["store"]
+    assert os.listdir(tmp_path / "store") == []
 
 
 @pytest.mark.parametrize("http", [{"session_store": None}], indirect=True)
