@@ -21,7 +21,7 @@ from llaisys.types import StructuredOutputsParams
 # Of one trial. Per byte: of the grammar, and of the tokenizer that the process reads first.
 LIMITS = JobLimits(cpu_s=0.5, memory_bytes=64 << 20, cpu_s_per_byte=2e-6, memory_bytes_per_byte=512)
 # Grammars of one client that wait for their trial.
-WAITING_MAX = 256
+WAITING_MAX = 512
 VERDICTS_MAX = 1024
 _TEXTS = {
     "tokens": JobText("reading the tokenizer for grammars", "structured_outputs"),
