@@ -156,8 +156,9 @@ class _JobProcess:
             try:
                 answer = self._done(raw)
             except _Died as died:
-                if not self._closed:
-                    self._ensure(len(self._preparations))  # here, so that only this request waits for it
+                if self._closed:
+                    raise EngineDeadError("shutting down: no new requests") from None
+                self._ensure(len(self._preparations))  # here, so that only this request waits for it
                 raise self._refusal(name, len(raw), died.reason) from None
         return self._result(name, len(raw), answer)
 

@@ -19,7 +19,8 @@ from llaisys.engine.request import EngineRequest, Request
 from llaisys.engine.worker import Batch
 from llaisys.errors import LlaisysError, RequestFailedError, UnsupportedError
 
-NUM_THREADS = 2
+# One, because it takes CPU time from the core's threads.
+NUM_THREADS = 1
 # A choice with a mask that took longer (CPU time) has all later ones computed on a thread.
 SLOW_MASK_S = 0.001
 # What the masks of one step may take on the engine thread; the rest goes to the threads.
