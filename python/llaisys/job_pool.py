@@ -60,12 +60,16 @@ class JobPool:
         self._threads = ThreadPoolExecutor(n_processes, thread_name_prefix=f"llaisys-{name}")
         self._warming: list[asyncio.Future[None]] = []
 
-    def prepare(self, name: str, *arguments: Any) -> None:
+    def add_preparation(self, name: str, *arguments: Any) -> None:
         """Has every process carry this job out before all that come later, again after each of its restarts.
 
-        The first one starts the processes. `ready` waits for it.
+        A process starts with its first job, or by `prepare`.
         """
         self._preparations.append((name, arguments))
+
+    def prepare(self, name: str, *arguments: Any) -> None:
+        """As `add_preparation`, and starts the processes; `ready` waits for it."""
+        self.add_preparation(name, *arguments)
         loop = asyncio.get_running_loop()
         self._warming += [
             loop.run_in_executor(self._threads, process.ensure, len(self._preparations))
@@ -85,19 +89,25 @@ class JobPool:
         """
         loop = asyncio.get_running_loop()
         try:
-            result = loop.run_in_executor(self._threads, self._run, name, arguments)
+            result = loop.run_in_executor(self._threads, self.call, name, *arguments)
         except RuntimeError:  # `close` has shut the threads down
             raise EngineDeadError("shutting down: no new requests") from None
         return await result
 
     async def close(self) -> None:
         """Ends the processes; what they work on fails. Idempotent."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
         for warming in self._warming:
             warming.cancel()
-        await asyncio.gather(*(asyncio.to_thread(process.close) for process in self._processes))
+        await asyncio.to_thread(self.close_now)
 
-    def _run(self, name: str, arguments: tuple[Any, ...]) -> Any:
+    def close_now(self) -> None:
+        """As `close`, blocking, on any thread."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.close()
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """As `run`, blocking, on any thread."""
         process = self._idle.get()
         try:
             return process.call(name, arguments)
@@ -146,8 +156,9 @@ class _JobProcess:
             try:
                 answer = self._done(raw)
             except _Died as died:
-                if not self._closed:
-                    self._ensure(len(self._preparations))  # here, so that only this request waits for it
+                if self._closed:
+                    raise EngineDeadError("shutting down: no new requests") from None
+                self._ensure(len(self._preparations))  # here, so that only this request waits for it
                 raise self._refusal(name, len(raw), died.reason) from None
         return self._result(name, len(raw), answer)
 

@@ -27,6 +27,7 @@ from llaisys.engine.outputs import EngineOutput
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.start import start_engine
 from llaisys.errors import EngineDeadError, LlaisysError, RejectedError
+from llaisys.grammar_trials import GrammarTrials
 from llaisys.model import Model, open_model
 from llaisys.output import OutputProcessor, append, empty
 from llaisys.prompt import bad_word_ids, truncated
@@ -97,11 +98,10 @@ class LLM:
         self._router = _Router(n_open)
         self._ordinals = itertools.count()
         # The engine knows the router and not this object, so that dropping an LLM frees its engine.
-        self._grammars = self._model.grammars()
-        self._client = start_engine(
-            self._config, self._model.info, self._router.deliver, grammars=self._grammars
-        )
-        self._finalizer = weakref.finalize(self, self._client.close)
+        grammars = self._model.grammars()
+        self._client = start_engine(self._config, self._model.info, self._router.deliver, grammars=grammars)
+        self._trials = GrammarTrials(grammars.tokens)
+        self._finalizer = weakref.finalize(self, _close, self._client, self._trials)
         self._finalizer.atexit = False  # at exit the client closes itself, Ctrl-C or not
 
     @property
@@ -284,7 +284,7 @@ class LLM:
         for ask in asks:
             self._client.check(ask.ids, ask.params)
             if ask.params.structured_outputs is not None:
-                self._grammars.compile(ask.params.structured_outputs)
+                self._trials.check_now(ask.params.structured_outputs)
         return asks
 
     def _deltas(self, asks: Sequence[_Ask], *, use_tqdm: bool) -> Iterator[RequestOutput]:
@@ -417,6 +417,11 @@ def _joined(asks: Sequence[_Ask], deltas: Iterator[RequestOutput]) -> list[Reque
     for delta in deltas:
         append(wholes[delta.request_id], delta)
     return list(wholes.values())
+
+
+def _close(client: EngineClient, trials: GrammarTrials) -> None:
+    client.close()
+    trials.close()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:

@@ -23,6 +23,7 @@ from llaisys.engine.sessions import SessionCall
 from llaisys.engine.start import start_engine
 from llaisys.engine.timeline import N_FINISHED_MAX
 from llaisys.errors import EngineDeadError, QueueFullError, RejectedError, SlowReaderError
+from llaisys.grammar_trials import GrammarTrials
 from llaisys.mailbox import MAILBOX_BYTES_MAX, Mailbox
 from llaisys.meter import Meter
 from llaisys.model import Model, open_model
@@ -68,6 +69,7 @@ class AsyncLLM:
         self._model = model
         self._processor = OutputProcessor(model.tokenizer)
         self._grammars = model.grammars()
+        self._trials = GrammarTrials(self._grammars.tokens)
         self._prompts: PromptMaker | None = None  # in processes; else in threads
         self._mailboxes: dict[RequestId, Mailbox] = {}
         # Open streams that the engine has not seen yet, and whether they were aborted.
@@ -176,7 +178,7 @@ class AsyncLLM:
         mailbox = self._open_stream(request_id)
         try:
             if params.structured_outputs is not None:
-                await self.compile_grammar(params.structured_outputs)
+                await self.compile_grammar(params.structured_outputs, client_id)
             ids = await self.prompt_ids(prompt, params, add_special_tokens=add_special_tokens)
             text = prompt if isinstance(prompt, str) else None
             words: tuple[tuple[int, ...], ...] = ()
@@ -254,12 +256,13 @@ class AsyncLLM:
             ids = list(prompt)
         return truncated(ids, params, self.max_model_len)
 
-    async def compile_grammar(self, spec: StructuredOutputsParams) -> None:
-        """Compiles a grammar for the requests that bring it, off the loop.
+    async def compile_grammar(self, spec: StructuredOutputsParams, client_id: str = "") -> None:
+        """Compiles a grammar in a process that may be killed, for a verdict that is kept for the client.
 
-        Raises RejectedError naming the field of `structured_outputs`, or UnsupportedError.
+        Raises RejectedError naming the field of `structured_outputs` and the limit, UnsupportedError, or
+        QueueFullError if too many of the client's grammars wait.
         """
-        await asyncio.to_thread(self._grammars.compile, spec)
+        await self._trials.check(spec, client_id)
 
     def tool_grammar(
         self, tools: Mapping[str, Mapping[str, Any]], *, parallel: bool
@@ -384,6 +387,7 @@ class AsyncLLM:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._all_ended.wait(), drain_s)
         self._closed = True
+        await asyncio.to_thread(self._trials.close)
         await self._engine.close()
 
     # --- inside ---

@@ -89,6 +89,29 @@ def test_what_does_not_compile_is_a_400(api: openai.OpenAI, stream: bool) -> Non
     assert error.value.param == "response_format.json_schema.schema"
 
 
+PROPERTIES: Any = {"type": "object", "properties": {f"p{i}": {} for i in range(2000)}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "says"),
+    [
+        ({"guided_json": {"$ref": "#"}}, "guided_json", "no text can complete it"),
+        ({"guided_grammar": "start: start"}, "guided_grammar", "no text can complete it"),
+        ({"structured_outputs": {"json": PROPERTIES}}, "structured_outputs.json", "more than 750 optional"),
+        ({"guided_regex": "(a{1000}){1000}"}, "guided_regex", "make their repetitions smaller"),
+        ({"guided_json": {"type": "integer", "multipleOf": 999983}}, "guided_json", "0.5 s of CPU time"),
+    ],
+)
+def test_a_hostile_grammar_is_a_400_that_names_its_field(
+    smollm2: Server, fields: dict[str, Any], field: str, says: str
+) -> None:
+    answer = smollm2.http.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 8, **fields})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, field)
+    assert field in error["message"]
+    assert says in error["message"]
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "set_colour"}}])
 def test_a_call_that_must_be(api: openai.OpenAI, choice: Any) -> None:
     asked: Any = {

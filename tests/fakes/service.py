@@ -161,7 +161,7 @@ class FakeService:
         self.chats.append(([dict(message) for message in messages], options))
         return [1, 2, 3]
 
-    async def compile_grammar(self, spec: StructuredOutputsParams) -> None:  # noqa: ARG002 -- as AsyncLLM's
+    async def compile_grammar(self, spec: StructuredOutputsParams, client_id: str = "") -> None:  # noqa: ARG002 -- as AsyncLLM's
         if self.grammar_error is not None:
             raise self.grammar_error
 

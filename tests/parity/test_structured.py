@@ -72,6 +72,8 @@ def test_a_bad_grammar_stops_the_call_before_it_runs(llm: LLM) -> None:
     with pytest.raises(RejectedError, match="Unimplemented keys") as error:
         llm.chat([CHAT] * 2, [sampled(None, 0), sampled(Spec(json={"not": {}}), 0)])
     assert error.value.param == "structured_outputs.json"
+    with pytest.raises(RejectedError, match="no text can complete it"):
+        llm.chat(CHAT, sampled(Spec(grammar="start: start"), 0))
 
 
 def folder(path: Path) -> Tokenizer:

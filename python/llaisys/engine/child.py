@@ -6,7 +6,6 @@ thread by PR_SET_PDEATHSIG, its process by the end of the socket) this process e
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import faulthandler
 import logging
@@ -27,17 +26,13 @@ from llaisys.engine.sessions import SessionAnswer
 from llaisys.engine.watch import Watch
 from llaisys.engine.wire import (
     Answer,
-    Ask,
-    Cancel,
     Ended,
     FromEngine,
-    Recall,
     Refused,
     Shutdown,
     Start,
     Started,
     Step,
-    Submit,
     ToEngine,
     decode_to_engine,
     encode,
@@ -127,7 +122,6 @@ def _serve(channel: Channel) -> None:
             case Start():
                 raise TypeError("a second Start")
             case _:
-                _compile_first(grammars, message)
                 loop.send(message)
 
 
@@ -137,16 +131,6 @@ def _messages(channel: Channel) -> Iterator[ToEngine]:
     while True:
         for raw in channel.receive():
             yield decode_to_engine(raw)
-
-
-def _compile_first(grammars: Grammars | None, message: Submit | Cancel | Ask | Recall) -> None:
-    """A grammar is compiled here, so that the engine's steps do not wait for it. The door has compiled it
-    before; should it fail here, the engine finds that too, and ends its request."""
-    if isinstance(message, Submit) and grammars is not None:
-        spec = message.request.params.structured_outputs
-        if spec is not None:
-            with contextlib.suppress(LlaisysError):
-                grammars.compile(spec)
 
 
 def _die_with(parent: int, channel: Channel) -> None:

@@ -8,7 +8,7 @@ from llaisys.engine.cells import Room, check_queue, near_need, stream_of
 from llaisys.engine.chronicle import Chronicle
 from llaisys.engine.executor import Executor
 from llaisys.engine.fairness import FairState
-from llaisys.engine.grammar import Grammars, Guides
+from llaisys.engine.grammar import Grammars
 from llaisys.engine.limits import Limits, check_first_token, token_limit
 from llaisys.engine.outputs import EngineOutput, TokenLogprobs
 from llaisys.engine.plan import Admit, Plan, View
@@ -38,6 +38,7 @@ from llaisys.engine.retention import Retention
 from llaisys.engine.scheduler import plan
 from llaisys.engine.session_calls import Hooks, SessionCalls
 from llaisys.engine.sessions import Session, Sessions
+from llaisys.engine.structured_output import StructuredOutputManager
 from llaisys.engine.tally import Tally
 from llaisys.engine.timeline import N_NAMES_MAX
 from llaisys.engine.worker import Batch, Chunk, StepResult, Worker, sequence_of
@@ -73,7 +74,7 @@ class LLMEngine:
         self._retention = (
             Retention(executor.worker, limits.n_streams) if limits.enable_prefix_caching else None
         )
-        self._guides = Guides(grammars)
+        self._structured = StructuredOutputManager(grammars)
         self._requests = OpenRequests()
         self._open = self._requests.by_ordinal
         self.sessions = Sessions(self._retention, limits)
@@ -128,7 +129,7 @@ class LLMEngine:
         Raises RejectedError, ContextLengthError (could never run) or QueueFullError; then it is not taken.
         """
         limit = token_limit(source.prompt_token_ids, source.params, self._limits, pooling=source.pooling)
-        self._guides.check(source)
+        self._structured.check(source)
         check_first_token(source)
         if source.request_id in self._requests:
             raise RejectedError(f"request id {source.request_id!r} is in use", param="request_id")
@@ -145,7 +146,7 @@ class LLMEngine:
         for index in range(1, source.params.n):
             choices.append(Request(source, leader.ordinal + index, seed, limit, index, leader))
             self._chronicle.arrive(choices[-1], [leader])
-        self._guides.begin(choices)
+        self._structured.begin(choices)
         self._requests.add(choices)
         self._num_submitted += 1
         self._num_choices += len(choices)
@@ -214,7 +215,7 @@ class LLMEngine:
             self._tally.lap("execute")
             self._settle(batch, result, outputs)
             self._tally.lap("settle")
-        elif self.has_work() and not (outputs or made.expire or made.preempt):
+        elif self.has_work() and not (outputs or made.expire or made.preempt or self._structured.is_waiting):
             outputs.append(self._fail_stuck(now_s))
         if not self._open:
             self._tally.pause()
@@ -224,8 +225,7 @@ class LLMEngine:
 
     def stats(self) -> EngineStats:
         """Gauges and totals after the newest step."""
-        index, streams = self._prefix, range(self._limits.n_streams)
-        n_free = sum(self._worker.n_cells_free)
+        index, streams, n_free = self._prefix, range(self._limits.n_streams), sum(self._worker.n_cells_free)
         n_evictable = 0 if index is None else sum(map(index.n_evictable, streams))
         return EngineStats(
             num_running=len(self._requests.running),
@@ -265,6 +265,7 @@ class LLMEngine:
     def close(self) -> None:
         """Frees the core. Open requests and calls are the caller's to end."""
         self.session_calls.close()
+        self._structured.close()
         self._executor.close()
 
     # --- inside: before the batch ---
@@ -315,8 +316,7 @@ class LLMEngine:
         self._fair = made.fair
         self._last_scan_s = now_s if made.scanned else self._last_scan_s
         self._last_cleanup_s = now_s if made.cleaned else self._last_cleanup_s
-        for ordinal in made.expire:
-            request = self._open[ordinal]
+        for request in [self._open[ordinal] for ordinal in made.expire]:
             outputs.append(self._finish(request, Expired(now_s - request.source.arrival_s)))
         for ordinal in made.preempt:
             self._preempt(self._open[ordinal])
@@ -346,6 +346,7 @@ class LLMEngine:
             return [self._finish(request, Failed(error))]
         request.state = advance(request.state, Admitted(seq_id, admit.stream))
         self._requests.start(request)
+        self._structured.admit(request)
         if pin is not None and self._retention is not None:
             self._retention.attach(request, pin, admit.source)
         elif admit.fork is not None:
@@ -382,7 +383,7 @@ class LLMEngine:
                 tokens = request.token_ids[each.start : each.start + each.n_tokens]
                 chunks.append(Chunk(request, each.start, tokens, each.samples))
         batch = Batch(decode, chunks)
-        outputs += [self._finish(request, Failed(error)) for request, error in self._guides.fill(batch)]
+        outputs += [self._finish(request, Failed(error)) for request, error in self._structured.fill(batch)]
         return batch
 
     def _fail_stuck(self, now_s: float) -> EngineOutput:
@@ -469,7 +470,6 @@ class LLMEngine:
         if self._retention is not None:
             (self._retention.leave if trusted else self._retention.forget)(request)
         self._worker.close_sequence(sequence_of(request))
-        self._guides.rest(request)
         request.num_computed = request.num_shared = request.num_reclaimed = 0
 
     def _finish(self, request: Request, event: Event, last: EngineOutput | None = None) -> EngineOutput:
@@ -484,7 +484,7 @@ class LLMEngine:
         if not isinstance(state, Finished):
             raise BrokenInvariant(f"{event!r} does not end a request")
         is_last = self._requests.remove(request)
-        self._guides.end(request)
+        self._structured.end(request)
         self._fair = self._fair.charge(request, request.num_output)
         self._tally.ended(state.reason)
         self._chronicle.end(request, self._now_s)

@@ -48,11 +48,11 @@ async def chat_completions(body: ChatCompletionRequest, request: Request) -> Res
     model = served_name(engine, body.model)
     params = sampling_params(body, engine.default_sampling_params, max_tokens=None)
     tools = tool_use(body, engine)
-    params = await with_grammar(engine, params, tools.grammar)
+    client_id = client_id_of(request)
+    params = await with_grammar(engine, params, tools.grammar, client_id)
     note_asked(request, model, params)
     options = answer_options(body, params)
     head = Head.new("chatcmpl", model, body.request_id)
-    client_id = client_id_of(request)
     told = engine_options(body, client_id)
     n_most = engine.most_prompt_tokens(params)
     prompt = await engine.prompt_ids(

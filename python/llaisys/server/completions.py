@@ -53,12 +53,12 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     engine, headers = engine_of(request, body, COMPLETION_NEUTRAL)
     model = served_name(engine, body.model)
     params = sampling_params(body, engine.default_sampling_params, max_tokens=MAX_TOKENS_DEFAULT)
-    params = await with_grammar(engine, params, grammar_of(body))
+    client_id = client_id_of(request)
+    params = await with_grammar(engine, params, grammar_of(body), client_id)
     note_asked(request, model, params)
     options = answer_options(body, params)
     head = Head.new("cmpl", model, body.request_id)
     add_special = body.add_special_tokens is not False
-    client_id = client_id_of(request)
     told = {**engine_options(body, client_id), "add_special_tokens": add_special}
     prompts = prompts_of(body.prompt)
     if body.session_id and len(prompts) > 1:

@@ -48,12 +48,14 @@ def grammar_of(body: GenerationRequest) -> Asked | None:
     return asked[0] if asked else None
 
 
-async def with_grammar(engine: AsyncLLM, params: SamplingParams, asked: Asked | None) -> SamplingParams:
-    """The parameters with the grammar, which is compiled by now. Raises RejectedError naming the field."""
+async def with_grammar(
+    engine: AsyncLLM, params: SamplingParams, asked: Asked | None, client_id: str
+) -> SamplingParams:
+    """The parameters with the grammar, which is known to compile. Raises RejectedError naming the field."""
     if asked is None:
         return params
     try:
-        await engine.compile_grammar(asked.spec)
+        await engine.compile_grammar(asked.spec, client_id)
         return params.with_grammar(asked.spec)
     except LlaisysError as e:
         raise named(e, asked.field) from e
