@@ -1,7 +1,7 @@
 """How long a model takes to load and what it weighs, each load in a process of its own. `make bench-load`.
 
-Peak memory is VmHWM, which counts the pages of the mapped file that are in memory as well: they are the page
-cache's and can be dropped, so RssAnon at the end is given beside it. Appends to benches/results/load.jsonl.
+Peak memory is VmHWM; RssAnon at the end, compared with it, shows what only the load needs. Appends to
+benches/results/load.jsonl.
 """
 
 from __future__ import annotations

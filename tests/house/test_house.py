@@ -26,7 +26,7 @@ CORE_MAY_USE = {
     "threads": {"error"},
     "collective": {"error"},
     "quant": {"dtype", "tensor"},
-    "formats": {"dtype", "error", "tensor"},
+    "formats": {"dtype", "error", "threads"},
     "sample": {"error", "ops"},  # the vector search for the largest logit
     # sample's values alone: what the kernel of the same name takes and gives
     "ops": {"collective", "dtype", "error", "quant", "sample", "tensor", "threads"},

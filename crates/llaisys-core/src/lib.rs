@@ -1,7 +1,7 @@
 //! The inference core: model files in, sampled ids out.
 //!
 //! No Python, no network, no clock, no environment variables. `unsafe` is denied but in the modules that say
-//! so below: aligned memory, file mapping, kernels and the thread pool.
+//! so below: aligned memory, kernels and the thread pool.
 
 #![warn(clippy::unwrap_used, reason = "input never panics; a broken invariant panics with a message")]
 #![warn(unreachable_pub, reason = "what is `pub` here is the crate's surface")]
@@ -13,7 +13,6 @@ pub mod context;
 pub mod dtype;
 pub mod error;
 pub mod faults;
-#[allow(unsafe_code, reason = "maps model files into memory")]
 pub mod formats;
 pub mod kv;
 pub mod model;

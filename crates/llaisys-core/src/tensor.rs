@@ -1,13 +1,12 @@
-//! Views of tensors in mapped files, and aligned owned buffers.
+//! Views of tensors that were read from files, and aligned owned buffers.
 
 use crate::dtype::{DType, KvDType};
 use crate::error::DeviceError;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
-use std::borrow::Cow;
 use std::ops::Range;
 use std::ptr::NonNull;
 
-/// A borrowed row-major tensor of a model file. `bytes.len()` equals the product of `shape` in `dtype`; the
+/// A borrowed row-major tensor, or rows of one. `bytes.len()` equals the product of `shape` in `dtype`; the
 /// parser that makes it has checked that.
 #[derive(Debug, Clone, Copy)]
 pub struct TensorView<'a> {
@@ -40,21 +39,21 @@ impl<'a> TensorView<'a> {
     }
 }
 
-/// A tensor ready to be packed: as a file stores it, or as blocks made of what the file stores.
-#[derive(Debug)]
-pub struct LoadedTensor<'a> {
+/// Rows of a tensor, ready to be packed: as a file stores them, or as blocks made of what the file stores.
+#[derive(Debug, Clone, Copy)]
+pub struct TensorRows<'a> {
     /// Element type.
     pub dtype: DType,
-    /// Sizes, slowest first.
-    pub shape: Vec<usize>,
+    /// `[n_rows, n_columns]`
+    pub shape: [usize; 2],
     /// The elements, as in [`TensorView`].
-    pub bytes: Cow<'a, [u8]>,
+    pub bytes: &'a [u8],
 }
 
-impl LoadedTensor<'_> {
-    /// A view of it.
+impl TensorRows<'_> {
+    /// A view of them.
     pub fn view(&self) -> TensorView<'_> {
-        TensorView { dtype: self.dtype, shape: &self.shape, bytes: &self.bytes }
+        TensorView { dtype: self.dtype, shape: &self.shape, bytes: self.bytes }
     }
 }
 

@@ -303,6 +303,28 @@ fn experts_are_slots_by_number() {
     assert!(matches!(error, FormatError::MissingTensors { n_missing: 3, .. }));
 }
 
+/// transformers 5 writes `num_local_experts` for every family; published files have the key of their family.
+#[test]
+fn both_spellings_of_the_number_of_experts_are_read() {
+    let both = ["num_experts", "num_local_experts"];
+    let stated = |keys: &[(&str, usize)]| {
+        let folder = qwen3_moe().without("num_experts");
+        keys.iter().fold(folder, |folder, &(key, n)| folder.with(key, n))
+    };
+    for keys in [&[(both[0], 3)][..], &[(both[1], 3)], &[(both[0], 3), (both[1], 3)]] {
+        assert_eq!(config_of(&stated(keys)).experts.unwrap().n, 3, "{keys:?}");
+    }
+    let error = format_error(stated(&[(both[0], 3), (both[1], 4)]).open());
+    assert_names(&error, &["num_experts is 3", "num_local_experts says 4"]);
+    assert_names(&format_error(stated(&[]).open()), &["no \"num_experts\""]);
+    let mut mixtral = qwen3_moe().without("num_experts").with("num_local_experts", 4);
+    mixtral = mixtral.with("architectures", json!(["MixtralForCausalLM"])).with("intermediate_size", 24);
+    // Its number of experts is read: it lacks the tensors that Mixtral has.
+    for folder in [mixtral.clone(), mixtral.without("num_local_experts").with("num_experts", 4)] {
+        assert!(matches!(format_error(folder.open()), FormatError::MissingTensors { .. }));
+    }
+}
+
 #[test]
 fn unlikely_experts_are_refused() {
     for (key, value) in [("num_experts", 0), ("num_experts", 1 << 20), ("num_experts_per_tok", 4)] {

@@ -66,7 +66,7 @@ impl Context {
         let steps = Steps::new(&*device, checkpoint.config(), state, settings)?;
         let gpu = CudaBackend::load(device, &checkpoint, &config, (memory_share, config.n_threads))?;
         config.n_cells = gpu.n_cells(config.n_streams);
-        let fingerprint = gpu.fingerprint(&checkpoint, &config, gpu.pool());
+        let fingerprint = gpu.fingerprint(&checkpoint, &config)?;
         Self::assemble(checkpoint, config, (Backend::Cuda(SteppedGpu { gpu, steps }), fingerprint))
     }
 }
@@ -129,15 +129,10 @@ impl CudaBackend {
         self.decoder.n_cells() / n_streams * n_streams
     }
 
-    /// What keys and values in the cells depend on; `pool` hashes.
-    pub(super) fn fingerprint(
-        &self,
-        checkpoint: &Checkpoint,
-        config: &ContextConfig,
-        pool: &Pool,
-    ) -> Fingerprint {
+    /// What keys and values in the cells depend on. Errors: as [`Fingerprint::new`].
+    pub(super) fn fingerprint(&self, checkpoint: &Checkpoint, config: &ContextConfig) -> Result<Fingerprint> {
         let how = format!("cuda {} {:?}", self.device.facts().capability, self.decoder.element());
-        Fingerprint::new(checkpoint, config, pool, &how)
+        Fingerprint::new(checkpoint, config, &how)
     }
 
     /// Keeps no other rank waiting for this one.

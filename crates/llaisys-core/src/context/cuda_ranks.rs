@@ -45,7 +45,7 @@ impl Context {
         let name = format!("{n_ranks} x {}", loaded[0].name());
         let pool = Pool::new(config.n_threads)?;
         config.n_cells = loaded[0].n_cells(config.n_streams);
-        let fingerprint = loaded[0].fingerprint(&checkpoint, &config, &pool);
+        let fingerprint = loaded[0].fingerprint(&checkpoint, &config)?;
         let ranks = loaded.into_iter().map(Mutex::new).collect();
         let backend = Backend::CudaRanks(CudaRanks { ranks, threads, pool, name });
         Self::assemble(checkpoint, config, (backend, fingerprint))

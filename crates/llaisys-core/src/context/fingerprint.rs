@@ -2,15 +2,15 @@
 //! each other's.
 
 use super::ContextConfig;
+use crate::error::Result;
 use crate::model::checkpoint::Checkpoint;
-use crate::threads::Pool;
-use xxhash_rust::xxh3::{Xxh3, xxh3_128};
+use xxhash_rust::xxh3::Xxh3;
 
 /// Goes up when the same inputs come to give other keys or values, or a cell another layout.
 const KV_FORMAT: u32 = 1;
 
-/// Tensors of so many bytes together are hashed at a time.
-const HELD_BYTES: usize = 16 << 20;
+/// Behind names of tensors of so many bytes follow their hashes. Session files name fingerprints, so it stays.
+const GROUP_BYTES: usize = 16 << 20;
 
 /// A 128-bit XXH3 (xxhash.com) over the model's configuration and all its tensors, as the checkpoint has them, the
 /// way they are computed with, and the layout of a cell. It tells files apart, it does not protect against forgery.
@@ -18,9 +18,9 @@ const HELD_BYTES: usize = 16 << 20;
 pub(super) struct Fingerprint(u128);
 
 impl Fingerprint {
-    /// Reads every tensor once, over all threads of `pool`; of the files, at most [`HELD_BYTES`] and one tensor are
-    /// in memory at a time. `how`: what computes, and the type of a cell.
-    pub(super) fn new(checkpoint: &Checkpoint, config: &ContextConfig, pool: &Pool, how: &str) -> Self {
+    /// Takes the hashes that loading the weights has left, and reads only what it did not: tensors that the model
+    /// ignores. `how`: what computes, and the type of a cell. Errors: as [`Checkpoint::hashes`].
+    pub(super) fn new(checkpoint: &Checkpoint, config: &ContextConfig, how: &str) -> Result<Self> {
         let mut hasher = Xxh3::new();
         hasher.update(&KV_FORMAT.to_le_bytes());
         hasher.update(format!("{:?} {:?} {how}", checkpoint.config(), config.mode).as_bytes());
@@ -28,20 +28,20 @@ impl Fingerprint {
         if config.n_ranks > 1 {
             hasher.update(format!("{} ranks", config.n_ranks).as_bytes());
         }
-        let (mut held, mut n_bytes) = (Vec::new(), 0);
-        for (name, tensor) in checkpoint.stored() {
-            hasher.update(format!("{name} {:?} {:?}", tensor.dtype, tensor.shape).as_bytes());
-            n_bytes += tensor.bytes.len();
-            held.push((tensor.bytes, 0_u128));
-            if n_bytes >= HELD_BYTES {
-                hash(&mut held, pool, &mut hasher);
-                checkpoint.release_pages();
+        let (mut hashes, mut n_bytes) = (Vec::new(), 0);
+        for tensor in checkpoint.hashes() {
+            let (tensor, hash) = tensor?;
+            hasher.update(format!("{} {:?} {:?}", tensor.name, tensor.dtype, tensor.shape).as_bytes());
+            hashes.extend(hash.to_le_bytes());
+            n_bytes += tensor.range.len();
+            if n_bytes >= GROUP_BYTES {
+                hasher.update(&hashes);
+                hashes.clear();
                 n_bytes = 0;
             }
         }
-        hash(&mut held, pool, &mut hasher);
-        checkpoint.release_pages();
-        Self(hasher.digest128())
+        hasher.update(&hashes);
+        Ok(Self(hasher.digest128()))
     }
 
     /// That of the context after one of its weights was replaced.
@@ -51,18 +51,6 @@ impl Fingerprint {
         hasher.update(name.as_bytes());
         values.iter().for_each(|value| hasher.update(&value.to_le_bytes()));
         Self(hasher.digest128())
-    }
-}
-
-/// Takes the hash of each tensor's bytes into `hasher`, in order.
-fn hash(held: &mut Vec<(&[u8], u128)>, pool: &Pool, hasher: &mut Xxh3) {
-    pool.run_chunks(held, 1, &|_, chunk| {
-        for (bytes, hash) in chunk {
-            *hash = xxh3_128(bytes);
-        }
-    });
-    for (_, hash) in held.drain(..) {
-        hasher.update(&hash.to_le_bytes());
     }
 }
 

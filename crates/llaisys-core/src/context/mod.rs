@@ -109,7 +109,8 @@ pub struct Context {
 impl Context {
     /// Opens the checkpoint at `path` (a folder or a `.gguf` file), packs its weights, drops the files.
     ///
-    /// Errors: a damaged or unsupported checkpoint, a setting out of its bounds, no memory.
+    /// Errors: a damaged or unsupported checkpoint, or one that is truncated meanwhile; a setting out of its bounds, no
+    /// memory.
     pub fn load(path: &Path, config: ContextConfig) -> Result<Self> {
         Self::new(Checkpoint::open(path)?, config, Arc::default())
     }
@@ -119,14 +120,14 @@ impl Context {
         check(&config, checkpoint.config())?;
         let kernels = Kernels::select(config.isa)?;
         let pool = Pool::shared(config.n_threads, config.pins)?;
-        check_source(&checkpoint, config.mode, &pool)?;
+        check_source(&checkpoint, config.mode)?;
         let decoders = ranks::pack(&checkpoint, &config, &pool, &progress)?;
         let kv_dtype = config.kv_dtype.unwrap_or(match config.mode {
             ComputeMode::Float32 => KvDType::Float32,
             _ => KvDType::Bfloat16,
         });
         let how = format!("{:?}", (kv_dtype, kernels.isa()));
-        let fingerprint = Fingerprint::new(&checkpoint, &config, &pool, &how);
+        let fingerprint = Fingerprint::new(&checkpoint, &config, &how)?;
         let ranks = Ranks::new(decoders, &config, (kernels, kv_dtype), pool)?;
         Ok(Self { progress, ..Self::assemble(checkpoint, config, (Backend::Cpu(ranks), fingerprint))? })
     }

@@ -15,7 +15,7 @@ use crate::model::checkpoint::Checkpoint;
 use crate::model::decoder::{Decoder, ForwardRows, HeadRoom, KvLayers, Workspace};
 use crate::model::shard::Shard;
 use crate::model::slot::Slot;
-use crate::model::weights::{Replacement, Weights};
+use crate::model::weights::{PackSettings, Replacement, Weights};
 use crate::ops::dispatch::Kernels;
 use crate::ops::{GreedyRoom, OpContext, rope_shift};
 use crate::progress::Progress;
@@ -139,7 +139,7 @@ pub(super) fn pack(
     let decoder = |rank| {
         let shard = Shard { rank, world: config.n_ranks };
         let model = shard.config(checkpoint.config())?;
-        let mut weights = Weights::pack(checkpoint, config.mode, shard, pool, progress)?;
+        let mut weights = Weights::pack(checkpoint, PackSettings::new(config.mode, shard), pool, progress)?;
         if config.screens_head && config.n_ranks == 1 && model.has_plain_logits() {
             weights.screen_head(pool)?;
         }

@@ -7,9 +7,15 @@ use thiserror::Error;
 #[derive(Debug, Error)]
 #[allow(missing_docs, reason = "the error text names each field")]
 pub enum FormatError {
-    /// The system refuses to open, read or map a file.
+    /// The system refuses to open or read a file.
     #[error("cannot read {}: {source}", path.display())]
     Io { path: PathBuf, source: std::io::Error },
+    /// A file that became shorter after it was opened.
+    #[error(
+        "{} was truncated while it was loaded: {expected} bytes were expected at offset {offset}, but it has only \
+         {n_bytes} bytes now; replace a model file by renaming a new one over it, and load again", path.display()
+    )]
+    Truncated { path: PathBuf, offset: usize, expected: usize, n_bytes: u64 },
     /// A pipe, device or folder where a file should be.
     #[error("{} is not a regular file", path.display())]
     NotAFile { path: PathBuf },
@@ -96,6 +102,9 @@ pub enum GgufError {
     /// The file ends inside something.
     #[error("{what} at offset {at} needs {needed} bytes, {left} are left")]
     Truncated { what: &'static str, at: usize, needed: u64, left: usize },
+    /// A header that goes on behind what is read of a file.
+    #[error("the header has at least {needed} bytes, {read} are read")]
+    HeaderBytes { needed: usize, read: usize },
     /// A count that cannot be true.
     #[error("{count} {what}, at most {max} are possible or allowed")]
     Count { what: &'static str, count: u64, max: u64 },

@@ -1,8 +1,9 @@
 //! A Hugging Face model folder: finds its files and keeps them inside it.
 
+use super::file::ModelFile;
 use super::{FormatError, json};
-use std::fs::{self, File, Metadata};
-use std::io::{ErrorKind, Read};
+use std::fs::{self, Metadata};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 /// Bytes of `config.json` and `generation_config.json` that are read.
@@ -53,16 +54,16 @@ impl ModelFolder {
         if facts.is_file() { Ok(Some((path, facts))) } else { Err(FormatError::NotAFile { path }) }
     }
 
-    /// The bytes of file `name`; None if there is none. Errors: more than `max` bytes, as [`Self::file`].
+    /// The bytes of file `name`; None if there is none. Errors: more than `max` bytes, as [`Self::file`] and
+    /// [`ModelFile::read_at`].
     pub fn read(&self, name: &str, max: u64) -> Result<Option<Vec<u8>>, FormatError> {
-        let Some((path, facts)) = self.regular_file(name)? else { return Ok(None) };
-        let io = |source| FormatError::Io { path: path.clone(), source };
-        if facts.len() > max {
-            return Err(FormatError::TooLarge { file: name.to_owned(), bytes: facts.len(), max });
+        let Some(path) = self.file(name)? else { return Ok(None) };
+        let file = ModelFile::open(&path)?;
+        let bytes = file.n_bytes() as u64;
+        if bytes > max {
+            return Err(FormatError::TooLarge { file: name.to_owned(), bytes, max });
         }
-        let mut bytes = Vec::new();
-        File::open(&path).map_err(io)?.take(max).read_to_end(&mut bytes).map_err(io)?;
-        Ok(Some(bytes))
+        file.front(file.n_bytes()).map(Some)
     }
 
     /// The JSON object in file `name`; None if there is no such file. Errors: as [`Self::read`] and

@@ -3,14 +3,15 @@
 //! The `safetensors` crate parses and checks the header (offsets contiguous, sizes equal to shape times type,
 //! the whole file covered); added here are unique names, the shard rules and the element types that we run.
 
+use super::file::ModelFile;
 use super::folder::ModelFolder;
 use super::json::UniqueMap;
-use super::mapped::MappedFile;
 use super::tensors::{StoredTensor, TensorFiles};
 use super::{FormatError, NAME_BYTES_MAX};
 use crate::dtype::DType;
 use crate::error::{Result, Unsupported};
-use safetensors::{Dtype as FileType, SafeTensorError, SafeTensors};
+use safetensors::tensor::Metadata;
+use safetensors::{Dtype as FileType, SafeTensorError};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use std::collections::BTreeMap;
@@ -30,13 +31,13 @@ const INDEX: &str = "model.safetensors.index.json";
 /// Bytes of the header's length, in front of it.
 const LENGTH_BYTES: usize = 8;
 
-/// Maps the tensors of a folder. `model.safetensors` is taken if both it and an index are there, as
+/// Opens the tensors of a folder. `model.safetensors` is taken if both it and an index are there, as
 /// transformers does.
 ///
 /// Errors: [`FormatError`] for damage; [`Unsupported::TensorType`] for a type other than F32, F16, BF16 and I32.
 pub fn open(folder: &ModelFolder) -> Result<TensorFiles> {
     if let Some(path) = folder.file(SINGLE)? {
-        let file = MappedFile::open(&path)?;
+        let file = ModelFile::open(&path)?;
         let tensors = tensors_of(&file, SINGLE, 0)?;
         return Ok(TensorFiles::new(vec![file], tensors));
     }
@@ -64,7 +65,7 @@ fn open_shards(folder: &ModelFolder, index: &[u8]) -> Result<TensorFiles> {
     for (shard, placed) in by_shard {
         let not_there = || FormatError::NotInShard { tensor: placed[0].to_owned(), shard: shard.to_owned() };
         let path = folder.file(shard)?.ok_or_else(not_there)?;
-        let file = MappedFile::open(&path)?;
+        let file = ModelFile::open(&path)?;
         let found = tensors_of(&file, shard, files.len())?;
         check_placed(shard, &placed, &found, &weight_map)?;
         files.push(file);
@@ -102,18 +103,22 @@ fn check_placed(
     }
 }
 
-fn tensors_of(file: &MappedFile, name: &str, index: usize) -> Result<Vec<StoredTensor>> {
-    let bytes = file.bytes();
-    check_header(bytes, name)?;
+fn tensors_of(file: &ModelFile, name: &str, index: usize) -> Result<Vec<StoredTensor>> {
     let refused = |source| FormatError::Safetensors { file: name.to_owned(), source };
-    let (header_bytes, metadata) = SafeTensors::read_metadata(bytes).map_err(refused)?;
+    let header = read_header(file, name)?;
     let invalid = || refused(SafeTensorError::InvalidHeaderLength);
-    let data_start = header_bytes.checked_add(LENGTH_BYTES).ok_or_else(invalid)?;
+    let data_start = header.len().checked_add(LENGTH_BYTES).ok_or_else(invalid)?;
+    // Made from JSON it is checked already: offsets, and sizes by shape and type.
+    let metadata: Metadata = serde_json::from_slice(&header)
+        .map_err(|source| refused(SafeTensorError::InvalidHeaderDeserialization(source)))?;
+    if data_start.checked_add(metadata.data_len()) != Some(file.n_bytes()) {
+        return Err(refused(SafeTensorError::MetadataIncompleteBuffer).into());
+    }
     let mut tensors = Vec::new();
     let by_name: BTreeMap<String, _> = metadata.tensors().into_iter().collect();
     for (tensor, info) in by_name {
         let (start, end) = info.data_offsets;
-        let place = |offset: usize| data_start.checked_add(offset).filter(|&at| at <= bytes.len());
+        let place = |offset: usize| data_start.checked_add(offset).filter(|&at| at <= file.n_bytes());
         let (Some(start), Some(end)) = (place(start), place(end)) else { return Err(invalid().into()) };
         check_entry(name, &tensor, info.shape.len())?;
         let dtype = dtype_of(&tensor, info.dtype)?;
@@ -128,21 +133,24 @@ fn tensors_of(file: &MappedFile, name: &str, index: usize) -> Result<Vec<StoredT
     Ok(tensors)
 }
 
-/// What the crate does not check: a header of a sane size, each name once.
-fn check_header(bytes: &[u8], name: &str) -> Result<(), FormatError> {
+/// The header's bytes. Checks what the crate does not: a sane size, each name once.
+fn read_header(file: &ModelFile, name: &str) -> Result<Vec<u8>, FormatError> {
     let refused = |source| FormatError::Safetensors { file: name.to_owned(), source };
-    let Some((length, rest)) = bytes.split_first_chunk::<LENGTH_BYTES>() else {
+    let Some(rest) = file.n_bytes().checked_sub(LENGTH_BYTES) else {
         return Err(refused(SafeTensorError::HeaderTooSmall));
     };
-    let header_bytes = u64::from_le_bytes(*length);
+    let mut length = [0; LENGTH_BYTES];
+    file.read_at(0, &mut length)?;
+    let header_bytes = u64::from_le_bytes(length);
     if header_bytes > HEADER_BYTES_MAX {
         let file = format!("the header of {name}");
         return Err(FormatError::TooLarge { file, bytes: header_bytes, max: HEADER_BYTES_MAX });
     }
-    let header = usize::try_from(header_bytes).ok().and_then(|n| rest.get(..n));
-    let header = header.ok_or_else(|| refused(SafeTensorError::InvalidHeaderLength))?;
-    match serde_json::from_slice::<UniqueMap<IgnoredAny>>(header) {
-        Ok(_) => Ok(()),
+    let n_bytes = usize::try_from(header_bytes).ok().filter(|&n| n <= rest);
+    let mut header = vec![0; n_bytes.ok_or_else(|| refused(SafeTensorError::InvalidHeaderLength))?];
+    file.read_at(LENGTH_BYTES, &mut header)?;
+    match serde_json::from_slice::<UniqueMap<IgnoredAny>>(&header) {
+        Ok(_) => Ok(header),
         Err(source) => Err(FormatError::Json { file: format!("the header of {name}"), source }),
     }
 }

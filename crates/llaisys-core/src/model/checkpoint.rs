@@ -1,12 +1,12 @@
 //! A checkpoint: configuration and tensors of a folder or a file, each tensor in its place.
 
 use crate::dtype::DType;
-use crate::error::{DeviceError, Result, Unsupported};
+use crate::error::{Result, Unsupported};
 use crate::formats::FormatError;
 use crate::formats::folder::ModelFolder;
 use crate::formats::gguf::GgufFile;
 use crate::formats::safetensors;
-use crate::formats::tensors::{StoredTensor, TensorFiles};
+use crate::formats::tensors::{StoredTensor, TensorFiles, buffer_of};
 use crate::formats::tokenizer_json;
 use crate::model::config::ModelConfig;
 use crate::model::family::RopeRows;
@@ -18,10 +18,10 @@ use crate::model::rope::RopeScaling;
 use crate::model::slot::{LayerSlot, Slot};
 use crate::model::{folder_config, gguf_config};
 use crate::quant::dequantize_row;
-use crate::tensor::{LoadedTensor, TensorView};
+use crate::tensor::{RowView, TensorRows};
 use crate::threads::Pool;
-use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
+use std::ops::Range;
 use std::path::Path;
 
 /// Files of a folder that Python reads.
@@ -34,7 +34,7 @@ const READ_ELSEWHERE: [&str; 5] = [
 ];
 
 /// An open checkpoint. Every slot of its configuration has a tensor of the right shape, and no tensor is left
-/// over. The files stay mapped as long as it lives.
+/// over. The files stay open as long as it lives.
 #[derive(Debug)]
 pub struct Checkpoint {
     config: ModelConfig,
@@ -51,6 +51,16 @@ enum Place {
     Stored(usize),
     /// Several tensors that stand for a matrix.
     Quantized(QuantizedMatrix),
+}
+
+impl Place {
+    /// The type of the rows that are read.
+    fn dtype(&self, files: &TensorFiles) -> DType {
+        match self {
+            Place::Stored(index) => files.tensors()[*index].dtype,
+            Place::Quantized(matrix) => matrix.dtype(),
+        }
+    }
 }
 
 /// Names, shapes and row order of a checkpoint's tensors, for weights that outlive the files.
@@ -106,10 +116,9 @@ impl Checkpoint {
 
     fn open_gguf(path: &Path) -> Result<Self> {
         let file = GgufFile::open(path)?;
-        let header = file.header()?;
-        let (config, tokenizer) = gguf_config::read(&header)?;
-        let pooling_type = gguf_config::pooling_type(&header)?;
-        let tensors = header.place()?;
+        let ((config, tokenizer), pooling_type, tensors) = file.with_header(|header| {
+            Ok((gguf_config::read(header)?, gguf_config::pooling_type(header)?, header.place()?))
+        })?;
         let source = Source {
             path: path.to_string_lossy().into_owned(),
             file_format: FileFormat::Gguf,
@@ -149,10 +158,7 @@ impl Checkpoint {
             FileFormat::Safetensors => RopeRows::HalfSplit,
             FileFormat::Gguf => config.family.gguf_rope_rows,
         };
-        let stored = |slot| match by_slot[&slot] {
-            Place::Stored(index) => files.tensors()[index].dtype,
-            Place::Quantized(ref matrix) => matrix.dtype(),
-        };
+        let stored = |slot| by_slot[&slot].dtype(&files);
         let bytes = [PackedBytes::new(&config, &stored), PackedBytes::of_screen(&config, &stored)];
         let info = ModelInfo::new(&config, &sizes, bytes, source);
         let names = WeightNames { by_name, config: config.clone(), rope_rows };
@@ -171,39 +177,51 @@ impl Checkpoint {
 
     /// The tensor of `slot`, of the shape that the configuration gives it; None if the model has no such slot, or
     /// the file has it in several tensors.
-    pub fn tensor(&self, slot: Slot) -> Option<TensorView<'_>> {
+    pub fn tensor(&self, slot: Slot) -> Option<&StoredTensor> {
         match self.by_slot.get(&slot)? {
-            Place::Stored(index) => Some(self.files.view(*index)),
+            Place::Stored(index) => Some(&self.files.tensors()[*index]),
             Place::Quantized(_) => None,
         }
     }
 
-    /// The tensor of `slot`: as the file has it, or made of several tensors. Errors: no memory.
+    /// The type in which [`Checkpoint::read`] gives the tensor of `slot`. Panics if the model has no such slot.
+    pub fn dtype(&self, slot: Slot) -> DType {
+        self.by_slot[&slot].dtype(&self.files)
+    }
+
+    /// Reads `rows` of the tensor of `slot` into `buffer`: as the file has them, or made of several tensors. The rows
+    /// of a stack of matrices follow each other, a vector is one row.
     ///
-    /// Panics if the model has no such slot.
-    pub fn load(&self, slot: Slot, pool: &Pool) -> Result<LoadedTensor<'_>, DeviceError> {
-        let shape = self.config.shape(slot);
-        match self.by_slot[&slot] {
+    /// Errors: [`FormatError::Truncated`], the system's; no memory. Panics if the model has no such slot, or it no such
+    /// rows.
+    pub fn read<'b>(
+        &self,
+        slot: Slot,
+        rows: Range<usize>,
+        buffer: &'b mut Vec<u8>,
+        pool: &Pool,
+    ) -> Result<TensorRows<'b>> {
+        let n_columns = *self.config.shape(slot).last().expect("a slot's tensor has a size");
+        let shape = [rows.len(), n_columns];
+        let dtype = self.dtype(slot);
+        let bytes = match self.by_slot[&slot] {
             Place::Stored(index) => {
-                let TensorView { dtype, bytes, .. } = self.files.view(index);
-                Ok(LoadedTensor { dtype, shape, bytes: Cow::Borrowed(bytes) })
+                let row_bytes =
+                    dtype.bytes_of(n_columns).expect("opening the checkpoint checked whole blocks");
+                let bytes = buffer_of(buffer, rows.len() * row_bytes)?;
+                self.files.read(index, rows.start * row_bytes, bytes, pool)?;
+                &*bytes
             }
-            Place::Quantized(matrix) => {
-                let (dtype, bytes) = matrix.load(&self.files, pool)?;
-                Ok(LoadedTensor { dtype, shape, bytes: Cow::Owned(bytes) })
-            }
-        }
+            Place::Quantized(matrix) => matrix.read(&self.files, rows, buffer, pool)?,
+        };
+        Ok(TensorRows { dtype, shape, bytes })
     }
 
-    /// Every tensor of the files with its name, those that make up one matrix included, in the order of names.
-    pub fn stored(&self) -> impl Iterator<Item = (&str, TensorView<'_>)> {
+    /// Every tensor of the files with the 128-bit XXH3 of its bytes, those that make up one matrix included, in the
+    /// order of names. What [`Checkpoint::read`] has read in order is not read again. Errors: as there.
+    pub fn hashes(&self) -> impl Iterator<Item = Result<(&StoredTensor, u128)>> {
         let tensors = self.files.tensors().iter().enumerate();
-        tensors.map(|(index, tensor)| (tensor.name.as_str(), self.files.view(index)))
-    }
-
-    /// As [`TensorFiles::release_pages`]: what was read of the weights no longer counts as our memory.
-    pub fn release_pages(&self) {
-        self.files.release_pages();
+        tensors.map(|(index, tensor)| Ok((tensor, self.files.hash(index)?)))
     }
 
     /// Every slot of this model.
@@ -273,13 +291,16 @@ fn read_rope_factors(config: &mut ModelConfig, files: &TensorFiles) -> Result<()
     }
     let name = config.names.rope_factors;
     let missing = || FormatError::MissingTensors { n_missing: 1, first: name.to_owned() };
-    let tensor = files.view(files.find(name).ok_or_else(missing)?);
-    let (got, want) = (tensor.shape.to_vec(), vec![config.d_head / 2]);
+    let index = files.find(name).ok_or_else(missing)?;
+    let tensor = &files.tensors()[index];
+    let (got, want) = (tensor.shape.clone(), vec![config.d_head / 2]);
     if got != want {
         return Err(FormatError::TensorShape { name: name.to_owned(), got, want });
     }
     *factors = vec![0.0; want[0]];
-    dequantize_row(tensor.row(0), factors);
+    let mut bytes = Vec::new();
+    files.visit(index, 0, &mut |piece| bytes.extend_from_slice(piece))?;
+    dequantize_row(RowView { dtype: tensor.dtype, bytes: &bytes }, factors);
     config.rope.check(config.d_head)
 }
 

@@ -17,6 +17,9 @@ use crate::model::rope::{self, RopeConfig};
 use serde_json::Value;
 
 const FILE: &str = "config.json";
+/// Both spellings of the number of experts: published files of a family have one of them, transformers 5 writes the
+/// second for all.
+const EXPERT_COUNT_KEYS: [&str; 2] = ["num_experts", "num_local_experts"];
 /// transformers' default where a file names no base.
 const ROPE_THETA_DEFAULT: f64 = 10_000.0;
 /// transformers' default of all families here.
@@ -188,8 +191,16 @@ fn soft_cap(fields: &Fields<'_>, key: &'static str, rule: SoftCap) -> Result<Opt
 
 fn experts(fields: &Fields<'_>, family: &FamilyFacts) -> Result<Option<Experts>> {
     let Some(keys) = family.experts else { return Ok(None) };
+    let [what, other] = EXPERT_COUNT_KEYS;
+    let n = match (fields.size(what)?, fields.size(other)?) {
+        (Some(got), Some(want)) if got != want => {
+            let (got, want) = (got as u64, want as u64);
+            return Err(FormatError::Disagree { what, got, other, want }.into());
+        }
+        (stated, other) => stated.or(other),
+    };
     Ok(Some(Experts {
-        n: fields.required_size(keys.n)?,
+        n: n.ok_or(FormatError::KeyMissing { file: FILE, key: keys.n })?,
         n_used: fields.required_size("num_experts_per_tok")?,
         normalise: match keys.normalise {
             Some(key) => fields.flag(key)?.unwrap_or(false),

@@ -37,46 +37,55 @@ pub fn packed_format(mode: ComputeMode, slot: Slot, dtype: DType, n_columns: usi
     }
 }
 
-/// Checks that every matrix of `checkpoint` can be quantised, if `mode` asks for that.
+/// Checks that every matrix of `checkpoint` is of a type that can be quantised, if `mode` asks for that.
 ///
-/// Errors: a matrix is in integers already, or holds what is not finite, by name.
-pub fn check_source(checkpoint: &Checkpoint, mode: ComputeMode, pool: &Pool) -> Result<()> {
-    if !matches!(mode, ComputeMode::Int8 | ComputeMode::Int4) {
+/// Errors: a matrix is in integers already, by name.
+pub fn check_source(checkpoint: &Checkpoint, mode: ComputeMode) -> Result<(), Unsupported> {
+    if !quantizes(mode) {
         return Ok(());
     }
     let config = checkpoint.config();
     for slot in config.slots().filter(|&slot| config.shape(slot).len() > 1) {
-        let name = config.names.name(slot).expect("slots are those that the table names");
-        match checkpoint.tensor(slot) {
-            Some(tensor) if !tensor.dtype.is_quantized() => check_finite(tensor, name, pool)?,
-            tensor => {
-                let dtype = tensor.map_or(DType::Int4, |tensor| tensor.dtype).name().to_uppercase();
-                return Err(Unsupported::Quantized { tensor: name, dtype }.into());
-            }
+        // Tensors that stand for a matrix together have another type than its rows.
+        let dtype = checkpoint.tensor(slot).map_or(DType::Int4, |tensor| tensor.dtype);
+        if dtype.is_quantized() {
+            let name = config.names.name(slot).expect("slots are those that the table names");
+            return Err(Unsupported::Quantized { tensor: name, dtype: dtype.name().to_uppercase() });
         }
-        checkpoint.release_pages();
     }
     Ok(())
 }
 
+/// True if matrices of numbers become integers in `mode`.
+pub fn quantizes(mode: ComputeMode) -> bool {
+    matches!(mode, ComputeMode::Int8 | ComputeMode::Int4)
+}
+
+/// Checks that integers can stand for `rows`, which are those of the tensor `name` from its row `first` on.
+///
 /// Errors: the first row with an infinity or NaN.
-fn check_finite(tensor: TensorView<'_>, name: String, pool: &Pool) -> Result<(), FormatError> {
-    let n_columns = tensor.n_columns();
-    let n_rows = tensor.n_rows();
-    let (chunks, first) = (Chunks::new(n_rows, ROWS_AT_ONCE), AtomicUsize::new(n_rows));
+pub fn check_finite(
+    rows: TensorView<'_>,
+    first: usize,
+    name: &dyn Fn() -> String,
+    pool: &Pool,
+) -> Result<(), FormatError> {
+    let n_columns = rows.n_columns();
+    let n_rows = rows.n_rows();
+    let (chunks, worst) = (Chunks::new(n_rows, ROWS_AT_ONCE), AtomicUsize::new(n_rows));
     pool.run(&|_| {
         let mut values = vec![0.0; n_columns];
-        while let Some(rows) = chunks.take() {
-            for n in rows {
-                dequantize_row(tensor.row(n), &mut values);
+        while let Some(chunk) = chunks.take() {
+            for n in chunk {
+                dequantize_row(rows.row(n), &mut values);
                 if !values.iter().all(|value| value.is_finite()) {
-                    first.fetch_min(n, Ordering::Relaxed);
+                    worst.fetch_min(n, Ordering::Relaxed);
                 }
             }
         }
     });
-    match first.into_inner() {
+    match worst.into_inner() {
         row if row == n_rows => Ok(()),
-        row => Err(FormatError::NotFinite { name, row }),
+        row => Err(FormatError::NotFinite { name: name(), row: first + row }),
     }
 }

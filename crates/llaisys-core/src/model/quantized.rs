@@ -14,14 +14,14 @@
 //! 0x11111111, "gptq_v2" as it is. Source: the packing of AutoGPTQ and GPTQModel (`qlinear`), and of AutoAWQ (`gemm`).
 
 use crate::dtype::DType;
-use crate::error::{DeviceError, Result, Unsupported};
+use crate::error::{Result, Unsupported};
 use crate::formats::FormatError;
-use crate::formats::tensors::TensorFiles;
+use crate::formats::tensors::{TensorFiles, buffer_of};
 use crate::model::fields::Fields;
 use crate::quant::{BLOCK_LEN, int4};
-use crate::tensor::TensorView;
 use crate::threads::Pool;
 use half::{bf16, f16};
+use std::ops::Range;
 
 /// Integers of a word.
 const PER_WORD: usize = 8;
@@ -109,11 +109,16 @@ impl Quantization {
             qzeros: required("qzeros")?,
             scales: required("scales")?,
             g_idx: find("g_idx").filter(|_| self.layout != Layout::Awq),
-            // Packers write a bias for every module; one of zeros adds nothing.
-            zero_bias: find("bias").filter(|&index| files.view(index).bytes.iter().all(|&byte| byte == 0)),
+            zero_bias: None,
         };
         matrix.check(files)?;
-        if matrix.tensors(files).is_symmetric() {
+        // Packers write a bias for every module; one of zeros adds nothing.
+        if let Some(bias) = find("bias").filter(|&index| files.tensors()[index].shape == [n_rows]) {
+            let mut is_zero = true;
+            files.visit(bias, 0, &mut |bytes| is_zero &= bytes.iter().all(|&byte| byte == 0))?;
+            matrix.zero_bias = is_zero.then_some(bias);
+        }
+        if matrix.is_symmetric(files)? {
             matrix.dtype = DType::Q4_0;
         }
         Ok(Some(matrix))
@@ -193,9 +198,14 @@ impl QuantizedMatrix {
         check_tensor(files, self.scales, &[n_groups, n], &[DType::F16, DType::BF16, DType::F32])?;
         let Some(g_idx) = self.g_idx else { return Ok(()) };
         check_tensor(files, g_idx, &[k], &[DType::I32])?;
-        let groups = files.view(g_idx).bytes.as_chunks().0.iter().map(|&word| u32::from_le_bytes(word));
         let size = self.quantization.group_size.unwrap_or(k);
-        if groups.enumerate().any(|(k, group)| group as usize != k / size) {
+        let (mut is_in_order, mut inputs) = (true, 0..);
+        files.visit(g_idx, 0, &mut |bytes| {
+            for (word, k) in bytes.as_chunks().0.iter().zip(&mut inputs) {
+                is_in_order &= u32::from_le_bytes(*word) as usize == k / size;
+            }
+        })?;
+        if !is_in_order {
             let name = files.tensors()[g_idx].name.clone();
             return Err(
                 unsupported("GPTQ with inputs out of order (desc_act)", name, "desc_act false").into()
@@ -209,33 +219,64 @@ impl QuantizedMatrix {
         self.dtype
     }
 
-    fn tensors<'a>(&'a self, files: &'a TensorFiles) -> Tensors<'a> {
-        Tensors {
-            matrix: self,
-            qweight: Words::new(files.view(self.qweight)),
-            qzeros: Words::new(files.view(self.qzeros)),
-            scales: files.view(self.scales),
+    /// Whether Q4_0 holds it: f16 scales, and every zero point is 8.
+    fn is_symmetric(&self, files: &TensorFiles) -> Result<bool, FormatError> {
+        if files.tensors()[self.scales].dtype != DType::F16 {
+            return Ok(false);
+        }
+        let mut is_symmetric = true;
+        files.visit(self.qzeros, 0, &mut |bytes| {
+            let mut words = bytes.as_chunks().0.iter().map(|&word| self.zeros(u32::from_le_bytes(word)));
+            is_symmetric &= words.all(|word| word == SYMMETRIC);
+        })?;
+        Ok(is_symmetric)
+    }
+
+    /// The zero points of a stored word.
+    fn zeros(&self, word: u32) -> u32 {
+        match self.quantization.layout {
+            Layout::Gptq { zeros_less } => word.wrapping_add(zeros_less),
+            Layout::Awq => word,
         }
     }
 
-    /// The matrix as rows of blocks of [`Self::dtype`]. Errors: no memory.
-    pub(super) fn load(&self, files: &TensorFiles, pool: &Pool) -> Result<(DType, Vec<u8>), DeviceError> {
-        let (tensors, dtype) = (self.tensors(files), self.dtype);
+    /// Reads some rows as blocks of [`Self::dtype`] into `buffer`. Words hold numbers of many rows, so whole tensors
+    /// are read; zero points were when they were found to be all 8 or not, and are only if not. Errors: no memory; a file
+    /// that was truncated, the system's.
+    pub(super) fn read<'b>(
+        &self,
+        files: &TensorFiles,
+        rows: Range<usize>,
+        buffer: &'b mut Vec<u8>,
+        pool: &Pool,
+    ) -> Result<&'b [u8]> {
+        let read = |index: usize| -> Result<Vec<u8>> {
+            let mut bytes = Vec::new();
+            let n_bytes = files.tensors()[index].range.len();
+            files.read(index, 0, buffer_of(&mut bytes, n_bytes)?, pool)?;
+            Ok(bytes)
+        };
+        let words = |index: usize| -> Result<Words> {
+            Ok(Words { bytes: read(index)?, n_columns: files.tensors()[index].shape[1] })
+        };
+        let dtype = self.dtype;
+        let tensors = Tensors {
+            matrix: self,
+            qweight: words(self.qweight)?,
+            qzeros: if dtype == DType::Q4_0 { None } else { Some(words(self.qzeros)?) },
+            scales: (files.tensors()[self.scales].dtype, read(self.scales)?),
+        };
         let row_bytes = self.n_columns / BLOCK_LEN * dtype.block_bytes();
-        let n_bytes = self.n_rows * row_bytes;
-        let mut rows = Vec::new();
-        let refused = |_| DeviceError::Allocation { what: "a quantised matrix", bytes: n_bytes };
-        rows.try_reserve_exact(n_bytes).map_err(refused)?;
-        rows.resize(n_bytes, 0);
-        pool.run_chunks(&mut rows, ROWS_AT_ONCE * row_bytes, &|i, rows| {
+        let out = buffer_of(buffer, rows.len() * row_bytes)?;
+        pool.run_chunks(out, ROWS_AT_ONCE * row_bytes, &|i, out| {
             for b in 0..self.n_columns / BLOCK_LEN {
-                for (r, row) in rows.chunks_exact_mut(row_bytes).enumerate() {
+                for (r, row) in out.chunks_exact_mut(row_bytes).enumerate() {
                     let block = &mut row[b * dtype.block_bytes()..][..dtype.block_bytes()];
-                    tensors.write_block(dtype, b, i * ROWS_AT_ONCE + r, block);
+                    tensors.write_block(b, rows.start + i * ROWS_AT_ONCE + r, block);
                 }
             }
         });
-        Ok((dtype, rows))
+        Ok(out)
     }
 }
 
@@ -255,18 +296,14 @@ fn check_tensor(files: &TensorFiles, index: usize, shape: &[usize], types: &[DTy
 }
 
 /// A tensor of words.
-struct Words<'a> {
-    words: &'a [[u8; 4]],
+struct Words {
+    bytes: Vec<u8>,
     n_columns: usize,
 }
 
-impl<'a> Words<'a> {
-    fn new(tensor: TensorView<'a>) -> Self {
-        Self { words: tensor.bytes.as_chunks().0, n_columns: tensor.n_columns() }
-    }
-
+impl Words {
     fn at(&self, row: usize, column: usize) -> u32 {
-        u32::from_le_bytes(self.words[row * self.n_columns + column])
+        u32::from_le_bytes(self.bytes.as_chunks().0[row * self.n_columns + column])
     }
 }
 
@@ -275,41 +312,30 @@ fn integer(word: u32, place: usize) -> u8 {
     (word >> (4 * place) & 15) as u8
 }
 
-/// The mapped tensors of a matrix.
+/// The tensors of a matrix.
 struct Tensors<'a> {
     matrix: &'a QuantizedMatrix,
-    qweight: Words<'a>,
-    qzeros: Words<'a>,
-    scales: TensorView<'a>,
+    qweight: Words,
+    /// None if every zero point is 8.
+    qzeros: Option<Words>,
+    /// Type and bytes.
+    scales: (DType, Vec<u8>),
 }
 
 impl Tensors<'_> {
-    /// Whether Q4_0 holds it: f16 scales, and every zero point is 8.
-    fn is_symmetric(&self) -> bool {
-        let mut zeros = self.qzeros.words.iter().map(|&word| self.zeros(u32::from_le_bytes(word)));
-        self.scales.dtype == DType::F16 && zeros.all(|word| word == SYMMETRIC)
-    }
-
-    /// The zero points of a stored word.
-    fn zeros(&self, word: u32) -> u32 {
-        match self.matrix.quantization.layout {
-            Layout::Gptq { zeros_less } => word.wrapping_add(zeros_less),
-            Layout::Awq => word,
-        }
-    }
-
-    /// Block `b` of row `n`, as `dtype`.
-    fn write_block(&self, dtype: DType, b: usize, n: usize, block: &mut [u8]) {
+    /// Block `b` of row `n`, of the matrix's type.
+    fn write_block(&self, b: usize, n: usize, block: &mut [u8]) {
         let group = self.matrix.quantization.group_size.map_or(0, |size| b * BLOCK_LEN / size);
         let at = group * self.matrix.n_rows + n;
-        let nibbles = match dtype {
-            DType::Q4_0 => {
-                block[..2].copy_from_slice(&self.scales.bytes[2 * at..2 * at + 2]);
+        let (dtype, scales) = &self.scales;
+        let nibbles = match &self.qzeros {
+            None => {
+                block[..2].copy_from_slice(&scales[2 * at..2 * at + 2]);
                 &mut block[2..]
             }
-            _ => {
-                let zeros = self.zeros(self.qzeros.at(group, n / PER_WORD));
-                block[..4].copy_from_slice(&scale(self.scales, at).to_le_bytes());
+            Some(qzeros) => {
+                let zeros = self.matrix.zeros(qzeros.at(group, n / PER_WORD));
+                block[..4].copy_from_slice(&scale(*dtype, scales, at).to_le_bytes());
                 block[4] = integer(zeros, self.place(n));
                 &mut block[int4::BYTES - BLOCK_LEN / 2..]
             }
@@ -337,9 +363,9 @@ impl Tensors<'_> {
 }
 
 /// Element `at` of a tensor of scales.
-fn scale(scales: TensorView<'_>, at: usize) -> f32 {
-    let bytes = &scales.bytes[at * scales.dtype.block_bytes()..];
-    match scales.dtype {
+fn scale(dtype: DType, scales: &[u8], at: usize) -> f32 {
+    let bytes = &scales[at * dtype.block_bytes()..];
+    match dtype {
         DType::F32 => f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
         DType::BF16 => bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
         _ => f16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),

@@ -1,19 +1,15 @@
-//! The tensors of a checkpoint, packed once for this machine. After packing the checkpoint can be dropped.
+//! The tensors of a model, packed once for this machine.
 
 mod head;
+mod pack;
 
-use crate::dtype::ComputeMode;
+pub use pack::PackSettings;
+
 use crate::error::{Result, Unsupported};
-use crate::model::checkpoint::Checkpoint;
 use crate::model::family::{ExpertPart, LayerSlot, Slot};
-use crate::model::held::packed_format;
-use crate::model::shard::Shard;
 use crate::ops::packed::{PackedFormat, PackedMatrix};
 use crate::ops::screen::Screen;
-use crate::ops::{LinearPart, gate_up_row, gate_up_rows};
-use crate::progress::Progress;
-use crate::quant::{BLOCK_LEN, dequantize_row};
-use crate::tensor::{LoadedTensor, RowView};
+use crate::ops::{LinearPart, gate_up_row};
 use crate::threads::Pool;
 
 /// A product with an optional bias.
@@ -82,7 +78,8 @@ pub struct Mlp {
     pub down: PackedMatrix,
 }
 
-/// All tensors of a model, or a rank's part of them: shapes are those of [`Shard::config`].
+/// All tensors of a model, or a rank's part of them: shapes are those of
+/// [`Shard::config`](crate::model::shard::Shard::config).
 #[derive(Debug)]
 pub struct Weights {
     /// `[vocab_size, d_model]`; also the head of a model with a tied head. Of one rank of several: as many rows as every
@@ -100,30 +97,6 @@ pub struct Weights {
 }
 
 impl Weights {
-    /// Packs a rank's part of every tensor of `checkpoint` in the format that `mode` asks for. The caller has checked
-    /// that the checkpoint can be in that mode, and that it can be split. `progress` is told of each matrix.
-    ///
-    /// Errors: no memory; rows that cannot be split where the ranks' parts meet.
-    pub fn pack(
-        checkpoint: &Checkpoint,
-        mode: ComputeMode,
-        shard: Shard,
-        pool: &Pool,
-        progress: &Progress,
-    ) -> Result<Self> {
-        let packer = Packer { checkpoint, mode, shard, pool, progress };
-        let config = checkpoint.config();
-        let lm_head = if config.tied_head { None } else { Some(packer.matrix(Slot::LmHead)?) };
-        Ok(Self {
-            embed: packer.matrix(Slot::Embed)?,
-            lm_head,
-            screen: None,
-            is_screened: false,
-            output_norm: packer.vector(Slot::OutputNorm),
-            layers: (0..config.n_layers).map(|index| packer.layer(index)).collect::<Result<_>>()?,
-        })
-    }
-
     /// Bytes held by matrices and vectors.
     pub fn n_bytes(&self) -> usize {
         let layers: usize = self.layers.iter().map(LayerWeights::n_bytes).sum();
@@ -346,141 +319,5 @@ impl LayerWeights {
         let n_values = norms.into_iter().chain(vectors).flatten().map(Vec::len).sum::<usize>();
         let n_bytes = matrices.into_iter().map(PackedMatrix::n_bytes).sum::<usize>();
         n_bytes + n_values * size_of::<f32>() + self.feed_forward.n_bytes()
-    }
-}
-
-struct Packer<'a> {
-    checkpoint: &'a Checkpoint,
-    mode: ComputeMode,
-    shard: Shard,
-    pool: &'a Pool,
-    progress: &'a Progress,
-}
-
-/// Rows of a stored tensor that make up a matrix of ours.
-struct Source<'a> {
-    stored: Slot,
-    tensor: LoadedTensor<'a>,
-    first: usize,
-    n_rows: usize,
-}
-
-impl Source<'_> {
-    fn row(&self, n: usize) -> RowView<'_> {
-        self.tensor.view().row(self.first + n)
-    }
-
-    fn n_columns(&self) -> usize {
-        self.tensor.view().n_columns()
-    }
-}
-
-impl<'a> Packer<'a> {
-    fn layer(&self, index: usize) -> Result<LayerWeights> {
-        let at = |part| Slot::Layer(index, part);
-        let config = self.checkpoint.config();
-        let (bias, norm) = (config.qkv_bias, config.qk_norm);
-        let (pre, post) = (config.family.pre_norms, config.family.post_norms);
-        let some = |wanted: bool, part| wanted.then(|| self.vector(at(part)));
-        Ok(LayerWeights {
-            attn_norm: some(pre, LayerSlot::AttnNorm),
-            attn_post_norm: some(post, LayerSlot::AttnPostNorm),
-            q: Projection { matrix: self.matrix(at(LayerSlot::Q))?, bias: some(bias, LayerSlot::QBias) },
-            k: Projection { matrix: self.matrix(at(LayerSlot::K))?, bias: some(bias, LayerSlot::KBias) },
-            v: Projection { matrix: self.matrix(at(LayerSlot::V))?, bias: some(bias, LayerSlot::VBias) },
-            q_norm: some(norm, LayerSlot::QNorm),
-            k_norm: some(norm, LayerSlot::KNorm),
-            o: self.matrix(at(LayerSlot::O))?,
-            ffn_norm: some(pre, LayerSlot::FfnNorm),
-            ffn_post_norm: some(post, LayerSlot::FfnPostNorm),
-            feed_forward: self.feed_forward(index)?,
-        })
-    }
-
-    fn feed_forward(&self, index: usize) -> Result<FeedForward> {
-        let mlp = |[gate, up, down]: [LayerSlot; 3]| -> Result<Mlp> {
-            let gate_up = self.gate_up(Slot::Layer(index, gate), Slot::Layer(index, up))?;
-            Ok(Mlp { gate_up, down: self.matrix(Slot::Layer(index, down))? })
-        };
-        let Some(experts) = self.checkpoint.config().experts else {
-            return mlp([LayerSlot::Gate, LayerSlot::Up, LayerSlot::Down]).map(FeedForward::Dense);
-        };
-        let parts = [ExpertPart::Gate, ExpertPart::Up, ExpertPart::Down];
-        let expert = |e| mlp(parts.map(|part| LayerSlot::Expert(e, part)));
-        Ok(FeedForward::Experts {
-            router: self.matrix_as(Slot::Layer(index, LayerSlot::Router), Some(PackedFormat::F32))?,
-            experts: (0..experts.n).map(expert).collect::<Result<_>>()?,
-        })
-    }
-
-    fn matrix(&self, slot: Slot) -> Result<PackedMatrix> {
-        self.matrix_as(slot, None)
-    }
-
-    /// A matrix in a format, or in the one that the mode asks for.
-    fn matrix_as(&self, slot: Slot, format: Option<PackedFormat>) -> Result<PackedMatrix> {
-        let source = self.source(slot)?;
-        let n_columns = source.n_columns();
-        let dtype = source.tensor.dtype;
-        let format = format.unwrap_or_else(|| packed_format(self.mode, slot, dtype, n_columns));
-        let block = dtype.block_len().max(if format.is_grouped() { BLOCK_LEN } else { 1 });
-        let rows = self.shard.rows(slot, source.n_rows);
-        let columns = self.shard.columns(slot, n_columns, (block, &|| self.name(source.stored)))?;
-        let row = |n: usize| match rows.start + n {
-            n if n < source.n_rows => {
-                source.row(self.checkpoint.stored_row(slot, n)).columns(columns.clone())
-            }
-            _ => RowView { dtype, bytes: &[] },
-        };
-        let matrix = PackedMatrix::pack(self.pool, format, rows.len(), columns.len(), &row)?;
-        self.progress.packed(matrix.n_bytes());
-        Ok(matrix)
-    }
-
-    fn name(&self, stored: Slot) -> String {
-        self.checkpoint.config().names.name(stored).expect("what is stored has a name")
-    }
-
-    /// Both matrices in one, so that one region reads the input once. Different formats meet in f32.
-    fn gate_up(&self, gate: Slot, up: Slot) -> Result<PackedMatrix> {
-        let slot = gate;
-        let (gate, up) = (self.source(gate)?, self.source(up)?);
-        let (rows, n_columns) = (self.shard.rows(slot, gate.n_rows), gate.n_columns());
-        let n_inner = rows.len();
-        let formats =
-            [&gate, &up].map(|source| packed_format(self.mode, slot, source.tensor.dtype, n_columns));
-        let format = if formats[0] == formats[1] { formats[0] } else { PackedFormat::F32 };
-        // Zero bytes are zeros in every type (a block's scale is zero too): the rows that fill the last panel.
-        let zeros = vec![0_u8; gate.row(0).bytes.len()];
-        let padding = RowView { dtype: gate.tensor.dtype, bytes: &zeros };
-        let source = |n: usize| match gate_up_row(n_inner, n) {
-            Some((false, row)) => gate.row(rows.start + row),
-            Some((true, row)) => up.row(rows.start + row),
-            None => padding,
-        };
-        let matrix = PackedMatrix::pack(self.pool, format, gate_up_rows(n_inner), n_columns, &source)?;
-        self.progress.packed(matrix.n_bytes());
-        Ok(matrix)
-    }
-
-    /// A norm's or a bias's values in logical order.
-    fn vector(&self, slot: Slot) -> Vec<f32> {
-        const STORED: &str = "opening the checkpoint checked that every slot is there, vectors as they are";
-        let tensor = self.checkpoint.tensor(slot).expect(STORED);
-        let mut stored = vec![0.0; tensor.n_columns()];
-        dequantize_row(tensor.row(0), &mut stored);
-        let offset = self.checkpoint.offset(slot);
-        let rows = self.shard.rows(slot, stored.len());
-        rows.map(|n| stored[self.checkpoint.stored_row(slot, n)] + offset).collect()
-    }
-
-    /// Where a matrix of ours is stored: by itself, or within another one. The pages of what was read before,
-    /// which is packed by now, are let go.
-    fn source(&self, slot: Slot) -> Result<Source<'a>> {
-        self.checkpoint.release_pages();
-        let config = self.checkpoint.config();
-        let (stored, first) = config.stored_slot(slot);
-        let tensor = self.checkpoint.load(stored, self.pool)?;
-        Ok(Source { stored, tensor, first, n_rows: config.shape(slot)[0] })
     }
 }

@@ -49,6 +49,7 @@ use crate::error::DeviceError;
 use crate::quant::{BLOCK_LEN, fit};
 use crate::tensor::{AlignedBuf, RowView};
 use crate::threads::Pool;
+use std::ops::Range;
 
 /// Outputs of a panel.
 pub(crate) const PANEL: usize = 32;
@@ -276,13 +277,42 @@ impl PackedMatrix {
         n_columns: usize,
         source: &(dyn Fn(usize) -> RowView<'s> + Sync),
     ) -> Result<Self, DeviceError> {
+        let mut matrix = Self::zeroed(format, n_rows, n_columns)?;
+        matrix.fill(pool, 0..n_rows, source);
+        Ok(matrix)
+    }
+
+    /// A matrix of zeros, to be packed by [`Self::fill`]. Errors and panics: as [`Self::pack`].
+    pub fn zeroed(format: PackedFormat, n_rows: usize, n_columns: usize) -> Result<Self, DeviceError> {
         assert!(Self::can_pack(format, n_columns), "{format:?} cannot hold rows of {n_columns}");
-        let mut panels = AlignedBuf::zeroed("packed weights", format.matrix_bytes(n_rows, n_columns))?;
-        if !panels.is_empty() {
-            fill::fill(pool, format, n_columns, &mut panels, &|n| (n < n_rows).then(|| source(n)));
-            pages::use_huge_pages(&panels);
-        }
+        let panels = AlignedBuf::zeroed("packed weights", format.matrix_bytes(n_rows, n_columns))?;
         Ok(Self { format, n_rows, n_columns, panels })
+    }
+
+    /// Packs `rows` as [`Self::pack`] does, each row once and the last one last.
+    ///
+    /// Panics as it does, and if `rows` do not begin with a panel, or end neither with one nor with the matrix.
+    pub fn fill<'s>(
+        &mut self,
+        pool: &Pool,
+        rows: Range<usize>,
+        source: &(dyn Fn(usize) -> RowView<'s> + Sync),
+    ) {
+        let is_last = rows.end == self.n_rows;
+        assert!(
+            rows.start.is_multiple_of(PANEL) && (is_last || rows.end.is_multiple_of(PANEL)),
+            "rows {rows:?} of {} are not whole panels",
+            self.n_rows
+        );
+        if self.panels.is_empty() {
+            return;
+        }
+        let panels = rows.start / PANEL..rows.end.div_ceil(PANEL);
+        let (format, n_columns, end) = (self.format, self.n_columns, rows.end);
+        fill::fill(pool, format, n_columns, (&mut self.panels, panels), &|n| (n < end).then(|| source(n)));
+        if is_last {
+            pages::use_huge_pages(&self.panels);
+        }
     }
 
     /// Outputs.

@@ -1,21 +1,24 @@
-//! Reads numbers and strings from the front of a byte slice, never past its end.
+//! Reads numbers and strings from the front of a file, never past its end.
 
 use crate::formats::{GgufError, NAME_BYTES_MAX};
 
 /// Bytes of one string (a chat template or one token); longer ones are not sensible.
 pub(super) const STRING_BYTES_MAX: u64 = 16 << 20;
 
-/// A position in a file that is being read.
+/// A position in a file whose front is being parsed.
 #[derive(Debug)]
 pub(super) struct Cursor<'a> {
+    /// The front of the file, as far as it was read.
     bytes: &'a [u8],
+    /// Bytes of the file, at least as many.
+    file_bytes: usize,
     at: usize,
 }
 
 impl<'a> Cursor<'a> {
-    /// At the start of `bytes`.
-    pub(super) fn new(bytes: &'a [u8]) -> Self {
-        Self { bytes, at: 0 }
+    /// At the start of `bytes`, the front of a file of `file_bytes`.
+    pub(super) fn new(bytes: &'a [u8], file_bytes: usize) -> Self {
+        Self { bytes, file_bytes, at: 0 }
     }
 
     /// Bytes read so far.
@@ -24,14 +27,17 @@ impl<'a> Cursor<'a> {
     }
 
     fn left(&self) -> usize {
-        self.bytes.len().saturating_sub(self.at)
+        self.file_bytes.saturating_sub(self.at)
     }
 
-    /// The next `n` bytes, which are `what`.
+    /// The next `n` bytes, which are `what`. Errors: the file ends before; [`GgufError::HeaderBytes`] if only the
+    /// part that was read of it does.
     pub(super) fn take(&mut self, n: u64, what: &'static str) -> Result<&'a [u8], GgufError> {
         let truncated = GgufError::Truncated { what, at: self.at, needed: n, left: self.left() };
         let end = usize::try_from(n).ok().and_then(|n| self.at.checked_add(n));
-        let Some(taken) = end.and_then(|end| self.bytes.get(self.at..end)) else { return Err(truncated) };
+        let end = end.filter(|&end| end <= self.file_bytes).ok_or(truncated)?;
+        let read = self.bytes.len();
+        let taken = self.bytes.get(self.at..end).ok_or(GgufError::HeaderBytes { needed: end, read })?;
         self.at = self.at.saturating_add(taken.len());
         Ok(taken)
     }

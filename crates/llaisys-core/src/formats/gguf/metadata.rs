@@ -1,4 +1,4 @@
-//! Keys and values of a GGUF file, borrowed from the map.
+//! Keys and values of a GGUF file, borrowed from its front.
 
 use super::cursor::Cursor;
 use crate::formats::GgufError;
@@ -135,7 +135,7 @@ impl<'a> Array<'a> {
     }
 
     fn values(self) -> impl Iterator<Item = Value<'a>> {
-        let mut cursor = Cursor::new(self.bytes);
+        let mut cursor = Cursor::new(self.bytes, self.bytes.len());
         (0..self.n)
             .map(move |_| self.kind.read(&mut cursor, "").expect("every element was checked when read"))
     }

@@ -13,10 +13,10 @@ mod cursor;
 pub mod metadata;
 mod table;
 
-use super::mapped::MappedFile;
+use super::file::ModelFile;
 use super::tensors::{StoredTensor, TensorFiles};
 use super::{FormatError, GgufError};
-use crate::error::{Result, Unsupported};
+use crate::error::{Error, Rejected, Result, Unsupported};
 use cursor::Cursor;
 use metadata::{Metadata, Value};
 use std::ops::Range;
@@ -31,10 +31,15 @@ pub const TENSORS_MAX: u64 = 1 << 18;
 pub const ALIGNMENT_MAX: u64 = 1 << 20;
 const ALIGNMENT_DEFAULT: usize = 32;
 
-/// A mapped GGUF file.
+/// Bytes of a header that are read.
+const HEADER_BYTES_MAX: usize = 64 << 20;
+/// Bytes of the front that are read at first. What is behind the header is read again as tensors.
+const FRONT_BYTES: usize = 1 << 20;
+
+/// An open GGUF file.
 #[derive(Debug)]
 pub struct GgufFile {
-    map: MappedFile,
+    file: ModelFile,
 }
 
 /// The parsed front of a GGUF file: what it says of itself, and its table of tensors, not yet placed.
@@ -48,26 +53,53 @@ pub struct Header<'a> {
 }
 
 impl GgufFile {
-    /// Maps the file at `path`.
+    /// Opens the file at `path`. Errors: as [`ModelFile::open`].
     pub fn open(path: &Path) -> Result<Self, FormatError> {
-        Ok(Self { map: MappedFile::open(path)? })
+        Ok(Self { file: ModelFile::open(path)? })
     }
 
-    /// Parses metadata and table. Errors: damage; another version, byte order or one file of several, by name.
-    pub fn header(&self) -> Result<Header<'_>> {
-        Header::parse(self.map.bytes())
+    /// What `read` makes of the header: metadata and table. A header says nowhere how long it is, so a longer front
+    /// is read until it is whole.
+    ///
+    /// Errors: damage; another version, byte order or one file of several, by name; those of `read`.
+    pub fn with_header<T>(&self, read: impl FnOnce(&Header<'_>) -> Result<T>) -> Result<T> {
+        let file_bytes = self.file.n_bytes();
+        let most = file_bytes.min(HEADER_BYTES_MAX);
+        let mut n = most.min(FRONT_BYTES);
+        loop {
+            let front = self.file.front(n)?;
+            match Header::parse_front(&front, file_bytes) {
+                Ok(header) => return read(&header),
+                Err(Error::Rejected(Rejected::Format(FormatError::Gguf(GgufError::HeaderBytes {
+                    needed,
+                    ..
+                }))))
+                    if n < most =>
+                {
+                    n = needed.max(n.saturating_mul(4)).min(most)
+                }
+                Err(error) => return Err(error),
+            }
+        }
     }
 
     /// The file with the tensors that its own header placed.
     pub(crate) fn into_files(self, tensors: Vec<StoredTensor>) -> TensorFiles {
-        TensorFiles::new(vec![self.map], tensors)
+        TensorFiles::new(vec![self.file], tensors)
     }
 }
 
 impl<'a> Header<'a> {
-    /// As [`GgufFile::header`], of the whole file's bytes.
+    /// The header of a file whose bytes are all given. Errors: as [`GgufFile::with_header`].
     pub fn parse(bytes: &'a [u8]) -> Result<Self> {
-        let mut cursor = Cursor::new(bytes);
+        Self::parse_front(bytes, bytes.len())
+    }
+
+    /// The header of a file of `file_bytes`, of which `bytes` is the front.
+    ///
+    /// Errors: as [`GgufFile::with_header`]; [`GgufError::HeaderBytes`] if the header goes on behind the front.
+    fn parse_front(bytes: &'a [u8], file_bytes: usize) -> Result<Self> {
+        let mut cursor = Cursor::new(bytes, file_bytes);
         read_magic_and_version(&mut cursor)?;
         let n_tensors = cursor.count("tensors", table::ENTRY_BYTES_MIN, TENSORS_MAX)?;
         let n_keys = cursor.count("metadata keys", metadata::ENTRY_BYTES_MIN, KEYS_MAX)?;
@@ -76,7 +108,7 @@ impl<'a> Header<'a> {
         let alignment = alignment_of(&metadata)?;
         let table = table::read(&mut cursor, n_tensors)?;
         let data_start = cursor.at().checked_next_multiple_of(alignment).unwrap_or(usize::MAX);
-        let data = data_start.min(bytes.len())..bytes.len();
+        let data = data_start.min(file_bytes)..file_bytes;
         Ok(Self { metadata, table, alignment, data })
     }
 

@@ -3,7 +3,7 @@
 
 use super::arena::Arena;
 use crate::dtype::DType;
-use crate::error::DeviceError;
+use crate::error::Result;
 use crate::model::checkpoint::Checkpoint;
 use crate::model::shard::Shard;
 use crate::model::slot::{LayerSlot, Slot};
@@ -70,20 +70,20 @@ pub fn n_head_rows(vocab_size: usize, world: usize) -> usize {
 }
 
 /// Bytes of [`load`]'s arena.
-pub fn n_bytes(checkpoint: &Checkpoint, shard: Shard) -> Result<usize, DeviceError> {
+pub fn n_bytes(checkpoint: &Checkpoint, shard: Shard) -> Result<usize> {
     let mut counter = Loader { checkpoint, shard, target: None, arena: Arena::counting() };
     counter.weights()?;
     Ok(counter.arena.n_bytes())
 }
 
-/// Copies every tensor, or the part of it that the device's rank has, to one arena on `device`. Errors: the device's; no
-/// memory.
+/// Copies every tensor, or the part of it that the device's rank has, to one arena on `device`. Errors: the device's; a file
+/// that was truncated, the system's; no memory.
 pub fn load(
     device: &dyn Device,
     checkpoint: &Checkpoint,
     element: Element,
     pool: &Pool,
-) -> Result<DeviceWeights, DeviceError> {
+) -> Result<DeviceWeights> {
     let shard = shard_of(device);
     let base = device.alloc("the weights", n_bytes(checkpoint, shard)?)?;
     let target = Target { device, element, pool };
@@ -114,7 +114,7 @@ struct Loader<'a> {
 }
 
 impl Loader<'_> {
-    fn weights(&mut self) -> Result<DeviceWeights, DeviceError> {
+    fn weights(&mut self) -> Result<DeviceWeights> {
         let config = self.checkpoint.config();
         let embed = self.matrix(&[Slot::Embed])?;
         let head = if config.tied_head {
@@ -124,11 +124,11 @@ impl Loader<'_> {
             self.matrix(&[Slot::LmHead])?
         };
         let output_norm = self.vector(Slot::OutputNorm)?;
-        let layers = (0..config.n_layers).map(|index| self.layer(index)).collect::<Result<_, _>>()?;
+        let layers = (0..config.n_layers).map(|index| self.layer(index)).collect::<Result<_>>()?;
         Ok(DeviceWeights { embed, head, output_norm, layers, n_bytes: self.arena.n_bytes() })
     }
 
-    fn layer(&mut self, index: usize) -> Result<DeviceLayer, DeviceError> {
+    fn layer(&mut self, index: usize) -> Result<DeviceLayer> {
         use LayerSlot::{AttnNorm, Down, FfnNorm, Gate, K, KBias, KNorm, O, Q, QBias, QNorm, Up, V, VBias};
         let at = |part| Slot::Layer(index, part);
         let config = self.checkpoint.config();
@@ -168,7 +168,7 @@ impl Loader<'_> {
     }
 
     /// Tensors one below the other, in the device's type.
-    fn matrix(&mut self, slots: &[Slot]) -> Result<DevicePtr, DeviceError> {
+    fn matrix(&mut self, slots: &[Slot]) -> Result<DevicePtr> {
         let n_bytes = slots.iter().map(|&slot| self.part_bytes(slot)).sum();
         let at = self.arena.take(n_bytes);
         if let Some(target) = self.target {
@@ -182,23 +182,25 @@ impl Loader<'_> {
     }
 
     /// Copies this rank's part of a tensor, row by row in the order that the forward pass wants.
-    fn copy(&self, target: Target<'_>, slot: Slot, to: DevicePtr) -> Result<(), DeviceError> {
-        // The pages of what was read before need not stay.
-        self.checkpoint.release_pages();
+    fn copy(&self, target: Target<'_>, slot: Slot, to: DevicePtr) -> Result<()> {
         let config = self.checkpoint.config();
         let (stored, first) = config.stored_slot(slot);
-        let tensor = self.checkpoint.load(stored, target.pool)?;
-        let view = tensor.view();
-        // A vector's elements are rows of one, as its order is that of a matrix's rows.
         let shape = config.shape(slot);
-        let row = |n: usize| {
-            let n = first + self.checkpoint.stored_row(slot, n);
-            if shape.len() > 1 { view.row(n) } else { element(view.row(0), n) }
-        };
         let n_columns = shape.get(1).copied().unwrap_or(1);
         let (rows, columns) = self.part(slot);
         // Of this rank's, those that there are.
         let n_rows = rows.end.min(shape[0]).saturating_sub(rows.start);
+        // A vector's elements are rows of one, as its order is that of a matrix's rows.
+        let is_vector = shape.len() < 2;
+        let begin = first + rows.start.min(shape[0]);
+        let read = if is_vector { 0..1 } else { begin..begin + n_rows };
+        let mut buffer = Vec::new();
+        let tensor = self.checkpoint.read(stored, read.clone(), &mut buffer, target.pool)?;
+        let view = tensor.view();
+        let row = |n: usize| {
+            let n = first + self.checkpoint.stored_row(slot, n);
+            if is_vector { element(view.row(0), n) } else { view.row(n - read.start) }
+        };
         let row_bytes = columns.len() * 2;
         let at_once = (PIECE_BYTES / row_bytes).max(1);
         let mut bytes = vec![0_u8; at_once.min(n_rows) * row_bytes];
@@ -210,19 +212,19 @@ impl Loader<'_> {
         }
         match rows.len() - n_rows {
             0 => Ok(()),
-            n_behind => target.device.fill(to.at(n_rows * row_bytes), 0, n_behind * row_bytes),
+            n_behind => Ok(target.device.fill(to.at(n_rows * row_bytes), 0, n_behind * row_bytes)?),
         }
     }
 
     /// A norm's weights in f32.
-    fn vector(&mut self, slot: Slot) -> Result<DevicePtr, DeviceError> {
-        const STORED: &str = "opening the checkpoint checked that every slot is there, vectors as they are";
-        let tensor = self.checkpoint.tensor(slot).expect(STORED);
-        let n = tensor.n_columns();
+    fn vector(&mut self, slot: Slot) -> Result<DevicePtr> {
+        let n = self.checkpoint.config().shape(slot)[0];
         let at = self.arena.take(n * size_of::<f32>());
-        if let Some(Target { device, .. }) = self.target {
+        if let Some(Target { device, pool, .. }) = self.target {
+            let mut buffer = Vec::new();
+            let tensor = self.checkpoint.read(slot, 0..1, &mut buffer, pool)?;
             let mut values = vec![0.0; n];
-            dequantize_row(tensor.row(0), &mut values);
+            dequantize_row(tensor.view().row(0), &mut values);
             let offset = self.checkpoint.offset(slot);
             device.upload_words(at, values.iter().map(|value| (value + offset).to_bits()))?;
         }

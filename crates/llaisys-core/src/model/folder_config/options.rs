@@ -1,6 +1,6 @@
 //! Options of `config.json` that are refused by name where they are switched on.
 
-use super::unsupported;
+use super::{EXPERT_COUNT_KEYS, unsupported};
 use crate::error::Result;
 use crate::model::family::{Activation, FamilyFacts};
 use crate::model::fields::Fields;
@@ -34,15 +34,15 @@ pub(super) fn refuse_unsupported(fields: &Fields<'_>, family: &FamilyFacts) -> R
 
 /// Experts are a family's own; every layer has them.
 fn refuse_experts(fields: &Fields<'_>, family: &FamilyFacts) -> Result<()> {
-    let own = family.experts.map(|keys| keys.n);
+    let own: &[&str] = if family.experts.is_some() { &EXPERT_COUNT_KEYS } else { &[] };
     for key in ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"] {
         let n_experts = fields.get(key).filter(|value| value.as_u64() != Some(0));
-        if let Some(n_experts) = n_experts.filter(|_| own != Some(key)) {
+        if let Some(n_experts) = n_experts.filter(|_| !own.contains(&key)) {
             let value = format!("{key} = {n_experts}");
             return Err(unsupported("a mixture of experts", value, "dense models").into());
         }
     }
-    if own.is_none() {
+    if own.is_empty() {
         return Ok(());
     }
     if let Some(step) = fields.size("decoder_sparse_step")?.filter(|&step| step != 1) {

@@ -8,40 +8,50 @@ use crate::quant::{BLOCK_LEN, Block, dequantize_row};
 use crate::tensor::{AlignedBuf, RowView};
 use crate::threads::Pool;
 use half::{bf16, f16};
+use std::ops::Range;
 
 /// The stored row of an output; `None` past the last output.
 type Source<'a> = &'a (dyn Fn(usize) -> Option<RowView<'a>> + Sync);
 
-/// Fills all `panels` (which are zero) from `source`, spread over the threads of `pool`.
+/// Fills the panels of numbers `at` (which are zero) from `source`, spread over the threads of `pool`.
 pub(super) fn fill(
     pool: &Pool,
     format: PackedFormat,
     n_columns: usize,
-    panels: &mut AlignedBuf,
+    (panels, at): (&mut AlignedBuf, Range<usize>),
     source: Source<'_>,
 ) {
     let n_bytes = format.panel_bytes(n_columns);
+    let bytes = at.start * n_bytes..at.end * n_bytes;
     let rows = |p: usize| {
-        (0..PANEL).filter_map(move |c| {
-            source(p * PANEL + c).filter(|row| !row.bytes.is_empty()).map(|row| (c, row))
-        })
+        let first = (at.start + p) * PANEL;
+        (0..PANEL)
+            .filter_map(move |c| source(first + c).filter(|row| !row.bytes.is_empty()).map(|row| (c, row)))
     };
     match format {
-        PackedFormat::F32 => pool.run_chunks(panels.as_mut_slice::<f32>(), n_bytes / 4, &|p, panel| {
-            let mut values = vec![0.0; n_columns];
-            for (c, row) in rows(p) {
-                dequantize_row(row, &mut values);
-                put_f32(panel, c, &values);
-            }
-        }),
-        PackedFormat::BF16 => pool.run_chunks(panels.as_mut_slice::<u16>(), n_bytes / 2, &|p, panel| {
-            let mut values = vec![0.0; n_columns];
-            for (c, row) in rows(p) {
-                dequantize_row(row, &mut values);
-                put_bf16(panel, c, &values);
-            }
-        }),
-        _ => pool.run_chunks(panels.as_mut_slice::<u8>(), n_bytes, &|p, panel| {
+        PackedFormat::F32 => pool.run_chunks(
+            &mut panels.as_mut_slice::<f32>()[bytes.start / 4..bytes.end / 4],
+            n_bytes / 4,
+            &|p, panel| {
+                let mut values = vec![0.0; n_columns];
+                for (c, row) in rows(p) {
+                    dequantize_row(row, &mut values);
+                    put_f32(panel, c, &values);
+                }
+            },
+        ),
+        PackedFormat::BF16 => pool.run_chunks(
+            &mut panels.as_mut_slice::<u16>()[bytes.start / 2..bytes.end / 2],
+            n_bytes / 2,
+            &|p, panel| {
+                let mut values = vec![0.0; n_columns];
+                for (c, row) in rows(p) {
+                    dequantize_row(row, &mut values);
+                    put_bf16(panel, c, &values);
+                }
+            },
+        ),
+        _ => pool.run_chunks(&mut panels.as_mut_slice::<u8>()[bytes], n_bytes, &|p, panel| {
             let mut fitter = format.fit().map(|grid| Fitter::new(grid, n_columns));
             for (c, row) in rows(p) {
                 match &mut fitter {
