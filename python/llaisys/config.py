@@ -7,7 +7,6 @@ Each field is a flag (`--max-num-seqs`), an environment variable (`LLAISYS_MAX_N
 from __future__ import annotations
 
 import os
-import re
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,6 +31,7 @@ OF_THE_SERVER = frozenset(
         "port",
         "api_key",
         "api_key_file",
+        "prefix_cache_sharing",
         "max_concurrent_requests_per_key",
         "max_requests_per_minute_per_key",
         "max_chat_bytes_per_key",
@@ -60,7 +60,6 @@ OF_THE_SERVER = frozenset(
 # Settings that are shown to nobody. HF_TOKEN and OTEL_EXPORTER_OTLP_HEADERS are never settings: the libraries
 # read them.
 SECRETS = frozenset({"api_key"})
-_CREDENTIALS = re.compile(r"(?<=://)[^/@]*(?=@)")
 
 
 class Config(BaseSettings):
@@ -253,6 +252,11 @@ class Config(BaseSettings):
     api_key_file: Path | None = Field(
         None, description="a file of more accepted keys, hashed: a line NAME SHA256 for each"
     )
+    prefix_cache_sharing: Literal["per-key", "all"] = Field(
+        "per-key",
+        description="who shares cached prefixes: requests of one key, or (all) of every key, which can then "
+        "find out by cached_tokens and by time what others have sent",
+    )
     max_concurrent_requests_per_key: int | None = Field(
         None, ge=1, description="open requests of one key; one more gets 429 (default: no bound)"
     )
@@ -319,7 +323,16 @@ class Config(BaseSettings):
         None, description="OpenTelemetry collector (OTLP over HTTP) that gets a span for each request"
     )
 
-    @field_validator("served_model_name", "api_key", "allowed_origins", "allowed_hosts", mode="before")
+    @field_validator("api_key", mode="before")
+    @classmethod
+    def _keys(cls, value: Any) -> Any:
+        """As `_one_or_many`; refuses an empty key, which anybody could send."""
+        keys = cls._one_or_many(value) or ([value] if isinstance(value, str) else value)
+        if isinstance(keys, (list, tuple)) and any(not str(key).replace(",", "").strip() for key in keys):
+            raise ValueError("a key is empty; is the shell variable unset that should hold it?")
+        return keys
+
+    @field_validator("served_model_name", "allowed_origins", "allowed_hosts", mode="before")
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
         """A comma-separated string (environment) or a list (YAML, repeated flags)."""
@@ -411,11 +424,6 @@ def explain_config(
         unnamed: Source = "environment" if key in config.model_fields_set else "default"
         sources.setdefault(key, "flag" if key in values else unnamed)
     return config, sources
-
-
-def without_credentials(address: str) -> str:
-    """A URL as it may be shown: without the name and the password in it."""
-    return _CREDENTIALS.sub("***", address)
 
 
 def _first_of(error: ValidationError) -> str:

@@ -7,6 +7,7 @@ import collections
 import contextlib
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,12 @@ REPEAT_INTERVAL_S = 60.0
 REPEAT_KEYS_MAX = 256
 # Loggers whose messages a client can cause without a request: one line per interval for each message.
 REPEATING = ("asyncio", "uvicorn.error", "llaisys.connections")
+_CREDENTIALS = re.compile(r"(?<=://)[^/@]*(?=@)")
+
+
+def without_credentials(address: str) -> str:
+    """Return a URL as it may be shown: without the name and the password in it."""
+    return _CREDENTIALS.sub("***", address)
 
 
 class LineWriter:

@@ -23,9 +23,9 @@ class ModelRegistry:
         self._by_name = {name: service for service in self.services for name in service.model_names}
 
     @classmethod
-    async def start(cls, config: Config) -> ModelRegistry:
+    async def start(cls, config: Config, *, n_clients: int = 1) -> ModelRegistry:
         """Opens every model, one after the other, and loads those that are to be preloaded. For a server: the
-        process may be ended with a stuck engine.
+        process may be ended with a stuck engine. `n_clients`: clients with shares, as in `AsyncLLM.start`.
 
         Raises RejectedError or UnsupportedError, naming the model or the setting; then nothing is left open.
         """
@@ -33,7 +33,9 @@ class ModelRegistry:
         text_pool = TextPool()
         try:
             for each in config.each_model():
-                services.append(await AsyncLLM.start(each, exits=True, text_pool=text_pool))
+                services.append(
+                    await AsyncLLM.start(each, exits=True, text_pool=text_pool, n_clients=n_clients)
+                )
             await text_pool.ready()
         except BaseException:
             await cls(services, text_pool).close()
@@ -65,10 +67,10 @@ class ModelRegistry:
         """True while requests for every model are welcome."""
         return all(service.is_ready() for service in self.services)
 
-    def refusal(self) -> QueueFullError | None:
-        """Why a new request would be refused now, whichever model it names: that of the soonest to have room
-        again. None: it may be taken."""
-        refusals = [service.refusal() for service in self.services]
+    def refusal(self, client_id: str = "") -> QueueFullError | None:
+        """Why a client's new request would be refused now, whichever model it names: that of the soonest to
+        have room again. None: it may be taken."""
+        refusals = [service.refusal(client_id) for service in self.services]
         known = [each for each in refusals if each is not None]
         return min(known, key=lambda each: each.retry_after_s) if len(known) == len(refusals) else None
 

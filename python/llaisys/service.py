@@ -78,7 +78,7 @@ class AsyncLLM:
         self._lags: OrderedDict[RequestId, list[tuple[float, float]]] = OrderedDict()
         self._sessions = SessionDoor(self._call)
         self._arrivals = Arrivals(asyncio.get_running_loop(), self._hand_over)
-        self._exits = False
+        self._exits, self._n_clients = False, 1
         self._engine = ResidentEngine(self._start_engine, self.model_names[0], config.idle_unload_s)
         self._meter = Meter(self.max_model_len)
         self._admitting = True
@@ -87,18 +87,24 @@ class AsyncLLM:
 
     @classmethod
     async def start(
-        cls, config: Config, *, exits: bool = False, text_pool: TextPool | None = None
+        cls,
+        config: Config,
+        *,
+        exits: bool = False,
+        text_pool: TextPool | None = None,
+        n_clients: int = 1,
     ) -> AsyncLLM:
         """Resolves the model, and loads it unless `preload` is off; returns when requests are welcome.
 
         `exits`: this process is a server, and may be ended where its engine is stuck and its loop is, too.
         `text_pool`: the processes that render and tokenise; without them threads do, unbounded.
+        `n_clients`: clients of the requests, each of which has a share of the engine; 1: no shares.
         Raises RejectedError or UnsupportedError (the model or a setting), naming it.
         """
         service = cls(config, await asyncio.to_thread(open_model, config))
         if text_pool is not None:
             service._prompts = text_pool.add(service._model.tokenizer, service._model.template)
-        service._exits = exits
+        service._exits, service._n_clients = exits, n_clients
         if config.preload:
             await service.load()
         return service
@@ -315,8 +321,8 @@ class AsyncLLM:
         else:
             self._cancel(request_id)
 
-    async def timeline(self, request_id: RequestId) -> dict[int, Story]:
-        """Where the time of a request went, by choice, each gap with its cause; of an open one until now.
+    async def timeline(self, request_id: RequestId, *, client_id: str = "") -> dict[int, Story]:
+        """Where a client's request spent its time, by choice, each gap with its cause; if open, until now.
 
         Times are of `time.monotonic`. Empty for a request that is not known: the newest 1,024 ended choices
         are kept, by the engine that ran them.
@@ -327,7 +333,7 @@ class AsyncLLM:
             return {}
         mailbox = self._mailboxes.get(request_id)
         with self._engine.held():
-            stories = await asyncio.wrap_future(self._client.stories(request_id))
+            stories = await asyncio.wrap_future(self._client.stories(request_id, client_id))
         lags = self._lags.get(request_id, ()) if mailbox is None else mailbox.lags()
         return {index: with_lags(story, lags) for index, story in stories.items()}
 
@@ -346,9 +352,9 @@ class AsyncLLM:
         """True while new requests are welcome: alive, not draining."""
         return self._admitting and self.is_alive()
 
-    def refusal(self) -> QueueFullError | None:
-        """Why a new request would be refused now, whatever it asks; None: it may be taken."""
-        return None if self._client is None else self._client.refusal()
+    def refusal(self, client_id: str = "") -> QueueFullError | None:
+        """Why a client's new request would be refused now, whatever it asks; None: it may be taken."""
+        return None if self._client is None else self._client.refusal(client_id)
 
     def is_stuck(self) -> bool:
         """True once the watchdog has given up an engine of this process, which should end, then."""
@@ -400,7 +406,12 @@ class AsyncLLM:
         """On a thread."""
         info = self._model.info
         return start_engine(
-            self._config, info, self._arrivals.deliver, exits=self._exits, grammars=self._grammars
+            self._config,
+            info,
+            self._arrivals.deliver,
+            exits=self._exits,
+            grammars=self._grammars,
+            n_clients=self._n_clients,
         )
 
     def _cancel(self, request_id: RequestId, index: int | None = None) -> None:

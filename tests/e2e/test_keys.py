@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import socket
+import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from serving import GOLDENS, Server, serving
+from serving import COMMAND, END_S, GOLDENS, Server, environment, long_model, serving
+from wire import connect, head
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +61,137 @@ def test_other_hosts_and_origins_are_shut_out(locked: Server) -> None:
 def test_keys_are_nowhere_in_the_log(locked: Server) -> None:
     locked.http.get("/v1/models?key=secret-1", headers={"authorization": "Bearer secret-1x"})
     assert "secret-" not in locked.log.read_text("utf-8")
+
+
+# --- what one key holds leaves the others their part ---
+
+LONG = {"prompt": [5, 6, 7], "max_tokens": 16_000, "ignore_eos": True, "stream": True}
+OTHER = {"authorization": "Bearer two"}
+COMPLETIONS, EMBEDDINGS = "/v1/completions", "/v1/embeddings"
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two keys: `one` holds what it can, `two` wants a token. Requests time out long after a test would."""
+    folder = tmp_path_factory.mktemp("shared")
+    flags = ("--num-kv-cells", "262144", "--max-num-seqs", "8", "--max-num-queued-reqs", "16")
+    flags += ("--max-sessions", "8", "--max-body-bytes-in-flight", str(16 * MIB), "--dtype", "float32")
+    with serving(folder, str(long_model(folder)), *flags, key="one,two") as server:
+        yield server
+
+
+def send(server: Server, path: str, body: dict[str, Any]) -> socket.socket:
+    """A request of key `one`, whose answer is left in the socket."""
+    raw = json.dumps(body).encode()
+    connection = connect(server)
+    connection.sendall(keyed(head(server, path, len(raw))) + raw)
+    return connection
+
+
+def keyed(raw: bytes) -> bytes:
+    return raw.replace(b"\r\n\r\n", b"\r\nAuthorization: Bearer one\r\n\r\n")
+
+
+def status_of(connection: socket.socket) -> int:
+    with connection.makefile("rb") as file:
+        return int(file.readline().split()[1])
+
+
+def one_token(server: Server) -> httpx.Response:
+    """A request of key `two`."""
+    body = {"prompt": [9, 8, 7], "max_tokens": 1, "ignore_eos": True}
+    return server.http.post(COMPLETIONS, json=body, headers=OTHER)
+
+
+def quiet(server: Server) -> None:
+    """All that was sent has ended."""
+    server.until("vllm:num_requests_running", 0)
+    server.until("vllm:num_requests_waiting", 0)
+
+
+def test_sequence_ids_are_shared(shared: Server) -> None:
+    """Eight requests of eight choices: the other key's request runs while all of them do."""
+    with ExitStack() as stack:
+        for _ in range(8):
+            stack.enter_context(send(shared, COMPLETIONS, {**LONG, "n": 8}))
+        shared.until("vllm:num_requests_running", 8)
+        before = shared.metric("vllm:num_preemptions_total")
+        answer = one_token(shared)
+        assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 1)
+        assert shared.metric("vllm:num_preemptions_total") == before + 1
+        assert shared.metric("vllm:request_success_total", finished_reason="length") >= 1
+    quiet(shared)
+
+
+def test_queue_places_are_shared(shared: Server) -> None:
+    """More requests than may wait, and inputs of embeddings: that key gets 429, no other does."""
+    with ExitStack() as stack:
+        for _ in range(40):
+            stack.enter_context(send(shared, COMPLETIONS, LONG))
+        shared.until("vllm:num_requests_running", 8)
+        shared.until("vllm:num_requests_waiting", 12)  # of 16
+        more = [(EMBEDDINGS, {"input": [[5, 6, 7]] * 64}), (COMPLETIONS, LONG)] * 3
+        refused = [stack.enter_context(send(shared, path, body)) for path, body in more]
+        assert {status_of(connection) for connection in refused} == {429}
+        assert one_token(shared).status_code == 200
+        embedded = shared.http.post(EMBEDDINGS, json={"input": [[5, 6]]}, headers=OTHER)
+        assert embedded.status_code == 200
+    quiet(shared)
+
+
+def test_upload_bytes_are_shared(shared: Server) -> None:
+    """Bodies that are declared and not sent."""
+    with ExitStack() as stack:
+        heads = [stack.enter_context(connect(shared)) for _ in range(16)]
+        for connection in heads:
+            connection.sendall(keyed(head(shared, COMPLETIONS, 4 * MIB)))
+        assert [status_of(connection) for connection in heads[-4:]] == [429] * 4
+        assert one_token(shared).status_code == 200
+        large = {"prompt": [9, 8, 7], "max_tokens": 1, "user": "x" * (4 * MIB - 100)}
+        assert shared.http.post(COMPLETIONS, json=large, headers=OTHER).status_code == 200
+    while shared.http.post("/tokenize", json={"prompt": "x"}).status_code == 429:
+        assert shared.process.poll() is None  # until the server has seen that the connections are closed
+
+
+def test_sessions_are_shared(shared: Server) -> None:
+    names = [f"s{i}" for i in range(8)]
+    statuses = [shared.http.post("/v1/sessions", json={"session_id": name}).status_code for name in names]
+    assert statuses == [200] * 6 + [429] * 2
+    for name in names[:2]:
+        made = shared.http.post("/v1/sessions", json={"session_id": name}, headers=OTHER)
+        assert made.status_code == 200
+
+
+def test_a_key_learns_nothing_of_another_s_prompts_and_ids(shared: Server) -> None:
+    body = {"prompt": [*range(40, 75)], "max_tokens": 1, "request_id": "mine"}
+
+    def cached(headers: dict[str, str]) -> int:
+        usage = shared.http.post(COMPLETIONS, json=body, headers=headers).json()["usage"]
+        n: int = usage["prompt_tokens_details"]["cached_tokens"]
+        return n
+
+    assert [cached({}), cached({})] == [0, 34]
+    assert [cached(OTHER), cached(OTHER)] == [0, 34]
+    with send(shared, COMPLETIONS, {**LONG, "request_id": "open"}) as connection:
+        assert status_of(connection) == 200
+        again = {"prompt": [5], "max_tokens": 1, "request_id": "open"}
+        assert shared.http.post(COMPLETIONS, json=again).status_code == 400
+        answer = shared.http.post(COMPLETIONS, json=again, headers=OTHER)
+        assert (answer.status_code, answer.json()["id"]) == (200, "cmpl-open")
+        (choice,) = shared.http.get("/v1/requests/cmpl-open/timeline").json()["choices"]
+        assert not choice["is_over"]
+    quiet(shared)
+
+
+@pytest.mark.parametrize("how", ["flag", "environment", "file"])
+def test_an_empty_key_stops_the_start(tmp_path: Path, how: str) -> None:
+    keys = tmp_path / "keys.txt"
+    keys.write_text(f"alice {hashlib.sha256(b'').hexdigest()}\n", "utf-8")
+    flags = {"flag": ["--api-key", ""], "environment": [], "file": ["--api-key-file", str(keys)]}[how]
+    env = environment(**({"LLAISYS_API_KEY": ""} if how == "environment" else {}))
+    command = [*COMMAND, "serve", str(GOLDENS / "qwen3-tied-bf16"), "--port", "0", *flags]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=END_S, check=False)
+    assert done.returncode not in (0, 70)
+    assert "shell variable unset" in done.stderr
+    assert "Traceback" not in done.stderr

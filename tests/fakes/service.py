@@ -134,7 +134,7 @@ class FakeService:
     async def close(self, drain_s: float = 0.0) -> None:
         """A fake has nothing to close."""
 
-    def refusal(self) -> QueueFullError | None:
+    def refusal(self, client_id: str = "") -> QueueFullError | None:  # noqa: ARG002 -- AsyncLLM's signature
         return self.full
 
     def is_stuck(self) -> bool:

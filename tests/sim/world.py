@@ -53,6 +53,7 @@ class Mix:
     trouble: float = 0.01
     faults: float = 0.002
     prefix_caching: bool = True
+    n_clients: int = 1  # that have shares; eight send requests
 
 
 def mix_of(seed: int, n_requests: int) -> Mix:
@@ -121,6 +122,7 @@ class World:
             enable_prefix_caching=mix.prefix_caching,
             kv_eviction_threshold=rng.choice([1.0, 0.8]),
             timeout_scan_s=0.5,
+            n_clients=mix.n_clients,
         )
         self.context = SimContext(
             n_cells=mix.n_cells, n_seq_max=mix.n_running, n_streams=mix.n_streams, lifo=rng.random() < 0.5

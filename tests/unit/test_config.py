@@ -44,6 +44,28 @@ def test_lists_come_as_lists_or_with_commas(yaml_file: Path, monkeypatch: pytest
     assert load_config().api_key == ("c", "d")
 
 
+@pytest.mark.parametrize("value", ["", " ", ",", "  ,  "])
+def test_an_empty_key_is_refused_wherever_it_comes_from(
+    value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--api-key "$KEY"` with an unset KEY would let everybody in who sends an empty one."""
+    path = tmp_path / "c.yaml"
+    for text in (
+        f'api_key: "{value}"',
+        f'api_key: ["good", "{value}"]' if "," not in value else "api_key: ''",
+    ):
+        path.write_text(text)
+        with pytest.raises(RejectedError, match=r"api_key.*empty.*shell variable unset"):
+            load_config(yaml_path=path)
+    if "," not in value:  # of a flag, which may be repeated, a comma belongs to the key
+        with pytest.raises(RejectedError, match=r"api_key.*empty.*shell variable unset"):
+            load_config({"api_key": ("good", value)})
+    monkeypatch.setenv("LLAISYS_API_KEY", value)
+    with pytest.raises(RejectedError, match=r"api_key.*empty.*shell variable unset") as caught:
+        load_config()
+    assert caught.value.param == "api_key"
+
+
 @pytest.mark.parametrize(
     ("given", "key"),
     [

@@ -8,7 +8,8 @@ from typing import Any
 
 from llaisys.cli.flags import add_config_flags, explained_config_of
 from llaisys.cli.parsing import Commands, add_command
-from llaisys.config import SECRETS, without_credentials
+from llaisys.config import SECRETS
+from llaisys.logs import without_credentials
 
 MASK = "***"
 

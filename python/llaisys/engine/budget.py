@@ -60,32 +60,38 @@ def sit(running: Sequence[Request], n_seats: int) -> list[Request]:
 class PrefillBudget:
     """Prompt tokens that are left in one step: in all, for each request, and for each client."""
 
-    def __init__(self, limits: Limits, speed: StepSpeed, decoding: Sequence[Request]) -> None:
+    def __init__(
+        self, limits: Limits, speed: StepSpeed, decoding: Sequence[Request], n_clients: int = 1
+    ) -> None:
+        """`n_clients`: clients with shares that have prompts to compute."""
         room = limits.max_num_batched_tokens - len(decoding)
         self.left = speed.prefill_tokens(limits.max_step_time_s, room)
         self.per_request = limits.long_prefill_token_threshold or self.left
         # Where others want tokens too, no prompt takes more than half before they had theirs.
         self.fair_share = min(self.per_request, -(-self.left // 2))
         self._per_client = limits.max_client_tokens_per_step
+        # An equal part for each of several clients, until each has had the chance to use its own.
+        self._client_share = self.left if n_clients < 2 else -(-self.left // n_clients)
         self._of_client: dict[str, int] = {}
-        if self._per_client is not None:
-            for request in decoding:
-                self._count(request, 1)
+        self._decoding: dict[str, int] = {}
+        for request in decoding if self._per_client is not None else ():
+            client = request.source.client_id
+            self._decoding[client] = self._decoding.get(client, 0) + 1
 
     def grant(self, request: Request, n_wanted: int, n_had: int, *, alone: bool) -> int:
         """Takes as many of `n_wanted` tokens as are left for this request, which had `n_had` in this step."""
         most = self.per_request if alone else self.fair_share
-        granted = max(0, min(n_wanted, self.left, most - n_had, self.left_of_client(request)))
+        granted = max(0, min(n_wanted, self.left, most - n_had, self.left_of_client(request, alone=alone)))
+        client = request.source.client_id
         self.left -= granted
-        self._count(request, granted)
+        self._of_client[client] = self._of_client.get(client, 0) + granted
         return granted
 
-    def left_of_client(self, request: Request) -> int:
-        """What the request's client may still have."""
-        if self._per_client is None:
-            return self.left
-        return self._per_client - self._of_client.get(request.source.client_id, 0)
-
-    def _count(self, request: Request, n_tokens: int) -> None:
+    def left_of_client(self, request: Request, *, alone: bool = False) -> int:
+        """What the request's client may still have; with `alone`, when the others have had their part."""
         client = request.source.client_id
-        self._of_client[client] = self._of_client.get(client, 0) + n_tokens
+        n_had = self._of_client.get(client, 0)
+        left = self.left if alone else self._client_share - n_had
+        if self._per_client is None:
+            return left
+        return min(left, self._per_client - n_had - self._decoding.get(client, 0))

@@ -51,9 +51,16 @@ class Capacity:
 
 
 def size(
-    config: Config, info: ModelInfo, memory_bytes: int, cpus: Cpus, *, gpu: GpuSettings | None = None
+    config: Config,
+    info: ModelInfo,
+    memory_bytes: int,
+    cpus: Cpus,
+    *,
+    gpu: GpuSettings | None = None,
+    n_clients: int = 1,
 ) -> Capacity:
-    """Sizes an engine for a machine with `memory_bytes` available and `cpus` to compute on.
+    """Sizes an engine for a machine with `memory_bytes` available and `cpus` to compute on, for `n_clients`
+    clients that each have a share.
 
     It is kept to these unless more threads are wanted.
 
@@ -91,6 +98,7 @@ def size(
         vocab_size=info.vocab_size,
         n_streams=config.num_kv_streams,
         kv_cell_bytes=cell_bytes,
+        n_clients=n_clients,
         **{name: getattr(config, name) for name in _AS_CONFIGURED},
     )
     n_threads = config.num_threads or cpus.n

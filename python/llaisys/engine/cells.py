@@ -8,15 +8,18 @@ its worst case set aside, which nobody else may take.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 from llaisys.engine.fairness import WaitingQueue
 from llaisys.engine.limits import Limits
-from llaisys.engine.prefix import PrefixIndex
+from llaisys.engine.prefix import Lock, PrefixIndex
 from llaisys.engine.request import BrokenInvariant, Request, Running
 from llaisys.engine.requests import OpenRequests
 from llaisys.errors import QueueFullError
+from llaisys.shares import Shares
 
 # Tokens of an answer for which a request needs room to be admitted: so many steps without a preemption.
 HEADROOM_TOKENS = 8
@@ -60,6 +63,7 @@ class Room:
     """The cells of one plan, by arena: what can be had, less what the plan has given out.
 
     - `left`: cells that are free or can be evicted. `taken`: cells that must be free when the batch runs.
+    - `leaving`: pins of requests that the plan ends or preempts.
     - Invariant: `left` covers what is set aside for secured requests, if it did so at first.
     """
 
@@ -67,6 +71,7 @@ class Room:
         self._prefix = prefix
         self.left = [n + (0 if prefix is None else prefix.n_evictable(s)) for s, n in enumerate(n_free)]
         self.taken = [0] * len(n_free)
+        self.leaving: list[Lock] = []
         self._aside = [0] * len(n_free)
         for request in running:
             if request.is_secured:
@@ -104,8 +109,19 @@ class Room:
         stream = stream_of(request)
         private = 0 if request.lock is None or self._prefix is None else self._prefix.n_private(request.lock)
         self.left[stream] += request.num_own + private
+        if request.lock is not None:
+            self.leaving.append(request.lock)
         if request.is_secured:
             self._aside[stream] -= near_need(request)
+
+    def without(self, requests: Sequence[Request]) -> Room:
+        """A copy in which these running requests have left; this one stays as it is."""
+        room = copy(self)
+        room.left, room.taken, room._aside = [*self.left], [*self.taken], [*self._aside]
+        room.leaving = [*self.leaving]
+        for request in requests:
+            room.give_back(request)
+        return room
 
     def admit(self, request: Request, place: Place) -> None:
         """A waiting request goes to its place: what it reuses is pinned, and copied if it lies elsewhere."""
@@ -123,6 +139,8 @@ class Admission:
     def __init__(self, room: Room, prefix: PrefixIndex | None, running: Sequence[Request]) -> None:
         self._prefix = prefix
         self._streams = range(len(room.left))
+        self._leaving = room.leaving
+        self._running = running
         self.n_running = len(running)
         # What can be had, less what those who run need soon; the cells that they took are part of that.
         self._left = [left + taken for left, taken in zip(room.left, room.taken, strict=True)]
@@ -152,12 +170,13 @@ class Admission:
         limit = request.num_reusable
         leader = request.leader
         if self._prefix is not None:
-            match = self._prefix.match(request.source.cache_salt, request.token_ids, limit)
+            salt, ids = request.source.cache_salt, request.token_ids
+            match = self._prefix.match(salt, ids, limit, leaving=self._leaving)
             if match.n_tokens:
                 return Place(match.stream, match.n_tokens, match.stream, match.n_evictable)
-        elif leader is not None and isinstance(leader.state, Running) and not leader.num_reclaimed:
+        elif leader is not None and leader in self._running and not leader.num_reclaimed:
             n_shared = min(limit, request.num_prompt - 1, leader.num_computed)
-            return Place(leader.state.stream, n_shared, leader.state.stream, fork=leader)
+            return Place(stream_of(leader), n_shared, stream_of(leader), fork=leader)
         emptiest = max(self._streams, key=lambda s: (self._left[s], -s))
         return Place(emptiest, source=emptiest)
 
@@ -172,7 +191,10 @@ def check_queue(
     """Raises QueueFullError if with this request more would wait than may, requests or tokens, even after the
     next step let in whom it can. Siblings do not count: their request does. Who would wait alone may,
     however long. `n_room`: cells that are free or can be had. `queue_s`: seconds that the steps need for
-    those who wait."""
+    those who wait. With several configured clients each has its part of both bounds."""
+    if limits.n_clients > 1:
+        _check_client(request, requests, limits, n_room, queue_s)
+        return
     n_waiting, most, most_tokens = (
         requests.num_queued,
         limits.max_num_queued_reqs,
@@ -188,6 +210,40 @@ def check_queue(
         why = f"{n_waiting} requests wait already, at most {most} may"
     elif most_tokens is not None and n_tokens > most_tokens and n_left > 1:
         why = f"with this request {n_tokens} tokens of prompts would wait, at most {most_tokens} may"
+    else:
+        return
+    raise QueueFullError(why, retry_after_s=queue_s(requests.waiting))
+
+
+def _check_client(
+    request: Request,
+    requests: OpenRequests,
+    limits: Limits,
+    n_room: Callable[[], int],
+    queue_s: Callable[[WaitingQueue], float],
+) -> None:
+    """As `check_queue`, of one client among several. Preempted requests, which were let in before, take no
+    part, nor does a request within the client's share of the sequence ids: it is admitted at once."""
+    client, n_tokens = request.source.client_id, len(request.token_ids)
+    open_now = Counter(r.source.client_id for r in (*requests.running, *requests.waiting))
+    if open_now[client] < limits.max_num_seqs // len({*open_now, client}):
+        return
+    n_let_in = _let_in([*requests.waiting, request], requests.running, limits, n_room)
+    queued = [*list(requests.waiting)[n_let_in:], *requests.restoring]
+    held: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
+    for each in queued:
+        if each.leader is None and not each.num_preempted:
+            held[each.source.client_id] += 1
+            tokens[each.source.client_id] += len(each.token_ids)
+    reqs = Shares(limits.max_num_queued_reqs, limits.n_clients)
+    most_tokens = Shares(limits.max_num_queued_tokens or 0, limits.n_clients)
+    if not reqs.allows(held, client):
+        why = f"{held[client]} requests of this client wait already ({reqs.reserved} places are its own)"
+    elif limits.max_num_queued_tokens and held[client] and not most_tokens.allows(tokens, client, n_tokens):
+        n_tokens += tokens[client]
+        why = f"with this request {n_tokens} tokens of this client's prompts would wait"
+        why += f" ({most_tokens.reserved} are its own)"
     else:
         return
     raise QueueFullError(why, retry_after_s=queue_s(requests.waiting))

@@ -7,6 +7,7 @@ import itertools
 import os
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -25,6 +26,7 @@ from llaisys.errors import (
     QueueFullError,
     RejectedError,
 )
+from llaisys.shares import Shares
 from llaisys.stats import EngineStats
 from llaisys.story import Story
 from llaisys.types import CHOICES_MAX, Pooling, RequestId, SamplingParams, SessionInfo
@@ -58,12 +60,17 @@ class EngineClient(ABC):
         self._watch = watch
         self._limits = limits
         self._deliver = deliver
-        self._open: set[RequestId] = set()
+        # Open requests, and whose they are.
+        self._open: dict[RequestId, str] = {}
         # What was cancelled of each open request: its choices, or None for all of them.
         self._cancelled: dict[RequestId, set[int | None]] = {}
         self._calls: dict[int, Future[Any]] = {}
+        self._callers: dict[int, str] = {}
         self._call_ids = itertools.count()
         self._open_max = limits.max_num_seqs + limits.max_num_queued_reqs
+        if limits.n_clients > 1:  # as many that were preempted for a client's share
+            self._open_max += limits.max_num_seqs
+        self._open_shares = Shares(self._open_max, limits.n_clients)
         self._link: Link | None = None
         self._error: EngineDeadError | None = None
         self._is_lost = False
@@ -110,9 +117,9 @@ class EngineClient(ABC):
         request_id = request.request_id
         if request_id in self._open:
             raise RejectedError(f"request id {request_id!r} is in use", param="request_id")
-        if len(self._open) >= self._open_max:
+        if not self._has_place(request.client_id):
             raise self._full()
-        self._open.add(request_id)
+        self._open[request_id] = request.client_id
         try:
             link.send(Submit(request))
         except BaseException:
@@ -140,23 +147,26 @@ class EngineClient(ABC):
 
         Raises EngineDeadError, or ExhaustedError beyond CALLS_MAX open calls.
         """
-        return self._ask(lambda call_id: Ask(replace(call, call_id=call_id)))
+        return self._ask(call.client_id, lambda call_id: Ask(replace(call, call_id=call_id)))
 
-    def stories(self, request_id: RequestId) -> Future[dict[int, Story]]:
-        """Where the time of a request went, by choice; empty for one that is not known (any more). Raises as
-        `call`."""
-        return self._ask(lambda call_id: Recall(call_id, request_id))
+    def stories(self, request_id: RequestId, client_id: str = "") -> Future[dict[int, Story]]:
+        """Where the time of a client's request went, by choice; empty for one that is not known (any more).
+        Raises as `call`."""
+        return self._ask(client_id, lambda call_id: Recall(call_id, request_id))
 
-    def _ask(self, message: Callable[[int], Ask | Recall]) -> Future[Any]:
+    def _ask(self, client_id: str, message: Callable[[int], Ask | Recall]) -> Future[Any]:
         link = self._link
         if link is None or not self._is_owner():
             raise self._why_not()
-        if len(self._calls) >= CALLS_MAX:
+        self._callers = {id: client for id, client in self._callers.items() if id in self._calls}
+        shares = Shares(CALLS_MAX, self._limits.n_clients)
+        if not shares.allows(Counter(self._callers.values()), client_id):
             raise ExhaustedError(
-                f"{CALLS_MAX} calls of sessions or timelines are under way, no more may be: try again"
+                f"{shares.most} calls of sessions or timelines are under way, no more may be: try again"
             )
         call_id, future = next(self._call_ids), Future[Any]()
         future.set_running_or_notify_cancel()
+        self._callers[call_id] = client_id
         self._calls[call_id] = future
         try:
             link.send(message(call_id))
@@ -176,13 +186,19 @@ class EngineClient(ABC):
         """Times that the books of its engines were found wrong, whether that ended one or not."""
         return self._num_ended_wrong + self._stats.num_violations
 
-    def refusal(self) -> QueueFullError | None:
-        """Why no request would be taken now: all places are, or as many wait as may after the newest step,
-        which let in whom it could. None: one may be."""
+    def refusal(self, client_id: str = "") -> QueueFullError | None:
+        """Why no request of a client would be taken now: all its places are, or (of a single client) as many
+        wait as may after the newest step, which let in whom it could. None: one may be."""
         limits = self._limits
-        is_queue_full = 0 < limits.max_num_queued_reqs <= self._stats.num_queued
-        is_full = is_queue_full or len(self._open) >= self._open_max
+        is_queue_full = limits.n_clients < 2 and 0 < limits.max_num_queued_reqs <= self._stats.num_queued
+        is_full = is_queue_full or not self._has_place(client_id)
         return self._full() if is_full and self._link is not None else None
+
+    def _has_place(self, client_id: str) -> bool:
+        """True if one more request of the client may be open."""
+        if len(self._open) < self._open_shares.reserved:
+            return True
+        return self._open_shares.allows(Counter(list(self._open.values())), client_id)
 
     @property
     def stuck(self) -> bool:
@@ -270,11 +286,11 @@ class EngineClient(ABC):
     # --- inside ---
 
     def _full(self) -> QueueFullError:
-        return QueueFullError(
-            f"all places are taken: {self._limits.max_num_seqs} requests may run and "
-            f"{self._limits.max_num_queued_reqs} wait",
-            retry_after_s=self._stats.queue_s,
-        )
+        limits, shares = self._limits, self._open_shares
+        why = f"{limits.max_num_seqs} requests may run and {limits.max_num_queued_reqs} wait"
+        if shares.n_clients > 1:
+            why = f"a client may have {shares.reserved} requests open, up to {shares.most} if it is alone"
+        return QueueFullError(f"all places are taken: {why}", retry_after_s=self._stats.queue_s)
 
     def _is_owner(self) -> bool:
         return os.getpid() == self._owner
@@ -287,7 +303,7 @@ class EngineClient(ABC):
     def _take_out(self, request_id: RequestId) -> bool:
         """True for the one caller that finds the id still open."""
         try:
-            self._open.remove(request_id)
+            del self._open[request_id]
         except KeyError:
             return False
         self._cancelled.pop(request_id, None)

@@ -291,7 +291,7 @@ class LLMEngine:
     def _plan(self, now_s: float) -> Plan:
         """The next step. Where somebody lacks cells, sessions lose their pins before anybody gives way."""
         made = plan(self._view(), now_s)
-        while (made.preempt or made.short) and self.sessions.unpin_oldest():
+        while made.lacks_cells and self.sessions.unpin_oldest():
             made = plan(self._view(), now_s)
         return made
 

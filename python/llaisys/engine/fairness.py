@@ -151,8 +151,12 @@ class Turns:
         best = min(priority for priority, _ in lines)
         return self._first(self._whose_turn(best))
 
+    def firsts(self) -> list[Request]:
+        """The next request of each line that was not left: any of them can be taken out of its turn."""
+        return [self._first(key) for key in self._deficits if key not in self._left]
+
     def take(self, request: Request, n_tokens: int) -> None:
-        """The head goes, and its line pays `n_tokens`."""
+        """The head, or another line's first request, goes, and its line pays `n_tokens`."""
         key = _line_key(request)
         self._deficits[key] -= n_tokens
         self._n_taken[key] = self._n_taken.get(key, 0) + 1
@@ -160,7 +164,7 @@ class Turns:
             self._drop(key)
 
     def leave(self, request: Request) -> None:
-        """The head's line is passed over for the rest of this plan; its deficit stays."""
+        """The line of this first request is passed over for the rest of this plan; its deficit stays."""
         self._left.add(_line_key(request))
 
     def state(self) -> FairState:

@@ -33,6 +33,8 @@ class Limits:
     - `vocab_size`: token ids are below it. `kv_cell_bytes`: K and V of one token in every layer.
     - `max_sessions`: sessions of all clients, and saved ones of each. `session_kv_share`: the share of the
       cells that they may keep from being evicted. `session_store`: where they are saved; None: nowhere.
+    - `n_clients`: configured clients, each of which has a share of the above (`client_shares`, `Shares`); 1:
+      there are no shares, whatever the clients of requests.
     """
 
     max_num_seqs: int
@@ -58,6 +60,7 @@ class Limits:
     max_sessions: int = 256
     session_kv_share: float = 0.5
     session_store: Path | None = None
+    n_clients: int = 1
 
     def __post_init__(self) -> None:
         if self.n_cells % self.n_streams:

@@ -66,8 +66,8 @@ class Plan:
     sequences, then compute one token for each of `decode`, and `chunks`, in one batch.
 
     Requests are named by their ordinals. `short`: who found no cells, of those who run and the next in the
-    queue. `fair`: for the next view. `scanned`, `cleaned`: the deadlines and the prefix cache's size were
-    looked at.
+    queue. `lacks_cells`: more cells would have spared a preemption, or somebody who is short. `fair`: for the
+    next view. `scanned`, `cleaned`: the deadlines and the prefix cache's size were looked at.
 
     Invariants: tokens sum to at most `max_num_batched_tokens` and requests to at most `max_batch_size`; each
     request is in at most one of `expire`, `preempt` and (once) `decode` or `chunks`; an admitted one has a
@@ -81,6 +81,7 @@ class Plan:
     decode: tuple[int, ...] = ()
     chunks: tuple[PlannedChunk, ...] = ()
     short: tuple[int, ...] = ()
+    lacks_cells: bool = False
     fair: FairState = field(default_factory=FairState)
     scanned: bool = False
     cleaned: bool = False

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -120,12 +120,21 @@ class PrefixIndex:
 
     # --- questions: nothing changes ---
 
-    def match(self, salt: str, tokens: Sequence[int], limit: int, stream: int | None = None) -> Match:
+    def match(
+        self,
+        salt: str,
+        tokens: Sequence[int],
+        limit: int,
+        stream: int | None = None,
+        *,
+        leaving: Iterable[Lock] = (),
+    ) -> Match:
         """The longest cached prefix of `tokens`, of at most `limit` tokens; of all arenas if `stream` is None
-        (of equal ones the first)."""
+        (of equal ones the first). What only one of the locks `leaving` pins counts as evictable."""
         ids = as_ids(tokens)
         streams = range(len(self._unpinned)) if stream is None else (stream,)
-        found = [self._match_in((salt, s), ids, limit) for s in streams]
+        private = {node for lock in leaving for node in _locked(lock).upward() if node.n_pins == 1}
+        found = [self._match_in((salt, s), ids, limit, private) for s in streams]
         return max(found, key=lambda match: match.n_tokens)
 
     def n_retained(self, stream: int = 0) -> int:
@@ -252,7 +261,7 @@ class PrefixIndex:
 
     # --- inside ---
 
-    def _match_in(self, key: Key, ids: array[int], limit: int) -> Match:
+    def _match_in(self, key: Key, ids: array[int], limit: int, private: Set[Node]) -> Match:
         root = self._roots.get(key)
         path = [] if root is None else walk(root, ids, limit)
         parts = tuple((node.segment, node.start, node.start + n) for node, n in path[1:])
@@ -263,7 +272,7 @@ class PrefixIndex:
             miss = Miss("limit", n_tokens, ids[n_tokens])
         else:
             miss = self._miss(key, path, n_tokens, ids[n_tokens])
-        n_evictable = sum(n for node, n in path[1:] if node.n_pins == 0)
+        n_evictable = sum(n for node, n in path[1:] if node.n_pins == 0 or node in private)
         return Match(n_tokens, parts, key[1], miss, n_evictable)
 
     def _miss(self, key: Key, path: list[tuple[Node, int]], position: int, token: int) -> Miss:

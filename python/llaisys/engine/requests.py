@@ -97,13 +97,16 @@ class OpenRequests:
     @property
     def num_queued(self) -> int:
         """Requests that wait. Siblings do not count: their request does."""
-        n_remote = sum(isinstance(r.state, WaitingForRemoteKvs) for r in self.parked.values())
-        return n_remote + len(self.waiting) - self.waiting.n_siblings
+        return len(self.restoring) + len(self.waiting) - self.waiting.n_siblings
+
+    @property
+    def restoring(self) -> list[Request]:
+        """Requests whose session is being restored."""
+        return [r for r in self.parked.values() if isinstance(r.state, WaitingForRemoteKvs)]
 
     def waiting_by_reason(self) -> dict[str, int]:
         """Choices that wait, by what they wait for."""
-        n_preempted = self.waiting.n_preempted
-        n_remote = sum(isinstance(r.state, WaitingForRemoteKvs) for r in self.parked.values())
+        n_preempted, n_remote = self.waiting.n_preempted, len(self.restoring)
         return {
             "capacity": len(self.waiting) - n_preempted,
             "preempted": n_preempted,

@@ -11,6 +11,9 @@ together:
 - Who lacks a cell has the last in queue order preempted. The first in queue order among the running, and who
   was preempted `PREEMPTIONS_MAX` times, are never preempted; where nobody can be, a request sits the step
   out.
+- With several configured clients (`client_shares`), a request of a client that runs fewer than its share goes
+  before those of clients that do not, and is admitted at once: the newest request above its client's share is
+  preempted for it, one in a step. Requests above a share are also the first to be preempted for cells.
 - Somebody always gets on: the first in queue order finds every cell that is not set aside once the others are
   preempted, and who has cells set aside uses them.
 - Zero-running lemma: nothing running and something waiting means that the next in order is admitted, because
@@ -19,11 +22,14 @@ together:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llaisys.engine.budget import PrefillBudget, sit
 from llaisys.engine.cells import Admission, Place, Room, stream_of
-from llaisys.engine.fairness import FairState, Turns, WaitingQueue
+from llaisys.engine.client_shares import ABOVE_IDS, ClientShares
+from llaisys.engine.fairness import FairState, Turns, queue_key
+from llaisys.engine.limits import Limits
 from llaisys.engine.plan import Admit, Plan, PlannedChunk, View
 from llaisys.engine.request import Request
 
@@ -36,16 +42,18 @@ def plan(view: View, now_s: float) -> Plan:
     draft = _Draft(view)
     if scanned:
         draft.expire(now_s)
+    draft.share(now_s)
     draft.seat()
     draft.give_tokens(now_s)
     return Plan(
         expire=tuple(r.ordinal for r in draft.expired),
-        preempt=tuple(r.ordinal for r in draft.preempted),
+        preempt=tuple(r.ordinal for r in (*draft.displaced, *draft.preempted)),
         n_free_wanted=draft.n_free_wanted(cleaned=cleaned),
         admit=tuple(draft.admitted),
         decode=tuple([r.ordinal for r in draft.decoding]),
         chunks=tuple(share.chunk() for share in draft.shares if share.n_tokens),
         short=tuple(r.ordinal for r in draft.short),
+        lacks_cells=bool(draft.preempted or draft.short or draft.lacks_cells),
         fair=draft.fair,
         scanned=scanned,
         cleaned=cleaned,
@@ -72,10 +80,9 @@ class _Share:
 class _Door:
     """Lets waiting requests in, in their order, while there are ids and cells for the next one."""
 
-    def __init__(self, waiting: WaitingQueue, admission: Admission, view: View, now_s: float) -> None:
-        limits = view.limits
-        overdue_before_s = now_s - limits.max_queue_wait_s
-        self._turns = Turns(waiting, view.fair, limits.max_num_batched_tokens, overdue_before_s)
+    def __init__(self, turns: Turns, shares: ClientShares, admission: Admission, limits: Limits) -> None:
+        self._turns = turns
+        self._shares = shares
         self._admission = admission
         self._n_ids = limits.max_num_seqs - admission.n_running
         self._head: Request | None = None
@@ -90,7 +97,7 @@ class _Door:
 
     def head(self) -> Request | None:
         """Who goes in next; None if nobody can: the next in order is never overtaken."""
-        head = self._turns.head() if self._n_ids else None
+        head = next_in_order(self._turns, self._shares) if self._n_ids else None
         if head is not self._head:
             self._head, self._place = head, None if head is None else self._admission.place(head)
             self.lacks_cells = [] if head is None or self._place is not None else [head]
@@ -106,12 +113,27 @@ class _Door:
             raise ValueError("the head has no place")
         self._n_ids -= 1
         self._admission.take(request, self._place)
+        self._shares.admit(request)
         self._turns.take(request, len(request.token_ids) - self._place.n_cached)
         return self._place
 
 
+def next_in_order(turns: Turns, shares: ClientShares) -> Request | None:
+    """Who goes in next: the head of the turns, or a request of a client that is below its share. Lines are
+    left whose next request may not be worst-case reserved beside those that are. None if nobody is left."""
+    head = turns.head()
+    while head is not None and not shares.may_reserve(head):
+        turns.leave(head)
+        head = turns.head()
+    if head is None or not shares.is_contended or shares.is_below(head):
+        return head
+    priority = head.source.priority
+    firsts = [r for r in turns.firsts() if r.source.priority <= priority and shares.may_reserve(r)]
+    return shares.furthest_below(firsts) or head
+
+
 class _Draft:
-    """A plan in the making: `expire`, `seat`, `give_tokens`."""
+    """A plan in the making: `expire`, `share`, `seat`, `give_tokens`."""
 
     def __init__(self, view: View) -> None:
         self._limits = view.limits
@@ -120,7 +142,10 @@ class _Draft:
         self._running = list(view.running)
         self._waiting = view.waiting
         self.expired: list[Request] = []
+        # Preempted for a client's share, and for cells.
+        self.displaced: list[Request] = []
         self.preempted: list[Request] = []
+        self.lacks_cells = False
         self.decoding: list[Request] = []
         self.prompts: list[Request] = []
         self.shares: list[_Share] = []
@@ -140,6 +165,47 @@ class _Draft:
         if waiting:
             self._waiting = self._waiting.without(waiting)
 
+    # --- the shares of clients ---
+
+    def share(self, now_s: float) -> None:
+        """Makes way for the next in order if its client runs less than its share: preempts for a sequence id
+        and for cells, or nothing if that would not be enough."""
+        running = self._running
+        self._shares = shares = ClientShares(self._limits, running, self._waiting)
+        if not (shares.is_contended and self._waiting):
+            return
+        head = next_in_order(self._turns(now_s), shares)
+        if head is None or not shares.is_below(head):
+            return
+        candidates = shares.preemptible(head)
+        n_needed = 0
+        if len(running) >= self._limits.max_num_seqs:
+            if not candidates or shares.level(candidates[0]) != ABOVE_IDS:
+                return
+            n_needed = 1
+        if not self._fits(head, candidates[:n_needed]):
+            if not self._fits(head, candidates):
+                return
+            self.lacks_cells = True
+            while not self._fits(head, candidates[:n_needed]):
+                n_needed += 1
+        self.displaced = candidates[:n_needed]
+        for request in self.displaced:
+            self._room.give_back(request)
+        self._running = [r for r in running if r not in self.displaced]
+        shares.preempt(self.displaced)
+
+    def _fits(self, head: Request, preempted: Sequence[Request]) -> bool:
+        """True if there are cells for a waiting request without these running ones."""
+        left = [r for r in self._running if r not in preempted]
+        admission = Admission(self._room.without(preempted), self._view.prefix, left)
+        return admission.place(head) is not None
+
+    def _turns(self, now_s: float) -> Turns:
+        limits = self._limits
+        overdue_before_s = now_s - limits.max_queue_wait_s
+        return Turns(self._waiting, self._view.fair, limits.max_num_batched_tokens, overdue_before_s)
+
     # --- a seat, and a cell for the next token, for everybody who runs ---
 
     def seat(self) -> None:
@@ -150,17 +216,17 @@ class _Draft:
             if not seated and n_seated < len(self._running):
                 # All of them are behind cells of those who do not sit. Who can always get on sits first.
                 self.short.clear()
-                sure = sorted(self._running, key=lambda r: not r.is_secured)[:n_seated]
+                sure = sorted(self._shares.order, key=lambda r: not r.is_secured)[:n_seated]
                 seated = self._give_cells([r for r in self._running if r in sure])
         self.decoding = [r for r in seated if len(r.token_ids) - r.num_computed == 1]
         if len(self.decoding) < len(seated):
             self.prompts = [r for r in seated if r.num_missing > 1]
 
     def _give_cells(self, seated: list[Request]) -> list[Request]:
-        """Those who get a cell, in queue order; the last ones give way until there is one."""
-        served = []
-        for request in seated:
-            if request in self.preempted:
+        """Those who get a cell, in the order of the shares; the last ones give way until there is one."""
+        served, chosen = [], set(seated)
+        for request in self._shares.order:
+            if request not in chosen or request in self.preempted:
                 continue
             stream = stream_of(request)
             while self._room.available(request, stream) < 1:
@@ -173,11 +239,11 @@ class _Draft:
             else:
                 self._room.take(request, stream, 1)
                 served.append(request)
-        return served
+        return sorted(served, key=queue_key)
 
     def _victim(self, request: Request, stream: int) -> Request | None:
-        """The last in queue order behind `request`, in its arena; never the first of all."""
-        for other in reversed(self._running[1:]):
+        """The last in the order of the shares behind `request`, in its arena; never the first of all."""
+        for other in reversed(self._shares.order[1:]):
             if other is request:
                 return None
             if stream_of(other) == stream and not other.is_secured and other not in self.preempted:
@@ -191,11 +257,12 @@ class _Draft:
         door = None
         if self._waiting and len(self._running) < self._limits.max_num_seqs and not self.preempted:
             admission = Admission(self._room, self._view.prefix, self._running)
-            door = _Door(self._waiting, admission, self._view, now_s)
+            door = _Door(self._turns(now_s), self._shares, admission, self._limits)
             self._keep_a_seat(door)
         elif not self.prompts:
             return
-        budget = PrefillBudget(self._limits, self._view.speed, self.decoding)
+        n_clients = self._n_prefilling() if self._shares.is_contended else 1
+        budget = PrefillBudget(self._limits, self._view.speed, self.decoding, n_clients)
         n_seats = self._limits.n_seats - len(self.decoding) - len(self.prompts)
         alone = len(self.prompts) + (0 if door is None else len(self._waiting)) == 1
         prompts = iter(self.prompts)
@@ -218,6 +285,11 @@ class _Draft:
         if door is not None:
             self.fair = door.fair
             self.short += door.lacks_cells
+
+    def _n_prefilling(self) -> int:
+        """Clients that have prompts to compute, or requests that wait."""
+        waiting = {client for _, client in self._waiting.lines}
+        return len(waiting | {r.source.client_id for r in self.prompts})
 
     def _keep_a_seat(self, door: _Door) -> None:
         """Where all seats are taken and somebody can come in, the most recently served leaves its seat."""

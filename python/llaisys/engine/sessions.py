@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -19,6 +19,7 @@ from llaisys.engine.prefix import Lock
 from llaisys.engine.request import BrokenInvariant, EngineRequest, Request
 from llaisys.engine.retention import Retention
 from llaisys.errors import ExhaustedError, LlaisysError, NotFoundError, RejectedError, UnsupportedError
+from llaisys.shares import Shares
 from llaisys.types import SESSION_NAME_MAX, SESSION_NAME_PATTERN, SessionInfo
 
 _NAME = re.compile(SESSION_NAME_PATTERN[1:-1])
@@ -77,7 +78,7 @@ class Sessions:
     def __init__(self, retention: Retention | None, limits: Limits) -> None:
         """Without `retention`, that is without a prefix cache, every call is refused."""
         self._maybe_retention = retention
-        self._max_sessions = limits.max_sessions
+        self._shares = Shares(limits.max_sessions, limits.n_clients)
         self._n_pinned_max = int(limits.n_cells * limits.session_kv_share)
         self._by_key: dict[SessionKey, Session] = {}
         # Those that have a pin, the least recently used first.
@@ -116,11 +117,12 @@ class Sessions:
         key = (client_id, name)
         if key in self._by_key:
             raise RejectedError(f"there is a session {name!r} already", param="session_id")
-        if len(self._by_key) >= self._max_sessions:
-            raise ExhaustedError(
-                f"there are {len(self._by_key)} sessions, max_sessions allows no more: delete one",
-                param="session_id",
-            )
+        held = Counter(client for client, _ in self._by_key)
+        if not self._shares.allows(held, client_id):
+            has = f"there are {len(self._by_key)} sessions"
+            if self._shares.n_clients > 1:
+                has = f"this client has {held[client_id]} sessions ({self._shares.reserved} are its own)"
+            raise ExhaustedError(f"{has}; max_sessions allows no more: delete one", param="session_id")
         session = self._by_key[key] = Session(key)
         return session
 
@@ -175,10 +177,18 @@ class Sessions:
             self.unpin_oldest()
 
     def unpin_oldest(self) -> bool:
-        """The least recently used session that has a pin loses it; False if none has one."""
+        """The least recently used session that has a pin loses it, of several clients with shares that of the
+        client whose pins are the longest together. False if none has one."""
         if not self._pinned:
             return False
-        self._unpin(next(iter(self._pinned.values())))
+        pinned = list(self._pinned.values())
+        most = pinned[0].key[0]
+        if self._shares.n_clients > 1:
+            lengths: Counter[str] = Counter()
+            for session in pinned:
+                lengths[session.key[0]] += 0 if session.lock is None else session.lock.n_tokens
+            most = max(lengths, key=lengths.__getitem__)
+        self._unpin(next(session for session in pinned if session.key[0] == most))
         return True
 
     # --- what is told ---

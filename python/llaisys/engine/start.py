@@ -29,11 +29,12 @@ def start_engine(
     *,
     exits: bool = False,
     grammars: Grammars | None = None,
+    n_clients: int = 1,
 ) -> EngineClient:
     """Sizes an engine, loads the model into it, and returns when requests are welcome.
 
     `exits`: this process is a server, and ends if its engine is stuck. `grammars`: of the model; None: it
-    refuses requests that have one.
+    refuses requests that have one. `n_clients`: clients that each have a share of it.
 
     `device` auto is the GPU that `cuda_device` names, if it can be used and computes this model with these
     settings; the log says why not.
@@ -43,7 +44,7 @@ def start_engine(
     cpus = usable_cpus(config.cpu_threads_bind, config.tensor_parallel_size)
 
     def start(gpu: GpuSettings | None) -> EngineClient:
-        capacity = size(config, info, available_bytes(), cpus, gpu=gpu)
+        capacity = size(config, info, available_bytes(), cpus, gpu=gpu, n_clients=n_clients)
         log.info("%s", capacity.summary)
         watch = Watch(config.watchdog_window_s, exits=exits)
         if config.engine_process:

@@ -20,7 +20,7 @@ from llaisys.server.metrics import STALLED
 from llaisys.server.pieces import PIECE_BYTES, Part, send_parts
 from llaisys.server.sse import SseWriter
 from llaisys.server.state import state_of
-from llaisys.server.trace import note, note_first_token, notes_of, request_id_of
+from llaisys.server.trace import client_id_of, note, note_first_token, notes_of, request_id_of
 from llaisys.server.usage import Usage
 from llaisys.types import FinishReason, RequestOutput
 
@@ -159,14 +159,15 @@ class Answer(Response):
             self._note_end()
             await send_parts(send, self._extra_headers, self._shape.parts())
         finally:
-            state_of(self._request).response_bytes.remove(self._n_bytes)
+            state_of(self._request).response_bytes.remove(self._n_bytes, client_id_of(self._request))
 
     async def _keep(self, chunks: Iterable[Json]) -> None:
         """Adds chunks to the whole answer. Raises RejectedError or ExhaustedError once it is too large."""
-        counts, n_made = state_of(self._request).response_bytes, 0
+        counts, client_id = state_of(self._request).response_bytes, client_id_of(self._request)
+        n_made = 0
         for chunk in chunks:
             n_bytes = self._shape.collect(chunk)
-            counts.add(n_bytes, self._n_bytes)
+            counts.add(n_bytes, self._n_bytes, client_id)
             self._n_bytes += n_bytes
             n_made += n_bytes
             if n_made >= PIECE_BYTES:

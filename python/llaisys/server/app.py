@@ -59,7 +59,7 @@ def create_app(state: ServerState, port: int) -> ASGIApp:
     """
     routes = _routes(state)
     config = state.config
-    app: ASGIApp = BodyGate(QueueGate(routes, state), BodyLimits.of(config))
+    app: ASGIApp = BodyGate(QueueGate(routes, state), BodyLimits.of(config), state.keys.n_clients)
     app = RateGate(app, config.max_concurrent_requests_per_key, config.max_requests_per_minute_per_key)
     app = KeyGate(app, state.keys, PROBES | {"/"} | set(routes.state.page))
     if state.config.allowed_origins:

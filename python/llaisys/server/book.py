@@ -20,7 +20,8 @@ N_ENDED_MAX = 1024
 class Entry:
     """One answer.
 
-    - `id`: its name over HTTP. `client_id`: of the key that asked for it.
+    - `id`: its name over HTTP, the client's own: others may have the same. `client_id`: of the key that asked
+      for it.
     - `request_ids`: the engine's requests behind it, one for each prompt, of `n` choices each.
     - `cancel`: ends it; None once it has ended. `opened_s`: of `time.monotonic`.
     """
@@ -35,36 +36,39 @@ class Entry:
 
 
 class RequestBook:
-    """Invariant: all open answers are in it, and the newest `N_ENDED_MAX` ended ones; ids are unique."""
+    """Invariant: all open answers are in it, and the newest `N_ENDED_MAX` ended ones; the ids of one client
+    are unique."""
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[str, Entry] = OrderedDict()
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        # By client and id.
+        self._entries: OrderedDict[tuple[str, str], Entry] = OrderedDict()
+        self._ended: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._by_request: dict[RequestId, Entry] = {}
 
     @contextmanager
     def open(self, entry: Entry, cancel: Callable[[], None]) -> Iterator[None]:
-        """The answer is being given. Raises RejectedError for an id that another open one has."""
-        old = self._entries.get(entry.id)
+        """The answer is being given. Raises RejectedError for an id of another open one of its client."""
+        key = (entry.client_id, entry.id)
+        old = self._entries.get(key)
         if old is not None and old.cancel is not None:
             raise RejectedError(f"request id {entry.id!r} is in use", param="request_id")
         if old is not None:
             self._forget(old)
         entry.cancel = cancel
-        self._entries[entry.id] = entry
+        self._entries[key] = entry
         self._by_request |= dict.fromkeys(entry.request_ids, entry)
         try:
             yield
         finally:
             entry.cancel = None
-            self._ended[entry.id] = None
+            self._ended[key] = None
             if len(self._ended) > N_ENDED_MAX:
                 self._forget(self._entries[next(iter(self._ended))])
 
     def find(self, id: str, client_id: str) -> Entry:
         """The client's answer of this id. One of somebody else is as unknown as one that never was: 404."""
-        entry = self._entries.get(id)
-        if entry is None or entry.client_id != client_id:
+        entry = self._entries.get((client_id, id))
+        if entry is None:
             raise ApiError(404, "There is no such request.", code="not_found", param="request_id")
         return entry
 
@@ -74,7 +78,8 @@ class RequestBook:
         return entry.id if entry is not None and entry.client_id == client_id else "other"
 
     def _forget(self, entry: Entry) -> None:
-        del self._entries[entry.id], self._ended[entry.id]
+        key = (entry.client_id, entry.id)
+        del self._entries[key], self._ended[key]
         for request_id in entry.request_ids:
             if self._by_request.get(request_id) is entry:
                 del self._by_request[request_id]

@@ -19,6 +19,7 @@ from llaisys.server.completions import ECHO_TOKENS
 from llaisys.server.errors import error_answers, to_json
 from llaisys.server.estimate import check_size
 from llaisys.server.head import Head
+from llaisys.server.keys import engine_id
 from llaisys.server.logprobs import chat_logprobs, prompt_logprobs
 from llaisys.server.messages import generation_prompt, last_answer, template_kwargs, template_messages
 from llaisys.server.pieces import JsonList, Part
@@ -53,7 +54,7 @@ async def chat_completions(body: ChatCompletionRequest, request: Request) -> Res
     note_asked(request, model, params)
     options = answer_options(body, params)
     head = Head.new("chatcmpl", model, body.request_id)
-    told = engine_options(body, client_id)
+    told = engine_options(body, client_id, state_of(request).config.prefix_cache_sharing)
     n_most = engine.most_prompt_tokens(params)
     prompt = await engine.prompt_ids(
         await prompt_of(body, body.messages, engine, tools.shown, n_most), params
@@ -65,8 +66,9 @@ async def chat_completions(body: ChatCompletionRequest, request: Request) -> Res
         return AnswerParts(engine.answer_parser(params, tools.names), only_first=tools.only_first)
 
     shape = ChatShape(head, options, prompt, parts, last_answer(body.messages) if body.echo else "")
-    stream = engine.generate(prompt, params, head.id, **told)
-    entry = Entry(head.id, client_id, engine, [head.id], params.n)
+    name = engine_id(client_id, head.id)
+    stream = engine.generate(prompt, params, name, **told)
+    entry = Entry(head.id, client_id, engine, [name], params.n)
     answer = Answer(request, [stream], shape, headers).listed(entry)
     return answer.as_stream() if body.stream else answer
 

@@ -20,6 +20,7 @@ from llaisys.server.checks import text_of
 from llaisys.server.errors import error_answers, to_json
 from llaisys.server.estimate import check_size
 from llaisys.server.head import Head
+from llaisys.server.keys import engine_id
 from llaisys.server.logprobs import CompletionLogprobs, prompt_logprobs
 from llaisys.server.pieces import JsonList, Part
 from llaisys.server.protocol import (
@@ -59,7 +60,8 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     options = answer_options(body, params)
     head = Head.new("cmpl", model, body.request_id)
     add_special = body.add_special_tokens is not False
-    told = {**engine_options(body, client_id), "add_special_tokens": add_special}
+    sharing = state_of(request).config.prefix_cache_sharing
+    told = {**engine_options(body, client_id, sharing), "add_special_tokens": add_special}
     prompts = prompts_of(body.prompt)
     if body.session_id and len(prompts) > 1:
         raise RejectedError(
@@ -76,7 +78,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         pairs = zip(prompts, shown, strict=True)
         echoes = [await _echo(engine, prompt, ids, params) for prompt, ids in pairs]
     shape = CompletionShape(head, options, echoes)
-    names = [f"{head.id}-{index}" for index in range(len(prompts))]
+    names = [engine_id(client_id, f"{head.id}-{index}") for index in range(len(prompts))]
     submitted = zip(shown or prompts, names, strict=True)
     streams = [engine.generate(prompt, params, name, **told) for prompt, name in submitted]
     entry = Entry(head.id, client_id, engine, names, params.n)

@@ -22,6 +22,7 @@ from llaisys.server.completions import Prompt, prompts_of
 from llaisys.server.errors import error_answers, to_json
 from llaisys.server.estimate import check_embeddings_size
 from llaisys.server.head import Head
+from llaisys.server.keys import engine_id
 from llaisys.server.pieces import Part
 from llaisys.server.protocol import EMBEDDING_NEUTRAL, engine_options
 from llaisys.server.state import engine_of, served_name, state_of
@@ -45,8 +46,9 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     shape = EmbeddingShape(served_name(engine, body.model), as_base64=_is_base64(body.encoding_format))
     _check_dimensions(body.dimensions, engine.model_info.d_model)
     params = SamplingParams(truncate_prompt_tokens=body.truncate_prompt_tokens)
+    client_id = client_id_of(request)
     told = {
-        **engine_options(body, client_id_of(request)),
+        **engine_options(body, client_id, state_of(request).config.prefix_cache_sharing),
         "add_special_tokens": body.add_special_tokens is not False,
         "pooling": engine.pooling,
     }
@@ -56,7 +58,8 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     head = Head.new("embd", shape.model, body.request_id)
     gate = asyncio.Semaphore(min(INPUTS_AT_ONCE, engine.config.max_num_seqs))
     streams = [
-        _embed(engine, gate, (each, params, f"{head.id}-{index}"), told) for index, each in enumerate(inputs)
+        _embed(engine, gate, (each, params, engine_id(client_id, f"{head.id}-{index}")), told)
+        for index, each in enumerate(inputs)
     ]
     return Answer(request, streams, shape, headers)
 
@@ -85,6 +88,8 @@ def _inputs_of(given: str | list[Any]) -> list[Prompt]:
 
 def _of_input(error: RejectedError) -> RejectedError:
     """What is wrong with a prompt, in this endpoint's word for it."""
+    if error.param == "request_id":  # the text has the engine's name of the request
+        return RejectedError("an open request has this request_id", param="request_id")
     if error.param is None or not error.param.startswith("prompt"):
         return error
     return type(error)(str(error).replace("prompt", "input", 1), param="input" + error.param[len("prompt") :])

@@ -13,7 +13,7 @@ from llaisys.server.trace import REQUEST_ID_MAX, clean_request_id
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """`id` is the engine's request id too. `created_s`: Unix time."""
+    """`id` names the answer over HTTP. `created_s`: Unix time."""
 
     id: str
     model: str

@@ -12,6 +12,7 @@ import hmac
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 from llaisys.config import Config
 from llaisys.errors import RejectedError
@@ -20,6 +21,7 @@ from llaisys.files import open_regular
 FILE_BYTES_MAX = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HASH = re.compile(r"[0-9a-fA-F]{64}")
+_EMPTY = hashlib.sha256(b"").digest()
 
 
 class Keyring:
@@ -44,6 +46,11 @@ class Keyring:
     def __bool__(self) -> bool:
         return bool(self._named)
 
+    @property
+    def n_clients(self) -> int:
+        """Clients that have keys."""
+        return len({name for _, name in self._named})
+
     def client_of(self, key: bytes) -> str | None:
         """The name of the client whose key this is; None if it is nobody's.
 
@@ -55,6 +62,18 @@ class Keyring:
             if hmac.compare_digest(digest, known):
                 found = name
         return found
+
+
+def cache_salt(client_id: str, salt: str, sharing: Literal["per-key", "all"]) -> str:
+    """The salt of a request's cached prefixes: where there are keys, and unless all share theirs, other
+    clients' requests have other ones, whatever `salt` they bring. A client's name holds no `/`."""
+    return f"{client_id}/{salt}" if client_id and sharing == "per-key" else salt
+
+
+def engine_id(client_id: str, id: str) -> str:
+    """The engine's name of a client's request: no other client can have or meet it. A client's name holds no
+    `/`, and no request's id does."""
+    return f"{client_id}/{id}" if client_id else id
 
 
 def _read(path: Path) -> list[tuple[bytes, str]]:
@@ -81,6 +100,12 @@ def _read(path: Path) -> list[tuple[bytes, str]]:
                 param="api_key_file",
             )
         digest = bytes.fromhex(parts[1])
+        if digest == _EMPTY:
+            raise RejectedError(
+                f"the keys file {path}, line {number}: this is the hash of an empty key, which anybody could "
+                "send; is the shell variable unset that should hold the key?",
+                param="api_key_file",
+            )
         if named.setdefault(digest, parts[0]) != parts[0]:
             raise RejectedError(
                 f"the keys file {path}, line {number}: the same key has another name above",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
@@ -18,6 +19,7 @@ from llaisys.server.errors import (
     to_api_error,
 )
 from llaisys.server.state import ServerState
+from llaisys.shares import Shares
 
 # Their requests go into the queue of a model, which only the body names.
 QUEUEING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
@@ -40,14 +42,19 @@ class BodyLimits:
 class BodyGate:
     """413, 429 or 408 before the body is read where its length is declared, else as soon as it is over.
 
-    A body counts from its head to the end of its request, because the request keeps it. The connection stays
-    open behind a refusal, so that the client reads it; what is left of the body is read and dropped.
+    A body counts from its head to the end of its request, because the request keeps it. Of several clients
+    each has its part of the bytes of all bodies, and bytes that are declared and do not arrive are counted in
+    their client's own part alone. The connection stays open behind a refusal, so that the client reads it;
+    what is left of the body is read and dropped.
     """
 
-    def __init__(self, app: ASGIApp, limits: BodyLimits) -> None:
+    def __init__(self, app: ASGIApp, limits: BodyLimits, n_clients: int = 1) -> None:
         self._app = app
         self._limits = limits
-        self._in_flight = 0
+        self._shares = Shares(limits.bytes_in_flight, n_clients)
+        # Of each client with an open body: bytes that arrived, and bytes that were declared and did not.
+        self._arrived: Counter[str] = Counter()
+        self._unsent: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -55,48 +62,69 @@ class BodyGate:
             await self._app(scope, receive, send)
             return
         declared = Headers(scope=scope).get("content-length", "0")
-        body = _Body(self, receive, int(declared) if declared.isdigit() else 0)
+        body = _Body(self, scope.get("state", {}).get("client_id", ""), receive)
         try:
-            body.hold(body.declared)
+            body.declare(int(declared) if declared.isdigit() else 0)
         except ApiError as refusal:
             await send_error(send, refusal)
             return
         try:
             await self._app(scope, body.receive, send)
         finally:
-            self._in_flight -= body.held
+            self._change(body.client_id, -body.n_received, -body.n_unsent)
 
-    def take(self, n_bytes: int, held: int) -> None:
-        """Counts more bytes of a body that has `held`. Raises ApiError for what would be too much."""
-        if held + n_bytes > self._limits.bytes_max:
+    def declare(self, client_id: str, n_bytes: int) -> None:
+        """A body of this length is announced. Raises ApiError for too much, and counts nothing then."""
+        if n_bytes > self._limits.bytes_max:
             raise body_too_large(self._limits.bytes_max)
-        if self._in_flight + n_bytes > self._limits.bytes_in_flight:
+        if self._arrived[client_id] + self._unsent[client_id] + n_bytes > self._shares.most:
             raise bodies_too_large()
-        self._in_flight += n_bytes
+        self._count(client_id, 0, n_bytes)
+
+    def arrive(self, body: _Body, n_bytes: int) -> None:
+        """More bytes of a body are there. Raises ApiError for too much, and counts nothing then."""
+        if body.n_received + n_bytes > self._limits.bytes_max:
+            raise body_too_large(self._limits.bytes_max)
+        self._count(body.client_id, n_bytes, -min(n_bytes, body.n_unsent))
 
     @property
     def upload_s(self) -> float:
         """Seconds for a body to arrive."""
         return self._limits.upload_s
 
+    def _count(self, client_id: str, n_arrived: int, n_unsent: int) -> None:
+        held = {client: self._counted(client) for client in {*self._arrived, *self._unsent}}
+        self._change(client_id, n_arrived, n_unsent)
+        n_more = self._counted(client_id) - held.get(client_id, 0)
+        if n_more > 0 and not self._shares.allows(held, client_id, n_more):
+            self._change(client_id, -n_arrived, -n_unsent)
+            raise bodies_too_large()
+
+    def _counted(self, client_id: str) -> int:
+        return self._arrived[client_id] + min(self._unsent[client_id], self._shares.reserved)
+
+    def _change(self, client_id: str, n_arrived: int, n_unsent: int) -> None:
+        for counter, n_bytes in ((self._arrived, n_arrived), (self._unsent, n_unsent)):
+            counter[client_id] += n_bytes
+            if not counter[client_id]:
+                del counter[client_id]
+
 
 class _Body:
-    """One body: the bytes that it holds of the budget (what it declared, at least), and its time."""
+    """One body: what of it has arrived, what was declared and has not, and its time."""
 
-    def __init__(self, gate: BodyGate, receive: Receive, declared: int) -> None:
-        self.declared = declared
-        self.held = 0
+    def __init__(self, gate: BodyGate, client_id: str, receive: Receive) -> None:
+        self.client_id = client_id
+        self.n_received = self.n_unsent = 0
         self._gate = gate
         self._receive = receive
-        self._n_received = 0
         self._is_whole = False
         self._deadline_s = asyncio.get_running_loop().time() + gate.upload_s
 
-    def hold(self, n_bytes: int) -> None:
-        """Makes sure that so many bytes are held. Raises ApiError."""
-        if n_bytes > self.held:
-            self._gate.take(n_bytes - self.held, self.held)
-            self.held = n_bytes
+    def declare(self, n_bytes: int) -> None:
+        """Counts the declared length. Raises ApiError."""
+        self._gate.declare(self.client_id, n_bytes)
+        self.n_unsent = n_bytes
 
     async def receive(self) -> Message:
         """ASGI; raises ApiError. Behind the body's end it waits for the client's going away, for ever."""
@@ -107,14 +135,16 @@ class _Body:
             message = await asyncio.wait_for(self._receive(), left_s)
         except asyncio.TimeoutError:
             raise body_too_slow(self._gate.upload_s) from None
-        self._n_received += len(message.get("body", b""))
+        n_bytes = len(message.get("body", b""))
+        self._gate.arrive(self, n_bytes)
+        self.n_received += n_bytes
+        self.n_unsent -= min(n_bytes, self.n_unsent)
         self._is_whole = not message.get("more_body", False)
-        self.hold(self._n_received)
         return message
 
 
 class QueueGate:
-    """429 before the body is read, for a request that no model would take: all their queues are full.
+    """429 before the body is read, for a request that no model would take: the client's places are taken.
 
     It costs a look at each queue; what comes through may still find the queue of its model full.
     """
@@ -126,7 +156,7 @@ class QueueGate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         asks = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in QUEUEING
-        full = self._state.refusal() if asks else None
+        full = self._state.refusal(scope.get("state", {}).get("client_id", "")) if asks else None
         if full is None:
             await self._app(scope, receive, send)
             return

@@ -7,6 +7,7 @@ A response is kept as JSON until its end: the bytes are counted, and take a tent
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -15,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from llaisys.errors import ExhaustedError, RejectedError
 from llaisys.server.errors import to_json
+from llaisys.shares import Shares
 
 PIECE_BYTES = 64 << 10
 # Numbers or tokens' texts of a list that are made JSON at a time.
@@ -54,30 +56,38 @@ class JsonText:
 class ResponseBytes:
     """The bytes of all whole answers that are being made or sent. Event loop only."""
 
-    def __init__(self, n_most: int, n_most_in_flight: int) -> None:
-        """`n_most`: of one answer. `n_most_in_flight`: of all together."""
+    def __init__(self, n_most: int, n_most_in_flight: int, n_clients: int = 1) -> None:
+        """`n_most`: of one answer. `n_most_in_flight`: of all together, in which each client has a part."""
         self.n_most = n_most
-        self._n_most_in_flight = n_most_in_flight
-        self.n_in_flight = 0
+        self._shares = Shares(n_most_in_flight, n_clients)
+        self._held: Counter[str] = Counter()
 
-    def add(self, n_bytes: int, n_before: int) -> None:
-        """Counts more bytes of an answer that has `n_before`. Raises RejectedError if it becomes too large,
-        ExhaustedError if all together do."""
+    @property
+    def n_in_flight(self) -> int:
+        """Bytes of all answers."""
+        return self._held.total()
+
+    def add(self, n_bytes: int, n_before: int, client_id: str = "") -> None:
+        """Counts more bytes of a client's answer that has `n_before`. Raises RejectedError if it becomes too
+        large, ExhaustedError if all together do, or those of the client."""
         if n_before + n_bytes > self.n_most:
             raise RejectedError(
                 f"the answer has more than {self.n_most} bytes (max_response_bytes): ask for fewer tokens, "
                 "choices or logprobs in one request, or set stream"
             )
-        if self.n_in_flight + n_bytes > self._n_most_in_flight:
+        if not self._shares.allows(self._held, client_id, n_bytes):
             raise ExhaustedError(
-                f"the answers of all requests have more than {self._n_most_in_flight} bytes "
+                f"the answers of all requests have more than {self._shares.bound} bytes, "
+                f"or those of a client more than {self._shares.most} "
                 "(max_response_bytes_in_flight): try again in a moment, or set stream"
             )
-        self.n_in_flight += n_bytes
+        self._held[client_id] += n_bytes
 
-    def remove(self, n_bytes: int) -> None:
-        """An answer of so many bytes was sent, or given up."""
-        self.n_in_flight -= n_bytes
+    def remove(self, n_bytes: int, client_id: str = "") -> None:
+        """A client's answer of so many bytes was sent, or given up."""
+        self._held[client_id] -= n_bytes
+        if not self._held[client_id]:
+            del self._held[client_id]
 
 
 async def send_parts(send: Send, headers: Mapping[str, str], parts: Sequence[Part]) -> None:

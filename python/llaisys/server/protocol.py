@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -23,6 +23,7 @@ from llaisys.server.bodies import (
 )
 from llaisys.server.checks import text_of
 from llaisys.server.errors import ApiError
+from llaisys.server.keys import cache_salt
 from llaisys.sessions import check_name
 from llaisys.types import SamplingParams
 
@@ -153,8 +154,13 @@ def answer_options(request: GenerationRequest, params: SamplingParams) -> Answer
     )
 
 
-def engine_options(request: GenerationRequest | EmbeddingRequest, client_id: str) -> dict[str, Any]:
-    """What the engine is told of a request besides prompt and sampling. Raises RejectedError.
+def engine_options(
+    request: GenerationRequest | EmbeddingRequest,
+    client_id: str,
+    sharing: Literal["per-key", "all"] = "per-key",
+) -> dict[str, Any]:
+    """What the engine is told of a request besides prompt and sampling. `sharing`: of cached prefixes. Raises
+    RejectedError.
 
     Where there are keys (`client_id` is not empty) nobody goes before the others' requests: a priority can
     only be lowered, by a number above 0.
@@ -175,7 +181,7 @@ def engine_options(request: GenerationRequest | EmbeddingRequest, client_id: str
     return {
         "client_id": client_id,
         "priority": priority,
-        "cache_salt": text_of("cache_salt", salt),
+        "cache_salt": cache_salt(client_id, text_of("cache_salt", salt), sharing),
         "session_id": session_id,
     }
 

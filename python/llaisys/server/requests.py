@@ -103,7 +103,7 @@ async def _stories(entry: Entry) -> dict[int, Story]:
     """By the index of the choice in the answer; without what an earlier request of the same id left."""
     stories = {}
     for prompt, request_id in enumerate(entry.request_ids):
-        for index, story in (await entry.engine.timeline(request_id)).items():
+        for index, story in (await entry.engine.timeline(request_id, client_id=entry.client_id)).items():
             if index < entry.n and story.arrival_s >= entry.opened_s:
                 stories[prompt * entry.n + index] = story
     return stories

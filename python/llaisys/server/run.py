@@ -126,7 +126,8 @@ class Lifecycle:
         web = self._web_server()
         serving = asyncio.ensure_future(web.serve(sockets=[self._listener]))
         serving.add_done_callback(lambda _: self._stop.set())
-        loading = asyncio.ensure_future(ModelRegistry.start(self._config))
+        n_clients = self._state.keys.n_clients
+        loading = asyncio.ensure_future(ModelRegistry.start(self._config, n_clients=n_clients))
         exit_code = EXIT_OK
         try:
             await _first_of(loading, self._stop)

@@ -16,6 +16,7 @@ from llaisys.server.bodies import SessionCreate, SessionFork, SessionRestore, Se
 from llaisys.server.body import BodyRoute
 from llaisys.server.checks import text_of
 from llaisys.server.errors import error_answers
+from llaisys.server.keys import cache_salt
 from llaisys.server.state import state_of
 from llaisys.server.trace import client_id_of
 from llaisys.sessions import SessionDoor
@@ -132,8 +133,9 @@ async def restore_session(
     400 without `--session-store`, or for a file that is damaged or of another model.
     """
     door = _door(request, model)
-    salt = text_of("cache_salt", body.cache_salt)
     client_id = client_id_of(request)
+    sharing = state_of(request).config.prefix_cache_sharing
+    salt = cache_salt(client_id, text_of("cache_salt", body.cache_salt), sharing)
     return _shown(await door.restore(body.file, session_id, client_id=client_id, cache_salt=salt))
 
 

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from llaisys.config import package_version, without_credentials
+from llaisys.config import package_version
 from llaisys.errors import RejectedError
+from llaisys.logs import without_credentials
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

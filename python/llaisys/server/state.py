@@ -60,7 +60,9 @@ class ServerState:
     def __post_init__(self) -> None:
         self.keys = self.keys or Keyring.of(self.config)
         config = self.config
-        self.response_bytes = ResponseBytes(config.max_response_bytes, config.max_response_bytes_in_flight)
+        self.response_bytes = ResponseBytes(
+            config.max_response_bytes, config.max_response_bytes_in_flight, self.keys.n_clients
+        )
 
     def registry(self) -> ModelRegistry:
         """The models, or the 503 that says why there are none for a request."""
@@ -81,9 +83,10 @@ class ServerState:
             raise engine_dead()
         return service
 
-    def refusal(self) -> QueueFullError | None:
-        """Why no request would be queued: every model's queue is full. None: one may be, or hears the 503."""
-        return None if self.draining or self.models is None else self.models.refusal()
+    def refusal(self, client_id: str) -> QueueFullError | None:
+        """Why no request of a client would be queued: its places in every model's queue are taken. None: one
+        may be, or hears the 503."""
+        return None if self.draining or self.models is None else self.models.refusal(client_id)
 
     def unavailable(self) -> ApiError | None:
         """The 503 of `/health` and `/ready`: draining, loading, or a dead engine. None: all models serve."""

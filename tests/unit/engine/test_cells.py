@@ -229,3 +229,31 @@ def test_a_follower_forks_its_leader_where_there_is_no_cache() -> None:
 def test_only_who_runs_has_an_arena() -> None:
     with pytest.raises(BrokenInvariant, match="has no arena"):
         stream_of(request(1, [1]))
+
+
+def test_cells_that_only_a_leaving_request_pins_are_given_out_once() -> None:
+    """As free cells, or as the cached prefix of a request that is admitted: not as both."""
+    index = PrefixIndex()
+    leaving = request(1, [1, 2, 3, 4], computed=4)
+    leaving.lock, _ = index.insert("", [1, 2, 3, 4])
+    leaving.num_shared = 4
+    room = Room((0,), index, [leaving])
+    left = room.without([leaving])
+    assert (room.left, left.left, room.leaving) == ([0], [4], [])
+    place = Admission(left, index, []).place(request(2, [1, 2, 3], limit=4))
+    assert place is not None
+    assert (place.n_cached, place.n_pinned) == (2, 2)
+    left.admit(request(2, [1, 2, 3], limit=4), place)
+    assert left.left == [2]
+    index.lock("", [1, 2, 3, 4], 4)
+    assert Admission(room, index, []).place(request(2, [1, 2, 3])) is None
+
+
+def test_a_sibling_that_leaves_is_not_forked() -> None:
+    leader = request(1, [1, 2, 3], computed=3)
+    follower = request(2, [1, 2, 3])
+    follower.leader = leader
+    for running, fork in (([leader], leader), ([], None)):
+        place = Admission(Room((50,), None, running), None, running).place(follower)
+        assert place is not None
+        assert place.fork is fork

@@ -200,7 +200,7 @@ def test_the_inbox_takes_all_messages_of_requests_with_the_most_choices() -> Non
         made.client._loop.send(Cancel("unknown"))
     made.gate.set()
     made.client.close()
-    assert made.client._open == set()
+    assert not made.client._open
 
 
 def test_the_deadline_is_of_the_clients_clock(made: Client) -> None:

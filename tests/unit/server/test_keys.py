@@ -12,7 +12,7 @@ import pytest
 from llaisys.config import Config, load_config
 from llaisys.errors import RejectedError
 from llaisys.server.gate import check_exposure
-from llaisys.server.keys import FILE_BYTES_MAX, Keyring
+from llaisys.server.keys import FILE_BYTES_MAX, Keyring, cache_salt, engine_id
 
 SECURITY = Path(__file__).parents[3] / "docs" / "security.md"
 
@@ -36,6 +36,24 @@ def test_a_file_names_its_clients(tmp_path: Path) -> None:
         assert keys.client_of(wrong) is None
 
 
+def test_clients_are_counted_by_name(tmp_path: Path) -> None:
+    text = f"a {hashed('a1')}\na {hashed('a2')}\nb {hashed('b')}\n"
+    assert keyring(tmp_path, text).n_clients == 2
+    assert keyring(tmp_path, text, "plain").n_clients == 3
+    assert Keyring().n_clients == 0
+
+
+def test_salts_and_ids_of_different_clients_never_meet() -> None:
+    """Whatever salt a client brings: names hold no slash."""
+    salts = {
+        (c, s): cache_salt(c, s, "per-key") for c in ("a", "b", "a-b") for s in ("", "b/", "/", "a/x", "x")
+    }
+    assert len(set(salts.values())) == len(salts)
+    assert cache_salt("a", "x", "all") == cache_salt("", "x", "per-key") == "x"
+    assert len({engine_id(c, i) for c in ("", "a", "b") for i in ("cmpl-a", "cmpl-b")}) == 6
+    assert engine_id("", "cmpl-a") == "cmpl-a"
+
+
 def test_without_keys_there_is_nothing_to_ask_for() -> None:
     assert not Keyring.of(Config())
 
@@ -56,6 +74,7 @@ def test_only_hashes_are_kept(tmp_path: Path) -> None:
         (f"a/b {hashed('canary-key')}\n", "line 1: expected NAME"),
         (f"a {hashed('k')} more\n", "line 1"),
         (f"a {hashed('k')}\nb {hashed('k')}\n", "line 2: the same key has another name"),
+        (f"a {hashed('k')}\nb {hashed('')}\n", "line 2: this is the hash of an empty key"),
         ("a" * (FILE_BYTES_MAX + 1), "larger than"),
     ],
 )

@@ -68,7 +68,8 @@ async def test_bodies_together_are_bounded_until_their_requests_end(declared: bo
     held.go.set()
     assert (await first, await second) == (200, 200)
     assert await ask(gate, 60, declared=declared) == 200
-    assert gate._in_flight == 0
+    assert not gate._arrived
+    assert not gate._unsent
 
 
 async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
@@ -85,7 +86,62 @@ async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     scope: Scope = {"type": "http", "method": "POST", "headers": [(b"content-length", b"3")]}
     await gate(scope, never, send)
     assert sent[0]["status"] == 408
-    assert gate._in_flight == 0
+    assert not gate._arrived
+    assert not gate._unsent
+
+
+async def test_bodies_of_one_client_leave_others_their_part() -> None:
+    """Of 64 bytes and two clients 16 are each one's own. Bytes that were declared and do not come are counted
+    in those of their client alone."""
+    never, gate = asyncio.Event(), BodyGate(Reading(), BodyLimits(16, 64, 30), n_clients=2)
+
+    async def post(client: str, declared: int, *parts: bytes) -> int:
+        """Its status; 0 while the rest of the body does not come."""
+        left, statuses = [*parts], []
+
+        async def receive() -> Message:
+            if not left:
+                await never.wait()
+            part = left.pop(0)
+            return {"type": "http.request", "body": part, "more_body": bool(left) or declared > len(part)}
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+
+        headers = [(b"content-length", f"{declared}".encode())] if declared else []
+        scope: Scope = {"type": "http", "method": "POST", "headers": headers, "state": {"client_id": client}}
+        tasks.append(asyncio.ensure_future(gate(scope, receive, send)))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return statuses[0] if statuses else 0
+
+    tasks: list[asyncio.Future[None]] = []
+    assert [await post("a", 16) for _ in range(4)] == [0, 0, 0, 429], "48 of 64 are the most"
+    assert [gate._counted(client) for client in "ab"] == [16, 0], "of 48 that do not come"
+    assert [await post("b", 16, b"x" * 8) for _ in range(3)] == [0, 0, 0], "none of them holds up another"
+    assert gate._counted("b") == 24 + 16
+    assert await post("b", 0, b"x" * 9, b"") == 429, "8 are left: 64 less 16 of a and 40 of b"
+    assert await post("b", 0, b"x" * 8, b"") == 200
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert not gate._arrived
+    assert not gate._unsent
+    assert await post("b", 3, b"xyz") == 200
+
+
+class Reading:
+    """An application that answers when it has read its body, or with the status of what refuses it."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 -- ASGI
+        status = 200
+        try:
+            while (await receive()).get("more_body"):
+                pass
+        except ApiError as e:
+            status = e.status_code
+        await send({"type": "http.response.start", "status": status, "headers": []})
 
 
 async def unread() -> AsyncIterator[bytes]:

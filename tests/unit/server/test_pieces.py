@@ -95,6 +95,17 @@ def test_bytes_are_counted() -> None:
     assert made.n_in_flight == 6
 
 
+def test_bytes_of_one_client_leave_others_their_part() -> None:
+    made = ResponseBytes(64, 64, n_clients=2)
+    made.add(48, 0, "a")
+    with pytest.raises(ExhaustedError, match="those of a client more than 48"):
+        made.add(1, 48, "a")
+    made.add(16, 0, "b")
+    made.remove(48, "a")
+    made.remove(16, "b")
+    assert made.n_in_flight == 0
+
+
 @pytest.fixture
 def talkative(engine: FakeService) -> FakeService:
     """A model that goes on for long."""
@@ -143,10 +154,10 @@ async def test_what_is_counted_is_what_is_sent(
     counted = 0
     add = state.response_bytes.add
 
-    def count(n_bytes: int, n_before: int) -> None:
+    def count(n_bytes: int, n_before: int, client_id: str) -> None:
         nonlocal counted
         counted += n_bytes
-        add(n_bytes, n_before)
+        add(n_bytes, n_before, client_id)
 
     monkeypatch.setattr(state.response_bytes, "add", count)
     for body in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -172,16 +173,40 @@ async def test_an_answer_is_cancelled_while_its_model_is_loaded(
     assert services(state)[0].stats().engine.num_submitted == 0
 
 
-async def test_an_id_is_one_answers(http: httpx.AsyncClient, gate: Gate) -> None:
+async def test_an_id_is_its_keys_alone(http: httpx.AsyncClient, gate: Gate, state: ServerState) -> None:
+    """One key is refused an id that it has open; another may use it, and cancels and sees its own answer."""
     body = {**BODIES[CHAT], "request_id": "mine"}
-    work = asyncio.create_task(http.post(CHAT, json=body))
+    one = asyncio.create_task(http.post(CHAT, json=body))
     await asyncio.to_thread(gate.inside.wait, 30)
-    refused = await http.post(CHAT, json=body, headers=TWO)
+    refused = await http.post(CHAT, json=body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "request_id")
+    two = asyncio.create_task(http.post(CHAT, json={**body, "n": 2}, headers=TWO))
+    client = services(state)[0]._client
+    assert client is not None
+    await until(lambda: len(client._open) == 2)
+    assert (await http.post("/v1/requests/chatcmpl-mine/cancel", headers=TWO)).json()["status"] == "cancelled"
     gate.opened.set()
-    assert (await work).status_code == 200
-    assert (await http.post(CHAT, json=body, headers=TWO)).status_code == 200
-    assert code(await http.get("/v1/requests/chatcmpl-mine/timeline")) == (404, "not_found"), "it is two's"
+    assert code(await two) == (499, "cancelled")
+    answer = await one
+    assert (answer.status_code, answer.json()["id"]) == (200, "chatcmpl-mine")
+    await until(lambda: not client._open)  # the engine, too, has ended what was cancelled
+    for _ in range(2):
+        assert (await http.post(CHAT, json={**body, "n": 2}, headers=TWO)).status_code == 200
+    for headers, n in ((ONE, 1), (TWO, 2)):
+        told = await http.get("/v1/requests/chatcmpl-mine/timeline", headers=headers)
+        assert (told.json()["id"], len(told.json()["choices"])) == ("chatcmpl-mine", n)
+
+
+async def test_an_id_of_inputs_is_its_keys_alone(http: httpx.AsyncClient, gate: Gate) -> None:
+    body = {"input": "Hi", "request_id": "mine"}
+    one = asyncio.create_task(http.post("/v1/embeddings", json=body))
+    await asyncio.to_thread(gate.inside.wait, 30)
+    refused = await http.post("/v1/embeddings", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "request_id")
+    assert hashlib.sha256(b"one").hexdigest()[:16] not in refused.text
+    two = asyncio.create_task(http.post("/v1/embeddings", json=body, headers=TWO))
+    gate.opened.set()
+    assert [(await each).status_code for each in (one, two)] == [200, 200]
 
 
 async def test_a_timeline_has_every_gap_and_no_other_keys_ids(
@@ -228,8 +253,8 @@ async def test_what_another_request_of_the_same_id_left_is_not_told(
     body = {**BODIES[CHAT], "request_id": "same"}
     assert (await http.post(CHAT, json={**body, "n": 3})).status_code == 200
     refused = {**body, "max_tokens": 10**6}
-    assert (await http.post(CHAT, json=refused, headers=TWO)).status_code == 400
-    told = (await http.get("/v1/requests/chatcmpl-same/timeline", headers=TWO)).json()
+    assert (await http.post(CHAT, json=refused)).status_code == 400
+    told = (await http.get("/v1/requests/chatcmpl-same/timeline")).json()
     assert told["choices"] == []
 
 
@@ -286,11 +311,13 @@ def test_the_book_keeps_the_newest_ended_ones() -> None:
     assert book.find("10", "k").cancel is None
     assert [book.name(request, "k") for request in ("9-0", "10-1")] == ["other", "10"]
     assert book.name("10-1", "x") == "other"
-    with book.open(Entry("10", "x", None, ["10-0"], 1), lambda: None):  # type: ignore[arg-type]  # not used
+    with book.open(Entry("10", "x", None, ["x/10-0"], 1), lambda: None):  # type: ignore[arg-type]  # not used
+        assert book.find("10", "k").cancel is None, "it is another key's id, which replaces nothing"
         with (
             pytest.raises(RejectedError, match="in use"),
-            book.open(Entry("10", "k", None, [], 1), lambda: None),  # type: ignore[arg-type]  # not used
+            book.open(Entry("10", "x", None, [], 1), lambda: None),  # type: ignore[arg-type]  # not used
         ):
             pass
-        assert book.name("10-1", "k") == "other", "the old one is forgotten"
+    with book.open(Entry("20", "k", None, ["20-0"], 1), lambda: None):  # type: ignore[arg-type]  # not used
+        assert book.name("20-1", "k") == "other", "the old one is forgotten"
     assert len(book._entries) == N_ENDED_MAX

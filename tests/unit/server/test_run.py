@@ -30,7 +30,7 @@ class Loader:
         self.error: Exception | None = None
         self.closed_with: list[float] = []
 
-    async def start(self, _: Config) -> ModelRegistry:
+    async def start(self, _: Config, *, n_clients: int) -> ModelRegistry:  # noqa: ARG002 -- as the real one
         await self.go.wait()
         if self.error is not None:
             raise self.error

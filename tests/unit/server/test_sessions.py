@@ -43,6 +43,7 @@ async def http(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[
 
 async def generate(http: httpx.AsyncClient, session: str, prompt: Any = None, **more: Any) -> httpx.Response:
     body = {"prompt": prompt or PROMPT, "max_tokens": 5, "session_id": session, "temperature": 0}
+    body |= {"cache_salt": more.pop("cache_salt")} if "cache_salt" in more else {}
     return await http.post("/v1/completions", json=body, **more)
 
 
@@ -97,6 +98,48 @@ async def test_the_chat_endpoint_takes_a_session(http: httpx.AsyncClient) -> Non
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "session_id": "chat"}
     n = (await http.post("/v1/chat/completions", json=body)).json()["usage"]["total_tokens"]
     assert (await http.get("/v1/sessions/chat")).json() == shown("chat", n - 1)
+
+
+@pytest.mark.parametrize("sharing", ["per-key", "all"])
+async def test_cached_prefixes_are_shared_by_requests_of_one_key(sharing: str) -> None:
+    """The attack: a key that guesses another's prompt sees in `cached_tokens` how much of it is right."""
+    service = await AsyncLLM.start(Config(num_kv_cells=512), n_clients=2)
+    config = Config(api_key=KEYS, prefix_cache_sharing=sharing)
+    app = create_app(ServerState(config, models=ModelRegistry([service])), 8000)
+    transport = httpx.ASGITransport(app)
+
+    async def cached(http: httpx.AsyncClient, headers: dict[str, str], path: str, **more: Any) -> int:
+        body = {
+            "prompt": PROMPT,
+            "messages": [{"role": "user", "content": "secret"}],
+            "max_tokens": 1,
+            **more,
+        }
+        body.pop("messages" if path == "completions" else "prompt")
+        answer = (await http.post(f"/v1/{path}", json=body, headers=headers)).json()
+        n: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return n
+
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as http:
+        for path in ("completions", "chat/completions"):
+            for salt in ("", "x"):
+                assert await cached(http, ONE, path, cache_salt=salt) == 0
+                own = await cached(http, ONE, path, cache_salt=salt)
+                assert own > 0
+                assert await cached(http, TWO, path, cache_salt=salt) == (0 if sharing == "per-key" else own)
+    await service.close()
+
+
+async def test_a_restored_session_is_its_keys_alone(http: httpx.AsyncClient) -> None:
+    await generate(http, "chat", cache_salt="x")
+    await http.post("/v1/sessions/chat/save", json={"file": "monday"})
+    assert (await http.delete("/v1/sessions/chat")).status_code == 200
+    restored = {"file": "monday", "cache_salt": "restored"}
+    assert (await http.post("/v1/sessions/again/restore", json=restored)).json() == shown("again", N_TOKENS)
+    for headers, n in ((TWO, 0), (ONE, len(PROMPT) - 1)):
+        body = {"prompt": PROMPT, "max_tokens": 1, "cache_salt": "restored"}
+        answer = (await http.post("/v1/completions", json=body, headers=headers)).json()
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == n
 
 
 async def test_a_key_has_its_own_sessions_and_files(http: httpx.AsyncClient) -> None:

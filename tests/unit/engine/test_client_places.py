@@ -1,0 +1,72 @@
+"""The engine's client among several clients: open requests and calls of one leave others their part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fakes.asks import ask, limits
+from llaisys.engine.client import CALLS_MAX, EngineClient
+from llaisys.engine.sessions import SessionCall
+from llaisys.errors import ExhaustedError, QueueFullError
+
+
+class Silent(EngineClient):
+    """A client of an engine that takes everything and answers nothing."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__(limits(**changes), lambda _: None, None)
+        self._link = self  # type: ignore[assignment]
+        self.sent: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def _stop(self) -> None:
+        """There is nothing to end."""
+
+
+def fill(take: Callable[[int], Any], error: type[Exception]) -> int:
+    """How often something can be taken."""
+    for n in range(1000):
+        try:
+            take(n)
+        except error:
+            return n
+    raise AssertionError("it has no bound")
+
+
+def test_open_requests() -> None:
+    client = Silent(max_num_seqs=4, max_num_queued_reqs=8, n_clients=2)
+
+    def submit(name: str) -> Callable[[int], None]:
+        return lambda n: client.submit(ask(f"{name}{n}", client_id=name))
+
+    assert fill(submit("a"), QueueFullError) == 12, "of 4 that run, 4 that were preempted, and 8 that wait"
+    assert client.refusal("a") is not None
+    assert client.refusal("b") is None
+    assert fill(submit("b"), QueueFullError) == 4
+    assert client.refusal("b") is not None
+    assert len(client.sent) <= client._inbox_max
+
+
+def test_one_client_has_all_places() -> None:
+    client = Silent(max_num_seqs=4, max_num_queued_reqs=8)
+    assert fill(lambda n: client.submit(ask(f"{n}", client_id=f"{n % 3}")), QueueFullError) == 12
+    assert client.refusal("new") is not None
+
+
+def test_calls() -> None:
+    client = Silent(n_clients=2)
+
+    def call(name: str) -> Callable[[int], Any]:
+        return lambda _: client.call(SessionCall(kind="list", client_id=name))
+
+    assert fill(call("a"), ExhaustedError) == 12
+    with pytest.raises(ExhaustedError):
+        client.stories("a's", "a")
+    assert fill(lambda n: client.stories(f"{n}", "b"), ExhaustedError) == 4
+    alone = Silent()
+    assert fill(lambda _: alone.call(SessionCall(kind="list")), ExhaustedError) == CALLS_MAX

@@ -1,0 +1,89 @@
+"""Parts of a bound: what each of several clients can count on, whatever the others hold."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llaisys.shares import Shares
+
+
+class Slots:
+    """The slow model: every unit is a slot, of one client or of all; a client fills its own first."""
+
+    def __init__(self, shares: Shares) -> None:
+        self.bound = shares.bound
+        self.own = {f"{i}": shares.reserved for i in range(shares.n_clients)}
+        self.common = shares.common
+        self.taken: list[tuple[str, str]] = []  # whose slot, and who holds it
+
+    def take(self, client: str) -> bool:
+        if len(self.taken) == self.bound:
+            return False
+        n_own = self.taken.count((client, client))
+        n_common = sum(slot == "common" for slot, _ in self.taken)
+        if n_own < self.own[client]:
+            self.taken.append((client, client))
+        elif n_common < self.common:
+            self.taken.append(("common", client))
+        else:
+            return False
+        return True
+
+    def give_back(self, client: str) -> None:
+        """A common slot first: what is left moves to the client's own."""
+        mine = [each for each in self.taken if each[1] == client]
+        if mine:
+            self.taken.remove(max(mine, key=lambda each: each[0] == "common"))
+
+    def held(self) -> dict[str, int]:
+        counted: dict[str, int] = {}
+        for _, client in self.taken:
+            counted[client] = counted.get(client, 0) + 1
+        return counted
+
+
+@given(
+    st.integers(0, 40), st.integers(2, 6), st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=99)
+)
+def test_units_go_as_in_the_slow_model(bound: int, n_clients: int, acts: list[tuple[int, bool]]) -> None:
+    shares = Shares(bound, n_clients)
+    slots = Slots(shares)
+    for number, takes in acts:
+        client = f"{number % n_clients}"
+        if not takes:
+            slots.give_back(client)
+            continue
+        held = slots.held()
+        allowed = shares.allows(held, client)
+        assert allowed == slots.take(client)
+        if held.get(client, 0) < shares.reserved and n_clients * shares.reserved + shares.common <= bound:
+            assert allowed, "a client did not find what is its own"
+
+
+@given(st.integers(1, 500), st.integers(2, 200))
+def test_the_parts_add_up(bound: int, n_clients: int) -> None:
+    shares = Shares(bound, n_clients)
+    assert 1 <= shares.reserved <= bound
+    assert shares.reserved >= bound // (2 * n_clients)
+    assert shares.most >= bound // 2, "a client that is alone wastes the machine"
+    if 2 * n_clients <= bound:
+        assert n_clients * shares.reserved + shares.common == bound
+        assert shares.most < bound
+
+
+def test_several_units_at_once() -> None:
+    shares = Shares(64, 2)
+    assert (shares.reserved, shares.common, shares.most) == (16, 32, 48)
+    assert shares.allows({}, "a", 48)
+    assert not shares.allows({}, "a", 49)
+    assert shares.allows({"a": 48}, "b", 16)
+    assert not shares.allows({"a": 48}, "b", 17)
+    assert not shares.allows({"a": 48}, "a", 1)
+
+
+def test_one_client_has_it_all_whatever_it_is_called() -> None:
+    shares = Shares(10)
+    assert shares.most == 10
+    assert shares.allows({"a": 4}, "b", 6)
+    assert not shares.allows({"a": 4}, "b", 7)
