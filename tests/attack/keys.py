@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import socket
 from collections.abc import Iterator
 from typing import Any
 
+from attack.sockets import opened
 from attack.target import Group, Reply, Target
 
 GROUP = Group("keys")
 SHORT = {"prompt": "a", "max_tokens": 1}
-
-
-@contextlib.contextmanager
-def _open(target: Target, raw: bytes, n: int) -> Iterator[list[socket.socket]]:
-    """Requests of the attacker, sent and not read."""
-    with contextlib.ExitStack() as stack:
-        clients = []
-        for _ in range(n):
-            with contextlib.suppress(OSError):
-                client = stack.enter_context(contextlib.closing(target.connect()))
-                client.sendall(raw)
-                clients.append(client)
-        yield clients
 
 
 def _raw(target: Target, path: str, body: Any) -> bytes:
@@ -34,21 +20,21 @@ def _raw(target: Target, path: str, body: Any) -> bytes:
 @GROUP.case(200)
 def all_sequence_ids(target: Target) -> Iterator[Reply]:
     body = {"prompt": "a", "n": 8, "max_tokens": 400, "ignore_eos": True}
-    with _open(target, _raw(target, "/v1/completions", body), 8):
+    with opened(target, [_raw(target, "/v1/completions", body)] * 8):
         yield target.post("/v1/completions", SHORT, key=target.other_key)
 
 
 @GROUP.case(200)
 def all_places_of_the_queue(target: Target) -> Iterator[Reply]:
     body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True}
-    with _open(target, _raw(target, "/v1/completions", body), 400):
+    with opened(target, [_raw(target, "/v1/completions", body)] * 400):
         yield target.post("/v1/completions", SHORT, key=target.other_key)
 
 
 @GROUP.case(200)
 def many_embeddings(target: Target) -> Iterator[Reply]:
     body = {"input": ["some text to embed"] * 64}
-    with _open(target, _raw(target, "/v1/embeddings", body), 24):
+    with opened(target, [_raw(target, "/v1/embeddings", body)] * 24):
         yield target.post("/v1/completions", SHORT, key=target.other_key)
 
 
@@ -57,7 +43,7 @@ def bodies_that_are_declared_and_not_sent(target: Target) -> Iterator[Reply]:
     head = target.head(
         "POST", "/v1/completions", f"Content-Length: {4 << 20}", "Content-Type: application/json"
     )
-    with _open(target, head, 32):
+    with opened(target, [head] * 32):
         yield target.post("/v1/completions", SHORT, key=target.other_key)
 
 

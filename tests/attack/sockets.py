@@ -6,9 +6,9 @@ import contextlib
 import json
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from attack.target import Group, Reply, Target, read_reply
+from attack.target import Group, Reply, Target
 
 GROUP = Group("sockets")
 STREAM = {"prompt": "a", "max_tokens": 300, "ignore_eos": True, "stream": True, "logprobs": 5}
@@ -27,6 +27,19 @@ def _connections(target: Target, n: int, first: bytes = b"") -> Iterator[socket.
             client = target.connect()
             client.sendall(first)
             yield client
+
+
+@contextlib.contextmanager
+def opened(target: Target, raws: Iterable[bytes]) -> Iterator[list[socket.socket]]:
+    """Requests that are sent and not read, until the end of the block; a refused connection is left out."""
+    with contextlib.ExitStack() as stack:
+        clients = []
+        for raw in raws:
+            with contextlib.suppress(OSError):
+                client = stack.enter_context(contextlib.closing(target.connect()))
+                client.sendall(raw)
+                clients.append(client)
+        yield clients
 
 
 @GROUP.case(200, is_long=True)
