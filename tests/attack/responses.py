@@ -11,22 +11,26 @@ GROUP = Group("responses")
 COMPLETIONS = "/v1/completions"
 
 
-def _post(name: str, body: dict[str, Any], *allowed: int | None, path: str = COMPLETIONS) -> None:
-    GROUP.one(name, lambda target: target.post(path, body), *allowed)
+def _post(
+    name: str, body: dict[str, Any], *allowed: int | None, path: str = COMPLETIONS, is_long: bool = False
+) -> None:
+    GROUP.one(name, lambda target: target.post(path, body), *allowed, is_long=is_long)
 
 
 TEXT = "word " * 60
 _post(
-    "40_prompts_8_choices_echo_20_logprobs",
-    {"prompt": [[1] * 110] * 40, "n": 8, "echo": True, "logprobs": 20, "max_tokens": 1},
+    "80_prompts_8_choices_echo_20_logprobs",
+    {"prompt": [[1] * 400] * 80, "n": 8, "echo": True, "logprobs": 20, "max_tokens": 1},
     400,
     429,
 )
 _post(
     "128_prompts_8_choices_20_logprobs",
     {"prompt": [[1, 2]] * 128, "n": 8, "logprobs": 20, "max_tokens": 200, "ignore_eos": True},
+    200,
     400,
     429,
+    is_long=True,
 )
 _post(
     "prompt_logprobs_of_a_long_prompt",

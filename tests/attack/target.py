@@ -160,10 +160,12 @@ class Group:
 
         return added
 
-    def one(self, name: str, make: Callable[[Target], Reply], *allowed: int | None) -> None:
+    def one(
+        self, name: str, make: Callable[[Target], Reply], *allowed: int | None, is_long: bool = False
+    ) -> None:
         """Add a case of one reply."""
 
         def attack(target: Target) -> Iterator[Reply]:
             yield make(target)
 
-        self.add(name, attack, *allowed)
+        self.add(name, attack, *allowed, is_long=is_long)
