@@ -13,7 +13,7 @@ ARGS   ?=
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name 'Cargo.toml') Cargo.toml Cargo.lock
 PAGE_SOURCES := $(shell find webui -type f -not -path '*/node_modules/*' -not -path 'webui/tests/*')
 
-.PHONY: help setup build serve check test test-clients lint fmt bench bench-engine bench-load bench-serve bench-server bench-peers bench-quality bench-ui screenshots soak soak-sim mutants fuzz faults-core wheel gpu-bundle lock clean model browser
+.PHONY: help setup build serve check test test-clients lint fmt bench bench-engine bench-load bench-serve bench-server bench-peers bench-quality bench-ui screenshots attack soak soak-sim mutants fuzz faults-core wheel gpu-bundle lock clean model browser
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -117,6 +117,9 @@ bench-serve: model ## load on a running server: first token, per token, throughp
 
 bench-server: model ## overload, /health under big bodies, what a mask costs (6 minutes); goals are printed
 	$(PY) benches/server.py overload health mask $(ARGS)
+
+attack: model ## every case of tests/attack on one server: /livez, another key's stream, memory (ARGS="--only WORD")
+	$(PY) benches/attack.py $(ARGS)
 
 soak: model ## mixed traffic and faults over HTTP for MINUTES (default 30): memory, files and threads stay flat
 	$(PY) benches/soak.py --minutes $(or $(MINUTES),30) $(ARGS)

@@ -8,6 +8,7 @@ from array import array
 from typing import Any, TypeAlias
 
 from llaisys.body import read_body
+from llaisys.errors import RejectedError
 from llaisys.job_process import Jobs
 from llaisys.text.template import ChatTemplate, TemplateSource
 from llaisys.text.tokenizer import Tokenizer, tokenizer_of_json
@@ -46,7 +47,9 @@ def _json(raw: bytes, model: str | None) -> tuple[Any, ...]:
         return ("value", *read_body(raw, model))
     except json.JSONDecodeError as e:
         return ("position", e.pos)
-    except (UnicodeDecodeError, RecursionError):
+    except RejectedError:
+        raise
+    except (ValueError, RecursionError):  # no UTF-8, an integer of thousands of digits, nesting
         return ("no text",)
 
 

@@ -181,6 +181,8 @@ async def test_bodies_are_parsed_as_here(pool: TextPool) -> None:
         await pool.read_body(b'"\xff"', None)
     with pytest.raises(ValueError, match="no JSON"):
         await pool.read_body(b"[" * 100_000, None)
+    with pytest.raises(ValueError, match="no JSON"):
+        await pool.read_body(b"9" * 5_000, None)  # more digits than Python turns into an integer
     with pytest.raises(RejectedError, match="nested"):
         await pool.read_body(b'{"a":' + b"[" * 50 + b"]" * 50 + b"}", None)
 
