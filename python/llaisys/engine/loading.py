@@ -14,13 +14,13 @@ PERIOD_S = 0.1
 
 
 @contextmanager
-def loading_bar(name: str, loading: Callable[[], tuple[int, int]], *, shown: bool = True) -> Iterator[None]:
-    """Shows how far the load of `name` is, if stderr is a terminal; else nothing.
+def loading_bar(name: str, loading: Callable[[], tuple[int, int]], *, shown: bool) -> Iterator[None]:
+    """Show on stderr how far the load of `name` is.
 
-    `loading` gives the bytes packed so far, and of all; it is called on a thread of its own. `shown`: it
-    counts something, which a load onto a GPU does not.
+    `loading` gives the bytes packed so far, and of all; it is called on a thread of its own. `shown`: stderr
+    ends at a terminal, and the load counts something, which one onto a GPU does not.
     """
-    if not (shown and sys.stderr.isatty()):
+    if not shown:
         yield
         return
     # A terminal that does not know its size would get no bar from tqdm.

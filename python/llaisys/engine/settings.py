@@ -20,6 +20,7 @@ class GpuSettings:
 class WorkerSettings:
     """What a context is made with; the names are those of `_core.Context`. `n_cells` None: as many as the
     GPU's memory has room for.
+    `shows_progress`: a bar goes to stderr while the weights are loaded.
     """
 
     path: Path
@@ -39,3 +40,4 @@ class WorkerSettings:
     n_ranks: int = 1
     screens_head: bool = False
     gpu: GpuSettings | None = None
+    shows_progress: bool = False

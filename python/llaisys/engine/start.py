@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+from dataclasses import replace
 from functools import partial
 
 from llaisys.config import Config
@@ -46,6 +48,9 @@ def start_engine(
     def start(gpu: GpuSettings | None) -> EngineClient:
         capacity = size(config, info, available_bytes(), cpus, gpu=gpu, n_clients=n_clients)
         log.info("%s", capacity.summary)
+        # Looked up here: the stderr of an engine process is a pipe, which is passed on to ours.
+        settings = replace(capacity.settings, shows_progress=sys.stderr.isatty())
+        capacity = replace(capacity, settings=settings)
         watch = Watch(config.watchdog_window_s, exits=exits)
         if config.engine_process:
             tokens = None if grammars is None else grammars.tokens

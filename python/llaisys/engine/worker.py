@@ -317,7 +317,8 @@ def open_worker(settings: WorkerSettings) -> Worker:
     place(settings.cpu_ids, settings.memory_nodes)
     log.info("loading %s", settings.path)
     progress = _core.Progress()
-    with loading_bar(settings.path.name, lambda: progress.loading, shown=settings.gpu is None):
+    shown = settings.shows_progress and settings.gpu is None
+    with loading_bar(settings.path.name, lambda: progress.loading, shown=shown):
         context = _core.Context(
             str(settings.path),
             progress=progress,
