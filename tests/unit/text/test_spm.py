@@ -151,7 +151,7 @@ def test_grammars_see_the_bytes_that_we_write() -> None:
         if made.id_to_bytes(id) != b"\xff":  # in no UTF-8
             assert table.decode_bytes([id]) == made.id_to_bytes(id)
     grammars = Grammars(GrammarTokens(made.to_json(), (2,), made.vocab_size + 3))
-    matcher = grammars.matcher(StructuredOutputsParams(choice=["abc ab", "xyz"]))
+    matcher = grammars.compile(StructuredOutputsParams(choice=["abc ab", "xyz"]))
     ids = [id for id in range(3, made.vocab_size) if made.id_to_bytes(id) in (b"abc", b" ab")]
     assert matcher.try_consume_tokens(sorted(ids, key=made.id_to_bytes, reverse=True)) == 2
     assert matcher.is_accepting()

@@ -242,7 +242,7 @@ def grammars() -> Grammars:
 
 def takes(grammars: Grammars, grammar: str, text: str) -> bool:
     """True if the text is an answer that the grammar allows."""
-    matcher = grammars.matcher(StructuredOutputsParams(grammar=grammar))
+    matcher = grammars.compile(StructuredOutputsParams(grammar=grammar))
     n_taken = matcher.try_consume_tokens(fake_text.tokenizer().encode(text, False))
     return n_taken == len(text.encode()) and matcher.is_accepting()
 
