@@ -7,6 +7,7 @@ their errors may hold prompts, so it logs nothing.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
@@ -65,6 +66,8 @@ def decode(raw: bytes) -> Any:
     return msgspec.msgpack.decode(raw)
 
 
+# A job of more bytes may leave hundreds of MiB that the C library holds free.
+TRIM_ABOVE_BYTES = 64 << 10
 # A byte that begins no msgpack value.
 _JSON = b"\xc1"
 
@@ -85,8 +88,20 @@ def main(number: int, module: str, limits: tuple[float, int, float, int]) -> Non
         while True:
             for raw in channel.receive():
                 channel.send(_answer(jobs, raw, JobLimits(*limits)))
+                if len(raw) > TRIM_ABOVE_BYTES:
+                    trim()
     except EOFError:
         return
+
+
+def trim() -> None:
+    """Gives back every whole page that the C library holds free: some milliseconds, without the GIL. Nothing
+    where the library is not glibc."""
+    try:
+        release = ctypes.CDLL(None).malloc_trim
+    except AttributeError:
+        return
+    release(0)
 
 
 def _answer(jobs: Jobs, raw: bytes, limits: JobLimits) -> bytes:

@@ -26,7 +26,7 @@ _post(
 )
 _post(
     "128_prompts_8_choices_20_logprobs",
-    {"prompt": [[1, 2]] * 128, "n": 8, "logprobs": 20, "max_tokens": 200, "ignore_eos": True},
+    {"prompt": [[1, 2]] * 128, "n": 8, "logprobs": 20, "max_tokens": 10, "ignore_eos": True},
     200,
     400,
     429,

@@ -8,20 +8,11 @@ every mixture, though it holds no more than at first (docs/decisions/0026).
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from collections.abc import Callable
 
+from llaisys.job_process import trim
+
 TRIM_INTERVAL_S = 5.0
-
-
-def trim() -> None:
-    """Gives back every whole page that the C library holds free: some milliseconds, without the GIL. Nothing
-    where the library is not glibc."""
-    try:
-        release = ctypes.CDLL(None).malloc_trim
-    except AttributeError:
-        return
-    release(0)
 
 
 async def keep_trimmed(interval_s: float = TRIM_INTERVAL_S, work: Callable[[], None] = trim) -> None:
