@@ -166,8 +166,7 @@ class LLM:
         """
         texts_and_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
         asks = self._checked(texts_and_ids, sampling_params, session_id)
-        deltas = self._deltas(asks, use_tqdm=use_tqdm)
-        return deltas if stream else _joined(asks, deltas)
+        return self._run(asks, stream=stream, use_tqdm=use_tqdm)
 
     @overload
     def chat(
@@ -227,8 +226,7 @@ class LLM:
         self._check_open()
         rendered = [self._model.chat_prompt(conversation, options) for conversation in conversations]
         asks = self._checked([*rendered], sampling_params, session_id)
-        deltas = self._deltas(asks, use_tqdm=use_tqdm)
-        return deltas if stream else _joined(asks, deltas)
+        return self._run(asks, stream=stream, use_tqdm=use_tqdm)
 
     def close(self) -> None:
         """Frees the model; idempotent."""
@@ -286,6 +284,12 @@ class LLM:
             if ask.params.structured_outputs is not None:
                 self._trials.check_now(ask.params.structured_outputs)
         return asks
+
+    def _run(
+        self, asks: Sequence[_Ask], *, stream: bool, use_tqdm: bool
+    ) -> list[RequestOutput] | Iterator[RequestOutput]:
+        deltas = self._deltas(asks, use_tqdm=use_tqdm)
+        return deltas if stream else _joined(asks, deltas)
 
     def _deltas(self, asks: Sequence[_Ask], *, use_tqdm: bool) -> Iterator[RequestOutput]:
         """Runs the requests. A generator of this object: it keeps the engine alive while it is read."""

@@ -192,44 +192,44 @@ def check_queue(
     next step let in whom it can. Siblings do not count: their request does. Who would wait alone may,
     however long. `n_room`: cells that are free or can be had. `queue_s`: seconds that the steps need for
     those who wait. With several configured clients each has its part of both bounds."""
-    if limits.n_clients > 1:
-        _check_client(request, requests, limits, n_room, queue_s)
-        return
+    why_full = _why_full if limits.n_clients < 2 else _why_client_full
+    if (why := why_full(request, requests, limits, n_room)) is not None:
+        raise QueueFullError(why, retry_after_s=queue_s(requests.waiting))
+
+
+def _why_full(
+    request: Request, requests: OpenRequests, limits: Limits, n_room: Callable[[], int]
+) -> str | None:
     n_waiting, most, most_tokens = (
         requests.num_queued,
         limits.max_num_queued_reqs,
         limits.max_num_queued_tokens,
     )
     if n_waiting < most and most_tokens is None:
-        return
+        return None
     waiting = [*requests.waiting, request]
     n_let_in = _let_in(waiting, requests.running, limits, n_room)
     n_left = n_waiting + 1 - sum(each.leader is None for each in waiting[:n_let_in])
     n_tokens = sum(len(each.token_ids) for each in waiting[n_let_in:] if each.leader is None)
     if n_left > most:
-        why = f"{n_waiting} requests wait already, at most {most} may"
-    elif most_tokens is not None and n_tokens > most_tokens and n_left > 1:
-        why = f"with this request {n_tokens} tokens of prompts would wait, at most {most_tokens} may"
-    else:
-        return
-    raise QueueFullError(why, retry_after_s=queue_s(requests.waiting))
+        return f"{n_waiting} requests wait already, at most {most} may"
+    if most_tokens is not None and n_tokens > most_tokens and n_left > 1:
+        return f"with this request {n_tokens} tokens of prompts would wait, at most {most_tokens} may"
+    return None
 
 
-def _check_client(
-    request: Request,
-    requests: OpenRequests,
-    limits: Limits,
-    n_room: Callable[[], int],
-    queue_s: Callable[[WaitingQueue], float],
-) -> None:
-    """As `check_queue`, of one client among several. Preempted requests, which were let in before, take no
-    part, nor does a request within the client's share of the sequence ids: it is admitted at once."""
+def _why_client_full(
+    request: Request, requests: OpenRequests, limits: Limits, n_room: Callable[[], int]
+) -> str | None:
+    """Of one client among several. Preempted requests, which were let in before, take no part, nor does a
+    request within the client's share of the sequence ids: it is admitted at once."""
     client, n_tokens = request.source.client_id, len(request.token_ids)
-    open_now = Counter(r.source.client_id for r in (*requests.running, *requests.waiting))
+    waiting = list(requests.waiting)
+    open_now = Counter(r.source.client_id for r in (*requests.running, *waiting))
     if open_now[client] < limits.max_num_seqs // len({*open_now, client}):
-        return
-    n_let_in = _let_in([*requests.waiting, request], requests.running, limits, n_room)
-    queued = [*list(requests.waiting)[n_let_in:], *requests.restoring]
+        return None
+    n_let_in = _let_in([*waiting, request], requests.running, limits, n_room)
+    queued = [*waiting[n_let_in:], *requests.restoring]
     held: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
     for each in queued:
@@ -239,14 +239,13 @@ def _check_client(
     reqs = Shares(limits.max_num_queued_reqs, limits.n_clients)
     most_tokens = Shares(limits.max_num_queued_tokens or 0, limits.n_clients)
     if not reqs.allows(held, client):
-        why = f"{held[client]} requests of this client wait already ({reqs.reserved} places are its own)"
-    elif limits.max_num_queued_tokens and held[client] and not most_tokens.allows(tokens, client, n_tokens):
-        n_tokens += tokens[client]
-        why = f"with this request {n_tokens} tokens of this client's prompts would wait"
-        why += f" ({most_tokens.reserved} are its own)"
-    else:
-        return
-    raise QueueFullError(why, retry_after_s=queue_s(requests.waiting))
+        return f"{held[client]} requests of this client wait already ({reqs.reserved} places are its own)"
+    if limits.max_num_queued_tokens and held[client] and not most_tokens.allows(tokens, client, n_tokens):
+        return (
+            f"with this request {n_tokens + tokens[client]} tokens of this client's prompts would wait "
+            f"({most_tokens.reserved} are its own)"
+        )
+    return None
 
 
 def _let_in(
