@@ -42,12 +42,17 @@ class LineWriter:
         self._lines: collections.deque[bytes] = collections.deque()
         self._n_bytes = 0
         self._n_unreported = 0
+        self._closed = False
         self._changed = threading.Condition()
-        threading.Thread(target=self._run, name="log", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+        self._thread.start()
 
     def write(self, line: str) -> None:
         """Queue a line, or drop it."""
-        raw = f"{line}\n".encode("utf-8", "backslashreplace")
+        self.write_raw(f"{line}\n".encode("utf-8", "backslashreplace"))
+
+    def write_raw(self, raw: bytes) -> None:
+        """Queue text of another process as it came, or drop it; it counts as one line."""
         with self._changed:
             if self._n_bytes + len(raw) > self._bytes_max:
                 self.n_dropped += 1
@@ -62,10 +67,19 @@ class LineWriter:
         with self._changed:
             self._changed.wait_for(lambda: not self._n_bytes, timeout_s)
 
+    def close(self, timeout_s: float = FLUSH_S) -> None:
+        """End the thread when everything is written; wait for that for `timeout_s` seconds at most."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._lines)
+                self._changed.wait_for(lambda: self._lines or self._closed)
+                if not self._lines:
+                    return
                 raw = self._lines[0]
             with contextlib.suppress(OSError):  # a closed pipe or a full disk: there is nowhere to report it
                 self._write_all(raw)

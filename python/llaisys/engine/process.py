@@ -8,10 +8,8 @@ the child may, because Linux ties PR_SET_PDEATHSIG to the thread.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import os
-import queue
 import signal
 import socket
 import subprocess
@@ -48,6 +46,7 @@ from llaisys.engine.wire import (
 )
 from llaisys.errors import EngineDeadError, LlaisysError
 from llaisys.ipc import Channel, FrameError
+from llaisys.logs import STDERR, LineWriter
 
 RESTARTS_MAX, RESTARTS_WINDOW_S = 3, 600.0
 # A child that was told to end, or said that it ends, and is still there after so many seconds is killed.
@@ -299,19 +298,12 @@ class _Child:
 
 
 class _Stderr:
-    """Passes the children's stderr on to ours, on a thread of its own, and keeps the last lines of the
-    newest.
-
-    A reader of ours that stalls holds up that thread alone: above LOG_QUEUED_BYTES_MAX lines are dropped.
-    """
+    """Passes the children's stderr on to ours, whose reader may stall, and keeps the last lines of the
+    newest."""
 
     def __init__(self) -> None:
         self._tail = b""
-        self._queued: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._num_queued_bytes = 0  # counted up by the supervisor, down by the thread
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._pass_on, name="llaisys-engine-log", daemon=True)
-        self._thread.start()
+        self._writer = LineWriter(STDERR, LOG_QUEUED_BYTES_MAX)
 
     def begin(self) -> None:
         """A new child: the last lines are its own."""
@@ -320,11 +312,7 @@ class _Stderr:
     def write(self, text: bytes) -> None:
         """Never waits."""
         self._tail = (self._tail + text)[-LOG_TAIL_BYTES:]
-        with self._lock:
-            if self._num_queued_bytes + len(text) > LOG_QUEUED_BYTES_MAX:
-                return
-            self._num_queued_bytes += len(text)
-        self._queued.put(text)
+        self._writer.write_raw(text)
 
     def last_lines(self) -> str:
         """The newest lines of the newest child, LOG_LINES at most."""
@@ -333,17 +321,7 @@ class _Stderr:
 
     def close(self) -> None:
         """Returns when all is passed on, or our reader has stalled for a second."""
-        self._queued.put(None)
-        self._thread.join(1.0)
-
-    def _pass_on(self) -> None:
-        while (text := self._queued.get()) is not None:
-            with contextlib.suppress(OSError):  # a closed stderr is no reason to stop the engine
-                rest = memoryview(text)
-                while rest:
-                    rest = rest[os.write(2, rest) :]
-            with self._lock:
-                self._num_queued_bytes -= len(text)
+        self._writer.close()
 
 
 def _spawn(theirs: socket.socket) -> tuple[subprocess.Popen[bytes], int]:
