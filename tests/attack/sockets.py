@@ -30,13 +30,15 @@ def _connections(target: Target, n: int, first: bytes = b"") -> Iterator[socket.
 
 
 @contextlib.contextmanager
-def opened(target: Target, raws: Iterable[bytes]) -> Iterator[list[socket.socket]]:
+def opened(
+    target: Target, raws: Iterable[bytes], receive_bytes: int | None = None
+) -> Iterator[list[socket.socket]]:
     """Requests that are sent and not read, until the end of the block; a refused connection is left out."""
     with contextlib.ExitStack() as stack:
         clients = []
         for raw in raws:
             with contextlib.suppress(OSError):
-                client = stack.enter_context(contextlib.closing(target.connect()))
+                client = stack.enter_context(contextlib.closing(target.connect(receive_bytes)))
                 client.sendall(raw)
                 clients.append(client)
         yield clients
@@ -45,9 +47,7 @@ def opened(target: Target, raws: Iterable[bytes]) -> Iterator[list[socket.socket
 @GROUP.case(200, is_long=True)
 def fifteen_hundred_idle_connections(target: Target) -> Iterator[Reply]:
     """Probes and requests are answered while they are open."""
-    with contextlib.ExitStack() as stack:
-        for client in _connections(target, 1500):
-            stack.enter_context(contextlib.closing(client))
+    with opened(target, [b""] * 1500):
         for _ in range(10):
             yield target.get("/livez", key=None)
             yield target.get("/v1/models")
@@ -55,9 +55,7 @@ def fifteen_hundred_idle_connections(target: Target) -> Iterator[Reply]:
 
 @GROUP.case(200, is_long=True)
 def fifteen_hundred_unfinished_heads(target: Target) -> Iterator[Reply]:
-    with contextlib.ExitStack() as stack:
-        for client in _connections(target, 1500, b"GET /livez HTTP/1.1\r\nHost: a"):
-            stack.enter_context(contextlib.closing(client))
+    with opened(target, [b"GET /livez HTTP/1.1\r\nHost: a"] * 1500):
         for _ in range(10):
             yield target.get("/livez", key=None)
 
@@ -105,27 +103,15 @@ def a_client_that_closes_its_sending_side(target: Target) -> Iterator[Reply]:
 @GROUP.case(200, is_long=True)
 def thirty_streams_that_nobody_reads(target: Target) -> Iterator[Reply]:
     raw = target.request("POST", "/v1/completions", json.dumps(STREAM).encode())
-    clients = []
-    for _ in range(30):
-        client = target.connect(receive_bytes=2048)
-        client.sendall(raw)
-        clients.append(client)
-    yield target.get("/livez", key=None)
-    yield target.get("/v1/models")
-    for client in clients:
-        client.close()
+    with opened(target, [raw] * 30, receive_bytes=2048):
+        yield target.get("/livez", key=None)
+        yield target.get("/v1/models")
 
 
 @GROUP.case(200, is_long=True)
 def large_responses_that_nobody_reads(target: Target) -> Iterator[Reply]:
     body = {"prompt": [[3] * 300] * 4, "prompt_logprobs": 20, "max_tokens": 1}
     raw = target.request("POST", "/v1/completions", json.dumps(body).encode())
-    clients = []
-    for _ in range(6):
-        client = target.connect(receive_bytes=2048)
-        client.sendall(raw)
-        clients.append(client)
-    for _ in range(5):
-        yield target.get("/livez", key=None)
-    for client in clients:
-        client.close()
+    with opened(target, [raw] * 6, receive_bytes=2048):
+        for _ in range(5):
+            yield target.get("/livez", key=None)
