@@ -4,8 +4,8 @@
 //! 64 MiB. AFL++ itself takes a run of more than a second for a hang.
 
 mod ballast;
-#[path = "../../crates/llaisys-core/tests/formats_common/mod.rs"]
-mod formats_common;
+#[path = "../../crates/llaisys-core/tests/model_files/mod.rs"]
+mod model_files;
 mod targets;
 
 use std::path::Path;

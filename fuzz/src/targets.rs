@@ -1,12 +1,12 @@
 //! One target for each parser. The input is a whole file, put where the parser looks for it.
 
-use crate::formats_common::folder::{Folder, safetensors};
-use crate::formats_common::gguf::Gguf;
-use crate::formats_common::{Scratch, check};
+use crate::model_files::folder::{Folder, safetensors};
+use crate::model_files::gguf::Gguf;
+use crate::model_files::{Scratch, check};
 use llaisys_core::batch::{Batch, BatchArrays, BatchLimits};
-use llaisys_core::formats::gguf::Header;
-use llaisys_core::formats::tokenizer_json;
-use llaisys_core::model::checkpoint::Checkpoint;
+use llaisys_core::load::gguf::Header;
+use llaisys_core::load::tokenizer_json;
+use llaisys_core::load::checkpoint::Checkpoint;
 
 /// The last must fail: it shows that a failure is noticed.
 pub const NAMES: [&str; 8] =

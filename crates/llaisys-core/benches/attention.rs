@@ -4,12 +4,15 @@
 //! reference first. Attention's throughput is in elements of 2 flops (one product and its sum) of causal work,
 //! bound by the machine's f32 rate; the row-wise ops' is in bytes read and written, bound by its caches.
 
+mod bound;
+
+use bound::print_bound;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use llaisys_core::dtype::KvDType;
-use llaisys_core::ops::contract::attention::{AttentionCase, AttentionInput, Placement, Sequence};
-use llaisys_core::ops::contract::{Draw, Size};
+use llaisys_core::ops::cases::attention::{AttentionCase, AttentionInput, Placement, Sequence};
+use llaisys_core::ops::cases::{Size, SplitMix64};
 use llaisys_core::ops::dispatch::Kernels;
-use llaisys_core::ops::{self, OpContext, attention, reference};
+use llaisys_core::ops::{self, OpContext, Queries, attention, reference};
 use llaisys_core::threads::Pool;
 use std::hint::black_box;
 
@@ -31,10 +34,15 @@ fn context() -> OpContext {
 
 fn check(input: &AttentionInput, got: &[f32]) {
     let (q, scoring) = input.queries();
-    let want = reference::attention::attention((&q, scoring), input.numbers(), input.rows());
+    let want = reference::attention::attention(&q, scoring, input.numbers(), input.rows());
     let bound = input.tolerance();
     let wrong = got.iter().zip(&want).filter(|(got, want)| (f64::from(**got) - **want).abs() > bound);
     assert_eq!(wrong.count(), 0, "what is timed is not attention");
+}
+
+/// Cells that a batch reads.
+fn n_cells(case: &AttentionCase) -> usize {
+    case.sequences.iter().map(|sequence| sequence.len).sum()
 }
 
 /// Single rows after 96 to 4096 cells, 16 of them, and prompts; cells in order and anywhere.
@@ -61,13 +69,29 @@ fn attend(c: &mut Criterion) {
             {
                 let input = case.build(placement).expect("memory for the cells");
                 let mut out = vec![0.0; input.q.len()];
-                attention(&mut cx, (&input.q, input.scoring), input.layer(), input.rows(), &mut out);
+                attention(
+                    &mut cx,
+                    Queries { q: &input.q, scoring: input.scoring },
+                    input.layer(),
+                    input.rows(),
+                    &mut out,
+                );
                 check(&input, &out);
                 let n_seen: u64 = input.rows().rows.iter().map(|row| u64::from(row.n_visible)).sum();
+                let cells = n_cells(&case);
+                let n_bytes = 2 * cells * HEADS.1 * dtype.head_bytes(D_HEAD);
+                let n_flops = n_seen as usize * 4 * HEADS.0 * D_HEAD;
+                print_bound(&format!("attention-{kind}/{name}/{place}"), n_bytes, n_flops);
                 group.throughput(Throughput::Elements(n_seen * (2 * HEADS.0 * D_HEAD) as u64));
                 group.bench_function(BenchmarkId::new(*name, place), |b| {
                     b.iter(|| {
-                        attention(&mut cx, (&input.q, input.scoring), input.layer(), input.rows(), &mut out)
+                        attention(
+                            &mut cx,
+                            Queries { q: &input.q, scoring: input.scoring },
+                            input.layer(),
+                            input.rows(),
+                            &mut out,
+                        )
                     });
                 });
             }
@@ -77,13 +101,14 @@ fn attend(c: &mut Criterion) {
 
 fn row_wise(c: &mut Criterion) {
     let cx = context();
-    let draw = &mut Draw::new(1);
+    let draw = &mut SplitMix64::new(1);
     let (x, weight) = (draw.values(Size::Unit, MAX_ROWS * D_MODEL), draw.values(Size::Unit, D_MODEL));
     let angles = draw.values(Size::Unit, MAX_ROWS * D_HEAD / 2);
     let mut y = x.clone();
     let mut group = c.benchmark_group("rows");
     for n in [1, 16, MAX_ROWS] {
         let x = &x[..n * D_MODEL];
+        print_bound(&format!("rows/{n}"), 2 * size_of_val(x), 4 * x.len());
         group.throughput(Throughput::Bytes((2 * size_of_val(x)) as u64));
         group.bench_function(BenchmarkId::new("rms_norm", n), |b| {
             b.iter(|| ops::rms_norm(&cx, x, &weight, 1e-5, &mut y[..x.len()]));
@@ -94,6 +119,7 @@ fn row_wise(c: &mut Criterion) {
         });
     }
     let logits = draw.values(Size::Unit, VOCAB_SIZE);
+    print_bound("rows/argmax", size_of_val(&logits[..]), logits.len());
     group.throughput(Throughput::Bytes(size_of_val(&logits[..]) as u64));
     group.bench_function("argmax", |b| b.iter(|| ops::argmax(black_box(&logits))));
 }

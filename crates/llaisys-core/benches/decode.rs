@@ -1,9 +1,11 @@
 //! The decode step and prefill of a six-layer model of SmolLM2's widths (random weights, bf16), two threads.
 //! `throughput` is in tokens. The same steps on the real file are in `benches/` at the project's root.
 
+mod bound;
 #[path = "../tests/common/mod.rs"]
 mod common;
 
+use bound::print_bound;
 use common::{Loaded, Rows, Tiny, load, settings};
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use llaisys_core::batch::output;
@@ -36,6 +38,12 @@ fn step(loaded: &mut Loaded, rows: &Rows) {
     assert!(result.token_ids.iter().all(|&token| token >= 0), "every row gave a token");
 }
 
+/// Every weight, in 16 bits, is read once and multiplied with each row.
+fn print_weights_bound(loaded: &Loaded, name: &str, n_rows: usize) {
+    let n_bytes = loaded.context.weight_bytes();
+    print_bound(name, n_bytes, n_bytes * n_rows);
+}
+
 fn one_token_each(c: &mut Criterion, loaded: &mut Loaded, n_seqs: usize) {
     let seqs: Vec<SeqId> =
         (0..n_seqs).map(|_| loaded.context.seq_acquire(0).expect("an id is free")).collect();
@@ -48,17 +56,18 @@ fn one_token_each(c: &mut Criterion, loaded: &mut Loaded, n_seqs: usize) {
         .iter()
         .fold(Rows::default(), |rows, &seq| rows.row(11, N_CONTEXT as i32, &[seq], output::LOGITS));
     let mut group = c.benchmark_group("decode");
+    print_weights_bound(loaded, &format!("decode/{n_seqs}"), n_seqs);
     group.throughput(Throughput::Elements(n_seqs as u64));
     group.bench_function(format!("{n_seqs} sequences at {N_CONTEXT}"), |b| {
         b.iter(|| {
             step(loaded, &rows);
             for &seq in &seqs {
-                loaded.context.kv_seq_rm(seq, N_CONTEXT as i32, -1).expect("the id is lent");
+                loaded.context.kv_seq_rm(seq, N_CONTEXT as i32, -1).expect("the id is acquired");
             }
         });
     });
     group.finish();
-    seqs.into_iter().for_each(|seq| loaded.context.seq_release(seq).expect("the id is lent"));
+    seqs.into_iter().for_each(|seq| loaded.context.seq_release(seq).expect("the id is acquired"));
 }
 
 fn prefill(c: &mut Criterion, loaded: &mut Loaded, n_tokens: usize) {
@@ -68,11 +77,12 @@ fn prefill(c: &mut Criterion, loaded: &mut Loaded, n_tokens: usize) {
         rows.row(i as i32 * 5, i as i32, &[seq], wants)
     });
     let mut group = c.benchmark_group("prefill");
+    print_weights_bound(loaded, &format!("prefill/{n_tokens}"), n_tokens);
     group.throughput(Throughput::Elements(n_tokens as u64)).sample_size(20);
     group.bench_function(format!("{n_tokens} tokens"), |b| {
         b.iter(|| {
             step(loaded, &rows);
-            loaded.context.kv_seq_rm(seq, -1, -1).expect("the id is lent");
+            loaded.context.kv_seq_rm(seq, -1, -1).expect("the id is acquired");
         });
     });
     group.finish();

@@ -4,6 +4,9 @@
 //! larger than the caches, used in turn, as the layers of a model are. Bandwidth of a machine moves, so `read`
 //! (a plain sum over memory) comes first and last: compare with the run's own.
 
+mod bound;
+
+use bound::print_bound;
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use llaisys_core::ops::dispatch::Kernels;
 use llaisys_core::ops::packed::{PackedFormat, PackedMatrix};
@@ -33,7 +36,8 @@ fn context() -> OpContext {
 }
 
 /// A matrix of small numbers that depend on their place.
-fn matrix(pool: &Pool, format: PackedFormat, (n, k): (usize, usize)) -> PackedMatrix {
+fn matrix(pool: &Pool, format: PackedFormat, shape: (usize, usize)) -> PackedMatrix {
+    let (n, k) = shape;
     let dtype = format.dtype();
     // 0x2x or 0x3x in the upper bytes makes every float (of 16 or 32 bits) a number below one.
     let byte = |i: usize| if format.is_grouped() { (i * 89 % 61) as u8 } else { 0x20 | (i * 7 % 29) as u8 };
@@ -64,6 +68,7 @@ fn read(c: &mut Criterion, name: &str) {
     let pool = context().pool;
     let data = vec![1_u64; UNCACHED / 8];
     let mut group = c.benchmark_group("memory");
+    print_bound(&format!("memory/{name}"), UNCACHED, 0);
     group.throughput(Throughput::Bytes(UNCACHED as u64));
     group.bench_function(name, |b| {
         b.iter(|| {
@@ -101,9 +106,15 @@ fn shapes(c: &mut Criterion) {
             let copies: Vec<_> = (0..n_copies).map(|_| matrix(&cx.pool, format, shape)).collect();
             let mut group = c.benchmark_group(format!("linear-{}-{name}", format.dtype().name()));
             for n_rows in [1, 4, 16, 64, 512].into_iter().filter(|n| n * shape.0 <= n_results) {
+                let n_flops = 2 * n_rows * shape.0 * shape.1;
+                print_bound(
+                    &format!("linear-{}-{name}/{n_rows}", format.dtype().name()),
+                    first.n_bytes(),
+                    n_flops,
+                );
                 group.throughput(match n_rows {
                     0..16 => Throughput::Bytes(first.n_bytes() as u64),
-                    _ => Throughput::Elements((2 * n_rows * shape.0 * shape.1) as u64),
+                    _ => Throughput::Elements(n_flops as u64),
                 });
                 let mut next = 0;
                 group.bench_function(format!("{n_rows}"), |b| {
@@ -130,6 +141,8 @@ fn decode(c: &mut Criterion) {
     for n_rows in [1, 4, 16] {
         let x = vec![0.5; n_rows * 1536];
         let mut y = vec![0.0; n_rows * HEAD.0];
+        let n_flops = layers.iter().map(|weight| 2 * n_rows * weight.n_rows() * weight.n_columns()).sum();
+        print_bound(&format!("smollm2-products/{n_rows}"), n_bytes, n_flops);
         group.throughput(Throughput::Bytes(n_bytes as u64));
         group.bench_function(format!("{n_rows}"), |b| {
             b.iter(|| {

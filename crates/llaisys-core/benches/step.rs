@@ -16,12 +16,13 @@
 )]
 
 use llaisys_core::dtype::{DType, KvDType};
-use llaisys_core::ops::contract::{Draw, Size};
+use llaisys_core::ops::argmax_bounds::ArgmaxBounds;
+use llaisys_core::ops::cases::{Size, SplitMix64};
 use llaisys_core::ops::dispatch::{IsaName, Kernels};
 use llaisys_core::ops::packed::{PackedFormat, PackedMatrix};
-use llaisys_core::ops::screen::Screen;
 use llaisys_core::ops::{
-    self, AttentionRow, AttentionRows, Gate, GreedyRoom, LinearPart, OpContext, RopeTable, Scoring,
+    self, AttentionRow, AttentionRows, Gate, LinearPart, OpContext, PrunedArgmaxScratch, Queries, RopeTable,
+    Scoring,
 };
 use llaisys_core::tensor::{AlignedBuf, KvLayer, KvLayerMut, RowView};
 use llaisys_core::threads::{Pool, share};
@@ -82,10 +83,10 @@ struct Model {
     shape: Shape,
     layers: Vec<Layer>,
     head: PackedMatrix,
-    screen: Option<Screen>,
+    bounds: Option<ArgmaxBounds>,
     /// The head is.
     is_random: bool,
-    room: GreedyRoom,
+    scratch: PrunedArgmaxScratch,
     rope: RopeTable,
 }
 
@@ -102,7 +103,7 @@ fn matrix(pool: &Pool, format: PackedFormat, n: usize, k: usize) -> PackedMatrix
 
 /// A matrix of independent numbers between -1 and 1, near the normal distribution.
 fn random_matrix(pool: &Pool, format: PackedFormat, n: usize, k: usize) -> PackedMatrix {
-    let draw = &mut Draw::new(43);
+    let draw = &mut SplitMix64::new(43);
     // The sum of 4 numbers of 16 bits.
     let number =
         |bits: u64| (0..4).map(|i| (bits >> (16 * i) & 0xffff) as f32).sum::<f32>() / 131_070.0 - 1.0;
@@ -135,17 +136,17 @@ impl Model {
         };
         let start = Instant::now();
         let screens = args.screen == Some(true);
-        let screen = screens.then(|| Screen::new(pool, &head).expect("memory").expect("a plain head"));
+        let bounds = screens.then(|| ArgmaxBounds::new(pool, &head).expect("memory").expect("a plain head"));
         if screens {
-            eprintln!("made the screen in {:.2} s", start.elapsed().as_secs_f64());
+            eprintln!("made the argmax bounds in {:.2} s", start.elapsed().as_secs_f64());
         }
         Self {
             shape,
             layers: (0..shape.n_layers).map(layer).collect(),
             head,
-            screen,
+            bounds,
             is_random: args.screen.is_some(),
-            room: GreedyRoom::default(),
+            scratch: PrunedArgmaxScratch::default(),
             rope: RopeTable::new(D_HEAD, 1e6),
         }
     }
@@ -282,7 +283,7 @@ fn step(cx: &mut OpContext, model: &mut Model, r: &mut Rows, start: &[f32]) -> L
         let cells = KvLayer { dtype, n_kv_heads, d_head, k: &layer.k, v: &layer.v };
         let rows = AttentionRows { cells: &r.listed, rows: &r.seen, window: None };
         let scoring = Scoring { scale: 0.125, soft_cap: None };
-        ops::attention(cx, (&r.q, scoring), cells, rows, &mut r.attended);
+        ops::attention(cx, Queries { q: &r.q, scoring }, cells, rows, &mut r.attended);
         laps.lap(5);
         ops::linear_add(cx, &r.attended, &layer.o, &mut r.x);
         laps.lap(6);
@@ -301,8 +302,8 @@ fn step(cx: &mut OpContext, model: &mut Model, r: &mut Rows, start: &[f32]) -> L
     }
     ops::rms_norm_in_place(cx, hidden, &weight, 1e-6);
     laps.lap(10);
-    if let Some(screen) = &model.screen {
-        let ids = ops::greedy(cx, hidden, (&model.head, screen), &mut model.room);
+    if let Some(bounds) = &model.bounds {
+        let ids = ops::pruned_argmax(cx, hidden, &model.head, bounds, &mut model.scratch);
         assert_eq!(ids.flatten().count(), n_out, "rows that the screen could not settle");
         laps.lap(11);
         return laps;
@@ -402,7 +403,7 @@ fn main() {
     let mut cx = OpContext::new(kernels, pool, most, args.shape.d_ff).expect("memory for the scratch");
     let n_cells = (most.min(PROMPT) * args.n_context.next_multiple_of(32)).max(N_CELLS);
     let mut model = Model::new(&cx.pool, &args, n_cells);
-    let start = Draw::new(1).values(Size::Unit, most * args.shape.d_model);
+    let start = SplitMix64::new(1).values(Size::Unit, most * args.shape.d_model);
     let lines = std::io::stdin().lines().map(|line| line.expect("text").trim().parse().expect("a number"));
     let asked: Box<dyn Iterator<Item = usize>> =
         if args.from_stdin { Box::new(lines) } else { Box::new(args.rows.clone().into_iter()) };
@@ -419,12 +420,25 @@ fn main() {
         let spent: Vec<f64> = (0..KINDS.len()).map(of).collect();
         let whole =
             median(steps.iter().map(|s| s.spent.iter().sum::<Duration>().as_secs_f64() * 1e6).collect());
-        report(&model, (n, read, args.json), &spent, whole);
+        report(&model, &Times { n, read, spent, whole }, args.json);
     }
 }
 
-/// One step: `spent` and `whole` in microseconds.
-fn report(model: &Model, (n, read, json): (usize, f64, bool), spent: &[f64], whole: f64) {
+/// The medians of steps with `n` rows.
+struct Times {
+    n: usize,
+    /// What plain reads of memory reach, in GB per second.
+    read: f64,
+    /// Microseconds of each of [`KINDS`].
+    spent: Vec<f64>,
+    /// Microseconds of a step.
+    whole: f64,
+}
+
+/// Print one step: the time of each kind of work, and its share of what memory allows.
+fn report(model: &Model, times: &Times, json: bool) {
+    let Times { n, read, spent, whole } = times;
+    let (n, read, whole) = (*n, *read, *whole);
     let tokens = n as f64 / whole * 1e6;
     if json {
         let kinds: Vec<String> =
@@ -435,6 +449,9 @@ fn report(model: &Model, (n, read, json): (usize, f64, bool), spent: &[f64], who
         );
         return;
     }
+    println!(
+        "bound: weights and cells are read once, at {read:.1} GB/s; below 32 rows that limits, above it arithmetic"
+    );
     println!("{n} rows: {whole:.0} us, {tokens:.1} tokens/s, memory reads {read:.1} GB/s");
     for (kind, us) in KINDS.iter().zip(spent) {
         let bytes = model.n_bytes(kind) as f64;

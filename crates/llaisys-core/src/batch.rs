@@ -1,10 +1,11 @@
-//! `Batch`: the rows of one decode, as a structure of arrays, checked once when built.
+//! `Batch`: the rows of one decode as a structure of arrays, checked when it is built.
 
 use crate::error::Rejected;
 use crate::seq::SeqId;
-use thiserror::Error;
 
-/// What a row must give back; flags may be joined with `|`.
+pub use crate::error::BatchError;
+
+/// The outputs of a row; flags may be combined with `|`.
 pub mod output {
     /// Nothing: the row only fills the KV cache.
     pub const NONE: u8 = 0;
@@ -14,37 +15,7 @@ pub mod output {
     pub const HIDDEN: u8 = 2;
 }
 
-/// A wrong row. `row` is its index in the batch.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
-#[allow(missing_docs, reason = "the error text names each field")]
-pub enum BatchError {
-    /// No rows at all.
-    #[error("the batch is empty")]
-    Empty,
-    /// A token id outside the vocabulary.
-    #[error("row {row}: token id {token} is outside the vocabulary of {vocab_size}")]
-    Token { row: usize, token: i32, vocab_size: usize },
-    /// A negative position, or one past the model's context.
-    #[error("row {row}: position {position} is outside 0 to {max}")]
-    Position { row: usize, position: i32, max: i32 },
-    /// A row without a sequence, or with more than the pool has.
-    #[error("row {row}: {n_seq_id} sequence ids, allowed are 1 to {max}")]
-    SequenceCount { row: usize, n_seq_id: i32, max: usize },
-    /// The same sequence twice in one row.
-    #[error("row {row}: sequence slot {slot} is named twice")]
-    RepeatedSequence { row: usize, slot: u32 },
-    /// An arena that the context does not have.
-    #[error("row {row}: stream {stream}, the context has {n_streams}")]
-    Stream { row: usize, stream: u32, n_streams: usize },
-    /// Unknown output flags.
-    #[error("row {row}: output flags {flags:#x} are not known")]
-    OutputFlags { row: usize, flags: u8 },
-    /// A logits mask for a row that has none to mask, or a second one.
-    #[error("logits_mask names row {row}, which asks for no logits or is named twice")]
-    Mask { row: i32 },
-}
-
-/// The arrays of a batch as the caller has them. One row is one token at one position of one or more
+/// The arrays of a batch. One row is one token at one position of one or more
 /// sequences.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct BatchArrays<'a> {
@@ -56,7 +27,7 @@ pub struct BatchArrays<'a> {
     pub n_seq_id: &'a [i32],
     /// The rows' sequence ids one after the other, `[sum of n_seq_id]`, as [`SeqId::to_raw`].
     pub seq_ids: &'a [i64],
-    /// Arena of each row, `[n_rows]`, or empty: a row is where its sequence lives, so this only asserts it.
+    /// KV stream of each row, `[n_rows]`, or empty. It is only compared with the stream of the row's sequences.
     pub stream: &'a [u32],
     /// Flags of [`output`], `[n_rows]`.
     pub wants_output: &'a [u8],
@@ -71,7 +42,7 @@ pub struct BatchLimits {
     pub max_positions: usize,
     /// Sequences that may exist.
     pub n_seq_max: usize,
-    /// Arenas.
+    /// KV streams.
     pub n_streams: usize,
 }
 
@@ -84,9 +55,9 @@ pub struct Batch {
     pub positions: Vec<i32>,
     /// Row `r` belongs to `seqs[seq_start[r]..seq_start[r + 1]]`; `[n_rows + 1]`.
     pub seq_start: Vec<u32>,
-    /// Sequence ids; whether they are still lent is the pool's to say.
+    /// Sequence ids; [`crate::kv::KvCache::prepare`] checks that they are acquired.
     pub seqs: Vec<SeqId>,
-    /// Arena of each row as the caller believes, `[n_rows]` or empty; the books check it.
+    /// KV stream of each row, `[n_rows]` or empty; [`crate::kv::KvCache::prepare`] checks it.
     pub stream: Vec<u32>,
     /// Flags of [`output`].
     pub wants_output: Vec<u8>,

@@ -1,4 +1,4 @@
-//! What the ranks of a tensor-parallel model say to each other: sums, gathers and broadcasts of f32.
+//! Collective operations between the ranks of a tensor-parallel model: sums, gathers and broadcasts of f32.
 //!
 //! Every rank calls the same operations in the same order with slices of the same length. Results are the same bits on
 //! every rank and in every run: sums are taken in the order of the ranks.
@@ -8,8 +8,8 @@ use std::fmt::Debug;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLock, RwLockReadGuard};
 
-/// One rank's end of its group. Errors of all three operations: [`DeviceError::RankLost`] if another rank has ended in
-/// the middle; the slices then hold nothing of use, and the group is not used again.
+/// One rank of a group. Errors of all three operations: [`DeviceError::RankLost`] if another rank has ended in the
+/// middle; the contents of the slices are then undefined, and the group must not be used again.
 pub trait Collective: Send + Debug {
     /// This rank, from 0.
     fn rank(&self) -> usize;
@@ -17,24 +17,24 @@ pub trait Collective: Send + Debug {
     /// Ranks in all.
     fn world(&self) -> usize;
 
-    /// Puts the sum over all ranks in place of each element of `buf`.
+    /// Replaces each element of `buf` by its sum over all ranks.
     fn all_reduce_sum(&mut self, buf: &mut [f32]) -> Result<(), DeviceError>;
 
-    /// Puts the ranks' `src`, `[n]` each, one after the other into `dst`, `[world, n]`.
+    /// Concatenates the `src` of all ranks, `[n]` each, into `dst`, `[world, n]`.
     fn all_gather(&mut self, src: &[f32], dst: &mut [f32]) -> Result<(), DeviceError>;
 
-    /// Puts rank `root`'s `buf` into every other's.
+    /// Copies the `buf` of rank `root` to every other rank.
     fn broadcast(&mut self, buf: &mut [f32], root: usize) -> Result<(), DeviceError>;
 
-    /// Ends the group: whoever waits for this rank, or comes to, gets an error.
+    /// Ends the group: ranks that wait for this one, now or later, get an error.
     fn abort(&self);
 }
 
-/// The only rank of a world of one: nothing to do.
+/// The only rank of a group of one.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Solo;
+pub struct SingleRank;
 
-impl Collective for Solo {
+impl Collective for SingleRank {
     fn rank(&self) -> usize {
         0
     }
@@ -60,29 +60,29 @@ impl Collective for Solo {
     fn abort(&self) {}
 }
 
-/// A rank that is a thread of this process. Dropping it ends its group, so a thread that panics keeps nobody waiting.
+/// A rank that is a thread of this process. Dropping it ends its group, so no rank waits for a thread that panicked.
 #[derive(Debug)]
-pub struct Local {
+pub struct LocalRank {
     rank: usize,
     shared: Arc<Shared>,
-    /// Which of the two sets of slots the next exchange uses.
-    turn: usize,
+    /// Which of the two sets of messages the next exchange uses.
+    set: usize,
 }
 
 #[derive(Debug)]
 struct Shared {
-    /// What each rank says, `[2][world]`. The sets take turns: who writes into one has passed the barrier of the
-    /// exchange with the other, which nobody reaches before having read the first.
-    slots: [Vec<RwLock<Vec<f32>>>; 2],
+    /// The message of each rank, `[2][world]`. Exchanges alternate between the two sets: a rank that writes to one set has
+    /// passed the barrier of the exchange with the other set, which every rank reaches only after reading the first.
+    messages: [Vec<RwLock<Vec<f32>>>; 2],
     barrier: Barrier,
 }
 
-impl Local {
-    /// The `world >= 1` ends of a new group, in the order of the ranks.
+impl LocalRank {
+    /// The `world >= 1` ranks of a new group, in order.
     pub fn group(world: usize) -> Vec<Self> {
         let set = || (0..world).map(|_| RwLock::default()).collect();
-        let shared = Arc::new(Shared { slots: [set(), set()], barrier: Barrier::new(world) });
-        (0..world).map(|rank| Self { rank, shared: Arc::clone(&shared), turn: 0 }).collect()
+        let shared = Arc::new(Shared { messages: [set(), set()], barrier: Barrier::new(world) });
+        (0..world).map(|rank| Self { rank, shared: Arc::clone(&shared), set: 0 }).collect()
     }
 
     /// True once a rank has ended.
@@ -90,39 +90,39 @@ impl Local {
         self.shared.barrier.aborted.load(Ordering::Acquire)
     }
 
-    /// The error of this rank when another has ended.
+    /// The error of this rank after another has ended.
     pub fn lost(&self) -> DeviceError {
         DeviceError::RankLost { rank: self.rank, world: self.world() }
     }
 
-    /// Says `own`, if this rank has something to say, and waits until every rank has come.
-    fn exchange(&mut self, own: Option<&[f32]>) -> Result<Said<'_>, DeviceError> {
-        let slots = &self.shared.slots[self.turn];
-        self.turn ^= 1;
+    /// Publishes the message of this rank, if there is one, and waits until every rank has called this.
+    fn exchange(&mut self, own: Option<&[f32]>) -> Result<Messages<'_>, DeviceError> {
+        let messages = &self.shared.messages[self.set];
+        self.set ^= 1;
         if let Some(own) = own {
-            let mut slot = slots[self.rank].write().unwrap_or_else(PoisonError::into_inner);
-            slot.clear();
-            slot.extend_from_slice(own);
+            let mut message = messages[self.rank].write().unwrap_or_else(PoisonError::into_inner);
+            message.clear();
+            message.extend_from_slice(own);
         }
         let lost = self.lost();
         self.shared.barrier.wait().map_err(|Aborted| lost)?;
-        Ok(Said(slots))
+        Ok(Messages(messages))
     }
 }
 
-/// What the ranks said in an exchange.
-struct Said<'a>(&'a [RwLock<Vec<f32>>]);
+/// The messages of an exchange, by rank.
+struct Messages<'a>(&'a [RwLock<Vec<f32>>]);
 
-impl Said<'_> {
-    /// The `n` words of one rank. Panics if it gave another number: ranks that disagree are a bug.
-    fn of(&self, rank: usize, n: usize) -> RwLockReadGuard<'_, Vec<f32>> {
-        let words = self.0[rank].read().unwrap_or_else(PoisonError::into_inner);
-        assert_eq!(words.len(), n, "rank {rank} gave another number of elements");
-        words
+impl Messages<'_> {
+    /// The `n` elements of one rank. Panics if it sent another number: that is a bug.
+    fn message_of_rank(&self, rank: usize, n: usize) -> RwLockReadGuard<'_, Vec<f32>> {
+        let message = self.0[rank].read().unwrap_or_else(PoisonError::into_inner);
+        assert_eq!(message.len(), n, "rank {rank} sent another number of elements");
+        message
     }
 }
 
-impl Collective for Local {
+impl Collective for LocalRank {
     fn rank(&self) -> usize {
         self.rank
     }
@@ -133,29 +133,30 @@ impl Collective for Local {
 
     fn all_reduce_sum(&mut self, buf: &mut [f32]) -> Result<(), DeviceError> {
         let world = self.world();
-        let said = self.exchange(Some(buf))?;
-        buf.copy_from_slice(&said.of(0, buf.len()));
+        let messages = self.exchange(Some(buf))?;
+        buf.copy_from_slice(&messages.message_of_rank(0, buf.len()));
         for rank in 1..world {
-            let words = said.of(rank, buf.len());
-            buf.iter_mut().zip(&*words).for_each(|(sum, x)| *sum += x);
+            let message = messages.message_of_rank(rank, buf.len());
+            buf.iter_mut().zip(&*message).for_each(|(sum, x)| *sum += x);
         }
         Ok(())
     }
 
     fn all_gather(&mut self, src: &[f32], dst: &mut [f32]) -> Result<(), DeviceError> {
         let world = self.world();
-        assert_eq!(dst.len(), world * src.len(), "room for every rank's part");
-        let said = self.exchange(Some(src))?;
+        assert_eq!(dst.len(), world * src.len(), "the destination has the parts of all ranks");
+        let messages = self.exchange(Some(src))?;
         for rank in 0..world {
-            dst[rank * src.len()..(rank + 1) * src.len()].copy_from_slice(&said.of(rank, src.len()));
+            dst[rank * src.len()..(rank + 1) * src.len()]
+                .copy_from_slice(&messages.message_of_rank(rank, src.len()));
         }
         Ok(())
     }
 
     fn broadcast(&mut self, buf: &mut [f32], root: usize) -> Result<(), DeviceError> {
         let own = (self.rank == root).then_some(&*buf);
-        let said = self.exchange(own)?;
-        buf.copy_from_slice(&said.of(root, buf.len()));
+        let messages = self.exchange(own)?;
+        buf.copy_from_slice(&messages.message_of_rank(root, buf.len()));
         Ok(())
     }
 
@@ -164,14 +165,14 @@ impl Collective for Local {
     }
 }
 
-impl Drop for Local {
+impl Drop for LocalRank {
     fn drop(&mut self) {
         self.abort();
     }
 }
 
-/// Where ranks wait for each other, again and again: two times in each layer, mostly for microseconds. So they spin for
-/// a while before they sleep.
+/// A reusable barrier. Ranks wait twice in each layer, mostly for microseconds, so they spin for a while before they
+/// sleep.
 #[derive(Debug)]
 struct Barrier {
     world: usize,
@@ -181,16 +182,16 @@ struct Barrier {
     round: AtomicUsize,
     /// Written under `change`.
     aborted: AtomicBool,
-    /// Who sleeps has seen both as they were under this lock.
+    /// A sleeping rank has read both under this lock.
     change: Mutex<()>,
     changed: Condvar,
 }
 
-/// A rank will not come.
+/// A rank has ended.
 #[derive(Debug)]
 struct Aborted;
 
-/// Pause instructions before a waiting rank sleeps: about 100 us at 23 ns each. Waking it costs a quarter of that.
+/// Pause instructions before a waiting rank sleeps: about 100 us at 23 ns each. A wake-up costs a quarter of that.
 const N_SPINS: u32 = 4000;
 
 impl Barrier {
@@ -200,7 +201,7 @@ impl Barrier {
         Self { world, n_arrived, round, aborted: AtomicBool::new(false), change, changed }
     }
 
-    /// Returns when all have come. What a rank wrote before is seen by every rank after.
+    /// Returns when all ranks have called it. Writes of a rank before the call are visible to every rank after it.
     fn wait(&self) -> Result<(), Aborted> {
         if self.aborted.load(Ordering::Acquire) {
             return Err(Aborted);
@@ -214,7 +215,7 @@ impl Barrier {
         self.sleep_while(|| {
             self.round.load(Ordering::Acquire) == round && !self.aborted.load(Ordering::Acquire)
         });
-        // The last of a round may leave its group at once: that round has ended all the same.
+        // The last rank of a round may abort right after it: the round has still ended.
         if self.round.load(Ordering::Acquire) == round { Err(Aborted) } else { Ok(()) }
     }
 
@@ -222,7 +223,7 @@ impl Barrier {
         self.set(|| self.aborted.store(true, Ordering::Release));
     }
 
-    /// Makes a change and wakes who sleeps.
+    /// Makes a change and wakes sleeping ranks.
     fn set(&self, change: impl FnOnce()) {
         let lock = self.change.lock().unwrap_or_else(PoisonError::into_inner);
         change();

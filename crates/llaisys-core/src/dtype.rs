@@ -116,7 +116,7 @@ impl DType {
         (n / self.block_len()).checked_mul(self.block_bytes())
     }
 
-    /// True for block-quantised types.
+    /// True for block-quantized types.
     pub const fn is_quantized(self) -> bool {
         self.block_len() > 1
     }
@@ -154,9 +154,9 @@ pub enum ComputeMode {
     Float32,
     /// Weights and activations of every product rounded to bf16, sums in f32.
     Bfloat16,
-    /// Matrices quantised to 8 bits while they are loaded.
+    /// Matrices quantized to 8 bits while they are loaded.
     Int8,
-    /// Matrices quantised to 4 bits while they are loaded, the head and the embeddings to 6.
+    /// Matrices quantized to 4 bits while they are loaded, the head and the embeddings to 6.
     Int4,
 }
 

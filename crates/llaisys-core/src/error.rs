@@ -9,18 +9,24 @@
 //! ```
 //!
 //! A broken invariant is not an error: it is a bug, and panics. Numbers are fields, never text; each module
-//! owns the precise enum of its own refusals and this file only gathers them.
+//! has a precise enum of its own rejections and this file gathers them.
 
-use crate::batch::BatchError;
-use crate::formats::FormatError;
-use crate::kv::KvError;
-use crate::sample::SamplingError;
+mod batch;
+mod format;
+mod kv;
+mod sampling;
+
+pub use batch::BatchError;
+pub use format::{FormatError, GgufError};
+pub use kv::KvError;
+pub use sampling::SamplingError;
+
 use thiserror::Error;
 
 /// Result of a fallible operation of the core; `E` where only one kind can occur.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Any refusal or failure of the core.
+/// Any rejection or failure of the core.
 #[derive(Debug, Error)]
 pub enum Error {
     /// The input is wrong; the caller must change it.
@@ -58,8 +64,8 @@ pub enum Rejected {
     /// A model file is damaged or inconsistent.
     #[error(transparent)]
     Format(#[from] FormatError),
-    /// A sequence id that was released, or never lent.
-    #[error("sequence id {raw} is not lent (slot {slot} is at generation {current}, the id says {given})")]
+    /// A sequence id that was released, or never acquired.
+    #[error("sequence id {raw} is not acquired (slot {slot} is at generation {current}, the id has {given})")]
     StaleSequence { raw: i64, slot: u32, given: u32, current: u32 },
     /// An array has the wrong number of elements.
     #[error("{what} has {got} elements, expected {want}")]
@@ -67,8 +73,8 @@ pub enum Rejected {
     /// A setting is out of its bounds.
     #[error("{what} is {got}, allowed are {min} to {max}")]
     OutOfRange { what: &'static str, got: i64, min: i64, max: i64 },
-    /// Arenas have equal sizes.
-    #[error("n_cells is {n_cells}, which n_streams ({n_streams}) does not divide")]
+    /// Streams have equal sizes.
+    #[error("n_cells is {n_cells}, expected a multiple of n_streams ({n_streams})")]
     UnevenStreams { n_cells: usize, n_streams: usize },
     /// Imported keys and values that are not those of one or more whole cells.
     #[error("the data has {got} bytes; a cell has {of_cell}, and there must be one or more whole ones")]
@@ -88,11 +94,11 @@ pub enum Rejected {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[allow(missing_docs, reason = "the error text names each field")]
 pub enum Exhausted {
-    /// Fewer free KV cells, in one arena, than a call needs.
+    /// Fewer free KV cells, in one stream, than a call needs.
     #[error("{needed} KV cells are needed, {free} of {capacity} are free")]
     Cells { needed: usize, free: usize, capacity: usize },
-    /// All sequence ids are lent.
-    #[error("all {capacity} sequence ids are lent")]
+    /// All sequence ids are acquired.
+    #[error("all {capacity} sequence ids are acquired")]
     SequenceIds { capacity: usize },
 }
 
@@ -109,9 +115,9 @@ pub enum Unsupported {
     /// A tensor's element type.
     #[error("tensor {tensor:?} has type {dtype}; supported are {supported}")]
     TensorType { tensor: String, dtype: String, supported: &'static str },
-    /// A checkpoint in integers that is to be quantised while it is loaded.
+    /// A checkpoint in integers that is to be quantized while it is loaded.
     #[error(
-        "tensor {tensor:?} is quantised already ({dtype}); quantization takes checkpoints in F32, F16 or BF16: \
+        "tensor {tensor:?} is quantized already ({dtype}); quantization takes checkpoints in F32, F16 or BF16: \
          leave it out to load this one as it is"
     )]
     Quantized { tensor: String, dtype: String },
@@ -130,6 +136,13 @@ pub enum Unsupported {
     /// A weight slot that cannot be replaced as asked.
     #[error("weight {name:?} is stored as {stored}; it cannot be replaced from {given}")]
     ReplaceWeight { name: String, stored: &'static str, given: &'static str },
+}
+
+impl Unsupported {
+    /// [`Unsupported::Feature`] with the text of `value`.
+    pub(crate) fn feature(what: &'static str, value: impl ToString, supported: &'static str) -> Self {
+        Self::Feature { what, value: value.to_string(), supported }
+    }
 }
 
 /// The machine failed.

@@ -25,7 +25,7 @@ pub(crate) mod table {
     use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
     use std::time::Duration;
 
-    /// What a point does when its turn comes.
+    /// What a point does when it is reached.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub enum Action {
         /// Nothing; ends a pause.
@@ -67,8 +67,8 @@ pub(crate) mod table {
         n_hits: AtomicU64,
     }
 
-    /// Anything but a leak: where the call may still be refused.
-    const DOOR: &[Action] = &[Action::Off, Action::Error, Action::Panic, Action::Pause];
+    /// Everything except a leak: where the call may still be refused.
+    const ENTRY: &[Action] = &[Action::Off, Action::Error, Action::Panic, Action::Pause];
     /// In the middle of work that returns no error.
     const INSIDE: &[Action] = &[Action::Off, Action::Panic, Action::Pause];
     const LEAKS: &[Action] = &[Action::Off, Action::Error, Action::Panic, Action::Pause, Action::Leak];
@@ -79,35 +79,35 @@ pub(crate) mod table {
     }
 
     static TABLE: [Point; 27] = [
-        point("seq.acquire", DOOR),
+        point("seq.acquire", ENTRY),
         point("seq.release", LEAKS),
-        point("seq.set_sampler", DOOR),
-        point("decode.begin", DOOR),
-        point("decode.prepare", DOOR),
-        point("decode.placed", DOOR),
+        point("seq.set_sampler", ENTRY),
+        point("decode.begin", ENTRY),
+        point("decode.prepare", ENTRY),
+        point("decode.placed", ENTRY),
         point("decode.layer", INSIDE),
         // On the ranks but the first, at the beginning of a pass.
-        point("decode.rank", DOOR),
-        point("decode.forward", DOOR),
-        point("decode.logits", DOOR),
+        point("decode.rank", ENTRY),
+        point("decode.forward", ENTRY),
+        point("decode.logits", ENTRY),
         point("sampler.row", INSIDE),
-        point("decode.sampled", DOOR),
-        point("decode.commit", DOOR),
-        point("kv.seq_rm", DOOR),
-        point("kv.seq_cp", DOOR),
-        point("kv.seq_keep", DOOR),
-        point("kv.seq_add", DOOR),
-        point("kv.retain", DOOR),
-        point("kv.attach", DOOR),
-        point("kv.segment_split", DOOR),
-        point("kv.segment_trim", DOOR),
-        point("kv.export", DOOR),
-        point("kv.import", DOOR),
-        point("weights.replace", DOOR),
+        point("decode.sampled", ENTRY),
+        point("decode.commit", ENTRY),
+        point("kv.seq_rm", ENTRY),
+        point("kv.seq_cp", ENTRY),
+        point("kv.seq_keep", ENTRY),
+        point("kv.seq_add", ENTRY),
+        point("kv.node_cache", ENTRY),
+        point("kv.node_attach", ENTRY),
+        point("kv.node_split", ENTRY),
+        point("kv.node_trim", ENTRY),
+        point("kv.node_export", ENTRY),
+        point("kv.node_import", ENTRY),
+        point("weights.replace", ENTRY),
         // A panic at one of these leaves the books half-changed: the context is lost.
-        point("books.change", INSIDE),
-        point("books.prepare", INSIDE),
-        point("books.commit", INSIDE),
+        point("kv.change", INSIDE),
+        point("kv.prepare", INSIDE),
+        point("kv.commit", INSIDE),
     ];
 
     /// The points, in the order of the table.

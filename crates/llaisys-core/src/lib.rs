@@ -1,31 +1,116 @@
-//! The inference core: model files in, sampled ids out.
+//! The inference core of LLAISYS: a model's files in, sampled token ids out.
 //!
-//! No Python, no network, no clock, no environment variables. `unsafe` is denied but in the modules that say
-//! so below: aligned memory, kernels and the thread pool.
+//! A [`context::Context`] owns one model on the CPU or a GPU: its weights, the KV cache, the samplers and the threads. A
+//! decode takes a batch of rows, one token each, of any number of sequences ([`batch::BatchArrays`]), and returns the ids
+//! sampled for the rows that ask for one. Sequences share KV cells through [`kv::KvCache`], which can be used alone:
+//!
+//! ```
+//! use llaisys_core::kv::{KvCache, KvShape};
+//!
+//! let mut cache = KvCache::new(KvShape { n_cells: 64, n_seq_max: 4, n_streams: 1, lifo: false })?;
+//! let prompt = cache.seq_acquire(0)?;
+//! cache.extend(&[0, 1, 2], &[1, 1, 1], &[prompt.to_raw(); 3])?;
+//! assert_eq!(cache.n_cells_free(), 61);
+//!
+//! // A second sequence shares the first two cells instead of copying them.
+//! let fork = cache.seq_acquire(0)?;
+//! cache.seq_cp(prompt, fork, 0, 2)?;
+//! assert_eq!(cache.n_cells_free(), 61);
+//!
+//! cache.seq_release(prompt)?;
+//! assert_eq!(cache.n_cells_free(), 62);
+//! # Ok::<(), llaisys_core::Error>(())
+//! ```
+//!
+//! `examples/generate.rs` loads a model and generates tokens.
+//!
+//! The core uses no network, no clock and no environment variables, and it does not tokenize. `unsafe` is denied except in
+//! the files that `docs/unsafe.md` lists.
+//!
+//! # Features
+//!
+//! - `cuda` (default): the CUDA backend. Its libraries are found at run time; a machine without them uses the CPU.
+//! - `testing`: makes the internal modules public for tests and benches. They have no stable API.
+//! - `faults`: places where tests make the core fail.
 
 #![warn(clippy::unwrap_used, reason = "input never panics; a broken invariant panics with a message")]
-#![warn(unreachable_pub, reason = "what is `pub` here is the crate's surface")]
+#![cfg_attr(
+    feature = "testing",
+    warn(unreachable_pub, reason = "a `pub` item is reached by the API or by tests")
+)]
+#![cfg_attr(not(feature = "testing"), allow(dead_code, reason = "some items are for tests and benches"))]
 
 pub mod batch;
-pub mod books;
-pub mod collective;
 pub mod context;
 pub mod dtype;
 pub mod error;
-pub mod faults;
-pub mod formats;
 pub mod kv;
-pub mod model;
-#[allow(unsafe_code, reason = "SIMD kernels and disjoint writes of panel-split outputs")]
-pub mod ops;
 pub mod progress;
-pub mod quant;
 pub mod sample;
 pub mod seq;
-#[allow(unsafe_code, reason = "owns aligned allocations")]
+
+/// Checkpoints: Hugging Face folders and GGUF files, opened, checked and described.
+pub mod checkpoint {
+    pub use crate::arch::config::ModelConfig;
+    pub use crate::load::checkpoint::Checkpoint;
+    pub use crate::load::model_info::{FileFormat, KvBytesPerCell, ModelInfo};
+}
+
+/// NVIDIA GPUs, found at run time. [`context::Context::on_gpu`](crate::context::Context::on_gpu) uses one.
+#[cfg(feature = "cuda")]
+pub mod gpu {
+    pub use crate::cuda::Gpu;
+    pub use crate::cuda::driver::nccl::Nccl;
+    pub use crate::cuda::driver::nvidia::{Nvidia, NvidiaSettings};
+    pub use crate::cuda::driver::probe::{Cuda, DRIVER};
+    pub use crate::cuda::ops::sources_json as kernel_sources_json;
+}
+
+// Internal modules: public with the feature `testing` alone.
+#[cfg(not(feature = "testing"))]
+mod arch;
+#[cfg(feature = "testing")]
+pub mod arch;
+#[cfg(not(feature = "testing"))]
+mod collective;
+#[cfg(feature = "testing")]
+pub mod collective;
+#[cfg(all(feature = "cuda", not(feature = "testing")))]
+mod cuda;
+#[cfg(all(feature = "cuda", feature = "testing"))]
+pub mod cuda;
+#[cfg(not(feature = "faults"))]
+mod faults;
+#[cfg(feature = "faults")]
+pub mod faults;
+#[cfg(not(feature = "testing"))]
+mod forward;
+#[cfg(feature = "testing")]
+pub mod forward;
+#[cfg(not(feature = "testing"))]
+mod load;
+#[cfg(feature = "testing")]
+pub mod load;
+#[cfg(not(feature = "testing"))]
+mod ops;
+#[cfg(feature = "testing")]
+pub mod ops;
+#[cfg(not(feature = "testing"))]
+mod quant;
+#[cfg(feature = "testing")]
+pub mod quant;
+#[cfg(not(feature = "testing"))]
+mod tensor;
+#[cfg(feature = "testing")]
 pub mod tensor;
-#[allow(unsafe_code, reason = "hands borrowed jobs to worker threads")]
+#[cfg(not(feature = "testing"))]
+mod threads;
+#[cfg(feature = "testing")]
 pub mod threads;
-pub mod watch;
 
 pub use error::{Error, Result};
+
+/// Compiles the example of the README.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

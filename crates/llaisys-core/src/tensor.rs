@@ -1,5 +1,7 @@
 //! Views of tensors that were read from files, and aligned owned buffers.
 
+#![allow(unsafe_code, reason = "owns aligned allocations")]
+
 use crate::dtype::{DType, KvDType};
 use crate::error::DeviceError;
 use std::alloc::{Layout, alloc_zeroed, dealloc};

@@ -11,14 +11,18 @@
 //! 3. The caller of [`Pool::run`] does not return, nor unwind, before every worker has finished the job or ended, so
 //!    the borrow behind `job` outlives every use. Nothing between `publish` and the end of `finish` can panic: the
 //!    caller's part of the job runs in `catch_unwind`, and CPU ids were checked by [`Pool::on`].
-//! 4. A caller has the pool's turn ([`Pool::turn`]) and waits for it if another thread has it; a job that runs a job is
+//! 4. A caller holds the lock of the pool ([`Pool::lock`]) and waits while another thread holds it; a job that runs a job is
 //!    a bug and panics. `busy` is checked before `job` and `queues` change, so it alone keeps them with one caller.
+
+#![allow(unsafe_code, reason = "lends borrowed jobs to worker threads")]
 
 mod affinity;
 mod disjoint;
 #[cfg(test)]
+#[deny(unsafe_code)]
 mod tests;
-mod turns;
+#[deny(unsafe_code)]
+mod ticket_lock;
 
 use crate::error::{DeviceError, Rejected, Result};
 use std::any::Any;
@@ -28,10 +32,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::{self, JoinHandle, Thread};
-use turns::Turns;
+use ticket_lock::TicketLock;
 
-pub(crate) use disjoint::Disjoint;
-pub use turns::Turn;
+pub(crate) use disjoint::{Disjoint, DisjointWriter};
+pub use ticket_lock::PoolGuard;
 
 /// Pause instructions before a waiting thread starts to yield: about 20 us at 23 ns each.
 const N_SPINS: u32 = 900;
@@ -94,7 +98,7 @@ unsafe impl Sync for Shared {}
 pub struct Pool {
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
-    turns: Turns,
+    lock: TicketLock,
     busy: AtomicBool,
     /// The CPU that is left to the caller when every worker is pinned to one of the others.
     home: Option<usize>,
@@ -144,7 +148,7 @@ impl Pool {
         let mut pool = Self {
             shared,
             workers: Vec::new(),
-            turns: Turns::default(),
+            lock: TicketLock::default(),
             busy: AtomicBool::new(false),
             home,
             queues,
@@ -169,7 +173,7 @@ impl Pool {
     }
 
     /// The pool of that many threads that this process has already, or as [`Pool::new`], or, if they are not to be
-    /// pinned, as [`Pool::on`] without CPUs. Models that compute on one pool take turns on it instead of pushing each
+    /// pinned, as [`Pool::on`] without CPUs. Models that compute on one pool lock it in turn instead of pushing each
     /// other off the CPUs. It ends with the last who has it.
     ///
     /// Errors: as [`Pool::new`].
@@ -186,14 +190,14 @@ impl Pool {
         Ok(pool)
     }
 
-    /// Keeps the pool for this thread until the turn is dropped: for a step, of which another model's jobs must not come
+    /// Lock the pool for this thread until the guard is dropped: for a step, of which another model's jobs must not come
     /// between the parts. Others wait, and have it in the order in which they came. At once if this thread has it.
     ///
     /// Panics on a thread of this pool's own.
-    pub fn turn(&self) -> Turn<'_> {
+    pub fn lock(&self) -> PoolGuard<'_> {
         let works_here = WORKS_FOR.get() == Arc::as_ptr(&self.shared).addr();
         assert!(!works_here, "a job of a pool runs a job on it");
-        self.turns.take()
+        self.lock.lock()
     }
 
     /// Threads that a job runs on, the caller's included.
@@ -205,7 +209,7 @@ impl Pool {
     /// returns when all have returned.
     ///
     /// If any part panics, the others are waited for, then the panic is raised here; the pool stays usable.
-    /// Waits for its turn if another thread uses the pool. Panics if a job runs a job, or if a worker's thread has
+    /// Waits while another thread holds the pool. Panics if a job runs a job, or if a worker's thread has
     /// ended.
     pub fn run(&self, job: &(dyn Fn(usize) + Sync)) {
         let busy = self.begin();
@@ -214,9 +218,9 @@ impl Pool {
 
     /// Takes the pool for one job. Panics if it runs one already.
     fn begin(&self) -> Busy<'_> {
-        let turn = self.turn();
+        let guard = self.lock();
         assert!(!self.busy.swap(true, Ordering::Acquire), "the pool is running a job already");
-        Busy { flag: &self.busy, _turn: turn }
+        Busy { flag: &self.busy, _guard: guard }
     }
 
     /// See [`Pool::run`].
@@ -312,10 +316,10 @@ impl Pool {
     }
 }
 
-/// One job's hold of the pool: its turn and its `busy` flag.
+/// The pool while it runs one job: locked, and marked `busy`.
 struct Busy<'a> {
     flag: &'a AtomicBool,
-    _turn: Turn<'a>,
+    _guard: PoolGuard<'a>,
 }
 
 impl Drop for Busy<'_> {
@@ -346,7 +350,7 @@ impl Drop for Pool {
     }
 }
 
-/// One turn of waiting: spins first, then lets others run.
+/// One round of waiting: spin first, then yield.
 fn pause(waited: &mut u32) {
     *waited = waited.saturating_add(1);
     if *waited < N_SPINS { std::hint::spin_loop() } else { thread::yield_now() }

@@ -1,5 +1,5 @@
-//! A decode step after warm-up takes memory for its own short lists and its result, and for nothing else: no op
-//! and no layer does. One test, since the counter sees every thread of the process.
+//! A decode step after warm-up allocates its short lists and its result, and nothing else: no op and no layer allocates.
+//! One test in its own process, as the counter counts every thread.
 
 #![allow(unsafe_code, reason = "a global allocator is unsafe by its trait")]
 
@@ -13,7 +13,7 @@ use llaisys_core::sample::SamplerSpec;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// The system's allocator, counted.
+/// The system's allocator with counters.
 struct Counting;
 
 static N_CALLS: AtomicUsize = AtomicUsize::new(0);
@@ -24,7 +24,7 @@ fn count(n_bytes: usize) {
     N_BYTES.fetch_add(n_bytes, Ordering::Relaxed);
 }
 
-// SAFETY: every call goes on to the system's allocator as it came.
+// SAFETY: every call is forwarded unchanged to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size());
@@ -79,8 +79,8 @@ fn steps(context: &mut Context, n_seqs: usize, spec: &SamplerSpec) -> Vec<(usize
     counted
 }
 
-/// Of all steps: now and then a list that grows with the sequences needs more room, and the test harness has a thread
-/// of its own.
+/// The median over all steps: sometimes a list that grows with the sequences is reallocated, and the test harness has
+/// its own thread.
 fn median(mut steps: Vec<(usize, usize)>) -> (usize, usize) {
     steps.sort_unstable();
     steps[steps.len() / 2]
@@ -95,7 +95,7 @@ fn a_warm_step_allocates_its_lists_and_nothing_by_layer() {
         for (mode, n_layers, n_seqs) in
             [(ComputeMode::Bfloat16, 1, 2), (ComputeMode::Bfloat16, 5, 2), (ComputeMode::Float32, 2, 8)]
         {
-            // With a head that is screened for greedy rows.
+            // With pruned argmax for greedy rows.
             let model = Tiny::sized("Qwen2ForCausalLM", true, |model| {
                 (model.n_layers, model.d_model, model.vocab_size) = (n_layers, 64, 1500);
             });
@@ -113,7 +113,7 @@ fn a_warm_step_allocates_its_lists_and_nothing_by_layer() {
     }
 }
 
-/// The batch as checked (5: tokens, positions, sequences and where they begin, flags), the places of its rows, the
-/// result (2), which rows give what (3), the rows to sample, their jobs, their shares and their outcomes, who was told,
-/// and lists that grow: 19 were counted. All are of some bytes a row, and none of them grows with the model.
+/// The checked batch (5: tokens, positions, sequences and their starts, flags), the rows of the reservation, the result
+/// (2), the rows by output (3), the rows to sample, their jobs, their parts per thread and their outcomes, the counted
+/// sequences, and lists that grow: 19 were counted. All are some bytes per row, and none grows with the model.
 const MOST_CALLS: usize = 24;

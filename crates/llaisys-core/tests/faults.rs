@@ -1,5 +1,5 @@
-//! Every fault point, hit once with each of its actions in a run of every call: what a caller is told, what has
-//! changed, and whether the context goes on. Needs the feature `faults` (`make test` gives it).
+//! Every fault point, hit once with each of its actions in every call that passes it: the error, the side effects, and
+//! whether the context can be used again. Needs the feature `faults`, which `make test` sets.
 #![cfg(feature = "faults")]
 
 mod common;
@@ -14,16 +14,16 @@ use llaisys_core::seq::SeqId;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Points after which nothing of the context may be read any more.
-const BREAKING: [&str; 3] = ["books.change", "books.prepare", "books.commit"];
+/// Points after which the context must not be used.
+const BREAKING: [&str; 3] = ["kv.change", "kv.prepare", "kv.commit"];
 
-/// The table is one for the process; tests take turns.
-fn turn() -> MutexGuard<'static, ()> {
+/// The table of faults belongs to the process, so one test runs at a time.
+fn lock_table() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Ranks of the context that is made to fail.
+/// Ranks of the contexts under test.
 const RANKS: [usize; 2] = [1, 2];
 
 fn model() -> Tiny {
@@ -34,7 +34,7 @@ fn config(n_ranks: usize) -> ContextConfig {
     ContextConfig { n_streams: 2, n_batch: 5, lifo: true, n_ranks, ..settings() }
 }
 
-/// A context in which every call has something to do: two sequences at home, one abroad, a segment.
+/// A context in which every call has an effect: two sequences in one stream, one in the other, a cache node.
 struct Scene {
     loaded: Loaded,
     a: SeqId,
@@ -51,8 +51,8 @@ fn scene(n_ranks: usize) -> Scene {
     let abroad = context.seq_acquire(1).unwrap();
     feed(context, a, &tokens, 20);
     feed(context, b, &tokens[..7], 7);
-    context.kv_retain(1, a, 0, 12).unwrap();
-    let data = context.kv_export(1, 0, 12).unwrap();
+    context.kv_node_cache(1, a, 0, 12).unwrap();
+    let data = context.kv_node_export(1, 0, 12).unwrap();
     Scene { loaded, a, b, abroad, data }
 }
 
@@ -69,19 +69,19 @@ const CALLS: [Call; 16] = [
     ("kv_seq_cp abroad", |s| s.loaded.context.kv_seq_cp(s.a, s.abroad, 0, 10)),
     ("kv_seq_keep", |s| s.loaded.context.kv_seq_keep(s.a)),
     ("kv_seq_add", |s| s.loaded.context.kv_seq_add(s.b, 0, -1, 3)),
-    ("kv_retain", |s| s.loaded.context.kv_retain(2, s.a, 12, 15)),
-    ("kv_attach", |s| s.loaded.context.kv_attach(1, s.abroad, 0, 9)),
-    ("kv_segment_split", |s| s.loaded.context.kv_segment_split(1, 5, 2)),
-    ("kv_segment_trim", |s| s.loaded.context.kv_segment_trim(1, 5)),
-    ("kv_export", |s| s.loaded.context.kv_export(1, 0, 12).map(drop)),
-    ("kv_import", |s| s.loaded.context.kv_import(3, 1, 0, &s.data)),
+    ("kv_node_cache", |s| s.loaded.context.kv_node_cache(2, s.a, 12, 15)),
+    ("kv_node_attach", |s| s.loaded.context.kv_node_attach(1, s.abroad, 0, 9)),
+    ("kv_node_split", |s| s.loaded.context.kv_node_split(1, 5, 2)),
+    ("kv_node_trim", |s| s.loaded.context.kv_node_trim(1, 5)),
+    ("kv_node_export", |s| s.loaded.context.kv_node_export(1, 0, 12).map(drop)),
+    ("kv_node_import", |s| s.loaded.context.kv_node_import(3, 1, 0, &s.data)),
     ("replace_weight", |s| {
         let (shape, values) = model().tensors["model.norm.weight"].clone();
         s.loaded.context.replace_weight("model.norm.weight", &shape, &values)
     }),
 ];
 
-/// A decode of several passes over both sequences at home.
+/// A decode of several passes over both sequences of the first stream.
 fn both(scene: &Scene) -> Rows {
     let tokens = model().tokens(1, 20);
     Rows::default().run(scene.a, 20, &[7, 8, 9]).run(scene.b, 7, &tokens[7..15])
@@ -93,7 +93,7 @@ fn bits(context: &mut Context, rows: &Rows) -> Outputs {
     outputs
 }
 
-/// The points that a call passes on so many ranks when nothing fails.
+/// The points that a call passes on `n_ranks` ranks when nothing fails.
 fn passed(call: Call, n_ranks: usize) -> Vec<&'static str> {
     let mut scene = scene(n_ranks);
     let before: Vec<_> = names().map(hits).collect();
@@ -101,24 +101,24 @@ fn passed(call: Call, n_ranks: usize) -> Vec<&'static str> {
     names().zip(before).filter(|(point, before)| hits(point) > *before).map(|(point, _)| point).collect()
 }
 
-/// Error and panic at every point that a call passes: the caller is told, nothing has changed, and what comes next
-/// is as if the call had not been made; but in the middle of a change the context says that it is lost.
+/// An error or panic at any point of a call is reported and has no side effects: later calls give the same results as
+/// without it. In the middle of a change the context reports that it is broken.
 #[test]
-fn every_point_of_every_call_leaves_all_or_says_so() {
-    let _turn = turn();
+fn every_point_of_every_call_has_no_side_effects_or_breaks_the_context() {
+    let _lock = lock_table();
     let mut reached = std::collections::BTreeSet::new();
     for n_ranks in RANKS {
         let mut reference = scene(n_ranks);
         let rows = both(&reference);
         let want = bits(&mut reference.loaded.context, &rows);
-        // A weight of a model that is split is not replaced.
+        // A weight of a split model cannot be replaced.
         for call in CALLS.into_iter().filter(|call| n_ranks == 1 || call.0 != "replace_weight") {
             for point in passed(call, n_ranks) {
                 reached.insert(point);
-                fail_at((call, n_ranks), point, Action::Panic, &want);
+                fail_at(call, n_ranks, point, Action::Panic, &want);
                 if set(point, Action::Error, 1).is_ok() {
                     set(point, Action::Off, 1).unwrap();
-                    fail_at((call, n_ranks), point, Action::Error, &want);
+                    fail_at(call, n_ranks, point, Action::Error, &want);
                 }
             }
         }
@@ -127,7 +127,7 @@ fn every_point_of_every_call_leaves_all_or_says_so() {
     assert!(missed.is_empty(), "no call reaches {missed:?}");
 }
 
-fn fail_at((call, n_ranks): (Call, usize), point: &'static str, action: Action, want: &Outputs) {
+fn fail_at(call: Call, n_ranks: usize, point: &'static str, action: Action, want: &Outputs) {
     let mut scene = scene(n_ranks);
     let before = scene.loaded.context.digest();
     let name = format!("{} with {action:?} at {point} on {n_ranks} ranks", call.0);
@@ -152,7 +152,7 @@ fn fail_at((call, n_ranks): (Call, usize), point: &'static str, action: Action, 
 
 #[test]
 fn a_fault_in_any_pass_or_layer_rolls_back() {
-    let _turn = turn();
+    let _lock = lock_table();
     RANKS.into_iter().for_each(fail_in_any_pass_or_layer);
 }
 
@@ -180,8 +180,8 @@ fn fail_in_any_pass_or_layer(n_ranks: usize) {
 }
 
 #[test]
-fn a_leaked_release_is_told_as_done_and_is_not() {
-    let _turn = turn();
+fn a_leaked_release_is_reported_as_done_but_is_not() {
+    let _lock = lock_table();
     let mut scene = scene(1);
     let free = (scene.loaded.context.n_cells_free(), scene.loaded.context.n_seq_free());
     set("seq.release", Action::Leak, 1).unwrap();
@@ -192,8 +192,8 @@ fn a_leaked_release_is_told_as_done_and_is_not() {
 }
 
 #[test]
-fn a_pause_holds_the_step_until_it_is_ended() {
-    let _turn = turn();
+fn a_pause_stops_the_step_until_it_ends() {
+    let _lock = lock_table();
     let mut scene = scene(1);
     let progress = scene.loaded.context.progress();
     set("decode.placed", Action::Pause, 1).unwrap();
@@ -211,14 +211,14 @@ fn a_pause_holds_the_step_until_it_is_ended() {
 }
 
 #[test]
-fn points_that_are_not_there_are_refused() {
+fn unknown_points_are_rejected() {
     assert_eq!(set("nowhere", Action::Panic, 1), Err(SetError::NoSuchPoint));
     assert_eq!(set("decode.layer", Action::Error, 1), Err(SetError::NoSuchAction));
-    assert_eq!(set("kv.attach", Action::Leak, 1), Err(SetError::NoSuchAction));
+    assert_eq!(set("kv.node_attach", Action::Leak, 1), Err(SetError::NoSuchAction));
     assert_eq!((hits("nowhere"), Action::parse("explode")), (None, None));
 }
 
-/// The table and the source say the same.
+/// The table and the source have the same points.
 #[test]
 fn every_point_of_the_table_is_in_the_source_once() {
     let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src/context");

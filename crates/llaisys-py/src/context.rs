@@ -1,20 +1,20 @@
 //! `Context`: one model with its KV cells, owned by the thread that built it.
 //!
-//! The class is frozen, so Python holds only shared references; the state behind it sits in a mutex that is
-//! never waited for, because the owner check comes first and the owner cannot be in two calls at once.
+//! The class is frozen, so Python has only shared references. The state is in a mutex that is never contended: the
+//! owner check comes first, and the owner cannot be in two calls at once.
 
-use crate::books::Snapshot;
 use crate::convert::{OwnedArrays, OwnedMasks, compute_mode, count, isa, kv_dtype, natural, owned};
 use crate::cuda::Gpu;
 use crate::errors::{Fault, guarded, panic_message};
+use crate::kv_cache::Snapshot;
 use crate::output::DecodeOutput;
 use crate::sampler::SamplerSpec;
 use crate::watchdog::Progress;
+use llaisys_core::checkpoint::Checkpoint;
+use llaisys_core::context::THREADS_MAX;
 use llaisys_core::context::{Context as Core, ContextConfig, DecodeRequest};
 use llaisys_core::error::Rejected;
-use llaisys_core::model::checkpoint::Checkpoint;
 use llaisys_core::seq::SeqId;
-use llaisys_core::threads::THREADS_MAX;
 use numpy::{PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyReadonlyArrayDyn, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -33,14 +33,14 @@ pub(crate) struct Context {
 enum State {
     Open(Box<Core>),
     Closed,
-    /// A panic left the books half-changed; what it said. The core was leaked, never to be read again.
+    /// A panic left the context inconsistent; its message. The core was leaked and is never read again.
     Dead(String),
 }
 
 impl Context {
-    /// Runs `call` on the core. Refused to other threads and forked processes. A panic in it becomes
-    /// [`Fault::Whole`], or if the core says that its books are broken, [`Fault::Panic`] and every later call
-    /// [`Fault::Dead`]; so is every call after a failure of the device that broke them.
+    /// Runs `call` on the core. Rejects other threads and forked processes. A panic becomes [`Fault::Whole`] if the
+    /// context is unchanged; else [`Fault::Panic`], and every later call fails with [`Fault::Dead`], as after a failure
+    /// of the device.
     fn call<T>(&self, call: impl FnOnce(&mut Core) -> Result<T, llaisys_core::Error>) -> Result<T, Fault> {
         self.check_owner()?;
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -97,7 +97,7 @@ impl Context {
 }
 
 /// Dropped without `close`: at interpreter exit, or by the garbage collector on any thread. Freeing touches no
-/// Python and no panic gets out. In a forked process the worker threads to be joined do not exist: leak.
+/// Python, and no panic leaves it. In a forked process the worker threads to be joined do not exist: it leaks.
 impl Drop for Context {
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
@@ -115,8 +115,8 @@ impl Context {
     #[new]
     #[pyo3(signature = (
         path, *, dtype = "auto", kv_dtype = "auto", isa = "auto", n_cells, n_seq_max, n_streams = 1, n_batch,
-        max_model_len, n_threads, n_ranks = 1, lifo = false, poison = false, gpu = None, pins = true,
-        screens_head = false, progress = None
+        max_model_len, n_threads, n_ranks = 1, lifo = false, nan_fill = false, gpu = None, pins = true,
+        prune_argmax = false, progress = None
     ))]
     fn new(
         py: Python<'_>,
@@ -132,10 +132,10 @@ impl Context {
         n_threads: i64,
         n_ranks: i64,
         lifo: bool,
-        poison: bool,
+        nan_fill: bool,
         gpu: Option<&Gpu>,
         pins: bool,
-        screens_head: bool,
+        prune_argmax: bool,
         progress: Option<&Progress>,
     ) -> PyResult<Self> {
         let progress = progress.map(|progress| Arc::clone(&progress.core)).unwrap_or_default();
@@ -149,13 +149,13 @@ impl Context {
                 n_seq_max: count("n_seq_max", n_seq_max, 256)?,
                 n_streams: count("n_streams", n_streams, 256)?,
                 lifo,
-                poison,
+                nan_fill,
                 n_batch: count("n_batch", n_batch, i64::from(i32::MAX))?,
                 max_model_len: count("max_model_len", max_model_len, i64::from(i32::MAX))?,
                 n_threads: count("n_threads", n_threads, THREADS_MAX as i64)?,
                 n_ranks: count("n_ranks", n_ranks, THREADS_MAX as i64)?,
                 pins,
-                screens_head,
+                prune_argmax,
             };
             match gpu {
                 None if n_cells.is_none() => {
@@ -173,7 +173,7 @@ impl Context {
         })
     }
 
-    /// Frees everything; idempotent.
+    /// Free everything; idempotent.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.check_owner().map_err(|fault| fault.into_py(py))?;
         let state = {
@@ -232,18 +232,18 @@ impl Context {
         self.brief(py, |core| core.n_cells_free_in(natural("stream", stream)?))
     }
 
-    /// Lends a sequence id.
+    /// Acquire a sequence id.
     #[pyo3(signature = (stream = 0))]
     fn seq_acquire(&self, py: Python<'_>, stream: i64) -> PyResult<i64> {
         self.brief(py, |core| Ok(core.seq_acquire(natural("stream", stream)?)?.to_raw()))
     }
 
-    /// Returns the id, its cells and its sampler.
+    /// Release the id, its cells and its sampler.
     fn seq_release(&self, py: Python<'_>, seq_id: i64) -> PyResult<()> {
         self.brief(py, |core| core.seq_release(SeqId::from_raw(seq_id)))
     }
 
-    /// Attaches sampling to a sequence.
+    /// Attach sampling to a sequence.
     fn set_sampler(
         &self,
         py: Python<'_>,
@@ -294,73 +294,73 @@ impl Context {
         DecodeOutput::new(py, result)
     }
 
-    /// Forgets positions `p0 <= p < p1` of a sequence.
+    /// Remove positions `p0 <= p < p1` of a sequence.
     fn kv_seq_rm(&self, py: Python<'_>, seq_id: i64, p0: i32, p1: i32) -> PyResult<()> {
         self.brief(py, |core| core.kv_seq_rm(SeqId::from_raw(seq_id), p0, p1))
     }
 
-    /// Lets `dst` see positions of `src`.
+    /// Let `dst` see positions of `src`.
     fn kv_seq_cp(&self, py: Python<'_>, src: i64, dst: i64, p0: i32, p1: i32) -> PyResult<()> {
         self.detached(py, |core| core.kv_seq_cp(SeqId::from_raw(src), SeqId::from_raw(dst), p0, p1))
     }
 
-    /// Forgets every sequence but this one (their ids stay lent).
+    /// Remove the cells of every other sequence; all ids stay acquired.
     fn kv_seq_keep(&self, py: Python<'_>, seq_id: i64) -> PyResult<()> {
         self.brief(py, |core| core.kv_seq_keep(SeqId::from_raw(seq_id)))
     }
 
-    /// Shifts positions in the range by `delta`; the stored keys are rotated anew.
+    /// Shift positions in the range by `delta` and rotate the stored keys.
     fn kv_seq_add(&self, py: Python<'_>, seq_id: i64, p0: i32, p1: i32, delta: i32) -> PyResult<()> {
         self.detached(py, |core| core.kv_seq_add(SeqId::from_raw(seq_id), p0, p1, delta))
     }
 
-    /// Smallest position held, -1 if none.
+    /// Smallest position, -1 if the sequence is empty.
     fn kv_seq_pos_min(&self, py: Python<'_>, seq_id: i64) -> PyResult<i32> {
         self.brief(py, |core| Ok(core.kv_seq_pos_min(SeqId::from_raw(seq_id))?.unwrap_or(-1)))
     }
 
-    /// Largest position held, -1 if none.
+    /// Largest position, -1 if the sequence is empty.
     fn kv_seq_pos_max(&self, py: Python<'_>, seq_id: i64) -> PyResult<i32> {
         self.brief(py, |core| Ok(core.kv_seq_pos_max(SeqId::from_raw(seq_id))?.unwrap_or(-1)))
     }
 
-    /// Holds a sequence's cells as a new segment.
-    fn kv_retain(&self, py: Python<'_>, segment: u64, seq_id: i64, p0: i32, p1: i32) -> PyResult<()> {
-        self.brief(py, |core| core.kv_retain(segment, SeqId::from_raw(seq_id), p0, p1))
+    /// Cache a sequence's cells in a new node.
+    fn kv_node_cache(&self, py: Python<'_>, node: u64, seq_id: i64, p0: i32, p1: i32) -> PyResult<()> {
+        self.brief(py, |core| core.kv_node_cache(node, SeqId::from_raw(seq_id), p0, p1))
     }
 
-    /// Lets a sequence that ends at `p0` see a segment's positions.
-    fn kv_attach(&self, py: Python<'_>, segment: u64, seq_id: i64, p0: i32, p1: i32) -> PyResult<()> {
-        self.detached(py, |core| core.kv_attach(segment, SeqId::from_raw(seq_id), p0, p1))
+    /// Let a sequence that ends at `p0` see a node's positions.
+    fn kv_node_attach(&self, py: Python<'_>, node: u64, seq_id: i64, p0: i32, p1: i32) -> PyResult<()> {
+        self.detached(py, |core| core.kv_node_attach(node, SeqId::from_raw(seq_id), p0, p1))
     }
 
-    /// Gives a segment's positions from `at` to the new segment `tail`.
-    fn kv_segment_split(&self, py: Python<'_>, segment: u64, at: i32, tail: u64) -> PyResult<()> {
-        self.brief(py, |core| core.kv_segment_split(segment, at, tail))
+    /// Move a node's positions from `at` to the new node `tail`.
+    fn kv_node_split(&self, py: Python<'_>, node: u64, at: i32, tail: u64) -> PyResult<()> {
+        self.brief(py, |core| core.kv_node_split(node, at, tail))
     }
 
-    /// Forgets a segment's positions from `at`.
-    fn kv_segment_trim(&self, py: Python<'_>, segment: u64, at: i32) -> PyResult<()> {
-        self.brief(py, |core| core.kv_segment_trim(segment, at))
+    /// Remove a node's positions from `at`.
+    fn kv_node_trim(&self, py: Python<'_>, node: u64, at: i32) -> PyResult<()> {
+        self.brief(py, |core| core.kv_node_trim(node, at))
     }
 
-    /// K and V of a segment's positions; the GIL is released.
-    fn kv_export(&self, py: Python<'_>, segment: u64, p0: i32, p1: i32) -> PyResult<Py<PyArray1<u8>>> {
-        let data = self.detached(py, |core| core.kv_export(segment, p0, p1))?;
+    /// K and V of a node's positions; the GIL is released.
+    fn kv_node_export(&self, py: Python<'_>, node: u64, p0: i32, p1: i32) -> PyResult<Py<PyArray1<u8>>> {
+        let data = self.detached(py, |core| core.kv_node_export(node, p0, p1))?;
         Ok(PyArray1::from_vec(py, data).unbind())
     }
 
-    /// A new segment with K and V from an export; the GIL is released.
-    fn kv_import(
+    /// Create a node with K and V from an export; the GIL is released.
+    fn kv_node_import(
         &self,
         py: Python<'_>,
-        segment: u64,
+        node: u64,
         stream: i64,
         p0: i32,
         data: PyReadonlyArray1<'_, u8>,
     ) -> PyResult<()> {
         let data = owned("data", &data).map_err(|fault| fault.into_py(py))?;
-        self.detached(py, |core| core.kv_import(segment, natural("stream", stream)?, p0, &data))
+        self.detached(py, |core| core.kv_node_import(node, natural("stream", stream)?, p0, &data))
     }
 
     /// What K and V depend on besides tokens.
@@ -368,22 +368,22 @@ impl Context {
         self.brief(py, |core| Ok(core.fingerprint()))
     }
 
-    /// What has been done so far, readable from any thread.
+    /// Progress counters, readable from any thread.
     fn progress(&self, py: Python<'_>) -> PyResult<Progress> {
         self.brief(py, |core| Ok(core.progress().into()))
     }
 
-    /// Everything that is held.
+    /// All allocated cells.
     fn snapshot(&self, py: Python<'_>) -> PyResult<Snapshot> {
         self.brief(py, |core| Ok(core.snapshot().into()))
     }
 
-    /// Changes when anything that is held, or the order of the free cells, changes.
+    /// A hash of the allocated cells, the acquired ids and the order of the free cells.
     fn digest(&self, py: Python<'_>) -> PyResult<u64> {
         self.brief(py, |core| Ok(core.digest()))
     }
 
-    /// Replaces one tensor, by its name in the checkpoint.
+    /// Replace one tensor, by its name in the checkpoint.
     fn replace_weight(
         &self,
         py: Python<'_>,
@@ -395,7 +395,7 @@ impl Context {
         self.detached(py, |core| core.replace_weight(name, &shape, &elements))
     }
 
-    /// Checks every invariant of the cells and the id pool.
+    /// Check every invariant of the KV cache.
     fn check_integrity(&self, py: Python<'_>) -> PyResult<()> {
         self.brief(py, |core| {
             core.check_integrity();
@@ -404,7 +404,7 @@ impl Context {
     }
 }
 
-/// Settings that arrive as words.
+/// Settings that are given as strings.
 struct Words<'a> {
     dtype: &'a str,
     kv_dtype: &'a str,
@@ -420,5 +420,5 @@ impl Words<'_> {
 type ParsedWords = (
     llaisys_core::dtype::ComputeMode,
     Option<llaisys_core::dtype::KvDType>,
-    Option<llaisys_core::ops::dispatch::IsaName>,
+    Option<llaisys_core::context::IsaName>,
 );

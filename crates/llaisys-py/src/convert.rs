@@ -4,10 +4,10 @@
 use crate::errors::Fault;
 use llaisys_core::Error;
 use llaisys_core::batch::BatchArrays;
+use llaisys_core::context::IsaName;
 use llaisys_core::context::RowMasks;
 use llaisys_core::dtype::{ComputeMode, KvDType};
 use llaisys_core::error::Rejected;
-use llaisys_core::ops::dispatch::IsaName;
 use numpy::ndarray::Dimension;
 use numpy::{Element, PyReadonlyArray, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
 

@@ -3,12 +3,13 @@
 use crate::convert::natural;
 use crate::errors::{Fault, guarded};
 use llaisys_core::Error;
-use llaisys_core::context::{self, Context, ContextConfig};
+use llaisys_core::checkpoint::Checkpoint;
+use llaisys_core::context::{Context, ContextConfig};
 use llaisys_core::error::Unsupported;
-use llaisys_core::model::checkpoint::Checkpoint;
-use llaisys_core::ops::cuda::nccl::Nccl;
-use llaisys_core::ops::cuda::nvidia::{Nvidia, NvidiaSettings};
-use llaisys_core::ops::cuda::probe::{Cuda, DRIVER};
+use llaisys_core::gpu;
+use llaisys_core::gpu::Nccl;
+use llaisys_core::gpu::{Cuda, DRIVER};
+use llaisys_core::gpu::{Nvidia, NvidiaSettings};
 use pyo3::prelude::*;
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -86,7 +87,7 @@ impl Gpu {
         let checkpoint = Checkpoint::open(path)?;
         let (n_ranks, n_threads) = (config.n_ranks, config.n_threads);
         let memory_share = fills.then_some(self.memory_share);
-        let gpu = |device| context::Gpu {
+        let gpu = |device| gpu::Gpu {
             device: Box::new(device),
             memory_share,
             graphs: !self.synchronous,
@@ -103,11 +104,12 @@ impl Gpu {
             return Err(refused(reason));
         }
         let nccl = Nccl::find(&self.folders).map_err(|why| refused(why.to_string()))?;
-        let seats: Vec<_> = nccl.group(n_ranks)?.into_iter().map(|seat| Mutex::new(Some(seat))).collect();
+        let members: Vec<_> =
+            nccl.group(n_ranks)?.into_iter().map(|member| Mutex::new(Some(member))).collect();
         Context::on_gpus(checkpoint, config, &|rank| {
-            let seat = seats[rank].lock().unwrap_or_else(PoisonError::into_inner).take();
+            let member = members[rank].lock().unwrap_or_else(PoisonError::into_inner).take();
             let mut device = self.open(rank, (n_threads / n_ranks).max(1))?;
-            device.join(seat.expect("each rank is opened once"))?;
+            device.join(member.expect("each rank is opened once"))?;
             Ok(gpu(device))
         })
     }

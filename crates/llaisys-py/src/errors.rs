@@ -1,4 +1,4 @@
-//! Core error -> Python class. The matches are exhaustive: a new kind does not build until it is placed.
+//! Maps core errors to Python classes. The matches are exhaustive: a new kind does not build until it has a class.
 
 use llaisys_core::Error;
 use pyo3::prelude::*;
@@ -13,19 +13,19 @@ const MESSAGE_CHARS_MAX: usize = 1000;
 /// What a call into the core may end with.
 #[derive(Debug)]
 pub(crate) enum Fault {
-    /// The core refused or failed.
+    /// The core returned an error.
     Core(Error),
-    /// The core panicked; the context it belongs to is whole and as it was before the call.
+    /// The core panicked; its context is as it was before the call.
     Whole(String),
     /// The core panicked, in the middle of a change or outside of any context.
     Panic(String),
-    /// An earlier call broke the context; what the panic said.
+    /// An earlier call broke the context; the message of its panic.
     Dead(String),
     /// Called from another thread than the one that built the context.
     ForeignThread,
     /// Called in a process forked from the one that built the context, where its worker threads do not exist.
     ForeignProcess,
-    /// An argument that the core never sees: a word or an array layout.
+    /// A wrong argument that is not passed to the core: a string or an array layout.
     Argument(String),
 }
 

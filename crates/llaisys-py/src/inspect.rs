@@ -1,9 +1,9 @@
 //! Functions without a context: facts of a checkpoint, of the machine, of the random generator.
 
 use crate::errors::{Fault, guarded};
-use llaisys_core::model::checkpoint::Checkpoint;
-use llaisys_core::ops::cuda::unit;
-use llaisys_core::ops::dispatch::IsaName;
+use llaisys_core::checkpoint::Checkpoint;
+use llaisys_core::context::IsaName;
+use llaisys_core::gpu;
 use llaisys_core::sample::philox;
 use pyo3::prelude::*;
 use std::path::PathBuf;
@@ -28,8 +28,8 @@ pub(crate) fn available_isas(py: Python<'_>) -> PyResult<Vec<&'static str>> {
 
 /// The CUDA kernels as JSON: each unit's text, its constants and the bounds that its kernels declare.
 #[pyfunction]
-pub(crate) fn cuda_units(py: Python<'_>) -> PyResult<String> {
-    guarded(|| Ok(unit::table_json())).map_err(|fault| fault.into_py(py))
+pub(crate) fn cuda_kernel_sources(py: Python<'_>) -> PyResult<String> {
+    guarded(|| Ok(gpu::kernel_sources_json())).map_err(|fault| fault.into_py(py))
 }
 
 /// One Philox4x32-10 block, for known-answer tests.

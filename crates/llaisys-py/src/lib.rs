@@ -1,4 +1,5 @@
-//! The Python door: convert, release the GIL, call once, convert. No policy, no loop, no cache.
+//! Python bindings of the core. Each call converts its arguments, releases the GIL where the work is long, calls the
+//! core once and converts the result. There is no policy, no loop and no state of its own.
 //!
 //! Errors are the classes of `llaisys.errors`; no panic gets out as pyo3's `PanicException`, which is a
 //! `BaseException` that `except Exception` would miss.
@@ -8,7 +9,6 @@
 
 use pyo3::prelude::*;
 
-mod books;
 mod context;
 mod convert;
 mod cuda;
@@ -18,6 +18,7 @@ mod exit;
 #[cfg(feature = "faults")]
 mod faults;
 mod inspect;
+mod kv_cache;
 mod output;
 mod sampler;
 mod watchdog;
@@ -28,8 +29,6 @@ mod _core {
     use pyo3::prelude::*;
 
     #[pymodule_export]
-    use super::books::{Books, Snapshot};
-    #[pymodule_export]
     use super::context::Context;
     #[pymodule_export]
     use super::cuda::{Gpu, cuda_info};
@@ -37,7 +36,9 @@ mod _core {
     #[pymodule_export]
     use super::faults::{fault_hits, fault_points, set_fault};
     #[pymodule_export]
-    use super::inspect::{available_isas, cuda_units, inspect, philox4x32};
+    use super::inspect::{available_isas, cuda_kernel_sources, inspect, philox4x32};
+    #[pymodule_export]
+    use super::kv_cache::{KvCache, Snapshot};
     #[pymodule_export]
     use super::output::DecodeOutput;
     #[pymodule_export]

@@ -82,7 +82,7 @@ impl DecodeOutput {
         self.logprobs.clone()
     }
 
-    /// Why decode steps on a GPU are launched kernel by kernel, if one could not be captured. Told once.
+    /// Why decode steps on a GPU are launched kernel by kernel, if one could not be captured. Set on one output only.
     #[getter]
     fn graph_refusal(&self) -> Option<&str> {
         self.graph_refusal.as_deref()

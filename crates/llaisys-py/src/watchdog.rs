@@ -4,7 +4,7 @@
 use crate::errors::Fault;
 use crate::exit;
 use llaisys_core::progress::Progress as CoreProgress;
-use llaisys_core::watch::{Judge, Sample, Verdict, Windows};
+use llaisys_core::progress::{LivenessSample, StallDetector, StallReason, StallWindows};
 use pyo3::prelude::*;
 use std::io::Write;
 use std::os::fd::AsRawFd;
@@ -14,9 +14,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// What the process ends with if nobody acts on a verdict.
+/// The exit code of the process if nothing acknowledges a stall.
 const EXIT_CODE: i32 = 70;
-/// The byte that says that the event loop is late; verdicts are `1` to `5`.
+/// The byte that tells that the event loop is late; stall reasons are `1` to `5`.
 const LATE: u8 = b'L';
 /// How often, and how many times, the end looks whether its last line is written.
 const SAYING: (Duration, u32) = (Duration::from_millis(10), 50);
@@ -47,10 +47,10 @@ impl Progress {
         self.core.loading()
     }
 
-    /// Output rows whose largest logit was looked for with the head's screen, and where it was found so.
+    /// Output rows for which pruned argmax ran, and those of them whose token it found.
     #[getter]
-    fn screening(&self) -> (u64, u64) {
-        self.core.screening()
+    fn argmax_pruning(&self) -> (u64, u64) {
+        self.core.argmax_pruning()
     }
 
     /// Decodes that were called.
@@ -79,14 +79,14 @@ impl Progress {
 
     /// Sequence ids lent.
     #[getter]
-    fn n_sequences_lent(&self) -> u64 {
-        self.core.sample().n_sequences_lent
+    fn n_sequences_acquired(&self) -> u64 {
+        self.core.sample().n_sequences_acquired
     }
 
     /// Sequence ids returned.
     #[getter]
-    fn n_sequences_returned(&self) -> u64 {
-        self.core.sample().n_sequences_returned
+    fn n_sequences_released(&self) -> u64 {
+        self.core.sample().n_sequences_released
     }
 }
 
@@ -101,8 +101,8 @@ struct Shared {
     /// Bits of seconds.
     predicted_step_s: AtomicU64,
     n_beats: AtomicU64,
-    /// Number of the first verdict, 0: none.
-    verdict: AtomicU8,
+    /// Code of the first stall reason; 0 if there is none.
+    stall_reason: AtomicU8,
     acknowledged: AtomicBool,
     stop: AtomicBool,
 }
@@ -112,9 +112,9 @@ impl Shared {
         self.born.elapsed().as_secs_f64()
     }
 
-    fn sample(&self) -> Sample {
+    fn sample(&self) -> LivenessSample {
         let seconds = |bits: &AtomicU64| f64::from_bits(bits.load(Ordering::Acquire));
-        Sample {
+        LivenessSample {
             progress: self.progress.sample(),
             n_waiting: self.n_waiting.load(Ordering::Acquire),
             n_running: self.n_running.load(Ordering::Acquire),
@@ -124,33 +124,33 @@ impl Shared {
         }
     }
 
-    /// Looks until there is a verdict or nobody wants one. A panic in here would be a watchdog that is silently
+    /// Poll until there is a stall or the watchdog is stopped. A panic in here would be a watchdog that is silently
     /// gone, so nothing in here can.
     ///
-    /// `listener` never blocks. What it does not take is lost; the verdict stays in its atomic.
+    /// `listener` never blocks. What it does not accept is lost; the stall reason stays in its atomic.
     fn watch(
         &self,
-        mut judge: Judge,
+        mut detector: StallDetector,
         period: Duration,
         mut listener: impl Write,
         exit_after: Option<Duration>,
     ) {
         let mut was_late = false;
-        let verdict = loop {
+        let reason = loop {
             if self.stop.load(Ordering::Acquire) {
                 return;
             }
-            if let Some(verdict) = judge.look(&self.sample(), self.now_s()) {
-                break verdict;
+            if let Some(reason) = detector.poll(&self.sample(), self.now_s()) {
+                break reason;
             }
-            if judge.is_loop_late() && !was_late {
+            if detector.is_loop_late() && !was_late {
                 let _ = listener.write_all(&[LATE]);
             }
-            was_late = judge.is_loop_late();
+            was_late = detector.is_loop_late();
             std::thread::park_timeout(period);
         };
-        self.verdict.store(verdict as u8, Ordering::Release);
-        let _ = listener.write_all(&[b'0' + verdict as u8]);
+        self.stall_reason.store(reason as u8, Ordering::Release);
+        let _ = listener.write_all(&[b'0' + reason as u8]);
         let Some(exit_after) = exit_after else { return };
         let given_s = self.now_s();
         while self.now_s() - given_s < exit_after.as_secs_f64() {
@@ -160,9 +160,9 @@ impl Shared {
             std::thread::park_timeout(period);
         }
         say(format!(
-            "llaisys: still running {} s after the watchdog's verdict {}; ending with exit code {EXIT_CODE}\n",
+            "llaisys: still running {} s after the watchdog found stall {}; ending with exit code {EXIT_CODE}\n",
             exit_after.as_secs_f64(),
-            verdict.name(),
+            reason.name(),
         ));
         exit::at_once(EXIT_CODE);
     }
@@ -227,8 +227,8 @@ impl Watchdog {
             ] {
                 seconds(what, value)?;
             }
-            let longest_look_s = Windows::default().longest_look_s.max(2.0 * period_s);
-            let windows = Windows {
+            let max_poll_gap_s = StallWindows::default().max_poll_gap_s.max(2.0 * period_s);
+            let windows = StallWindows {
                 step_s,
                 admit_s,
                 commit_s,
@@ -236,7 +236,7 @@ impl Watchdog {
                 late_s,
                 loop_s,
                 step_factor,
-                longest_look_s,
+                max_poll_gap_s,
             };
             let core = progress.map_or_else(Arc::default, |progress| Arc::clone(&progress.core));
             let shared = Arc::new(shared(core));
@@ -247,7 +247,7 @@ impl Watchdog {
             let watching = Arc::clone(&shared);
             let thread = std::thread::Builder::new()
                 .name("llaisys-watchdog".to_owned())
-                .spawn(move || watching.watch(Judge::new(windows), period, writer, exit_after))
+                .spawn(move || watching.watch(StallDetector::new(windows), period, writer, exit_after))
                 .map_err(|e| Fault::Argument(format!("cannot start the watchdog's thread: {e}")))?;
             Ok(Self { shared, listener: reader, thread: Mutex::new(Some(thread)) })
         };
@@ -271,8 +271,8 @@ impl Watchdog {
 
     /// `V1` to `V5`, or None.
     #[getter]
-    fn verdict(&self) -> Option<&'static str> {
-        Verdict::from_code(self.shared.verdict.load(Ordering::Acquire)).map(Verdict::name)
+    fn stall_reason(&self) -> Option<&'static str> {
+        StallReason::from_code(self.shared.stall_reason.load(Ordering::Acquire)).map(StallReason::name)
     }
 
     /// The reading end of the socket.
@@ -280,7 +280,7 @@ impl Watchdog {
         self.listener.as_raw_fd()
     }
 
-    /// Somebody acts on the verdict.
+    /// Acknowledge the stall: the process does not exit.
     fn acknowledge(&self) {
         self.shared.acknowledged.store(true, Ordering::Release);
     }
@@ -314,7 +314,7 @@ fn shared(progress: Arc<CoreProgress>) -> Shared {
         deadline_s: AtomicU64::new(f64::INFINITY.to_bits()),
         predicted_step_s: AtomicU64::new(0.0_f64.to_bits()),
         n_beats: AtomicU64::new(0),
-        verdict: AtomicU8::new(0),
+        stall_reason: AtomicU8::new(0),
         acknowledged: AtomicBool::new(false),
         stop: AtomicBool::new(false),
     }

@@ -1,15 +1,14 @@
 //! One decode: check, prepare, compute in passes of `n_batch` rows, sample, commit.
 
 use super::Context;
-use super::backend::Backend;
+use super::backend::{Backend, StepBatch};
 use super::layout::Layout;
 use super::sampling::{LOGITS_ROWS, RowMasks, SampleRow, SamplerBank};
 use crate::batch::{Batch, BatchArrays, output};
 use crate::error::Result;
 use crate::faults::fault_point;
-use crate::kv::cells::{Cells, RowPlace};
-use crate::kv::reserve::Reservation;
-use crate::model::decoder::ForwardRows;
+use crate::forward::decoder::ForwardRows;
+use crate::kv::{KvCache, KvRow, Reservation};
 use crate::progress::Progress;
 use crate::sample::{Logprobs, Outcome, RowFault};
 use std::ops::Range;
@@ -22,58 +21,58 @@ pub struct DecodeRequest<'a> {
     pub arrays: BatchArrays<'a>,
     /// Allowed tokens of some rows.
     pub masks: Option<RowMasks<'a>>,
-    /// Give back the logits of rows that want them, as the model computes them (before masks and penalties).
+    /// Return the logits of rows with the flag `LOGITS`, as the model computes them (before masks and penalties).
     pub return_logits: bool,
 }
 
-/// What a decode gives. Output rows are the batch rows with flags, in batch order.
+/// The result of a decode. Output rows are the batch rows with flags, in batch order.
 #[derive(Debug, Default)]
 pub struct DecodeResult {
     /// The batch row of each output row, `[n_out]`.
     pub rows: Vec<i32>,
-    /// The sampled id, -1 where the row asked for no logits or is faulty, `[n_out]`.
+    /// The sampled id, -1 where the row has no flag `LOGITS` or is faulty, `[n_out]`.
     pub token_ids: Vec<i32>,
     /// Batch rows that could not be sampled, and the output rows after them in the same sequences, ascending. None
     /// of these rows, nor rows without output after them, is committed: their sequences end before them, as if the
     /// rows had not been in the batch. The other sequences' rows are kept.
     pub faults: Vec<(usize, RowFault)>,
-    /// `[n_out, vocab_size]` if asked for; zeros where a row asked for none.
+    /// `[n_out, vocab_size]` if requested; zeros for rows without the flag `LOGITS`.
     pub logits: Option<Vec<f32>>,
-    /// `[n_out, d_model]` if any row asked for its final hidden state; zeros where a row did not.
+    /// `[n_out, d_model]` if any row has the flag `HIDDEN`; zeros for rows without it.
     pub hidden: Option<Vec<f32>>,
-    /// By output row, for samplers that want them.
+    /// By output row, for samplers with logprobs.
     pub logprobs: Vec<(usize, Logprobs)>,
-    /// Why decode steps on a GPU are launched kernel by kernel, if one could not be captured: slower, not wrong. Told
+    /// Why decode steps on a GPU are launched kernel by kernel, if one could not be captured: slower, not wrong. Reported
     /// once.
     pub graph_refusal: Option<String>,
 }
 
 impl Context {
-    /// One forward pass for all rows, then a sampled id for each row that wants logits. The sampled id of a
-    /// sequence's last such row counts as its output for penalties. A row of several sequences is seen
-    /// through, sampled by and counted for its first one. Where its sampler wants the prompt's logprobs, a row
-    /// inside the prompt gives the prompt's next token, with its logprobs and not counted.
+    /// One forward pass for all rows, then a sampled id for each row with the flag `LOGITS`. The sampled id of a
+    /// sequence's last such row counts as its output for penalties. A row of several sequences uses the
+    /// cells and the sampler of its first one and counts for it. If the sampler has prompt logprobs, a row inside the
+    /// prompt returns the prompt's next token with its logprobs, which does not count.
     ///
-    /// Errors: a wrong row, a stale id, too few cells. On any error, and on a panic, nothing has changed.
+    /// Errors: a wrong row, a stale id, too few cells. An error or a panic has no side effects.
     pub fn decode(&mut self, request: &DecodeRequest<'_>) -> Result<DecodeResult> {
         let progress = Arc::clone(&self.progress);
         let pool = self.backend.shared_pool();
-        let _turn = pool.as_deref().map(|pool| progress.in_line(|| pool.turn()));
-        let _step = progress.step();
+        let _guard = pool.as_deref().map(|pool| progress.waiting_for_pool(|| pool.lock()));
+        let _step = progress.begin_step();
         fault_point!("decode.begin");
         let batch = Batch::new(request.arrays, self.limits())?;
         let vocab_size = self.config().vocab_size;
         let masks = request.masks.map(|masks| masks.by_row(&batch, vocab_size)).transpose()?;
-        self.poison_freed()?;
+        self.nan_fill_freed()?;
         fault_point!("decode.prepare");
         self.broken = true;
-        let prepared = self.books.prepare(&batch);
-        fault_point!(panic "books.prepare");
+        let prepared = self.kv.prepare(&batch);
+        fault_point!(panic "kv.prepare");
         self.broken = false;
         let mut reservation = prepared?;
         fault_point!("decode.placed");
         let mut step = Step {
-            backend: &mut self.backend,
+            backend: &mut *self.backend,
             layout: &mut self.layout,
             progress: &progress,
             samplers: &mut self.samplers,
@@ -91,7 +90,7 @@ impl Context {
         for rows in others.chunk_by(|row, next| row + 1 == *next) {
             for rows in rows.chunks(self.config.n_batch) {
                 let rows = rows[0]..rows[0] + rows.len();
-                step.pass(reservation.cells(), reservation.placed(), rows)?;
+                step.pass(reservation.kv(), reservation.row_cells(), rows)?;
             }
         }
         step.collect(&mut reservation, &stepped)?;
@@ -100,40 +99,38 @@ impl Context {
         self.broken = true;
         if result.faults.is_empty() {
             reservation.commit();
-            progress.committed(batch.n_rows());
+            progress.rows_committed(batch.n_rows());
         } else {
             let faulty: Vec<usize> = result.faults.iter().map(|(row, _)| *row).collect();
-            let lost_with = reservation.commit_without(&faulty);
-            progress.committed(lost_with.iter().filter(|culprit| culprit.is_none()).count());
-            result.forget(&lost_with);
+            let removed_with = reservation.commit_without(&faulty);
+            progress.rows_committed(removed_with.iter().filter(|culprit| culprit.is_none()).count());
+            result.remove_rows(&removed_with);
         }
-        fault_point!(panic "books.commit");
+        fault_point!(panic "kv.commit");
         self.accept(&batch, &result);
         self.broken = false;
         Ok(result)
     }
 
-    /// Tells each sequence's sampler the last id that the batch gave it.
+    /// Counts the last id that the batch sampled for each sequence as its output.
     fn accept(&mut self, batch: &Batch, result: &DecodeResult) {
-        let mut told = vec![false; self.config.n_seq_max];
+        let mut is_counted = vec![false; self.config.n_seq_max];
         for (&row, &token) in result.rows.iter().zip(&result.token_ids).rev() {
             let Ok(token) = u32::try_from(token) else { continue };
             let seq = batch.row_seqs(row as usize)[0];
-            if std::mem::replace(&mut told[seq.slot() as usize], true) {
+            if std::mem::replace(&mut is_counted[seq.slot() as usize], true) {
                 continue;
             }
             let n_before = batch.positions[row as usize] as u32 + 1;
-            if self.samplers.accept(seq, n_before, token)
-                && let Some(steps) = self.backend.steps()
-            {
-                steps.accept(seq, token);
+            if self.samplers.accept(seq, n_before, token) {
+                self.backend.append_token(seq, token);
             }
         }
     }
 }
 
 impl DecodeResult {
-    /// Room for everything that `batch` asks for, filled with what rows that ask for nothing get.
+    /// A result for the output rows of `batch`, with the values of rows without an output.
     fn for_batch(batch: &Batch, d_model: usize, logits_width: Option<usize>) -> Self {
         let out_rows = (0..batch.n_rows()).filter(|&row| batch.wants_output[row] != output::NONE);
         let rows: Vec<i32> = out_rows.map(|row| row as i32).collect();
@@ -147,11 +144,11 @@ impl DecodeResult {
         }
     }
 
-    /// Takes back what was sampled on rows that went with a faulty one, and gives them its fault.
-    fn forget(&mut self, lost_with: &[Option<usize>]) {
+    /// Removes the ids of rows that were removed with a faulty one, and reports its fault for them.
+    fn remove_rows(&mut self, removed_with: &[Option<usize>]) {
         let culprits = std::mem::take(&mut self.faults);
         for (&row, token) in self.rows.iter().zip(&mut self.token_ids) {
-            if let Some(culprit) = lost_with[row as usize] {
+            if let Some(culprit) = removed_with[row as usize] {
                 *token = -1;
                 let fault = culprits.iter().find(|(faulty, _)| *faulty == culprit);
                 self.faults.extend(fault.map(|(_, fault)| (row as usize, *fault)));
@@ -161,9 +158,9 @@ impl DecodeResult {
     }
 }
 
-/// A decode under way: everything of the context but the books.
+/// A decode in progress: everything of the context except the KV cache, which the reservation borrows.
 struct Step<'a> {
-    backend: &'a mut Backend,
+    backend: &'a mut dyn Backend,
     layout: &'a mut Layout,
     progress: &'a Progress,
     samplers: &'a mut SamplerBank,
@@ -174,65 +171,69 @@ struct Step<'a> {
 }
 
 impl Step<'_> {
-    /// Starts the rows that a decode step of the backend takes: those of one sequence that is in no other row and wants
-    /// a token alone. Which ones, ascending.
+    /// Launches the rows that the backend computes in a decode step: rows of one sequence that is in no other row, with a
+    /// sampled id as their only output. Returns them, ascending.
     fn launch(&mut self, reservation: &Reservation<'_>, n_seq_max: usize) -> Result<Vec<usize>> {
-        let Some(steps) = self.backend.steps() else { return Ok(Vec::new()) };
+        if self.backend.max_step_rows() == 0 {
+            return Ok(Vec::new());
+        }
         let batch = self.batch;
         let mut n_rows_of = vec![0; n_seq_max];
         batch.seqs.iter().for_each(|seq| n_rows_of[seq.slot() as usize] += 1);
-        let takes = |&row: &usize| match batch.row_seqs(row) {
+        let can_step = |&row: &usize| match batch.row_seqs(row) {
             [seq] => {
                 n_rows_of[seq.slot() as usize] == 1
                     && batch.wants_output[row] == output::LOGITS
                     && self.result.logits.is_none()
-                    && steps.takes(reservation.cells(), *seq, batch.positions[row])
+                    && self.backend.can_step(reservation.kv(), *seq, batch.positions[row])
             }
             _ => false,
         };
-        let rows: Vec<usize> = (0..batch.n_rows()).filter(takes).take(steps.n_rows()).collect();
+        let rows: Vec<usize> =
+            (0..batch.n_rows()).filter(can_step).take(self.backend.max_step_rows()).collect();
         for row in (0..batch.n_rows()).filter(|row| rows.binary_search(row).is_err()) {
-            batch.row_seqs(row).iter().for_each(|&seq| steps.forget(seq));
+            batch.row_seqs(row).iter().for_each(|&seq| self.backend.invalidate_sequence(seq));
         }
-        steps.launch(reservation.cells(), batch, (reservation.placed(), &rows), self.masks)?;
+        let (kv, row_cells, masks) = (reservation.kv(), reservation.row_cells(), self.masks);
+        self.backend.launch_step(&StepBatch { kv, batch, row_cells, rows: &rows, masks })?;
         Ok(rows)
     }
 
-    /// Takes the ids of the launched rows, after one more step of them is started.
+    /// Collects the ids of the launched rows, after launching the next step of them.
     fn collect(&mut self, reservation: &mut Reservation<'_>, rows: &[usize]) -> Result<()> {
-        let Some(steps) = self.backend.steps() else { return Ok(()) };
-        let slots: Vec<[u32; 1]> = rows.iter().map(|&row| [self.batch.row_seqs(row)[0].slot()]).collect();
-        let next: Vec<RowPlace<'_>> = rows
-            .iter()
-            .zip(&slots)
-            .map(|(&row, seqs)| RowPlace { position: self.batch.positions[row] + 1, seqs })
-            .collect();
-        if let Some(cells) = reservation.foresee(&next) {
-            steps.launch_ahead(&cells)?;
+        if self.backend.max_step_rows() == 0 {
+            return Ok(());
         }
-        let outcomes = steps.collect()?;
-        self.result.graph_refusal = steps.take_graph_refusal();
+        let next: Vec<KvRow<'_>> = rows
+            .iter()
+            .map(|&row| KvRow { position: self.batch.positions[row] + 1, seqs: self.batch.row_seqs(row) })
+            .collect();
+        if let Some(cells) = reservation.peek_next(&next) {
+            self.backend.launch_next_step(&cells)?;
+        }
+        let outcomes = self.backend.collect_step()?;
+        self.result.graph_refusal = self.backend.take_graph_refusal();
         for (row, outcome) in rows.iter().zip(outcomes) {
             let out = self.result.rows.partition_point(|&of| (of as usize) < *row);
-            self.give(out, outcome);
+            self.set_outcome(out, outcome);
         }
         self.result.faults.sort_unstable_by_key(|(row, _)| *row);
         self.result.logprobs.sort_unstable_by_key(|(out, _)| *out);
         if !rows.is_empty() {
-            self.progress.layer();
+            self.progress.begin_layer();
         }
         Ok(())
     }
 
     /// Computes `rows`, at most `n_batch` of them, and their outputs.
-    fn pass(&mut self, cells: &Cells, placed: &[u32], rows: Range<usize>) -> Result<()> {
-        self.layout.fill(cells, self.batch, placed, rows.clone());
+    fn pass(&mut self, kv: &KvCache, row_cells: &[u32], rows: Range<usize>) -> Result<()> {
+        self.layout.fill(kv, self.batch, row_cells, rows.clone());
         let forward = ForwardRows {
             tokens: &self.batch.tokens[rows.clone()],
             positions: &self.batch.positions[rows.clone()],
-            cells: &placed[rows.clone()],
+            cells: &row_cells[rows.clone()],
             attention: self.layout.attention(),
-            near: self.layout.near(),
+            windowed: self.layout.windowed(),
         };
         self.backend.forward(&forward, self.progress)?;
         fault_point!("decode.forward");
@@ -251,7 +252,7 @@ impl Step<'_> {
         let mut sampled: Vec<usize> = outs.clone().filter(|out| wants(out, output::LOGITS)).collect();
         let hidden_only: Vec<usize> = outs.clone().filter(|out| !wants(out, output::LOGITS)).collect();
         let n_ids = sampled.len();
-        self.screen(first_row, &mut sampled)?;
+        self.prune_argmax(first_row, &mut sampled)?;
         if !(sampled.is_empty() && hidden_only.is_empty()) {
             self.compute(first_row, &sampled, &hidden_only)?;
         }
@@ -270,9 +271,9 @@ impl Step<'_> {
         let work_rows: Vec<usize> =
             order.iter().map(|&out| self.result.rows[out] as usize - first_row).collect();
         let logits = self.samplers.logits(sampled.len());
-        self.backend.outputs(&work_rows, sampled.len(), logits)?;
+        self.backend.compute_outputs(&work_rows, sampled.len(), logits)?;
         if let Some(kept) = &mut self.result.hidden {
-            let hidden = self.backend.hidden(order.len())?;
+            let hidden = self.backend.hidden_states(order.len())?;
             let d_model = hidden.len() / order.len();
             for (&out, values) in order.iter().zip(hidden.chunks_exact(d_model)) {
                 if self.batch.wants_output[self.result.rows[out] as usize] & output::HIDDEN != 0 {
@@ -292,29 +293,29 @@ impl Step<'_> {
         Ok(())
     }
 
-    /// Gives those of the output rows `outs` their ids whose largest logit is wanted alone and found without the others,
-    /// and takes them out.
-    fn screen(&mut self, first_row: usize, outs: &mut Vec<usize>) -> Result<()> {
+    /// Sets the ids of greedy output rows that pruned argmax finds without computing all logits, and removes them from
+    /// `outs`.
+    fn prune_argmax(&mut self, first_row: usize, outs: &mut Vec<usize>) -> Result<()> {
         if self.result.logits.is_some() {
             return Ok(());
         }
-        let is_screened = |&out: &usize| {
+        let is_prunable = |&out: &usize| {
             let row = self.result.rows[out] as usize;
             let (seq, n_before) = (self.batch.row_seqs(row)[0], self.batch.positions[row] as u32 + 1);
             let is_masked = self.masks.is_some_and(|masks| masks[row].is_some());
             self.batch.wants_output[row] == output::LOGITS
                 && !is_masked
-                && self.samplers.takes_largest(seq, n_before)
+                && self.samplers.is_greedy(seq, n_before)
         };
-        let screened: Vec<usize> = outs.iter().copied().filter(is_screened).collect();
-        if screened.is_empty() {
+        let pruned: Vec<usize> = outs.iter().copied().filter(is_prunable).collect();
+        if pruned.is_empty() {
             return Ok(());
         }
         let work_rows: Vec<usize> =
-            screened.iter().map(|&out| self.result.rows[out] as usize - first_row).collect();
-        let ids = self.backend.greedy(&work_rows)?;
-        self.progress.screened(ids.len(), ids.iter().flatten().count());
-        for (&out, id) in screened.iter().zip(ids) {
+            pruned.iter().map(|&out| self.result.rows[out] as usize - first_row).collect();
+        let ids = self.backend.pruned_argmax(&work_rows)?;
+        self.progress.argmax_rows(ids.len(), ids.iter().flatten().count());
+        for (&out, id) in pruned.iter().zip(ids) {
             if let Some(id) = *id {
                 self.result.token_ids[out] = id as i32;
             }
@@ -323,7 +324,7 @@ impl Step<'_> {
         Ok(())
     }
 
-    /// Ids of the output rows `outs`, whose logits lie in the sampler bank.
+    /// Samples the ids of the output rows `outs`, whose logits are in the sampler bank.
     fn sample(&mut self, outs: &[usize]) {
         if outs.is_empty() {
             return;
@@ -339,12 +340,12 @@ impl Step<'_> {
                 }
             })
             .collect();
-        for (&out, outcome) in outs.iter().zip(self.samplers.sample(self.backend.pool(), &rows)) {
-            self.give(out, outcome);
+        for (&out, outcome) in outs.iter().zip(self.samplers.sample(self.backend.host_pool(), &rows)) {
+            self.set_outcome(out, outcome);
         }
     }
 
-    fn give(&mut self, out: usize, outcome: Outcome) {
+    fn set_outcome(&mut self, out: usize, outcome: Outcome) {
         match outcome {
             Outcome::Token { id, logprobs } => {
                 self.result.token_ids[out] = id as i32;

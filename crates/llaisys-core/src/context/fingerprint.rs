@@ -1,30 +1,31 @@
-//! What keys and values are a function of, besides tokens and positions: two contexts of one fingerprint may read
-//! each other's.
+//! A hash of what keys and values depend on other than tokens and positions. Contexts with equal fingerprints may
+//! exchange cells.
 
 use super::ContextConfig;
 use crate::error::Result;
-use crate::model::checkpoint::Checkpoint;
+use crate::load::checkpoint::Checkpoint;
 use xxhash_rust::xxh3::Xxh3;
 
-/// Goes up when the same inputs come to give other keys or values, or a cell another layout.
+/// Increased when the same inputs give different keys or values, or a cell gets another layout.
 const KV_FORMAT: u32 = 1;
 
-/// Behind names of tensors of so many bytes follow their hashes. Session files name fingerprints, so it stays.
+/// The hashes of tensors follow the names of each group of this many bytes. Session files contain fingerprints, so this
+/// must not change.
 const GROUP_BYTES: usize = 16 << 20;
 
-/// A 128-bit XXH3 (xxhash.com) over the model's configuration and all its tensors, as the checkpoint has them, the
-/// way they are computed with, and the layout of a cell. It tells files apart, it does not protect against forgery.
+/// A 128-bit XXH3 (xxhash.com) over the model's configuration and all its tensors, as the checkpoint has them,
+/// their number formats, and the layout of a cell. It distinguishes files; it does not protect against forgery.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Fingerprint(u128);
+pub(crate) struct Fingerprint(u128);
 
 impl Fingerprint {
-    /// Takes the hashes that loading the weights has left, and reads only what it did not: tensors that the model
-    /// ignores. `how`: what computes, and the type of a cell. Errors: as [`Checkpoint::hashes`].
-    pub(super) fn new(checkpoint: &Checkpoint, config: &ContextConfig, how: &str) -> Result<Self> {
+    /// Uses the hashes that loading the weights computed, and reads only the tensors that the model ignores. `how`: what
+    /// computes, and the type of a cell. Errors: as [`Checkpoint::hashes`].
+    pub(crate) fn new(checkpoint: &Checkpoint, config: &ContextConfig, how: &str) -> Result<Self> {
         let mut hasher = Xxh3::new();
         hasher.update(&KV_FORMAT.to_le_bytes());
         hasher.update(format!("{:?} {:?} {how}", checkpoint.config(), config.mode).as_bytes());
-        // A cell's bytes lie rank by rank.
+        // The bytes of a cell are ordered by rank.
         if config.n_ranks > 1 {
             hasher.update(format!("{} ranks", config.n_ranks).as_bytes());
         }
@@ -44,8 +45,8 @@ impl Fingerprint {
         Ok(Self(hasher.digest128()))
     }
 
-    /// That of the context after one of its weights was replaced.
-    pub(super) fn with_replaced(self, name: &str, values: &[f32]) -> Self {
+    /// The fingerprint after one of the weights was replaced.
+    pub(crate) fn with_replaced(self, name: &str, values: &[f32]) -> Self {
         let mut hasher = Xxh3::new();
         hasher.update(&self.0.to_le_bytes());
         hasher.update(name.as_bytes());

@@ -1,50 +1,42 @@
-//! `Context`: the one door. Owns weights, cells, storage, sequence ids, samplers, kernels and threads.
+//! `Context`: the API of the core. Owns weights, KV cache and its tensors, samplers, kernels and threads.
 //!
-//! Methods take `&mut self`: one thread owns a context, and there is nobody to race with. A refused call
-//! changes nothing. A panic inside a change of the books leaves [`Context::is_broken`] true, and the context
-//! must then never be used again; a panic in a forward pass leaves everything as it was.
+//! Methods take `&mut self`: one thread owns a context, so there are no races. Rejected calls have no side effects.
+//! A panic inside a change of the KV cache leaves [`Context::is_broken`] true, and the context must not be used again;
+//! a panic in a forward pass has no side effects.
 
-mod backend;
-#[cfg(feature = "cuda")]
-mod cuda;
-#[cfg(feature = "cuda")]
-mod cuda_ranks;
-#[cfg(feature = "cuda")]
-mod cuda_steps;
+pub(crate) mod backend;
+mod cpu_backend;
 mod decode;
-mod fingerprint;
+pub(crate) mod fingerprint;
 mod kv;
 mod layout;
-mod ranks;
-mod sampling;
+pub(crate) mod sampling;
 #[cfg(test)]
 mod tests;
 
-#[cfg(feature = "cuda")]
-pub use cuda::Gpu;
+pub use crate::ops::dispatch::IsaName;
+pub use crate::threads::THREADS_MAX;
 pub use decode::{DecodeRequest, DecodeResult};
 pub use sampling::RowMasks;
 
+use crate::arch::config::ModelConfig;
 use crate::batch::BatchLimits;
-use crate::books::Books;
 use crate::dtype::{ComputeMode, KvDType};
 use crate::error::{Rejected, Result, Unsupported};
 use crate::faults::fault_point;
-use crate::kv::KvShape;
-use crate::model::checkpoint::{Checkpoint, WeightNames};
-use crate::model::config::ModelConfig;
-use crate::model::held::check_source;
-use crate::model::shard::Shard;
-use crate::model::weights::Replacement;
+use crate::forward::shard::Shard;
+use crate::forward::weights::Replacement;
+use crate::kv::{KvCache, KvShape};
+use crate::load::checkpoint::{Checkpoint, WeightNames};
 use crate::ops::MAX_D_HEAD;
-use crate::ops::dispatch::{IsaName, Kernels};
+use crate::ops::dispatch::Kernels;
 use crate::progress::Progress;
-use crate::threads::{Pool, THREADS_MAX};
+use crate::threads::Pool;
 use backend::Backend;
+use cpu_backend::CpuBackend;
 use fingerprint::Fingerprint;
 use kv::Change;
 use layout::Layout;
-use ranks::Ranks;
 use sampling::SamplerBank;
 use std::path::Path;
 use std::sync::Arc;
@@ -52,36 +44,58 @@ use std::sync::Arc;
 /// Settings of a context. Every number is at least 1.
 #[derive(Debug, Clone, Copy)]
 pub struct ContextConfig {
-    /// How weights are held and multiplied.
+    /// Number formats of weights and products.
     pub mode: ComputeMode,
-    /// Type of K and V; None: f32 in mode float32, else bf16.
+    /// Type of K and V. None: f32 in mode float32, else bf16.
     pub kv_dtype: Option<KvDType>,
-    /// Instruction set; None: the best that the machine has.
+    /// Instruction set. None: the best of the machine.
     pub isa: Option<IsaName>,
-    /// KV cells, one token of one or more sequences each.
+    /// KV cells; a cell has one token of one or more sequences.
     pub n_cells: usize,
     /// Sequences that may exist at a time, at most [`crate::seq::SEQ_LIMIT`].
     pub n_seq_max: usize,
-    /// Arenas of equal size; divides `n_cells`.
+    /// KV streams of equal size; divides `n_cells`.
     pub n_streams: usize,
-    /// Hand out what was freed last (for tests).
+    /// Reuse what was freed last (for tests).
     pub lifo: bool,
-    /// Fill every cell that is free or reserved with NaN (for tests): one that is read before it is written shows
-    /// in the logits. Always on in builds with debug assertions.
-    pub poison: bool,
+    /// Fill every cell that is free or reserved with NaN (for tests): reading one before it is written shows in the
+    /// logits. Always on in builds with debug assertions.
+    pub nan_fill: bool,
     /// Rows of one forward pass; a larger batch is split.
     pub n_batch: usize,
     /// Positions are below this; at most the model's own limit.
     pub max_model_len: usize,
-    /// Compute threads of all ranks together, the caller's included.
+    /// Compute threads of all ranks, including the caller's.
     pub n_threads: usize,
-    /// Ranks that the model is split over, each with its part of weights and cells and at least one thread of its own.
+    /// Ranks that the model is split over, each with its part of weights and cells and at least one thread.
     pub n_ranks: usize,
-    /// Threads stay each on a CPU of its own where there are exactly as many CPUs: of ranks, on equal runs of them.
+    /// With exactly as many CPUs as threads, pin each thread to a CPU; each rank has a contiguous range of CPUs.
     pub pins: bool,
-    /// Keeps an 8-bit copy of a head in 16 or 32 bits, by which greedy tokens are found without reading all of it. Of a
-    /// model on one rank of the CPU.
-    pub screens_head: bool,
+    /// Keep an 8-bit copy of a head in 16 or 32 bits, which finds most greedy tokens without reading the whole head (one
+    /// rank, on the CPU).
+    pub prune_argmax: bool,
+}
+
+impl Default for ContextConfig {
+    /// A small context on the CPU: 4096 cells, up to 8 sequences, one thread per CPU.
+    fn default() -> Self {
+        Self {
+            mode: ComputeMode::Auto,
+            kv_dtype: None,
+            isa: None,
+            n_cells: 4096,
+            n_seq_max: 8,
+            n_streams: 1,
+            lifo: false,
+            nan_fill: false,
+            n_batch: 512,
+            max_model_len: 2048,
+            n_threads: std::thread::available_parallelism().map_or(1, |n| n.get().min(THREADS_MAX)),
+            n_ranks: 1,
+            pins: false,
+            prune_argmax: true,
+        }
+    }
 }
 
 impl ContextConfig {
@@ -97,9 +111,9 @@ pub struct Context {
     config: ContextConfig,
     model: ModelConfig,
     names: WeightNames,
-    backend: Backend,
+    backend: Box<dyn Backend>,
     layout: Layout,
-    books: Books,
+    kv: KvCache,
     samplers: SamplerBank,
     fingerprint: Fingerprint,
     progress: Arc<Progress>,
@@ -115,39 +129,40 @@ impl Context {
         Self::new(Checkpoint::open(path)?, config, Arc::default())
     }
 
-    /// As [`Context::load`], from an open checkpoint. Any thread may read from `progress` how far it has come.
+    /// As [`Context::load`], from an open checkpoint. Any thread may read the progress of loading from `progress`.
     pub fn new(checkpoint: Checkpoint, config: ContextConfig, progress: Arc<Progress>) -> Result<Self> {
         check(&config, checkpoint.config())?;
         let kernels = Kernels::select(config.isa)?;
         let pool = Pool::shared(config.n_threads, config.pins)?;
-        check_source(&checkpoint, config.mode)?;
-        let decoders = ranks::pack(&checkpoint, &config, &pool, &progress)?;
+        checkpoint.check_quantizable(config.mode)?;
+        let decoders = cpu_backend::pack(&checkpoint, &config, &pool, &progress)?;
         let kv_dtype = config.kv_dtype.unwrap_or(match config.mode {
             ComputeMode::Float32 => KvDType::Float32,
             _ => KvDType::Bfloat16,
         });
         let how = format!("{:?}", (kv_dtype, kernels.isa()));
         let fingerprint = Fingerprint::new(&checkpoint, &config, &how)?;
-        let ranks = Ranks::new(decoders, &config, (kernels, kv_dtype), pool)?;
-        Ok(Self { progress, ..Self::assemble(checkpoint, config, (Backend::Cpu(ranks), fingerprint))? })
+        let backend = Box::new(CpuBackend::new(decoders, &config, kernels, kv_dtype, pool)?);
+        Ok(Self { progress, ..Self::assemble(checkpoint, config, backend, fingerprint)? })
     }
 
-    /// Books and samplers for a backend that has the checkpoint's weights and the configuration's cells.
-    fn assemble(
+    /// Adds KV cache and samplers to a backend that has the checkpoint's weights and the configuration's cells.
+    pub(crate) fn assemble(
         checkpoint: Checkpoint,
         mut config: ContextConfig,
-        (mut backend, fingerprint): (Backend, Fingerprint),
+        mut backend: Box<dyn Backend>,
+        fingerprint: Fingerprint,
     ) -> Result<Self> {
         let model = checkpoint.config().clone();
-        let mut books = Books::new(config.kv_shape())?;
-        config.poison |= cfg!(debug_assertions);
-        if config.poison {
-            backend.poison_all()?;
-            books.take_freed();
+        let mut kv = KvCache::new(config.kv_shape())?;
+        config.nan_fill |= cfg!(debug_assertions);
+        if config.nan_fill {
+            backend.nan_fill_all()?;
+            kv.take_freed_cells();
         }
         Ok(Self {
             layout: Layout::new(config.n_seq_max, model.window),
-            books,
+            kv,
             samplers: SamplerBank::new(&config, model.vocab_size)?,
             fingerprint,
             progress: Arc::default(),
@@ -159,26 +174,26 @@ impl Context {
         })
     }
 
-    /// Facts of the model.
+    /// Configuration of the model.
     pub fn config(&self) -> &ModelConfig {
         &self.model
     }
 
     /// The window W if every layer has one. The next row of a sequence whose last position is p sees p + 2 - W
-    /// and later: [`Context::kv_seq_rm`] of what lies before changes no later result.
+    /// and later: Removing what is before ([`Context::kv_seq_rm`]) changes no later result.
     pub fn attention_window(&self) -> Option<usize> {
         let config = self.config();
         config.window.filter(|_| config.windowed.iter().all(|&windowed| windowed))
     }
 
-    /// What computes, in words: the instruction set, or the GPU's name.
+    /// The instruction set, or the GPU's name.
     pub fn computes_on(&self) -> &str {
         self.backend.name()
     }
 
-    /// What keys and values depend on besides tokens: configuration, all weights (replaced ones included), how they
-    /// are computed with, instruction set or GPU architecture, type and layout of a cell. 32 hexadecimal digits, the same in every
-    /// process: cells may go from one context to another of the same fingerprint.
+    /// A hash of what keys and values depend on other than tokens: configuration, all weights (replaced ones included),
+    /// number formats, instruction set or GPU architecture, type and layout of a cell. 32 hexadecimal digits, the same in
+    /// every process: cells may be exported and imported between contexts with the same fingerprint.
     pub fn fingerprint(&self) -> String {
         self.fingerprint.to_string()
     }
@@ -188,12 +203,12 @@ impl Context {
         self.backend.weight_bytes()
     }
 
-    /// What has been done so far; any thread may read it, also while a decode runs.
+    /// Progress counters; any thread may read them, also during a decode.
     pub fn progress(&self) -> Arc<Progress> {
         Arc::clone(&self.progress)
     }
 
-    /// True after a panic, or a failure of the device, in the middle of a change: what the context holds can no longer be trusted.
+    /// True after a panic or a device failure in the middle of a change: the state of the context is not reliable.
     pub fn is_broken(&self) -> bool {
         self.broken
     }
@@ -201,10 +216,10 @@ impl Context {
     /// Replaces one tensor, by its name in the checkpoint, with `values` of the checkpoint's shape in its row
     /// order. Cells computed with the old values stay as they are.
     ///
-    /// Errors, with nothing changed: no such name, another shape, a slot held in quantised blocks, a model that is split.
+    /// Errors: no such name, another shape, a tensor in quantized blocks, a model that is split.
     pub fn replace_weight(&mut self, name: &str, shape: &[usize], values: &[f32]) -> Result<()> {
         fault_point!("weights.replace");
-        let Some(slot) = self.names.slot_named(name) else {
+        let Some(slot) = self.names.weight_id(name) else {
             return Err(Rejected::NoSuchWeight { name: name.to_owned() }.into());
         };
         let want = self.names.shape(slot);
@@ -218,7 +233,7 @@ impl Context {
             let stored_row = |n: usize| context.names.stored_row(slot, n);
             let offset = context.names.offset(slot);
             let replacement = Replacement { name, values, n_columns, stored_row: &stored_row, offset };
-            context.backend.replace(slot, &replacement)?;
+            context.backend.replace_weight(slot, &replacement)?;
             context.fingerprint = context.fingerprint.with_replaced(name, values);
             Ok(())
         })
@@ -235,8 +250,8 @@ impl Context {
     }
 }
 
-/// Refuses settings out of their bounds, and a model that the kernels cannot run.
-fn check(config: &ContextConfig, model: &ModelConfig) -> Result<()> {
+/// Rejects settings out of their bounds, and a model that the kernels cannot run.
+pub(crate) fn check(config: &ContextConfig, model: &ModelConfig) -> Result<()> {
     if model.d_head > MAX_D_HEAD {
         let (what, value) = ("the head width", model.d_head.to_string());
         return Err(Unsupported::Feature { what, value, supported: "up to 256" }.into());

@@ -10,19 +10,19 @@ use crate::tensor::AlignedBuf;
 use crate::threads::Pool;
 
 /// Rows whose logits exist at a time: bounds the largest activation, whatever the batch asks for.
-pub(super) const LOGITS_ROWS: usize = 64;
+pub(crate) const LOGITS_ROWS: usize = 64;
 
 /// Allowed tokens of some rows. Bit `id % 32` of word `id / 32` set: allowed.
 #[derive(Debug, Clone, Copy)]
 pub struct RowMasks<'a> {
-    /// Batch rows, `[n]`, each wanting logits, none twice.
+    /// Batch rows, `[n]`, each with the flag `LOGITS`, none twice.
     pub rows: &'a [i32],
     /// `[n, ceil(vocab_size / 32)]`.
     pub bits: &'a [u32],
 }
 
 impl<'a> RowMasks<'a> {
-    /// The mask of each row of `batch`. Errors: wrong sizes, or a row that asks for no logits or is named twice.
+    /// The mask of each row of `batch`. Errors: wrong sizes, or a row that has no flag `LOGITS` or is named twice.
     pub(super) fn by_row(self, batch: &Batch, vocab_size: usize) -> Result<Vec<Option<&'a [u32]>>, Rejected> {
         let n_words = vocab_size.div_ceil(32);
         let (got, want) = (self.bits.len(), self.rows.len() * n_words);
@@ -32,8 +32,8 @@ impl<'a> RowMasks<'a> {
         let mut masks = vec![None; batch.n_rows()];
         for (&row, bits) in self.rows.iter().zip(self.bits.chunks_exact(n_words)) {
             let index = usize::try_from(row).unwrap_or(usize::MAX);
-            let wants_logits = batch.wants_output.get(index).is_some_and(|flags| flags & output::LOGITS != 0);
-            if !wants_logits || masks[index].is_some() {
+            let has_logits = batch.wants_output.get(index).is_some_and(|flags| flags & output::LOGITS != 0);
+            if !has_logits || masks[index].is_some() {
                 return Err(BatchError::Mask { row }.into());
             }
             masks[index] = Some(bits);
@@ -42,7 +42,7 @@ impl<'a> RowMasks<'a> {
     }
 }
 
-/// The samplers of lent sequences and what sampling needs for its work.
+/// The samplers of the acquired sequences, and the buffers of sampling.
 #[derive(Debug)]
 pub(super) struct SamplerBank {
     by_slot: Vec<Option<Sampler>>,
@@ -86,8 +86,8 @@ impl SamplerBank {
         self.by_slot[id.slot() as usize] = None;
     }
 
-    /// Counts `token`, which comes after `n_before` others, as output of the sequence, and says so, unless it is a token
-    /// of the prompt that was only scored.
+    /// Counts `token`, which comes after `n_before` others, as output of the sequence, unless it is a token of the prompt
+    /// that was only scored. Returns whether it was counted.
     pub(super) fn accept(&mut self, id: SeqId, n_before: u32, token: u32) -> bool {
         let sampler = self.by_slot[id.slot() as usize].as_mut();
         let Some(sampler) = sampler.filter(|sampler| sampler.prompt_token(n_before).is_none()) else {
@@ -98,11 +98,11 @@ impl SamplerBank {
     }
 
     /// True if of a row without a mask only the id of the largest logit is wanted.
-    pub(super) fn takes_largest(&self, id: SeqId, n_before: u32) -> bool {
-        self.by_slot[id.slot() as usize].as_ref().is_none_or(|sampler| sampler.takes_largest(n_before))
+    pub(super) fn is_greedy(&self, id: SeqId, n_before: u32) -> bool {
+        self.by_slot[id.slot() as usize].as_ref().is_none_or(|sampler| sampler.is_greedy(n_before))
     }
 
-    /// Room for the logits of `n <= LOGITS_ROWS` rows, `[n, vocab_size]`.
+    /// The buffer for the logits of `n <= LOGITS_ROWS` rows, `[n, vocab_size]`.
     pub(super) fn logits(&mut self, n: usize) -> &mut [f32] {
         &mut self.logits.as_mut_slice()[..n * self.vocab_size]
     }

@@ -1,7 +1,7 @@
-//! What only shows from the inside: a panic in the middle of a forward pass, and one in the middle of a change.
+//! What only unit tests can reach: a panic in the middle of a forward pass, and one in the middle of a change.
 
+use super::cpu_backend::Rank;
 use super::kv::Change;
-use super::ranks::Rank;
 use super::*;
 use crate::batch::{BatchArrays, output};
 use crate::seq::SeqId;
@@ -48,13 +48,13 @@ fn split_context(n_ranks: usize) -> Context {
         n_seq_max: 2,
         n_streams: 1,
         lifo: false,
-        poison: false,
+        nan_fill: false,
         n_batch: 4,
         max_model_len: 64,
         n_threads: 2,
         n_ranks,
         pins: true,
-        screens_head: true,
+        prune_argmax: true,
     };
     let context = Context::load(&folder, config).unwrap();
     std::fs::remove_dir_all(folder).unwrap();
@@ -62,11 +62,9 @@ fn split_context(n_ranks: usize) -> Context {
 }
 
 fn rank(context: &mut Context, rank: usize) -> &mut Rank {
-    match &mut context.backend {
-        Backend::Cpu(ranks) => &mut ranks.ranks[rank],
-        #[cfg(feature = "cuda")]
-        _ => unreachable!("these contexts are on the CPU"),
-    }
+    let backend: &mut dyn std::any::Any = &mut *context.backend;
+    let cpu: &mut CpuBackend = backend.downcast_mut().expect("these contexts are on the CPU");
+    &mut cpu.ranks[rank]
 }
 
 fn decode(context: &mut Context, seq: SeqId, positions: &[i32]) -> Result<DecodeResult> {
@@ -83,7 +81,7 @@ fn decode(context: &mut Context, seq: SeqId, positions: &[i32]) -> Result<Decode
 }
 
 #[test]
-fn a_panic_in_the_forward_pass_of_any_rank_leaves_everything_as_it_was() {
+fn a_panic_in_the_forward_pass_of_any_rank_has_no_side_effects() {
     for (n_ranks, failing) in [(1, 0), (2, 0), (2, 1)] {
         let mut context = split_context(n_ranks);
         let seq = context.seq_acquire(0).unwrap();
@@ -117,7 +115,7 @@ fn a_panic_in_the_middle_of_a_change_marks_the_context_as_broken() {
 }
 
 #[test]
-fn a_refused_change_does_not_mark_the_context_as_broken() {
+fn a_rejected_change_does_not_mark_the_context_as_broken() {
     let mut context = context();
     let (a, b) = (context.seq_acquire(0).unwrap(), context.seq_acquire(0).unwrap());
     assert!(context.seq_acquire(0).is_err());
@@ -128,7 +126,7 @@ fn a_refused_change_does_not_mark_the_context_as_broken() {
 }
 
 /// True if every element of the cell's keys and values is NaN, or none is.
-fn is_poisoned(context: &mut Context, cell: usize) -> bool {
+fn is_nan_filled(context: &mut Context, cell: usize) -> bool {
     let layer = rank(context, 0).storage.layer(0);
     let width = layer.n_kv_heads * layer.d_head;
     let values = [layer.k, layer.v].map(|tensor| &tensor.as_slice::<f32>()[cell * width..][..width]).concat();
@@ -138,23 +136,23 @@ fn is_poisoned(context: &mut Context, cell: usize) -> bool {
 }
 
 #[test]
-fn in_poison_mode_cells_are_nan_exactly_while_they_are_free() {
+fn with_nan_fill_cells_are_nan_exactly_while_they_are_free() {
     let mut context = context();
     let seq = context.seq_acquire(0).unwrap();
     decode(&mut context, seq, &[0, 1, 2, 3]).unwrap();
     let clean =
-        |context: &mut Context| (0..32).filter(|&cell| !is_poisoned(context, cell)).collect::<Vec<_>>();
+        |context: &mut Context| (0..32).filter(|&cell| !is_nan_filled(context, cell)).collect::<Vec<_>>();
     assert_eq!(clean(&mut context), [0, 1, 2, 3]);
-    context.kv_retain(1, seq, 0, 2).unwrap();
+    context.kv_node_cache(1, seq, 0, 2).unwrap();
     context.kv_seq_rm(seq, 1, -1).unwrap();
     assert_eq!(clean(&mut context), [0, 1], "cell 1 is held by the segment");
     // A panic after the cells were written: the next call clears them.
     let norm = std::mem::replace(&mut rank(&mut context, 0).decoder.weights.output_norm, vec![1.0; 3]);
     assert!(catch_unwind(AssertUnwindSafe(|| decode(&mut context, seq, &[1, 2]))).is_err());
     rank(&mut context, 0).decoder.weights.output_norm = norm;
-    context.kv_segment_trim(1, 1).unwrap();
+    context.kv_node_trim(1, 1).unwrap();
     assert_eq!(clean(&mut context), [0]);
     context.seq_release(seq).unwrap();
-    context.kv_segment_trim(1, 0).unwrap();
+    context.kv_node_trim(1, 0).unwrap();
     assert_eq!(clean(&mut context), [0_usize; 0]);
 }

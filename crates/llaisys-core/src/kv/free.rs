@@ -1,14 +1,14 @@
-//! Which cells are free, and which one is taken next.
+//! Which cells are free, and which one is allocated next.
 
 use std::hash::{Hash, Hasher};
 
-/// Cells of one block. A sequence is given a whole free block while there is one, so its cells are runs of
-/// this length at least: attention then reads long stretches of consecutive memory.
+/// Cells of one block. A sequence gets a whole free block while there is one, so its contiguous ranges have at least
+/// this length, and attention reads long stretches of consecutive memory.
 pub const BLOCK_CELLS: usize = 32;
 
 /// A set of bits that answers "lowest clear bit" in the depth of its tree (4 levels for 16 Mi bits).
 ///
-/// A bit of level `k + 1` is set exactly if the word of level `k` is full. Bits past the end are set for ever.
+/// A bit of level `k + 1` is set exactly if the word of level `k` is full. Bits past the end are always set.
 /// New memory is all zero bits, so an unused part of a large pool is never touched.
 #[derive(Debug)]
 struct BitTree {
@@ -83,30 +83,30 @@ impl BitTree {
     }
 }
 
-/// The free cells of one arena, numbered from `base`. The order in which they are handed out depends on which
-/// cells are used and on nothing else: there is no list whose order a rollback would have to restore, and low
-/// cells are used first, so the memory behind a large pool is touched as it fills.
+/// The free cells of one stream, numbered from `base`. The order of allocation depends on which cells are used and on
+/// nothing else: there is no list whose order a rollback would have to restore, and low cells are used first, so
+/// the memory of a large cache is touched as it fills.
 ///
-/// In the order of tests (`lifo`) the cell given back last is taken next, so that a stale use of it shows at
-/// once. Giving back in the reverse order of taking restores that stack too.
+/// With `lifo` (for tests) the cell freed last is allocated next, so that a stale use of it shows at once. Freeing in
+/// the reverse order of allocation restores that stack too.
 #[derive(Debug)]
 pub(super) struct FreeCells {
-    /// The arena's first cell.
+    /// The stream's first cell.
     base: u32,
     /// Bit per cell: in use.
     used: BitTree,
-    /// Bit per whole block: some cell of it is in use. The short block at the end of a pool has none.
+    /// Bit per whole block: some cell of it is in use. A short block at the end has none.
     touched: BitTree,
     n_cells: usize,
     n_free: usize,
-    /// The free cells, next one last; only in the order of tests.
+    /// The free cells, next one last; only with `lifo`.
     stack: Option<Vec<u32>>,
 }
 
 impl FreeCells {
     /// Cells `base..base + n_cells`, all free.
     pub(super) fn new(base: u32, n_cells: usize, lifo: bool) -> Self {
-        let n = u32::try_from(n_cells).expect("Cells::new has checked the pool's size");
+        let n = u32::try_from(n_cells).expect("KvCache::new has checked the size");
         Self {
             base,
             used: BitTree::new(n_cells),
@@ -129,10 +129,10 @@ impl FreeCells {
         self.used.get((cell - self.base) as usize)
     }
 
-    /// Takes one cell for a sequence whose last cell is `last`. The first of these that is free:
+    /// Allocates one cell for a sequence whose last cell is `last`. The first of these that is free:
     /// the next cell, in the same block or opening a wholly free one; the first cell of the lowest wholly free
     /// block; the lowest free cell, which may be in another sequence's block.
-    pub(super) fn take(&mut self, last: Option<u32>) -> Option<u32> {
+    pub(super) fn allocate(&mut self, last: Option<u32>) -> Option<u32> {
         let cell = match &mut self.stack {
             Some(stack) => (stack.pop()? - self.base) as usize,
             None => self
@@ -145,7 +145,7 @@ impl FreeCells {
             self.touched.set(cell / BLOCK_CELLS);
         }
         self.n_free -= 1;
-        Some(self.base + u32::try_from(cell).expect("a pool has fewer than 2^32 cells"))
+        Some(self.base + u32::try_from(cell).expect("a cache has fewer than 2^32 cells"))
     }
 
     fn next_cell(&self, last: Option<u32>) -> Option<usize> {
@@ -160,8 +160,8 @@ impl FreeCells {
         block < self.n_cells / BLOCK_CELLS && !self.touched.get(block)
     }
 
-    /// Gives a used cell back.
-    pub(super) fn give_back(&mut self, cell: u32) {
+    /// Frees a used cell.
+    pub(super) fn free(&mut self, cell: u32) {
         self.stack.iter_mut().for_each(|stack| stack.push(cell));
         let cell = (cell - self.base) as usize;
         debug_assert!(self.used.get(cell), "cell {cell} was free");
@@ -175,19 +175,19 @@ impl FreeCells {
 
     /// The use bits of one block, lowest cell first.
     fn block_bits(&self, block: usize) -> u64 {
-        const BLOCKS_A_WORD: usize = 64 / BLOCK_CELLS;
-        let word = self.used.levels[0][block / BLOCKS_A_WORD];
-        word >> (block % BLOCKS_A_WORD * BLOCK_CELLS) & ((1 << BLOCK_CELLS) - 1)
+        const BLOCKS_PER_WORD: usize = 64 / BLOCK_CELLS;
+        let word = self.used.levels[0][block / BLOCKS_PER_WORD];
+        word >> (block % BLOCKS_PER_WORD * BLOCK_CELLS) & ((1 << BLOCK_CELLS) - 1)
     }
 
-    /// Feeds all that decides which cell is taken next: the use bits, and the stack if there is one.
+    /// Hashes all that decides which cell is allocated next: the use bits, and the stack if there is one.
     pub(super) fn hash_order(&self, hasher: &mut impl Hasher) {
         self.used.levels[0].hash(hasher);
         self.n_free.hash(hasher);
         self.stack.hash(hasher);
     }
 
-    /// Panics if invariant 2 of [`super::Cells`] is broken.
+    /// Panics if invariant 2 of [`super::KvCache`] is broken.
     pub(super) fn check(&self) {
         self.used.check();
         self.touched.check();

@@ -1,10 +1,19 @@
-//! Reservations: cells held for one step, made the sequences' own or given back without a trace.
+//! Reservations: cells allocated for one step, then committed to the sequences or freed without a trace.
 
-use super::KvError;
-use super::cells::{Cells, RowPlace, refused};
-use crate::error::Error;
+use super::{KvCache, KvError, rejected};
+use crate::error::Result;
+use crate::seq::SeqId;
 
-/// What the rows of a batch looked at so far do to one sequence.
+/// The place of one row of a batch: a position, in each of the sequences `seqs`.
+#[derive(Debug, Clone, Copy)]
+pub struct KvRow<'a> {
+    /// From 0.
+    pub position: i32,
+    /// At least one, distinct.
+    pub seqs: &'a [SeqId],
+}
+
+/// What the rows of a batch checked so far do to one sequence.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Mark {
     /// Number of the last row (from 1) that is in the sequence, 0 if none is.
@@ -13,126 +22,122 @@ pub(super) struct Mark {
     next: Option<i32>,
 }
 
-/// Cells held for one step, one a row, already linked to the rows' sequences so that attention can see them.
-/// Dropping it gives every one back and leaves the cells as they were, digest included; only [`commit`] makes
-/// them the sequences' own.
+/// Cells allocated for one step, one per row, already linked to the rows' sequences so that attention can see them.
+/// Dropping it frees them all and restores the cache, digest included; only [`commit`] keeps them.
 ///
 /// [`commit`]: Reservation::commit
 #[must_use = "dropping a reservation frees its cells"]
 #[derive(Debug)]
 pub struct Reservation<'c> {
-    cells: &'c mut Cells,
+    kv: &'c mut KvCache,
 }
 
 impl Reservation<'_> {
-    /// The cells, the reserved rows included.
-    pub fn cells(&self) -> &Cells {
-        self.cells
+    /// The cache, the reserved rows included.
+    pub fn kv(&self) -> &KvCache {
+        self.kv
     }
 
     /// The cell of each row, `[n_rows]`: where its key and value are to be written.
-    pub fn placed(&self) -> &[u32] {
-        &self.cells.placed
+    pub fn row_cells(&self) -> &[u32] {
+        &self.kv.reserved
     }
 
-    /// The cells that the next reservation gives `rows`, the next ones of their sequences, if they are all of it and
-    /// nothing happens in between; `None` if too few are free. Changes nothing.
-    pub fn foresee(&mut self, rows: &[RowPlace<'_>]) -> Option<Vec<u32>> {
-        let cells = &mut *self.cells;
-        let (n_placed, n_freed) = (cells.placed.len(), cells.table.n_freed());
-        for stream in (0_u32..).take(cells.n_streams()) {
-            let n_home = rows.iter().filter(|row| cells.stream(row.seqs[0]) == stream).count();
-            cells.check_room(stream, n_home).ok()?;
+    /// Predicts the cells that `prepare_rows(rows)` would allocate after this reservation is committed, if `rows` are
+    /// the next ones of their sequences and nothing happens in between; `None` if too few are free. Changes nothing.
+    pub fn peek_next(&mut self, rows: &[KvRow<'_>]) -> Option<Vec<u32>> {
+        let kv = &mut *self.kv;
+        let (n_reserved, n_freed) = (kv.reserved.len(), kv.cells.n_freed());
+        kv.check_capacity(rows).ok()?;
+        rows.iter().for_each(|row| kv.place(row));
+        let next = kv.reserved[n_reserved..].to_vec();
+        for cell in kv.reserved.split_off(n_reserved).into_iter().rev() {
+            kv.unplace(cell);
         }
-        rows.iter().for_each(|row| place(cells, row));
-        let foreseen = cells.placed[n_placed..].to_vec();
-        for cell in cells.placed.split_off(n_placed).into_iter().rev() {
-            unplace(cells, cell);
-        }
-        cells.table.forget_freed(n_freed);
-        Some(foreseen)
+        kv.cells.truncate_freed(n_freed);
+        Some(next)
     }
 
     /// Keeps the rows.
     pub fn commit(self) {
-        self.cells.placed.clear();
+        self.kv.reserved.clear();
     }
 
-    /// Keeps the rows but the `faulty` ones and what cannot stand without them: the later rows of the same
+    /// Keeps the rows except the `faulty` ones and those that depend on them: the later rows of the same
     /// sequences (and, where those are rows of several sequences, the later rows of these). By row: the faulty row
-    /// that it went with, or `None` if it was kept.
+    /// that caused its removal, or `None` if it was kept.
     pub fn commit_without(self, faulty: &[usize]) -> Vec<Option<usize>> {
-        let mut lost_slots = vec![None; self.cells.index.len()];
-        let mut lost_with = vec![None; self.cells.placed.len()];
-        for (row, &cell) in self.cells.placed.iter().enumerate() {
+        let mut fault_of_slot = vec![None; self.kv.index.len()];
+        let mut removed_with = vec![None; self.kv.reserved.len()];
+        for (row, &cell) in self.kv.reserved.iter().enumerate() {
             let culprit = if faulty.contains(&row) {
                 Some(row)
             } else {
-                self.cells.table.seqs(cell).find_map(|slot| lost_slots[slot as usize])
+                self.kv.cells.seqs(cell).find_map(|slot| fault_of_slot[slot])
             };
             if culprit.is_some() {
-                self.cells.table.seqs(cell).for_each(|slot| lost_slots[slot as usize] = culprit);
+                self.kv.cells.seqs(cell).for_each(|slot| fault_of_slot[slot] = culprit);
             }
-            lost_with[row] = culprit;
+            removed_with[row] = culprit;
         }
-        // Last first: what is taken from a sequence is its last position then.
-        for row in (0..lost_with.len()).rev().filter(|&row| lost_with[row].is_some()) {
-            unplace(self.cells, self.cells.placed[row]);
+        // From the last row: each cell removed is then its sequences' last one.
+        for row in (0..removed_with.len()).rev().filter(|&row| removed_with[row].is_some()) {
+            self.kv.unplace(self.kv.reserved[row]);
         }
         self.commit();
-        lost_with
+        removed_with
     }
 }
 
 impl Drop for Reservation<'_> {
-    /// Unlinks the rows that were not committed, last first.
+    /// Frees the rows that were not committed, from the last one.
     fn drop(&mut self) {
-        while let Some(cell) = self.cells.placed.pop() {
-            unplace(self.cells, cell);
+        while let Some(cell) = self.kv.reserved.pop() {
+            self.kv.unplace(cell);
         }
     }
 }
 
-/// Takes a reserved cell, the last one of each of its sequences, from them: the inverse of [`place`].
-fn unplace(cells: &mut Cells, cell: u32) {
-    let Cells { table, index, .. } = cells;
-    while let Some(slot) = table.first_seq(cell) {
-        index[slot as usize].pop();
-        table.unlink(slot, cell);
-    }
-}
-
-impl Cells {
-    /// Takes one cell a row and links it, tentatively (llama.cpp's `find_slot` and `apply_ubatch`).
+impl KvCache {
+    /// Allocates one cell per row and links it, tentatively (llama.cpp's `find_slot` and `apply_ubatch`).
     ///
-    /// The rows of a sequence go on at its largest position + 1, + 2, ... in row order; an empty sequence may
+    /// The rows of a sequence continue at its largest position + 1, + 2, ... in row order; an empty sequence may
     /// start anywhere. A row of several sequences needs them to see exactly the same cells below it. A
-    /// sequence is given whole blocks of [`super::BLOCK_CELLS`] while there are free ones.
+    /// sequence gets whole blocks of [`super::BLOCK_CELLS`] while there are free ones.
     ///
-    /// Errors, nothing changed: [`KvError`] for a wrong row; if all rows are right,
-    /// [`crate::error::Exhausted::Cells`] when an arena has fewer free cells than the rows of its sequences.
-    pub fn prepare<'c>(&'c mut self, rows: &[RowPlace<'_>]) -> Result<Reservation<'c>, Error> {
-        assert!(self.placed.is_empty(), "a reservation was neither committed nor dropped");
-        self.check_rows(rows).map_err(refused)?;
-        let home = |row: &RowPlace<'_>| self.streams[row.seqs[0] as usize];
-        for stream in (0_u32..).take(self.n_streams()) {
-            self.check_room(stream, rows.iter().filter(|row| home(row) == stream).count())?;
+    /// Errors: an id that is not acquired, then [`KvError`] for a wrong row, then [`crate::error::Exhausted::Cells`]
+    /// when a stream has fewer free cells than the rows of its sequences.
+    pub fn prepare_rows<'c>(&'c mut self, rows: &[KvRow<'_>]) -> Result<Reservation<'c>> {
+        assert!(self.reserved.is_empty(), "a reservation was neither committed nor dropped");
+        for &id in rows.iter().flat_map(|row| row.seqs) {
+            self.acquired(id)?;
         }
-        let reservation = Reservation { cells: self };
+        self.check_rows(rows).map_err(rejected)?;
+        self.check_capacity(rows)?;
+        let reservation = Reservation { kv: self };
         for row in rows {
-            place(reservation.cells, row);
+            reservation.kv.place(row);
         }
         Ok(reservation)
     }
 
+    /// Errors: [`crate::error::Exhausted::Cells`] when a stream has fewer free cells than rows.
+    fn check_capacity(&self, rows: &[KvRow<'_>]) -> Result<()> {
+        let stream_of = |row: &KvRow<'_>| self.streams[row.seqs[0].slot() as usize];
+        for stream in (0_u32..).take(self.n_streams()) {
+            self.check_free(stream, rows.iter().filter(|row| stream_of(row) == stream).count())?;
+        }
+        Ok(())
+    }
+
     /// Checks the rows one after the other, each against the sequences as the rows before it leave them.
-    fn check_rows(&mut self, rows: &[RowPlace<'_>]) -> Result<(), KvError> {
+    fn check_rows(&mut self, rows: &[KvRow<'_>]) -> Result<(), KvError> {
         self.marks.clear();
-        self.marks.extend(self.index.iter().map(|runs| Mark { last_row: 0, next: runs.end() }));
+        self.marks.extend(self.index.iter().map(|ranges| Mark { last_row: 0, next: ranges.end() }));
         for (row, place) in rows.iter().enumerate() {
             self.check_row(row, place)?;
             let last_row = u32::try_from(row + 1).unwrap_or(u32::MAX);
-            for &slot in place.seqs {
+            for slot in place.seqs.iter().map(|id| id.slot()) {
                 let mark = &mut self.marks[slot as usize];
                 if mark.last_row == last_row {
                     return Err(KvError::RepeatedSlot { row, slot });
@@ -143,47 +148,52 @@ impl Cells {
         Ok(())
     }
 
-    fn check_row(&self, row: usize, place: &RowPlace<'_>) -> Result<(), KvError> {
+    fn check_row(&self, row: usize, place: &KvRow<'_>) -> Result<(), KvError> {
         let position = place.position;
         if !(0..i32::MAX).contains(&position) {
             return Err(KvError::Position { row, position, max: i32::MAX - 1 });
         }
-        let Some(&first) = place.seqs.first() else { return Err(KvError::NoSequence { row }) };
-        for &slot in place.seqs {
-            let Some(mark) = self.marks.get(slot as usize) else {
-                return Err(KvError::Slot { slot, n_seq_max: self.index.len() });
-            };
-            if let Some(expected) = mark.next.filter(|next| *next != position) {
+        let Some(first) = place.seqs.first() else { return Err(KvError::NoSequence { row }) };
+        for id in place.seqs {
+            let (first, slot) = (first.slot(), id.slot());
+            let next = self.marks[slot as usize].next;
+            if let Some(expected) = next.filter(|next| *next != position) {
                 return Err(KvError::NotNext { row, slot, position, expected });
             }
-            if !self.sees_the_same(first, slot) {
+            if !self.sees_the_same(first as usize, slot as usize) {
                 return Err(KvError::CoupledDiffer { row, first, second: slot });
             }
         }
         Ok(())
     }
 
-    /// True if both sequences, with the rows marked so far, see exactly the same cells. If their last row is
+    /// True if both slots' sequences, with the rows marked so far, see exactly the same cells. If their last row is
     /// the same one, that row's check has found them equal before it and no row since has touched either; if
-    /// they have none, their runs tell (equal contents have equal runs); otherwise only one of them has the
+    /// they have none, their ranges tell (equal contents have equal ranges); otherwise only one of them has the
     /// cell of the later row.
-    fn sees_the_same(&self, first: u32, second: u32) -> bool {
-        let (a, b) = (first as usize, second as usize);
+    fn sees_the_same(&self, a: usize, b: usize) -> bool {
         let last_row = self.marks[a].last_row;
         self.streams[a] == self.streams[b]
             && last_row == self.marks[b].last_row
             && (a == b || last_row > 0 || self.index[a] == self.index[b])
     }
-}
 
-/// Links one checked row to a cell; a cell is free.
-fn place(cells: &mut Cells, row: &RowPlace<'_>) {
-    let Cells { table, streams, index, placed, .. } = cells;
-    let first = row.seqs[0] as usize;
-    let cell = table.take(streams[first], index[first].last_cell(), row.position);
-    for &slot in row.seqs {
-        table.link(slot, cell);
-        index[slot as usize].push(row.position, cell);
+    /// Links one checked row to a cell; a cell is free.
+    fn place(&mut self, row: &KvRow<'_>) {
+        let first = row.seqs[0].slot() as usize;
+        let cell = self.cells.allocate(self.streams[first], self.index[first].last_cell(), row.position);
+        for slot in row.seqs.iter().map(|id| id.slot() as usize) {
+            self.cells.link(slot, cell);
+            self.index[slot].push(row.position, cell);
+        }
+        self.reserved.push(cell);
     }
-    placed.push(cell);
+
+    /// Removes a reserved cell, the last one of each of its sequences, from them: the inverse of [`KvCache::place`].
+    fn unplace(&mut self, cell: u32) {
+        while let Some(slot) = self.cells.first_seq(cell) {
+            self.index[slot].pop();
+            self.cells.unlink(slot, cell);
+        }
+    }
 }

@@ -1,6 +1,6 @@
-//! The K and V tensors of all arenas, addressed by cell.
+//! The K and V tensors of all streams, addressed by cell.
 
-use super::cells::Copies;
+use super::Copies;
 use crate::dtype::KvDType;
 use crate::error::DeviceError;
 use crate::tensor::{AlignedBuf, KvLayer, KvLayerMut};
@@ -8,8 +8,8 @@ use crate::tensor::{AlignedBuf, KvLayer, KvLayerMut};
 /// All bits set is a NaN in every float type, and as the scale of an int8 head.
 const NAN_BYTE: u8 = 0xff;
 
-/// Keys and values: per layer two buffers `[n_cells][n_kv_heads][d_head]`. Which cell means what is the
-/// business of [`super::Cells`]; a cell's contents count only while a sequence sees it.
+/// Keys and values: per layer two buffers `[n_cells][n_kv_heads][d_head]`. [`super::KvCache`] tells what each cell
+/// means; a cell's contents count only while a sequence sees it.
 #[derive(Debug)]
 pub struct Storage {
     layers: Vec<KeysAndValues>,
@@ -59,7 +59,7 @@ impl Storage {
 
     /// Copies the keys and values of `copies.from` to `copies.to`, in all layers, bit for bit.
     pub fn copy(&mut self, copies: &Copies) {
-        let n = self.bytes_of_cell();
+        let n = self.cell_row_bytes();
         for (&from, &to) in copies.from.iter().zip(&copies.to) {
             let (from, to) = (from as usize * n, to as usize * n);
             for tensor in self.tensors() {
@@ -71,7 +71,7 @@ impl Storage {
     /// The contents of `cells`: for each layer their keys, then their values, `[n][n_kv_heads][d_head]` each, an int8
     /// head with its scale.
     pub fn read_cells(&self, cells: &[u32]) -> Vec<u8> {
-        let n = self.bytes_of_cell();
+        let n = self.cell_row_bytes();
         let mut data = Vec::with_capacity(2 * self.layers.len() * cells.len() * n);
         for tensor in self.layers.iter().flat_map(|layer| [&layer.k, &layer.v]) {
             for &cell in cells {
@@ -81,9 +81,9 @@ impl Storage {
         data
     }
 
-    /// Puts what [`Storage::read_cells`] gave into as many `cells`. Panics if `data` has another size.
+    /// Writes what [`Storage::read_cells`] returned into as many `cells`. Panics if `data` has another size.
     pub fn write_cells(&mut self, cells: &[u32], data: &[u8]) {
-        let n = self.bytes_of_cell();
+        let n = self.cell_row_bytes();
         assert_eq!(
             data.len(),
             2 * self.layers.len() * cells.len() * n,
@@ -99,8 +99,8 @@ impl Storage {
     }
 
     /// Fills `cells` with NaN in all layers, so that one that is read before it is written shows in the logits.
-    pub fn poison(&mut self, cells: &[u32]) {
-        let n = self.bytes_of_cell();
+    pub fn nan_fill(&mut self, cells: &[u32]) {
+        let n = self.cell_row_bytes();
         for tensor in self.tensors() {
             for &cell in cells {
                 tensor[cell as usize * n..][..n].fill(NAN_BYTE);
@@ -108,8 +108,8 @@ impl Storage {
         }
     }
 
-    /// As [`Storage::poison`] for every cell. Touches all of the memory.
-    pub fn poison_all(&mut self) {
+    /// As [`Storage::nan_fill`] for every cell. Touches all of the memory.
+    pub fn nan_fill_all(&mut self) {
         self.tensors().for_each(|tensor| tensor.fill(NAN_BYTE));
     }
 
@@ -119,13 +119,13 @@ impl Storage {
     }
 
     /// Bytes of one cell's key (or value) in one layer.
-    fn bytes_of_cell(&self) -> usize {
+    fn cell_row_bytes(&self) -> usize {
         self.n_kv_heads * self.dtype.head_bytes(self.d_head)
     }
 
     /// Bytes of one cell's keys and values in all layers.
     pub fn cell_bytes(&self) -> usize {
-        2 * self.layers.len() * self.bytes_of_cell()
+        2 * self.layers.len() * self.cell_row_bytes()
     }
 
     /// Layers.

@@ -1,19 +1,17 @@
-//! The ops of the forward pass. Each has one name in every room: `reference/<op>.rs` says what it means,
+//! The ops of the forward pass. Each has one name everywhere: `reference/<op>.rs` defines it,
 //! `cpu/<op>.rs` computes it, and the functions here are what the decoder calls.
 //!
 //! All take the [`OpContext`] first. Arrays are row-major, one row per token; an op panics on arrays whose
 //! lengths disagree, since shapes follow from checked configuration and a mismatch is a bug.
 
-pub mod contract;
+pub mod argmax_bounds;
+pub mod cases;
 mod cpu;
-#[cfg(feature = "cuda")]
-pub mod cuda;
 pub mod dispatch;
 pub mod packed;
 pub mod reference;
-pub mod screen;
 
-use crate::collective::{Collective, Solo};
+use crate::collective::{Collective, SingleRank};
 use crate::error::DeviceError;
 use crate::threads::Pool;
 use cpu::activations::Activations;
@@ -23,12 +21,12 @@ use std::sync::Arc;
 
 pub use cpu::add::add;
 pub use cpu::argmax::{argmax, argmax_finite, largest};
-pub use cpu::attention::{AttentionRow, AttentionRows, MAX_D_HEAD, Scoring, attention, window_span};
+pub use cpu::attention::{AttentionRow, AttentionRows, MAX_D_HEAD, Queries, Scoring, attention, window_span};
 pub use cpu::embed::embed;
 pub use cpu::gate::{Gate, gate_up_row, gate_up_rows};
 pub use cpu::gather::gather;
 pub use cpu::kv_store::kv_store;
-pub use cpu::linear::{GreedyRoom, LinearPart, greedy, linear, linear_add, linear_gated};
+pub use cpu::linear::{LinearPart, PrunedArgmaxScratch, linear, linear_add, linear_gated, pruned_argmax};
 pub use cpu::rms_norm::{rms_norm, rms_norm_in_place};
 pub use cpu::rope::{RopeTable, rope, rope_shift};
 pub use cpu::route::{Routes, route};
@@ -66,6 +64,6 @@ impl OpContext {
         let pool = pool.into();
         let activations = Activations::new(max_rows, max_columns)?;
         let attention = AttentionScratch::new(pool.n_threads(), max_rows, max_columns)?;
-        Ok(Self { kernels, pool, collective: Box::new(Solo), activations, attention })
+        Ok(Self { kernels, pool, collective: Box::new(SingleRank), activations, attention })
     }
 }

@@ -31,11 +31,11 @@
 //!
 //! Integers are kept as the file has them. Scales and minima of the types with 32 elements are f16 in the file
 //! and kept too; those of the K types (and of Int4) are products of 15 to 19 significant bits and rounded to f16,
-//! each off by at most 2^-11 of itself. So no value is off by more than a 64th of the distance to its neighbour
+//! each off by at most 2^-11 of itself. So no value is off by more than a 64th of the distance to its neighbor
 //! and 2^-11 of the minimum: a quarter of what rounding activations to 8 bits does. A product beyond f16's 65504
 //! becomes infinite, and so does what is computed from it.
 //!
-//! The I formats hold what `quant::fit` made of plain weights while they were packed. Their scales and zero points
+//! The I formats hold what `quant::quantize` made of plain weights while they were packed. Their scales and zero points
 //! take a byte each: as I4 has both in the two bytes of Q4_0's scale, it costs as much as Q4_0 and is as close as Q4_1.
 
 mod fill;
@@ -46,7 +46,8 @@ pub(crate) use read::{read_block, read_unit};
 
 use crate::dtype::DType;
 use crate::error::DeviceError;
-use crate::quant::{BLOCK_LEN, fit};
+use crate::quant::BLOCK_LEN;
+use crate::quant::quantize::Grid;
 use crate::tensor::{AlignedBuf, RowView};
 use crate::threads::Pool;
 use std::ops::Range;
@@ -152,11 +153,11 @@ impl PackedFormat {
     }
 
     /// How plain weights are fitted, in the formats that do.
-    pub const fn fit(self) -> Option<fit::Grid> {
+    pub const fn grid(self) -> Option<Grid> {
         match self {
-            PackedFormat::I8 => Some(fit::Grid::Symmetric { bits: 8 }),
-            PackedFormat::I6 => Some(fit::Grid::Symmetric { bits: 6 }),
-            PackedFormat::I4 => Some(fit::Grid::ZeroPoint),
+            PackedFormat::I8 => Some(Grid::Symmetric { bits: 8 }),
+            PackedFormat::I6 => Some(Grid::Symmetric { bits: 6 }),
+            PackedFormat::I4 => Some(Grid::ZeroPoint),
             _ => None,
         }
     }
@@ -210,7 +211,7 @@ impl PackedFormat {
 
     /// True if scales are small integers of a unit that a column has, and a minimum is a zero point in 16ths.
     pub(crate) const fn has_units(self) -> bool {
-        self.fit().is_some()
+        self.grid().is_some()
     }
 
     /// Bytes of scales and minima in front of a group's integers; 0 for plain formats.
@@ -265,8 +266,8 @@ impl PackedMatrix {
 
     /// Packs a matrix, its panels in parallel. `source(n)` is the stored row of output `n`; a row without bytes
     /// stands for zeros (padding). Plain types convert to either plain format (to bf16 rounding to nearest
-    /// even), block types dequantise to them, and a grouped format takes only the types that it is
-    /// [`PackedFormat::of`], or if it [fits](PackedFormat::fit) (Q8_0 does too), plain types of finite values.
+    /// even), block types dequantize to them, and a grouped format takes only the types that it is
+    /// [`PackedFormat::of`], or if it [fits](PackedFormat::grid) (Q8_0 does too), plain types of finite values.
     ///
     /// Errors: [`DeviceError::Allocation`]. Panics if [`Self::can_pack`] says no, if a row has another length,
     /// or a grouped format another type: the loader has chosen the format by the tensor's type.
@@ -309,7 +310,9 @@ impl PackedMatrix {
         }
         let panels = rows.start / PANEL..rows.end.div_ceil(PANEL);
         let (format, n_columns, end) = (self.format, self.n_columns, rows.end);
-        fill::fill(pool, format, n_columns, (&mut self.panels, panels), &|n| (n < end).then(|| source(n)));
+        fill::fill(pool, format, n_columns, fill::Panels { panels: &mut self.panels, at: panels }, &|n| {
+            (n < end).then(|| source(n))
+        });
         if is_last {
             pages::use_huge_pages(&self.panels);
         }

@@ -1,13 +1,12 @@
-//! Block-quantised types: what the bytes of a file mean.
+//! Block-quantized types: how the bytes of a file are decoded.
 //!
-//! Whatever a type stores, it is read in [`Block`]s of 32 consecutive elements of a row, whose integers are
-//! unsigned as the kernels want them: `value[i] = scale * (q[i] - offset) + min`, with a scale (and a minimum)
+//! Every type is decoded to [`Block`]s of 32 consecutive elements of a row with unsigned integers, as the kernels need
+//! them: `value[i] = scale * (q[i] - offset) + min`, with a scale (and a minimum)
 //! for each half of the block. The K types store 256 elements together (a super-block of eight [`Block`]s), whose
 //! scales are small integers with one f16 unit for all; a scale here is their product, which f32 holds exactly.
 //!
 //! One file for each type. Source: GGUF, the `block_*` structures of ggml-common.h; bytes are little endian.
 
-pub mod fit;
 pub mod int4;
 pub mod iq4_nl;
 pub mod q2_k;
@@ -20,6 +19,7 @@ pub mod q5_1;
 pub mod q5_k;
 pub mod q6_k;
 pub mod q8_0;
+pub mod quantize;
 
 use crate::dtype::DType;
 use crate::tensor::RowView;
@@ -33,7 +33,7 @@ pub const HALF_LEN: usize = BLOCK_LEN / 2;
 /// One block in integers.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Block {
-    /// Distance of two neighbouring values, of each half of the block.
+    /// Distance of two neighboring values, of each half of the block.
     pub scale: [f32; 2],
     /// Added to every value of a half; zero for types without one.
     pub min: [f32; 2],

@@ -7,4 +7,4 @@ mod sampler;
 mod spec;
 
 pub use sampler::{Logprobs, Outcome, RowFault, Sampler, Scratch, sample};
-pub use spec::{SamplerSpec, SamplingError};
+pub use spec::SamplerSpec;

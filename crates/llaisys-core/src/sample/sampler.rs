@@ -5,7 +5,8 @@
 
 use super::filters::{self, Candidate};
 use super::philox;
-use super::spec::{SamplerSpec, SamplingError};
+use super::spec::SamplerSpec;
+use crate::error::SamplingError;
 use crate::ops::{argmax, argmax_finite, largest};
 
 /// The sampling state of one sequence: its parameters and the tokens that penalties look at.
@@ -96,7 +97,7 @@ impl Sampler {
     }
 
     /// True if after `n_before` tokens the id of the model's largest logit is all that is wanted.
-    pub fn takes_largest(&self, n_before: u32) -> bool {
+    pub fn is_greedy(&self, n_before: u32) -> bool {
         let is_draw = self.prompt_token(n_before).is_none();
         self.spec.is_greedy() && is_draw && !self.adjusts() && self.spec.top_logprobs.is_none()
     }

@@ -2,6 +2,8 @@
 //!
 //! `cpu_set_t` is a fixed array of bits: ids are checked against [`CPU_ID_MAX`] by [`super::Pool::on`].
 
+#![allow(unsafe_code, reason = "reads and sets CPU masks")]
+
 #[cfg(target_os = "linux")]
 pub(super) use linux::{CPU_ID_MAX, move_to, pin_to, usable_cpus};
 #[cfg(not(target_os = "linux"))]
@@ -21,9 +23,10 @@ mod linux {
 
     /// Binds the calling thread to `cpu`. A refusal only costs speed, so it is not reported.
     pub(in crate::threads) fn pin_to(cpu: usize) {
+        assert!(cpu <= CPU_ID_MAX, "CPU {cpu} is beyond an affinity mask");
         // SAFETY: an all-zero `cpu_set_t` is the empty set.
         let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-        // SAFETY: `Pool::on` checked that `cpu` is at most `CPU_ID_MAX`, below the number of bits of the set.
+        // SAFETY: `cpu` is at most `CPU_ID_MAX` (asserted), below the number of bits of the set.
         unsafe { libc::CPU_SET(cpu, &mut set) };
         set_mask(&set);
     }

@@ -1,5 +1,7 @@
 //! A slice that several workers write at once.
 
+#![allow(unsafe_code, reason = "lends disjoint ranges of one slice to several workers")]
+
 use std::marker::PhantomData;
 use std::ops::Range;
 
@@ -44,5 +46,27 @@ impl<'a, T> Disjoint<'a, T> {
         assert!(range.start <= range.end && range.end <= self.len, "range outside the slice");
         // SAFETY: inside the borrowed slice (asserted); exclusive by the caller's promise.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.add(range.start), range.len()) }
+    }
+
+    /// A writer for the ranges that one worker has.
+    ///
+    /// # Safety
+    /// While the writer lives, it is asked only for ranges that no other writer or slice of this value overlaps.
+    pub(crate) unsafe fn writer(&self) -> DisjointWriter<'_, T> {
+        DisjointWriter { slice: self }
+    }
+}
+
+/// The right of one worker to write its ranges of a [`Disjoint`] slice.
+pub(crate) struct DisjointWriter<'a, T> {
+    slice: &'a Disjoint<'a, T>,
+}
+
+impl<T> DisjointWriter<'_, T> {
+    /// The elements of `range`, to write. Panics if it is not inside the slice.
+    pub(crate) fn range(&mut self, range: Range<usize>) -> &mut [T] {
+        // SAFETY: no other writer has these elements, as the caller of `Disjoint::writer` promised, and this one lends
+        // one range at a time.
+        unsafe { self.slice.range(range) }
     }
 }

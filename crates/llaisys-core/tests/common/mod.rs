@@ -244,13 +244,13 @@ pub(crate) fn settings() -> ContextConfig {
         n_seq_max: 8,
         n_streams: 1,
         lifo: false,
-        poison: false,
+        nan_fill: false,
         n_batch: 16,
         max_model_len: 128,
         n_threads: 2,
         n_ranks: 1,
         pins: true,
-        screens_head: true,
+        prune_argmax: true,
     }
 }
 

@@ -1,7 +1,7 @@
 //! Rows to sample, and the sampler's rules by sorting everything in f64, with the candidates that are kept for sure and
 //! those that rounding may keep or drop.
 
-use llaisys_core::ops::contract::Draw;
+use llaisys_core::ops::cases::SplitMix64;
 use llaisys_core::sample::philox::uniform;
 use llaisys_core::sample::{Outcome, Sampler, SamplerSpec, Scratch, sample};
 use std::collections::HashSet;
@@ -187,7 +187,7 @@ fn until(sorted: &[Candidate], share: f32, slack: f64) -> usize {
 }
 
 /// Rows as models give them (a bell), peaked, flat, and full of ties.
-pub(crate) fn logits(draw: &mut Draw, vocab: usize) -> Vec<f32> {
+pub(crate) fn logits(draw: &mut SplitMix64, vocab: usize) -> Vec<f32> {
     let (width, grid) = [(2.5, 0.0), (8.0, 0.0), (0.05, 0.0), (2.5, 0.25)][draw.below(4)];
     (0..vocab)
         .map(|_| {
@@ -197,21 +197,21 @@ pub(crate) fn logits(draw: &mut Draw, vocab: usize) -> Vec<f32> {
         .collect()
 }
 
-pub(crate) fn between(draw: &mut Draw, low: f32, high: f32) -> f32 {
+pub(crate) fn between(draw: &mut SplitMix64, low: f32, high: f32) -> f32 {
     low + (high - low) * draw.below(1 << 24) as f32 / (1 << 24) as f32
 }
 
-fn some_ids(draw: &mut Draw, vocab: usize, n: usize) -> Vec<u32> {
+fn some_ids(draw: &mut SplitMix64, vocab: usize, n: usize) -> Vec<u32> {
     (0..n).map(|_| draw.below(vocab) as u32).collect()
 }
 
-fn tokens(draw: &mut Draw, below: usize) -> Vec<i32> {
+fn tokens(draw: &mut SplitMix64, below: usize) -> Vec<i32> {
     let n = 1 + draw.below(20);
     some_ids(draw, below, n).iter().map(|&id| id as i32).collect()
 }
 
 /// A row with the parameters that the bits of `which` name.
-pub(crate) fn row(draw: &mut Draw, vocab: usize, which: usize) -> Row {
+pub(crate) fn row(draw: &mut SplitMix64, vocab: usize, which: usize) -> Row {
     let has = |bit: usize| which >> bit & 1 == 1;
     let mut spec = SamplerSpec {
         temperature: if draw.below(12) == 0 { 0.0 } else { between(draw, 0.2, 2.0) },

@@ -4,7 +4,7 @@
 use half::{bf16, f16};
 use llaisys_core::dtype::DType;
 use llaisys_core::ops::packed::{PackedFormat, PackedMatrix};
-use llaisys_core::quant::fit::{Fitted, Grid, fit};
+use llaisys_core::quant::quantize::{Grid, QuantizedRow, quantize};
 use llaisys_core::quant::{BLOCK_LEN, Block, HALF_LEN};
 use llaisys_core::tensor::RowView;
 use llaisys_core::threads::Pool;
@@ -60,11 +60,11 @@ impl Stored {
     /// weights, values of a fit.
     pub fn of(rng: &mut Rng, format: PackedFormat, n_rows: usize, n_columns: usize) -> Self {
         let mut stored = Self::random(rng, format.dtype(), n_rows, n_columns);
-        if let Some(grid) = format.fit() {
-            let mut row = Fitted::default();
+        if let Some(grid) = format.grid() {
+            let mut row = QuantizedRow::default();
             stored.bytes.clear();
             for _ in 0..n_rows {
-                fit(grid, &rng.units(n_columns), &mut row);
+                quantize(grid, &rng.units(n_columns), &mut row);
                 stored.bytes.extend(row.values(grid).iter().flat_map(|value| value.to_le_bytes()));
                 stored.fitted.extend(fitted_parts(&row, grid));
             }
@@ -115,7 +115,7 @@ impl Stored {
 }
 
 /// Each value of a fitted row as `scaled + min`.
-fn fitted_parts(row: &Fitted, grid: Grid) -> Vec<(f64, f64)> {
+fn fitted_parts(row: &QuantizedRow, grid: Grid) -> Vec<(f64, f64)> {
     let values = row.values(grid);
     let min = |i: usize| {
         let group = row.groups[i / BLOCK_LEN];
@@ -126,7 +126,7 @@ fn fitted_parts(row: &Fitted, grid: Grid) -> Vec<(f64, f64)> {
 
 /// Elements of which rows of a format have whole numbers.
 pub fn block_len(format: PackedFormat) -> usize {
-    if format.fit().is_some() { BLOCK_LEN } else { format.dtype().block_len() }
+    if format.grid().is_some() { BLOCK_LEN } else { format.dtype().block_len() }
 }
 
 /// The f16 numbers of a block lie at these bytes.

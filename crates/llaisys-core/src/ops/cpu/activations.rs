@@ -18,6 +18,8 @@
 //! nearest even, value `q * (absmax / 127)`. A group with a number that is not finite gets a NaN scale: the
 //! row's results are NaN and no other row's are.
 
+#![allow(unsafe_code, reason = "workers pack disjoint blocks of one buffer")]
+
 mod pack;
 
 use super::isa::Isa;
@@ -125,6 +127,16 @@ pub(crate) enum Inputs<'a> {
     Groups(&'a [u32], &'a [GroupInput]),
 }
 
+/// How inputs are packed.
+#[derive(Clone, Copy)]
+pub(crate) struct Packing<'a> {
+    pub(crate) isa: Isa,
+    pub(crate) pool: &'a Pool,
+    pub(crate) form: Form,
+    /// Rows of a block, at most.
+    pub(crate) rows_max: usize,
+}
+
 /// The packed inputs of the current product, in every form that one of its parts reads.
 #[derive(Debug)]
 pub(crate) struct Activations {
@@ -137,7 +149,7 @@ pub(crate) struct Activations {
 }
 
 impl Activations {
-    /// Room for `max_rows` rows of `max_columns` inputs.
+    /// Capacity for `max_rows` rows of `max_columns` inputs.
     pub(crate) fn new(max_rows: usize, max_columns: usize) -> Result<Self, DeviceError> {
         let elements = max_rows.saturating_mul(max_columns.next_multiple_of(BLOCK_LEN));
         let zeroed = |bytes| AlignedBuf::zeroed("packed activations", bytes);
@@ -151,11 +163,12 @@ impl Activations {
         })
     }
 
-    /// Packs `x` in `form`, in blocks of at most `rows_max` rows.
-    pub(crate) fn pack(&mut self, (isa, pool): (Isa, &Pool), form: Form, x: Rows<'_>, rows_max: usize) {
+    /// Pack `x`. Panics if it exceeds the capacity.
+    pub(crate) fn pack(&mut self, packing: Packing<'_>, x: Rows<'_>) {
+        let Packing { isa, pool, form, rows_max } = packing;
         assert!(
             x.n_rows <= self.max_rows && x.n_columns <= self.max_columns,
-            "{} rows of {} inputs, the context has room for {} of {}",
+            "{} rows of {} inputs, the context has capacity for {} of {}",
             x.n_rows,
             x.n_columns,
             self.max_rows,

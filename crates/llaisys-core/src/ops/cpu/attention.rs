@@ -22,9 +22,15 @@
 //! x kv heads x spans, and when there are many, single rows x all heads. Rows of a chunk share the turning of keys and values. Only listed cells are
 //! read.
 
+#![allow(unsafe_code, reason = "workers write disjoint heads and scratch")]
+
+#[deny(unsafe_code)]
 mod block;
+#[deny(unsafe_code)]
 mod item;
+#[deny(unsafe_code)]
 mod scratch;
+#[deny(unsafe_code)]
 mod tile;
 
 use super::kv_element::KvElement;
@@ -78,7 +84,16 @@ pub struct AttentionRow {
     pub n_visible: u32,
 }
 
-/// How the numbers of scores come about.
+/// The queries of a call.
+#[derive(Debug, Clone, Copy)]
+pub struct Queries<'a> {
+    /// `[n, n_heads, d_head]`, rotated.
+    pub q: &'a [f32],
+    /// How scores are computed from them.
+    pub scoring: Scoring,
+}
+
+/// How scores are computed.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Scoring {
     /// Products of queries and keys are multiplied by this.
@@ -123,19 +138,19 @@ impl AttentionRows<'_> {
 
 /// Attention of every row over the cells that it sees.
 ///
-/// - `q`: `[n, n_heads, d_head]`, rotated, n from `rows`; query head `h` reads kv head
-///   `h / (n_heads / n_kv_heads)`
-/// - `out`: as `q`
+/// - `queries`: n rows, as many as `rows` has; query head `h` reads KV head `h / (n_heads / n_kv_heads)`
+/// - `out`: as the queries
 ///
 /// Panics if shapes disagree, a row sees nothing or a cell that is not there, there are more rows than the
 /// context's scratch is for, or `d_head` is odd or above [`MAX_D_HEAD`].
 pub fn attention(
     cx: &mut OpContext,
-    (q, scoring): (&[f32], Scoring),
+    queries: Queries<'_>,
     layer: KvLayer<'_>,
     rows: AttentionRows<'_>,
     out: &mut [f32],
 ) {
+    let Queries { q, scoring } = queries;
     if rows.rows.is_empty() {
         return assert!(q.is_empty() && out.is_empty(), "queries without rows");
     }
@@ -213,7 +228,7 @@ fn run<T: KvElement>(cx: &mut OpContext, job: &Job<'_, T>, out: &mut [f32]) {
     assert!(job.rows.rows.len() <= max_rows, "{} rows, scratch is for {max_rows}", job.rows.rows.len());
     let partials = partials.as_mut_slice::<f32>();
     let n_threads = cx.pool.n_threads();
-    let n_spans = cut(job, (n_threads, partials.len()), chunks);
+    let n_spans = cut(job, n_threads, partials.len(), chunks);
     let split = n_spans > 1;
     let chunks = &*chunks;
     let cutting =
@@ -233,9 +248,11 @@ fn run<T: KvElement>(cx: &mut OpContext, job: &Job<'_, T>, out: &mut [f32]) {
             for number in 0..n_items {
                 let after =
                     if number + 1 < n_items { Some((unit, number + 1)) } else { taken.map(|unit| (unit, 0)) };
-                let item = cutting.item(job, (unit, number));
-                let next = after.map(|place| cutting.item(job, place));
-                isa.run(Compute { job, item, next, is_first, area: &mut *area, target: &target });
+                let item = cutting.item(job, unit, number);
+                let next = after.map(|(unit, number)| cutting.item(job, unit, number));
+                // SAFETY: the queue hands out each item once, and no two items have a row, head and span in common.
+                let target = unsafe { target.writer() };
+                isa.run(Compute { job, item, next, is_first, area: &mut *area, target });
                 is_first = false;
             }
         }
@@ -272,7 +289,7 @@ impl Cutting<'_> {
     }
 
     /// Item `number` of unit `unit`.
-    fn item<'a, T>(&self, job: &Job<'a, T>, (unit, number): (usize, usize)) -> Item<'a> {
+    fn item<'a, T>(&self, job: &Job<'a, T>, unit: usize, number: usize) -> Item<'a> {
         if !self.by_chunk {
             let (unit, span) = (unit / self.n_spans, unit % self.n_spans);
             let chunk = self.chunks[unit / job.heads.items()];
@@ -289,7 +306,7 @@ impl Cutting<'_> {
 
 /// Cuts the rows into chunks, longest work first. Returns into how many spans items are cut besides: 1 is not
 /// at all. Decides about time only.
-fn cut<T>(job: &Job<'_, T>, (n_threads, n_partials): (usize, usize), chunks: &mut Vec<Chunk>) -> usize {
+fn cut<T>(job: &Job<'_, T>, n_threads: usize, n_partials: usize, chunks: &mut Vec<Chunk>) -> usize {
     let rows = job.rows.rows;
     let n_items = rows.len() * job.heads.items();
     let wanted = ITEMS_PER_THREAD * n_threads;

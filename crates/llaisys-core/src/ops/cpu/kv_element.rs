@@ -1,5 +1,7 @@
 //! Element types of the KV tensors, as kernels read and write them.
 
+#![allow(unsafe_code, reason = "views words as their halves")]
+
 use super::isa::lanes::Lanes;
 use crate::tensor::Plain;
 use half::f16;

@@ -1,12 +1,14 @@
 //! `kv_store`: the new rows' keys and values into their cells. Meaning: `ops/reference/kv_store.rs`.
 
+#![allow(unsafe_code, reason = "workers write disjoint heads of one tensor")]
+
 use super::isa::lanes::{Kernel, Lanes};
 use super::kv_element::KvElement;
 use super::rows::PARALLEL_ELEMENTS;
 use crate::dtype::KvDType;
 use crate::ops::OpContext;
 use crate::tensor::KvLayerMut;
-use crate::threads::{Disjoint, share};
+use crate::threads::{Disjoint, DisjointWriter, share};
 use half::f16;
 use std::ops::Range;
 
@@ -17,39 +19,44 @@ use std::ops::Range;
 ///
 /// Panics if shapes disagree or a cell is not there.
 pub fn kv_store(cx: &OpContext, layer: KvLayerMut<'_>, cells: &[u32], k: &[f32], v: &[f32]) {
-    let heads = (layer.n_kv_heads, layer.d_head);
+    let heads = KvHeads { n_heads: layer.n_kv_heads, d: layer.d_head };
     assert!(
-        k.len() == cells.len() * heads.0 * heads.1 && v.len() == k.len(),
+        k.len() == cells.len() * heads.n_heads * heads.d && v.len() == k.len(),
         "keys or values of another shape"
     );
     let KvLayerMut { k: to_k, v: to_v, .. } = layer;
     match layer.dtype {
         KvDType::Float32 => {
-            store::<f32>(cx, (cells, heads), [(k, to_k.as_mut_slice()), (v, to_v.as_mut_slice())])
+            store::<f32>(cx, cells, heads, [(k, to_k.as_mut_slice()), (v, to_v.as_mut_slice())])
         }
         KvDType::Float16 => {
-            store::<f16>(cx, (cells, heads), [(k, to_k.as_mut_slice()), (v, to_v.as_mut_slice())])
+            store::<f16>(cx, cells, heads, [(k, to_k.as_mut_slice()), (v, to_v.as_mut_slice())])
         }
         KvDType::Bfloat16 => {
-            store::<u16>(cx, (cells, heads), [(k, to_k.as_mut_slice()), (v, to_v.as_mut_slice())])
+            store::<u16>(cx, cells, heads, [(k, to_k.as_mut_slice()), (v, to_v.as_mut_slice())])
         }
-        KvDType::Int8 => {
-            store::<i8>(cx, (cells, heads), [(k, to_k.as_mut_slice()), (v, to_v.as_mut_slice())])
-        }
+        KvDType::Int8 => store::<i8>(cx, cells, heads, [(k, to_k.as_mut_slice()), (v, to_v.as_mut_slice())]),
     }
+}
+
+/// The heads of a row and of a cell.
+#[derive(Clone, Copy)]
+struct KvHeads {
+    n_heads: usize,
+    /// Elements of a head.
+    d: usize,
 }
 
 /// Splits the work by tensor and head, never by cells: so two threads write different elements whatever cells are
 /// named.
-fn store<T: KvElement>(
-    cx: &OpContext,
-    (cells, (n_heads, d)): (&[u32], (usize, usize)),
-    pairs: [(&[f32], &mut [T]); 2],
-) {
+fn store<T: KvElement>(cx: &OpContext, cells: &[u32], heads: KvHeads, pairs: [(&[f32], &mut [T]); 2]) {
+    let KvHeads { n_heads, d } = heads;
     let isa = cx.kernels.proof();
     let tensors = pairs.map(|(rows, out)| (rows, Disjoint::new(out)));
     let part = |tensor: usize, heads: Range<usize>| {
         let (rows, out) = &tensors[tensor];
+        // SAFETY: heads and tensors are divided over the threads, so no other call has these heads of this tensor.
+        let out = unsafe { out.writer() };
         isa.run(HeadsOf { cells, rows, n_heads, d, heads, out });
     };
     if 2 * cells.len() * n_heads * d < PARALLEL_ELEMENTS {
@@ -65,7 +72,7 @@ fn store<T: KvElement>(
     });
 }
 
-/// Some heads of every row of one tensor. Only one thread has them.
+/// Some heads of every row of one tensor.
 struct HeadsOf<'a, T> {
     cells: &'a [u32],
     rows: &'a [f32],
@@ -74,19 +81,17 @@ struct HeadsOf<'a, T> {
     /// Numbers of a head.
     d: usize,
     heads: Range<usize>,
-    out: &'a Disjoint<'a, T>,
+    out: DisjointWriter<'a, T>,
 }
 
 impl<T: KvElement> Kernel for HeadsOf<'_, T> {
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
-        let (d, stored) = (self.d, self.d + T::SCALE);
+        let (d, stored, mut out) = (self.d, self.d + T::SCALE, self.out);
         for (cell, row) in self.cells.iter().zip(self.rows.chunks_exact(self.n_heads * d)) {
             let first = *cell as usize * self.n_heads;
             let range = (first + self.heads.start) * stored..(first + self.heads.end) * stored;
-            // SAFETY: `store` gives these heads of this tensor to this call alone, and the slice of the previous
-            // row is gone.
-            let out = unsafe { self.out.range(range) };
+            let out = out.range(range);
             let row = &row[self.heads.start * d..self.heads.end * d];
             for (head, out) in row.chunks_exact(d).zip(out.chunks_exact_mut(stored)) {
                 T::store_head(lanes, head, out);

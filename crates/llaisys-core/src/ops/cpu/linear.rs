@@ -4,28 +4,34 @@
 //! same alone, in any batch, and on any number of threads (on one instruction set). Work is cut by panels of 32
 //! outputs; many rows are cut as well, so that a thread's inputs stay in its own cache while panels pass by.
 
-mod ahead;
+#![allow(unsafe_code, reason = "workers write disjoint columns of one product")]
+
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[deny(unsafe_code)]
 mod epilogue;
 #[cfg(target_arch = "x86_64")]
+#[deny(unsafe_code)]
 mod formats;
-mod greedy;
+mod prefetch;
+#[deny(unsafe_code)]
+mod pruned_argmax;
+#[deny(unsafe_code)]
 mod scalar;
 
-use super::activations::{Activations, Form, Inputs, RowBlocks, Rows};
+use super::activations::{Activations, Form, Inputs, Packing, RowBlocks, Rows};
 use super::gate::{Gate, gate_up_rows};
 use super::isa::Isa;
 use crate::ops::OpContext;
 use crate::ops::packed::{PANEL, PackedFormat, PackedMatrix};
 use crate::threads::{Chunks, Disjoint, Pool, share};
-use ahead::{Ahead, fetch};
 use epilogue::{Epilogue, Finish};
+use prefetch::{PanelBlock, Prefetch, fetch};
 use std::ops::Range;
 
-pub use greedy::{GreedyRoom, greedy};
+pub use pruned_argmax::{PrunedArgmaxScratch, pruned_argmax};
 
 /// Matrices of one call at most: query, key, value, and one to spare.
 const MAX_PARTS: usize = 4;
@@ -53,7 +59,7 @@ struct Panel<'a> {
     /// The panel itself, on a 64-byte boundary.
     bytes: &'a [u8],
     /// What to prefetch while it is multiplied.
-    ahead: Ahead,
+    prefetch: Prefetch,
 }
 
 /// One matrix of a product.
@@ -136,7 +142,8 @@ fn product(cx: &mut OpContext, x: &[f32], targets: &[Option<Target<'_>>]) {
         check(target, x);
         let form = form(isa, target.weight.format());
         if !packed.contains(&Some(form)) {
-            cx.activations.pack((isa, &cx.pool), form, x, rows_max(isa, form));
+            let packing = Packing { isa, pool: &cx.pool, form, rows_max: rows_max(isa, form) };
+            cx.activations.pack(packing, x);
             packed[i] = Some(form);
         }
     }
@@ -197,18 +204,21 @@ impl Region<'_> {
         let chunk = |n_chunks: usize| (n_panels / n_chunks).max(1);
         match self.n_rows {
             0..DYNAMIC_ROWS => pool.run(&|worker| {
-                self.panels(share(n_panels, n_threads, worker), Part::ALL);
+                // SAFETY: the shares of two workers do not overlap.
+                unsafe { self.panels(share(n_panels, n_threads, worker), Part::ALL) };
             }),
             DYNAMIC_ROWS..SPLIT_ROWS => {
                 let chunks = Chunks::new(n_panels, chunk(n_threads * CHUNKS_PER_THREAD));
                 pool.run(&|_| {
                     while let Some(panels) = chunks.take() {
-                        self.panels(panels, Part::ALL);
+                        // SAFETY: `Chunks` hands out each panel once.
+                        unsafe { self.panels(panels, Part::ALL) };
                     }
                 });
             }
             _ => pool.run_queues(n_panels, chunk(CHUNKS_PER_PART), &|number, panels| {
-                self.panels(panels, Part { number, n: n_threads });
+                // SAFETY: `run_queues` hands out each panel of a queue once; each queue is a part of its own.
+                unsafe { self.panels(panels, Part { number, n: n_threads }) };
             }),
         }
     }
@@ -217,21 +227,28 @@ impl Region<'_> {
         self.targets.iter().flatten()
     }
 
-    /// Computes `panels`, numbered through all targets, for a part of the rows.
-    fn panels(&self, panels: Range<usize>, part: Part) {
+    /// Compute `panels`, numbered through all targets, for a part of the rows.
+    ///
+    /// # Safety
+    /// No other thread computes one of these panels for the same part meanwhile.
+    unsafe fn panels(&self, panels: Range<usize>, part: Part) {
         let mut tile = Tile([[0.0; PANEL]; MAX_TILE_ROWS]);
         let mut first = 0;
         for target in self.targets() {
             let n = target.weight.n_panels();
             for p in panels.start.max(first)..panels.end.min(first + n) {
-                self.panel((target, p - first), part, &mut tile);
+                // SAFETY: as the caller promised.
+                unsafe { self.panel(target, p - first, part, &mut tile) };
             }
             first += n;
         }
     }
 
-    /// Computes one panel for a part of the rows. Only the one worker that was given both does, which `Finish` asks.
-    fn panel(&self, (target, p): (&Target<'_>, usize), part: Part, tile: &mut Tile) {
+    /// Compute one panel for a part of the rows.
+    ///
+    /// # Safety
+    /// No other thread computes the same panel for the same part meanwhile.
+    unsafe fn panel(&self, target: &Target<'_>, p: usize, part: Part, tile: &mut Tile) {
         let weight = target.weight;
         let form = form(self.isa, weight.format());
         let blocks = RowBlocks::new(self.n_rows, rows_max(self.isa, form));
@@ -241,9 +258,15 @@ impl Region<'_> {
         for i in own.clone() {
             let rows = blocks.rows(i);
             let inputs = self.activations.block(form, weight.n_columns(), &rows);
-            let place = (i - own.start, own.len());
-            let ahead = Ahead::new(weight.format(), (bytes, rest), place, rows.len());
-            let panel = Panel { format: weight.format(), bytes, ahead };
+            let prefetch = Prefetch::new(PanelBlock {
+                format: weight.format(),
+                panel: bytes,
+                rest,
+                block: i - own.start,
+                n_blocks: own.len(),
+                n_rows: rows.len(),
+            });
+            let panel = Panel { format: weight.format(), bytes, prefetch };
             // The outputs' lines come while the kernel works: of many rows they lie in memory.
             for row in rows.clone() {
                 let first = row * target.n_columns + columns.start;
@@ -251,14 +274,16 @@ impl Region<'_> {
                     fetch(target.out.address(line).cast());
                 }
             }
-            run_tile(self.isa, &panel, (rows.len(), inputs), tile);
+            run_tile(self.isa, &panel, rows.len(), inputs, tile);
             if let Epilogue::Bounds(bounds) = target.epilogue {
-                bounds.apply(self.isa, (p, rows.clone()), &mut tile.0);
+                bounds.apply(self.isa, p, rows.clone(), &mut tile.0);
             }
+            // SAFETY: this call alone has these rows of this panel's columns, and what `Finish` writes is inside them.
+            let out = unsafe { target.out.writer() };
             self.isa.run(Finish {
                 epilogue: target.epilogue,
                 sums: &mut tile.0[..rows.len()],
-                out: &target.out,
+                out,
                 n_columns: target.n_columns,
                 row: rows.start,
                 columns: columns.clone(),
@@ -273,18 +298,18 @@ impl Part {
 }
 
 /// The sums of one panel for one block of rows.
-fn run_tile(isa: Isa, panel: &Panel<'_>, block: (usize, Inputs<'_>), out: &mut Tile) {
+fn run_tile(isa: Isa, panel: &Panel<'_>, n_rows: usize, inputs: Inputs<'_>, out: &mut Tile) {
     match isa {
-        Isa::Scalar => scalar::tile(panel, block, out),
+        Isa::Scalar => scalar::tile(panel, n_rows, inputs, out),
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2(token) => avx2::tile(token, panel, block, out),
+        Isa::Avx2(token) => avx2::tile(token, panel, n_rows, inputs, out),
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2Vnni(token) => avx2::tile_vnni(token, panel, block, out),
+        Isa::Avx2Vnni(token) => avx2::tile_vnni(token, panel, n_rows, inputs, out),
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512(token) => avx512::tile(token, panel, block, out),
+        Isa::Avx512(token) => avx512::tile(token, panel, n_rows, inputs, out),
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512Vnni(token) => avx512::tile_vnni(token, panel, block, out),
+        Isa::Avx512Vnni(token) => avx512::tile_vnni(token, panel, n_rows, inputs, out),
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512Bf16(token) => avx512::tile_bf16(token, panel, block, out),
+        Isa::Avx512Bf16(token) => avx512::tile_bf16(token, panel, n_rows, inputs, out),
     }
 }

@@ -7,7 +7,7 @@ use super::isa::lanes::{Kernel, Lanes};
 use super::rows::for_row_runs;
 use crate::ops::OpContext;
 
-/// Root-mean-square normalisation of each row, times a weight per column.
+/// Root-mean-square normalization of each row, times a weight per column.
 ///
 /// - `x`, `out`: `[n, d]`; `weight`: `[d]`, d from its length
 /// - a row whose squares overflow f32 (elements above 1e19) gives zeros, as everywhere else that sums in f32
@@ -15,16 +15,16 @@ use crate::ops::OpContext;
 /// Panics if shapes disagree. Source: arXiv:1910.07467.
 pub fn rms_norm(cx: &OpContext, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     assert_eq!(x.len(), out.len(), "output of another shape");
-    normalise(cx, Some(x), (weight, eps), out);
+    normalize(cx, Some(x), weight, eps, out);
 }
 
 /// [`rms_norm`] with `x` as input and output: per head it is the norm of queries and keys (`x`:
 /// `[n * heads, d_head]`).
 pub fn rms_norm_in_place(cx: &OpContext, x: &mut [f32], weight: &[f32], eps: f32) {
-    normalise(cx, None, (weight, eps), x);
+    normalize(cx, None, weight, eps, x);
 }
 
-fn normalise(cx: &OpContext, x: Option<&[f32]>, (weight, eps): (&[f32], f32), out: &mut [f32]) {
+fn normalize(cx: &OpContext, x: Option<&[f32]>, weight: &[f32], eps: f32, out: &mut [f32]) {
     let d = weight.len();
     assert!(out.len().is_multiple_of(d), "{} elements are not whole rows of {d}", out.len());
     let isa = cx.kernels.proof();

@@ -149,9 +149,9 @@ impl Kernel for Rotate<'_> {
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
         let angles = self.cos.chunks_exact(self.half).zip(self.sin.chunks_exact(self.half));
-        for (row, angles) in self.x.chunks_exact_mut(self.row_len).zip(angles) {
+        for (row, (cos, sin)) in self.x.chunks_exact_mut(self.row_len).zip(angles) {
             for head in row.chunks_exact_mut(2 * self.half) {
-                turn(lanes, head, angles);
+                rotate_head(lanes, head, cos, sin);
             }
         }
     }
@@ -176,7 +176,7 @@ impl<T: KvElement> Kernel for Shift<'_, T> {
             let start = *cell as usize * self.n_heads * stored;
             for head in self.keys[start..start + self.n_heads * stored].chunks_exact_mut(stored) {
                 T::load_head(lanes, head, numbers);
-                turn(lanes, numbers, (self.cos, self.sin));
+                rotate_head(lanes, numbers, self.cos, self.sin);
                 T::store_head(lanes, numbers, head);
             }
         }
@@ -185,7 +185,7 @@ impl<T: KvElement> Kernel for Shift<'_, T> {
 
 /// Rotates one head by one position's angles.
 #[inline(always)]
-fn turn<L: Lanes>(lanes: L, head: &mut [f32], (cos, sin): (&[f32], &[f32])) {
+fn rotate_head<L: Lanes>(lanes: L, head: &mut [f32], cos: &[f32], sin: &[f32]) {
     let (low, high) = head.split_at_mut(cos.len());
     let pairs = low.chunks_mut(L::N).zip(high.chunks_mut(L::N));
     for ((low, high), (cos, sin)) in pairs.zip(cos.chunks(L::N).zip(sin.chunks(L::N))) {

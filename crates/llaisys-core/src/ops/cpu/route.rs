@@ -24,12 +24,12 @@ impl Routes {
 }
 
 /// Chooses for each row the `n_used` experts with the largest logits, of equal ones those with lower numbers.
-/// Their weights are the softmax over all experts, divided by their sum if `normalise`.
+/// Their weights are the softmax over all experts, divided by their sum if `normalize`.
 ///
 /// - `logits`: `[n, n_experts]`, n_experts at least `n_used`; NaN is chosen last
 ///
 /// Source: arXiv:2401.04088.
-pub fn route(logits: &[f32], n_experts: usize, (n_used, normalise): (usize, bool), routes: &mut Routes) {
+pub fn route(logits: &[f32], n_experts: usize, n_used: usize, normalize: bool, routes: &mut Routes) {
     routes.experts.clear();
     routes.weights.clear();
     routes.n_used = n_used;
@@ -43,7 +43,7 @@ pub fn route(logits: &[f32], n_experts: usize, (n_used, normalise): (usize, bool
         let chosen = &mut order[..n_used];
         chosen.sort_unstable();
         let total: f32 =
-            if normalise { chosen.iter().map(|&i| e(i)).sum() } else { (0..n_experts as u32).map(e).sum() };
+            if normalize { chosen.iter().map(|&i| e(i)).sum() } else { (0..n_experts as u32).map(e).sum() };
         routes.weights.extend(chosen.iter().map(|&i| e(i) / total));
         routes.experts.extend_from_slice(chosen);
     }

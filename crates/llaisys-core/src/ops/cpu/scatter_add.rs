@@ -6,7 +6,7 @@
 ///
 /// On the calling thread: a row is few numbers beside the matrices that made it. Panics if a row is not there,
 /// or shapes disagree.
-pub fn scatter_add(y: &mut [f32], width: usize, (rows, weights): (&[u32], &[f32]), x: &[f32]) {
+pub fn scatter_add(y: &mut [f32], width: usize, rows: &[u32], weights: &[f32], x: &[f32]) {
     assert!(rows.len() == weights.len() && x.len() == rows.len() * width, "rows of another shape");
     for ((row, weight), x) in rows.iter().zip(weights).zip(x.chunks_exact(width)) {
         let y = &mut y[*row as usize * width..][..width];

@@ -3,7 +3,7 @@
 use super::pages::use_huge_pages;
 use super::{PANEL, PackedFormat, PackedMatrix};
 use crate::error::DeviceError;
-use crate::quant::fit::{Fitted, Fitter, fit_q8_0, round_q8_0};
+use crate::quant::quantize::{QuantizedRow, Quantizer, quantize_q8_0, round_q8_0};
 use crate::quant::{BLOCK_LEN, Block, dequantize_row};
 use crate::tensor::{AlignedBuf, RowView};
 use crate::threads::Pool;
@@ -13,14 +13,21 @@ use std::ops::Range;
 /// The stored row of an output; `None` past the last output.
 type Source<'a> = &'a (dyn Fn(usize) -> Option<RowView<'a>> + Sync);
 
-/// Fills the panels of numbers `at` (which are zero) from `source`, spread over the threads of `pool`.
+/// The panels `at` of a buffer, which are zero.
+pub(super) struct Panels<'a> {
+    pub(super) panels: &'a mut AlignedBuf,
+    pub(super) at: Range<usize>,
+}
+
+/// Fill the panels of `target` from `source`, spread over the threads of `pool`.
 pub(super) fn fill(
     pool: &Pool,
     format: PackedFormat,
     n_columns: usize,
-    (panels, at): (&mut AlignedBuf, Range<usize>),
+    target: Panels<'_>,
     source: Source<'_>,
 ) {
+    let Panels { panels, at } = target;
     let n_bytes = format.panel_bytes(n_columns);
     let bytes = at.start * n_bytes..at.end * n_bytes;
     let rows = |p: usize| {
@@ -52,11 +59,11 @@ pub(super) fn fill(
             },
         ),
         _ => pool.run_chunks(&mut panels.as_mut_slice::<u8>()[bytes], n_bytes, &|p, panel| {
-            let mut fitter = format.fit().map(|grid| Fitter::new(grid, n_columns));
+            let mut quantizer = format.grid().map(|grid| Quantizer::new(grid, n_columns));
             for (c, row) in rows(p) {
-                match &mut fitter {
-                    Some(fitter) => put_fitted(format, panel, c, fitter.fit(row)),
-                    None if row.dtype.is_quantized() => put_blocks(format, n_columns, panel, (c, row)),
+                match &mut quantizer {
+                    Some(quantizer) => put_quantized(format, panel, c, quantizer.quantize(row)),
+                    None if row.dtype.is_quantized() => put_blocks(format, n_columns, panel, c, row),
                     None => {
                         assert_eq!(
                             format,
@@ -66,7 +73,7 @@ pub(super) fn fill(
                         let mut values = vec![0.0; n_columns];
                         dequantize_row(row, &mut values);
                         for (g, group) in values.as_chunks().0.iter().enumerate() {
-                            put_block(format, panel, (g, c), &fit_q8_0(group));
+                            put_block(format, panel, g, c, &quantize_q8_0(group));
                         }
                     }
                 }
@@ -93,14 +100,14 @@ fn put_bf16(panel: &mut [u16], c: usize, values: &[f32]) {
 
 /// Writes column `c` of a grouped panel from a row of a type that the format is made for. The integers of the
 /// column are zero before.
-fn put_blocks(format: PackedFormat, n_columns: usize, panel: &mut [u8], (c, row): (usize, RowView<'_>)) {
+fn put_blocks(format: PackedFormat, n_columns: usize, panel: &mut [u8], c: usize, row: RowView<'_>) {
     assert_eq!(PackedFormat::of(row.dtype), format, "a grouped format takes its own block types only");
     assert_eq!(row.dtype.bytes_of(n_columns), Some(row.bytes.len()), "row of another length");
-    Block::for_each(row, |g, block| put_block(format, panel, (g, c), block));
+    Block::for_each(row, |g, block| put_block(format, panel, g, c, block));
 }
 
 /// Writes group `g` of column `c` of a panel.
-fn put_block(format: PackedFormat, panel: &mut [u8], (g, c): (usize, usize), block: &Block) {
+fn put_block(format: PackedFormat, panel: &mut [u8], g: usize, c: usize, block: &Block) {
     let group = &mut panel[g * format.group_bytes()..][..format.group_bytes()];
     let (header, integers) = group.split_at_mut(format.header_bytes());
     let n_scales = format.n_scales();
@@ -114,7 +121,7 @@ fn put_block(format: PackedFormat, panel: &mut [u8], (g, c): (usize, usize), blo
 }
 
 /// Writes column `c` of a panel from a fitted row. The integers of the column are zero before.
-fn put_fitted(format: PackedFormat, panel: &mut [u8], c: usize, row: &Fitted) {
+fn put_quantized(format: PackedFormat, panel: &mut [u8], c: usize, row: &QuantizedRow) {
     let groups = panel.chunks_exact_mut(format.group_bytes());
     for (group, fitted) in groups.zip(&row.groups) {
         let (header, integers) = group.split_at_mut(format.header_bytes());
@@ -168,11 +175,11 @@ pub(super) const fn digit_place(format: PackedFormat, low: usize, c: usize, i: u
 }
 
 /// See [`PackedMatrix::to_q8_0`].
-type Told<'a, T> = dyn Fn(&mut T, usize, &[f32], &[f32]) + Sync + 'a;
+type RowCallback<'a, T> = dyn Fn(&mut T, usize, &[f32], &[f32]) + Sync + 'a;
 
 impl PackedMatrix {
     /// A copy in Q8_0, its panels in parallel: each group of 32 rounded to nearest with the scale that reaches its
-    /// farthest number. Calls `told(of_panel, c, row, copied)` with each row, what was made of it, and the panel's entry
+    /// farthest number. Calls `on_row(of_panel, c, row, copied)` with each row, what was made of it, and the panel's entry
     /// of `of_panels`, of whose outputs it is number `c`. What is not finite, or too large for the scale, becomes
     /// anything.
     ///
@@ -181,7 +188,7 @@ impl PackedMatrix {
         &self,
         pool: &Pool,
         of_panels: &mut [T],
-        told: &Told<'_, T>,
+        on_row: &RowCallback<'_, T>,
     ) -> Result<Self, DeviceError> {
         let (format, n_rows, n_columns) = (PackedFormat::Q8_0, self.n_rows, self.n_columns);
         assert!(
@@ -199,10 +206,10 @@ impl PackedMatrix {
                     let groups = row.as_chunks::<BLOCK_LEN>().0.iter();
                     for ((g, group), copied) in groups.enumerate().zip(copied.chunks_exact_mut(BLOCK_LEN)) {
                         let block = round_q8_0(group);
-                        put_block(format, panel, (g, c), &block);
+                        put_block(format, panel, g, c, &block);
                         copied.iter_mut().enumerate().for_each(|(i, value)| *value = block.value(i));
                     }
-                    told(of_panel, c, &row, &copied);
+                    on_row(of_panel, c, &row, &copied);
                 }
             }
         });

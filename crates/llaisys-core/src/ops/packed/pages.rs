@@ -5,6 +5,8 @@
 //! nested paging). Matrices are often smaller than 2 MiB, but allocators place them side by side, and a block is
 //! collapsed as soon as it is covered, whoever owns its parts: to programs nothing changes but the speed.
 
+#![allow(unsafe_code, reason = "advises the system about pages")]
+
 use crate::tensor::AlignedBuf;
 
 /// Asks the system to back the 2 MiB blocks that `buf` touches by one page each. What it refuses (an old kernel,

@@ -19,7 +19,7 @@ pub struct Cells<'a> {
 /// row `t` sees, in f64; `cap(s) = c tanh(s / c)`, or `s` without a soft cap c. Query head `h` reads kv head `h / (n_heads / n_kv_heads)`.
 ///
 /// - `q`: `[n, n_heads, d_head]`; returns as `q`
-pub fn attention((q, scoring): (&[f32], Scoring), cells: Cells<'_>, rows: AttentionRows<'_>) -> Vec<f64> {
+pub fn attention(q: &[f32], scoring: Scoring, cells: Cells<'_>, rows: AttentionRows<'_>) -> Vec<f64> {
     let d = cells.d_head;
     let n_heads = q.len() / rows.rows.len() / d;
     let mut y = Vec::with_capacity(q.len());

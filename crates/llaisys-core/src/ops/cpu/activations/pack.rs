@@ -1,5 +1,7 @@
 //! Rounding and transposing one block of inputs.
 
+#![allow(unsafe_code, reason = "calls functions compiled for an instruction set")]
+
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 
@@ -77,7 +79,7 @@ fn pack_lanes<R: Round>(round: R, item: Item<'_>, mut out: Outputs<'_>) {
             for (row, values) in x.values.chunks_exact(x.n_columns).enumerate() {
                 let first = (rest.start - runs.start) * x.n_rows + row;
                 let values = &values.as_chunks().0[rest.start..rest.start + FOUR];
-                if round.four_groups(values, (words, groups), (first, x.n_rows)) {
+                if round.four_groups(values, GroupOutputs { words, groups }, first, x.n_rows) {
                     continue;
                 }
                 for i in 0..FOUR {
@@ -163,6 +165,12 @@ fn round_group<R: Round>(
     GroupInput::new(max / 127.0, round.integers(values, inverse, words))
 }
 
+/// Where rounded groups are written.
+struct GroupOutputs<'a> {
+    words: &'a mut [u32],
+    groups: &'a mut [GroupInput],
+}
+
 /// Groups of a row that are rounded together: one vector then holds a number of each.
 const FOUR: usize = 4;
 
@@ -183,8 +191,9 @@ trait Round: Copy {
     fn four_groups(
         self,
         _values: &[[f32; BLOCK_LEN]],
-        _out: (&mut [u32], &mut [GroupInput]),
-        _places: (usize, usize),
+        _out: GroupOutputs<'_>,
+        _first: usize,
+        _stride: usize,
     ) -> bool {
         false
     }

@@ -3,6 +3,7 @@
 use super::{BLOCK, Job};
 use crate::ops::cpu::isa::lanes::{Lanes, prefetch_all};
 use crate::ops::cpu::kv_element::KvElement;
+use std::ops::Range;
 
 /// Cells between what is read and what is fetched: what memory brings while they are worked on. With more, a thread that
 /// has few cells in all fetches too late (Zen 4, one row: 64 are 1.1 times as fast as 256); with fewer, many rows wait
@@ -33,14 +34,11 @@ pub(super) struct Block<'a, T> {
 }
 
 impl<'a, T: KvElement> Block<'a, T> {
-    /// The `n` cells from number `first` on of what the first of `reads` reads, `n_heads` kv heads of each; the second
-    /// is what is read next.
+    /// The `cells` (indices) of what the first of `reads` reads, `n_heads` KV heads of each. The second of `reads` is
+    /// what this thread reads next.
     #[inline(always)]
-    pub(super) fn new(
-        job: &Job<'a, T>,
-        ([own, next], n_heads): ([Reads<'a>; 2], usize),
-        (first, n): (usize, usize),
-    ) -> Self {
+    pub(super) fn new(job: &Job<'a, T>, reads: [Reads<'a>; 2], n_heads: usize, cells: Range<usize>) -> Self {
+        let ([own, next], first, n) = (reads, cells.start, cells.len());
         let head_len = job.heads.d_head + T::SCALE;
         let cell_len = job.heads.n_kv_heads * head_len;
         let place = |reads: Reads<'_>, cell: u32| cell as usize * cell_len + reads.head * head_len;
@@ -133,7 +131,7 @@ impl<'b, T: KvElement> HeadRows<'b, T> {
 
     /// Fetches elements `at..at + n` of the row that is as far behind cell `i` as all is fetched ahead.
     #[inline(always)]
-    pub(super) fn fetch<L: Lanes>(self, lanes: L, i: usize, (at, n): (usize, usize)) {
+    pub(super) fn fetch<L: Lanes>(self, lanes: L, i: usize, at: usize, n: usize) {
         let start = self.data.as_ptr().wrapping_add(self.block.later[i] + self.offset + at);
         prefetch_all(lanes, start, n);
     }

@@ -7,7 +7,7 @@ use super::{AttentionRow, BLOCK, Heads, Job, MAX_ITEM_HEADS, MAX_SPANS};
 use crate::ops::cpu::isa::lanes::{Kernel, Lanes, exp};
 use crate::ops::cpu::kv_element::KvElement;
 use crate::ops::cpu::soft_cap::Cap;
-use crate::threads::Disjoint;
+use crate::threads::DisjointWriter;
 use std::marker::PhantomData;
 use std::ops::Range;
 
@@ -108,17 +108,17 @@ pub(super) struct Compute<'a, T> {
     pub(super) is_first: bool,
     pub(super) area: &'a mut [f32],
     /// The output, or partials `[row][head][span][STATE + d_head]` if the item is a single span.
-    pub(super) target: &'a Disjoint<'a, f32>,
+    pub(super) target: DisjointWriter<'a, f32>,
 }
 
 impl<T: KvElement> Kernel for Compute<'_, T> {
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
-        let Compute { job, item, next, is_first, area, target } = self;
+        let Compute { job, item, next, is_first, area, mut target } = self;
         let item = &item;
         let d = job.heads.d_head;
         assert!(item.rows.iter().all(|row| row.n_visible > row.n_hidden), "a row that sees nothing");
-        let area = Area::new(area, item.n_rows(), (d, d.next_multiple_of(L::N)));
+        let area = Area::new(area, item.n_rows(), d, d.next_multiple_of(L::N));
         let n_cells = item.cells(job).len();
         let own = item.reads(job);
         let reads = [own, next.map_or(Reads { cells: &[], ..own }, |next| next.reads(job))];
@@ -130,14 +130,14 @@ impl<T: KvElement> Kernel for Compute<'_, T> {
             pass.span(span * span_len..((span + 1) * span_len).min(n_cells), span == spans.start);
         }
         if !spans.is_empty() {
-            give(&pass.area.total, (job.heads, item), target);
+            write_results(&pass.area.total, job.heads, item, &mut target);
         }
     }
 }
 
 /// Writes an item's results to its target.
 #[inline(always)]
-fn give(total: &State<'_>, (heads, item): (Heads, &Item<'_>), target: &Disjoint<'_, f32>) {
+fn write_results(total: &State<'_>, heads: Heads, item: &Item<'_>, target: &mut DisjointWriter<'_, f32>) {
     let padded = total.v.len() / item.n_rows();
     for (i, v) in total.v.chunks_exact(padded).enumerate() {
         let row = item.first_row + i / item.heads.len();
@@ -146,8 +146,7 @@ fn give(total: &State<'_>, (heads, item): (Heads, &Item<'_>), target: &Disjoint<
             None => (head, heads.d_head),
             Some(span) => (head * MAX_SPANS + span, heads.d_head + STATE),
         };
-        // SAFETY: no other item has this row, head and span, and the slice before is gone.
-        let out = unsafe { target.range(place * len..(place + 1) * len) };
+        let out = target.range(place * len..(place + 1) * len);
         if item.span.is_none() {
             finish(total.l[i], v, out);
         } else {
@@ -229,7 +228,7 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
         let (lanes, n_heads) = (self.lanes, self.item.kv_heads.len());
         let n = span_end.min(start + BLOCK) - start;
         let is_single = self.item.rows.len() == 1;
-        let block = Block::new(self.job, (self.reads, n_heads), (self.n_read, n));
+        let block = Block::new(self.job, self.reads, n_heads, self.n_read..self.n_read + n);
         if self.is_first && self.n_read == 0 {
             block.fetch_start(lanes);
         }
@@ -323,7 +322,7 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
             }
             let largest = largest(lanes, scores, seen.clone());
             let new_m = if m > largest { m } else { largest };
-            let sum = weights(lanes, scores, (seen, new_m));
+            let sum = weights(lanes, scores, seen, new_m);
             let rescale = exp(lanes, lanes.splat(m - new_m));
             let l = lanes.mul_add(lanes.splat(state.l[i]), rescale, lanes.splat(sum));
             lanes.store_first(rescale, &mut self.area.rescale[i..=i]);
@@ -370,8 +369,8 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
                 (total.m[i], total.l[i]) = (span.m[i], span.l[i]);
                 v.copy_from_slice(span_v);
             } else {
-                let of_total = (&mut total.m[i], &mut total.l[i], v);
-                merge(self.lanes, of_total, (span.m[i], span.l[i], span_v));
+                let earlier = SoftmaxMut { m: &mut total.m[i], l: &mut total.l[i], v };
+                merge(self.lanes, earlier, Softmax { m: span.m[i], l: span.l[i], v: span_v });
             }
         }
     }
@@ -379,7 +378,7 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
 
 /// Lanes `seen` of vector `v`, the others of `other`.
 #[inline(always)]
-fn keep<L: Lanes>(lanes: L, x: L::F, (seen, v): (&Range<usize>, usize), other: L::F) -> L::F {
+fn keep<L: Lanes>(lanes: L, x: L::F, seen: &Range<usize>, v: usize, other: L::F) -> L::F {
     let x = lanes.keep_first(x, seen.end - v * L::N, other);
     if seen.start > v * L::N { lanes.keep_first(other, seen.start - v * L::N, x) } else { x }
 }
@@ -390,32 +389,44 @@ fn largest<L: Lanes>(lanes: L, scores: &[f32], seen: Range<usize>) -> f32 {
     let least = lanes.splat(f32::NEG_INFINITY);
     let mut max = least;
     for (v, part) in scores.chunks_exact(L::N).enumerate() {
-        max = lanes.max(max, keep(lanes, lanes.load(part), (&seen, v), least));
+        max = lanes.max(max, keep(lanes, lanes.load(part), &seen, v, least));
     }
     lanes.largest(max)
 }
 
 /// Replaces the scores `seen` by e^(score - m), the others by zeros; returns their sum.
 #[inline(always)]
-fn weights<L: Lanes>(lanes: L, scores: &mut [f32], (seen, m): (Range<usize>, f32)) -> f32 {
+fn weights<L: Lanes>(lanes: L, scores: &mut [f32], seen: Range<usize>, m: f32) -> f32 {
     let (m, zero) = (lanes.splat(m), lanes.splat(0.0));
     let mut sum = zero;
     for (v, part) in scores.chunks_exact_mut(L::N).enumerate() {
         let weight = exp(lanes, lanes.sub(lanes.load(part), m));
-        let weight = keep(lanes, weight, (&seen, v), zero);
+        let weight = keep(lanes, weight, &seen, v, zero);
         lanes.store(weight, part);
         sum = lanes.add(sum, weight);
     }
     lanes.sum(sum)
 }
 
-/// Merges the softmax of later cells (m, l, values) into that of earlier ones.
+/// A running softmax: the maximum of the scores, the sum of the weights relative to it, the sum of the weighted values.
+struct Softmax<'a> {
+    m: f32,
+    l: f32,
+    v: &'a [f32],
+}
+
+/// A [`Softmax`] to write.
+struct SoftmaxMut<'a> {
+    m: &'a mut f32,
+    l: &'a mut f32,
+    v: &'a mut [f32],
+}
+
+/// Merge the softmax of later cells into that of earlier ones.
 #[inline(always)]
-fn merge<L: Lanes>(
-    lanes: L,
-    (m, l, v): (&mut f32, &mut f32, &mut [f32]),
-    (later_m, later_l, later_v): (f32, f32, &[f32]),
-) {
+fn merge<L: Lanes>(lanes: L, earlier: SoftmaxMut<'_>, later: Softmax<'_>) {
+    let SoftmaxMut { m, l, v } = earlier;
+    let Softmax { m: later_m, l: later_l, v: later_v } = later;
     let new_m = if *m > later_m { *m } else { later_m };
     let (a, b) = (exp(lanes, lanes.splat(*m - new_m)), exp(lanes, lanes.splat(later_m - new_m)));
     let sum = lanes.mul_add(lanes.splat(*l), a, lanes.mul(lanes.splat(later_l), b));
@@ -446,7 +457,8 @@ impl<T> Kernel for MergeSpans<'_, T> {
             let (total, later) = spans[seen.start * len..seen.end * len].split_at_mut(len);
             let [m, l, v @ ..] = total else { unreachable!("a state is longer than two") };
             for later in later.chunks_exact(len) {
-                merge(lanes, (m, l, v), (later[0], later[1], &later[STATE..]));
+                let later = Softmax { m: later[0], l: later[1], v: &later[STATE..] };
+                merge(lanes, SoftmaxMut { m: &mut *m, l: &mut *l, v: &mut *v }, later);
             }
             finish(*l, v, out);
         }

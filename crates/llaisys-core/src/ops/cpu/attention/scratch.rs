@@ -102,7 +102,7 @@ pub(super) struct State<'a> {
 
 impl<'a> Area<'a> {
     /// Cuts an area for heads of `d` dimensions, `padded` to whole vectors.
-    pub(super) fn new(mut rest: &'a mut [f32], n_rows: usize, (d, padded): (usize, usize)) -> Self {
+    pub(super) fn new(mut rest: &'a mut [f32], n_rows: usize, d: usize, padded: usize) -> Self {
         let mut take = |n| {
             let (taken, left) = std::mem::take(&mut rest).split_at_mut(n);
             rest = left;

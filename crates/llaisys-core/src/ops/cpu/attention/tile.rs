@@ -161,10 +161,10 @@ pub(super) struct Stored<'b, T>(pub(super) HeadRows<'b, T>);
 impl<'b, T: KvElement> Stored<'b, T> {
     /// Elements `at..at + n` of the first and the last cell of a word.
     #[inline(always)]
-    fn rows<L: Lanes>(&self, lanes: L, step: usize, (at, n): (usize, usize)) -> [&'b [T]; 2] {
+    fn rows<L: Lanes>(&self, lanes: L, step: usize, at: usize, n: usize) -> [&'b [T]; 2] {
         let (first, last) = (step * T::PER_WORD, (step + 1) * T::PER_WORD - 1);
         for i in first..=last {
-            self.0.fetch(lanes, i, (at, n));
+            self.0.fetch(lanes, i, at, n);
         }
         [&self.0.row(first)[at..at + n], &self.0.row(last)[at..at + n]]
     }
@@ -180,12 +180,12 @@ impl<L: Lanes, T: KvElement> Values<L> for Stored<'_, T> {
 
     #[inline(always)]
     fn words(&self, lanes: L, step: usize, at: usize) -> L::F {
-        T::zip_first(lanes, self.rows(lanes, step, (at, L::N.min(self.0.d() - at))))
+        T::zip_first(lanes, self.rows(lanes, step, at, L::N.min(self.0.d() - at)))
     }
 
     #[inline(always)]
     fn two_words(&self, lanes: L, step: usize, at: usize) -> [L::F; 2] {
-        T::zip_two(lanes, self.rows(lanes, step, (at, 2 * L::N)))
+        T::zip_two(lanes, self.rows(lanes, step, at, 2 * L::N))
     }
 
     #[inline(always)]
@@ -241,7 +241,7 @@ impl<L: Lanes, V: Values<L>> Weighted<'_, L, V> {
         let first = seen.start.div_ceil(per_word);
         let steps = first..first.max(seen.end / per_word);
         for j in seen.start..seen.end.min(steps.start * per_word) {
-            self.one_cell(weights, (j, at), &mut sums);
+            self.one_cell(weights, j, at, &mut sums);
         }
         for step in steps.clone() {
             let mut values = [lanes.splat(0.0); C];
@@ -260,7 +260,7 @@ impl<L: Lanes, V: Values<L>> Weighted<'_, L, V> {
             }
         }
         for j in steps.end * per_word..seen.end {
-            self.one_cell(weights, (j, at), &mut sums);
+            self.one_cell(weights, j, at, &mut sums);
         }
         self.add(at, &sums);
     }
@@ -270,7 +270,8 @@ impl<L: Lanes, V: Values<L>> Weighted<'_, L, V> {
     fn one_cell<const R: usize, const C: usize>(
         &self,
         weights: &[[f32; BLOCK]; R],
-        (j, at): (usize, usize),
+        j: usize,
+        at: usize,
         sums: &mut [[L::F; C]; R],
     ) {
         let lanes = self.lanes;
@@ -323,7 +324,7 @@ pub(super) fn pack_keys<L: Lanes, T: KvElement>(
             let mut tile = zeros;
             for i in 0..L::N {
                 tile[i] = T::load_words(lanes, &rows[i][at..at + step]);
-                keys.fetch(lanes, first + i, (at, step));
+                keys.fetch(lanes, first + i, at, step);
             }
             let tile = lanes.transpose(tile);
             let lines = &mut out[at / T::PER_WORD * line_len + c * L::N..][..(L::N - 1) * line_len + L::N];
@@ -336,7 +337,7 @@ pub(super) fn pack_keys<L: Lanes, T: KvElement>(
             let mut tile = zeros;
             for i in 0..L::N {
                 tile[i] = T::load_words_first(lanes, &rows[i][at..]);
-                keys.fetch(lanes, first + i, (at, d - at));
+                keys.fetch(lanes, first + i, at, d - at);
             }
             let tile = lanes.transpose(tile);
             let lines = out[at / T::PER_WORD * line_len..].chunks_mut(line_len);
@@ -360,7 +361,7 @@ pub(super) fn pack_values<L: Lanes, T: KvElement>(
     for (first, out) in (0..n).step_by(T::PER_WORD).zip(out.chunks_exact_mut(padded)) {
         let rows = [values.row(first), values.row((first + T::PER_WORD).min(n) - 1)];
         for i in first..first + T::PER_WORD {
-            values.fetch(lanes, i, (0, values.d()));
+            values.fetch(lanes, i, 0, values.d());
         }
         for (i, out) in out.chunks_exact_mut(L::N).enumerate() {
             lanes.store(T::zip_first(lanes, [&rows[0][i * L::N..], &rows[1][i * L::N..]]), out);

@@ -1,5 +1,7 @@
 //! Lanes of 256 bits. The functions here are inlined into [`Avx2::enter`], which has the features on.
 
+#![allow(unsafe_code, reason = "intrinsics")]
+
 use super::Avx2;
 use super::lanes::{Kernel, Lanes, MAX_LANES};
 use half::f16;

@@ -1,6 +1,8 @@
 //! Lanes of 512 bits, without and with the instructions for bf16. The functions here are inlined into
 //! [`Avx512::enter`] and [`Avx512Bf16::enter`], which have the features on.
 
+#![allow(unsafe_code, reason = "intrinsics")]
+
 use super::lanes::{Kernel, Lanes, MAX_LANES, split_dot_pairs};
 use super::{Avx512, Avx512Bf16};
 use half::f16;

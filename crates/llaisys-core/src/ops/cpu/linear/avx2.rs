@@ -3,10 +3,13 @@
 //! A panel is four vectors wide; 16 registers do not hold a tile of all four, so a tile takes `T` vectors of
 //! columns at a time and passes over the panel `4 / T` times. Each tile is a function of its own, as in `avx512.rs`.
 
+#![allow(unsafe_code, reason = "intrinsics")]
+
+#[deny(unsafe_code)]
 mod groups;
 
-use super::formats::Group;
-use super::{Ahead, Panel, Tile};
+use super::formats::{Group, GroupInputs};
+use super::{Panel, Prefetch, Tile};
 use crate::ops::cpu::activations::Inputs;
 use crate::ops::cpu::isa::{Avx2, Avx2Vnni, Encoding};
 use crate::ops::packed::{PANEL, PackedFormat};
@@ -43,11 +46,13 @@ macro_rules! plain_rows {
 }
 
 /// The sums of `panel` for a block of `n_rows` rows.
-pub(super) fn tile(_: Avx2, panel: &Panel<'_>, (n_rows, inputs): (usize, Inputs<'_>), out: &mut Tile) {
+pub(super) fn tile(_: Avx2, panel: &Panel<'_>, n_rows: usize, inputs: Inputs<'_>, out: &mut Tile) {
     // SAFETY: the token proves that the CPU has every feature that these functions are compiled for.
     unsafe {
         match inputs {
-            Inputs::Groups(x, groups) => groups::pairs::tile(panel, n_rows, (x, groups), out),
+            Inputs::Groups(words, groups) => {
+                groups::pairs::tile(panel, n_rows, GroupInputs { words, groups }, out)
+            }
             _ => plain_tile(panel, n_rows, inputs, out),
         }
     }
@@ -57,15 +62,18 @@ pub(super) fn tile(_: Avx2, panel: &Panel<'_>, (n_rows, inputs): (usize, Inputs<
 pub(super) fn tile_vnni(
     token: Avx2Vnni,
     panel: &Panel<'_>,
-    (n_rows, inputs): (usize, Inputs<'_>),
+    n_rows: usize,
+    inputs: Inputs<'_>,
     out: &mut Tile,
 ) {
     // SAFETY: as in `tile`, and the encoding is one that the CPU has.
     unsafe {
         match (inputs, token.encoding()) {
-            (Inputs::Groups(x, groups), Encoding::Vex) => groups::vex::tile(panel, n_rows, (x, groups), out),
-            (Inputs::Groups(x, groups), Encoding::Evex) => {
-                groups::evex::tile(panel, n_rows, (x, groups), out)
+            (Inputs::Groups(words, groups), Encoding::Vex) => {
+                groups::vex::tile(panel, n_rows, GroupInputs { words, groups }, out)
+            }
+            (Inputs::Groups(words, groups), Encoding::Evex) => {
+                groups::evex::tile(panel, n_rows, GroupInputs { words, groups }, out)
             }
             _ => plain_tile(panel, n_rows, inputs, out),
         }
@@ -159,17 +167,17 @@ fn store<const R: usize, const T: usize>(sums: [[__m256; T]; R], first: usize, o
 #[target_feature(enable = "avx2,fma")]
 fn f32_tile<const R: usize, const T: usize>(panel: &Panel<'_>, x: &[f32], out: &mut Tile) {
     let steps: &[[u8; STEP]] = panel.bytes.as_chunks().0;
-    let mut ahead = panel.ahead;
+    let mut prefetch = panel.prefetch;
     for first in (0..VECTORS).step_by(T) {
         let mut sums = [[_mm256_setzero_ps(); T]; R];
         for (run, x) in steps.chunks(BLOCK_LEN).zip(x.as_chunks::<BLOCK_LEN>().0.as_chunks::<R>().0) {
             for (i, w) in run.iter().enumerate() {
-                ahead.prefetch();
+                prefetch.next_step();
                 let w = load::<T>(w, first).map(|w| _mm256_castsi256_ps(w));
                 multiply(&mut sums, x, i, w);
             }
         }
-        ahead = Ahead::NONE;
+        prefetch = Prefetch::NONE;
         store(sums, first, out);
     }
 }
@@ -180,19 +188,19 @@ fn f32_tile<const R: usize, const T: usize>(panel: &Panel<'_>, x: &[f32], out: &
 fn bf16_tile<const R: usize, const T: usize>(panel: &Panel<'_>, x: &[f32], out: &mut Tile) {
     let high = _mm256_set1_epi32(0xffff_0000_u32.cast_signed());
     let steps: &[[u8; STEP]] = panel.bytes.as_chunks().0;
-    let mut ahead = panel.ahead;
+    let mut prefetch = panel.prefetch;
     for first in (0..VECTORS).step_by(T) {
         let mut sums = [[_mm256_setzero_ps(); T]; R];
         for (run, x) in steps.chunks(BLOCK_LEN / 2).zip(x.as_chunks::<BLOCK_LEN>().0.as_chunks::<R>().0) {
             for (i, w) in run.iter().enumerate() {
-                ahead.prefetch();
+                prefetch.next_step();
                 let w = load::<T>(w, first);
                 let even = w.map(|w| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(w)));
                 multiply(&mut sums, x, 2 * i, even);
                 multiply(&mut sums, x, 2 * i + 1, w.map(|w| _mm256_castsi256_ps(_mm256_and_si256(w, high))));
             }
         }
-        ahead = Ahead::NONE;
+        prefetch = Prefetch::NONE;
         store(sums, first, out);
     }
 }

@@ -5,9 +5,12 @@
 //! so 12 rows of plain formats and 6 of grouped ones fill the 32 registers. Each tile is a function of its own: in a
 //! common one compilers keep a sum of every tile in one place on the stack, and each step waits for it.
 
+#![allow(unsafe_code, reason = "intrinsics")]
+
+#[deny(unsafe_code)]
 mod groups;
 
-use super::formats::Group;
+use super::formats::{Group, GroupInputs};
 use super::{Panel, Tile};
 use crate::ops::cpu::activations::Inputs;
 use crate::ops::cpu::isa::{Avx512, Avx512Bf16, Avx512Vnni};
@@ -36,27 +39,26 @@ macro_rules! plain_rows {
 }
 
 /// The sums of `panel` for a block of `n_rows` rows.
-pub(super) fn tile(_: Avx512, panel: &Panel<'_>, (n_rows, inputs): (usize, Inputs<'_>), out: &mut Tile) {
+pub(super) fn tile(_: Avx512, panel: &Panel<'_>, n_rows: usize, inputs: Inputs<'_>, out: &mut Tile) {
     // SAFETY: the token proves that the CPU has every feature that these functions are compiled for.
     unsafe {
         match inputs {
-            Inputs::Groups(x, groups) => groups::pairs::tile(panel, n_rows, (x, groups), out),
+            Inputs::Groups(words, groups) => {
+                groups::pairs::tile(panel, n_rows, GroupInputs { words, groups }, out)
+            }
             _ => plain_tile(panel, n_rows, inputs, out),
         }
     }
 }
 
 /// As [`tile`], groups by VNNI.
-pub(super) fn tile_vnni(
-    _: Avx512Vnni,
-    panel: &Panel<'_>,
-    (n_rows, inputs): (usize, Inputs<'_>),
-    out: &mut Tile,
-) {
+pub(super) fn tile_vnni(_: Avx512Vnni, panel: &Panel<'_>, n_rows: usize, inputs: Inputs<'_>, out: &mut Tile) {
     // SAFETY: as in `tile`.
     unsafe {
         match inputs {
-            Inputs::Groups(x, groups) => groups::vnni::tile(panel, n_rows, (x, groups), out),
+            Inputs::Groups(words, groups) => {
+                groups::vnni::tile(panel, n_rows, GroupInputs { words, groups }, out)
+            }
             _ => plain_tile(panel, n_rows, inputs, out),
         }
     }
@@ -66,13 +68,14 @@ pub(super) fn tile_vnni(
 pub(super) fn tile_bf16(
     token: Avx512Bf16,
     panel: &Panel<'_>,
-    (n_rows, inputs): (usize, Inputs<'_>),
+    n_rows: usize,
+    inputs: Inputs<'_>,
     out: &mut Tile,
 ) {
     match inputs {
         // SAFETY: as in `tile`.
         Inputs::Pairs(x) => unsafe { pairs_tile(panel, n_rows, x, out) },
-        _ => tile_vnni(token.base(), panel, (n_rows, inputs), out),
+        _ => tile_vnni(token.base(), panel, n_rows, inputs, out),
     }
 }
 
@@ -158,11 +161,11 @@ fn store<const R: usize>(sums: [[__m512; 2]; R], out: &mut Tile) {
 #[target_feature(enable = "avx512f")]
 fn f32_tile<const R: usize>(panel: &Panel<'_>, x: &[f32], out: &mut Tile) {
     let mut sums = [[_mm512_setzero_ps(); 2]; R];
-    let mut ahead = panel.ahead;
+    let mut prefetch = panel.prefetch;
     let steps: &[[u8; STEP]] = panel.bytes.as_chunks().0;
     for (run, x) in steps.chunks(BLOCK_LEN).zip(x.as_chunks::<BLOCK_LEN>().0.as_chunks::<R>().0) {
         for (i, w) in run.iter().enumerate() {
-            ahead.prefetch();
+            prefetch.next_step();
             let w = load(w);
             multiply(&mut sums, x, i, [_mm512_castsi512_ps(w[0]), _mm512_castsi512_ps(w[1])]);
         }
@@ -176,11 +179,11 @@ fn f32_tile<const R: usize>(panel: &Panel<'_>, x: &[f32], out: &mut Tile) {
 fn widened_tile<const R: usize>(panel: &Panel<'_>, x: &[f32], out: &mut Tile) {
     let high = _mm512_set1_epi32(0xffff_0000_u32.cast_signed());
     let mut sums = [[_mm512_setzero_ps(); 2]; R];
-    let mut ahead = panel.ahead;
+    let mut prefetch = panel.prefetch;
     let steps: &[[u8; STEP]] = panel.bytes.as_chunks().0;
     for (run, x) in steps.chunks(BLOCK_LEN / 2).zip(x.as_chunks::<BLOCK_LEN>().0.as_chunks::<R>().0) {
         for (i, w) in run.iter().enumerate() {
-            ahead.prefetch();
+            prefetch.next_step();
             let w = load(w);
             let even = w.map(|w| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(w)));
             multiply(&mut sums, x, 2 * i, even);
@@ -213,11 +216,11 @@ fn multiply<const R: usize>(
 fn bf16_tile<const R: usize>(panel: &Panel<'_>, x: &[u32], out: &mut Tile) {
     const PAIRS: usize = BLOCK_LEN / 2;
     let mut sums = [[_mm512_setzero_ps(); 2]; R];
-    let mut ahead = panel.ahead;
+    let mut prefetch = panel.prefetch;
     let steps: &[[u8; STEP]] = panel.bytes.as_chunks().0;
     for (run, x) in steps.chunks(PAIRS).zip(x.as_chunks::<PAIRS>().0.as_chunks::<R>().0) {
         for (i, w) in run.iter().enumerate() {
-            ahead.prefetch();
+            prefetch.next_step();
             let w = load(w);
             let w = [as_bf16(w[0]), as_bf16(w[1])];
             for r in 0..R {

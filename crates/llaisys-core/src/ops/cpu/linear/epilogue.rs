@@ -1,10 +1,10 @@
 //! What becomes of a tile's sums.
 
-use super::greedy::Bounds;
+use super::pruned_argmax::Bounds;
 use crate::ops::cpu::gate::{Gate, HALF_PANEL};
 use crate::ops::cpu::isa::lanes::{Kernel, Lanes};
 use crate::ops::packed::PANEL;
-use crate::threads::Disjoint;
+use crate::threads::DisjointWriter;
 use std::ops::Range;
 
 /// What happens to sums.
@@ -53,8 +53,8 @@ pub(super) struct Finish<'a> {
     pub(super) epilogue: Epilogue<'a>,
     /// Of each row.
     pub(super) sums: &'a mut [[f32; PANEL]],
-    /// `[n, n_columns]`; nobody else writes these columns of these rows meanwhile.
-    pub(super) out: &'a Disjoint<'a, f32>,
+    /// `[n, n_columns]`, of which these columns of these rows are written.
+    pub(super) out: DisjointWriter<'a, f32>,
     pub(super) n_columns: usize,
     /// The first row.
     pub(super) row: usize,
@@ -64,15 +64,13 @@ pub(super) struct Finish<'a> {
 impl Kernel for Finish<'_> {
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
-        let Self { epilogue, sums, columns, .. } = self;
+        let Self { epilogue, sums, columns, mut out, .. } = self;
         if let Epilogue::Gate(gate) = epilogue {
             gate.apply(lanes, sums);
         }
         for i in 0..sums.len() {
             let start = (self.row + i) * self.n_columns + columns.start;
-            // SAFETY: who made this value has these rows and columns alone, and rows do not overlap.
-            let out = unsafe { self.out.range(start..start + columns.len()) };
-            epilogue.put(lanes, &sums[i], columns.start, out);
+            epilogue.put(lanes, &sums[i], columns.start, out.range(start..start + columns.len()));
         }
     }
 }

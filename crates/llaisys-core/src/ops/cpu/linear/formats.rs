@@ -8,8 +8,21 @@ use std::ops::Range;
 /// Words of four inputs in a group.
 pub(super) const QUADS: usize = BLOCK_LEN / 4;
 
-/// The inputs of a block for a grouped format: integers `[k/32][r][8]`, groups `[k/32][r]`.
-pub(super) type GroupInputs<'a> = (&'a [u32], &'a [GroupInput]);
+/// The inputs of a block of rows for a grouped format.
+#[derive(Clone, Copy)]
+pub(super) struct GroupInputs<'a> {
+    /// Integers, `[k/32][r][8]`.
+    pub(super) words: &'a [u32],
+    /// Scales and sums, `[k/32][r]`.
+    pub(super) groups: &'a [GroupInput],
+}
+
+/// The inputs of one group of columns for `R` rows.
+#[derive(Clone, Copy)]
+pub(super) struct GroupOfRows<'a, const R: usize> {
+    pub(super) words: &'a [[u32; QUADS]; R],
+    pub(super) groups: &'a [GroupInput; R],
+}
 
 /// What a kernel knows of a grouped format when it is compiled; `ops/packed.rs` draws the layouts.
 pub(super) trait Group {

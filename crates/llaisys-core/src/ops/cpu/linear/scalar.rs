@@ -9,13 +9,13 @@ use crate::quant::BLOCK_LEN;
 pub(super) const TILE_ROWS: usize = 4;
 
 /// The sums of `panel` for a block of `n_rows` rows.
-pub(super) fn tile(panel: &Panel<'_>, (n_rows, inputs): (usize, Inputs<'_>), out: &mut Tile) {
+pub(super) fn tile(panel: &Panel<'_>, n_rows: usize, inputs: Inputs<'_>, out: &mut Tile) {
     for sums in &mut out.0[..n_rows] {
         sums.fill(0.0);
     }
     match inputs {
         Inputs::Plain(x) => plain(panel, n_rows, x, out),
-        Inputs::Groups(words, groups) => grouped(panel, n_rows, (words, groups), out),
+        Inputs::Groups(words, groups) => grouped(panel, n_rows, words, groups, out),
         Inputs::Pairs(_) => unreachable!("`form` gives pairs to AVX-512 with BF16 only"),
     }
 }
@@ -47,7 +47,7 @@ fn plain(panel: &Panel<'_>, n_rows: usize, x: &[f32], out: &mut Tile) {
 }
 
 /// Groups of integers: an exact integer sum of each part of a group, scaled, added to the f32 sum.
-fn grouped(panel: &Panel<'_>, n_rows: usize, (words, groups): (&[u32], &[GroupInput]), out: &mut Tile) {
+fn grouped(panel: &Panel<'_>, n_rows: usize, words: &[u32], groups: &[GroupInput], out: &mut Tile) {
     let group_words = words.chunks_exact(BLOCK_LEN / 4 * n_rows);
     let group_bytes = panel.bytes.chunks_exact(panel.format.group_bytes());
     let n_parts = panel.format.n_scales();

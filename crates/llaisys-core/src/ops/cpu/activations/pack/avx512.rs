@@ -1,6 +1,8 @@
 //! The steps of packing with 512-bit vectors. No closures here: they would be compiled without the set's features.
 
-use super::{Avx512, BLOCK_LEN, FOUR, GroupInput, Round, run_at};
+#![allow(unsafe_code, reason = "intrinsics")]
+
+use super::{Avx512, BLOCK_LEN, FOUR, GroupInput, GroupOutputs, Round, run_at};
 use std::arch::x86_64::*;
 
 impl Round for Avx512 {
@@ -26,11 +28,12 @@ impl Round for Avx512 {
     fn four_groups(
         self,
         values: &[[f32; BLOCK_LEN]],
-        out: (&mut [u32], &mut [GroupInput]),
-        places: (usize, usize),
+        out: GroupOutputs<'_>,
+        first: usize,
+        stride: usize,
     ) -> bool {
         // SAFETY: as above.
-        unsafe { four_groups(values, out, places) }
+        unsafe { four_groups(values, out, first, stride) }
     }
 }
 
@@ -103,11 +106,8 @@ fn pairs(values: &[f32; BLOCK_LEN], words: &mut [u32; BLOCK_LEN / 2]) {
 
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-fn four_groups(
-    values: &[[f32; BLOCK_LEN]],
-    (words, groups): (&mut [u32], &mut [GroupInput]),
-    (first, stride): (usize, usize),
-) -> bool {
+fn four_groups(values: &[[f32; BLOCK_LEN]], out: GroupOutputs<'_>, first: usize, stride: usize) -> bool {
+    let GroupOutputs { words, groups } = out;
     let max = _mm_castsi128_ps(largest_sizes(values));
     let c = _mm_set1_ps(127.0);
     let (inverses, units) = (_mm_div_ps(c, max), _mm_div_ps(max, c));

@@ -2,8 +2,8 @@
 
 use super::{STEP, VECTORS, apply_units, load, load_line, store};
 use crate::ops::cpu::activations::GroupInput;
-use crate::ops::cpu::linear::formats::{self, Group, GroupInputs, QUADS, for_group};
-use crate::ops::cpu::linear::{Ahead, Panel, Tile};
+use crate::ops::cpu::linear::formats::{self, Group, GroupInputs, GroupOfRows, QUADS, for_group};
+use crate::ops::cpu::linear::{Panel, Prefetch, Tile};
 use crate::ops::packed::PackedFormat;
 use std::arch::x86_64::*;
 
@@ -34,24 +34,25 @@ macro_rules! kernels {
         #[target_feature(enable = $features)]
         fn group_tile<const R: usize, const T: usize, G: Group>(
             panel: &Panel<'_>,
-            (x, inputs): GroupInputs<'_>,
+            inputs: GroupInputs<'_>,
             out: &mut Tile,
         ) {
-            let x = x.as_chunks::<QUADS>().0.as_chunks::<R>().0;
-            let mut ahead = panel.ahead;
+            let x = inputs.words.as_chunks::<QUADS>().0.as_chunks::<R>().0;
+            let mut prefetch = panel.prefetch;
             for first in (0..VECTORS).step_by(T) {
                 let mut sums = [[_mm256_setzero_ps(); T]; R];
-                for ((group, x), inputs) in
-                    panel.bytes.chunks_exact(G::BYTES).zip(x).zip(inputs.as_chunks::<R>().0)
+                for ((group, x), groups) in
+                    panel.bytes.chunks_exact(G::BYTES).zip(x).zip(inputs.groups.as_chunks::<R>().0)
                 {
-                    ahead.prefetch();
+                    prefetch.next_step();
+                    let inputs = GroupOfRows { words: x, groups };
                     let (header, weights) = group.split_at(G::HEADER);
                     let weights = weights.as_chunks().0;
                     for part in 0..G::PARTS {
-                        let acc = $sums::<R, T, G>(weights, first, part, (x, inputs));
+                        let acc = $sums::<R, T, G>(weights, first, part, inputs);
                         let scale = load_line::<T, G>(header, part, first);
                         for r in 0..R {
-                            let unit = _mm256_set1_ps(inputs[r].scale);
+                            let unit = _mm256_set1_ps(inputs.groups[r].scale);
                             for t in 0..T {
                                 let value = _mm256_mul_ps(_mm256_cvtepi32_ps(acc[r][t]), unit);
                                 sums[r][t] = _mm256_fmadd_ps(value, scale[t], sums[r][t]);
@@ -60,7 +61,7 @@ macro_rules! kernels {
                         if G::HAS_MIN {
                             let min = load_min::<T, G>(header, part, first, scale);
                             for r in 0..R {
-                                let input_sum = _mm256_set1_ps(inputs[r].scaled_sums[G::sum(part)]);
+                                let input_sum = _mm256_set1_ps(inputs.groups[r].scaled_sums[G::sum(part)]);
                                 for t in 0..T {
                                     sums[r][t] = _mm256_fmadd_ps(min[t], input_sum, sums[r][t]);
                                 }
@@ -71,7 +72,7 @@ macro_rules! kernels {
                 if G::HAS_UNITS {
                     apply_units(&mut sums, &panel.bytes[x.len() * G::BYTES..].as_chunks().0[0], first);
                 }
-                ahead = Ahead::NONE;
+                prefetch = Prefetch::NONE;
                 store(sums, first, out);
             }
         }
@@ -88,17 +89,17 @@ macro_rules! dots {
             weights: &[[u8; STEP]],
             first: usize,
             part: usize,
-            (x, inputs): (&[[u32; QUADS]; R], &[GroupInput; R]),
+            inputs: GroupOfRows<'_, R>,
         ) -> [[__m256i; T]; R] {
             let mut acc = [[_mm256_setzero_si256(); T]; R];
             for r in 0..R {
-                acc[r] = [minus_offset::<G>(part, &inputs[r]); T];
+                acc[r] = [minus_offset::<G>(part, &inputs.groups[r]); T];
             }
             for pair in G::pairs(part) {
                 let quads = load_pair::<T, G>(weights, first, pair);
                 for i in 0..2 {
                     for r in 0..R {
-                        let x = _mm256_set1_epi32(x[r][2 * pair + i].cast_signed());
+                        let x = _mm256_set1_epi32(inputs.words[r][2 * pair + i].cast_signed());
                         for t in 0..T {
                             acc[r][t] = $dpbusd(acc[r][t], quads[i][t], x);
                         }
@@ -153,12 +154,12 @@ fn pair_sums<const R: usize, const T: usize, G: Group>(
     weights: &[[u8; STEP]],
     first: usize,
     part: usize,
-    (x, inputs): (&[[u32; QUADS]; R], &[GroupInput; R]),
+    inputs: GroupOfRows<'_, R>,
 ) -> [[__m256i; T]; R] {
     if G::BITS == 8 {
-        sum_bytes::<R, T>(weights, first, x)
+        sum_bytes::<R, T>(weights, first, inputs.words)
     } else {
-        sum_bits::<R, T, G>(weights, first, part, (x, inputs))
+        sum_bits::<R, T, G>(weights, first, part, inputs)
     }
 }
 
@@ -195,14 +196,15 @@ fn sum_bits<const R: usize, const T: usize, G: Group>(
     weights: &[[u8; STEP]],
     first: usize,
     part: usize,
-    (x, inputs): (&[[u32; QUADS]; R], &[GroupInput; R]),
+    inputs: GroupOfRows<'_, R>,
 ) -> [[__m256i; T]; R] {
     let ones = _mm256_set1_epi16(1);
     let mut acc = [[_mm256_setzero_si256(); T]; R];
     for pair in G::pairs(part) {
         let [even, odd] = load_pair::<T, G>(weights, first, pair);
         for r in 0..R {
-            let x = [2 * pair, 2 * pair + 1].map(|quad| _mm256_set1_epi32(x[r][quad].cast_signed()));
+            let x =
+                [2 * pair, 2 * pair + 1].map(|quad| _mm256_set1_epi32(inputs.words[r][quad].cast_signed()));
             for t in 0..T {
                 let even = _mm256_maddubs_epi16(even[t], x[0]);
                 let odd = _mm256_maddubs_epi16(odd[t], x[1]);
@@ -216,7 +218,7 @@ fn sum_bits<const R: usize, const T: usize, G: Group>(
         }
     }
     for r in 0..R {
-        let minus_offset = minus_offset::<G>(part, &inputs[r]);
+        let minus_offset = minus_offset::<G>(part, &inputs.groups[r]);
         for acc in &mut acc[r] {
             let sum = if G::BITS <= 4 { _mm256_madd_epi16(*acc, ones) } else { *acc };
             *acc = _mm256_add_epi32(sum, minus_offset);

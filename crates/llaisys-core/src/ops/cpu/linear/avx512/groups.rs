@@ -1,8 +1,7 @@
 //! Groups with 512-bit vectors: `vpdpbusd` with VNNI, products of bytes summed in pairs without.
 
 use super::{STEP, apply_units, load, load_line, store};
-use crate::ops::cpu::activations::GroupInput;
-use crate::ops::cpu::linear::formats::{self, Group, GroupInputs, QUADS, for_group};
+use crate::ops::cpu::linear::formats::{self, Group, GroupInputs, GroupOfRows, QUADS, for_group};
 use crate::ops::cpu::linear::{Panel, Tile};
 use crate::ops::packed::PackedFormat;
 use std::arch::x86_64::*;
@@ -34,25 +33,26 @@ macro_rules! kernels {
         #[target_feature(enable = $features)]
         fn group_tile<const R: usize, G: Group>(
             panel: &Panel<'_>,
-            (x, inputs): GroupInputs<'_>,
+            inputs: GroupInputs<'_>,
             out: &mut Tile,
         ) {
             let mut sums = [[_mm512_setzero_ps(); 2]; R];
-            let mut ahead = panel.ahead;
-            let x = x.as_chunks::<QUADS>().0.as_chunks::<R>().0;
+            let mut prefetch = panel.prefetch;
+            let x = inputs.words.as_chunks::<QUADS>().0.as_chunks::<R>().0;
             let n_groups = x.len();
-            for ((group, x), inputs) in
-                panel.bytes.chunks_exact(G::BYTES).zip(x).zip(inputs.as_chunks::<R>().0)
+            for ((group, x), groups) in
+                panel.bytes.chunks_exact(G::BYTES).zip(x).zip(inputs.groups.as_chunks::<R>().0)
             {
-                ahead.prefetch();
+                prefetch.next_step();
+                let inputs = GroupOfRows { words: x, groups };
                 let (header, weights) = group.split_at(G::HEADER);
                 let weights = weights.as_chunks().0;
                 for part in 0..G::PARTS {
                     let mut acc = [[_mm512_setzero_si512(); 2]; R];
-                    $sums!(R, G, acc, weights, part, (x, inputs));
+                    $sums!(R, G, acc, weights, part, inputs);
                     let scale = load_line::<G>(header, part);
                     for r in 0..R {
-                        let unit = _mm512_set1_ps(inputs[r].scale);
+                        let unit = _mm512_set1_ps(inputs.groups[r].scale);
                         for t in 0..2 {
                             let value = _mm512_mul_ps(_mm512_cvtepi32_ps(acc[r][t]), unit);
                             sums[r][t] = _mm512_fmadd_ps(value, scale[t], sums[r][t]);
@@ -61,7 +61,7 @@ macro_rules! kernels {
                     if G::HAS_MIN {
                         let min = load_min::<G>(header, part, scale);
                         for r in 0..R {
-                            let input_sum = _mm512_set1_ps(inputs[r].scaled_sums[G::sum(part)]);
+                            let input_sum = _mm512_set1_ps(inputs.groups[r].scaled_sums[G::sum(part)]);
                             for t in 0..2 {
                                 sums[r][t] = _mm512_fmadd_ps(min[t], input_sum, sums[r][t]);
                             }
@@ -80,26 +80,26 @@ macro_rules! kernels {
 /// Adds the integer sums of part `part` of a group to zeros. In place, not a function: as one, LLVM loads the last weights
 /// of an 8-bit group backwards.
 macro_rules! dots {
-    ($R:ident, $G:ident, $acc:ident, $weights:ident, $part:ident, ($x:ident, $inputs:ident)) => {
+    ($R:ident, $G:ident, $acc:ident, $weights:ident, $part:ident, $inputs:ident) => {
         if $G::FORMAT.offset() > 0 {
             // Stored weights are unsigned: what they are too much, an offset that is a power of two.
             let shift = _mm_cvtsi32_si128($G::FORMAT.offset().trailing_zeros().cast_signed());
-            for (acc, input) in $acc.iter_mut().zip($inputs) {
+            for (acc, input) in $acc.iter_mut().zip($inputs.groups) {
                 let minus_sum = _mm512_set1_epi32(input.minus_sums[$G::sum($part)]);
                 *acc = [_mm512_sll_epi32(minus_sum, shift); 2];
             }
         }
         for pair in $G::pairs($part) {
             let [even, odd] = load_pair::<$G>($weights, pair);
-            dot(&mut $acc, even, $x, 2 * pair);
-            dot(&mut $acc, odd, $x, 2 * pair + 1);
+            dot(&mut $acc, even, $inputs.words, 2 * pair);
+            dot(&mut $acc, odd, $inputs.words, 2 * pair + 1);
         }
     };
 }
 
 /// The same without VNNI.
 macro_rules! pair_sums {
-    ($R:ident, $G:ident, $acc:ident, $weights:ident, $part:ident, $inputs:tt) => {
+    ($R:ident, $G:ident, $acc:ident, $weights:ident, $part:ident, $inputs:ident) => {
         pair_sums::<$R, $G>(&mut $acc, $weights, $part, $inputs)
     };
 }
@@ -121,12 +121,12 @@ fn pair_sums<const R: usize, G: Group>(
     acc: &mut [[__m512i; 2]; R],
     weights: &[[u8; STEP]],
     part: usize,
-    (x, inputs): (&[[u32; QUADS]; R], &[GroupInput; R]),
+    inputs: GroupOfRows<'_, R>,
 ) {
     if G::BITS == 8 {
-        sum_bytes(acc, weights, x);
+        sum_bytes(acc, weights, inputs.words);
     } else {
-        sum_bits::<R, G>(acc, weights, part, (x, inputs));
+        sum_bits::<R, G>(acc, weights, part, inputs);
     }
 }
 
@@ -159,14 +159,15 @@ fn sum_bits<const R: usize, G: Group>(
     acc: &mut [[__m512i; 2]; R],
     weights: &[[u8; STEP]],
     part: usize,
-    (x, inputs): (&[[u32; QUADS]; R], &[GroupInput; R]),
+    inputs: GroupOfRows<'_, R>,
 ) {
     let ones = _mm512_set1_epi16(1);
     let mut sums = [[_mm512_setzero_si512(); 2]; R];
     for pair in G::pairs(part) {
         let [even, odd] = load_pair::<G>(weights, pair);
         for r in 0..R {
-            let x = [2 * pair, 2 * pair + 1].map(|quad| _mm512_set1_epi32(x[r][quad].cast_signed()));
+            let x =
+                [2 * pair, 2 * pair + 1].map(|quad| _mm512_set1_epi32(inputs.words[r][quad].cast_signed()));
             for t in 0..2 {
                 let even = _mm512_maddubs_epi16(even[t], x[0]);
                 let odd = _mm512_maddubs_epi16(odd[t], x[1]);
@@ -180,7 +181,7 @@ fn sum_bits<const R: usize, G: Group>(
         }
     }
     for r in 0..R {
-        let minus_offset = i32::from(G::FORMAT.offset()) * inputs[r].minus_sums[G::sum(part)];
+        let minus_offset = i32::from(G::FORMAT.offset()) * inputs.groups[r].minus_sums[G::sum(part)];
         for t in 0..2 {
             let sum = if G::BITS <= 4 { _mm512_madd_epi16(sums[r][t], ones) } else { sums[r][t] };
             acc[r][t] = _mm512_add_epi32(_mm512_set1_epi32(minus_offset), sum);

@@ -1,0 +1,270 @@
+//! The checked hyper-parameters of a model, from any container.
+
+use crate::arch::bounds::{bounded, check_id};
+use crate::arch::rope::RopeConfig;
+use crate::arch::spec::{ArchSpec, QkNorm};
+use crate::arch::weight_id::{ExpertPart, LayerWeight, NameTable, WeightId};
+use crate::error::FormatError;
+
+/// What the forward pass needs to know. Only [`crate::load::checkpoint::Checkpoint::open`] creates it, so every value is
+/// within the bounds below, `d_head` is even, `n_kv_heads` divides `n_heads`, and ids are below `vocab_size`.
+#[derive(Debug, Clone)]
+pub struct ModelConfig {
+    /// What all models of the architecture share.
+    pub arch: &'static ArchSpec,
+    /// The names of tensors in the container.
+    pub names: &'static NameTable,
+    /// Added to the container's norm weights.
+    pub norm_offset: f32,
+    /// Layers.
+    pub n_layers: usize,
+    /// Width of the residual stream.
+    pub d_model: usize,
+    /// Query heads.
+    pub n_heads: usize,
+    /// Key and value heads.
+    pub n_kv_heads: usize,
+    /// Elements of a head.
+    pub d_head: usize,
+    /// Inner width of the feed-forward block, or of one expert.
+    pub d_ff: usize,
+    /// Rows of the embedding.
+    pub vocab_size: usize,
+    /// Context length of the model, in positions.
+    pub max_positions: usize,
+    /// Added to the mean square in every norm.
+    pub rms_eps: f32,
+    /// The rotary embedding.
+    pub rope: RopeConfig,
+    /// The rotary embedding of layers with a window, where it differs.
+    pub local_rope: Option<RopeConfig>,
+    /// Positions that a layer with a sliding window sees, including the row's own.
+    pub window: Option<usize>,
+    /// Which layers have the window. `[n_layers]`
+    pub windowed: Vec<bool>,
+    /// Factor of attention scores before the softmax.
+    pub score_scale: f32,
+    /// Soft cap of scores.
+    pub attn_soft_cap: Option<f32>,
+    /// Soft cap of logits.
+    pub logit_soft_cap: Option<f32>,
+    /// Factor of embeddings.
+    pub embed_scale: f32,
+    /// Factor of everything that is added to the residual stream.
+    pub residual_scale: f32,
+    /// Factor of logits, before their soft cap.
+    pub logit_scale: f32,
+    /// The mixture of experts of every layer.
+    pub experts: Option<Experts>,
+    /// The head is the embedding matrix.
+    pub tied_head: bool,
+    /// The q, k and v projections add a bias.
+    pub qkv_bias: bool,
+    /// Queries and keys are normalized before the rotary embedding.
+    pub qk_norm: bool,
+    /// Token at the beginning of a text.
+    pub bos: Option<u32>,
+    /// Tokens that end a completion, each once.
+    pub eos: Vec<u32>,
+}
+
+/// A mixture of experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Experts {
+    /// Experts of a layer.
+    pub n: usize,
+    /// Experts that are used for a token.
+    pub n_used: usize,
+    /// The weights of the used experts are scaled to a sum of 1.
+    pub normalize: bool,
+}
+
+type SizeOf = fn(&ModelConfig) -> usize;
+
+/// Upper bounds of the sizes, inclusive: far above real models, far below what could overflow a product.
+const LIMITS: [(&str, SizeOf, usize); 8] = [
+    ("the number of layers", |c| c.n_layers, 1 << 10),
+    ("the model width", |c| c.d_model, 1 << 17),
+    ("the number of heads", |c| c.n_heads, 1 << 10),
+    ("the number of key-value heads", |c| c.n_kv_heads, 1 << 10),
+    ("the head width", |c| c.d_head, 1 << 10),
+    ("the feed-forward width", |c| c.d_ff, 1 << 20),
+    ("the vocabulary size", |c| c.vocab_size, 1 << 20),
+    ("the number of positions", |c| c.max_positions, 1 << 24),
+];
+const RMS_EPS: (f64, f64) = (1e-12, 1e-1);
+/// Of multipliers and soft caps.
+const SCALE: (f64, f64) = (1e-6, 1e6);
+const EXPERTS_MAX: usize = 1 << 9;
+
+impl ModelConfig {
+    /// True if logits are the products of the head, unchanged. A scale or a soft cap can make other ids tie.
+    pub fn has_plain_logits(&self) -> bool {
+        self.logit_scale == 1.0 && self.logit_soft_cap.is_none()
+    }
+
+    /// Checks every value. Errors: a value is out of bounds or not divisible, or an id is outside the vocabulary.
+    pub(crate) fn check(&self) -> Result<(), FormatError> {
+        for (what, size, max) in LIMITS {
+            bounded(what, size(self) as f64, 1.0, max as f64)?;
+        }
+        bounded("the epsilon of the norms", f64::from(self.rms_eps), RMS_EPS.0, RMS_EPS.1)?;
+        for rope in [Some(&self.rope), self.local_rope.as_ref()].into_iter().flatten() {
+            rope.check(self.d_head)?;
+        }
+        self.check_scales()?;
+        if let Some(window) = self.window {
+            bounded("the sliding window", window as f64, 1.0, self.max_positions as f64)?;
+        }
+        if let Some(experts) = self.experts {
+            bounded("the number of experts", experts.n as f64, 1.0, EXPERTS_MAX as f64)?;
+            bounded("the number of experts used", experts.n_used as f64, 1.0, experts.n as f64)?;
+        }
+        let even =
+            FormatError::NotAMultiple { what: "the head width", got: self.d_head, of: "a pair", divisor: 2 };
+        if !self.d_head.is_multiple_of(2) {
+            return Err(even);
+        }
+        if !self.n_heads.is_multiple_of(self.n_kv_heads) {
+            let (got, divisor) = (self.n_heads, self.n_kv_heads);
+            return Err(FormatError::NotAMultiple {
+                what: "the number of heads",
+                got,
+                of: "the number of key-value heads",
+                divisor,
+            });
+        }
+        for &id in &self.eos {
+            check_id("the end token", id, self.vocab_size)?;
+        }
+        self.bos.map_or(Ok(()), |id| check_id("the begin token", id, self.vocab_size))
+    }
+
+    fn check_scales(&self) -> Result<(), FormatError> {
+        let scales = [
+            ("the scale of scores", Some(self.score_scale)),
+            ("the scale of embeddings", Some(self.embed_scale)),
+            ("the scale of the residual branches", Some(self.residual_scale)),
+            ("the scale of logits", Some(self.logit_scale)),
+            ("the soft cap of scores", self.attn_soft_cap),
+            ("the soft cap of logits", self.logit_soft_cap),
+        ];
+        scales
+            .into_iter()
+            .filter_map(|(what, scale)| scale.map(|scale| (what, scale)))
+            .try_for_each(|(what, scale)| bounded(what, f64::from(scale), SCALE.0, SCALE.1))
+    }
+
+    /// The window of layer `index`; None if it sees all positions.
+    pub fn window_of(&self, index: usize) -> Option<usize> {
+        self.window.filter(|_| self.windowed[index])
+    }
+
+    /// The id of every weight of this model, as the container stores them.
+    pub fn weight_ids(&self) -> impl Iterator<Item = WeightId> + '_ {
+        let mut parts: Vec<LayerWeight> = Vec::new();
+        for part in self.names.parts().filter(|&part| self.has(part)) {
+            match (part, self.experts) {
+                (LayerWeight::Expert(_, matrix), Some(experts)) => {
+                    parts.extend((0..experts.n).map(|expert| LayerWeight::Expert(expert, matrix)));
+                }
+                _ => parts.push(part),
+            }
+        }
+        let n = parts.len();
+        let layers = (0..self.n_layers * n).map(move |i| WeightId::Layer(i / n, parts[i % n]));
+        let head = (!self.tied_head).then_some(WeightId::LmHead);
+        [WeightId::Embed].into_iter().chain(layers).chain([WeightId::OutputNorm]).chain(head)
+    }
+
+    /// True if layers of the model have this weight.
+    fn has(&self, part: LayerWeight) -> bool {
+        match part {
+            LayerWeight::AttnNorm | LayerWeight::FfnNorm => self.arch.pre_norms,
+            LayerWeight::AttnPostNorm | LayerWeight::FfnPostNorm => self.arch.post_norms,
+            LayerWeight::QBias | LayerWeight::KBias | LayerWeight::VBias => self.qkv_bias,
+            LayerWeight::QNorm | LayerWeight::KNorm => self.qk_norm,
+            LayerWeight::GateUp | LayerWeight::Gate | LayerWeight::Up | LayerWeight::Down => {
+                self.experts.is_none()
+            }
+            LayerWeight::Router | LayerWeight::Expert(..) | LayerWeight::Experts(_) => self.experts.is_some(),
+            LayerWeight::Qkv | LayerWeight::Q | LayerWeight::K | LayerWeight::V | LayerWeight::O => true,
+        }
+    }
+
+    /// The stored weight that holds the rows of a layer's matrix, and its first row there.
+    pub fn stored_in(&self, part: LayerWeight) -> (LayerWeight, usize) {
+        let stores = |part| self.names.parts().any(|stored| stored == part);
+        let (q, kv) = (self.n_heads * self.d_head, self.n_kv_heads * self.d_head);
+        match part {
+            LayerWeight::Q if stores(LayerWeight::Qkv) => (LayerWeight::Qkv, 0),
+            LayerWeight::K if stores(LayerWeight::Qkv) => (LayerWeight::Qkv, q),
+            LayerWeight::V if stores(LayerWeight::Qkv) => (LayerWeight::Qkv, q + kv),
+            LayerWeight::Gate if stores(LayerWeight::GateUp) => (LayerWeight::GateUp, 0),
+            LayerWeight::Up if stores(LayerWeight::GateUp) => (LayerWeight::GateUp, self.d_ff),
+            LayerWeight::Expert(expert, matrix) if stores(LayerWeight::Experts(matrix)) => {
+                (LayerWeight::Experts(matrix), expert * self.expert_shape(matrix)[0])
+            }
+            other => (other, 0),
+        }
+    }
+
+    /// As [`ModelConfig::stored_in`], for any weight.
+    pub fn stored_weight(&self, id: WeightId) -> (WeightId, usize) {
+        let WeightId::Layer(index, part) = id else { return (id, 0) };
+        let (stored, first) = self.stored_in(part);
+        (WeightId::Layer(index, stored), first)
+    }
+
+    /// The shape of a weight, slowest dimension first.
+    pub fn shape(&self, id: WeightId) -> Vec<usize> {
+        let (d, q) = (self.d_model, self.n_heads * self.d_head);
+        let kv = self.n_kv_heads * self.d_head;
+        let qk_norm = |projection| match self.arch.qk_norm {
+            QkNorm::Projection => projection,
+            QkNorm::Head | QkNorm::None => self.d_head,
+        };
+        let n_experts = self.experts.map_or(0, |experts| experts.n);
+        match id {
+            WeightId::Embed | WeightId::LmHead => vec![self.vocab_size, d],
+            WeightId::OutputNorm => vec![d],
+            WeightId::Layer(_, part) => match part {
+                LayerWeight::AttnNorm | LayerWeight::AttnPostNorm => vec![d],
+                LayerWeight::FfnNorm | LayerWeight::FfnPostNorm => vec![d],
+                LayerWeight::Qkv => vec![q + 2 * kv, d],
+                LayerWeight::Q => vec![q, d],
+                LayerWeight::K | LayerWeight::V => vec![kv, d],
+                LayerWeight::QBias => vec![q],
+                LayerWeight::KBias | LayerWeight::VBias => vec![kv],
+                LayerWeight::O => vec![d, q],
+                LayerWeight::QNorm => vec![qk_norm(q)],
+                LayerWeight::KNorm => vec![qk_norm(kv)],
+                LayerWeight::GateUp => vec![2 * self.d_ff, d],
+                LayerWeight::Gate | LayerWeight::Up => vec![self.d_ff, d],
+                LayerWeight::Down => vec![d, self.d_ff],
+                LayerWeight::Router => vec![n_experts, d],
+                LayerWeight::Expert(_, matrix) => self.expert_shape(matrix).to_vec(),
+                LayerWeight::Experts(matrix) => {
+                    let [rows, columns] = self.expert_shape(matrix);
+                    vec![n_experts, rows, columns]
+                }
+            },
+        }
+    }
+
+    fn expert_shape(&self, matrix: ExpertPart) -> [usize; 2] {
+        match matrix {
+            ExpertPart::Gate | ExpertPart::Up => [self.d_ff, self.d_model],
+            ExpertPart::Down => [self.d_model, self.d_ff],
+        }
+    }
+}
+
+/// Appends the ids of `more` that `ids` does not have yet, in order.
+pub(crate) fn add_ids(ids: &mut Vec<u32>, more: &[u32]) {
+    for &id in more {
+        if !ids.contains(&id) {
+            ids.push(id);
+        }
+    }
+}

@@ -1,0 +1,8 @@
+//! Model architectures: one row of facts each (`spec`), the checked hyper-parameters of one model (`config`), its
+//! rotary embedding (`rope`), and the ids and names of its weights (`weight_id`). Knows no file and no kernel.
+
+pub(crate) mod bounds;
+pub mod config;
+pub mod rope;
+pub mod spec;
+pub mod weight_id;

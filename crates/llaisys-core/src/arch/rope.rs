@@ -1,0 +1,149 @@
+//! The rotary embedding, and its scaling beyond the context of pre-training.
+//!
+//! Frequencies are those of transformers (`modeling_rope_utils`): f32 where it rounds to f32.
+
+use crate::arch::bounds::bounded;
+use crate::error::FormatError;
+use crate::ops::RopeTable;
+use std::f64::consts::TAU;
+
+/// The rotary embedding of some layers.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RopeConfig {
+    /// Base of the frequencies.
+    pub theta: f64,
+    /// Scaling of the frequencies.
+    pub scaling: RopeScaling,
+}
+
+/// Scaling of the frequencies `theta^(-2i / d_head)`.
+#[derive(Debug, Clone, PartialEq)]
+pub enum RopeScaling {
+    /// None.
+    None,
+    /// All frequencies are divided.
+    Linear {
+        /// Divisor.
+        factor: f64,
+    },
+    /// Slow frequencies are divided, fast ones kept, those between interpolated (Llama 3.1).
+    Llama3 {
+        /// Divisor.
+        factor: f64,
+        /// Rotations within the original context up to which a frequency is slow.
+        low: f64,
+        /// Rotations from which it is fast.
+        high: f64,
+        /// Positions of the original context.
+        original: f64,
+    },
+    /// YaRN (arXiv:2309.00071): slow frequencies divided, fast ones kept, a ramp over the pairs between.
+    Yarn {
+        /// Divisor.
+        factor: f64,
+        /// Rotations within the original context at which a pair is fast.
+        beta_fast: f64,
+        /// Rotations at which it is slow.
+        beta_slow: f64,
+        /// Positions of the original context.
+        original: f64,
+        /// The ends of the ramp are rounded to whole pairs.
+        truncate: bool,
+        /// Cosine and sine are multiplied by this.
+        amplitude: f64,
+    },
+    /// Each pair is divided by a factor of its own.
+    PerPair {
+        /// `[d_head / 2]`; empty until the tensor that holds them is read.
+        factors: Vec<f32>,
+        /// Cosine and sine are multiplied by this.
+        amplitude: f64,
+    },
+}
+
+const FACTOR: (f64, f64) = (1e-3, 1e6);
+const POSITIONS: (f64, f64) = (1.0, (1 << 24) as f64);
+const TURNS: (f64, f64) = (1e-6, 1e6);
+const AMPLITUDE: (f64, f64) = (1e-3, 1e3);
+const THETA: (f64, f64) = (1.0, 1e12);
+
+impl RopeConfig {
+    /// A rotary embedding without scaling.
+    pub fn plain(theta: f64) -> Self {
+        Self { theta, scaling: RopeScaling::None }
+    }
+
+    /// Checks that all numbers are within their bounds.
+    pub(crate) fn check(&self, d_head: usize) -> Result<(), FormatError> {
+        let within = |what, got, (min, max)| bounded(what, got, min, max);
+        within("the rope base", self.theta, THETA)?;
+        match &self.scaling {
+            RopeScaling::None => Ok(()),
+            RopeScaling::Linear { factor } => within("the rope's factor", *factor, FACTOR),
+            RopeScaling::Llama3 { factor, low, high, original } => {
+                within("the rope's factor", *factor, FACTOR)?;
+                within("the rope's low_freq_factor", *low, TURNS)?;
+                // The interpolation divides by their distance.
+                within("the rope's high_freq_factor", *high, (*low + 1e-6, TURNS.1))?;
+                within("the rope's original context", *original, POSITIONS)
+            }
+            RopeScaling::Yarn { factor, beta_fast, beta_slow, original, amplitude, .. } => {
+                within("the rope's factor", *factor, FACTOR)?;
+                within("the rope's beta_fast", *beta_fast, TURNS)?;
+                within("the rope's beta_slow", *beta_slow, TURNS)?;
+                within("the rope's original context", *original, POSITIONS)?;
+                // The ramp divides by its logarithm.
+                within("the rope base", self.theta, (1.0 + 1e-6, THETA.1))?;
+                within("the rope's attention factor", *amplitude, AMPLITUDE)
+            }
+            RopeScaling::PerPair { factors, amplitude } => {
+                within("the rope's attention factor", *amplitude, AMPLITUDE)?;
+                let (got, want) = (factors.len(), d_head / 2);
+                if got != 0 && got != want {
+                    let (what, other) = ("the number of rope factors", "half the head width");
+                    return Err(FormatError::Disagree { what, got: got as u64, other, want: want as u64 });
+                }
+                factors.iter().try_for_each(|&factor| within("a rope factor", f64::from(factor), FACTOR))
+            }
+        }
+    }
+
+    /// The frequency table for heads of `d_head` elements.
+    pub fn table(&self, d_head: usize) -> RopeTable {
+        let plain = RopeTable::new(d_head, self.theta);
+        match &self.scaling {
+            RopeScaling::None => plain,
+            RopeScaling::Linear { factor } => plain.scaled(1.0, |_, f| f / factor),
+            RopeScaling::Llama3 { factor, low, high, original } => plain.scaled(1.0, |_, f| {
+                let turns = original * f / TAU;
+                let keep = ((turns - low) / (high - low)).clamp(0.0, 1.0);
+                f * keep + f / factor * (1.0 - keep)
+            }),
+            RopeScaling::Yarn { factor, beta_fast, beta_slow, original, truncate, amplitude } => {
+                let pair =
+                    |turns: f64| d_head as f64 * (original / (turns * TAU)).ln() / (2.0 * self.theta.ln());
+                let (first, last) = (pair(*beta_fast), pair(*beta_slow));
+                let (first, last) = if *truncate { (first.floor(), last.ceil()) } else { (first, last) };
+                let (first, last) = (first.max(0.0), last.min((d_head - 1) as f64));
+                let last = if first == last { last + 0.001 } else { last };
+                plain.scaled(*amplitude as f32, |i, f| {
+                    let slow = ((i as f64 - first) / (last - first)).clamp(0.0, 1.0);
+                    f / factor * slow + f * (1.0 - slow)
+                })
+            }
+            RopeScaling::PerPair { factors, amplitude } => {
+                plain.scaled(*amplitude as f32, |i, f| f / f64::from(factors[i]))
+            }
+        }
+    }
+}
+
+/// YaRN's amplitude where a file states none: `0.1 m ln(factor) + 1`.
+pub(crate) fn yarn_amplitude(factor: f64, m: f64) -> f64 {
+    if factor <= 1.0 { 1.0 } else { 0.1 * m * factor.ln() + 1.0 }
+}
+
+/// LongRoPE's amplitude where a file states none: `sqrt(1 + ln(factor) / ln(original))`.
+pub(crate) fn longrope_amplitude(factor: f64, original: usize) -> f64 {
+    if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / (original as f64).ln()).sqrt() }
+}

@@ -1,0 +1,323 @@
+//! What differs between architectures: one row for each. A new architecture is a new row, and an op if it needs one.
+
+use crate::arch::weight_id::{
+    FOLDER_NAMES, FOUR_NORM_FOLDER_NAMES, FUSED_FOLDER_NAMES, FUSED_GGUF_NAMES, GGUF_NAMES,
+    MIXTRAL_FOLDER_NAMES, NameTable,
+};
+use crate::error::Unsupported;
+
+pub use crate::arch::weight_id::{ExpertPart, LayerWeight, WeightId};
+
+/// What the forward pass and the loaders need to know of one architecture.
+#[derive(Debug)]
+pub struct ArchSpec {
+    /// `architectures[0]` of `config.json`.
+    pub architecture: &'static str,
+    /// `model_type` of `config.json`, used if it names no architecture.
+    pub model_type: &'static str,
+    /// `general.architecture` of a GGUF file. Where several rows share it, the first one applies that agrees on
+    /// whether the model has experts.
+    pub gguf_architecture: &'static str,
+    /// The q, k and v projections add a bias.
+    pub qkv_bias: bool,
+    /// How queries and keys are normalized before the rotary embedding.
+    pub qk_norm: QkNorm,
+    /// The inputs of attention and of the feed-forward block are normalized.
+    pub pre_norms: bool,
+    /// The outputs of attention and of the feed-forward block are normalized before they join the residual stream.
+    pub post_norms: bool,
+    /// Subtracted from the weights of norms in a folder; a GGUF file stores them as they are.
+    pub folder_norm_offset: f32,
+    /// Activation of the gate.
+    pub activation: Activation,
+    /// `head_dim` where `config.json` has none; None: `hidden_size / num_attention_heads`.
+    pub d_head_default: Option<usize>,
+    /// Whether the head is tied where `config.json` does not state it.
+    pub tied_default: bool,
+    /// Embeddings are multiplied by `sqrt(d_model)`.
+    pub embed_sqrt: bool,
+    /// `config.json` states multipliers of embeddings, scores, residual branches and logits.
+    pub multipliers: bool,
+    /// The scale of attention scores where it is not `1 / sqrt(d_head)`.
+    pub query_scalar: Option<QueryScalar>,
+    /// The soft cap of attention scores.
+    pub attn_soft_cap: SoftCap,
+    /// The soft cap of logits.
+    pub logit_soft_cap: SoftCap,
+    /// Which layers have a sliding window.
+    pub window: WindowRule,
+    /// Rope base of layers with a window, where it differs from the other layers.
+    pub local_theta: Option<f64>,
+    /// Keys of a mixture of experts in `config.json`; None: a dense model.
+    pub experts: Option<ExpertKeys>,
+    /// Row order of q and k in a GGUF file.
+    pub gguf_rope_rows: RopeRows,
+    /// Names in a folder.
+    pub folder_names: &'static NameTable,
+    /// Names in a GGUF file.
+    pub gguf_names: &'static NameTable,
+}
+
+/// Activation of the gate of the feed-forward block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activation {
+    /// `x / (1 + e^-x)`
+    Silu,
+    /// The tanh form of gelu.
+    GeluTanh,
+}
+
+/// How queries and keys are normalized.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum QkNorm {
+    /// Not at all.
+    None,
+    /// Each head by itself.
+    Head,
+    /// The whole projection, all heads together.
+    Projection,
+}
+
+/// The scale of attention scores as a divisor under a square root: `query_pre_attn_scalar` of `config.json`. A GGUF
+/// file has no key for it; it follows from the sizes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct QueryScalar {
+    /// Default where `config.json` states none.
+    pub default: usize,
+    /// The number of layers of the one model size where the scalar is `d_model / n_heads`; it is `d_head` in the others.
+    pub layers_by_width: usize,
+}
+
+/// Where a soft cap comes from: `cap * tanh(x / cap)`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum SoftCap {
+    /// The architecture has none; a file that states one is rejected.
+    Refused,
+    /// The file states it (null: none); this is the default.
+    Stated(Option<f64>),
+}
+
+/// Which layers have a sliding window where `layer_types` is absent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WindowRule {
+    /// The architecture has none; a file that states one is rejected.
+    Refused,
+    /// All layers, with `sliding_window` or this default.
+    All(Option<usize>),
+    /// The layers from `max_window_layers` on, if `use_sliding_window` is true.
+    SwitchedFromLayer,
+    /// All layers, if `use_sliding_window` is true.
+    Switched,
+    /// All layers except every n-th; layer `n - 1` is the first without a window.
+    AllButEvery(usize),
+}
+
+/// Keys of a mixture of experts in `config.json`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExpertKeys {
+    /// The number of experts of a layer.
+    pub n: &'static str,
+    /// Inner width of one expert.
+    pub d_ff: &'static str,
+    /// Whether the weights of the chosen experts are scaled to a sum of 1; None: always. In a GGUF file the default
+    /// is true.
+    pub normalize: Option<&'static str>,
+}
+
+/// The order in which the rows of a head of q and k are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RopeRows {
+    /// The pair of row `i` is row `i + d_head / 2`: the order of this crate and of transformers.
+    HalfSplit,
+    /// The pair of row `2i` is row `2i + 1`: the order that llama.cpp's converter writes for Llama checkpoints.
+    Interleaved,
+}
+
+impl RopeRows {
+    /// The stored row of row `n` in half-split order. The matrix consists of whole heads of `d_head` rows.
+    pub fn stored_row(self, n: usize, d_head: usize) -> usize {
+        match self {
+            RopeRows::HalfSplit => n,
+            RopeRows::Interleaved => {
+                let (head, row) = (n / d_head, n % d_head);
+                let half = d_head / 2;
+                head * d_head + 2 * (row % half) + row / half
+            }
+        }
+    }
+}
+
+/// Llama 2 and 3, and models with the same forward pass (SmolLM2).
+pub const LLAMA: ArchSpec = ArchSpec {
+    architecture: "LlamaForCausalLM",
+    model_type: "llama",
+    gguf_architecture: "llama",
+    qkv_bias: false,
+    qk_norm: QkNorm::None,
+    pre_norms: true,
+    post_norms: false,
+    folder_norm_offset: 0.0,
+    activation: Activation::Silu,
+    d_head_default: None,
+    tied_default: false,
+    embed_sqrt: false,
+    multipliers: false,
+    query_scalar: None,
+    attn_soft_cap: SoftCap::Refused,
+    logit_soft_cap: SoftCap::Refused,
+    window: WindowRule::Refused,
+    local_theta: None,
+    experts: None,
+    gguf_rope_rows: RopeRows::Interleaved,
+    folder_names: &FOLDER_NAMES,
+    gguf_names: &GGUF_NAMES,
+};
+
+/// Mistral. The architecture of its GGUF files is "llama".
+pub const MISTRAL: ArchSpec = ArchSpec {
+    architecture: "MistralForCausalLM",
+    model_type: "mistral",
+    window: WindowRule::All(Some(4096)),
+    ..LLAMA
+};
+
+/// Qwen2, Qwen2.5, DeepSeek-R1-Distill-Qwen.
+pub const QWEN2: ArchSpec = ArchSpec {
+    architecture: "Qwen2ForCausalLM",
+    model_type: "qwen2",
+    gguf_architecture: "qwen2",
+    qkv_bias: true,
+    window: WindowRule::SwitchedFromLayer,
+    gguf_rope_rows: RopeRows::HalfSplit,
+    ..LLAMA
+};
+
+/// Qwen3, dense.
+pub const QWEN3: ArchSpec = ArchSpec {
+    architecture: "Qwen3ForCausalLM",
+    model_type: "qwen3",
+    gguf_architecture: "qwen3",
+    qk_norm: QkNorm::Head,
+    d_head_default: Some(128),
+    window: WindowRule::SwitchedFromLayer,
+    gguf_rope_rows: RopeRows::HalfSplit,
+    ..LLAMA
+};
+
+/// Phi-3 and 3.5.
+pub const PHI3: ArchSpec = ArchSpec {
+    architecture: "Phi3ForCausalLM",
+    model_type: "phi3",
+    gguf_architecture: "phi3",
+    window: WindowRule::All(None),
+    gguf_rope_rows: RopeRows::HalfSplit,
+    folder_names: &FUSED_FOLDER_NAMES,
+    gguf_names: &FUSED_GGUF_NAMES,
+    ..LLAMA
+};
+
+/// OLMo 2.
+pub const OLMO2: ArchSpec = ArchSpec {
+    architecture: "Olmo2ForCausalLM",
+    model_type: "olmo2",
+    gguf_architecture: "olmo2",
+    qk_norm: QkNorm::Projection,
+    pre_norms: false,
+    post_norms: true,
+    gguf_rope_rows: RopeRows::HalfSplit,
+    folder_names: &FOUR_NORM_FOLDER_NAMES,
+    ..LLAMA
+};
+
+/// Granite 3, dense.
+pub const GRANITE: ArchSpec = ArchSpec {
+    architecture: "GraniteForCausalLM",
+    model_type: "granite",
+    gguf_architecture: "granite",
+    multipliers: true,
+    ..LLAMA
+};
+
+/// Gemma 2.
+pub const GEMMA2: ArchSpec = ArchSpec {
+    architecture: "Gemma2ForCausalLM",
+    model_type: "gemma2",
+    gguf_architecture: "gemma2",
+    post_norms: true,
+    folder_norm_offset: 1.0,
+    activation: Activation::GeluTanh,
+    d_head_default: Some(256),
+    tied_default: true,
+    embed_sqrt: true,
+    query_scalar: Some(QueryScalar { default: 256, layers_by_width: 46 }),
+    attn_soft_cap: SoftCap::Stated(Some(50.0)),
+    logit_soft_cap: SoftCap::Stated(Some(30.0)),
+    window: WindowRule::AllButEvery(2),
+    gguf_rope_rows: RopeRows::HalfSplit,
+    folder_names: &FOUR_NORM_FOLDER_NAMES,
+    ..LLAMA
+};
+
+/// Gemma 3, the text model.
+pub const GEMMA3: ArchSpec = ArchSpec {
+    architecture: "Gemma3ForCausalLM",
+    model_type: "gemma3_text",
+    gguf_architecture: "gemma3",
+    qk_norm: QkNorm::Head,
+    query_scalar: Some(QueryScalar { default: 256, layers_by_width: 62 }),
+    attn_soft_cap: SoftCap::Refused,
+    logit_soft_cap: SoftCap::Stated(None),
+    window: WindowRule::AllButEvery(6),
+    local_theta: Some(1e4),
+    ..GEMMA2
+};
+
+/// Mixtral. The architecture of its GGUF files is "llama".
+pub const MIXTRAL: ArchSpec = ArchSpec {
+    architecture: "MixtralForCausalLM",
+    model_type: "mixtral",
+    window: WindowRule::All(None),
+    experts: Some(ExpertKeys { n: "num_local_experts", d_ff: "intermediate_size", normalize: None }),
+    folder_names: &MIXTRAL_FOLDER_NAMES,
+    ..LLAMA
+};
+
+/// Qwen3 with a mixture of experts in every layer.
+pub const QWEN3_MOE: ArchSpec = ArchSpec {
+    architecture: "Qwen3MoeForCausalLM",
+    model_type: "qwen3_moe",
+    gguf_architecture: "qwen3moe",
+    window: WindowRule::Switched,
+    experts: Some(ExpertKeys {
+        n: "num_experts",
+        d_ff: "moe_intermediate_size",
+        normalize: Some("norm_topk_prob"),
+    }),
+    ..QWEN3
+};
+
+/// Every supported architecture.
+pub static ARCHITECTURES: [ArchSpec; 11] =
+    [LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, GRANITE, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE];
+
+/// Returns the architecture that is called `name` in one of the three spellings. Errors: there is none; the message
+/// lists those that are supported.
+pub fn find(name: &str, spelling: fn(&ArchSpec) -> &'static str) -> Result<&'static ArchSpec, Unsupported> {
+    let found = ARCHITECTURES.iter().find(|arch| spelling(arch) == name);
+    found.ok_or_else(|| {
+        let mut names: Vec<&str> = ARCHITECTURES.iter().map(spelling).collect();
+        names.dedup();
+        Unsupported::Architecture { name: name.to_owned(), supported: names.join(", ") }
+    })
+}
+
+/// Returns the row of a GGUF architecture with or without experts. Errors: as [`find`]; there is no such row.
+pub fn find_gguf(name: &str, n_experts: usize) -> Result<&'static ArchSpec, Unsupported> {
+    let first = find(name, |arch| arch.gguf_architecture)?;
+    let mut rows = ARCHITECTURES.iter().filter(|arch| arch.gguf_architecture == first.gguf_architecture);
+    rows.find(|arch| arch.experts.is_some() == (n_experts > 0)).ok_or_else(|| Unsupported::Feature {
+        what: "a mixture of experts",
+        value: format!("{name}.expert_count = {n_experts}"),
+        supported: if first.experts.is_some() { "models with experts" } else { "dense models" },
+    })
+}

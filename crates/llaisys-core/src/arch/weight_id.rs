@@ -1,0 +1,276 @@
+//! Ids of the weights of a model, and their names in each container.
+
+/// One weight of a model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum WeightId {
+    /// Token embeddings, `[vocab_size, d_model]`.
+    Embed,
+    /// The last norm, `[d_model]`.
+    OutputNorm,
+    /// The head, `[vocab_size, d_model]`; absent where it is tied to the embeddings.
+    LmHead,
+    /// A weight of layer `.0`.
+    Layer(usize, LayerWeight),
+}
+
+/// One weight of a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum LayerWeight {
+    /// Norm before attention, `[d_model]`.
+    AttnNorm,
+    /// Norm of the output of attention, `[d_model]`.
+    AttnPostNorm,
+    /// Norm before the feed-forward block, `[d_model]`.
+    FfnNorm,
+    /// Norm of the output of the feed-forward block, `[d_model]`.
+    FfnPostNorm,
+    /// Query, key and value projections stacked by rows, where a container fuses them.
+    Qkv,
+    /// Query projection, `[n_heads * d_head, d_model]`.
+    Q,
+    /// Key projection, `[n_kv_heads * d_head, d_model]`.
+    K,
+    /// Value projection, `[n_kv_heads * d_head, d_model]`.
+    V,
+    /// `[n_heads * d_head]`, with `qkv_bias`.
+    QBias,
+    /// `[n_kv_heads * d_head]`, with `qkv_bias`.
+    KBias,
+    /// `[n_kv_heads * d_head]`, with `qkv_bias`.
+    VBias,
+    /// Norm of each query head, `[d_head]`, or of all, `[n_heads * d_head]`, with `qk_norm`.
+    QNorm,
+    /// As `QNorm`, of the keys.
+    KNorm,
+    /// Output projection, `[d_model, n_heads * d_head]`.
+    O,
+    /// Gate and up projections stacked by rows, where a container fuses them.
+    GateUp,
+    /// Gate projection, `[d_ff, d_model]`.
+    Gate,
+    /// Up projection, `[d_ff, d_model]`.
+    Up,
+    /// Down projection, `[d_model, d_ff]`.
+    Down,
+    /// The router, which chooses the experts of a token, `[n_experts, d_model]`.
+    Router,
+    /// A matrix of one expert, shaped as in a dense layer.
+    Expert(usize, ExpertPart),
+    /// The matrices of all experts, `[n_experts, ..]`, where a container stacks them.
+    Experts(ExpertPart),
+}
+
+impl LayerWeight {
+    /// True for the weights of norms.
+    pub fn is_norm(self) -> bool {
+        matches!(
+            self,
+            Self::AttnNorm
+                | Self::AttnPostNorm
+                | Self::FfnNorm
+                | Self::FfnPostNorm
+                | Self::QNorm
+                | Self::KNorm
+        )
+    }
+}
+
+/// One of the three matrices of an expert.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum ExpertPart {
+    /// `[d_ff, d_model]`
+    Gate,
+    /// `[d_ff, d_model]`
+    Up,
+    /// `[d_model, d_ff]`
+    Down,
+}
+
+/// Weights of a layer with the endings of their names. An expert has the number 0 here; `{}` in its ending stands for
+/// the number.
+pub type Names = &'static [(LayerWeight, &'static str)];
+
+/// The names of tensors in a container. A weight without a name is not stored by itself: fused projections have no names
+/// for their parts, stacked experts none for single ones.
+#[derive(Debug, PartialEq, Eq)]
+pub struct NameTable {
+    /// Name of [`WeightId::Embed`].
+    pub embed: &'static str,
+    /// Name of the tensor `[d_head / 2]` by which rope frequencies are divided, in GGUF files. It belongs to the
+    /// configuration and is no weight.
+    pub rope_factors: &'static str,
+    /// Name of [`WeightId::OutputNorm`].
+    pub output_norm: &'static str,
+    /// Name of [`WeightId::LmHead`].
+    pub lm_head: &'static str,
+    /// Prefix before the layer's number and a dot.
+    pub layer: &'static str,
+    /// Endings after them, for each weight.
+    pub in_layer: &'static [Names],
+    /// Endings of names of tensors that the forward pass does not need. They are ignored.
+    pub ignored_endings: &'static [&'static str],
+}
+
+const TWO_NORMS: Names = &[
+    (LayerWeight::AttnNorm, "input_layernorm.weight"),
+    (LayerWeight::FfnNorm, "post_attention_layernorm.weight"),
+];
+/// An architecture has the norms before, those after, or both.
+const FOUR_NORMS: Names = &[
+    (LayerWeight::AttnNorm, "input_layernorm.weight"),
+    (LayerWeight::AttnPostNorm, "post_attention_layernorm.weight"),
+    (LayerWeight::FfnNorm, "pre_feedforward_layernorm.weight"),
+    (LayerWeight::FfnPostNorm, "post_feedforward_layernorm.weight"),
+];
+const ATTENTION: Names = &[
+    (LayerWeight::Q, "self_attn.q_proj.weight"),
+    (LayerWeight::K, "self_attn.k_proj.weight"),
+    (LayerWeight::V, "self_attn.v_proj.weight"),
+    (LayerWeight::QBias, "self_attn.q_proj.bias"),
+    (LayerWeight::KBias, "self_attn.k_proj.bias"),
+    (LayerWeight::VBias, "self_attn.v_proj.bias"),
+    (LayerWeight::QNorm, "self_attn.q_norm.weight"),
+    (LayerWeight::KNorm, "self_attn.k_norm.weight"),
+    (LayerWeight::O, "self_attn.o_proj.weight"),
+];
+const FEED_FORWARD: Names = &[
+    (LayerWeight::Gate, "mlp.gate_proj.weight"),
+    (LayerWeight::Up, "mlp.up_proj.weight"),
+    (LayerWeight::Down, "mlp.down_proj.weight"),
+    (LayerWeight::Router, "mlp.gate.weight"),
+    (LayerWeight::Expert(0, ExpertPart::Gate), "mlp.experts.{}.gate_proj.weight"),
+    (LayerWeight::Expert(0, ExpertPart::Up), "mlp.experts.{}.up_proj.weight"),
+    (LayerWeight::Expert(0, ExpertPart::Down), "mlp.experts.{}.down_proj.weight"),
+];
+
+/// Names in a Hugging Face folder (Llama and similar architectures in transformers).
+pub const FOLDER_NAMES: NameTable = NameTable {
+    embed: "model.embed_tokens.weight",
+    rope_factors: "",
+    output_norm: "model.norm.weight",
+    lm_head: "lm_head.weight",
+    layer: "model.layers.",
+    in_layer: &[TWO_NORMS, ATTENTION, FEED_FORWARD],
+    // Old checkpoints saved the rope frequencies, which follow from the configuration.
+    ignored_endings: &[".rotary_emb.inv_freq"],
+};
+
+/// Names in a folder of an architecture with norms after each block (Gemma, OLMo 2).
+pub const FOUR_NORM_FOLDER_NAMES: NameTable =
+    NameTable { in_layer: &[FOUR_NORMS, ATTENTION, FEED_FORWARD], ..FOLDER_NAMES };
+
+/// Names in a folder of Phi-3.
+pub const FUSED_FOLDER_NAMES: NameTable = NameTable {
+    in_layer: &[
+        TWO_NORMS,
+        &[
+            (LayerWeight::Qkv, "self_attn.qkv_proj.weight"),
+            (LayerWeight::O, "self_attn.o_proj.weight"),
+            (LayerWeight::GateUp, "mlp.gate_up_proj.weight"),
+            (LayerWeight::Down, "mlp.down_proj.weight"),
+        ],
+    ],
+    ..FOLDER_NAMES
+};
+
+/// Names in a folder of Mixtral.
+pub const MIXTRAL_FOLDER_NAMES: NameTable = NameTable {
+    in_layer: &[
+        TWO_NORMS,
+        ATTENTION,
+        &[
+            (LayerWeight::Router, "block_sparse_moe.gate.weight"),
+            (LayerWeight::Expert(0, ExpertPart::Gate), "block_sparse_moe.experts.{}.w1.weight"),
+            (LayerWeight::Expert(0, ExpertPart::Up), "block_sparse_moe.experts.{}.w3.weight"),
+            (LayerWeight::Expert(0, ExpertPart::Down), "block_sparse_moe.experts.{}.w2.weight"),
+        ],
+    ],
+    ..FOLDER_NAMES
+};
+
+const GGUF_NORMS: Names = &[
+    (LayerWeight::AttnNorm, "attn_norm.weight"),
+    (LayerWeight::AttnPostNorm, "post_attention_norm.weight"),
+    (LayerWeight::FfnNorm, "ffn_norm.weight"),
+    (LayerWeight::FfnPostNorm, "post_ffw_norm.weight"),
+];
+
+/// Names in a GGUF file (the GGUF specification's standardized tensor names).
+pub const GGUF_NAMES: NameTable = NameTable {
+    embed: "token_embd.weight",
+    rope_factors: "rope_freqs.weight",
+    output_norm: "output_norm.weight",
+    lm_head: "output.weight",
+    layer: "blk.",
+    in_layer: &[
+        GGUF_NORMS,
+        &[
+            (LayerWeight::Q, "attn_q.weight"),
+            (LayerWeight::K, "attn_k.weight"),
+            (LayerWeight::V, "attn_v.weight"),
+            (LayerWeight::QBias, "attn_q.bias"),
+            (LayerWeight::KBias, "attn_k.bias"),
+            (LayerWeight::VBias, "attn_v.bias"),
+            (LayerWeight::QNorm, "attn_q_norm.weight"),
+            (LayerWeight::KNorm, "attn_k_norm.weight"),
+            (LayerWeight::O, "attn_output.weight"),
+        ],
+        &[
+            (LayerWeight::Gate, "ffn_gate.weight"),
+            (LayerWeight::Up, "ffn_up.weight"),
+            (LayerWeight::Down, "ffn_down.weight"),
+            (LayerWeight::Router, "ffn_gate_inp.weight"),
+            (LayerWeight::Experts(ExpertPart::Gate), "ffn_gate_exps.weight"),
+            (LayerWeight::Experts(ExpertPart::Up), "ffn_up_exps.weight"),
+            (LayerWeight::Experts(ExpertPart::Down), "ffn_down_exps.weight"),
+        ],
+    ],
+    ignored_endings: &[],
+};
+
+/// Names in a GGUF file of Phi-3: the fused gate and up projections have the name of up.
+pub const FUSED_GGUF_NAMES: NameTable = NameTable {
+    rope_factors: "rope_factors_short.weight",
+    in_layer: &[
+        GGUF_NORMS,
+        &[
+            (LayerWeight::Qkv, "attn_qkv.weight"),
+            (LayerWeight::O, "attn_output.weight"),
+            (LayerWeight::GateUp, "ffn_up.weight"),
+            (LayerWeight::Down, "ffn_down.weight"),
+        ],
+    ],
+    // Factors of positions that are rejected: the context ends where they would begin.
+    ignored_endings: &["rope_factors_long.weight"],
+    ..GGUF_NAMES
+};
+
+impl NameTable {
+    /// The weights of a layer that this container can store, each once; experts have the number 0.
+    pub fn parts(&self) -> impl Iterator<Item = LayerWeight> {
+        self.in_layer.iter().flat_map(|names| names.iter().map(|&(part, _)| part))
+    }
+
+    /// The name of a weight; None if this container does not store it by itself.
+    pub fn name(&self, id: WeightId) -> Option<String> {
+        match id {
+            WeightId::Embed => Some(self.embed.to_owned()),
+            WeightId::OutputNorm => Some(self.output_norm.to_owned()),
+            WeightId::LmHead => Some(self.lm_head.to_owned()),
+            WeightId::Layer(layer, part) => {
+                let (named, expert) = match part {
+                    LayerWeight::Expert(expert, matrix) => (LayerWeight::Expert(0, matrix), expert),
+                    other => (other, 0),
+                };
+                let mut names = self.in_layer.iter().flat_map(|names| names.iter());
+                let (_, ending) = names.find(|(part, _)| *part == named)?;
+                Some(format!("{}{layer}.{}", self.layer, ending.replace("{}", &expert.to_string())))
+            }
+        }
+    }
+
+    /// True if the tensor called `name` is ignored.
+    pub fn ignores(&self, name: &str) -> bool {
+        self.ignored_endings.iter().any(|ending| name.ends_with(ending))
+    }
+}

@@ -1,0 +1,169 @@
+//! A context whose model is split over several GPUs, one a rank. Each rank's is used by one thread, always the same; the
+//! context's thread is rank 0's. All ranks do the same work at the same time, and exchange through their devices.
+
+use super::{CudaBackend, Gpu, Share, check_computed};
+use crate::arch::weight_id::WeightId;
+use crate::context::backend::Backend;
+use crate::context::{Context, ContextConfig};
+use crate::error::{DeviceError, Error, Result, Unsupported};
+use crate::forward::decoder::ForwardRows;
+use crate::forward::weights::Replacement;
+use crate::kv::Copies;
+use crate::load::checkpoint::Checkpoint;
+use crate::progress::Progress;
+use crate::threads::Pool;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// The ranks in order, and their threads.
+#[derive(Debug)]
+struct CudaRanks {
+    ranks: Vec<Mutex<CudaBackend>>,
+    threads: Pool,
+    /// For work of the host.
+    pool: Pool,
+    name: String,
+}
+
+impl Context {
+    /// As [`Context::on_gpu`], with a GPU for each of [`ContextConfig::n_ranks`], two or more. `open(rank)` is called on
+    /// the thread that will use it, on all at once, and gives a device that has joined those of the other ranks.
+    ///
+    /// Errors: as [`Context::on_gpu`]; a model that cannot be split so; the first rank's whose GPU cannot be opened.
+    pub fn on_gpus(
+        checkpoint: Checkpoint,
+        mut config: ContextConfig,
+        open: &(dyn Fn(usize) -> Result<Gpu> + Sync),
+    ) -> Result<Self> {
+        check_computed(&config, &checkpoint)?;
+        let (n_ranks, threads) = (config.n_ranks, Pool::new(config.n_ranks)?);
+        let n_threads = (config.n_threads / n_ranks).max(1);
+        let loaded = on_all(&threads, &|rank| {
+            let Gpu { device, memory_share, .. } = open(rank)?;
+            CudaBackend::load(device, &checkpoint, &config, Share { memory: memory_share, n_threads })
+        })?;
+        let name = format!("{n_ranks} x {}", loaded[0].name());
+        let pool = Pool::new(config.n_threads)?;
+        config.n_cells = loaded[0].n_cells(config.n_streams);
+        let fingerprint = loaded[0].fingerprint(&checkpoint, &config)?;
+        let ranks = loaded.into_iter().map(Mutex::new).collect();
+        let backend = Box::new(CudaRanks { ranks, threads, pool, name });
+        Self::assemble(checkpoint, config, backend, fingerprint)
+    }
+}
+
+/// What `job` gives of each rank, each on its own thread.
+///
+/// Errors: the first rank's that did not fail because another had. A panic of any rank is raised here once all have
+/// ended.
+fn on_all<T: Send>(threads: &Pool, job: &(dyn Fn(usize) -> Result<T> + Sync)) -> Result<Vec<T>> {
+    let results: Vec<Mutex<Option<Result<T>>>> = (0..threads.n_threads()).map(|_| Mutex::default()).collect();
+    threads.run(&|rank| *lock(&results[rank]) = Some(job(rank)));
+    let results =
+        results.into_iter().map(|result| result.into_inner().unwrap_or_else(PoisonError::into_inner));
+    let (given, errors): (Vec<_>, Vec<_>) =
+        results.map(|result| result.expect("every thread has run")).partition(Result::is_ok);
+    let is_lost = |error: &Error| matches!(error, Error::Device(DeviceError::RankLost { .. }));
+    match errors.into_iter().filter_map(Result::err).min_by_key(is_lost) {
+        Some(error) => Err(error),
+        None => Ok(given.into_iter().flatten().collect()),
+    }
+}
+
+fn lock<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {
+    value.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl CudaRanks {
+    /// As the function; a rank whose job does not end well keeps no other waiting.
+    fn on_all<T: Send>(&self, job: &(dyn Fn(usize, &mut CudaBackend) -> Result<T> + Sync)) -> Result<Vec<T>> {
+        on_all(&self.threads, &|rank| {
+            let mut backend = lock(&self.ranks[rank]);
+            let result = catch_unwind(AssertUnwindSafe(|| job(rank, &mut backend)));
+            if !matches!(result, Ok(Ok(_))) {
+                backend.abort();
+            }
+            result.unwrap_or_else(|payload| resume_unwind(payload))
+        })
+    }
+
+    /// What ranks tell of themselves without their devices.
+    fn sum(&self, of: impl Fn(&CudaBackend) -> usize) -> usize {
+        self.ranks.iter().map(|rank| of(&lock(rank))).sum()
+    }
+
+    /// Rank 0's, which is the context's thread.
+    fn first(&mut self) -> &mut CudaBackend {
+        self.ranks[0].get_mut().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Backend for CudaRanks {
+    /// Reaching a layer counts as progress on rank 0.
+    fn forward(&mut self, rows: &ForwardRows<'_>, progress: &Progress) -> Result<()> {
+        let others = Progress::default();
+        self.on_all(&|rank, backend| backend.forward(rows, if rank == 0 { progress } else { &others }))?;
+        Ok(())
+    }
+
+    /// Every rank has all logits; rank 0's are taken.
+    fn compute_outputs(&mut self, rows: &[usize], n_logits: usize, logits: &mut [f32]) -> Result<()> {
+        let logits = Mutex::new(logits);
+        self.on_all(&|rank, backend| match rank {
+            0 => backend.compute_outputs(rows, n_logits, &mut lock(&logits)),
+            _ => backend.compute_outputs(rows, n_logits, &mut []),
+        })?;
+        Ok(())
+    }
+
+    fn hidden_states(&mut self, n_rows: usize) -> Result<&[f32]> {
+        self.first().hidden_states(n_rows)
+    }
+
+    fn copy_cells(&mut self, copies: &Copies) -> Result<()> {
+        self.on_all(&|_, backend| backend.copy_cells(copies)).map(|_| ())
+    }
+
+    fn shift_cells(&mut self, cells: &[u32], delta: i32) -> Result<()> {
+        self.on_all(&|_, backend| backend.shift_cells(cells, delta)).map(|_| ())
+    }
+
+    fn read_cells(&self, cells: &[u32]) -> Result<Vec<u8>> {
+        Ok(self.on_all(&|_, backend| backend.read_cells(cells))?.concat())
+    }
+
+    fn write_cells(&mut self, cells: &[u32], data: &[u8]) -> Result<()> {
+        let of_rank = data.len() / self.ranks.len();
+        let data = |rank| &data[rank * of_rank..(rank + 1) * of_rank];
+        self.on_all(&|rank, backend| backend.write_cells(cells, data(rank))).map(|_| ())
+    }
+
+    fn nan_fill(&mut self, cells: &[u32]) -> Result<()> {
+        self.on_all(&|_, backend| backend.nan_fill(cells)).map(|_| ())
+    }
+
+    fn nan_fill_all(&mut self) -> Result<()> {
+        self.on_all(&|_, backend| backend.nan_fill_all()).map(|_| ())
+    }
+
+    fn replace_weight(&mut self, _id: WeightId, values: &Replacement<'_>) -> Result<()> {
+        let (name, stored) = (values.name.to_owned(), "parts on several ranks");
+        Err(Unsupported::ReplaceWeight { name, stored, given: "a whole tensor" }.into())
+    }
+
+    fn weight_bytes(&self) -> usize {
+        self.sum(CudaBackend::weight_bytes)
+    }
+
+    fn cell_bytes(&self) -> usize {
+        self.sum(CudaBackend::cell_bytes)
+    }
+
+    fn host_pool(&self) -> &Pool {
+        &self.pool
+    }
+
+    fn name(&self) -> &str {
+        &self.name
+    }
+}

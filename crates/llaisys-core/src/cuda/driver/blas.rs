@@ -1,0 +1,236 @@
+//! Matrix products by cublasLt. Each shape's algorithm is asked for once and kept.
+//!
+//! cublasLt is column-major: the row-major `out[m, n] = input[m, k] . weight[n, k]^T` is its `D[n, m] = A^T . B` with
+//! `A = weight` (`k x n`), `B = input` (`k x m`).
+
+use crate::cuda::device::{DevicePtr, Element, Product};
+use crate::error::DeviceError;
+use cudarc::cublaslt::{result, result::CublasError, sys};
+use cudarc::driver::sys::CUstream;
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::ptr;
+
+/// CUDA 13.0's: what the loader finds must be of the generation that was looked for.
+const VERSION_MIN: usize = 130_000;
+/// CUBLAS_OP_T of cublas_api.h, which cudarc has with cublas only.
+const TRANSPOSED: i32 = 1;
+
+/// What an algorithm is chosen by. By the exact number of rows: a step asks for a few shapes, and what was chosen
+/// for other rows may not be allowed for these.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PlanKey {
+    m: usize,
+    n: usize,
+    k: usize,
+    element: Element,
+    out_element: Element,
+    has_bias: bool,
+}
+
+impl PlanKey {
+    /// The pointers are another matter.
+    pub fn of(product: &Product) -> Self {
+        let Product { m, n, k, element, out_element, bias, .. } = *product;
+        Self { m, n, k, element, out_element, has_bias: bias != DevicePtr::NULL }
+    }
+}
+
+/// Bytes of workspace that products of a device may use: NVIDIA's advice by architecture.
+pub fn workspace_bytes(capability: u32) -> usize {
+    if capability >= 90 { 32 << 20 } else { 4 << 20 }
+}
+
+/// cublasLt with its plans.
+#[derive(Debug)]
+pub(super) struct Blas {
+    handle: sys::cublasLtHandle_t,
+    workspace: DevicePtr,
+    workspace_bytes: usize,
+    plans: HashMap<PlanKey, Plan>,
+}
+
+#[derive(Debug)]
+struct Plan {
+    desc: sys::cublasLtMatmulDesc_t,
+    /// Of A, B and D.
+    layouts: [sys::cublasLtMatrixLayout_t; 3],
+    algo: sys::cublasLtMatmulAlgo_t,
+}
+
+impl Blas {
+    /// With a workspace in device memory. The library is loaded ([`super::probe::Cuda`] is the proof).
+    ///
+    /// Errors: another version than was looked for; it does not start.
+    pub(super) fn new(workspace: DevicePtr, workspace_bytes: usize) -> Result<Self, DeviceError> {
+        // SAFETY: the library is loaded, and the function takes nothing.
+        let version = unsafe { sys::cublasLtGetVersion() };
+        if version < VERSION_MIN {
+            return Err(DeviceError::Cuda {
+                op: "start cublasLt".to_owned(),
+                status: format!(
+                    "the loader gives version {version}, {VERSION_MIN} is needed: LD_LIBRARY_PATH?"
+                ),
+            });
+        }
+        let handle = result::create_handle().map_err(|e| fail("start cublasLt".to_owned(), e))?;
+        Ok(Self { handle, workspace, workspace_bytes, plans: HashMap::new() })
+    }
+
+    /// Starts a product on `stream`.
+    ///
+    /// Errors: no algorithm for the shape; a launch that fails.
+    ///
+    /// # Safety
+    /// `stream` belongs to the device of this handle, and [`Product::check`] accepted the arrays, which live as long as
+    /// the device.
+    pub(super) unsafe fn start(&mut self, product: &Product, stream: CUstream) -> Result<(), DeviceError> {
+        let key = PlanKey::of(product);
+        let fails = |e| fail(format!("product {key:?}"), e);
+        if !self.plans.contains_key(&key) {
+            let plan = self.plan(key).map_err(fails)?;
+            self.plans.insert(key, plan);
+        }
+        let plan = &self.plans[&key];
+        if key.has_bias {
+            let pointer = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
+            set(plan.desc, pointer, &product.bias.address()).map_err(fails)?;
+        }
+        let (one, zero) = (1.0_f32, 0.0_f32);
+        let address = |pointer: DevicePtr| pointer.address() as *const c_void;
+        let [a, b, d] = plan.layouts;
+        // SAFETY: handle, description, layouts and algorithm live in `self`; stream and arrays are as
+        // the caller says.
+        let started = unsafe {
+            result::matmul(
+                self.handle,
+                plan.desc,
+                ptr::from_ref(&one).cast(),
+                ptr::from_ref(&zero).cast(),
+                address(product.weight),
+                a,
+                address(product.input),
+                b,
+                address(product.out),
+                d,
+                address(product.out).cast_mut(),
+                d,
+                &plan.algo,
+                address(self.workspace).cast_mut(),
+                self.workspace_bytes,
+                stream.cast(),
+            )
+        };
+        started.map_err(fails)
+    }
+
+    fn plan(&self, key: PlanKey) -> Result<Plan, CublasError> {
+        use sys::cublasLtMatmulDescAttributes_t as Attribute;
+        let (element, out) = (data_type(key.element), data_type(key.out_element));
+        let layout = |kind, rows: usize, columns: usize| {
+            result::create_matrix_layout(kind, rows as u64, columns as u64, rows as i64)
+        };
+        let layouts =
+            [layout(element, key.k, key.n)?, layout(element, key.k, key.m)?, layout(out, key.n, key.m)?];
+        let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
+        let desc = result::create_matmul_desc(compute, data_type(Element::F32))?;
+        set(desc, Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &TRANSPOSED)?;
+        if key.has_bias {
+            let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS;
+            set(desc, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)?;
+            set(desc, Attribute::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &element)?;
+        }
+        let preference = result::create_matmul_pref()?;
+        let [a, b, d] = layouts;
+        // SAFETY: all that is passed was made just now and lives; the attribute's value is a size_t.
+        let chosen = unsafe {
+            let bytes = sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
+            let value = ptr::from_ref(&self.workspace_bytes);
+            result::set_matmul_pref_attribute(preference, bytes, value.cast(), size_of::<usize>())
+                .and_then(|()| result::get_matmul_algo_heuristic(self.handle, desc, a, b, d, d, preference))
+        };
+        // SAFETY: it was made above and is used no more.
+        let _ = unsafe { result::destroy_matmul_pref(preference) };
+        Ok(Plan { desc, layouts, algo: chosen?.algo })
+    }
+}
+
+impl Drop for Blas {
+    fn drop(&mut self) {
+        for plan in self.plans.values() {
+            // SAFETY: each was made by `plan`, belongs to it alone, and no work refers to it on the host.
+            unsafe {
+                let _ = result::destroy_matmul_desc(plan.desc);
+                for layout in plan.layouts {
+                    let _ = result::destroy_matrix_layout(layout);
+                }
+            }
+        }
+        // SAFETY: the handle was made by `new`.
+        let _ = unsafe { result::destroy_handle(self.handle) };
+    }
+}
+
+fn set<T>(
+    desc: sys::cublasLtMatmulDesc_t,
+    attribute: sys::cublasLtMatmulDescAttributes_t,
+    value: &T,
+) -> Result<(), CublasError> {
+    // SAFETY: the description lives; each caller passes the type that cublasLt.h gives the attribute.
+    unsafe { result::set_matmul_desc_attribute(desc, attribute, ptr::from_ref(value).cast(), size_of::<T>()) }
+}
+
+fn data_type(element: Element) -> sys::cudaDataType {
+    match element {
+        Element::Bf16 => sys::cudaDataType::CUDA_R_16BF,
+        Element::F16 => sys::cudaDataType::CUDA_R_16F,
+        Element::F32 => sys::cudaDataType::CUDA_R_32F,
+    }
+}
+
+fn fail(op: String, e: CublasError) -> DeviceError {
+    DeviceError::Cuda { op, status: e.to_string() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pointer(address: u64) -> DevicePtr {
+        DevicePtr::of_test(address, 0x100)
+    }
+
+    #[test]
+    fn a_plan_serves_every_product_of_its_shape_and_no_other() {
+        let product = Product {
+            m: 3,
+            n: 64,
+            k: 128,
+            element: Element::Bf16,
+            out_element: Element::Bf16,
+            input: pointer(0x100),
+            weight: pointer(0x200),
+            bias: DevicePtr::NULL,
+            out: pointer(0x300),
+        };
+        let key = PlanKey::of(&product);
+        let elsewhere = Product { weight: pointer(0x400), out: pointer(0x500), ..product };
+        assert_eq!(PlanKey::of(&elsewhere), key);
+        let others = [
+            Product { m: 4, ..product },
+            Product { n: 65, ..product },
+            Product { k: 129, ..product },
+            Product { element: Element::F16, ..product },
+            Product { out_element: Element::F32, ..product },
+            Product { bias: pointer(0x600), ..product },
+        ];
+        for other in others {
+            assert_ne!(PlanKey::of(&other), key, "{other:?}");
+        }
+    }
+
+    #[test]
+    fn hopper_and_newer_have_the_larger_workspace() {
+        assert_eq!([80, 89, 90, 120].map(workspace_bytes), [4 << 20, 4 << 20, 32 << 20, 32 << 20]);
+    }
+}

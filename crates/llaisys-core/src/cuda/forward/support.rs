@@ -1,0 +1,56 @@
+//! What the device's kernels compute; everything else is refused by name, before a weight is read.
+
+use crate::arch::config::ModelConfig;
+use crate::arch::spec::QkNorm;
+use crate::cuda::kernel_source::HEAD_WIDTHS;
+use crate::cuda::ops::add_rms_norm::MAX_WIDTH;
+use crate::error::Unsupported;
+
+/// Errors: the first property of the model that no kernel has.
+pub fn check(config: &ModelConfig) -> Result<(), Unsupported> {
+    let refuse = |what, value: String, supported| {
+        Err(Unsupported::Feature { what, value: format!("{value} on a GPU"), supported })
+    };
+    if !HEAD_WIDTHS.contains(&(config.d_head as u32)) {
+        return refuse("the head width", config.d_head.to_string(), "64, 80, 96, 128");
+    }
+    if let Some(experts) = config.experts {
+        return refuse("a mixture of experts", experts.n.to_string(), "dense models");
+    }
+    if config.arch.qk_norm == QkNorm::Projection {
+        return refuse("the norm of q and k", "all heads together".to_owned(), "none, or each head's");
+    }
+    if !config.arch.pre_norms || config.arch.post_norms {
+        let where_ = if config.arch.pre_norms { "before and after a part" } else { "after a part" };
+        return refuse("a norm", where_.to_owned(), "before a part");
+    }
+    if config.local_rope.is_some() {
+        return refuse("a rotation", "another one in layers with a window".to_owned(), "one for all layers");
+    }
+    let caps =
+        [("the soft cap of scores", config.attn_soft_cap), ("the soft cap of logits", config.logit_soft_cap)];
+    for (what, cap) in caps {
+        if let Some(cap) = cap {
+            return refuse(what, cap.to_string(), "none");
+        }
+    }
+    let scales = [
+        ("the scale of embeddings", config.embed_scale),
+        ("the scale of the residual branches", config.residual_scale),
+        ("the scale of logits", config.logit_scale),
+    ];
+    for (what, scale) in scales {
+        if scale != 1.0 {
+            return refuse(what, scale.to_string(), "1");
+        }
+    }
+    for (what, width) in [("the model width", config.d_model), ("the feed-forward width", config.d_ff)] {
+        if !width.is_multiple_of(8) {
+            return refuse(what, width.to_string(), "a multiple of 8");
+        }
+    }
+    if config.d_model > MAX_WIDTH {
+        return refuse("the model width", config.d_model.to_string(), "up to 16384");
+    }
+    Ok(())
+}

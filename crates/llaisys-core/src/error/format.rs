@@ -1,0 +1,171 @@
+//! What can be wrong with a model file.
+
+use std::path::PathBuf;
+use thiserror::Error;
+
+/// A damaged or inconsistent model file.
+#[derive(Debug, Error)]
+#[allow(missing_docs, reason = "the error text names each field")]
+pub enum FormatError {
+    /// The system failed to open or read a file.
+    #[error("cannot read {}: {source}", path.display())]
+    Io { path: PathBuf, source: std::io::Error },
+    /// A file that became shorter after it was opened.
+    #[error(
+        "{} was truncated while it was loaded: {expected} bytes were expected at offset {offset}, but it has only \
+         {n_bytes} bytes now; replace a model file by renaming a new one over it, and load again", path.display()
+    )]
+    Truncated { path: PathBuf, offset: usize, expected: usize, n_bytes: u64 },
+    /// A pipe, device or folder where a file should be.
+    #[error("{} is not a regular file", path.display())]
+    NotAFile { path: PathBuf },
+    /// A file of a folder that resolves to a path outside of it.
+    #[error("{} leads outside of the model folder {}", path.display(), root.display())]
+    OutsideFolder { path: PathBuf, root: PathBuf },
+    /// A folder without a file that it must have.
+    #[error("the folder {} has no {name}", folder.display())]
+    FileMissing { folder: PathBuf, name: &'static str },
+    /// A file or header above the size limit.
+    #[error("{file} has {bytes} bytes, at most {max} are read")]
+    TooLarge { file: String, bytes: u64, max: u64 },
+    /// Not JSON, or JSON with a key twice or nested too deep.
+    #[error("{file} is not acceptable JSON: {source}")]
+    Json { file: String, source: serde_json::Error },
+    /// A key that must be there.
+    #[error("{file} has no {key:?}")]
+    KeyMissing { file: &'static str, key: &'static str },
+    /// A key of the wrong type.
+    #[error("{file}: {key:?} is not {expected}")]
+    KeyType { file: &'static str, key: &'static str, expected: &'static str },
+    /// A number outside its bounds.
+    #[error("{what} is {got}, allowed are {min} to {max}")]
+    Bounds { what: &'static str, got: f64, min: f64, max: f64 },
+    /// Two sizes of which one must be a multiple of the other.
+    #[error("{what} is {got}, which is not a multiple of {of} ({divisor})")]
+    NotAMultiple { what: &'static str, got: usize, of: &'static str, divisor: usize },
+    /// A token id outside of the vocabulary.
+    #[error("{what} is {got}, the vocabulary has {vocab_size} tokens")]
+    TokenId { what: &'static str, got: u64, vocab_size: usize },
+    /// Two facts that must agree.
+    #[error("{what} is {got}, but {other} says {want}")]
+    Disagree { what: &'static str, got: u64, other: &'static str, want: u64 },
+    /// A safetensors header that the format does not allow.
+    #[error("{file} is not a valid safetensors file: {source}")]
+    Safetensors { file: String, source: safetensors::SafeTensorError },
+    /// A weight that cannot be quantized.
+    #[error("tensor {name:?} holds an infinity or NaN in row {row}; such a model cannot be quantized")]
+    NotFinite { name: String, row: usize },
+    /// A tensor with too many dimensions.
+    #[error("{file}: tensor {name:?} has {n_dims} dimensions, at most {max} are read")]
+    Dimensions { file: String, name: String, n_dims: usize, max: usize },
+    /// A tensor name above the length limit.
+    #[error("{file}: a tensor's name has {bytes} bytes, at most {max} are read")]
+    LongName { file: String, bytes: usize, max: usize },
+    /// A shard name that is not a plain `*.safetensors` file name.
+    #[error(
+        "model.safetensors.index.json names the shard {shard:?}, which is not a plain *.safetensors file name"
+    )]
+    ShardName { shard: String },
+    /// A tensor that the index places in a shard which lacks it.
+    #[error("model.safetensors.index.json places {tensor:?} in {shard:?}, which does not have it")]
+    NotInShard { tensor: String, shard: String },
+    /// A tensor in a shard that the index does not place there.
+    #[error("{shard:?} has the tensor {tensor:?}, which model.safetensors.index.json does not place there")]
+    NotInIndex { tensor: String, shard: String },
+    /// A regular expression that can take exponential time.
+    #[error("tokenizer.json has the pattern {pattern:?}: {why}")]
+    Pattern { pattern: String, why: &'static str },
+    /// A tokenizer that makes a text much longer.
+    #[error("tokenizer.json: {what} is {got}, at most {max} are allowed")]
+    Growth { what: &'static str, got: u64, max: u64 },
+    /// Damage in a GGUF file.
+    #[error("the GGUF file is damaged: {0}")]
+    Gguf(#[from] GgufError),
+    /// Tensors of the configuration that the file does not have.
+    #[error("{n_missing} tensors are missing, the first is {first:?}")]
+    MissingTensors { n_missing: usize, first: String },
+    /// Tensors that the configuration does not have: without them the model would compute something else.
+    #[error("{n_extra} tensors have no place in this model, the first is {first:?}")]
+    ExtraTensors { n_extra: usize, first: String },
+    /// A tensor of another shape than the configuration says.
+    #[error("tensor {name:?} has shape {got:?}, the configuration says {want:?}")]
+    TensorShape { name: String, got: Vec<usize>, want: Vec<usize> },
+}
+
+/// Damage in a GGUF file. Offsets are bytes from the start of the file unless they say otherwise.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[allow(missing_docs, reason = "the error text names each field")]
+pub enum GgufError {
+    /// The first four bytes are not `GGUF`.
+    #[error("it starts with {found:02x?}, not with \"GGUF\"")]
+    Magic { found: Vec<u8> },
+    /// The file ends inside something.
+    #[error("{what} at offset {at} needs {needed} bytes, {left} are left")]
+    Truncated { what: &'static str, at: usize, needed: u64, left: usize },
+    /// A header that is longer than what is read of a file.
+    #[error("the header has at least {needed} bytes, {read} are read")]
+    HeaderBytes { needed: usize, read: usize },
+    /// A count above what the file can hold.
+    #[error("{count} {what}, at most {max} are possible or allowed")]
+    Count { what: &'static str, count: u64, max: u64 },
+    /// A string that is not UTF-8.
+    #[error("{what} at offset {at} is not UTF-8")]
+    Utf8 { what: &'static str, at: usize },
+    /// An empty metadata key or tensor name.
+    #[error("{what} at offset {at} is empty")]
+    EmptyName { what: &'static str, at: usize },
+    /// A metadata key or tensor name above the length limit.
+    #[error("{what} at offset {at} has {bytes} bytes, at most {max} are read")]
+    LongName { what: &'static str, at: usize, bytes: usize, max: usize },
+    /// A value type that the format does not have, or not in an array.
+    #[error("metadata key {key:?} has the value type {type_id}{}", if *in_array { " in an array" } else { "" })]
+    UnknownValueType { key: String, type_id: u32, in_array: bool },
+    /// A boolean that is neither 0 nor 1.
+    #[error("metadata key {key:?} has the truth value {value}")]
+    Bool { key: String, value: u8 },
+    /// The same metadata key twice.
+    #[error("metadata key {key:?} is there twice")]
+    DuplicateKey { key: String },
+    /// A metadata key that must be there.
+    #[error("metadata key {key:?} is missing")]
+    KeyMissing { key: String },
+    /// A metadata value of the wrong type.
+    #[error("metadata key {key:?} is {found}, expected {expected}")]
+    KeyType { key: String, expected: &'static str, found: &'static str },
+    /// The same tensor name twice.
+    #[error("tensor {name:?} is there twice")]
+    DuplicateTensor { name: String },
+    /// No dimensions, or more than four.
+    #[error("tensor {name:?} has {n_dims} dimensions, allowed are 1 to 4")]
+    Dimensions { name: String, n_dims: u32 },
+    /// A size of zero, or a product that does not fit.
+    #[error("tensor {name:?} has impossible sizes {sizes:?}")]
+    Sizes { name: String, sizes: Vec<u64> },
+    /// Rows that are not whole blocks.
+    #[error("tensor {name:?} has rows of {columns}, its type needs a multiple of {block}")]
+    PartialBlock { name: String, columns: u64, block: usize },
+    /// An alignment that is no power of two, or too large.
+    #[error("the alignment is {alignment}, allowed are powers of two up to {max}")]
+    Alignment { alignment: u64, max: u64 },
+    /// Tensor data that does not start on the alignment.
+    #[error("the data of tensor {name:?} starts at {offset} in the data part, the alignment is {alignment}")]
+    Misaligned { name: String, offset: u64, alignment: usize },
+    /// Tensor data outside of the file.
+    #[error("tensor {name:?} has {bytes} bytes at {offset} in the data part of {data_bytes}")]
+    OutsideFile { name: String, offset: u64, bytes: u64, data_bytes: usize },
+    /// Two tensors share bytes.
+    #[error("the data of tensors {first:?} and {second:?} overlaps")]
+    Overlap { first: String, second: String },
+}
+
+impl From<FormatError> for crate::error::Error {
+    fn from(error: FormatError) -> Self {
+        Self::Rejected(error.into())
+    }
+}
+
+impl From<GgufError> for crate::error::Error {
+    fn from(error: GgufError) -> Self {
+        FormatError::from(error).into()
+    }
+}

@@ -1,0 +1,331 @@
+//! The forward pass: one function for every architecture, a list of op calls in the order of the papers
+//! (transformer with rotary positions, grouped queries and a gated feed-forward block; arXiv:2302.13971,
+//! arXiv:2305.13245; norms before or after each block; experts: arXiv:2401.04088). In a model that is split
+//! ([`crate::forward::shard`]), each rank runs it on its part. The outputs of the ranks are summed where they join the
+//! residual stream, which every rank has whole.
+
+use super::workspace::{Activations, ExpertRows};
+use crate::arch::config::{Experts, ModelConfig};
+use crate::arch::spec::Activation;
+use crate::error::DeviceError;
+use crate::forward::weights::{FeedForward, LayerWeights, Mlp, Weights};
+use crate::ops::packed::PackedMatrix;
+use crate::ops::{self, AttentionRows, Gate, OpContext, PrunedArgmaxScratch, Queries, RopeTable, Scoring};
+use crate::tensor::{KvLayer, KvLayerMut};
+
+pub use super::workspace::{HeadScratch, Workspace};
+
+/// The rows of one forward pass, at most the workspace's.
+#[derive(Debug, Clone, Copy)]
+pub struct ForwardRows<'a> {
+    /// Token ids, `[n]`, each below the vocabulary size.
+    pub tokens: &'a [i32],
+    /// Positions, `[n]`.
+    pub positions: &'a [i32],
+    /// The cell where each row's key and value are stored, `[n]`.
+    pub cells: &'a [u32],
+    /// The cells that each row sees; its own is the last.
+    pub attention: AttentionRows<'a>,
+    /// What it sees of that in layers with a sliding window, in a model that has some.
+    pub windowed: Option<AttentionRows<'a>>,
+}
+
+/// The keys and values of each layer: all that the forward pass needs of the cache.
+pub trait KvLayers {
+    /// Layer `index`, to read.
+    fn layer(&self, index: usize) -> KvLayer<'_>;
+    /// Layer `index`, to write.
+    fn layer_mut(&mut self, index: usize) -> KvLayerMut<'_>;
+}
+
+/// The weights of a model, or a rank's part of them, and the configuration of the forward pass.
+#[derive(Debug)]
+pub struct Decoder {
+    config: ModelConfig,
+    /// Each weight can be replaced.
+    pub weights: Weights,
+    rope: RopeTable,
+    /// Table of layers with a window, where it differs.
+    local_rope: Option<RopeTable>,
+    gate: Gate,
+}
+
+impl Decoder {
+    /// Joins packed weights with their configuration; for a rank, that of [`crate::forward::shard::Shard::config`].
+    pub fn new(config: ModelConfig, weights: Weights) -> Self {
+        let rope = config.rope.table(config.d_head);
+        let local_rope = config.local_rope.as_ref().map(|rope| rope.table(config.d_head));
+        let gate = match config.arch.activation {
+            Activation::Silu => Gate::Silu,
+            Activation::GeluTanh => Gate::GeluTanh,
+        };
+        Self { config, weights, rope, local_rope, gate }
+    }
+
+    /// The configuration of the model.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// Rotation angles by position in a layer.
+    pub fn rope(&self, layer: usize) -> &RopeTable {
+        self.local_rope.as_ref().filter(|_| self.config.windowed[layer]).unwrap_or(&self.rope)
+    }
+
+    /// Runs all layers for `rows`: writes their keys and values into `kv` and leaves the last layer's output
+    /// in `work` (see [`Decoder::final_hidden`]). The bits of a row depend only on the cells that it sees and on the
+    /// number of ranks. Errors: another rank is lost.
+    pub fn forward(
+        &self,
+        cx: &mut OpContext,
+        rows: &ForwardRows<'_>,
+        kv: &mut dyn KvLayers,
+        work: &mut Workspace,
+    ) -> Result<(), DeviceError> {
+        let w = work.rows(rows.tokens.len());
+        self.embed(cx, rows.tokens, w.x)?;
+        ops::scale(cx, w.x, self.config.embed_scale);
+        self.rope.angles(rows.positions, w.cos, w.sin);
+        if let Some(rope) = &self.local_rope {
+            rope.angles(rows.positions, w.local_cos, w.local_sin);
+        }
+        let mut pass = Pass { rows, kv, w };
+        for (index, layer) in self.weights.layers.iter().enumerate() {
+            self.attention(cx, index, &mut pass)?;
+            self.feed_forward(cx, layer, &mut pass.w)?;
+        }
+        Ok(())
+    }
+
+    /// The embeddings of `tokens`. Each of several ranks has the rows of some tokens and contributes zeros for the others.
+    fn embed(&self, cx: &mut OpContext, tokens: &[i32], x: &mut [f32]) -> Result<(), DeviceError> {
+        let table = &self.weights.embed;
+        if cx.collective.world() == 1 {
+            ops::embed(cx, table, tokens, x);
+            return Ok(());
+        }
+        let first = cx.collective.rank() * table.n_rows();
+        let own = |&token: &i32| (token as usize).checked_sub(first).filter(|&row| row < table.n_rows());
+        let rows: Vec<i32> = tokens.iter().map(|token| own(token).map_or(0, |row| row as i32)).collect();
+        ops::embed(cx, table, &rows, x);
+        for (x, _) in x.chunks_exact_mut(self.config.d_model).zip(tokens).filter(|(_, t)| own(t).is_none()) {
+            x.fill(0.0);
+        }
+        cx.collective.all_reduce_sum(x)
+    }
+
+    /// Adds the output of layer `index`'s attention to the residual stream.
+    fn attention(&self, cx: &mut OpContext, index: usize, pass: &mut Pass<'_>) -> Result<(), DeviceError> {
+        let (config, layer) = (&self.config, &self.weights.layers[index]);
+        let (rows, w) = (pass.rows, &mut pass.w);
+        let input = normalized(cx, layer.attn_norm.as_ref(), config.rms_eps, w.x, w.normed);
+        let qkv = [layer.q.part(), layer.k.part(), layer.v.part()];
+        ops::linear(cx, input, &qkv, &mut [&mut *w.q, &mut *w.k, &mut *w.v]);
+        if let (Some(q_norm), Some(k_norm)) = (&layer.q_norm, &layer.k_norm) {
+            ops::rms_norm_in_place(cx, w.q, q_norm, config.rms_eps);
+            ops::rms_norm_in_place(cx, w.k, k_norm, config.rms_eps);
+        }
+        let is_local = config.windowed[index] && self.local_rope.is_some();
+        let (cos, sin) = if is_local { (&*w.local_cos, &*w.local_sin) } else { (&*w.cos, &*w.sin) };
+        ops::rope(cx, w.q, config.d_head, cos, sin);
+        ops::rope(cx, w.k, config.d_head, cos, sin);
+        ops::kv_store(cx, pass.kv.layer_mut(index), rows.cells, w.k, w.v);
+        let scoring = Scoring { scale: config.score_scale, soft_cap: config.attn_soft_cap };
+        let seen = rows.windowed.filter(|_| config.windowed[index]).unwrap_or(rows.attention);
+        ops::attention(cx, Queries { q: w.q, scoring }, pass.kv.layer(index), seen, w.attended);
+        let branch = Branch { input: w.attended, matrix: &layer.o, norm: layer.attn_post_norm.as_ref() };
+        self.add_projection(cx, branch, w.x, w.normed)
+    }
+
+    /// Adds the output of a layer's feed-forward block to the residual stream.
+    fn feed_forward(
+        &self,
+        cx: &mut OpContext,
+        layer: &LayerWeights,
+        w: &mut Activations<'_>,
+    ) -> Result<(), DeviceError> {
+        let input = normalized(cx, layer.ffn_norm.as_ref(), self.config.rms_eps, w.x, w.normed);
+        let norm = layer.ffn_post_norm.as_ref();
+        match (&layer.feed_forward, self.config.experts) {
+            (FeedForward::Experts { router, experts }, Some(config)) => {
+                let mixture = Mixture { router, experts, config, input, inner: w.inner };
+                self.experts(cx, mixture, &mut w.experts);
+                cx.collective.all_reduce_sum(w.experts.sum)?;
+                self.add_branch(cx, w.experts.sum, norm, w.x);
+                Ok(())
+            }
+            (FeedForward::Dense(mlp), _) => {
+                ops::linear_gated(cx, input, &mlp.gate_up, self.gate, w.inner);
+                self.add_projection(cx, Branch { input: w.inner, matrix: &mlp.down, norm }, w.x, w.normed)
+            }
+            (FeedForward::Experts { .. }, None) => unreachable!("experts are packed by the configuration"),
+        }
+    }
+
+    /// The weighted sum of the outputs of each row's experts, added in ascending order of the experts, so that it does not
+    /// depend on which rows are computed together.
+    fn experts(&self, cx: &mut OpContext, mixture: Mixture<'_>, w: &mut ExpertRows<'_>) {
+        let (d_model, d_ff) = (self.config.d_model, self.config.d_ff);
+        let part = |weight| ops::LinearPart { weight, bias: None };
+        ops::linear(cx, mixture.input, &[part(mixture.router)], &mut [&mut *w.logits]);
+        let Experts { n, n_used, normalize } = mixture.config;
+        ops::route(w.logits, n, n_used, normalize, w.routes);
+        w.sum.fill(0.0);
+        for (number, mlp) in mixture.experts.iter().enumerate() {
+            w.rows.clear();
+            w.weights.clear();
+            for (row, weight) in w.routes.of(number) {
+                w.rows.push(row as u32);
+                w.weights.push(weight);
+            }
+            let n = w.rows.len();
+            if n == 0 {
+                continue;
+            }
+            let (gathered, out) = (&mut w.gathered[..n * d_model], &mut w.out[..n * d_model]);
+            let inner = &mut mixture.inner[..n * d_ff];
+            ops::gather(cx, mixture.input, d_model, w.rows, gathered);
+            ops::linear_gated(cx, gathered, &mlp.gate_up, self.gate, inner);
+            ops::linear(cx, inner, &[part(&mlp.down)], &mut [&mut *out]);
+            ops::scatter_add(w.sum, d_model, w.rows, w.weights, out);
+        }
+    }
+
+    /// Adds the projection of a branch to the residual stream `x`, summed over the ranks and normalized if it has a norm.
+    /// Either needs `scratch`, of the length of `x`.
+    fn add_projection(
+        &self,
+        cx: &mut OpContext,
+        branch: Branch<'_>,
+        x: &mut [f32],
+        scratch: &mut [f32],
+    ) -> Result<(), DeviceError> {
+        let Branch { input, matrix, norm } = branch;
+        if norm.is_some() || cx.collective.world() > 1 {
+            ops::linear(cx, input, &[ops::LinearPart { weight: matrix, bias: None }], &mut [&mut *scratch]);
+            cx.collective.all_reduce_sum(scratch)?;
+            self.add_branch(cx, scratch, norm, x);
+        } else {
+            ops::scale(cx, input, self.config.residual_scale);
+            ops::linear_add(cx, input, matrix, x);
+        }
+        Ok(())
+    }
+
+    /// Adds a branch to the residual stream.
+    fn add_branch(&self, cx: &mut OpContext, branch: &mut [f32], norm: Option<&Vec<f32>>, x: &mut [f32]) {
+        if let Some(norm) = norm {
+            ops::rms_norm_in_place(cx, branch, norm, self.config.rms_eps);
+        }
+        ops::scale(cx, branch, self.config.residual_scale);
+        ops::add(cx, x, branch);
+    }
+
+    /// The final hidden states `[rows.len(), d_model]` of `rows` of the last [`Decoder::forward`].
+    pub fn final_hidden<'w>(
+        &self,
+        cx: &mut OpContext,
+        rows: &[usize],
+        work: &'w mut Workspace,
+    ) -> &'w mut [f32] {
+        let d_model = self.config.d_model;
+        let (x, hidden) = work.output(rows.len());
+        for (to, &row) in hidden.chunks_exact_mut(d_model).zip(rows) {
+            to.copy_from_slice(&x[row * d_model..(row + 1) * d_model]);
+        }
+        ops::rms_norm_in_place(cx, hidden, &self.weights.output_norm, self.config.rms_eps);
+        hidden
+    }
+
+    /// The ids of the largest logits of final hidden states `[n, d_model]`, the lowest on ties; None for rows where the
+    /// pruned argmax does not find them. Empty without argmax bounds, which need a model on one rank whose logits are the
+    /// products of the head ([`ModelConfig::has_plain_logits`]).
+    pub fn pruned_argmax(
+        &self,
+        cx: &mut OpContext,
+        hidden: &[f32],
+        scratch: &mut PrunedArgmaxScratch,
+        ids: &mut Vec<Option<u32>>,
+    ) {
+        ids.clear();
+        if let Some(bounds) = self.weights.argmax_bounds() {
+            ids.extend(ops::pruned_argmax(cx, hidden, self.weights.head(), bounds, scratch));
+        }
+    }
+
+    /// Writes the logits `[n, vocab_size]` of final hidden states `[n, d_model]`. Every rank calls this; a rank with empty
+    /// `logits` only contributes its part. Errors: another rank is lost.
+    pub fn logits(
+        &self,
+        cx: &mut OpContext,
+        hidden: &[f32],
+        scratch: &mut HeadScratch,
+        logits: &mut [f32],
+    ) -> Result<(), DeviceError> {
+        let weight = self.weights.head();
+        let head = ops::LinearPart { weight, bias: None };
+        let world = cx.collective.world();
+        if world == 1 {
+            ops::linear(cx, hidden, &[head], &mut [&mut *logits]);
+        } else {
+            let (n, n_own) = (hidden.len() / self.config.d_model, weight.n_rows());
+            let (own, all) = scratch.parts(n * n_own, world);
+            ops::linear(cx, hidden, &[head], &mut [&mut *own]);
+            cx.collective.all_gather(own, all)?;
+            for (row, logits) in logits.chunks_exact_mut(self.config.vocab_size).enumerate() {
+                for (part, logits) in all.chunks_exact(n * n_own).zip(logits.chunks_mut(n_own)) {
+                    logits.copy_from_slice(&part[row * n_own..][..logits.len()]);
+                }
+            }
+        }
+        ops::scale(cx, logits, self.config.logit_scale);
+        if let Some(cap) = self.config.logit_soft_cap {
+            ops::soft_cap(cx, logits, cap);
+        }
+        Ok(())
+    }
+}
+
+/// What a layer's attention or feed-forward block adds to the residual stream.
+struct Branch<'a> {
+    input: &'a mut [f32],
+    /// The projection back to the width of the model.
+    matrix: &'a PackedMatrix,
+    /// Norm of the projected values.
+    norm: Option<&'a Vec<f32>>,
+}
+
+/// One forward pass: its rows, the cache, and the activations.
+struct Pass<'a> {
+    rows: &'a ForwardRows<'a>,
+    kv: &'a mut dyn KvLayers,
+    w: Activations<'a>,
+}
+
+/// The mixture of experts of a layer, and its activations.
+struct Mixture<'a> {
+    router: &'a PackedMatrix,
+    experts: &'a [Mlp],
+    config: Experts,
+    /// `[n, d_model]`
+    input: &'a [f32],
+    /// Inner values of one expert, `[n, d_ff]`.
+    inner: &'a mut [f32],
+}
+
+/// `x`, or if there is a norm, `x` normalized into `out`.
+fn normalized<'a>(
+    cx: &OpContext,
+    norm: Option<&Vec<f32>>,
+    eps: f32,
+    x: &'a [f32],
+    out: &'a mut [f32],
+) -> &'a [f32] {
+    match norm {
+        None => x,
+        Some(norm) => {
+            ops::rms_norm(cx, x, norm, eps, out);
+            out
+        }
+    }
+}

@@ -1,0 +1,112 @@
+//! How a model is split over ranks (arXiv:1909.08053): each rank has some of the heads and inner columns, so that a layer
+//! needs two sums over the ranks, one after attention and one after the feed-forward block.
+//!
+//! Projections to queries, keys, values, gates and ups are split by their outputs, those back to the residual stream by
+//! their inputs; each expert is split like a dense layer. Embeddings and head are split by tokens. Every rank has all
+//! norms and routers.
+
+use crate::arch::config::ModelConfig;
+use crate::arch::spec::QkNorm;
+use crate::arch::weight_id::{ExpertPart, LayerWeight, WeightId};
+use crate::error::Unsupported;
+use std::ops::Range;
+
+/// One rank's part of a model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shard {
+    /// From 0.
+    pub rank: usize,
+    /// Ranks in all, at least 1.
+    pub world: usize,
+}
+
+/// The dimension along which a tensor is split.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Split {
+    Whole,
+    /// Outputs, or elements of their bias.
+    Rows,
+    /// Inputs.
+    Columns,
+}
+
+impl Shard {
+    /// The configuration of this rank's part: fewer heads and a narrower feed-forward block, with the whole vocabulary.
+    ///
+    /// Errors: heads or inner columns are not divisible by the ranks; norms over all heads.
+    pub fn config(self, whole: &ModelConfig) -> Result<ModelConfig, Unsupported> {
+        let divided = |what: &'static str, got: usize| match got.is_multiple_of(self.world) {
+            true => Ok(got / self.world),
+            false => Err(self.refused(what.to_owned(), got, 1)),
+        };
+        let n_kv_heads = divided("the number of key-value heads", whole.n_kv_heads)?;
+        let d_ff = divided("the feed-forward width", whole.d_ff)?;
+        if self.world > 1 && whole.qk_norm && whole.arch.qk_norm == QkNorm::Projection {
+            return Err(Unsupported::Feature {
+                what: "tensor parallelism of the architecture",
+                value: whole.arch.architecture.to_owned(),
+                supported: "architectures that normalize no queries, or each head by itself",
+            });
+        }
+        Ok(ModelConfig { n_heads: whole.n_heads / self.world, n_kv_heads, d_ff, ..whole.clone() })
+    }
+
+    /// This rank's rows of a matrix of `n_rows`, or elements of a vector. Those of embeddings and head may go beyond the
+    /// last row: every rank has the same number.
+    pub(crate) fn rows(self, id: WeightId, n_rows: usize) -> Range<usize> {
+        self.part(n_rows, split(id) == Split::Rows)
+    }
+
+    /// This rank's columns of a matrix with blocks of `block` columns. `name` is used in the error.
+    ///
+    /// Errors: the border of two ranks is within a block.
+    pub(crate) fn columns(
+        self,
+        id: WeightId,
+        n_columns: usize,
+        block: usize,
+        name: &dyn Fn() -> String,
+    ) -> Result<Range<usize>, Unsupported> {
+        let columns = self.plain_columns(id, n_columns);
+        if columns.len().is_multiple_of(block) {
+            return Ok(columns);
+        }
+        Err(self.refused(format!("the row length of {} (blocks of {block})", name()), n_columns, block))
+    }
+
+    /// As [`Shard::columns`], of a matrix without blocks.
+    pub(crate) fn plain_columns(self, id: WeightId, n_columns: usize) -> Range<usize> {
+        self.part(n_columns, split(id) == Split::Columns)
+    }
+
+    fn part(self, n: usize, is_split: bool) -> Range<usize> {
+        let len = n.div_ceil(self.world);
+        if is_split { self.rank * len..(self.rank + 1) * len } else { 0..n }
+    }
+
+    fn refused(self, what: String, got: usize, unit: usize) -> Unsupported {
+        Unsupported::Split { n_ranks: self.world, what, got, multiple: self.world * unit }
+    }
+}
+
+fn split(id: WeightId) -> Split {
+    let part = match id {
+        WeightId::Embed | WeightId::LmHead => return Split::Rows,
+        WeightId::OutputNorm => return Split::Whole,
+        WeightId::Layer(_, part) => part,
+    };
+    match part {
+        LayerWeight::Q | LayerWeight::K | LayerWeight::V | LayerWeight::Gate | LayerWeight::Up => Split::Rows,
+        LayerWeight::QBias | LayerWeight::KBias | LayerWeight::VBias => Split::Rows,
+        LayerWeight::Expert(_, ExpertPart::Gate | ExpertPart::Up) => Split::Rows,
+        LayerWeight::O | LayerWeight::Down | LayerWeight::Expert(_, ExpertPart::Down) => Split::Columns,
+        LayerWeight::AttnNorm
+        | LayerWeight::AttnPostNorm
+        | LayerWeight::FfnNorm
+        | LayerWeight::FfnPostNorm => Split::Whole,
+        LayerWeight::QNorm | LayerWeight::KNorm | LayerWeight::Router => Split::Whole,
+        LayerWeight::Qkv | LayerWeight::GateUp | LayerWeight::Experts(_) => {
+            unreachable!("fused weights are packed by their parts")
+        }
+    }
+}

@@ -1,0 +1,323 @@
+//! The weights of a model, packed once for this machine.
+
+mod head;
+mod pack;
+
+pub use pack::PackSettings;
+
+use crate::arch::spec::{ExpertPart, LayerWeight, WeightId};
+use crate::error::{Result, Unsupported};
+use crate::ops::argmax_bounds::ArgmaxBounds;
+use crate::ops::packed::{PackedFormat, PackedMatrix};
+use crate::ops::{LinearPart, gate_up_row};
+use crate::threads::Pool;
+
+/// A projection with an optional bias.
+#[derive(Debug)]
+pub struct Projection {
+    /// `[n_out, n_in]`.
+    pub matrix: PackedMatrix,
+    /// `[n_out]`.
+    pub bias: Option<Vec<f32>>,
+}
+
+impl Projection {
+    /// As a part of a [`linear`](crate::ops::linear) call.
+    pub fn part(&self) -> LinearPart<'_> {
+        LinearPart { weight: &self.matrix, bias: self.bias.as_deref() }
+    }
+}
+
+/// One decoder layer.
+#[derive(Debug)]
+pub struct LayerWeights {
+    /// Norm before attention, `[d_model]`.
+    pub attn_norm: Option<Vec<f32>>,
+    /// Norm of the output of attention, `[d_model]`.
+    pub attn_post_norm: Option<Vec<f32>>,
+    /// `[n_heads * d_head, d_model]`.
+    pub q: Projection,
+    /// `[n_kv_heads * d_head, d_model]`.
+    pub k: Projection,
+    /// `[n_kv_heads * d_head, d_model]`.
+    pub v: Projection,
+    /// Norm of each query head, `[d_head]`, or of all together, `[n_heads * d_head]`.
+    pub q_norm: Option<Vec<f32>>,
+    /// Norm of each key head, `[d_head]`, or of all together, `[n_kv_heads * d_head]`.
+    pub k_norm: Option<Vec<f32>>,
+    /// `[d_model, n_heads * d_head]`.
+    pub o: PackedMatrix,
+    /// Norm before the feed-forward block, `[d_model]`.
+    pub ffn_norm: Option<Vec<f32>>,
+    /// Norm of the output of the feed-forward block, `[d_model]`.
+    pub ffn_post_norm: Option<Vec<f32>>,
+    /// The feed-forward block.
+    pub feed_forward: FeedForward,
+}
+
+/// The feed-forward block of a layer.
+#[derive(Debug)]
+pub enum FeedForward {
+    /// The same network for all tokens.
+    Dense(Mlp),
+    /// A mixture of experts: the router chooses some for each token.
+    Experts {
+        /// `[n_experts, d_model]`, in f32: a small error would choose other experts.
+        router: PackedMatrix,
+        /// By expert number.
+        experts: Vec<Mlp>,
+    },
+}
+
+/// A gated feed-forward network.
+#[derive(Debug)]
+pub struct Mlp {
+    /// Gate and up, interleaved 16 by 16 as [`gate_up_row`] says, `[gate_up_rows(d_ff), d_model]`.
+    pub gate_up: PackedMatrix,
+    /// `[d_model, d_ff]`.
+    pub down: PackedMatrix,
+}
+
+/// All weights of a model, or a rank's part of them. Shapes are those of
+/// [`Shard::config`](crate::forward::shard::Shard::config).
+#[derive(Debug)]
+pub struct Weights {
+    /// `[vocab_size, d_model]`; also the head if it is tied. With several ranks, all have the same number of rows, and
+    /// rows beyond the vocabulary are zero.
+    pub embed: PackedMatrix,
+    /// As `embed`; None if the head is tied.
+    lm_head: Option<PackedMatrix>,
+    /// Bounds of the head, after [`Weights::bound_argmax`], if its format allows.
+    argmax_bounds: Option<ArgmaxBounds>,
+    prunes_argmax: bool,
+    /// Norm after the last layer, `[d_model]`.
+    pub output_norm: Vec<f32>,
+    /// In order of depth.
+    pub layers: Vec<LayerWeights>,
+}
+
+impl Weights {
+    /// Bytes of all matrices and vectors.
+    pub fn n_bytes(&self) -> usize {
+        let layers: usize = self.layers.iter().map(LayerWeights::n_bytes).sum();
+        let head = self.lm_head.as_ref().map_or(0, PackedMatrix::n_bytes);
+        let bounds = self.argmax_bounds.as_ref().map_or(0, ArgmaxBounds::n_bytes);
+        self.embed.n_bytes() + head + bounds + self.output_norm.len() * size_of::<f32>() + layers
+    }
+
+    /// Replaces one tensor. `values` is row-major in the checkpoint's shape; `stored_row(n)` is the row of it
+    /// that holds logical row `n`. `n_columns` is the length of a row (1 for a vector). The caller has checked
+    /// the number of values. Errors, without side effects: the weight is quantized.
+    pub fn replace(&mut self, pool: &Pool, id: WeightId, values: &Replacement<'_>) -> Result<()> {
+        for (place, _) in &self.places(id) {
+            place.matrix().map_or(Ok(()), |matrix| values.check_format(matrix))?;
+        }
+        self.drop_argmax_bounds(id);
+        for (place, first) in &mut self.places(id) {
+            let rows_of_tensor = place.rows();
+            match place {
+                Place::Vector(vector) => {
+                    for (n, value) in vector.iter_mut().enumerate() {
+                        *value = values.row(n)[0] + values.offset;
+                    }
+                }
+                Place::Matrix(matrix) | Place::GateOrUp { matrix, .. } | Place::BothGateUp { matrix, .. } => {
+                    let rows: Vec<usize> = rows_of_tensor.iter().map(|&(row, _)| row).collect();
+                    let gathered: Vec<f32> =
+                        rows_of_tensor.iter().flat_map(|&(_, n)| values.row(*first + n)).copied().collect();
+                    matrix.repack_rows(&rows, &gathered);
+                }
+            }
+        }
+        self.restore_argmax_bounds(pool);
+        Ok(())
+    }
+
+    /// Where the values of a weight are, and the first stored row of each place. Panics if the model does not have the
+    /// weight: names were checked.
+    fn places(&mut self, id: WeightId) -> Vec<(Place<'_>, usize)> {
+        let (index, part) = match id {
+            WeightId::Embed => return vec![(Place::Matrix(&mut self.embed), 0)],
+            WeightId::LmHead => return vec![(Place::Matrix(self.lm_head.as_mut().expect(ABSENT)), 0)],
+            WeightId::OutputNorm => return vec![(Place::Vector(&mut self.output_norm), 0)],
+            WeightId::Layer(index, part) => (index, part),
+        };
+        let layer = &mut self.layers[index];
+        let place = match part {
+            LayerWeight::AttnNorm => vector(&mut layer.attn_norm),
+            LayerWeight::AttnPostNorm => vector(&mut layer.attn_post_norm),
+            LayerWeight::FfnNorm => vector(&mut layer.ffn_norm),
+            LayerWeight::FfnPostNorm => vector(&mut layer.ffn_post_norm),
+            LayerWeight::Qkv => {
+                let (q, k) = (layer.q.matrix.n_rows(), layer.k.matrix.n_rows());
+                return vec![
+                    (Place::Matrix(&mut layer.q.matrix), 0),
+                    (Place::Matrix(&mut layer.k.matrix), q),
+                    (Place::Matrix(&mut layer.v.matrix), q + k),
+                ];
+            }
+            LayerWeight::Q => Place::Matrix(&mut layer.q.matrix),
+            LayerWeight::K => Place::Matrix(&mut layer.k.matrix),
+            LayerWeight::V => Place::Matrix(&mut layer.v.matrix),
+            LayerWeight::QBias => vector(&mut layer.q.bias),
+            LayerWeight::KBias => vector(&mut layer.k.bias),
+            LayerWeight::VBias => vector(&mut layer.v.bias),
+            LayerWeight::O => Place::Matrix(&mut layer.o),
+            LayerWeight::QNorm => vector(&mut layer.q_norm),
+            LayerWeight::KNorm => vector(&mut layer.k_norm),
+            other => return layer.feed_forward.places(other),
+        };
+        vec![(place, 0)]
+    }
+}
+
+const ABSENT: &str = "the weight was found by its name in this model's checkpoint";
+
+fn vector(vector: &mut Option<Vec<f32>>) -> Place<'_> {
+    Place::Vector(vector.as_mut().expect(ABSENT))
+}
+
+impl FeedForward {
+    /// As [`Weights::places`].
+    fn places(&mut self, part: LayerWeight) -> Vec<(Place<'_>, usize)> {
+        match (self, part) {
+            (FeedForward::Dense(mlp), LayerWeight::GateUp) => {
+                let (d_ff, matrix) = (mlp.down.n_columns(), &mut mlp.gate_up);
+                vec![(Place::BothGateUp { matrix, d_ff }, 0)]
+            }
+            (FeedForward::Dense(mlp), LayerWeight::Gate) => vec![(mlp.place(ExpertPart::Gate), 0)],
+            (FeedForward::Dense(mlp), LayerWeight::Up) => vec![(mlp.place(ExpertPart::Up), 0)],
+            (FeedForward::Dense(mlp), LayerWeight::Down) => vec![(mlp.place(ExpertPart::Down), 0)],
+            (FeedForward::Experts { router, .. }, LayerWeight::Router) => vec![(Place::Matrix(router), 0)],
+            (FeedForward::Experts { experts, .. }, LayerWeight::Expert(expert, matrix)) => {
+                vec![(experts[expert].place(matrix), 0)]
+            }
+            (FeedForward::Experts { experts, .. }, LayerWeight::Experts(matrix)) => {
+                let places = experts.iter_mut().enumerate();
+                places
+                    .map(|(e, mlp)| {
+                        let n = mlp.n_rows(matrix);
+                        (mlp.place(matrix), e * n)
+                    })
+                    .collect()
+            }
+            _ => panic!("{ABSENT}"),
+        }
+    }
+
+    fn n_bytes(&self) -> usize {
+        match self {
+            FeedForward::Dense(mlp) => mlp.n_bytes(),
+            FeedForward::Experts { router, experts } => {
+                router.n_bytes() + experts.iter().map(Mlp::n_bytes).sum::<usize>()
+            }
+        }
+    }
+}
+
+impl Mlp {
+    fn n_rows(&self, matrix: ExpertPart) -> usize {
+        match matrix {
+            ExpertPart::Gate | ExpertPart::Up => self.down.n_columns(),
+            ExpertPart::Down => self.down.n_rows(),
+        }
+    }
+
+    fn place(&mut self, part: ExpertPart) -> Place<'_> {
+        let d_ff = self.down.n_columns();
+        match part {
+            ExpertPart::Gate => Place::GateOrUp { matrix: &mut self.gate_up, is_up: false, d_ff },
+            ExpertPart::Up => Place::GateOrUp { matrix: &mut self.gate_up, is_up: true, d_ff },
+            ExpertPart::Down => Place::Matrix(&mut self.down),
+        }
+    }
+
+    fn n_bytes(&self) -> usize {
+        self.gate_up.n_bytes() + self.down.n_bytes()
+    }
+}
+
+enum Place<'a> {
+    Vector(&'a mut Vec<f32>),
+    Matrix(&'a mut PackedMatrix),
+    /// The rows of the gate, or of up, in a matrix of both.
+    GateOrUp {
+        matrix: &'a mut PackedMatrix,
+        is_up: bool,
+        d_ff: usize,
+    },
+    /// The rows of both, those of the gate first.
+    BothGateUp {
+        matrix: &'a mut PackedMatrix,
+        d_ff: usize,
+    },
+}
+
+impl Place<'_> {
+    fn matrix(&self) -> Option<&PackedMatrix> {
+        match self {
+            Place::Vector(_) => None,
+            Place::Matrix(matrix) | Place::GateOrUp { matrix, .. } | Place::BothGateUp { matrix, .. } => {
+                Some(matrix)
+            }
+        }
+    }
+
+    /// Pairs of a packed row and the row of the tensor that it holds.
+    fn rows(&self) -> Vec<(usize, usize)> {
+        let n_rows = self.matrix().map_or(0, PackedMatrix::n_rows);
+        let rows = 0..n_rows;
+        match *self {
+            Place::Vector(_) | Place::Matrix(_) => rows.map(|n| (n, n)).collect(),
+            Place::GateOrUp { is_up, d_ff, .. } => {
+                let ours = |n| gate_up_row(d_ff, n).filter(|&(up, _)| up == is_up).map(|(_, row)| (n, row));
+                rows.filter_map(ours).collect()
+            }
+            Place::BothGateUp { d_ff, .. } => {
+                let both = |n| gate_up_row(d_ff, n).map(|(up, row)| (n, if up { d_ff + row } else { row }));
+                rows.filter_map(both).collect()
+            }
+        }
+    }
+}
+
+/// New values of one tensor, in the checkpoint's own row order.
+pub struct Replacement<'a> {
+    /// Its name in the checkpoint.
+    pub name: &'a str,
+    /// `[n_rows, n_columns]` row-major.
+    pub values: &'a [f32],
+    /// Length of a row; 1 for a vector.
+    pub n_columns: usize,
+    /// Maps a logical row to the row of `values` that holds it.
+    pub stored_row: &'a dyn Fn(usize) -> usize,
+    /// Added to a vector's values.
+    pub offset: f32,
+}
+
+impl Replacement<'_> {
+    /// The new values of a logical row.
+    pub fn row(&self, logical: usize) -> &[f32] {
+        let start = (self.stored_row)(logical) * self.n_columns;
+        &self.values[start..start + self.n_columns]
+    }
+
+    fn check_format(&self, matrix: &PackedMatrix) -> Result<()> {
+        let stored = match matrix.format() {
+            PackedFormat::F32 | PackedFormat::BF16 => return Ok(()),
+            format => format.name(),
+        };
+        Err(Unsupported::ReplaceWeight { name: self.name.to_owned(), stored, given: "float32 values" }.into())
+    }
+}
+
+impl LayerWeights {
+    fn n_bytes(&self) -> usize {
+        let matrices = [&self.q.matrix, &self.k.matrix, &self.v.matrix, &self.o];
+        let norms = [&self.attn_norm, &self.attn_post_norm, &self.ffn_norm, &self.ffn_post_norm];
+        let vectors = [&self.q.bias, &self.k.bias, &self.v.bias, &self.q_norm, &self.k_norm];
+        let n_values = norms.into_iter().chain(vectors).flatten().map(Vec::len).sum::<usize>();
+        let n_bytes = matrices.into_iter().map(PackedMatrix::n_bytes).sum::<usize>();
+        n_bytes + n_values * size_of::<f32>() + self.feed_forward.n_bytes()
+    }
+}

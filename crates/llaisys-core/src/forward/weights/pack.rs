@@ -1,0 +1,243 @@
+//! Packs the tensors of a checkpoint. The checkpoint can be dropped afterwards.
+//!
+//! A tensor is read in pieces of about 16 MiB, and each is packed before the next is read: loading needs memory for the
+//! packed weights and one or two pieces. The pieces of a tensor are read in order, so that it is hashed on the way.
+
+use super::{FeedForward, LayerWeights, Mlp, Projection, Weights};
+use crate::arch::spec::{ExpertPart, LayerWeight, WeightId};
+use crate::dtype::{ComputeMode, DType};
+use crate::error::Result;
+use crate::forward::shard::Shard;
+use crate::load::checkpoint::Checkpoint;
+use crate::load::weight_format::{check_finite, packed_format, quantizes};
+use crate::ops::packed::{PANEL, PackedFormat, PackedMatrix};
+use crate::ops::{gate_up_row, gate_up_rows};
+use crate::progress::Progress;
+use crate::quant::{BLOCK_LEN, dequantize_row};
+use crate::tensor::{RowView, TensorRows};
+use crate::threads::Pool;
+use std::cell::RefCell;
+use std::ops::Range;
+
+/// As large as keeps all threads busy, and small compared with the weights.
+const PIECE_BYTES: usize = 16 << 20;
+
+/// What is packed, and how.
+#[derive(Debug, Clone, Copy)]
+pub struct PackSettings {
+    /// The caller has checked that the checkpoint supports this mode.
+    pub mode: ComputeMode,
+    /// The caller has checked that the checkpoint can be split so.
+    pub shard: Shard,
+    /// Bytes of a tensor that are read at a time, if its rows allow; it changes no packed byte.
+    pub piece_bytes: usize,
+}
+
+impl PackSettings {
+    /// With pieces of 16 MiB.
+    pub fn new(mode: ComputeMode, shard: Shard) -> Self {
+        Self { mode, shard, piece_bytes: PIECE_BYTES }
+    }
+}
+
+impl Weights {
+    /// Packs a rank's part of every tensor of `checkpoint` in the format of the mode. `progress` counts each matrix.
+    ///
+    /// Errors: a file that was truncated, errors of the system; values that are not finite and cannot be quantized; no
+    /// memory; rows that cannot be split at the borders of the ranks' parts.
+    pub fn pack(
+        checkpoint: &Checkpoint,
+        settings: PackSettings,
+        pool: &Pool,
+        progress: &Progress,
+    ) -> Result<Self> {
+        let PackSettings { mode, shard, piece_bytes } = settings;
+        let packer =
+            Packer { checkpoint, mode, shard, pool, progress, piece_bytes, buffers: Default::default() };
+        let config = checkpoint.config();
+        let lm_head = if config.tied_head { None } else { Some(packer.matrix(WeightId::LmHead)?) };
+        Ok(Self {
+            embed: packer.matrix(WeightId::Embed)?,
+            lm_head,
+            argmax_bounds: None,
+            prunes_argmax: false,
+            output_norm: packer.vector(WeightId::OutputNorm)?,
+            layers: (0..config.n_layers).map(|index| packer.layer(index)).collect::<Result<_>>()?,
+        })
+    }
+}
+
+struct Packer<'a> {
+    checkpoint: &'a Checkpoint,
+    mode: ComputeMode,
+    shard: Shard,
+    pool: &'a Pool,
+    progress: &'a Progress,
+    piece_bytes: usize,
+    /// Buffers of pieces; gate and up need one each.
+    buffers: [RefCell<Vec<u8>>; 2],
+}
+
+/// The rows of a stored tensor that make up a matrix.
+struct Source {
+    stored: WeightId,
+    dtype: DType,
+    first: usize,
+    n_rows: usize,
+    n_columns: usize,
+}
+
+impl Packer<'_> {
+    fn layer(&self, index: usize) -> Result<LayerWeights> {
+        let at = |part| WeightId::Layer(index, part);
+        let config = self.checkpoint.config();
+        let (bias, norm) = (config.qkv_bias, config.qk_norm);
+        let (pre, post) = (config.arch.pre_norms, config.arch.post_norms);
+        let some = |wanted: bool, part| wanted.then(|| self.vector(at(part))).transpose();
+        Ok(LayerWeights {
+            attn_norm: some(pre, LayerWeight::AttnNorm)?,
+            attn_post_norm: some(post, LayerWeight::AttnPostNorm)?,
+            q: Projection { matrix: self.matrix(at(LayerWeight::Q))?, bias: some(bias, LayerWeight::QBias)? },
+            k: Projection { matrix: self.matrix(at(LayerWeight::K))?, bias: some(bias, LayerWeight::KBias)? },
+            v: Projection { matrix: self.matrix(at(LayerWeight::V))?, bias: some(bias, LayerWeight::VBias)? },
+            q_norm: some(norm, LayerWeight::QNorm)?,
+            k_norm: some(norm, LayerWeight::KNorm)?,
+            o: self.matrix(at(LayerWeight::O))?,
+            ffn_norm: some(pre, LayerWeight::FfnNorm)?,
+            ffn_post_norm: some(post, LayerWeight::FfnPostNorm)?,
+            feed_forward: self.feed_forward(index)?,
+        })
+    }
+
+    fn feed_forward(&self, index: usize) -> Result<FeedForward> {
+        let mlp = |[gate, up, down]: [LayerWeight; 3]| -> Result<Mlp> {
+            let gate_up = self.gate_up(WeightId::Layer(index, gate), WeightId::Layer(index, up))?;
+            Ok(Mlp { gate_up, down: self.matrix(WeightId::Layer(index, down))? })
+        };
+        let Some(experts) = self.checkpoint.config().experts else {
+            return mlp([LayerWeight::Gate, LayerWeight::Up, LayerWeight::Down]).map(FeedForward::Dense);
+        };
+        let parts = [ExpertPart::Gate, ExpertPart::Up, ExpertPart::Down];
+        let expert = |e| mlp(parts.map(|part| LayerWeight::Expert(e, part)));
+        Ok(FeedForward::Experts {
+            router: self.matrix_as(WeightId::Layer(index, LayerWeight::Router), Some(PackedFormat::F32))?,
+            experts: (0..experts.n).map(expert).collect::<Result<_>>()?,
+        })
+    }
+
+    fn matrix(&self, id: WeightId) -> Result<PackedMatrix> {
+        self.matrix_as(id, None)
+    }
+
+    /// A matrix in `format`, or in the format of the mode.
+    fn matrix_as(&self, id: WeightId, format: Option<PackedFormat>) -> Result<PackedMatrix> {
+        let (checkpoint, source) = (self.checkpoint, self.source(id));
+        let Source { dtype, n_columns, .. } = source;
+        let format = format.unwrap_or_else(|| packed_format(self.mode, id, dtype, n_columns));
+        let block = dtype.block_len().max(if format.is_grouped() { BLOCK_LEN } else { 1 });
+        let rows = self.shard.rows(id, source.n_rows);
+        let columns = self.shard.columns(id, n_columns, block, &|| self.name(source.stored))?;
+        let mut matrix = PackedMatrix::zeroed(format, rows.len(), columns.len())?;
+        let mut buffer = self.buffers[0].borrow_mut();
+        for piece in pieces(rows.len(), self.rows_at_once(&source)) {
+            let at = |n: usize| (rows.start + n).min(source.n_rows);
+            let stored = at(piece.start)..at(piece.end);
+            let tensor = self.read(&source, stored.clone(), &mut buffer)?;
+            let view = tensor.view();
+            let row = |n: usize| match rows.start + n {
+                n if n < source.n_rows => {
+                    view.row(checkpoint.stored_row(id, n) - stored.start).columns(columns.clone())
+                }
+                _ => RowView { dtype, bytes: &[] },
+            };
+            matrix.fill(self.pool, piece, &row);
+        }
+        self.progress.bytes_packed(matrix.n_bytes());
+        Ok(matrix)
+    }
+
+    fn name(&self, stored: WeightId) -> String {
+        self.checkpoint.config().names.name(stored).expect("what is stored has a name")
+    }
+
+    /// Gate and up in one matrix, so that the input is read once. If their formats differ, both are packed in f32.
+    fn gate_up(&self, gate: WeightId, up: WeightId) -> Result<PackedMatrix> {
+        let id = gate;
+        let (gate, up) = (self.source(gate), self.source(up));
+        let (rows, n_columns) = (self.shard.rows(id, gate.n_rows), gate.n_columns);
+        let n_inner = rows.len();
+        let formats = [&gate, &up].map(|source| packed_format(self.mode, id, source.dtype, n_columns));
+        let format = if formats[0] == formats[1] { formats[0] } else { PackedFormat::F32 };
+        let mut matrix = PackedMatrix::zeroed(format, gate_up_rows(n_inner), n_columns)?;
+        let (mut for_gate, mut for_up) = (self.buffers[0].borrow_mut(), self.buffers[1].borrow_mut());
+        // Halves of one tensor are read one after the other, in order.
+        let at_once = if gate.stored == up.stored { n_inner } else { self.rows_at_once(&gate) };
+        for piece in pieces(n_inner, at_once) {
+            let stored = rows.start + piece.start..rows.start + piece.end;
+            let gate = self.read(&gate, stored.clone(), &mut for_gate)?;
+            let up = self.read(&up, stored, &mut for_up)?;
+            let (gate, up) = (gate.view(), up.view());
+            let row = |n: usize| match gate_up_row(n_inner, n) {
+                Some((false, row)) => gate.row(row - piece.start),
+                Some((true, row)) => up.row(row - piece.start),
+                // The rows that fill the last panel.
+                None => RowView { dtype: gate.dtype, bytes: &[] },
+            };
+            matrix.fill(self.pool, gate_up_rows(piece.start)..gate_up_rows(piece.end), &row);
+        }
+        self.progress.bytes_packed(matrix.n_bytes());
+        Ok(matrix)
+    }
+
+    /// A norm's or a bias's values in logical order.
+    fn vector(&self, id: WeightId) -> Result<Vec<f32>> {
+        let mut buffer = self.buffers[0].borrow_mut();
+        let tensor = self.checkpoint.read(id, 0..1, &mut buffer, self.pool)?;
+        let mut stored = vec![0.0; tensor.shape[1]];
+        dequantize_row(tensor.view().row(0), &mut stored);
+        let offset = self.checkpoint.offset(id);
+        let rows = self.shard.rows(id, stored.len());
+        Ok(rows.map(|n| stored[self.checkpoint.stored_row(id, n)] + offset).collect())
+    }
+
+    /// Where a matrix is stored: by itself, or within another one.
+    fn source(&self, id: WeightId) -> Source {
+        let config = self.checkpoint.config();
+        let (stored, first) = config.stored_weight(id);
+        let shape = config.shape(id);
+        Source { stored, dtype: self.checkpoint.dtype(stored), first, n_rows: shape[0], n_columns: shape[1] }
+    }
+
+    /// Rows of `source` in one piece: whole panels and whole heads, because rows are reordered only within a head.
+    fn rows_at_once(&self, source: &Source) -> usize {
+        // A matrix that is made of several tensors needs all of them for each of its rows.
+        if self.checkpoint.tensor(source.stored).is_none() {
+            return source.n_rows;
+        }
+        let d_head = self.checkpoint.config().d_head;
+        let unit = if d_head.is_multiple_of(PANEL) { d_head } else { d_head * PANEL };
+        let row_bytes = source.dtype.bytes_of(source.n_columns).unwrap_or(1);
+        (self.piece_bytes / (row_bytes * unit)).max(1) * unit
+    }
+
+    /// Rows of `source`, which are to be packed. Errors: as [`Checkpoint::read`] and [`check_finite`].
+    fn read<'b>(
+        &self,
+        source: &Source,
+        rows: Range<usize>,
+        buffer: &'b mut Vec<u8>,
+    ) -> Result<TensorRows<'b>> {
+        let stored = source.first + rows.start..source.first + rows.end;
+        let first = stored.start;
+        let tensor = self.checkpoint.read(source.stored, stored, buffer, self.pool)?;
+        if quantizes(self.mode) {
+            check_finite(tensor.view(), first, &|| self.name(source.stored), self.pool)?;
+        }
+        Ok(tensor)
+    }
+}
+
+/// `0..n_rows` in ranges of `at_once`, the last one shorter.
+fn pieces(n_rows: usize, at_once: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..n_rows).step_by(at_once).map(move |start| start..(start + at_once).min(n_rows))
+}

@@ -1,0 +1,179 @@
+//! Memory of the forward pass.
+
+use crate::arch::config::ModelConfig;
+use crate::error::{DeviceError, Result};
+use crate::ops::Routes;
+use crate::tensor::AlignedBuf;
+
+/// Activations of the rows of one forward pass, allocated once. Pages are touched as row counts grow.
+#[derive(Debug)]
+pub struct Workspace {
+    widths: Widths,
+    x: AlignedBuf,
+    normed: AlignedBuf,
+    q: AlignedBuf,
+    k: AlignedBuf,
+    v: AlignedBuf,
+    attended: AlignedBuf,
+    inner: AlignedBuf,
+    cos: AlignedBuf,
+    sin: AlignedBuf,
+    local_cos: AlignedBuf,
+    local_sin: AlignedBuf,
+    logits: AlignedBuf,
+    gathered: AlignedBuf,
+    out: AlignedBuf,
+    sum: AlignedBuf,
+    routes: Routes,
+    rows: Vec<u32>,
+    weights: Vec<f32>,
+}
+
+/// Elements in one row of each activation; 0 where the model does not need it.
+#[derive(Debug, Clone, Copy)]
+struct Widths {
+    model: usize,
+    q: usize,
+    kv: usize,
+    inner: usize,
+    angles: usize,
+    local_angles: usize,
+    /// Router logits.
+    experts: usize,
+    /// Inputs and outputs of one expert.
+    expert_model: usize,
+}
+
+/// One pass's slices, each `[n, width]`.
+pub(super) struct Activations<'a> {
+    pub(super) x: &'a mut [f32],
+    pub(super) normed: &'a mut [f32],
+    pub(super) q: &'a mut [f32],
+    pub(super) k: &'a mut [f32],
+    pub(super) v: &'a mut [f32],
+    pub(super) attended: &'a mut [f32],
+    pub(super) inner: &'a mut [f32],
+    pub(super) cos: &'a mut [f32],
+    pub(super) sin: &'a mut [f32],
+    pub(super) local_cos: &'a mut [f32],
+    pub(super) local_sin: &'a mut [f32],
+    pub(super) experts: ExpertRows<'a>,
+}
+
+/// Additional slices for a mixture of experts.
+pub(super) struct ExpertRows<'a> {
+    /// `[n, n_experts]`
+    pub(super) logits: &'a mut [f32],
+    pub(super) routes: &'a mut Routes,
+    /// The rows of the current expert, `[m]`.
+    pub(super) rows: &'a mut Vec<u32>,
+    /// Its weight in each of them, `[m]`.
+    pub(super) weights: &'a mut Vec<f32>,
+    /// Its inputs, `[m, d_model]`; capacity for `n` rows.
+    pub(super) gathered: &'a mut [f32],
+    /// Its outputs, as `gathered`.
+    pub(super) out: &'a mut [f32],
+    /// `[n, d_model]`
+    pub(super) sum: &'a mut [f32],
+}
+
+impl Workspace {
+    /// Allocates for passes of up to `n_rows` rows. Errors: no memory.
+    pub fn new(config: &ModelConfig, n_rows: usize) -> Result<Self> {
+        let widths = Widths {
+            model: config.d_model,
+            q: config.n_heads * config.d_head,
+            kv: config.n_kv_heads * config.d_head,
+            inner: config.d_ff,
+            angles: config.d_head / 2,
+            local_angles: config.local_rope.as_ref().map_or(0, |_| config.d_head / 2),
+            experts: config.experts.map_or(0, |experts| experts.n),
+            expert_model: config.experts.map_or(0, |_| config.d_model),
+        };
+        let rows = |width: usize| -> Result<AlignedBuf, DeviceError> {
+            AlignedBuf::zeroed("activations", n_rows * width * size_of::<f32>())
+        };
+        Ok(Self {
+            widths,
+            x: rows(widths.model)?,
+            normed: rows(widths.model)?,
+            q: rows(widths.q)?,
+            k: rows(widths.kv)?,
+            v: rows(widths.kv)?,
+            attended: rows(widths.q)?,
+            inner: rows(widths.inner)?,
+            cos: rows(widths.angles)?,
+            sin: rows(widths.angles)?,
+            local_cos: rows(widths.local_angles)?,
+            local_sin: rows(widths.local_angles)?,
+            logits: rows(widths.experts)?,
+            gathered: rows(widths.expert_model)?,
+            out: rows(widths.expert_model)?,
+            sum: rows(widths.expert_model)?,
+            routes: Routes::default(),
+            rows: Vec::new(),
+            weights: Vec::new(),
+        })
+    }
+
+    /// The widest input of a product, for [`OpContext::new`](crate::ops::OpContext::new).
+    pub fn max_columns(config: &ModelConfig) -> usize {
+        config.d_model.max(config.n_heads * config.d_head).max(config.d_ff)
+    }
+
+    pub(super) fn rows(&mut self, n: usize) -> Activations<'_> {
+        let w = self.widths;
+        Activations {
+            x: first(&mut self.x, n * w.model),
+            normed: first(&mut self.normed, n * w.model),
+            q: first(&mut self.q, n * w.q),
+            k: first(&mut self.k, n * w.kv),
+            v: first(&mut self.v, n * w.kv),
+            attended: first(&mut self.attended, n * w.q),
+            inner: first(&mut self.inner, n * w.inner),
+            cos: first(&mut self.cos, n * w.angles),
+            sin: first(&mut self.sin, n * w.angles),
+            local_cos: first(&mut self.local_cos, n * w.local_angles),
+            local_sin: first(&mut self.local_sin, n * w.local_angles),
+            experts: ExpertRows {
+                logits: first(&mut self.logits, n * w.experts),
+                routes: &mut self.routes,
+                rows: &mut self.rows,
+                weights: &mut self.weights,
+                gathered: first(&mut self.gathered, n * w.expert_model),
+                out: first(&mut self.out, n * w.expert_model),
+                sum: first(&mut self.sum, n * w.expert_model),
+            },
+        }
+    }
+
+    /// The output of [`Decoder::final_hidden`](super::decoder::Decoder::final_hidden) for `n` rows, `[n, d_model]`.
+    pub fn hidden(&self, n: usize) -> &[f32] {
+        &self.normed.as_slice()[..n * self.widths.model]
+    }
+
+    /// The last layer's output of all rows, and the buffer for the final hidden states of `n` of them.
+    pub(super) fn output(&mut self, n: usize) -> (&[f32], &mut [f32]) {
+        (self.x.as_slice(), first(&mut self.normed, n * self.widths.model))
+    }
+}
+
+/// Buffers in which ranks assemble the logits of some rows; they grow with use.
+#[derive(Debug, Default)]
+pub struct HeadScratch {
+    own: Vec<f32>,
+    all: Vec<f32>,
+}
+
+impl HeadScratch {
+    /// Buffers for this rank's part, `[n]`, and for the parts of all ranks, `[world, n]`.
+    pub(super) fn parts(&mut self, n: usize, world: usize) -> (&mut [f32], &mut [f32]) {
+        self.own.resize(n, 0.0);
+        self.all.resize(world * n, 0.0);
+        (&mut self.own, &mut self.all)
+    }
+}
+
+fn first(buffer: &mut AlignedBuf, n: usize) -> &mut [f32] {
+    &mut buffer.as_mut_slice()[..n]
+}

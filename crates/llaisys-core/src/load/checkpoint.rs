@@ -1,0 +1,400 @@
+//! A checkpoint: the configuration of a folder or a file, and the tensor of each weight.
+
+use crate::arch::config::ModelConfig;
+use crate::arch::rope::RopeScaling;
+use crate::arch::spec::RopeRows;
+use crate::arch::weight_id::{LayerWeight, WeightId};
+use crate::dtype::{ComputeMode, DType};
+use crate::error::FormatError;
+use crate::error::{Result, Unsupported};
+use crate::load::folder::ModelFolder;
+use crate::load::folder::config as folder_config;
+use crate::load::folder::generation_config::GenerationConfig;
+use crate::load::folder::quantization::{Quantization, QuantizedMatrix};
+use crate::load::gguf::GgufFile;
+use crate::load::gguf::config as gguf_config;
+use crate::load::model_info::{FileFormat, MemoryBytes, ModelInfo, Source, TensorSize};
+use crate::load::packed_size::PackedBytes;
+use crate::load::safetensors;
+use crate::load::tensor_files::{StoredTensor, TensorFiles, buffer_of};
+use crate::load::tokenizer_json;
+use crate::load::weight_format::quantizes;
+use crate::quant::dequantize_row;
+use crate::tensor::{RowView, TensorRows};
+use crate::threads::Pool;
+use std::collections::{HashMap, HashSet};
+use std::ops::Range;
+use std::path::Path;
+
+/// Files of a folder that are read by the Python code.
+const READ_ELSEWHERE: [&str; 5] = [
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "modules.json",
+    "1_Pooling/config.json",
+];
+
+/// An open checkpoint. Every weight of its configuration has a tensor of the right shape, and there is no other tensor.
+/// The files stay open until it is dropped.
+#[derive(Debug)]
+pub struct Checkpoint {
+    config: ModelConfig,
+    info: ModelInfo,
+    files: TensorFiles,
+    by_id: HashMap<WeightId, Place>,
+    names: WeightNames,
+}
+
+/// Where a weight is stored.
+#[derive(Debug, Clone, Copy)]
+enum Place {
+    /// In the tensor of this index.
+    Stored(usize),
+    /// In several tensors, which make up a quantized matrix.
+    Quantized(QuantizedMatrix),
+}
+
+impl Place {
+    /// The type of the rows that are read.
+    fn dtype(&self, files: &TensorFiles) -> DType {
+        match self {
+            Place::Stored(index) => files.tensors()[*index].dtype,
+            Place::Quantized(matrix) => matrix.dtype(),
+        }
+    }
+}
+
+/// Names, shapes and row order of the tensors of a checkpoint. Usable after its files are closed.
+#[derive(Debug, Clone)]
+pub struct WeightNames {
+    by_name: HashMap<String, WeightId>,
+    config: ModelConfig,
+    rope_rows: RopeRows,
+}
+
+impl Checkpoint {
+    /// Opens a Hugging Face folder or a GGUF file.
+    ///
+    /// Errors: [`FormatError`] for damage and contradictions; [`crate::error::Unsupported`] for what is valid but not
+    /// implemented.
+    pub fn open(path: &Path) -> Result<Self> {
+        let io = |source| FormatError::Io { path: path.to_owned(), source };
+        if std::fs::metadata(path).map_err(io)?.is_dir() {
+            Self::open_folder(path)
+        } else {
+            Self::open_gguf(path)
+        }
+    }
+
+    /// Reads the [`ModelInfo`] of a checkpoint. Of a folder, the files that the Python code reads are checked too: they
+    /// are in the folder, and `tokenizer.json` is within the bounds that protect the library that reads it.
+    ///
+    /// Errors: as [`Self::open`], `ModelFolder::regular_file` and `tokenizer_json::check`.
+    pub fn inspect(path: &Path) -> Result<ModelInfo> {
+        let checkpoint = Self::open(path)?;
+        if checkpoint.info.file_format == FileFormat::Safetensors {
+            let folder = ModelFolder::open(path)?;
+            READ_ELSEWHERE.into_iter().try_for_each(|name| folder.regular_file(name).map(drop))?;
+            tokenizer_json::check_folder(&folder)?;
+        }
+        Ok(checkpoint.info)
+    }
+
+    fn open_folder(path: &Path) -> Result<Self> {
+        let folder = ModelFolder::open(path)?;
+        let generation = GenerationConfig::read(&folder)?;
+        let (config, quantization) = folder_config::read(&folder, &generation)?;
+        let files = safetensors::open(&folder)?;
+        let source = Source {
+            path: path.to_string_lossy().into_owned(),
+            file_format: FileFormat::Safetensors,
+            generation: generation.defaults,
+            tokenizer: None,
+            pooling_type: None,
+        };
+        Self::assemble(config, files, quantization, source)
+    }
+
+    fn open_gguf(path: &Path) -> Result<Self> {
+        let file = GgufFile::open(path)?;
+        let ((config, tokenizer), pooling_type, tensors) = file.with_header(|header| {
+            Ok((gguf_config::read(header)?, gguf_config::pooling_type(header)?, header.place()?))
+        })?;
+        let source = Source {
+            path: path.to_string_lossy().into_owned(),
+            file_format: FileFormat::Gguf,
+            generation: Default::default(),
+            tokenizer: Some(tokenizer),
+            pooling_type,
+        };
+        Self::assemble(config, file.into_files(tensors), None, source)
+    }
+
+    /// Finds the tensor of each weight. Errors: a tensor is missing, unexpected, or of another shape or type.
+    fn assemble(
+        mut config: ModelConfig,
+        files: TensorFiles,
+        quantization: Option<Quantization>,
+        source: Source,
+    ) -> Result<Self> {
+        read_rope_factors(&mut config, &files)?;
+        let (by_id, by_name) = find_weights(&config, &files, quantization)?;
+        reject_extra(&config, &files, &by_id)?;
+        let mut sizes = Vec::new();
+        for id in config.weight_ids() {
+            let n_elements = config.shape(id).iter().product();
+            sizes.push(match by_id[&id] {
+                Place::Stored(index) => {
+                    let stored = &files.tensors()[index];
+                    check_stored(stored, config.shape(id))?;
+                    TensorSize { dtype: stored.dtype, n_elements, n_bytes: stored.range.len() }
+                }
+                Place::Quantized(matrix) => {
+                    let n_bytes = matrix.indices().map(|index| files.tensors()[index].range.len()).sum();
+                    TensorSize { dtype: DType::Int4, n_elements, n_bytes }
+                }
+            });
+        }
+        let rope_rows = match source.file_format {
+            FileFormat::Safetensors => RopeRows::HalfSplit,
+            FileFormat::Gguf => config.arch.gguf_rope_rows,
+        };
+        let stored = |id| by_id[&id].dtype(&files);
+        let memory = MemoryBytes {
+            weights: PackedBytes::new(&config, &stored),
+            argmax_bounds: PackedBytes::of_argmax_bounds(&config, &stored),
+        };
+        let info = ModelInfo::new(&config, &sizes, memory, source);
+        let names = WeightNames { by_name, config: config.clone(), rope_rows };
+        Ok(Self { config, info, files, by_id, names })
+    }
+
+    /// Hyper-parameters.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// What is reported about the model.
+    pub fn info(&self) -> &ModelInfo {
+        &self.info
+    }
+
+    /// The tensor of a weight, in the shape of the configuration; None if the model has no such weight, or it is stored
+    /// in several tensors.
+    pub fn tensor(&self, id: WeightId) -> Option<&StoredTensor> {
+        match self.by_id.get(&id)? {
+            Place::Stored(index) => Some(&self.files.tensors()[*index]),
+            Place::Quantized(_) => None,
+        }
+    }
+
+    /// The element type of what [`Checkpoint::read`] returns for `id`. Panics if the model has no such weight.
+    pub fn dtype(&self, id: WeightId) -> DType {
+        self.by_id[&id].dtype(&self.files)
+    }
+
+    /// Checks that every matrix has a type that can be quantized, if `mode` quantizes.
+    ///
+    /// Errors: [`Unsupported::Quantized`] names the first matrix that is stored in integers.
+    pub fn check_quantizable(&self, mode: ComputeMode) -> Result<(), Unsupported> {
+        if !quantizes(mode) {
+            return Ok(());
+        }
+        let matrices = self.config.weight_ids().filter(|&id| self.config.shape(id).len() > 1);
+        for (id, dtype) in matrices.map(|id| (id, self.tensor(id).map_or(DType::Int4, |tensor| tensor.dtype)))
+        {
+            // Several tensors that stand for one matrix are another type than its rows.
+            if dtype.is_quantized() {
+                let tensor = self.config.names.name(id).expect("weights are those that the table names");
+                return Err(Unsupported::Quantized { tensor, dtype: dtype.name().to_uppercase() });
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads `rows` of a weight into `buffer`: as stored, or assembled from several tensors. The rows of stacked matrices
+    /// follow each other; a vector is one row.
+    ///
+    /// Errors: [`FormatError::Truncated`], errors of the system, no memory. Panics if the model has no such weight, or
+    /// the weight no such rows.
+    pub fn read<'b>(
+        &self,
+        id: WeightId,
+        rows: Range<usize>,
+        buffer: &'b mut Vec<u8>,
+        pool: &Pool,
+    ) -> Result<TensorRows<'b>> {
+        let n_columns = *self.config.shape(id).last().expect("a weight's tensor has a size");
+        let shape = [rows.len(), n_columns];
+        let dtype = self.dtype(id);
+        let bytes = match self.by_id[&id] {
+            Place::Stored(index) => {
+                let row_bytes =
+                    dtype.bytes_of(n_columns).expect("opening the checkpoint checked whole blocks");
+                let bytes = buffer_of(buffer, rows.len() * row_bytes)?;
+                self.files.read(index, rows.start * row_bytes, bytes, pool)?;
+                &*bytes
+            }
+            Place::Quantized(matrix) => matrix.read(&self.files, rows, buffer, pool)?,
+        };
+        Ok(TensorRows { dtype, shape, bytes })
+    }
+
+    /// Every tensor of the files with the 128-bit XXH3 hash of its bytes, in the order of names. Tensors that
+    /// [`Checkpoint::read`] has read in order are not read again. Errors: as there.
+    pub fn hashes(&self) -> impl Iterator<Item = Result<(&StoredTensor, u128)>> {
+        let tensors = self.files.tensors().iter().enumerate();
+        tensors.map(|(index, tensor)| Ok((tensor, self.files.hash(index)?)))
+    }
+
+    /// The id of every weight of this model.
+    pub fn weight_ids(&self) -> impl Iterator<Item = WeightId> + '_ {
+        self.config.weight_ids()
+    }
+
+    /// As `WeightNames::weight_id`.
+    pub fn weight_id(&self, name: &str) -> Option<WeightId> {
+        self.names.weight_id(name)
+    }
+
+    /// As `WeightNames::stored_row`.
+    pub fn stored_row(&self, id: WeightId, n: usize) -> usize {
+        self.names.stored_row(id, n)
+    }
+
+    /// As `WeightNames::offset`.
+    pub fn offset(&self, id: WeightId) -> f32 {
+        self.names.offset(id)
+    }
+
+    /// Closes the files and keeps the names.
+    pub fn into_names(self) -> WeightNames {
+        self.names
+    }
+}
+
+impl WeightNames {
+    /// The weight that the checkpoint calls `name`.
+    pub fn weight_id(&self, name: &str) -> Option<WeightId> {
+        self.by_name.get(name).copied()
+    }
+
+    /// The shape of a weight, slowest dimension first.
+    pub fn shape(&self, id: WeightId) -> Vec<usize> {
+        self.config.shape(id)
+    }
+
+    /// The stored row that holds row `n` of the weight in half-split order.
+    pub fn stored_row(&self, id: WeightId, n: usize) -> usize {
+        match id {
+            WeightId::Layer(_, LayerWeight::Q | LayerWeight::K | LayerWeight::QBias | LayerWeight::KBias) => {
+                self.rope_rows.stored_row(n, self.config.d_head)
+            }
+            _ => n,
+        }
+    }
+
+    /// What is added to the stored values of a weight.
+    pub fn offset(&self, id: WeightId) -> f32 {
+        match id {
+            WeightId::OutputNorm => self.config.norm_offset,
+            WeightId::Layer(_, part) if part.is_norm() => self.config.norm_offset,
+            _ => 0.0,
+        }
+    }
+}
+
+type Places = (HashMap<WeightId, Place>, HashMap<String, WeightId>);
+
+/// Reads the rope factors of a configuration that stores them as a tensor.
+fn read_rope_factors(config: &mut ModelConfig, files: &TensorFiles) -> Result<(), FormatError> {
+    let RopeScaling::PerPair { factors, .. } = &mut config.rope.scaling else { return Ok(()) };
+    if !factors.is_empty() {
+        return Ok(());
+    }
+    let name = config.names.rope_factors;
+    let missing = || FormatError::MissingTensors { n_missing: 1, first: name.to_owned() };
+    let index = files.find(name).ok_or_else(missing)?;
+    let tensor = &files.tensors()[index];
+    let (got, want) = (tensor.shape.clone(), vec![config.d_head / 2]);
+    if got != want {
+        return Err(FormatError::TensorShape { name: name.to_owned(), got, want });
+    }
+    *factors = vec![0.0; want[0]];
+    let mut bytes = Vec::new();
+    files.visit(index, 0, &mut |piece| bytes.extend_from_slice(piece))?;
+    dequantize_row(RowView { dtype: tensor.dtype, bytes: &bytes }, factors);
+    config.rope.check(config.d_head)
+}
+
+fn find_weights(
+    config: &ModelConfig,
+    files: &TensorFiles,
+    quantization: Option<Quantization>,
+) -> Result<Places> {
+    let (mut by_id, mut by_name) = (HashMap::new(), HashMap::new());
+    let (mut n_missing, mut missing) = (0, None);
+    for id in config.weight_ids() {
+        let name = config.names.name(id).expect("weights are those that the table names");
+        let place = match (files.find(&name), quantization) {
+            (Some(index), _) => Some(Place::Stored(index)),
+            (None, Some(quantization)) => {
+                quantization.find(files, &name, &config.shape(id))?.map(Place::Quantized)
+            }
+            (None, None) => None,
+        };
+        match place {
+            Some(place) => {
+                by_id.insert(id, place);
+                by_name.insert(name, id);
+            }
+            None => {
+                n_missing += 1;
+                missing.get_or_insert(name);
+            }
+        }
+    }
+    match missing {
+        Some(first) => Err(FormatError::MissingTensors { n_missing, first }.into()),
+        None => Ok((by_id, by_name)),
+    }
+}
+
+/// Errors: the tensor has another shape than the weight, or holds packed integers.
+fn check_stored(stored: &StoredTensor, want: Vec<usize>) -> Result<()> {
+    let name = stored.name.clone();
+    if stored.dtype == DType::I32 {
+        let supported = "F32, F16, BF16";
+        return Err(Unsupported::TensorType { tensor: name, dtype: "I32".into(), supported }.into());
+    }
+    if stored.shape != want {
+        return Err(FormatError::TensorShape { name, got: stored.shape.clone(), want }.into());
+    }
+    Ok(())
+}
+
+fn reject_extra(
+    config: &ModelConfig,
+    files: &TensorFiles,
+    by_id: &HashMap<WeightId, Place>,
+) -> Result<(), FormatError> {
+    let table = config.names;
+    let indices_of = |place: &Place| match place {
+        Place::Stored(index) => vec![*index],
+        Place::Quantized(matrix) => matrix.indices().collect(),
+    };
+    let known: HashSet<usize> = by_id.values().flat_map(indices_of).collect();
+    let has_factors = matches!(config.rope.scaling, RopeScaling::PerPair { .. });
+    // A tied head saved a second time is the embedding again: transformers ties it whatever the file holds.
+    let is_ignored = |name: &str| {
+        table.ignores(name)
+            || (config.tied_head && name == table.lm_head)
+            || (has_factors && name == table.rope_factors)
+    };
+    let tensors = files.tensors().iter().enumerate();
+    let mut extra = tensors.filter(|(i, tensor)| !known.contains(i) && !is_ignored(&tensor.name));
+    let Some((_, first)) = extra.next() else { return Ok(()) };
+    let n_extra = extra.count().saturating_add(1);
+    Err(FormatError::ExtraTensors { n_extra, first: first.name.clone() })
+}

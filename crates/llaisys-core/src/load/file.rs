@@ -1,0 +1,62 @@
+//! A file that is read at given offsets.
+//!
+//! Files are never mapped: access to a mapped page beyond a truncation ends the whole process with SIGBUS, while a short
+//! read is an error.
+
+use crate::error::FormatError;
+use std::fs::{self, File};
+use std::io::ErrorKind;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+/// A regular file, open for reading, and its length when it was opened.
+#[derive(Debug)]
+pub struct ModelFile {
+    path: PathBuf,
+    file: File,
+    n_bytes: usize,
+}
+
+impl ModelFile {
+    /// Opens `path`. Errors: those of the system, [`FormatError::NotAFile`] for a pipe, device or folder.
+    pub fn open(path: &Path) -> Result<Self, FormatError> {
+        let io = |source| FormatError::Io { path: path.to_owned(), source };
+        // Checked before opening, because opening a pipe waits for a writer.
+        if !fs::metadata(path).map_err(io)?.is_file() {
+            return Err(FormatError::NotAFile { path: path.to_owned() });
+        }
+        let file = File::open(path).map_err(io)?;
+        let n_bytes = file.metadata().map_err(io)?.len();
+        let n_bytes = usize::try_from(n_bytes).map_err(|_| io(ErrorKind::FileTooLarge.into()))?;
+        Ok(Self { path: path.to_owned(), file, n_bytes })
+    }
+
+    /// Bytes of the file when it was opened.
+    pub fn n_bytes(&self) -> usize {
+        self.n_bytes
+    }
+
+    /// Fills `out` with the bytes from `offset`. Any thread may read.
+    ///
+    /// Errors: [`FormatError::Truncated`] if the file ends before; those of the system.
+    pub fn read_at(&self, offset: usize, out: &mut [u8]) -> Result<(), FormatError> {
+        let io = |source| FormatError::Io { path: self.path.clone(), source };
+        match self.file.read_exact_at(out, offset as u64) {
+            Ok(()) => Ok(()),
+            Err(source) if source.kind() == ErrorKind::UnexpectedEof => Err(FormatError::Truncated {
+                path: self.path.clone(),
+                offset,
+                expected: out.len(),
+                n_bytes: self.file.metadata().map_err(io)?.len(),
+            }),
+            Err(source) => Err(io(source)),
+        }
+    }
+
+    /// The first `n` bytes. Errors: as [`Self::read_at`].
+    pub fn front(&self, n: usize) -> Result<Vec<u8>, FormatError> {
+        let mut bytes = vec![0; n];
+        self.read_at(0, &mut bytes)?;
+        Ok(bytes)
+    }
+}

@@ -1,0 +1,207 @@
+//! `config.json` of a Hugging Face folder -> [`ModelConfig`], old and new spellings.
+//!
+//! What would change the output and is not implemented is rejected with its name; other keys are ignored.
+
+use crate::arch::config::{Experts, ModelConfig, add_ids};
+use crate::arch::rope::RopeConfig;
+use crate::arch::spec::{self, ArchSpec, SoftCap};
+use crate::error::{FormatError, Result, Unsupported};
+use crate::load::folder::ModelFolder;
+use crate::load::folder::fields::Fields;
+use crate::load::folder::generation_config::GenerationConfig;
+use crate::load::folder::quantization::Quantization;
+use crate::load::folder::rope;
+use crate::load::folder::{options, window};
+use serde_json::Value;
+
+const FILE: &str = "config.json";
+/// transformers' default where a file states no base.
+const ROPE_THETA_DEFAULT: f64 = 10_000.0;
+/// transformers' default for all architectures here.
+const RMS_EPS_DEFAULT: f64 = 1e-6;
+
+/// Reads `config.json`, and how matrices are quantized; ids that end a completion are the union of `generation`'s and
+/// its own.
+///
+/// Errors: damage, a missing or wrong key; [`Unsupported`] for what the forward pass lacks.
+pub(crate) fn read(
+    folder: &ModelFolder,
+    generation: &GenerationConfig,
+) -> Result<(ModelConfig, Option<Quantization>)> {
+    let missing = || FormatError::FileMissing { folder: folder.path().to_owned(), name: FILE };
+    let map = folder.object(FILE)?.ok_or_else(missing)?;
+    let fields = Fields { file: FILE, map: &map };
+    let arch = family_of(&fields)?;
+    options::refuse_unsupported(&fields, arch)?;
+
+    let n_layers = fields.required_size("num_hidden_layers")?;
+    let n_heads = fields.required_size("num_attention_heads")?;
+    let d_model = fields.required_size("hidden_size")?;
+    let d_head = d_head(&fields, arch, d_model, n_heads)?;
+    let stated_positions = fields.required_size("max_position_embeddings")?;
+    let ropes = ropes(&fields, arch, stated_positions)?;
+    let mut eos = generation.eos.clone();
+    add_ids(&mut eos, &fields.token_ids("eos_token_id")?);
+    let mut config = ModelConfig {
+        arch,
+        names: arch.folder_names,
+        norm_offset: arch.folder_norm_offset,
+        n_layers,
+        d_model,
+        n_heads,
+        n_kv_heads: fields.size("num_key_value_heads")?.unwrap_or(n_heads),
+        d_head,
+        d_ff: fields.required_size(arch.experts.map_or("intermediate_size", |keys| keys.d_ff))?,
+        vocab_size: fields.required_size("vocab_size")?,
+        max_positions: ropes.max_positions,
+        rms_eps: fields.number("rms_norm_eps")?.unwrap_or(RMS_EPS_DEFAULT) as f32,
+        rope: ropes.rope,
+        local_rope: ropes.local,
+        window: None,
+        windowed: Vec::new(),
+        score_scale: score_scale(&fields, arch, d_head)?,
+        attn_soft_cap: soft_cap(&fields, "attn_logit_softcapping", arch.attn_soft_cap)?,
+        logit_soft_cap: soft_cap(&fields, "final_logit_softcapping", arch.logit_soft_cap)?,
+        embed_scale: if arch.embed_sqrt {
+            (d_model as f32).sqrt()
+        } else {
+            multiplier(&fields, arch, "embedding_multiplier")?
+        },
+        residual_scale: multiplier(&fields, arch, "residual_multiplier")?,
+        logit_scale: 1.0 / multiplier(&fields, arch, "logits_scaling")?,
+        experts: experts(&fields, arch)?,
+        tied_head: fields.flag("tie_word_embeddings")?.unwrap_or(arch.tied_default),
+        qkv_bias: arch.qkv_bias,
+        qk_norm: arch.qk_norm != spec::QkNorm::None,
+        bos: fields.token_ids("bos_token_id")?.first().copied(),
+        eos,
+    };
+    config.check()?;
+    (config.window, config.windowed) = window::read(&fields, &config)?;
+    config.check()?;
+    Ok((config, Quantization::read(&fields)?))
+}
+
+/// The first of `architectures`, or `model_type` if there are none.
+fn family_of(fields: &Fields<'_>) -> Result<&'static ArchSpec> {
+    let key = "architectures";
+    if let Some(first) = fields.list(key)?.and_then(<[Value]>::first) {
+        let wrong = FormatError::KeyType { file: FILE, key, expected: "a list of strings" };
+        let name = first.as_str().ok_or(wrong)?;
+        return Ok(spec::find(name, |arch| arch.architecture)?);
+    }
+    let missing = FormatError::KeyMissing { file: FILE, key };
+    let name = fields.text("model_type")?.ok_or(missing)?;
+    Ok(spec::find(name, |arch| arch.model_type)?)
+}
+
+fn d_head(
+    fields: &Fields<'_>,
+    arch: &ArchSpec,
+    d_model: usize,
+    n_heads: usize,
+) -> Result<usize, FormatError> {
+    if let Some(d_head) = fields.size("head_dim")?.or(arch.d_head_default) {
+        return Ok(d_head);
+    }
+    let uneven = FormatError::NotAMultiple {
+        what: "hidden_size",
+        got: d_model,
+        of: "num_attention_heads",
+        divisor: n_heads,
+    };
+    d_model.checked_div(n_heads).filter(|_| d_model.is_multiple_of(n_heads)).ok_or(uneven)
+}
+
+/// Rotary embeddings, and for how many positions they are valid.
+struct Ropes {
+    rope: RopeConfig,
+    local: Option<RopeConfig>,
+    max_positions: usize,
+}
+
+/// The new spelling is `rope_parameters`: one set, or one for each type of layer where layers with a window differ. The
+/// old one is `rope_theta` and `rope_local_base_freq`, with `rope_scaling` for layers without a window.
+fn ropes(fields: &Fields<'_>, arch: &ArchSpec, max_positions: usize) -> Result<Ropes> {
+    rope::refuse_partial_rotation(fields)?;
+    // The base of layers without a window: transformers has another default for Gemma 3.
+    let theta_default = if arch.local_theta.is_some() { 1e6 } else { ROPE_THETA_DEFAULT };
+    let theta = fields.number("rope_theta")?.unwrap_or(theta_default);
+    let context = rope::Context { fields: *fields, max_positions };
+    let mut ropes = Ropes { rope: RopeConfig::plain(theta), local: None, max_positions };
+    if let Some(default) = arch.local_theta {
+        let theta = fields.number("rope_local_base_freq")?.unwrap_or(default);
+        ropes.local = Some(RopeConfig::plain(theta));
+    }
+    for key in ["rope_scaling", "rope_parameters"] {
+        let Some(set) = fields.object(key)? else { continue };
+        if !set.map.values().any(Value::is_object) {
+            (ropes.rope, ropes.max_positions) = rope::read_set(&set, ropes.rope.theta, context)?;
+            continue;
+        }
+        let Some(local) = &mut ropes.local else {
+            return Err(
+                Unsupported::feature(key, "one set for each layer type", "one set for all layers").into()
+            );
+        };
+        if let Some(set) = set.object("full_attention")? {
+            (ropes.rope, ropes.max_positions) = rope::read_set(&set, ropes.rope.theta, context)?;
+        }
+        if let Some(set) = set.object("sliding_attention")? {
+            *local = rope::read_set(&set, local.theta, context)?.0;
+        }
+    }
+    Ok(ropes)
+}
+
+/// `1 / sqrt(d_head)`, unless the architecture states otherwise.
+fn score_scale(fields: &Fields<'_>, arch: &ArchSpec, d_head: usize) -> Result<f32> {
+    if arch.multipliers {
+        return multiplier(fields, arch, "attention_multiplier");
+    }
+    let Some(scalar) = arch.query_scalar else { return Ok(1.0 / (d_head as f32).sqrt()) };
+    let scalar = fields.number("query_pre_attn_scalar")?.unwrap_or(scalar.default as f64);
+    Ok(scalar.powf(-0.5) as f32)
+}
+
+/// A multiplier that the file states, for architectures with multipliers.
+fn multiplier(fields: &Fields<'_>, arch: &ArchSpec, key: &'static str) -> Result<f32> {
+    let stated = fields.number(key)?.unwrap_or(1.0);
+    if arch.multipliers || stated == 1.0 {
+        return Ok(stated as f32);
+    }
+    Err(Unsupported::feature(key, stated, "1.0 in this family").into())
+}
+
+/// A cap that the file states; null means none.
+fn soft_cap(fields: &Fields<'_>, key: &'static str, rule: SoftCap) -> Result<Option<f32>> {
+    let stated = fields.number(key)?;
+    match rule {
+        SoftCap::Stated(default) if !fields.map.contains_key(key) => Ok(default.map(|cap| cap as f32)),
+        SoftCap::Stated(_) => Ok(stated.map(|cap| cap as f32)),
+        SoftCap::Refused => match stated {
+            None => Ok(None),
+            Some(cap) => Err(Unsupported::feature(key, cap, "null in this family").into()),
+        },
+    }
+}
+
+fn experts(fields: &Fields<'_>, arch: &ArchSpec) -> Result<Option<Experts>> {
+    let Some(keys) = arch.experts else { return Ok(None) };
+    let [what, other] = options::EXPERT_COUNT_KEYS;
+    let n = match (fields.size(what)?, fields.size(other)?) {
+        (Some(got), Some(want)) if got != want => {
+            let (got, want) = (got as u64, want as u64);
+            return Err(FormatError::Disagree { what, got, other, want }.into());
+        }
+        (stated, other) => stated.or(other),
+    };
+    Ok(Some(Experts {
+        n: n.ok_or(FormatError::KeyMissing { file: FILE, key: keys.n })?,
+        n_used: fields.required_size("num_experts_per_tok")?,
+        normalize: match keys.normalize {
+            Some(key) => fields.flag(key)?.unwrap_or(false),
+            None => true,
+        },
+    }))
+}

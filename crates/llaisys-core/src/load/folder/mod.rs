@@ -1,0 +1,105 @@
+//! A Hugging Face model folder: finds its files, and rejects links that lead outside of it.
+
+pub(crate) mod config;
+pub mod fields;
+pub mod generation_config;
+mod options;
+#[allow(clippy::arithmetic_side_effects, reason = "a checked configuration bounds these sizes")]
+pub(crate) mod quantization;
+mod rope;
+#[allow(clippy::arithmetic_side_effects, reason = "a checked configuration bounds these sizes")]
+mod window;
+
+use super::file::ModelFile;
+use crate::error::FormatError;
+use crate::load::json;
+use std::fs::{self, Metadata};
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+/// Bytes of `config.json` and `generation_config.json` that are read.
+pub const CONFIG_BYTES_MAX: u64 = 1 << 20;
+
+/// A folder, and the roots: each file of the folder must resolve to a path below one of them.
+#[derive(Debug)]
+pub struct ModelFolder {
+    folder: PathBuf,
+    roots: Vec<PathBuf>,
+}
+
+impl ModelFolder {
+    /// The folder at `path`. Errors: it does not exist, or cannot be read.
+    pub fn open(path: &Path) -> Result<Self, FormatError> {
+        let io = |source| FormatError::Io { path: path.to_owned(), source };
+        let folder = fs::canonicalize(path).map_err(io)?;
+        let roots = hub_cache_roots(&folder).unwrap_or_else(|| vec![folder.clone()]);
+        Ok(Self { folder, roots })
+    }
+
+    /// The path of the folder, symbolic links resolved.
+    pub fn path(&self) -> &Path {
+        &self.folder
+    }
+
+    /// The file `name`, links resolved; None if there is none. `name` is a path below the folder.
+    ///
+    /// Errors: [`FormatError::OutsideFolder`] if it is a link to a place outside.
+    pub fn file(&self, name: &str) -> Result<Option<PathBuf>, FormatError> {
+        let named = self.folder.join(name);
+        let path = match fs::canonicalize(&named) {
+            Ok(path) => path,
+            Err(source) if source.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(source) => return Err(FormatError::Io { path: named, source }),
+        };
+        if self.roots.iter().any(|root| path.starts_with(root)) {
+            Ok(Some(path))
+        } else {
+            Err(FormatError::OutsideFolder { path: named, root: self.folder.clone() })
+        }
+    }
+
+    /// As [`Self::file`], with its metadata. Errors: also [`FormatError::NotAFile`] for a pipe or a folder.
+    pub fn regular_file(&self, name: &str) -> Result<Option<(PathBuf, Metadata)>, FormatError> {
+        let Some(path) = self.file(name)? else { return Ok(None) };
+        let facts = fs::metadata(&path).map_err(|source| FormatError::Io { path: path.clone(), source })?;
+        if facts.is_file() { Ok(Some((path, facts))) } else { Err(FormatError::NotAFile { path }) }
+    }
+
+    /// The bytes of file `name`; None if there is none. Errors: more than `max` bytes, as [`Self::file`] and
+    /// [`ModelFile::read_at`].
+    pub fn read(&self, name: &str, max: u64) -> Result<Option<Vec<u8>>, FormatError> {
+        let Some(path) = self.file(name)? else { return Ok(None) };
+        let file = ModelFile::open(&path)?;
+        let bytes = file.n_bytes() as u64;
+        if bytes > max {
+            return Err(FormatError::TooLarge { file: name.to_owned(), bytes, max });
+        }
+        file.front(file.n_bytes()).map(Some)
+    }
+
+    /// The JSON object in file `name`; None if there is no such file. Errors: as [`Self::read`] and
+    /// [`json::parse`], or a value that is no object.
+    pub fn object(
+        &self,
+        name: &'static str,
+    ) -> Result<Option<serde_json::Map<String, serde_json::Value>>, FormatError> {
+        let Some(bytes) = self.read(name, CONFIG_BYTES_MAX)? else { return Ok(None) };
+        let refused = |source| FormatError::Json { file: name.to_owned(), source };
+        match json::parse(&bytes).map_err(refused)? {
+            serde_json::Value::Object(map) => Ok(Some(map)),
+            _ => Err(FormatError::KeyType { file: name, key: "the whole file", expected: "an object" }),
+        }
+    }
+}
+
+/// The Hub's cache keeps `models--owner--name/snapshots/<revision>/*` as links into `models--owner--name/blobs`,
+/// and since huggingface_hub 2 the files there may be links into the `blobs` that all repositories share: there
+/// the repository's folder and the shared one are the roots.
+fn hub_cache_roots(folder: &Path) -> Option<Vec<PathBuf>> {
+    let snapshots = folder.parent()?;
+    let repository = snapshots.parent()?;
+    let is_cache =
+        snapshots.file_name()? == "snapshots" && repository.file_name()?.to_str()?.starts_with("models--");
+    let shared = repository.parent()?.join("blobs");
+    is_cache.then(|| vec![repository.to_owned(), shared])
+}

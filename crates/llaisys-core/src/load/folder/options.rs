@@ -1,0 +1,77 @@
+//! Options of `config.json` that are rejected where they are switched on.
+
+use crate::arch::spec::{Activation, ArchSpec};
+use crate::error::{Result, Unsupported};
+use crate::load::folder::fields::Fields;
+
+/// Both spellings of the number of experts: published files of a family have one of them, transformers 5 writes the
+/// second for all.
+pub(super) const EXPERT_COUNT_KEYS: [&str; 2] = ["num_experts", "num_local_experts"];
+
+/// Rejects keys that would need a forward pass that is not implemented.
+pub(super) fn refuse_unsupported(fields: &Fields<'_>, arch: &ArchSpec) -> Result<()> {
+    refuse_experts(fields, arch)?;
+    refuse_activation(fields, arch)?;
+    // In Llama and Qwen3 this adds a bias to the output projection too; Qwen2 has no such key.
+    if fields.flag("attention_bias")? == Some(true) && !arch.qkv_bias {
+        return Err(Unsupported::feature("attention_bias", true, "false").into());
+    }
+    if fields.flag("mlp_bias")? == Some(true) {
+        return Err(Unsupported::feature("mlp_bias", true, "false").into());
+    }
+    if fields.flag("is_causal")? == Some(false) {
+        return Err(Unsupported::feature("is_causal", false, "true").into());
+    }
+    if fields.flag("use_bidirectional_attention")? == Some(true) {
+        return Err(Unsupported::feature("use_bidirectional_attention", true, "false").into());
+    }
+    for key in ["dtype", "torch_dtype"] {
+        if let Some(dtype) = fields.text(key)?
+            && !matches!(dtype.trim_start_matches("torch."), "float32" | "float16" | "bfloat16")
+        {
+            return Err(
+                Unsupported::feature("the checkpoint's dtype", dtype, "float32, float16, bfloat16").into()
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Rejects experts where the architecture has none, and layers without experts where it has.
+fn refuse_experts(fields: &Fields<'_>, arch: &ArchSpec) -> Result<()> {
+    let own: &[&str] = if arch.experts.is_some() { &EXPERT_COUNT_KEYS } else { &[] };
+    for key in ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"] {
+        let n_experts = fields.get(key).filter(|value| value.as_u64() != Some(0));
+        if let Some(n_experts) = n_experts.filter(|_| !own.contains(&key)) {
+            let value = format!("{key} = {n_experts}");
+            return Err(Unsupported::feature("a mixture of experts", value, "dense models").into());
+        }
+    }
+    if own.is_empty() {
+        return Ok(());
+    }
+    if let Some(step) = fields.size("decoder_sparse_step")?.filter(|&step| step != 1) {
+        return Err(Unsupported::feature("decoder_sparse_step", step, "1 (experts in every layer)").into());
+    }
+    match fields.list("mlp_only_layers")? {
+        Some(layers) if !layers.is_empty() => {
+            let value = format!("{} layers", layers.len());
+            Err(Unsupported::feature("mlp_only_layers", value, "none (experts in every layer)").into())
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Gemma's own key takes precedence over the other one, which its first files also have.
+fn refuse_activation(fields: &Fields<'_>, arch: &ArchSpec) -> Result<()> {
+    match arch.activation {
+        Activation::Silu => match fields.text("hidden_act")?.unwrap_or("silu") {
+            "silu" | "swish" => Ok(()),
+            other => Err(Unsupported::feature("hidden_act", other, "silu").into()),
+        },
+        Activation::GeluTanh => match fields.text("hidden_activation")?.unwrap_or("gelu_pytorch_tanh") {
+            "gelu_pytorch_tanh" => Ok(()),
+            other => Err(Unsupported::feature("hidden_activation", other, "gelu_pytorch_tanh").into()),
+        },
+    }
+}

@@ -1,0 +1,379 @@
+//! Quantized matrices of Hugging Face folders: GPTQ and AWQ with 4 bits.
+//!
+//! A matrix `[N outputs, K inputs]` is stored as three or four tensors in place of its `.weight`. Words are 32 bits
+//! with eight integers, the first in the lowest bits; there are `G = ceil(K / group_size)` groups of inputs.
+//!
+//! ```text
+//!           GPTQ                                  AWQ (version "gemm")
+//! .qweight  I32 [K/8, N], 8 inputs per word       I32 [K, N/8], 8 outputs per word in the order 0 2 4 6 1 3 5 7
+//! .qzeros   I32 [G, N/8], 8 outputs per word      I32 [G, N/8], as above
+//! .scales   [G, N]                                [G, N]
+//! .g_idx    I32 [K]: the group of each input      -
+//! ```
+//! `value = scale * (q - zero)`. A GPTQ checkpoint of the format "gptq" stores each word of zero points minus
+//! 0x11111111, "gptq_v2" unchanged. Source: the packing of AutoGPTQ and GPTQModel (`qlinear`), and of AutoAWQ (`gemm`).
+
+use crate::dtype::DType;
+use crate::error::FormatError;
+use crate::error::{Result, Unsupported};
+use crate::load::folder::fields::Fields;
+use crate::load::tensor_files::{TensorFiles, buffer_of};
+use crate::quant::{BLOCK_LEN, int4};
+use crate::threads::Pool;
+use half::{bf16, f16};
+use std::ops::Range;
+
+/// Integers of a word.
+const PER_WORD: usize = 8;
+/// The place of output `n % 8` in its word, in AWQ.
+const AWQ_PLACES: [usize; PER_WORD] = [0, 4, 1, 5, 2, 6, 3, 7];
+/// A word of zero points that are all 8.
+const SYMMETRIC: u32 = 0x8888_8888;
+/// Rows that are converted together: their words share cache lines.
+const ROWS_AT_ONCE: usize = 16;
+
+/// How the matrices of a folder are quantized.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Quantization {
+    layout: Layout,
+    /// Inputs that share a scale; None: all inputs of a row.
+    group_size: Option<usize>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Layout {
+    /// What is added to a stored word of zero points.
+    Gptq {
+        zeros_less: u32,
+    },
+    Awq,
+}
+
+impl Quantization {
+    /// Reads `quantization_config` of `config.json`; None if there is none.
+    ///
+    /// Errors: an unsupported method, number of bits or layout.
+    pub(crate) fn read(fields: &Fields<'_>) -> Result<Option<Self>> {
+        if let Some(other) = fields.object("compression_config")? {
+            return Err(other_method(other.text("quant_method")?.unwrap_or("compressed-tensors")).into());
+        }
+        let Some(config) = fields.object("quantization_config")? else { return Ok(None) };
+        let layout = match config.text("quant_method")?.unwrap_or("without a name") {
+            "gptq" => gptq_layout(&config)?,
+            "awq" => awq_layout(&config)?,
+            other => return Err(other_method(other).into()),
+        };
+        if let Some(bits) = config.number("bits")?.or(config.number("w_bit")?)
+            && bits != 4.0
+        {
+            return Err(Unsupported::feature("GPTQ or AWQ with bits", bits, "4").into());
+        }
+        let missing = FormatError::KeyMissing { file: config.file, key: "group_size" };
+        let group_size = config.integer("group_size")?.or(config.integer("q_group_size")?).ok_or(missing)?;
+        let group_size = match usize::try_from(group_size) {
+            Err(_) if group_size == -1 => None,
+            Ok(size) if size > 0 && size.is_multiple_of(BLOCK_LEN) => Some(size),
+            _ => return Err(Unsupported::feature("group_size", group_size, "-1 and multiples of 32").into()),
+        };
+        Ok(Some(Self { layout, group_size }))
+    }
+
+    /// The tensors that stand for the matrix `name` (ending in `.weight`) of `shape`; None if there are none.
+    ///
+    /// Errors: one is missing or has another shape or type than the matrix needs; inputs out of order.
+    pub(crate) fn find(
+        &self,
+        files: &TensorFiles,
+        name: &str,
+        shape: &[usize],
+    ) -> Result<Option<QuantizedMatrix>> {
+        let (Some(module), &[n_rows, n_columns]) = (name.strip_suffix(".weight"), shape) else {
+            return Ok(None);
+        };
+        let find = |part: &str| files.find(&format!("{module}.{part}"));
+        let Some(qweight) = find("qweight") else { return Ok(None) };
+        let required = |part: &str| {
+            let first = format!("{module}.{part}");
+            find(part).ok_or(FormatError::MissingTensors { n_missing: 1, first })
+        };
+        if !n_columns.is_multiple_of(BLOCK_LEN) || !n_rows.is_multiple_of(PER_WORD) {
+            let what = format!("{module} of {n_rows} x {n_columns}");
+            return Err(
+                Unsupported::feature("a quantized matrix", what, "multiples of 8 x multiples of 32").into()
+            );
+        }
+        let mut matrix = QuantizedMatrix {
+            quantization: *self,
+            dtype: DType::Int4,
+            n_rows,
+            n_columns,
+            qweight,
+            qzeros: required("qzeros")?,
+            scales: required("scales")?,
+            g_idx: find("g_idx").filter(|_| self.layout != Layout::Awq),
+            zero_bias: None,
+        };
+        matrix.check(files)?;
+        // Packers write a bias for every module; a bias of zeros has no effect.
+        if let Some(bias) = find("bias").filter(|&index| files.tensors()[index].shape == [n_rows]) {
+            let mut is_zero = true;
+            files.visit(bias, 0, &mut |bytes| is_zero &= bytes.iter().all(|&byte| byte == 0))?;
+            matrix.zero_bias = is_zero.then_some(bias);
+        }
+        if matrix.is_symmetric(files)? {
+            matrix.dtype = DType::Q4_0;
+        }
+        Ok(Some(matrix))
+    }
+}
+
+fn gptq_layout(config: &Fields<'_>) -> Result<Layout> {
+    if config.flag("is_marlin_format")? == Some(true) {
+        return Err(Unsupported::feature("the GPTQ format", "marlin", "gptq, gptq_v2").into());
+    }
+    // These rules give some modules other bits or groups.
+    if let Some(rules) = config.object("dynamic")?
+        && let Some(module) = rules.map.keys().next()
+    {
+        return Err(Unsupported::feature(
+            "GPTQ's dynamic rule",
+            module,
+            "the same bits and groups everywhere",
+        )
+        .into());
+    }
+    match config.text("checkpoint_format")?.or(config.text("format")?).unwrap_or("gptq") {
+        "gptq" => Ok(Layout::Gptq { zeros_less: 0x1111_1111 }),
+        "gptq_v2" => Ok(Layout::Gptq { zeros_less: 0 }),
+        other => Err(Unsupported::feature("the GPTQ format", other, "gptq, gptq_v2").into()),
+    }
+}
+
+fn awq_layout(config: &Fields<'_>) -> Result<Layout> {
+    let version = config.text("version")?.unwrap_or("gemm");
+    if !version.eq_ignore_ascii_case("gemm") {
+        return Err(Unsupported::feature("the AWQ version", version, "gemm").into());
+    }
+    if config.flag("zero_point")? == Some(false) {
+        return Err(Unsupported::feature("AWQ's zero_point", false, "true").into());
+    }
+    Ok(Layout::Awq)
+}
+
+fn other_method(name: &str) -> Unsupported {
+    Unsupported::feature(
+        "a checkpoint quantized by",
+        name,
+        "GPTQ and AWQ with 4 bits, BF16, F16 and F32 tensors, and GGUF files",
+    )
+}
+
+/// A quantized matrix: where its tensors are. Their shapes and types were checked.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct QuantizedMatrix {
+    quantization: Quantization,
+    /// Determined once, because that reads every zero point.
+    dtype: DType,
+    n_rows: usize,
+    n_columns: usize,
+    qweight: usize,
+    qzeros: usize,
+    scales: usize,
+    g_idx: Option<usize>,
+    zero_bias: Option<usize>,
+}
+
+impl QuantizedMatrix {
+    /// The indices of its tensors.
+    pub(crate) fn indices(&self) -> impl Iterator<Item = usize> {
+        [self.qweight, self.qzeros, self.scales].into_iter().chain(self.g_idx).chain(self.zero_bias)
+    }
+
+    fn check(&self, files: &TensorFiles) -> Result<()> {
+        let (n, k) = (self.n_rows, self.n_columns);
+        let n_groups = self.quantization.group_size.map_or(1, |size| k.div_ceil(size));
+        let words = match self.quantization.layout {
+            Layout::Gptq { .. } => [k / PER_WORD, n],
+            Layout::Awq => [k, n / PER_WORD],
+        };
+        check_tensor(files, self.qweight, &words, &[DType::I32])?;
+        check_tensor(files, self.qzeros, &[n_groups, n / PER_WORD], &[DType::I32])?;
+        check_tensor(files, self.scales, &[n_groups, n], &[DType::F16, DType::BF16, DType::F32])?;
+        let Some(g_idx) = self.g_idx else { return Ok(()) };
+        check_tensor(files, g_idx, &[k], &[DType::I32])?;
+        let size = self.quantization.group_size.unwrap_or(k);
+        let (mut is_in_order, mut inputs) = (true, 0..);
+        files.visit(g_idx, 0, &mut |bytes| {
+            for (word, k) in bytes.as_chunks().0.iter().zip(&mut inputs) {
+                is_in_order &= u32::from_le_bytes(*word) as usize == k / size;
+            }
+        })?;
+        if !is_in_order {
+            let name = files.tensors()[g_idx].name.clone();
+            return Err(Unsupported::feature(
+                "GPTQ with inputs out of order (desc_act)",
+                name,
+                "desc_act false",
+            )
+            .into());
+        }
+        Ok(())
+    }
+
+    /// The type of its rows once loaded: Q4_0 if every zero point is 8, else Int4. Both are lossless.
+    pub(crate) fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Whether Q4_0 represents it: f16 scales, and every zero point is 8.
+    fn is_symmetric(&self, files: &TensorFiles) -> Result<bool, FormatError> {
+        if files.tensors()[self.scales].dtype != DType::F16 {
+            return Ok(false);
+        }
+        let mut is_symmetric = true;
+        files.visit(self.qzeros, 0, &mut |bytes| {
+            let mut words = bytes.as_chunks().0.iter().map(|&word| self.zeros(u32::from_le_bytes(word)));
+            is_symmetric &= words.all(|word| word == SYMMETRIC);
+        })?;
+        Ok(is_symmetric)
+    }
+
+    /// The zero points of a stored word.
+    fn zeros(&self, word: u32) -> u32 {
+        match self.quantization.layout {
+            Layout::Gptq { zeros_less } => word.wrapping_add(zeros_less),
+            Layout::Awq => word,
+        }
+    }
+
+    /// Reads some rows as blocks of [`Self::dtype`] into `buffer`. Words contain integers of many rows, so whole tensors
+    /// are read; zero points only if they are not all 8. Errors: no memory; a file that was truncated, errors of the
+    /// system.
+    pub(crate) fn read<'b>(
+        &self,
+        files: &TensorFiles,
+        rows: Range<usize>,
+        buffer: &'b mut Vec<u8>,
+        pool: &Pool,
+    ) -> Result<&'b [u8]> {
+        let read = |index: usize| -> Result<Vec<u8>> {
+            let mut bytes = Vec::new();
+            let n_bytes = files.tensors()[index].range.len();
+            files.read(index, 0, buffer_of(&mut bytes, n_bytes)?, pool)?;
+            Ok(bytes)
+        };
+        let words = |index: usize| -> Result<Words> {
+            Ok(Words { bytes: read(index)?, n_columns: files.tensors()[index].shape[1] })
+        };
+        let dtype = self.dtype;
+        let tensors = Tensors {
+            matrix: self,
+            qweight: words(self.qweight)?,
+            qzeros: if dtype == DType::Q4_0 { None } else { Some(words(self.qzeros)?) },
+            scales: (files.tensors()[self.scales].dtype, read(self.scales)?),
+        };
+        let row_bytes = self.n_columns / BLOCK_LEN * dtype.block_bytes();
+        let out = buffer_of(buffer, rows.len() * row_bytes)?;
+        pool.run_chunks(out, ROWS_AT_ONCE * row_bytes, &|i, out| {
+            for b in 0..self.n_columns / BLOCK_LEN {
+                for (r, row) in out.chunks_exact_mut(row_bytes).enumerate() {
+                    let block = &mut row[b * dtype.block_bytes()..][..dtype.block_bytes()];
+                    tensors.write_block(b, rows.start + i * ROWS_AT_ONCE + r, block);
+                }
+            }
+        });
+        Ok(out)
+    }
+}
+
+/// Errors: another shape or type.
+fn check_tensor(files: &TensorFiles, index: usize, shape: &[usize], types: &[DType]) -> Result<()> {
+    let stored = &files.tensors()[index];
+    if !types.contains(&stored.dtype) {
+        let (tensor, dtype) = (stored.name.clone(), stored.dtype.name().to_uppercase());
+        let supported = if types.contains(&DType::I32) { "I32" } else { "F16, BF16, F32" };
+        return Err(Unsupported::TensorType { tensor, dtype, supported }.into());
+    }
+    if stored.shape != shape {
+        let (name, got) = (stored.name.clone(), stored.shape.clone());
+        return Err(FormatError::TensorShape { name, got, want: shape.to_vec() }.into());
+    }
+    Ok(())
+}
+
+/// A tensor of words.
+struct Words {
+    bytes: Vec<u8>,
+    n_columns: usize,
+}
+
+impl Words {
+    fn at(&self, row: usize, column: usize) -> u32 {
+        u32::from_le_bytes(self.bytes.as_chunks().0[row * self.n_columns + column])
+    }
+}
+
+/// Integer `place` of a word.
+fn integer(word: u32, place: usize) -> u8 {
+    (word >> (4 * place) & 15) as u8
+}
+
+/// The tensors of a matrix.
+struct Tensors<'a> {
+    matrix: &'a QuantizedMatrix,
+    qweight: Words,
+    /// None if every zero point is 8.
+    qzeros: Option<Words>,
+    /// Type and bytes.
+    scales: (DType, Vec<u8>),
+}
+
+impl Tensors<'_> {
+    /// Block `b` of row `n`, of the matrix's type.
+    fn write_block(&self, b: usize, n: usize, block: &mut [u8]) {
+        let group = self.matrix.quantization.group_size.map_or(0, |size| b * BLOCK_LEN / size);
+        let at = group * self.matrix.n_rows + n;
+        let (dtype, scales) = &self.scales;
+        let nibbles = match &self.qzeros {
+            None => {
+                block[..2].copy_from_slice(&scales[2 * at..2 * at + 2]);
+                &mut block[2..]
+            }
+            Some(qzeros) => {
+                let zeros = self.matrix.zeros(qzeros.at(group, n / PER_WORD));
+                block[..4].copy_from_slice(&scale(*dtype, scales, at).to_le_bytes());
+                block[4] = integer(zeros, self.place(n));
+                &mut block[int4::BYTES - BLOCK_LEN / 2..]
+            }
+        };
+        for (j, byte) in nibbles.iter_mut().enumerate() {
+            let k = b * BLOCK_LEN + j;
+            *byte = self.weight(k, n) | self.weight(k + BLOCK_LEN / 2, n) << 4;
+        }
+    }
+
+    fn weight(&self, k: usize, n: usize) -> u8 {
+        match self.matrix.quantization.layout {
+            Layout::Gptq { .. } => integer(self.qweight.at(k / PER_WORD, n), k % PER_WORD),
+            Layout::Awq => integer(self.qweight.at(k, n / PER_WORD), self.place(n)),
+        }
+    }
+
+    /// The place of output `n` in a word of eight outputs.
+    fn place(&self, n: usize) -> usize {
+        match self.matrix.quantization.layout {
+            Layout::Gptq { .. } => n % PER_WORD,
+            Layout::Awq => AWQ_PLACES[n % PER_WORD],
+        }
+    }
+}
+
+/// Element `at` of a tensor of scales.
+fn scale(dtype: DType, scales: &[u8], at: usize) -> f32 {
+    let bytes = &scales[at * dtype.block_bytes()..];
+    match dtype {
+        DType::F32 => f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
+        DType::BF16 => bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
+        _ => f16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
+    }
+}

@@ -1,0 +1,101 @@
+//! The rotary embedding in `config.json`: `rope_scaling` or `rope_parameters`.
+
+use crate::arch::rope::{RopeConfig, RopeScaling, longrope_amplitude, yarn_amplitude};
+use crate::error::{FormatError, Result, Unsupported};
+use crate::load::folder::fields::Fields;
+use serde_json::Value;
+
+/// What is read from `config.json` in addition to the set.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Context<'a> {
+    /// The whole file.
+    pub(super) fields: Fields<'a>,
+    /// `max_position_embeddings`.
+    pub(super) max_positions: usize,
+}
+
+impl Context<'_> {
+    /// The original context of a set: its own key, or the file's.
+    fn original(&self, set: &Fields<'_>) -> Result<Option<usize>, FormatError> {
+        const KEY: &str = "original_max_position_embeddings";
+        Ok(set.size(KEY)?.or(self.fields.size(KEY)?))
+    }
+}
+
+/// Reads one set of `rope_scaling` or `rope_parameters`; `theta` where it states no base. Also returns for how
+/// many positions it is valid. Errors: a type that is not implemented; a missing or wrong key.
+pub(super) fn read_set(set: &Fields<'_>, theta: f64, context: Context<'_>) -> Result<(RopeConfig, usize)> {
+    refuse_partial_rotation(set)?;
+    let theta = set.number("rope_theta")?.unwrap_or(theta);
+    let missing = |key| FormatError::KeyMissing { file: set.file, key };
+    let required = |key| -> Result<f64> { Ok(set.number(key)?.ok_or_else(|| missing(key))?) };
+    let kind = set.text("rope_type")?.or(set.text("type")?);
+    let mut max_positions = context.max_positions;
+    let original = |key| -> Result<usize> { Ok(context.original(set)?.ok_or_else(|| missing(key))?) };
+    const ORIGINAL: &str = "original_max_position_embeddings";
+    // A set without a type and without a factor is the default one.
+    let stated = if set.get("factor").is_some() { "factor without a type" } else { "default" };
+    let scaling = match kind.unwrap_or(stated) {
+        "default" => RopeScaling::None,
+        "linear" => RopeScaling::Linear { factor: required("factor")? },
+        "llama3" => RopeScaling::Llama3 {
+            factor: required("factor")?,
+            low: required("low_freq_factor")?,
+            high: required("high_freq_factor")?,
+            original: original(ORIGINAL)? as f64,
+        },
+        "yarn" => {
+            // Old files omit the original context and mean `max_position_embeddings`.
+            let original = context.original(set)?.unwrap_or(max_positions) as f64;
+            let factor = set.number("factor")?.unwrap_or(max_positions as f64 / original);
+            let m = |key| -> Result<Option<f64>> { Ok(set.number(key)?.filter(|&m| m != 0.0)) };
+            let derived = match (m("mscale")?, m("mscale_all_dim")?) {
+                (Some(m), Some(all)) => yarn_amplitude(factor, m) / yarn_amplitude(factor, all),
+                _ => yarn_amplitude(factor, 1.0),
+            };
+            RopeScaling::Yarn {
+                factor,
+                beta_fast: m("beta_fast")?.unwrap_or(32.0),
+                beta_slow: m("beta_slow")?.unwrap_or(1.0),
+                original,
+                truncate: set.flag("truncate")?.unwrap_or(true),
+                amplitude: set.number("attention_factor")?.unwrap_or(derived),
+            }
+        }
+        "longrope" => {
+            let original = original(ORIGINAL)?;
+            let factor = set.number("factor")?.unwrap_or(max_positions as f64 / original as f64);
+            // Beyond the original context, all positions would need other factors, also earlier ones.
+            max_positions = max_positions.min(original);
+            let derived = longrope_amplitude(factor, original);
+            let factors = numbers(set, "short_factor")?.ok_or_else(|| missing("short_factor"))?;
+            RopeScaling::PerPair { factors, amplitude: set.number("attention_factor")?.unwrap_or(derived) }
+        }
+        other => {
+            let supported = "default, linear, llama3, yarn, longrope";
+            return Err(
+                Unsupported::Feature { what: "the rope type", value: other.to_owned(), supported }.into()
+            );
+        }
+    };
+    Ok((RopeConfig { theta, scaling }, max_positions))
+}
+
+fn numbers(set: &Fields<'_>, key: &'static str) -> Result<Option<Vec<f32>>, FormatError> {
+    let wrong = || FormatError::KeyType { file: set.file, key, expected: "a list of numbers" };
+    let number = |value: &Value| value.as_f64().map(|x| x as f32).ok_or_else(wrong);
+    set.list(key)?.map(|values| values.iter().map(number).collect()).transpose()
+}
+
+/// Rejects rotary embeddings of a part of each head.
+pub(super) fn refuse_partial_rotation(fields: &Fields<'_>) -> Result<()> {
+    match fields.number("partial_rotary_factor")? {
+        Some(factor) if factor != 1.0 => Err(Unsupported::Feature {
+            what: "partial_rotary_factor",
+            value: factor.to_string(),
+            supported: "1.0 (the whole head is rotated)",
+        }
+        .into()),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,363 @@
+//! Metadata of a GGUF file -> [`ModelConfig`].
+//!
+//! Keys are those of the GGUF specification, `<architecture>.…`; what would change the output and is not implemented is
+//! rejected with its name.
+
+use crate::arch::bounds::bounded;
+use crate::arch::config::{Experts, ModelConfig, add_ids};
+use crate::arch::rope::{RopeConfig, RopeScaling, longrope_amplitude, yarn_amplitude};
+use crate::arch::spec::{self, ArchSpec, QkNorm, SoftCap, WindowRule};
+use crate::error::{FormatError, GgufError};
+use crate::error::{Result, Unsupported};
+use crate::load::gguf::Header;
+use crate::load::gguf::metadata::{Metadata, Value};
+use crate::load::gguf::tokenizer::GgufTokenizer;
+
+/// llama.cpp's default where a file states no base.
+const ROPE_THETA_DEFAULT: f64 = 10_000.0;
+const EOS_KEYS: [&str; 3] =
+    ["tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"];
+
+/// Reads the configuration and the tokenizer of a GGUF file.
+///
+/// Errors: damage, a missing or wrong key; [`Unsupported`] for what the forward pass or the tokenizer lacks.
+pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> {
+    let metadata = &header.metadata;
+    let architecture = required(metadata.str("general.architecture")?, "general.architecture")?;
+    // An unknown architecture is reported before any error in its keys.
+    spec::find(architecture, |arch| arch.gguf_architecture)?;
+    let keys = Keys { metadata, architecture };
+    let n_experts = keys.size("expert_count")?.unwrap_or(0);
+    let arch = spec::find_gguf(architecture, n_experts)?;
+    refuse_unsupported(&keys, arch)?;
+    refuse_single_experts(header)?;
+    let tokenizer = GgufTokenizer::read(metadata)?;
+
+    let n_heads = keys.required_size("attention.head_count")?;
+    let d_model = keys.required_size("embedding_length")?;
+    let vocab_size = keys.size("vocab_size")?.unwrap_or(tokenizer.tokens.len());
+    let mut eos = Vec::new();
+    for key in EOS_KEYS {
+        let id = metadata.uint(key)?.map(|id| u32::try_from(id).unwrap_or(u32::MAX));
+        add_ids(&mut eos, id.as_slice());
+    }
+    let d_head = d_head(&keys, d_model, n_heads)?;
+    let n_layers = keys.required_size("block_count")?;
+    let stated_positions = keys.required_size("context_length")?;
+    let (rope, max_positions) = rope(&keys, header, arch, stated_positions)?;
+    let expert_d_ff = keys.size("expert_feed_forward_length")?.filter(|_| n_experts > 0);
+    let mut config = ModelConfig {
+        arch,
+        names: arch.gguf_names,
+        norm_offset: 0.0,
+        n_layers,
+        d_model,
+        n_heads,
+        n_kv_heads: keys.size("attention.head_count_kv")?.unwrap_or(n_heads),
+        d_head,
+        d_ff: match expert_d_ff {
+            Some(d_ff) => d_ff,
+            None => keys.required_size("feed_forward_length")?,
+        },
+        vocab_size,
+        max_positions,
+        rms_eps: keys.required_float("attention.layer_norm_rms_epsilon")? as f32,
+        rope,
+        local_rope: local_rope(&keys, arch)?,
+        window: None,
+        windowed: Vec::new(),
+        score_scale: score_scale(&keys, arch, &ModelSizes { n_layers, d_model, n_heads, d_head })?,
+        attn_soft_cap: keys.soft_cap("attn_logit_softcapping", arch.attn_soft_cap)?,
+        logit_soft_cap: keys.soft_cap("final_logit_softcapping", arch.logit_soft_cap)?,
+        embed_scale: if arch.embed_sqrt {
+            (d_model as f32).sqrt()
+        } else {
+            keys.multiplier("embedding_scale")?
+        },
+        residual_scale: keys.multiplier("residual_scale")?,
+        logit_scale: 1.0 / keys.multiplier("logit_scale")?,
+        experts: experts(&keys, n_experts)?,
+        tied_head: !header.tensor_names().any(|name| name == arch.gguf_names.lm_head),
+        qkv_bias: arch.qkv_bias,
+        qk_norm: arch.qk_norm != QkNorm::None,
+        bos: tokenizer.bos,
+        eos,
+    };
+    config.check()?;
+    keys.expect_whole_head_rotated(config.d_head)?;
+    (config.window, config.windowed) = window(&keys, arch, n_layers, max_positions)?;
+    if tokenizer.tokens.len() != vocab_size {
+        let (got, want) = (tokenizer.tokens.len() as u64, vocab_size as u64);
+        let disagree = FormatError::Disagree { what: "the number of tokens", got, other: "vocab_size", want };
+        return Err(disagree.into());
+    }
+    Ok((config, tokenizer))
+}
+
+/// `<architecture>.pooling_type`: llama.cpp's number for how a prompt's hidden states become an embedding.
+///
+/// Errors: no architecture, or another type of value.
+pub(crate) fn pooling_type(header: &Header<'_>) -> Result<Option<u64>> {
+    let metadata = &header.metadata;
+    let architecture = required(metadata.str("general.architecture")?, "general.architecture")?;
+    Ok(metadata.uint(&Keys { metadata, architecture }.full("pooling_type"))?)
+}
+
+fn d_head(keys: &Keys<'_>, d_model: usize, n_heads: usize) -> Result<usize> {
+    let (key, value) = (keys.size("attention.key_length")?, keys.size("attention.value_length")?);
+    if let (Some(key), Some(value)) = (key, value)
+        && key != value
+    {
+        return Err(Unsupported::feature(
+            "heads of unequal width",
+            format!("{key} and {value}"),
+            "keys as wide as values",
+        )
+        .into());
+    }
+    if let Some(d_head) = key.or(value) {
+        return Ok(d_head);
+    }
+    let (what, of) = ("embedding_length", "attention.head_count");
+    let uneven = FormatError::NotAMultiple { what, got: d_model, of, divisor: n_heads };
+    Ok(d_model.checked_div(n_heads).filter(|_| d_model.is_multiple_of(n_heads)).ok_or(uneven)?)
+}
+
+/// The rotary embedding of layers without a window, and for how many positions it is valid.
+fn rope(
+    keys: &Keys<'_>,
+    header: &Header<'_>,
+    arch: &ArchSpec,
+    max_positions: usize,
+) -> Result<(RopeConfig, usize)> {
+    let theta = keys.float("rope.freq_base")?.unwrap_or(ROPE_THETA_DEFAULT);
+    let original = keys.size("rope.scaling.original_context_length")?;
+    // llama.cpp's converter writes the frequency factors of llama3 and longrope as a tensor; no key states it.
+    let has = |name: &str| header.tensor_names().any(|tensor| tensor == name);
+    let has_factors = has(arch.gguf_names.rope_factors);
+    let kind = keys.metadata.str(&keys.full("rope.scaling.type"))?.unwrap_or("none");
+    let factor = keys.float("rope.scaling.factor")?.filter(|&factor| factor != 0.0);
+    let attn_factor = keys.float("rope.scaling.attn_factor")?.filter(|&factor| factor != 0.0);
+    let scaling = match kind {
+        "none" | "longrope" if has_factors => {
+            let long = has("rope_factors_long.weight");
+            let good = original.filter(|_| long).unwrap_or(max_positions).min(max_positions);
+            let derived = longrope_amplitude(max_positions as f64 / good as f64, good);
+            let rope = RopeScaling::PerPair { factors: vec![], amplitude: attn_factor.unwrap_or(derived) };
+            return Ok((RopeConfig { theta, scaling: rope }, good));
+        }
+        "none" => {
+            keys.expect_neutral("rope.scaling.factor", &[0.0, 1.0])?;
+            keys.expect_neutral("rope.scale_linear", &[0.0, 1.0])?;
+            RopeScaling::None
+        }
+        "linear" => RopeScaling::Linear { factor: required(factor, &keys.full("rope.scaling.factor"))? },
+        "yarn" => {
+            keys.expect_neutral("rope.scaling.yarn_log_multiplier", &[0.0])?;
+            let beta = |name: &str| keys.float(&format!("rope.scaling.yarn_beta_{name}"));
+            let factor = required(factor, &keys.full("rope.scaling.factor"))?;
+            RopeScaling::Yarn {
+                factor,
+                beta_fast: beta("fast")?.unwrap_or(32.0),
+                beta_slow: beta("slow")?.unwrap_or(1.0),
+                original: original.unwrap_or(max_positions) as f64,
+                truncate: true,
+                amplitude: yarn_amplitude(factor, 1.0) * attn_factor.unwrap_or(1.0),
+            }
+        }
+        other => {
+            return Err(Unsupported::feature(
+                "the rope type",
+                other,
+                "none, linear, yarn, factors as a tensor",
+            )
+            .into());
+        }
+    };
+    Ok((RopeConfig { theta, scaling }, max_positions))
+}
+
+/// The rotary embedding of layers with a window, where the architecture has a separate one.
+fn local_rope(keys: &Keys<'_>, arch: &ArchSpec) -> Result<Option<RopeConfig>> {
+    let Some(default) = arch.local_theta else { return Ok(None) };
+    Ok(Some(RopeConfig::plain(keys.float("rope.freq_base_swa")?.unwrap_or(default))))
+}
+
+/// The window and which layers have it.
+fn window(
+    keys: &Keys<'_>,
+    arch: &ArchSpec,
+    n_layers: usize,
+    max_positions: usize,
+) -> Result<(Option<usize>, Vec<bool>)> {
+    const KEY: &str = "attention.sliding_window";
+    let stated = keys.size(KEY)?.filter(|&window| window > 0);
+    let every = |n: usize| (0..n_layers).map(|layer| !(layer + 1).is_multiple_of(n)).collect();
+    let windowed: Vec<bool> = match arch.window {
+        WindowRule::All(_) => vec![true; n_layers],
+        WindowRule::AllButEvery(default) => {
+            let n = keys.size("attention.sliding_window_pattern")?.unwrap_or(default);
+            bounded("attention.sliding_window_pattern", n as f64, 1.0, f64::from(u32::MAX))?;
+            every(n)
+        }
+        WindowRule::Refused | WindowRule::Switched | WindowRule::SwitchedFromLayer => vec![false; n_layers],
+    };
+    let active = stated.filter(|&window| window < max_positions);
+    match active {
+        Some(window) if !windowed.contains(&true) => Err(Unsupported::feature(
+            "a sliding window of attention",
+            format!("{window} of {max_positions} positions"),
+            "none in this family",
+        )
+        .into()),
+        active => Ok((active, windowed)),
+    }
+}
+
+/// Sizes from which the scale of scores follows.
+struct ModelSizes {
+    n_layers: usize,
+    d_model: usize,
+    n_heads: usize,
+    d_head: usize,
+}
+
+/// The scale of scores: Granite states it, for Gemma it follows from the size.
+fn score_scale(keys: &Keys<'_>, arch: &ArchSpec, sizes: &ModelSizes) -> Result<f32> {
+    if arch.multipliers {
+        let stated = keys.float("attention.scale")?.filter(|&scale| scale != 0.0);
+        return Ok(stated.map_or(1.0 / (sizes.d_head as f32).sqrt(), |scale| scale as f32));
+    }
+    keys.expect_neutral("attention.scale", &[0.0])?;
+    let by_width = arch.query_scalar.is_some_and(|scalar| scalar.layers_by_width == sizes.n_layers);
+    let by_width = sizes.d_model.checked_div(sizes.n_heads).filter(|_| by_width);
+    Ok(1.0 / (by_width.unwrap_or(sizes.d_head) as f32).sqrt())
+}
+
+fn experts(keys: &Keys<'_>, n: usize) -> Result<Option<Experts>> {
+    if n == 0 {
+        return Ok(None);
+    }
+    keys.expect_neutral("expert_weights_scale", &[0.0, 1.0])?;
+    if let Some(shared) = keys.size("expert_shared_count")?.filter(|&shared| shared > 0) {
+        return Err(Unsupported::feature("shared experts", shared, "none").into());
+    }
+    // 0 is unset, 1 is softmax.
+    if let Some(gating) = keys.size("expert_gating_func")?.filter(|&gating| gating > 1) {
+        return Err(Unsupported::feature("expert_gating_func", gating, "1 (softmax)").into());
+    }
+    let normalize = keys.metadata.bool(&keys.full("expert_weights_norm"))?.unwrap_or(true);
+    Ok(Some(Experts { n, n_used: keys.required_size("expert_used_count")?, normalize }))
+}
+
+/// The keys below `<architecture>.`.
+struct Keys<'a> {
+    metadata: &'a Metadata<'a>,
+    architecture: &'a str,
+}
+
+impl Keys<'_> {
+    fn full(&self, key: &str) -> String {
+        format!("{}.{key}", self.architecture)
+    }
+
+    /// A whole number. Errors: another type; an array (a size for each layer) by name.
+    fn size(&self, key: &str) -> Result<Option<usize>> {
+        let key = self.full(key);
+        if let Some(Value::Array(_)) = self.metadata.get(&key) {
+            return Err(Unsupported::feature("a size for each layer", key, "one size for all layers").into());
+        }
+        Ok(self.metadata.uint(&key)?.map(|n| usize::try_from(n).unwrap_or(usize::MAX)))
+    }
+
+    fn required_size(&self, key: &str) -> Result<usize> {
+        required(self.size(key)?, &self.full(key))
+    }
+
+    fn float(&self, key: &str) -> Result<Option<f64>> {
+        Ok(self.metadata.float(&self.full(key))?)
+    }
+
+    fn required_float(&self, key: &str) -> Result<f64> {
+        required(self.float(key)?, &self.full(key))
+    }
+
+    /// Rejects a float key with another value than its neutral ones.
+    fn expect_neutral(&self, key: &str, neutral: &[f64]) -> Result<()> {
+        match self.float(key)? {
+            Some(value) if !neutral.contains(&value) => Err(Unsupported::feature(
+                "the key",
+                format!("{} = {value}", self.full(key)),
+                "files without it",
+            )
+            .into()),
+            _ => Ok(()),
+        }
+    }
+
+    fn expect_whole_head_rotated(&self, d_head: usize) -> Result<()> {
+        match self.size("rope.dimension_count")? {
+            Some(rotated) if rotated != d_head => {
+                let value = format!("{rotated} of {d_head} elements of a head");
+                Err(Unsupported::feature("rotating", value, "rotating the whole head").into())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// A multiplier; 0 is unset.
+    fn multiplier(&self, key: &str) -> Result<f32> {
+        Ok(self.float(key)?.filter(|&scale| scale != 0.0).unwrap_or(1.0) as f32)
+    }
+
+    /// The soft cap that the file states, else that of the architecture; 0 is none.
+    fn soft_cap(&self, key: &str, rule: SoftCap) -> Result<Option<f32>> {
+        let stated = self.float(key)?;
+        match rule {
+            SoftCap::Refused => self.expect_neutral(key, &[0.0]).map(|()| None),
+            SoftCap::Stated(default) => {
+                Ok(stated.or(default).filter(|&cap| cap != 0.0).map(|cap| cap as f32))
+            }
+        }
+    }
+}
+
+fn refuse_unsupported(keys: &Keys<'_>, arch: &ArchSpec) -> Result<()> {
+    match keys.metadata.str("general.type")? {
+        None | Some("model") => {}
+        Some(other) => return Err(Unsupported::feature("a GGUF file of the type", other, "model").into()),
+    }
+    if keys.metadata.bool(&keys.full("attention.causal"))? == Some(false) {
+        return Err(Unsupported::feature("attention.causal", false, "causal attention").into());
+    }
+    if arch.multipliers {
+        return Ok(());
+    }
+    for key in ["logit_scale", "embedding_scale", "residual_scale"] {
+        keys.expect_neutral(key, &[0.0, 1.0])?;
+    }
+    Ok(())
+}
+
+/// Rejects files from before experts were stacked in one tensor (llama.cpp, until April 2024).
+fn refuse_single_experts(header: &Header<'_>) -> Result<()> {
+    let is_single = |name: &str| {
+        let mut parts = name.split('.').skip(2);
+        matches!(parts.next(), Some("ffn_gate" | "ffn_up" | "ffn_down"))
+            && parts.next().is_some_and(|part| part.parse::<u32>().is_ok())
+    };
+    match header.tensor_names().find(|name| is_single(name)) {
+        None => Ok(()),
+        Some(name) => Err(Unsupported::feature(
+            "an old GGUF layout with one tensor for each expert",
+            name,
+            "experts stacked in tensors such as blk.0.ffn_gate_exps.weight (convert the model again with a \
+             llama.cpp of April 2024 or later, or use a newer file)",
+        )
+        .into()),
+    }
+}
+
+fn required<T>(value: Option<T>, key: &str) -> Result<T> {
+    Ok(value.ok_or_else(|| GgufError::KeyMissing { key: key.to_owned() })?)
+}

@@ -1,0 +1,122 @@
+//! The size of the packed weights of a checkpoint, computed before packing.
+
+use crate::arch::config::ModelConfig;
+use crate::arch::weight_id::{ExpertPart, LayerWeight, WeightId};
+use crate::dtype::{ComputeMode, DType};
+use crate::load::weight_format::packed_format;
+use crate::ops::argmax_bounds::ArgmaxBounds;
+use crate::ops::gate_up_rows;
+use crate::ops::packed::PackedFormat;
+use serde::Serialize;
+
+/// Bytes of the packed weights in each mode, padding included: what [`Weights::n_bytes`] would be.
+///
+/// [`Weights::n_bytes`]: crate::forward::weights::Weights::n_bytes
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct PackedBytes {
+    /// [`ComputeMode::Auto`].
+    pub auto: usize,
+    /// [`ComputeMode::Float32`].
+    pub float32: usize,
+    /// [`ComputeMode::Bfloat16`].
+    pub bfloat16: usize,
+    /// [`ComputeMode::Int8`], of a checkpoint that can be quantized.
+    pub int8: usize,
+    /// [`ComputeMode::Int4`], of a checkpoint that can be quantized.
+    pub int4: usize,
+}
+
+impl PackedBytes {
+    /// The bytes in `mode`.
+    pub fn of(&self, mode: ComputeMode) -> usize {
+        match mode {
+            ComputeMode::Auto => self.auto,
+            ComputeMode::Float32 => self.float32,
+            ComputeMode::Bfloat16 => self.bfloat16,
+            ComputeMode::Int8 => self.int8,
+            ComputeMode::Int4 => self.int4,
+        }
+    }
+
+    /// `stored` returns the type in which the packer reads the rows of a stored weight.
+    pub(super) fn new(config: &ModelConfig, stored: &dyn Fn(WeightId) -> DType) -> Self {
+        Self::each(|mode| Sizes { config, stored, mode }.total())
+    }
+
+    /// As [`PackedBytes::new`], of the argmax bounds of the head; 0 where it cannot have any.
+    pub(super) fn of_argmax_bounds(config: &ModelConfig, stored: &dyn Fn(WeightId) -> DType) -> Self {
+        Self::each(|mode| Sizes { config, stored, mode }.argmax_bounds())
+    }
+
+    fn each(bytes: impl Fn(ComputeMode) -> usize) -> Self {
+        Self {
+            auto: bytes(ComputeMode::Auto),
+            float32: bytes(ComputeMode::Float32),
+            bfloat16: bytes(ComputeMode::Bfloat16),
+            int8: bytes(ComputeMode::Int8),
+            int4: bytes(ComputeMode::Int4),
+        }
+    }
+}
+
+/// Mirrors the packer. The bounds of the configuration keep every sum below 2^62.
+struct Sizes<'a> {
+    config: &'a ModelConfig,
+    stored: &'a dyn Fn(WeightId) -> DType,
+    mode: ComputeMode,
+}
+
+impl Sizes<'_> {
+    fn total(&self) -> usize {
+        let config = self.config;
+        let shapes = config.weight_ids().map(|id| config.shape(id));
+        let vectors: usize = shapes.filter(|shape| shape.len() == 1).map(|shape| shape[0]).sum();
+        let head = if config.tied_head { 0 } else { self.matrix(WeightId::LmHead) };
+        let layers: usize = (0..config.n_layers).map(|index| self.layer(index)).sum();
+        vectors * size_of::<f32>() + self.matrix(WeightId::Embed) + head + layers
+    }
+
+    fn argmax_bounds(&self) -> usize {
+        let id = if self.config.tied_head { WeightId::Embed } else { WeightId::LmHead };
+        let [n_rows, n_columns] = self.shape(id);
+        let can_have = self.config.has_plain_logits() && ArgmaxBounds::can_have(self.format(id), n_columns);
+        if can_have { ArgmaxBounds::bytes_for(n_rows, n_columns) } else { 0 }
+    }
+
+    fn layer(&self, index: usize) -> usize {
+        let attention = [LayerWeight::Q, LayerWeight::K, LayerWeight::V, LayerWeight::O];
+        let attention: usize = attention.map(|part| self.matrix(WeightId::Layer(index, part))).iter().sum();
+        let Some(experts) = self.config.experts else {
+            return attention + self.mlp(index, [LayerWeight::Gate, LayerWeight::Up, LayerWeight::Down]);
+        };
+        let [n_rows, n_columns] = self.shape(WeightId::Layer(index, LayerWeight::Router));
+        let parts = [ExpertPart::Gate, ExpertPart::Up, ExpertPart::Down];
+        let expert = |e| self.mlp(index, parts.map(|part| LayerWeight::Expert(e, part)));
+        attention
+            + PackedFormat::F32.matrix_bytes(n_rows, n_columns)
+            + (0..experts.n).map(expert).sum::<usize>()
+    }
+
+    fn mlp(&self, index: usize, parts: [LayerWeight; 3]) -> usize {
+        let [gate, up, down] = parts.map(|part| WeightId::Layer(index, part));
+        let [n_inner, n_columns] = self.shape(gate);
+        let (format, other) = (self.format(gate), self.format(up));
+        let format = if format == other { format } else { PackedFormat::F32 };
+        format.matrix_bytes(gate_up_rows(n_inner), n_columns) + self.matrix(down)
+    }
+
+    fn matrix(&self, id: WeightId) -> usize {
+        let [n_rows, n_columns] = self.shape(id);
+        self.format(id).matrix_bytes(n_rows, n_columns)
+    }
+
+    fn format(&self, id: WeightId) -> PackedFormat {
+        let (stored, _) = self.config.stored_weight(id);
+        packed_format(self.mode, id, (self.stored)(stored), self.shape(id)[1])
+    }
+
+    fn shape(&self, id: WeightId) -> [usize; 2] {
+        let shape = self.config.shape(id);
+        [shape[0], shape[1]]
+    }
+}

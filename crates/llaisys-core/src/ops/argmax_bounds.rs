@@ -1,0 +1,95 @@
+//! The bounds behind pruned argmax, which finds the largest output of a matrix while it reads little of the matrix: a copy
+//! in 8 bits, and for each output a bound of the error of the copy. `ops/cpu/linear/pruned_argmax.rs` uses them and derives the bounds.
+
+use super::packed::{PANEL, PackedFormat, PackedMatrix};
+use crate::error::DeviceError;
+use crate::threads::Pool;
+
+/// The format of the copy.
+const FORMAT: PackedFormat = PackedFormat::Q8_0;
+/// Inputs up to which the rounding of sums stays a small part of them: 2^18 of 2^-24 each.
+const MAX_COLUMNS: usize = 1 << 18;
+/// Rows and inputs of at least this length (in the Euclidean norm) are not pruned: below, no sum overflows.
+pub(crate) const MAX_NORM: f64 = (1_u64 << 60) as f64;
+
+/// A copy of a matrix `[n, k]` in 8 bits with the lengths (Euclidean norms) that bound its error.
+#[derive(Debug)]
+pub struct ArgmaxBounds {
+    copy: PackedMatrix,
+    lengths: Vec<Lengths>,
+    longest: f64,
+}
+
+/// Of the 32 outputs of a panel, each rounded up; zeros past the last output.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Lengths {
+    /// Of `row - copied row`.
+    pub(crate) errors: [f32; PANEL],
+    /// Of the copied rows.
+    pub(crate) copies: [f32; PANEL],
+}
+
+impl ArgmaxBounds {
+    /// Whether a matrix in this format with `n_columns` inputs can have bounds: one in 16 or 32 bits.
+    pub const fn can_have(format: PackedFormat, n_columns: usize) -> bool {
+        !format.is_grouped() && PackedMatrix::can_pack(FORMAT, n_columns) && n_columns <= MAX_COLUMNS
+    }
+
+    /// Bytes of the bounds of a matrix `[n_rows, n_columns]`.
+    pub const fn bytes_for(n_rows: usize, n_columns: usize) -> usize {
+        let lengths = n_rows.div_ceil(PANEL) * size_of::<Lengths>();
+        FORMAT.matrix_bytes(n_rows, n_columns).saturating_add(lengths)
+    }
+
+    /// The bounds of `matrix`; None if one of its numbers is huge or not finite, or [`Self::can_have`] is false.
+    ///
+    /// Errors: [`DeviceError::Allocation`].
+    pub fn new(pool: &Pool, matrix: &PackedMatrix) -> Result<Option<Self>, DeviceError> {
+        if !Self::can_have(matrix.format(), matrix.n_columns()) {
+            return Ok(None);
+        }
+        let mut lengths = vec![Lengths::default(); matrix.n_panels()];
+        let copy = matrix.to_q8_0(pool, &mut lengths, &|of_panel, c, row, copied| {
+            of_panel.errors[c] =
+                length_above(row.iter().zip(copied).map(|(w, c)| f64::from(*w) - f64::from(*c)));
+            of_panel.copies[c] = length_above(copied.iter().map(|c| f64::from(*c)));
+        })?;
+        let pairs = lengths.iter().flat_map(|of| of.errors.iter().zip(&of.copies));
+        let sums = pairs.map(|(error, copy)| f64::from(*error) + f64::from(*copy));
+        // A NaN is not below, either, and stays infinity.
+        let longest =
+            sums.fold(0.0, |longest, sum| if sum < MAX_NORM { sum.max(longest) } else { f64::INFINITY });
+        Ok((longest < MAX_NORM).then_some(Self { copy, lengths, longest }))
+    }
+
+    /// Bytes of memory.
+    pub fn n_bytes(&self) -> usize {
+        self.copy.n_bytes() + size_of_val(&self.lengths[..])
+    }
+
+    /// The matrix in 8 bits.
+    pub(crate) fn copy(&self) -> &PackedMatrix {
+        &self.copy
+    }
+
+    /// Upper bounds of panel `p`.
+    pub(crate) fn lengths(&self, p: usize) -> &Lengths {
+        &self.lengths[p]
+    }
+
+    /// No row is longer, nor a copied one.
+    pub(crate) fn longest(&self) -> f64 {
+        self.longest
+    }
+}
+
+/// The Euclidean norm, rounded up; NaN if an element is.
+fn length_above(values: impl Iterator<Item = f64>) -> f32 {
+    round_up(values.map(|x| x * x).sum::<f64>().sqrt())
+}
+
+/// An f32 that is not below `x >= 0`, even if `x` carries the rounding of a sum of 2^18 f64s.
+pub(crate) fn round_up(x: f64) -> f32 {
+    const SLACK: f64 = 1.0 + 1.0 / (1 << 20) as f64;
+    (x * SLACK + f64::from(f32::MIN_POSITIVE)) as f32
+}

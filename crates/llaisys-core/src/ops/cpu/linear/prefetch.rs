@@ -1,0 +1,101 @@
+//! What a kernel prefetches of the weights while it multiplies. Record 0048 has the figures.
+
+#![allow(unsafe_code, reason = "prefetch instructions")]
+
+use crate::ops::packed::{PANEL, PackedFormat};
+use std::ops::Range;
+
+/// Bytes of a panel that is prefetched to the second-level cache, whatever the number of rows: a first-level cache does
+/// not hold it beside the inputs, and a second-level one holds two.
+const MIDDLE_PANEL: Range<usize> = 24 << 10..192 << 10;
+/// Bytes between what the only block of rows reads and what it prefetches, at most.
+const DISTANCE: usize = 32 << 10;
+
+/// A block of rows that is multiplied with a panel.
+pub(super) struct PanelBlock<'a> {
+    pub(super) format: PackedFormat,
+    pub(super) panel: &'a [u8],
+    /// The weights after the panel.
+    pub(super) rest: &'a [u8],
+    /// Index of the block, and the number of blocks that this thread multiplies with the panel.
+    pub(super) block: usize,
+    pub(super) n_blocks: usize,
+    /// Rows of the block.
+    pub(super) n_rows: usize,
+}
+
+/// Cache lines to prefetch, some with each step of a kernel.
+#[derive(Clone, Copy)]
+pub(super) struct Prefetch {
+    next: *const u8,
+    lines_per_step: usize,
+    /// To the second-level cache, which waits for more lines at once.
+    is_far: bool,
+}
+
+impl Prefetch {
+    /// Nothing to prefetch.
+    pub(super) const NONE: Prefetch = Prefetch { next: std::ptr::null(), lines_per_step: 0, is_far: false };
+
+    /// Choose what to prefetch while a block of rows is multiplied with a panel. A single block prefetches what it reads
+    /// soon; several blocks share the next panel.
+    pub(super) fn new(at: PanelBlock<'_>) -> Self {
+        let PanelBlock { format, panel, rest, block: i, n_blocks: n, n_rows } = at;
+        let n_bytes = panel.len();
+        let is_worth_it = match n {
+            1 => n_rows >= min_rows(format),
+            2 => n_bytes < MIDDLE_PANEL.end,
+            _ => true,
+        };
+        if !is_worth_it {
+            return Self::NONE;
+        }
+        let step = if format.is_grouped() { format.group_bytes() } else { 4 * PANEL };
+        let lines_per_step = (step / 64).div_ceil(n);
+        let start = match n {
+            1 => n_bytes.min(DISTANCE),
+            _ => n_bytes + i * lines_per_step * 64 * (n_bytes / step),
+        };
+        let is_far = n <= 2 || MIDDLE_PANEL.contains(&n_bytes);
+        if start >= n_bytes + rest.len().min(n_bytes) {
+            return Self::NONE;
+        }
+        Self { next: panel.as_ptr().wrapping_add(start), lines_per_step, is_far }
+    }
+
+    /// Asks for the lines of one step.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    pub(super) fn next_step(&mut self) {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        for _ in 0..self.lines_per_step {
+            if self.is_far {
+                // SAFETY: a prefetch reads nothing and faults on no address.
+                unsafe { _mm_prefetch::<_MM_HINT_T1>(self.next.cast()) };
+            } else {
+                fetch(self.next);
+            }
+            self.next = self.next.wrapping_add(64);
+        }
+    }
+}
+
+/// Rows from which a block alone prefetches: where arithmetic takes half of memory's time or more. With fewer, the
+/// hardware's own prefetch keeps up, and asking costs up to a tenth (Zen 4, which multiplies a line of 8 bits or of BF16
+/// with a row in a cycle, one of 4 bits in two, while two cores get a line of memory in 14).
+fn min_rows(format: PackedFormat) -> usize {
+    if format.is_grouped() { format.bits().div_ceil(2).max(3) } else { 9 }
+}
+
+/// Asks the first-level cache for the line at `at`; any address is allowed.
+#[inline(always)]
+pub(super) fn fetch(at: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: a prefetch reads nothing and faults on no address.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = at;
+}

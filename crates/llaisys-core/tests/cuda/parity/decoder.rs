@@ -1,0 +1,208 @@
+//! The decoder on a device (the emulator, or a GPU), from a checkpoint to logits: against the decoder of the CPU.
+
+use crate::common::{Rows, Tiny, settings};
+use crate::emulator::arrays::Arrays;
+use crate::emulator::pick::{case, test_device};
+use crate::model_files::golden;
+use llaisys_core::context::{Context, ContextConfig};
+use llaisys_core::cuda::device::Element;
+use llaisys_core::cuda::forward::load::element_of;
+use llaisys_core::cuda::forward::{CellCount, DeviceDecoder, DeviceLimits};
+use llaisys_core::dtype::ComputeMode;
+use llaisys_core::forward::decoder::ForwardRows;
+use llaisys_core::load::checkpoint::Checkpoint;
+use llaisys_core::ops::{AttentionRow, AttentionRows};
+use llaisys_core::threads::Pool;
+use std::path::Path;
+
+const N_CELLS: usize = 96;
+/// Tokens of the first sequence; the second shares the first of them and has some of its own.
+const N_FIRST: usize = 37;
+const N_SHARED: usize = 8;
+const N_SECOND: usize = 16;
+
+/// One sequence of a test: its tokens, and the cell of each.
+struct Sequence {
+    tokens: Vec<i32>,
+    cells: Vec<u32>,
+}
+
+/// Two sequences, the second on the first's cells as far as they are equal, in cells without any order.
+fn sequences(vocab_size: usize) -> [Sequence; 2] {
+    let mut random = crate::common::Random(7);
+    let mut free: Vec<u32> = (0..N_CELLS as u32).collect();
+    let mut cell = || free.swap_remove((random.next_u64() % free.len() as u64) as usize);
+    let first: Vec<u32> = (0..N_FIRST).map(|_| cell()).collect();
+    let second = first[..N_SHARED].iter().copied().chain((N_SHARED..N_SECOND).map(|_| cell())).collect();
+    let mut random = crate::common::Random(11);
+    let mut token = || (random.next_u64() % vocab_size as u64) as i32;
+    let tokens: Vec<i32> = (0..N_FIRST).map(|_| token()).collect();
+    let others = tokens[..N_SHARED].iter().copied().chain((N_SHARED..N_SECOND).map(|_| token())).collect();
+    [Sequence { tokens, cells: first }, Sequence { tokens: others, cells: second }]
+}
+
+/// Which tokens of which sequence are computed together: a chunk, a decode row before a chunk on a shared prefix,
+/// decode rows only, a chunk in the middle of a context.
+const PASSES: [&[(usize, std::ops::Range<usize>)]; 4] =
+    [&[(0, 0..20)], &[(0, 20..21), (1, 8..15)], &[(0, 21..22), (1, 15..16)], &[(0, 22..37)]];
+
+/// Logits of every token that a pass computes, by sequence and position.
+fn on_device(folder: &Path) -> [Vec<Vec<f32>>; 2] {
+    let device = &*test_device();
+    let checkpoint = Checkpoint::open(folder).unwrap();
+    let limits = DeviceLimits {
+        n_rows: 20,
+        n_outputs: 20,
+        max_len: N_FIRST,
+        n_listed: N_FIRST + N_SECOND,
+        cells: CellCount::Exactly(N_CELLS),
+    };
+    let decoder = DeviceDecoder::new(device, &checkpoint, limits, &Pool::new(2).unwrap()).unwrap();
+    let vocab_size = decoder.config().vocab_size;
+    let element = element_of(&checkpoint);
+    let sequences = sequences(vocab_size);
+    let mut logits = sequences.each_ref().map(|sequence| vec![Vec::new(); sequence.tokens.len()]);
+    for pass in PASSES {
+        let (mut tokens, mut positions, mut cells) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut listed, mut rows) = (Vec::new(), Vec::new());
+        for (index, range) in pass {
+            let (sequence, start) = (&sequences[*index], listed.len() as u32);
+            tokens.extend_from_slice(&sequence.tokens[range.clone()]);
+            positions.extend(range.clone().map(|position| position as i32));
+            cells.extend_from_slice(&sequence.cells[range.clone()]);
+            listed.extend_from_slice(&sequence.cells[..range.end]);
+            let row = |position| AttentionRow { start, n_hidden: 0, n_visible: position as u32 + 1 };
+            rows.extend(range.clone().map(row));
+        }
+        let attention = AttentionRows { cells: &listed, rows: &rows, window: None };
+        let rows =
+            ForwardRows { tokens: &tokens, positions: &positions, cells: &cells, attention, windowed: None };
+        let outputs: Vec<usize> = (0..tokens.len()).collect();
+        case("decoder", element, format!("{:?}, {} rows", decoder.config().arch.architecture, tokens.len()));
+        let at = decoder.forward(device, &rows, &outputs).unwrap();
+        let given = device.read(Element::F32, at, outputs.len() * vocab_size);
+        let places = pass.iter().flat_map(|(index, range)| range.clone().map(move |p| (*index, p)));
+        for ((index, position), row) in places.zip(given.chunks_exact(vocab_size)) {
+            logits[index][position] = row.to_vec();
+        }
+    }
+    device.synchronize().unwrap();
+    logits
+}
+
+/// As [`on_device`], of every token.
+fn on_cpu(folder: &Path, mode: ComputeMode) -> [Vec<Vec<f32>>; 2] {
+    let config = ContextConfig { mode, ..settings() };
+    let mut context = Context::load(folder, config).unwrap();
+    let vocab_size = context.config().vocab_size;
+    sequences(vocab_size).map(|sequence| {
+        let seq = context.seq_acquire(0).unwrap();
+        let result = Rows::default().run(seq, 0, &sequence.tokens).decode(&mut context).unwrap();
+        result.logits.unwrap().chunks_exact(vocab_size).map(<[f32]>::to_vec).collect()
+    })
+}
+
+/// The two best tokens' ids and logits.
+fn best_two(logits: &[f32]) -> [(usize, f32); 2] {
+    let mut order: Vec<(usize, f32)> = logits.iter().copied().enumerate().collect();
+    order.sort_by(|a, b| b.1.total_cmp(&a.1));
+    [order[0], order[1]]
+}
+
+/// Relative L2 distance of the rows that the device computed, all together.
+fn distance(got: &[Vec<Vec<f32>>; 2], want: &[Vec<Vec<f32>>; 2], computed: &[Vec<Vec<f32>>; 2]) -> f64 {
+    let (mut error, mut size) = (0.0, 0.0);
+    for index in 0..2 {
+        for position in (0..computed[index].len()).filter(|&p| !computed[index][p].is_empty()) {
+            for (a, b) in got[index][position].iter().zip(&want[index][position]) {
+                error += f64::from(a - b).powi(2);
+                size += f64::from(*b).powi(2);
+            }
+        }
+    }
+    (error / size).sqrt()
+}
+
+/// Greedy tokens agree with those of f32 except where its two best logits are closer than 2 ulp of bf16.
+fn assert_greedy(device: &[Vec<Vec<f32>>; 2], exact: &[Vec<Vec<f32>>; 2]) {
+    let mut n_compared = 0;
+    for (index, (device, exact)) in device.iter().zip(exact).enumerate() {
+        let rows = device.iter().zip(exact).enumerate();
+        for (position, (got, want)) in rows.filter(|(_, (got, _))| !got.is_empty()) {
+            let [best, second] = best_two(want);
+            let ulp = best.1.abs().log2().floor().exp2() / 128.0;
+            let [ours, _] = best_two(got);
+            assert!(
+                ours.0 == best.0 || best.1 - second.1 < 2.0 * ulp,
+                "sequence {index}, position {position}: {ours:?} for {best:?}, {second:?}"
+            );
+            n_compared += 1;
+        }
+    }
+    assert_eq!(n_compared, N_FIRST + N_SECOND - N_SHARED);
+}
+
+/// The CPU with bf16 weights rounds what goes into its products; the device rounds what comes out of every op as well,
+/// some twice as often, so it may be twice as far from f32.
+fn assert_tiny_agrees(model: &Tiny) {
+    let folder = model.write();
+    let (device, exact) = (on_device(&folder), on_cpu(&folder, ComputeMode::Float32));
+    let rounded = on_cpu(&folder, ComputeMode::Bfloat16);
+    std::fs::remove_dir_all(&folder).unwrap();
+    let (ours, cpu) = (distance(&device, &exact, &device), distance(&rounded, &exact, &device));
+    println!("relative L2 to f32: {ours:e} on the device, {cpu:e} in bf16 on the CPU");
+    assert_greedy(&device, &exact);
+    assert!(ours <= 2.0 * cpu, "{ours:e} and {cpu:e}");
+}
+
+#[test]
+fn llama_with_a_head_of_its_own() {
+    assert_tiny_agrees(&Tiny::for_gpu("LlamaForCausalLM", false));
+}
+
+#[test]
+fn qwen2_adds_biases_to_the_joined_product() {
+    assert_tiny_agrees(&Tiny::for_gpu("Qwen2ForCausalLM", true));
+}
+
+#[test]
+fn qwen3_norms_the_heads() {
+    assert_tiny_agrees(&Tiny::for_gpu("Qwen3ForCausalLM", true));
+}
+
+/// The checkpoint's own joined matrices are taken apart and put together again.
+#[test]
+fn phi3_is_stored_joined() {
+    assert_tiny_agrees(&Tiny::for_gpu("Phi3ForCausalLM", false).joined());
+}
+
+#[test]
+fn a_real_checkpoint_in_f16() {
+    let (device, exact) =
+        (on_device(&golden("qwen2-f16")), on_cpu(&golden("qwen2-f16"), ComputeMode::Float32));
+    let ours = distance(&device, &exact, &device);
+    println!("relative L2 to f32: {ours:e}");
+    assert_greedy(&device, &exact);
+    // A sixteenth of what bf16 may be off: f16 has three bits more.
+    assert!(ours <= 3e-3, "{ours:e}");
+}
+
+#[test]
+fn what_no_kernel_computes_is_refused_by_name() {
+    let refused = |model: &Tiny| {
+        let folder = model.write();
+        let checkpoint = Checkpoint::open(&folder).unwrap();
+        let limits =
+            DeviceLimits { n_rows: 1, n_outputs: 1, max_len: 1, n_listed: 1, cells: CellCount::Exactly(1) };
+        let made = DeviceDecoder::new(&*test_device(), &checkpoint, limits, &Pool::new(1).unwrap());
+        std::fs::remove_dir_all(&folder).unwrap();
+        made.unwrap_err().to_string()
+    };
+    let narrow = refused(&Tiny::odd("LlamaForCausalLM", true));
+    assert!(
+        narrow.contains("the head width \"16 on a GPU\"") && narrow.contains("64, 80, 96, 128"),
+        "{narrow}"
+    );
+    let experts = refused(&Tiny { d_head: 16, ..Tiny::experts(3) });
+    assert!(experts.contains("on a GPU"), "{experts}");
+}

@@ -1,0 +1,66 @@
+//! The library's matrix product on a device (the emulator, or a GPU), of whole numbers: every sum of them is exact in
+//! f32 in whatever order, so that results are equal, and rounded once where they are stored in 16 bits.
+
+use crate::emulator::arrays::Arrays;
+use crate::emulator::compare::rounded;
+use crate::emulator::pick::{case, gpu_only, test_device};
+use llaisys_core::cuda::device::{Device, DevicePtr, Element, Product};
+use llaisys_core::ops::cases::SplitMix64;
+
+const ROWS: [usize; 10] = [1, 2, 3, 7, 8, 9, 16, 17, 64, 257];
+/// `[n, k]`: an odd one; those of the 0.5B, 1.5B and 7B shapes; a head.
+const ODD: (usize, usize) = (33, 72);
+const OF_MODELS: [(usize, usize); 7] =
+    [(1152, 896), (9728, 896), (896, 4864), (2048, 1536), (1536, 8960), (4608, 3584), (151_936, 896)];
+/// Numbers of a column's sums that are compared at most, in products: every so many columns, and the last.
+const MOST: usize = 1 << 24;
+
+/// Numbers from -8 to 8. 8960 products of them stay far below 2^24, and sums of random ones below f16's 65504.
+fn whole(draw: &mut SplitMix64, n: usize) -> Vec<f32> {
+    (0..n).map(|_| draw.below(17) as f32 - 8.0).collect()
+}
+
+fn check(device: &dyn Device, shape: (usize, usize, usize), element: Element, out_element: Element) {
+    let (m, n, k) = shape;
+    let what = format!("{m} x {n} x {k} to {out_element:?}");
+    case("product", element, &what);
+    let draw = &mut SplitMix64::new((m * 31 + n * 7 + k) as u64);
+    let (x, weight, bias) = (whole(draw, m * k), whole(draw, n * k), whole(draw, n));
+    let has_bias = draw.below(2) == 0;
+    let out = device.room("out", out_element, m * n);
+    let product = Product {
+        m,
+        n,
+        k,
+        element,
+        out_element,
+        input: device.elements("x", element, &x),
+        weight: device.elements("weight", element, &weight),
+        bias: if has_bias { device.elements("bias", element, &bias) } else { DevicePtr::NULL },
+        out,
+    };
+    device.product(&product).expect("the product is done");
+    let got = device.read(out_element, out, m * n);
+    let step = (m * n * k).div_ceil(MOST).min(n);
+    for column in (0..n).step_by(step).chain([n - 1]) {
+        let weight = &weight[column * k..][..k];
+        for (row, x) in x.chunks_exact(k).enumerate() {
+            let dot: f32 = x.iter().zip(weight).map(|(x, w)| x * w).sum();
+            let want = dot + if has_bias { bias[column] } else { 0.0 };
+            let want = rounded(out_element, f64::from(want)) as f32;
+            assert_eq!(got[row * n + column], want, "{element:?} {what}, row {row}, column {column}");
+        }
+    }
+}
+
+#[test]
+fn products_of_whole_numbers_are_exact() {
+    let device = &*test_device();
+    let of_models = OF_MODELS.into_iter().flat_map(|(n, k)| ROWS.map(|m| (m, n, k)));
+    let shapes = ROWS.map(|m| (m, ODD.0, ODD.1)).into_iter().chain(gpu_only("product", of_models));
+    for (i, shape) in shapes.enumerate() {
+        let element = [Element::Bf16, Element::F16][i % 2];
+        check(device, shape, element, element);
+        check(device, shape, element, Element::F32);
+    }
+}

@@ -1,0 +1,51 @@
+//! The K and V tensors: sizes, layout, refusal.
+
+use llaisys_core::dtype::KvDType;
+use llaisys_core::error::DeviceError;
+use llaisys_core::kv::Storage;
+use llaisys_core::ops::reference::kv_store::decode;
+
+#[test]
+fn each_layer_has_its_own_zeroed_tensors() {
+    let mut storage = Storage::new(2, 5, 3, 4, KvDType::Float32).unwrap();
+    assert_eq!((storage.n_layers(), storage.n_bytes()), (2, 2 * 2 * 5 * 3 * 4 * 4));
+    storage.layer_mut(1).k.as_mut_slice::<f32>().fill(f32::NAN);
+    let (first, second) = (storage.layer(0), storage.layer(1));
+    assert_eq!((first.n_kv_heads, first.d_head, first.dtype), (3, 4, KvDType::Float32));
+    assert_eq!(first.k.as_slice::<f32>(), [0.0; 60]);
+    assert!(second.k.as_slice::<f32>().iter().all(|x| x.is_nan()));
+    assert_eq!(second.v.as_slice::<f32>(), [0.0; 60]);
+}
+
+#[test]
+fn narrow_types_take_less() {
+    let bytes = |dtype| Storage::new(1, 64, 2, 8, dtype).unwrap().n_bytes();
+    let float32 = 2 * 64 * 2 * 8 * 4;
+    // An int8 head has its scale of four bytes.
+    let want = [float32, float32 / 2, float32 / 2, 2 * 64 * 2 * (8 + 4)];
+    assert_eq!(KvDType::ALL.map(bytes), want);
+}
+
+/// What is read before it is written shows, in every type.
+#[test]
+fn nan_filled_cells_are_not_numbers() {
+    for dtype in KvDType::ALL {
+        let mut storage = Storage::new(1, 4, 2, 6, dtype).unwrap();
+        storage.nan_fill(&[2]);
+        let numbers = |storage: &Storage| {
+            let layer = storage.layer(0);
+            let heads = layer.v.as_slice::<u8>().chunks(dtype.head_bytes(6));
+            heads.flat_map(|head| decode(dtype, head)).collect::<Vec<f32>>()
+        };
+        let nan: Vec<bool> = numbers(&storage).into_iter().map(f32::is_nan).collect();
+        assert_eq!(nan, [[false; 12], [false; 12], [true; 12], [false; 12]].as_flattened(), "{dtype:?}");
+        storage.nan_fill_all();
+        assert!(numbers(&storage).into_iter().all(f32::is_nan), "{dtype:?}");
+    }
+}
+
+#[test]
+fn a_size_that_cannot_be_is_refused() {
+    let error = Storage::new(1, usize::MAX / 2, 2, 64, KvDType::Bfloat16).unwrap_err();
+    assert!(matches!(error, DeviceError::Allocation { what: "KV cells", bytes: usize::MAX }), "{error}");
+}

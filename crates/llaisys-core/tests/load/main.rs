@@ -1,0 +1,20 @@
+//! Model files: what is read, what is refused, and what weights become in memory.
+
+#[path = "../common/mod.rs"]
+mod common;
+#[path = "../model_files/mod.rs"]
+mod model_files;
+#[path = "../stored/mod.rs"]
+mod stored;
+
+mod architectures;
+mod attacks;
+mod block_types;
+mod config;
+mod folder;
+mod gguf;
+mod gguf_config;
+mod mutations;
+mod quantize;
+mod quantized_folder;
+mod reading;

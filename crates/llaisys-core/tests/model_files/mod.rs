@@ -1,0 +1,136 @@
+//! Writers of small model files, and of damaged ones.
+#![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part of these writers")]
+pub mod folder;
+pub mod gguf;
+
+use folder::{Folder, shard_name};
+use gguf::Gguf;
+use llaisys_core::arch::weight_id::WeightId;
+use llaisys_core::error::{Error, Rejected, Result, Unsupported};
+use llaisys_core::error::{FormatError, GgufError};
+use llaisys_core::load::checkpoint::Checkpoint;
+use llaisys_core::threads::Pool;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// A folder of its own, removed when dropped.
+pub struct Scratch(PathBuf);
+
+impl Scratch {
+    pub fn new() -> Self {
+        static COUNTER: AtomicU32 = AtomicU32::new(0);
+        let number = COUNTER.fetch_add(1, Ordering::Relaxed);
+        let name = format!("formats-{}-{number}", std::process::id());
+        let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+        fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    pub fn write(&self, name: &str, bytes: impl AsRef<[u8]>) -> PathBuf {
+        let path = self.file(name);
+        fs::write(&path, bytes).unwrap();
+        path
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        fs::remove_dir_all(&self.0).unwrap();
+    }
+}
+
+/// The golden folder `name`: of the source, or beside a binary that was carried elsewhere (`benches/gpu/bundle.py`).
+pub fn golden(name: &str) -> PathBuf {
+    let of_source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/goldens").join(name);
+    if of_source.is_dir() {
+        return of_source;
+    }
+    std::env::current_exe().unwrap().with_file_name("goldens").join(name)
+}
+
+/// A Llama whose tensors differ, as one file, as shards and as GGUF: what to open, and the files with tensors.
+pub fn containers(scratch: &Scratch) -> [(PathBuf, Vec<PathBuf>); 3] {
+    let mut folder = Folder::small("LlamaForCausalLM");
+    for (i, tensor) in folder.tensors.iter_mut().enumerate() {
+        tensor.data.iter_mut().enumerate().for_each(|(j, byte)| *byte = ((i + j) % 64) as u8);
+    }
+    let parts = ["single", "sharded"].map(|name| scratch.file(name));
+    let [single, sharded] = parts.each_ref().map(|path| {
+        fs::create_dir(path).unwrap();
+        Scratch::new()
+    });
+    folder.write(&single);
+    folder.write_sharded(&sharded, 2);
+    for (made, path) in [&single, &sharded].into_iter().zip(&parts) {
+        for file in fs::read_dir(made.path()).unwrap() {
+            let file = file.unwrap();
+            fs::rename(file.path(), path.join(file.file_name())).unwrap();
+        }
+    }
+    let gguf = scratch.write("x.gguf", Gguf::small("llama").bytes());
+    let [single, sharded] = parts;
+    let shards = [0, 1].map(|i| sharded.join(shard_name(i))).to_vec();
+    [(single.clone(), vec![single.join("model.safetensors")]), (sharded, shards), (gguf.clone(), vec![gguf])]
+}
+
+/// All bytes of a weight's tensor.
+pub fn bytes_of(checkpoint: &Checkpoint, id: WeightId) -> Result<Vec<u8>> {
+    let shape = checkpoint.config().shape(id);
+    let n_rows = shape[..shape.len() - 1].iter().product();
+    let mut bytes = Vec::new();
+    let n_bytes = checkpoint.read(id, 0..n_rows, &mut bytes, &Pool::new(1).unwrap())?.bytes.len();
+    assert_eq!(bytes.len(), n_bytes);
+    Ok(bytes)
+}
+
+/// What every opened checkpoint promises. Reads every tensor, so that a range outside of the file would not go unseen.
+pub fn check(checkpoint: &Checkpoint) {
+    let config = checkpoint.config();
+    assert!(config.d_head.is_multiple_of(2) && config.n_heads.is_multiple_of(config.n_kv_heads));
+    assert!(config.eos.iter().chain(&config.bos).all(|&id| (id as usize) < config.vocab_size));
+    for id in checkpoint.weight_ids() {
+        let tensor = checkpoint.tensor(id).unwrap();
+        assert_eq!(tensor.shape, config.shape(id), "{id:?}");
+        let n_elements = tensor.shape.iter().product();
+        let bytes = bytes_of(checkpoint, id).unwrap();
+        assert_eq!(tensor.dtype.bytes_of(n_elements), Some(bytes.len()), "{id:?}");
+    }
+}
+
+pub fn format_error(result: Result<impl Sized>) -> FormatError {
+    match result.err() {
+        Some(Error::Rejected(Rejected::Format(error))) => error,
+        other => panic!("expected a format error, got {other:?}"),
+    }
+}
+
+pub fn gguf_error(result: Result<impl Sized>) -> GgufError {
+    match format_error(result) {
+        FormatError::Gguf(error) => error,
+        other => panic!("expected a GGUF error, got {other:?}"),
+    }
+}
+
+pub fn unsupported(result: Result<impl Sized>) -> Unsupported {
+    match result.err() {
+        Some(Error::Unsupported(error)) => error,
+        other => panic!("expected something unsupported, got {other:?}"),
+    }
+}
+
+/// Asserts that the refusal's text names each of `words`.
+pub fn assert_names(error: &impl std::fmt::Display, words: &[&str]) {
+    let text = error.to_string();
+    for word in words {
+        assert!(text.contains(word), "{text:?} does not name {word:?}");
+    }
+}

@@ -1,0 +1,153 @@
+//! Attention on every instruction set of the machine: against the f64 reference, and bit for bit the same
+//! whatever else is in the batch, on any number of threads, wherever the cells lie.
+
+use llaisys_core::dtype::KvDType;
+use llaisys_core::ops::cases::attention::{AttentionCase, AttentionInput, Placement, Sequence};
+use llaisys_core::ops::dispatch::{IsaName, Kernels};
+use llaisys_core::ops::{AttentionRow, AttentionRows, OpContext, Queries, attention, reference, window_span};
+use llaisys_core::threads::Pool;
+
+fn context(isa: IsaName, n_threads: usize) -> OpContext {
+    let kernels = Kernels::select(Some(isa)).expect("the machine has it");
+    let pool = Pool::new(n_threads).expect("threads start");
+    OpContext::new(kernels, pool, 256, 2048).expect("memory for the scratch")
+}
+
+fn compute(cx: &mut OpContext, input: &AttentionInput) -> Vec<f32> {
+    let mut out = vec![f32::NAN; input.q.len()];
+    attention(cx, Queries { q: &input.q, scoring: input.scoring }, input.layer(), input.rows(), &mut out);
+    out
+}
+
+/// Each row in a call of its own; with a window, on a list that begins at the last cut before what it sees, and
+/// that has a seen cell's number where the row sees nothing.
+fn compute_alone(cx: &mut OpContext, input: &AttentionInput) -> Vec<f32> {
+    let AttentionRows { cells, rows, window } = input.rows();
+    let row_len = input.q.len() / rows.len().max(1);
+    let mut out = vec![f32::NAN; input.q.len()];
+    for (i, row) in rows.iter().enumerate() {
+        let place = i * row_len..(i + 1) * row_len;
+        let (mut row, mut own) = (*row, cells.to_vec());
+        if let Some(window) = window {
+            let cut = row.n_hidden / window_span(window) as u32 * window_span(window) as u32;
+            let AttentionRow { start, n_hidden, n_visible } = row;
+            own[start as usize..][..n_hidden as usize].fill(cells[(start + n_hidden) as usize]);
+            let (n_hidden, n_visible) = (n_hidden - cut, n_visible - cut);
+            row = AttentionRow { start: start + cut, n_hidden, n_visible };
+        }
+        let rows = AttentionRows { cells: &own, rows: std::slice::from_ref(&row), window };
+        let q = Queries { q: &input.q[place.clone()], scoring: input.scoring };
+        attention(cx, q, input.layer(), rows, &mut out[place]);
+    }
+    out
+}
+
+fn assert_same_bits(got: &[f32], want: &[f32], what: &str) {
+    let different = got.iter().zip(want).filter(|(got, want)| got.to_bits() != want.to_bits()).count();
+    assert!(got.len() == want.len() && different == 0, "{what}: {different} of {} differ", want.len());
+}
+
+/// The cells that no sequence has are NaN, so this also shows that none of them is read.
+#[test]
+fn attention_is_the_reference_within_its_roundings() {
+    for case in AttentionCase::all() {
+        let input = case.build(Placement::Shuffled(1)).unwrap();
+        if case.n_rows() == 0 {
+            assert!(compute(&mut context(IsaName::Scalar, 1), &input).is_empty());
+            continue;
+        }
+        let (q, scoring) = input.queries();
+        let want = reference::attention::attention(&q, scoring, input.numbers(), input.rows());
+        let bound = input.tolerance();
+        for isa in IsaName::available() {
+            let got = compute(&mut context(isa, 2), &input);
+            for (i, (&got, &want)) in got.iter().zip(&want).enumerate() {
+                let error = (f64::from(got) - want).abs();
+                assert!(
+                    error <= bound,
+                    "{isa:?} {case:?}, number {i}: {got} for {want}, {error:e} > {bound:e}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_row_is_bitwise_the_same_alone_in_any_batch_on_any_threads_and_in_any_cells() {
+    for case in AttentionCase::all() {
+        let in_order = case.build(Placement::InOrder).unwrap();
+        for isa in IsaName::available() {
+            let alone = compute_alone(&mut context(isa, 1), &in_order);
+            for n_threads in 1..=3 {
+                let mut cx = context(isa, n_threads);
+                let what = format!("{isa:?} on {n_threads} threads, {case:?}");
+                assert_same_bits(&compute(&mut cx, &in_order), &alone, &what);
+                let shuffled = case.build(Placement::Shuffled(n_threads as u64)).unwrap();
+                assert_same_bits(&compute(&mut cx, &shuffled), &alone, &what);
+            }
+            let shuffled = case.build(Placement::Shuffled(9)).unwrap();
+            assert_same_bits(
+                &compute_alone(&mut context(isa, 3), &shuffled),
+                &alone,
+                &format!("{isa:?} {case:?}"),
+            );
+        }
+    }
+}
+
+/// A long single row is cut into spans for the threads only if there are threads enough; more threads than
+/// anything else here.
+#[test]
+fn more_threads_than_work_change_nothing() {
+    let one = |len| Sequence { len, n_rows: 1 };
+    let lists = [vec![one(1)], vec![one(2500)], vec![one(700), one(129), one(3000)]];
+    let lists = lists.into_iter().flat_map(|list| [(list.clone(), None), (list, Some(1100))]);
+    for (i, (sequences, window)) in lists.enumerate() {
+        let case = AttentionCase {
+            heads: (3, 1),
+            dtype: if i % 2 == 0 { KvDType::Bfloat16 } else { KvDType::Int8 },
+            sequences,
+            window,
+            ..AttentionCase::plain()
+        };
+        let input = case.build(Placement::Shuffled(3)).unwrap();
+        for isa in IsaName::available() {
+            let alone = compute(&mut context(isa, 1), &input);
+            assert_same_bits(&compute(&mut context(isa, 8), &input), &alone, &format!("{isa:?} {case:?}"));
+        }
+    }
+}
+
+/// A later row's key or value that is not finite is no earlier row's business, and its own row shows it.
+#[test]
+fn numbers_that_are_not_finite_reach_the_rows_that_see_them_and_no_others() {
+    let sequences = vec![Sequence { len: 40, n_rows: 9 }, Sequence { len: 3, n_rows: 3 }];
+    for dtype in KvDType::ALL {
+        let case = AttentionCase {
+            heads: (4, 2),
+            d_head: 32,
+            dtype,
+            sequences: sequences.clone(),
+            ..AttentionCase::plain()
+        };
+        let sound = case.build(Placement::InOrder).unwrap();
+        let mut damaged = case.build(Placement::InOrder).unwrap();
+        // The sixth row's own cell: seen by it and the three after it.
+        damaged.corrupt(36, f32::NAN);
+        for isa in IsaName::available() {
+            for n_threads in [1, 2] {
+                let (want, got) = (
+                    compute(&mut context(isa, n_threads), &sound),
+                    compute(&mut context(isa, n_threads), &damaged),
+                );
+                for (i, (want, got)) in want.chunks(4 * 32).zip(got.chunks(4 * 32)).enumerate() {
+                    if (5..9).contains(&i) {
+                        assert!(got.iter().all(|x| x.is_nan()), "{isa:?} row {i}");
+                    } else {
+                        assert_same_bits(got, want, &format!("{isa:?} row {i}"));
+                    }
+                }
+            }
+        }
+    }
+}

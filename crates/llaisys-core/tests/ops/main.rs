@@ -1,0 +1,22 @@
+//! Ops on the CPU, the threads and memory below them, sampling, and the detection of stalls.
+
+#[path = "../common/mod.rs"]
+mod common;
+#[path = "../common/parity.rs"]
+mod parity;
+#[path = "../seeded/mod.rs"]
+mod seeded;
+#[path = "../stored/mod.rs"]
+mod stored;
+
+mod attention;
+mod kv_cells;
+mod linear;
+mod packed;
+mod pruned_argmax;
+mod pruned_head;
+mod rowwise;
+mod sampling;
+mod stall;
+mod tensor;
+mod threads;

@@ -1,0 +1,321 @@
+//! The row-wise ops on every instruction set of the machine: against their references on the contract's cases,
+//! and bit for bit against single rows. (`linear`, attention and
+//! what is done to KV cells have files of their own.)
+
+use crate::parity::{assert_close, contexts, name};
+use crate::stored::{Rng, Stored};
+use llaisys_core::dtype::DType;
+use llaisys_core::ops::cases::{self, RowsCase, Size, SplitMix64};
+use llaisys_core::ops::packed::{PackedFormat, PackedMatrix};
+use llaisys_core::ops::{self, Gate, OpContext, RopeTable, reference};
+use llaisys_core::tensor::RowView;
+
+fn assert_same_bits(got: &[f32], want: &[f32], what: &str) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    for (i, (got, want)) in got.iter().zip(want).enumerate() {
+        assert_eq!(got.to_bits(), want.to_bits(), "{what}, number {i}: {got:e} and {want:e}");
+    }
+}
+
+#[test]
+fn embed_gathers_the_stored_values() {
+    for cx in contexts() {
+        for dtype in DType::ALL.into_iter().filter(|&dtype| dtype != DType::I32) {
+            let (format, width) = (PackedFormat::of(dtype), 3 * dtype.block_len().max(32));
+            let table = Stored::random(&mut Rng(3), dtype, 70, width);
+            let packed = table.pack(&cx.pool, format);
+            for n in [0, 1, 5, 300] {
+                let draw = &mut SplitMix64::new(n as u64);
+                let tokens: Vec<i32> = (0..n).map(|_| draw.below(70) as i32).collect();
+                let mut out = vec![f32::NAN; n * width];
+                ops::embed(&cx, &packed, &tokens, &mut out);
+                let want = reference::embed::embed(&table.values(), width, &tokens);
+                // Scale times integer is exact in f32, the sum with the minimum is rounded.
+                let tolerance = |_, want: f64| cases::ROUNDING * want.abs();
+                let exact = |_, _| 0.0;
+                let what = format!("{} {dtype:?} {n}", name(&cx));
+                if format.is_grouped() {
+                    assert_close(&out, &want, tolerance, &what);
+                } else {
+                    assert_close(&out, &want, exact, &what);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn rms_norm_is_the_reference_within_its_roundings() {
+    for cx in contexts() {
+        for case @ RowsCase { n, width, size } in cases::rows_cases() {
+            let draw = &mut SplitMix64::new(width as u64);
+            let (x, weight) = (draw.values(size, n * width), draw.values(Size::Unit, width));
+            let mut y = vec![f32::NAN; x.len()];
+            ops::rms_norm(&cx, &x, &weight, 1e-5, &mut y);
+            let want = reference::rms_norm::rms_norm(&x, &weight, 1e-5);
+            let what = format!("{} {case:?}", name(&cx));
+            assert_close(&y, &want, |_, want| cases::rms_norm_tolerance(width, want), &what);
+
+            let mut in_place = x.clone();
+            ops::rms_norm_in_place(&cx, &mut in_place, &weight, 1e-5);
+            assert_same_bits(&in_place, &y, &what);
+            let mut alone = vec![f32::NAN; x.len()];
+            for (x, y) in x.chunks_exact(width).zip(alone.chunks_exact_mut(width)) {
+                ops::rms_norm(&cx, x, &weight, 1e-5, y);
+            }
+            assert_same_bits(&y, &alone, &what);
+        }
+    }
+}
+
+#[test]
+fn angles_are_the_reference_far_into_a_context() {
+    for (d_head, theta) in [(64, 1e4), (128, 1e6), (80, 5e5), (2, 1e4)] {
+        let positions = [0, 1, 2, 100, 511, 8191, 131_071, -1, -700];
+        let n = positions.len() * d_head / 2;
+        let (mut cos, mut sin) = (vec![f32::NAN; n], vec![f32::NAN; n]);
+        RopeTable::new(d_head, theta).angles(&positions, &mut cos, &mut sin);
+        let want = reference::rope::angles(d_head, theta, &positions);
+        let of = |f: fn(f64) -> f64| want.iter().map(|&angle| f(angle)).collect::<Vec<f64>>();
+        let tolerance = |i: usize, _| cases::angle_tolerance(theta, want[i]);
+        assert_close(&cos, &of(f64::cos), tolerance, "cos");
+        assert_close(&sin, &of(f64::sin), tolerance, "sin");
+    }
+}
+
+#[test]
+fn rope_is_the_reference_within_its_roundings() {
+    for cx in contexts() {
+        for case in cases::rope_cases() {
+            let (half, row_len) = (case.d_head / 2, case.n_heads * case.d_head);
+            let x = SplitMix64::new(5).values(Size::Outliers, case.n * row_len);
+            let positions: Vec<i32> = (0..case.n as i32).map(|i| i * 37 + 1).collect();
+            let (mut cos, mut sin) = (vec![0.0; case.n * half], vec![0.0; case.n * half]);
+            RopeTable::new(case.d_head, 1e4).angles(&positions, &mut cos, &mut sin);
+            let mut y = x.clone();
+            ops::rope(&cx, &mut y, case.d_head, &cos, &sin);
+            let what = format!("{} {case:?}", name(&cx));
+            if case.n > 0 {
+                let want = reference::rope::rope(&x, case.d_head, &cos, &sin);
+                let sizes: Vec<f32> = x.iter().map(|x| x.abs()).collect();
+                // |a cos| + |b sin|, as a rotation of sizes with the sign that adds them.
+                let add = |s: &[f32], sign: f32| s.iter().map(|s| s.abs() * sign).collect::<Vec<f32>>();
+                let low = reference::rope::rope(&sizes, case.d_head, &add(&cos, 1.0), &add(&sin, -1.0));
+                let high = reference::rope::rope(&sizes, case.d_head, &add(&cos, 1.0), &add(&sin, 1.0));
+                let products = |i: usize| if i % case.d_head < half { low[i] } else { high[i] };
+                assert_close(&y, &want, |i, _| cases::rope_tolerance(products(i)), &what);
+            }
+            let mut alone = x.clone();
+            let angles = cos.chunks_exact(half).zip(sin.chunks_exact(half));
+            for (x, (cos, sin)) in alone.chunks_exact_mut(row_len).zip(angles) {
+                ops::rope(&cx, x, case.d_head, cos, sin);
+            }
+            assert_same_bits(&y, &alone, &what);
+        }
+    }
+}
+
+/// `linear_gated` of numbers `[n, d_ff]` as they are: row t of the inputs picks the weights of columns 2t (gates) and
+/// 2t + 1 (ups), and its product with them is exact.
+fn gated(cx: &mut OpContext, function: Gate, d_ff: usize, gate: &[f32], up: &[f32]) -> Vec<f32> {
+    let n = gate.len() / d_ff;
+    let k = 2 * n.max(1);
+    let row = |i: usize| {
+        let numbers = ops::gate_up_row(d_ff, i).map(|(is_up, f)| (is_up, if is_up { up } else { gate }, f));
+        (0..k).flat_map(move |c| {
+            let number = numbers.filter(|(is_up, ..)| usize::from(*is_up) == c % 2 && c / 2 < n);
+            number.map_or(0.0, |(_, numbers, f)| numbers[c / 2 * d_ff + f]).to_le_bytes()
+        })
+    };
+    let bytes: Vec<u8> = (0..ops::gate_up_rows(d_ff)).flat_map(row).collect();
+    let stored = |i: usize| RowView { dtype: DType::F32, bytes: &bytes[i * 4 * k..(i + 1) * 4 * k] };
+    let n_rows = ops::gate_up_rows(d_ff);
+    let weight = PackedMatrix::pack(&cx.pool, PackedFormat::F32, n_rows, k, &stored).expect("memory");
+    let x: Vec<f32> = (0..n * k).map(|i| if i % k / 2 == i / k { 1.0 } else { 0.0 }).collect();
+    let mut y = vec![f32::NAN; gate.len()];
+    ops::linear_gated(cx, &x, &weight, function, &mut y);
+    y
+}
+
+#[test]
+fn gate_up_rows_hold_each_row_of_both_once() {
+    for d_ff in cases::swiglu_widths() {
+        let rows: Vec<_> = (0..ops::gate_up_rows(d_ff)).filter_map(|n| ops::gate_up_row(d_ff, n)).collect();
+        let sorted: std::collections::BTreeSet<_> = rows.iter().copied().collect();
+        let both = [false, true].into_iter().flat_map(|is_up| (0..d_ff).map(move |row| (is_up, row)));
+        assert!(rows.len() == 2 * d_ff && sorted.into_iter().eq(both), "d_ff {d_ff}");
+    }
+}
+
+#[test]
+fn swiglu_is_the_reference_within_its_roundings() {
+    for mut cx in contexts() {
+        for d_ff in cases::swiglu_widths() {
+            for (n, size) in
+                [(3, Size::Unit), (1, Size::Huge), (2, Size::Tiny), (0, Size::Unit), (17, Size::Outliers)]
+            {
+                let draw = &mut SplitMix64::new(d_ff as u64);
+                let (gate, up) = (draw.values(size, n * d_ff), draw.values(size, n * d_ff));
+                assert_swiglu(&mut cx, d_ff, &gate, &up);
+            }
+        }
+    }
+}
+
+/// Every gate from -130 to 130 in steps of 1/64, so the exponential over its whole range.
+#[test]
+fn swiglu_is_accurate_for_every_gate() {
+    for mut cx in contexts() {
+        let gate: Vec<f32> = (-130 * 64..130 * 64).map(|i| i as f32 / 64.0).collect();
+        assert_swiglu(&mut cx, gate.len(), &gate, &vec![1.0; gate.len()]);
+    }
+}
+
+fn assert_swiglu(cx: &mut OpContext, d_ff: usize, gate: &[f32], up: &[f32]) {
+    let y = gated(cx, Gate::Silu, d_ff, gate, up);
+    let want = reference::swiglu::swiglu(gate, up);
+    let what = format!("{} {d_ff}", name(cx));
+    assert_close(&y, &want, |i, want| cases::swiglu_tolerance(f64::from(up[i]), want), &what);
+    for ((gate, up), y) in gate.chunks_exact(d_ff).zip(up.chunks_exact(d_ff)).zip(y.chunks_exact(d_ff)) {
+        let alone = gated(cx, Gate::Silu, d_ff, gate, up);
+        assert_same_bits(y, &alone, &what);
+    }
+}
+
+#[test]
+fn geglu_is_the_reference_within_its_roundings() {
+    for mut cx in contexts() {
+        // Every gate from -13 to 13 in steps of 1/512, and larger ones.
+        let mut gate: Vec<f32> = (-13 * 512..13 * 512).map(|i| i as f32 / 512.0).collect();
+        gate.extend([-0.0, 1e-30, -1e-30, 100.0, -100.0, 1e15, -1e15, f32::MAX, f32::MIN]);
+        let up = SplitMix64::new(4).values(Size::Unit, gate.len());
+        let y = gated(&mut cx, Gate::GeluTanh, gate.len(), &gate, &up);
+        let want = reference::geglu::geglu(&gate, &up);
+        let bound = |i: usize, want| cases::geglu_tolerance(gate[i], up[i], want);
+        assert_close(&y, &want, bound, &name(&cx));
+        for (i, y) in y.iter().enumerate().step_by(97) {
+            let alone = gated(&mut cx, Gate::GeluTanh, 1, &gate[i..=i], &up[i..=i]);
+            assert_same_bits(&alone, std::slice::from_ref(y), "alone");
+        }
+    }
+}
+
+#[test]
+fn soft_cap_is_the_reference_within_its_roundings() {
+    for cx in contexts() {
+        for (cap, size) in [(50.0, Size::Outliers), (2.0, Size::Unit), (30.0, Size::Huge), (1.0, Size::Tiny)]
+        {
+            let mut x = SplitMix64::new(9).values(size, 40_003);
+            x.extend((-2000..2000).map(|i| i as f32 / 100.0));
+            let want = reference::soft_cap::soft_cap(&x, cap);
+            let mut y = x.clone();
+            ops::soft_cap(&cx, &mut y, cap);
+            assert_close(&y, &want, |_, want| cases::soft_cap_tolerance(want), &name(&cx));
+            let mut alone = x.clone();
+            alone.chunks_mut(7).for_each(|x| ops::soft_cap(&cx, x, cap));
+            assert_same_bits(&y, &alone, &name(&cx));
+        }
+    }
+}
+
+#[test]
+fn scale_and_add_round_once() {
+    for cx in contexts() {
+        for n in [0, 1, 17, 40_001] {
+            let draw = &mut SplitMix64::new(n as u64);
+            let (x, y) = (draw.values(Size::Outliers, n), draw.values(Size::Unit, n));
+            let rounded = |want: Vec<f64>| want.into_iter().map(|y| y as f32).collect::<Vec<f32>>();
+            let mut scaled = x.clone();
+            ops::scale(&cx, &mut scaled, 0.3);
+            assert_same_bits(&scaled, &rounded(reference::scale::scale(&x, 0.3)), &name(&cx));
+            let mut sum = x.clone();
+            ops::add(&cx, &mut sum, &y);
+            assert_same_bits(&sum, &rounded(reference::add::add(&x, &y)), &name(&cx));
+        }
+    }
+}
+
+#[test]
+fn gathered_rows_scatter_back_with_their_weights() {
+    for cx in contexts() {
+        for (n, width) in [(1, 1), (9, 5), (50, 576)] {
+            let draw = &mut SplitMix64::new(width as u64);
+            let x = draw.values(Size::Outliers, n * width);
+            let rows: Vec<u32> = draw.order(n)[..n.div_ceil(2)].iter().map(|&row| row as u32).collect();
+            let mut out = vec![f32::NAN; rows.len() * width];
+            ops::gather(&cx, &x, width, &rows, &mut out);
+            assert_same_bits(&out, &reference::gather::gather(&x, width, &rows), &name(&cx));
+            let (mut y, weights) = (draw.values(Size::Unit, n * width), draw.values(Size::Unit, rows.len()));
+            let want = reference::scatter_add::scatter_add(&y, width, &rows, &weights, &out);
+            let sizes = y.iter().map(|y| y.abs()).collect::<Vec<f32>>();
+            let all = |x: &[f32]| x.iter().map(|x| x.abs()).collect::<Vec<f32>>();
+            let sizes = reference::scatter_add::scatter_add(&sizes, width, &rows, &all(&weights), &all(&out));
+            ops::scatter_add(&mut y, width, &rows, &weights, &out);
+            // The product and the sum round once each.
+            assert_close(&y, &want, |i, _| 2.0 * cases::ROUNDING * sizes[i], &name(&cx));
+        }
+    }
+}
+
+#[test]
+fn routes_are_the_reference() {
+    let mut routes = ops::Routes::default();
+    for (n_experts, n_used) in [(1, 1), (2, 1), (5, 2), (8, 8), (128, 8)] {
+        let mut logits = SplitMix64::new(n_experts as u64).values(Size::Unit, 30 * n_experts);
+        logits.iter_mut().for_each(|x| *x *= 9.0);
+        // Ties: the lower number wins.
+        logits[n_experts..2 * n_experts].fill(1.5);
+        for normalize in [false, true] {
+            ops::route(&logits, n_experts, n_used, normalize, &mut routes);
+            let want = reference::route::route(&logits, n_experts, n_used, normalize);
+            let mut got = vec![Vec::new(); 30];
+            for expert in 0..n_experts {
+                for (row, weight) in routes.of(expert) {
+                    got[row].push((expert, weight));
+                }
+            }
+            for (got, want) in got.iter().zip(&want) {
+                let numbers = |chosen: &Vec<(usize, f32)>| chosen.iter().map(|&(e, _)| e).collect::<Vec<_>>();
+                assert_eq!(numbers(got), want.iter().map(|&(e, _)| e).collect::<Vec<_>>());
+                for ((_, got), (_, want)) in got.iter().zip(want) {
+                    let bound = cases::route_tolerance(n_experts, *want);
+                    assert!((f64::from(*got) - want).abs() <= bound, "{got} for {want}");
+                }
+            }
+        }
+    }
+    // NaN is chosen last.
+    ops::route(&[f32::NAN, -1.0, 2.0], 3, 2, true, &mut routes);
+    assert!(routes.of(0).next().is_none() && routes.of(2).next().is_some());
+}
+
+/// Numbers that are not finite come out as such and stay in their row.
+#[test]
+fn numbers_that_are_not_finite_are_not_hidden() {
+    for mut cx in contexts() {
+        let mut x = vec![1.0; 3 * 40];
+        x[45] = f32::NAN;
+        let mut y = vec![0.0; x.len()];
+        ops::rms_norm(&cx, &x, &[1.0; 40], 1e-5, &mut y);
+        let nan: Vec<bool> = y.iter().map(|y| y.is_nan()).collect();
+        assert!(
+            nan[40..80].iter().all(|&nan| nan) && !nan[..40].contains(&true) && !nan[80..].contains(&true)
+        );
+
+        let gate = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1.0, f32::NEG_INFINITY];
+        let up = [1.0, 1.0, 1.0, f32::NAN, 0.0];
+        let y = gated(&mut cx, Gate::Silu, 5, &gate, &up);
+        assert!(y[0].is_nan() && y[1] == f32::INFINITY && y[2..].iter().all(|y| y.is_nan()), "{y:?}");
+    }
+}
+
+#[test]
+fn argmax_is_the_reference() {
+    for logits in cases::argmax_cases() {
+        let what = format!("{} logits", logits.len());
+        let want = reference::argmax::argmax(&logits);
+        assert_eq!(ops::argmax(&logits), want, "{what}");
+        let finite = logits.iter().all(|x| x.is_finite());
+        assert_eq!(ops::argmax_finite(&logits), finite.then_some(want), "{what}");
+    }
+}
