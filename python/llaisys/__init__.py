@@ -1,6 +1,6 @@
 """LLAISYS: LLM inference and serving.
 
-The names below are loaded when first used, so that `import llaisys` and `llaisys --help` stay quick.
+Names are imported at first use, so that `import llaisys` and `llaisys --help` stay fast.
 """
 
 from __future__ import annotations
@@ -9,39 +9,39 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from llaisys.async_llm import AsyncLLM as AsyncLLM
     from llaisys.config import Config as Config
     from llaisys.engine.worker import cuda_info as cuda_info
     from llaisys.llm import LLM as LLM
-    from llaisys.service import AsyncLLM as AsyncLLM
-    from llaisys.types import CompletionOutput as CompletionOutput
-    from llaisys.types import CompletionUsage as CompletionUsage
-    from llaisys.types import Logprob as Logprob
-    from llaisys.types import RequestOutput as RequestOutput
-    from llaisys.types import SamplingParams as SamplingParams
-    from llaisys.types import SessionInfo as SessionInfo
+    from llaisys.outputs import CompletionOutput as CompletionOutput
+    from llaisys.outputs import CompletionUsage as CompletionUsage
+    from llaisys.outputs import Logprob as Logprob
+    from llaisys.outputs import RequestOutput as RequestOutput
+    from llaisys.sampling_params import SamplingParams as SamplingParams
+    from llaisys.session_info import SessionInfo as SessionInfo
 
-_HOMES = {
+_MODULES = {
     "LLM": "llaisys.llm",
-    "AsyncLLM": "llaisys.service",
+    "AsyncLLM": "llaisys.async_llm",
     "Config": "llaisys.config",
     "cuda_info": "llaisys.engine.worker",
-    "CompletionOutput": "llaisys.types",
-    "CompletionUsage": "llaisys.types",
-    "Logprob": "llaisys.types",
-    "RequestOutput": "llaisys.types",
-    "SamplingParams": "llaisys.types",
-    "SessionInfo": "llaisys.types",
+    "CompletionOutput": "llaisys.outputs",
+    "CompletionUsage": "llaisys.outputs",
+    "Logprob": "llaisys.outputs",
+    "RequestOutput": "llaisys.outputs",
+    "SamplingParams": "llaisys.sampling_params",
+    "SessionInfo": "llaisys.session_info",
 }
-__all__ = [*_HOMES]
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    value = getattr(import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_MODULES})

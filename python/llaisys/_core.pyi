@@ -25,7 +25,7 @@ def cuda_info(folders: list[str], driver: str = ...) -> str:
     system's loader is asked; `driver`: the driver's library.
     """
 
-def cuda_units() -> str:
+def cuda_kernel_sources() -> str:
     """The CUDA kernels, JSON: `[{unit, source, defines: {NAME: value}, kernels}]`, each kernel
     `{name, max_threads, max_registers, max_shared_bytes}`."""
 
@@ -114,31 +114,31 @@ class DecodeOutput:
         from 1, the best ids with their logprobs in falling order)."""
     @property
     def graph_refusal(self) -> str | None:
-        """Why decode steps on a GPU are launched kernel by kernel, if one is no graph. Told once."""
+        """Why decode steps on a GPU are not launched as a graph, if one cannot be. Set on one output only."""
 
 @final
 class Snapshot:
-    """What the books hold, to look at. A run is (first position, first cell, how many): consecutive positions
-    in consecutive cells. Cells are numbered over all streams."""
+    """All cells of sequences and cache nodes. A contiguous range is (first position, first cell, length).
+    Cells are numbered over all KV streams."""
 
     @property
     def sequences(self) -> list[tuple[int, int, list[tuple[int, int, int]]]]:
-        """The lent sequences by slot: (id, stream, runs in rising position order)."""
+        """The acquired sequences by slot: (id, stream, ranges in rising position order)."""
     @property
-    def segments(self) -> list[tuple[int, int, int, list[tuple[int, int, int]]]]:
-        """The segments by id: (id, stream, first position, runs in rising position order)."""
+    def nodes(self) -> list[tuple[int, int, int, list[tuple[int, int, int]]]]:
+        """The cache nodes by id: (id, stream, first position, ranges in rising position order)."""
     @property
     def n_free(self) -> list[int]:
         """Free cells of each stream."""
 
 @final
-class Books:
-    """The bookkeeping of a Context with no model behind it, for simulation: cells, sequence ids, segments,
+class KvCache:
+    """The KV bookkeeping of a Context without a model, for simulation: cells, sequence ids, cache nodes, KV
     streams. The same calls, checks and errors; see Context. Any thread may call. After a panic
     (EngineDeadError) every call raises EngineDeadError."""
 
-    def __new__(cls, *, n_cells: int, n_seq_max: int, n_streams: int = 1, lifo: bool = False) -> Books:
-        """`lifo`: what was freed last, id or cell, is handed out next."""
+    def __new__(cls, *, n_cells: int, n_seq_max: int, n_streams: int = 1, lifo: bool = False) -> KvCache:
+        """Create a cache with free cells. `lifo`: the id or cell that was freed last is reused first."""
     @property
     def n_cells(self) -> int: ...
     @property
@@ -151,17 +151,17 @@ class Books:
     def extend(
         self, positions: NDArray[np.int32], n_seq_id: NDArray[np.int32], seq_ids: NDArray[np.int64]
     ) -> None:
-        """What `Context.decode` of these rows does to the books: its checks, its errors, its cells."""
+        """Change the cache as `Context.decode` of these rows does: the same checks, errors and cells."""
     def kv_seq_rm(self, seq_id: int, p0: int, p1: int) -> None: ...
     def kv_seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None: ...
     def kv_seq_keep(self, seq_id: int) -> None: ...
     def kv_seq_add(self, seq_id: int, p0: int, p1: int, delta: int) -> None: ...
     def kv_seq_pos_min(self, seq_id: int) -> int: ...
     def kv_seq_pos_max(self, seq_id: int) -> int: ...
-    def kv_retain(self, segment: int, seq_id: int, p0: int, p1: int) -> None: ...
-    def kv_attach(self, segment: int, seq_id: int, p0: int, p1: int) -> None: ...
-    def kv_segment_split(self, segment: int, at: int, tail: int) -> None: ...
-    def kv_segment_trim(self, segment: int, at: int) -> None: ...
+    def kv_node_cache(self, node: int, seq_id: int, p0: int, p1: int) -> None: ...
+    def kv_node_attach(self, node: int, seq_id: int, p0: int, p1: int) -> None: ...
+    def kv_node_split(self, node: int, at: int, tail: int) -> None: ...
+    def kv_node_trim(self, node: int, at: int) -> None: ...
     def snapshot(self) -> Snapshot: ...
     def check_integrity(self) -> None: ...
     def digest(self) -> int: ...
@@ -177,7 +177,7 @@ class Progress:
     def loading(self) -> tuple[int, int]:
         """Bytes of weights packed so far, and of all; equal once all are, (0, 0) before it is known."""
     @property
-    def screening(self) -> tuple[int, int]:
+    def argmax_pruning(self) -> tuple[int, int]:
         """Output rows whose largest logit was looked for with the head's screen, and those of them where
         it was found without the others."""
     @property
@@ -193,9 +193,9 @@ class Progress:
     def n_rows_committed(self) -> int:
         """Rows computed for good."""
     @property
-    def n_sequences_lent(self) -> int: ...
+    def n_sequences_acquired(self) -> int: ...
     @property
-    def n_sequences_returned(self) -> int: ...
+    def n_sequences_released(self) -> int: ...
 
 @final
 class Watchdog:
@@ -244,7 +244,7 @@ class Watchdog:
     def beat(self) -> None:
         """The event loop came round."""
     @property
-    def verdict(self) -> str | None:
+    def stall_reason(self) -> str | None:
         """`V1` to `V5`, or None."""
     def fileno(self) -> int:
         """The reading end of the socket; it is closed with this object."""
@@ -255,13 +255,12 @@ class Watchdog:
 
 @final
 class Context:
-    """One model on one device with its KV cells. Built, used and closed on one thread; another thread gets
-    a RejectedError. Every method but `close` raises RejectedError once closed.
+    """One model on one device with its KV cells. Built, used and closed on one thread; a call from another
+    thread raises RejectedError. Every method except `close` raises RejectedError once closed.
 
-    A panic in the forward pass or the sampler is a CoreFaultError: it has changed nothing, and the context
-    can be used again. One inside a change of the books is an EngineDeadError, and so is every later call, and
-    every call in a process forked from the one that built the context. A failure of the GPU is an
-    EngineDeadError."""
+    A panic in the forward pass or the sampler raises CoreFaultError: it has no side effects, and the context
+    can be used again. A panic inside a change of the KV cache raises EngineDeadError, and so does every later
+    call, every call in a process forked from the one that built the context, and a failure of the GPU."""
 
     def __new__(
         cls,
@@ -278,27 +277,27 @@ class Context:
         n_threads: int,
         n_ranks: int = 1,
         lifo: bool = False,
-        poison: bool = False,
+        nan_fill: bool = False,
         gpu: Gpu | None = None,
         pins: bool = True,
-        screens_head: bool = False,
+        prune_argmax: bool = False,
         progress: Progress | None = None,
     ) -> Context:
-        """Loads the weights (GIL released); `dtype` "int8" and "int4" quantise those of a float checkpoint.
+        """Load the weights (GIL released); `dtype` "int8" and "int4" quantize those of a float checkpoint.
 
-        `n_batch` is the rows of one ubatch; larger batches are split. `n_ranks` splits the model (tensor
-        parallelism); `n_threads` are those of all ranks, each has one at least.
-        `n_streams` arenas of `n_cells // n_streams` cells each (it must divide): arena `s` is the cells from
-        `s * n_cells // n_streams`. For tests: `lifo` hands out what was freed last, `poison` keeps NaN in
-        every cell that is free or reserved. `pins`: where there are exactly as many CPUs as threads, each
-        stays on its own. `screens_head`: an 8-bit copy of a head in 16 or 32 bits is kept, by which greedy
-        tokens are found without reading all of it (one rank, on the CPU). `progress`: the context's, for who
-        wants to see it load (on the CPU).
+        `n_batch`: rows of one ubatch; larger batches are split. `n_ranks`: ranks that the model is split over
+        (tensor parallelism). `n_threads`: compute threads of all ranks, at least one each. `n_streams`: KV
+        streams of `n_cells // n_streams` cells each (it must divide); stream `s` has the cells from `s *
+        n_cells // n_streams`. `pins`: with exactly as many CPUs as threads, pin each thread to a CPU.
+        `prune_argmax`: keep an 8-bit copy of a head in 16 or 32 bits, which finds most greedy tokens without
+        reading the whole head (one rank, on the CPU). `progress`: the counters of this context, which show
+        the loading (on the CPU). For tests: `lifo` reuses what was freed last, `nan_fill` keeps NaN in every
+        cell that is free or reserved.
 
-        `gpu`: computes there, in the checkpoint's 16-bit type (bf16 of float32 and of blocks). Then `n_cells`
-        may be None: as many as its memory has room for. `isa` is not looked at."""
+        `gpu`: compute there, in the checkpoint's 16-bit type (bf16 for float32 and blocks). Then `n_cells`
+        may be None, which fills the GPU's memory, and `isa` is ignored."""
     def close(self) -> None:
-        """Frees everything; idempotent."""
+        """Free everything; idempotent."""
     @property
     def isa(self) -> str:
         """The instruction set; on a GPU its name."""
@@ -306,9 +305,9 @@ class Context:
     def n_cells(self) -> int: ...
     @property
     def n_cells_free(self) -> int:
-        """Cells that no sequence sees and no segment holds."""
+        """Cells that no sequence sees and no cache node has."""
     def n_cells_free_in(self, stream: int) -> int:
-        """Those of one stream."""
+        """Free cells of one KV stream."""
     @property
     def n_seq_free(self) -> int: ...
     @property
@@ -322,17 +321,18 @@ class Context:
     def weight_bytes(self) -> int:
         """Bytes of the packed weights."""
     def seq_acquire(self, stream: int = 0) -> int:
-        """Lends a sequence id (slot and generation in one number); its cells will lie in that stream. Raises
-        ExhaustedError."""
+        """Acquire a sequence id (slot and generation in one number) whose cells will be in that KV stream.
+        Raises ExhaustedError if no id is free."""
     def seq_release(self, seq_id: int) -> None:
-        """Returns the id, its cells (those that a segment holds stay in use) and its sampler. Raises
-        RejectedError if it is stale."""
+        """Release the id, its cells (those of a cache node stay in use) and its sampler. Raises RejectedError
+        if the id is stale."""
     def set_sampler(
         self, seq_id: int, spec: SamplerSpec, prompt_ids: NDArray[np.int32], output_ids: NDArray[np.int32]
     ) -> None:
-        """Attaches sampling to a sequence. `output_ids` are tokens already generated (after a preemption).
-        Without one a row is sampled greedily. Of the ids that one decode samples for a sequence, the last
-        counts as its output. Raises RejectedError for a stale id or a parameter out of its bounds."""
+        """Attach a sampler to a sequence. `output_ids` are tokens already generated (after a preemption).
+        Rows of a sequence without a sampler are sampled greedily. Of the ids that one decode samples for a
+        sequence, the last counts as its output. Raises RejectedError for a stale id or a parameter out of its
+        bounds."""
     def decode(
         self,
         tokens: NDArray[np.int32],
@@ -345,70 +345,71 @@ class Context:
         logits_mask: tuple[NDArray[np.int32], NDArray[np.uint32]] | None = None,
         return_logits: bool = False,
     ) -> DecodeOutput:
-        """One forward pass for all rows; the GIL is released. All arrays are `[n_rows]` but `seq_ids`
+        """Run one forward pass for all rows (GIL released). All arrays are `[n_rows]` except `seq_ids`
         `[sum(n_seq_id)]`. `wants_output`: 1 logits and a sampled id, 2 final hidden state, 3 both.
         `logits_mask`: batch rows `[n]`, each wanting logits, and bits `[n, ceil(vocab / 32)]`, bit set =
         allowed.
         A row of several sequences is stored once and seen by all; it is sampled with the first one's sampler.
-        `stream` only asserts where the rows' sequences live.
+        `stream` is checked against the streams of the rows' sequences.
 
-        Raises ExhaustedError (cells), RejectedError (a wrong row) or CoreFaultError (a panic); on any error
-        nothing has changed."""
+        Raises ExhaustedError (cells), RejectedError (a wrong row) or CoreFaultError (a panic), with no side
+        effects."""
     def kv_seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
-        """Forgets positions `p0 <= p < p1` of a sequence. Here and below a negative p0 means from the start,
+        """Remove positions `p0 <= p < p1` of a sequence. Here and below a negative p0 means from the start,
         a negative p1 to the end."""
     def kv_seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
-        """Lets `dst` see the positions of `src` in the range: the same cells in the same stream, else K and V
-        are copied into fresh cells (ExhaustedError: too few are free). Raises RejectedError if `dst` has
-        positions there."""
+        """Let `dst` see the positions of `src` in the range: the same cells within a KV stream; across
+        streams K and V are copied into newly allocated cells. Raises ExhaustedError if too few are free,
+        RejectedError if `dst` has positions in the range."""
     def kv_seq_keep(self, seq_id: int) -> None:
-        """Forgets every sequence but this one (their ids stay lent, segments stay)."""
+        """Remove the cells of every other sequence. All ids stay acquired, cache nodes keep their cells."""
     def kv_seq_add(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
-        """Shifts positions in the range by `delta`; the stored keys are rotated anew. Raises RejectedError if
-        a cell is shared with another sequence or held by a segment, or a position is taken, negative or past
+        """Shift positions in the range by `delta` and rotate the stored keys. Raises RejectedError if a cell
+        is shared with another sequence or cached by a node, or if a new position is taken, negative or past
         `max_model_len`."""
     def kv_seq_pos_min(self, seq_id: int) -> int:
-        """Smallest position held, -1 if none."""
+        """Smallest position, -1 if the sequence is empty."""
     def kv_seq_pos_max(self, seq_id: int) -> int:
-        """Largest position held, -1 if none."""
-    def kv_retain(self, segment: int, seq_id: int, p0: int, p1: int) -> None:
-        """Holds the sequence's cells of positions `p0 <= p < p1` as a new segment, whatever becomes of the
-        sequence. A segment is cells of consecutive positions, held beside the sequences that see them (the
-        prefix cache). Its id is the caller's choice (0 to 2^64 - 1), used once. A cell is held by at most one
-        segment. Raises RejectedError, nothing changed: a known segment, an empty range, a position that the
-        sequence lacks or that another segment holds."""
-    def kv_attach(self, segment: int, seq_id: int, p0: int, p1: int) -> None:
-        """The sequence, which ends at `p0` (0: it is empty), sees the segment's positions `p0 <= p < p1`: the
-        same cells in the same stream, else K and V are copied into fresh cells. Raises ExhaustedError (a
-        copy) or RejectedError, nothing changed: an unknown segment, an empty range, a position that it
-        lacks."""
-    def kv_segment_split(self, segment: int, at: int, tail: int) -> None:
-        """The segment keeps positions below `at`, the new segment `tail` gets the others; both have some.
-        Raises RejectedError."""
-    def kv_segment_trim(self, segment: int, at: int) -> None:
-        """The segment forgets positions from `at` (its start to its end); at its start it is gone. Raises
-        RejectedError."""
-    def kv_export(self, segment: int, p0: int, p1: int) -> NDArray[np.uint8]:
-        """K and V of the segment's positions `p0 <= p < p1` (GIL released): for each layer K
+        """Largest position, -1 if the sequence is empty."""
+    def kv_node_cache(self, node: int, seq_id: int, p0: int, p1: int) -> None:
+        """Cache the sequence's cells of positions `p0 <= p < p1` in a new node: they stay allocated after the
+        sequence is released (the prefix cache). The caller chooses the node's id (0 to 2^64 - 1) and uses it
+        once. A cell is in at most one node. Raises RejectedError, with no side effects: an existing node, an
+        empty range, a position that the sequence lacks or that another node has."""
+    def kv_node_attach(self, node: int, seq_id: int, p0: int, p1: int) -> None:
+        """Let a sequence that ends at `p0` (0: it is empty) see the node's positions `p0 <= p < p1`: the same
+        cells within a KV stream; across streams K and V are copied into newly allocated cells. Raises
+        ExhaustedError (a copy) or RejectedError, with no side effects: an unknown node, an empty range, a
+        position that the node lacks."""
+    def kv_node_split(self, node: int, at: int, tail: int) -> None:
+        """Leave positions below `at` in the node and move the others to the new node `tail`. Raises
+        RejectedError if either part would be empty."""
+    def kv_node_trim(self, node: int, at: int) -> None:
+        """Remove the node's positions from `at`; from its first one, the node itself. Raises RejectedError if
+        `at` is outside the node."""
+    def kv_node_export(self, node: int, p0: int, p1: int) -> NDArray[np.uint8]:
+        """Return K and V of the node's positions `p0 <= p < p1` (GIL released): for each layer K
         `[p1 - p0][n_kv_heads][d_head]`, then V likewise, in the cells' type, little endian. Raises
         RejectedError."""
-    def kv_import(self, segment: int, stream: int, p0: int, data: NDArray[np.uint8]) -> None:
-        """A new segment on fresh cells of a stream at positions from `p0`, with what `kv_export` gave on a
-        context of the same fingerprint (GIL released). Raises ExhaustedError (cells) or RejectedError,
-        nothing changed: a known segment, not the bytes of whole cells, positions past `max_model_len`."""
+    def kv_node_import(self, node: int, stream: int, p0: int, data: NDArray[np.uint8]) -> None:
+        """Create a cache node on free cells of a stream at positions from `p0`, with the bytes that
+        `kv_node_export` returned on a context of the same fingerprint (GIL released). Raises ExhaustedError
+        (cells) or RejectedError, with no side effects: a known node, not the bytes of whole cells, positions
+        past `max_model_len`."""
     def fingerprint(self) -> str:
-        """What K and V depend on besides tokens and positions, as 32 hexadecimal digits: configuration, all
-        weights (replaced ones included), dtypes, cell layout, instruction set. The same in every process."""
+        """A hash of what K and V depend on other than tokens and positions, as 32 hexadecimal digits:
+        configuration, all weights (replaced ones included), dtypes, cell layout, instruction set. The same in
+        every process."""
     def progress(self) -> Progress:
-        """What has been done so far, readable from any thread."""
+        """Progress counters, readable from any thread."""
     def snapshot(self) -> Snapshot:
-        """Everything that sequences and segments hold. Costs the number of runs."""
+        """All cells of sequences and cache nodes. Costs the number of contiguous ranges."""
     def digest(self) -> int:
-        """A number that changes when a cell, a segment, a lent id or the order of the free cells changes.
-        Costs the size of the pool."""
+        """A hash of the cells, the cache nodes, the acquired ids and the order of the free cells. Costs the
+        size of the cache."""
     def replace_weight(self, name: str, values: NDArray[np.float32]) -> None:
-        """Replaces one tensor, by its name in the checkpoint, with values of the same shape. A wrong name,
-        shape, a block-quantised slot or a model on several ranks is refused and nothing changes."""
+        """Replace one tensor, by its name in the checkpoint, with values of the same shape. Raises
+        RejectedError or UnsupportedError, with no side effects: a wrong name or shape, a block-quantized
+        tensor, a model on several ranks."""
     def check_integrity(self) -> None:
-        """Checks every invariant of the cells, segments and the id pool; panics are raised as
-        EngineDeadError."""
+        """Check every invariant of the KV cache; a panic is raised as EngineDeadError."""

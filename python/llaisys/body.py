@@ -1,4 +1,4 @@
-"""A request's JSON: parsed, bounded in what it costs its next reader, and validated."""
+"""A request's JSON body: parsed, bounded in depth and size, and validated."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pydantic import BaseModel, ValidationError
 from llaisys.errors import RejectedError
 
 DEPTH_MAX = 32
-# Schemas and tools are deeper by nature; their own bound (64) is counted from inside of these fields.
+# Schemas and tools are deeper; their own bound (64) is counted from within these fields.
 DEEP_FIELDS = frozenset(
     {"tools", "tool_choice", "response_format", "structured_outputs", "guided_json", "messages"}
 )
 DEEP_DEPTH_MAX = 72
-# A list or an object is what costs most to make: 4 MiB of `[]` are 1.4 million of them and took 0.8 s.
+# Lists and objects cost most to create: 4 MiB of `[]` are 1.4 million of them and took 0.8 s.
 CONTAINERS_MAX = 1 << 16
 # Fields that hold token ids: one prompt of the longest context there is (a million), or several shorter.
 IDS_FIELDS = frozenset({"prompt", "input", "tokens", "allowed_token_ids"})
@@ -25,7 +25,7 @@ VALUES_MAX = 1 << 20
 # Of all other fields together: 4 for each list and object.
 OTHER_VALUES_MAX = 1 << 18
 
-# The first thing that is wrong with a body: where it is, pydantic's type of the error, its words.
+# The first error of a body: its path, pydantic's type of the error, its message.
 Flaw: TypeAlias = tuple[tuple[str | int, ...], str, str]
 
 

@@ -1,4 +1,4 @@
-"""Looks at the machine the way the engine will see it. Reads only; starts nothing."""
+"""Report what the engine would find on this machine. It only reads and starts nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from llaisys.config import home_folder
-from llaisys.engine.machine import available_bytes, usable_cpus
+from llaisys.engine.host import available_bytes, usable_cpus
 from llaisys.engine.worker import available_isas, cuda_info
 from llaisys.hub import list_models
 
@@ -35,7 +35,7 @@ _PACKAGES = ("numpy", "tokenizers", "huggingface_hub", "jinja2", "fastapi", "uvi
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report; not `fine` means that LLAISYS cannot run until it is mended."""
+    """One line of the report. If `fine` is False, LLAISYS cannot run until it is fixed."""
 
     subject: str
     detail: str
@@ -43,7 +43,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """The findings, in the order in which a person would ask."""
+    """Return all findings in the order of the report."""
     return [
         Finding("python", f"{platform.python_version()} ({sys.executable})"),
         Finding("platform", f"{platform.system()} {platform.release()} {platform.machine()}"),
@@ -82,11 +82,11 @@ def _memory() -> Finding:
 
 
 def _cuda() -> Finding:
-    """The GPUs that kernels can run on, or why there are none."""
+    """Report usable GPUs, or why CUDA cannot be used."""
     try:
         info = cuda_info()
     except ImportError:
-        return Finding("cuda", "not asked: the compiled core cannot be loaded")
+        return Finding("cuda", "unknown: the compiled core cannot be loaded")
     if info.reason is not None:
         return Finding("cuda", f"cannot be used: {info.reason}; the CPU is used")
     devices = ", ".join(
@@ -115,7 +115,7 @@ def _cache(subject: str, folder: Path, variable: str) -> Finding:
 
 
 def _sizes(folder: Path) -> Iterator[int]:
-    """Bytes of each file; a link costs nothing, a folder that is not there or not ours to read neither."""
+    """Yield the bytes of each file; links and unreadable or missing folders count nothing."""
     for parent, _, names in os.walk(folder):
         for name in names:
             path = Path(parent) / name
@@ -134,7 +134,7 @@ def _models() -> list[Finding]:
 
 
 def _proc(name: str) -> dict[str, str]:
-    """The `key: value` lines of a file of /proc; of equal keys the first (one processor of many)."""
+    """Return the `key: value` lines of a /proc file; of equal keys the first (one processor of many)."""
     facts: dict[str, str] = {}
     for line in (Path("/proc") / name).read_text(encoding="utf-8", errors="replace").splitlines():
         key, _, value = line.partition(":")

@@ -1,17 +1,17 @@
-"""The exception tree, sorted by what the caller can do. The compiled core raises the same classes.
+"""The exception hierarchy, sorted by what the caller can do. The compiled core raises the same classes.
 
 LlaisysError
 ├── RejectedError       (ValueError)    the input is wrong: fix it                400
-│   ├── ContextLengthError              prompt and answer do not fit              400
+│   ├── ContextLengthError              prompt and completion do not fit          400
 │   └── NotFoundError                   no session or file of this name           404
 ├── UnsupportedError    (ValueError)    this build, model or device cannot        400
 ├── ExhaustedError      (RuntimeError)  not now: retry                            429
 │   └── QueueFullError                  the waiting queue is full                 429 + Retry-After
 ├── RequestTimeoutError (TimeoutError)  older than its deadline                   408
-├── RequestFailedError  (RuntimeError)  this request failed, others go on         500
-├── CoreFaultError      (RuntimeError)  a call failed and changed nothing: isolate  500
-├── StorageError        (OSError)       a disk of ours failed; nothing was kept   500
-│   ├── StorageFullError                it is full, or a quota or size is reached 507
+├── RequestFailedError  (RuntimeError)  this request failed, others continue      500
+├── CoreFaultError      (RuntimeError)  a call failed without side effects: isolate  500
+├── StorageError        (OSError)       the server's storage failed; nothing was written  500
+│   ├── StorageFullError                full, or a quota or size limit is reached 507
 │   └── StorageBusyError                another process or other requests use it  503 + Retry-After
 └── EngineDeadError     (RuntimeError)  the engine or device failed: rebuild      503
 """
@@ -22,9 +22,9 @@ import math
 
 
 class LlaisysError(Exception):
-    """Base of every error that LLAISYS raises on purpose.
+    """Base of all errors that LLAISYS raises.
 
-    `param` names the offending field or setting where there is one.
+    `param` names the invalid field or setting, if there is one.
     """
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
@@ -33,27 +33,27 @@ class LlaisysError(Exception):
 
 
 class RejectedError(LlaisysError, ValueError):
-    """The input is wrong; the message says which value, the bound and what to do."""
+    """The input is invalid; the message names the value, the bound and the fix."""
 
 
 class ContextLengthError(RejectedError):
-    """Prompt plus answer can never fit the context or the KV cache."""
+    """Prompt plus completion can never fit in the context or the KV cache."""
 
 
 class NotFoundError(RejectedError):
-    """The client has nothing of this name."""
+    """The client has no session or file of this name."""
 
 
 class UnsupportedError(LlaisysError, ValueError):
-    """Understood but not implemented by this build, model or device."""
+    """Valid, but not supported by this build, model or device."""
 
 
 class ExhaustedError(LlaisysError, RuntimeError):
-    """A bounded resource (KV cells, sequence ids) is used up; the call may succeed later."""
+    """A bounded resource (KV cells, sequence ids) is exhausted; the call may succeed later."""
 
 
 class QueueFullError(ExhaustedError):
-    """The waiting queue is at its bound. `retry_after_s`: when to try again, in whole seconds."""
+    """The waiting queue is full. `retry_after_s`: whole seconds until a retry."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1) -> None:
         super().__init__(message)
@@ -61,33 +61,37 @@ class QueueFullError(ExhaustedError):
 
 
 class RequestTimeoutError(LlaisysError, TimeoutError):
-    """The request got older than its deadline, waiting or running."""
+    """The request exceeded its deadline, waiting or running."""
 
 
 class RequestFailedError(LlaisysError, RuntimeError):
-    """This one request failed (a non-finite row, say); others are untouched."""
+    """One request failed (for example, non-finite logits); others are unaffected."""
 
 
 class SlowReaderError(RequestFailedError):
-    """The reader of this stream fell further behind than is held for it."""
+    """The reader of this stream exceeded the bound of undelivered output."""
 
 
 class CoreFaultError(LlaisysError, RuntimeError):
-    """The core panicked where it could roll back: the call has changed nothing and the context goes on. The
-    engine looks for the row that it was; a caller outside sees RequestFailedError."""
+    """The core panicked and rolled back: the call had no side effects and the context stays usable.
+
+    The engine isolates the failing row; its request ends with RequestFailedError.
+    """
 
 
 class StorageError(LlaisysError, OSError):
-    """A file of the server (a saved session, the chat store) cannot be read or written; no part of a failed
-    write stays. The log has the path and the reason."""
+    """A file of the server (a saved session, the chat store) cannot be read or written.
+
+    A failed write leaves no part behind. The log has the path and the cause.
+    """
 
 
 class StorageFullError(StorageError):
-    """No space left: the disk, a quota or the largest size of a file."""
+    """The disk is full, or a quota or the file size limit is reached."""
 
 
 class StorageBusyError(StorageError):
-    """Another process holds the file, or too many calls wait for it; the call may succeed later."""
+    """Another process has locked the file, or too many calls wait for it; the call may succeed later."""
 
 
 class EngineDeadError(LlaisysError, RuntimeError):
@@ -95,4 +99,4 @@ class EngineDeadError(LlaisysError, RuntimeError):
 
 
 class InvariantError(EngineDeadError):
-    """The engine's own books were found wrong, which is a bug, and so it has ended."""
+    """A check found the engine's state inconsistent, which is a bug; the engine has stopped."""

@@ -1,4 +1,4 @@
-"""Files that a setting names or a model folder has: opened without waiting, and only if they are regular."""
+"""Opens files named by a setting or in a model folder: never blocks, and accepts regular files only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import BinaryIO
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading. Raises OSError for anything else; waits for no writer of a FIFO."""
+    """Open a regular file for reading.
+
+    Raises OSError for anything else; never waits for a writer of a FIFO.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):

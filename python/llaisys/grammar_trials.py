@@ -1,7 +1,7 @@
-"""Verdicts on grammars before a request with one is admitted, from a process that may be killed.
+"""Tries each grammar in a worker process that may be killed, before a request with it is accepted.
 
-What a grammar costs to compile is known only by compiling it, which cannot be interrupted. So each is
-compiled there first; what passes may be compiled in a process that serves.
+Compiling is the only way to find out what a grammar costs, and it cannot be interrupted. A grammar that
+compiles within its limits there may be compiled in a serving process.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import threading
 from collections import OrderedDict
 from typing import Any
 
-from llaisys.engine.grammar import GrammarTokens
+from llaisys.engine.grammar import GrammarTokenizer
 from llaisys.errors import LlaisysError, QueueFullError, RejectedError, UnsupportedError
 from llaisys.job_pool import JobPool, JobText
 from llaisys.job_process import JobLimits
-from llaisys.types import StructuredOutputsParams
+from llaisys.sampling_params import StructuredOutputsParams
 
-# Of one trial. Per byte: of the grammar, and of the tokenizer that the process reads first.
+# The limits of one trial. The per-byte parts count the grammar, and the tokenizer that the process loads
+# first.
 LIMITS = JobLimits(cpu_s=0.5, memory_bytes=64 << 20, cpu_s_per_byte=2e-6, memory_bytes_per_byte=512)
-# Grammars of one client that wait for their trial.
+# Most grammars of one client that wait for their trial.
 WAITING_MAX = 512
-VERDICTS_MAX = 1024
+RESULTS_MAX = 1024
 _TEXTS = {
     "tokens": JobText("reading the tokenizer for grammars", "structured_outputs"),
     "try": JobText("compiling it and following it for some tokens", "structured_outputs"),
@@ -30,83 +31,85 @@ _TEXTS = {
 
 
 class GrammarTrials:
-    """The verdicts for one model, and its process, which the first grammar starts.
+    """The trial results of one model, and its worker process, which the first grammar starts.
 
-    `check` belongs to one event loop, `check_now` to any thread; use one of them. Verdicts are kept for each
-    client, so that no client learns from a reply's time whether another has used a grammar.
+    Use either `check` on one event loop, or `check_now` on any thread. Results are cached for each client,
+    so that response times do not reveal whether another client has used a grammar.
     """
 
-    def __init__(self, tokens: GrammarTokens) -> None:
-        self._pool = JobPool("llaisys.engine.grammar_job", 1, LIMITS, _TEXTS, name="grammar")
-        self._pool.add_preparation("tokens", tokens.tokenizer, list(tokens.eos_token_ids), tokens.vocab_size)
-        self._verdicts: OrderedDict[bytes, LlaisysError | None] = OrderedDict()
+    def __init__(self, tokenizer: GrammarTokenizer) -> None:
+        self._pool = JobPool("llaisys.engine.grammar_worker", 1, LIMITS, _TEXTS, name="grammar")
+        self._pool.add_preparation(
+            "tokens", tokenizer.tokenizer_json, list(tokenizer.eos_token_ids), tokenizer.vocab_size
+        )
+        self._results: OrderedDict[bytes, LlaisysError | None] = OrderedDict()
         self._clients: dict[str, _Client] = {}
         self._lock = threading.Lock()
 
     async def check(self, spec: StructuredOutputsParams, client_id: str = "") -> None:
-        """Returns if requests may use this grammar.
+        """Return if requests may use this grammar.
 
         Raises RejectedError naming the field of `structured_outputs` and the limit, UnsupportedError for a
-        model that cannot have grammars, QueueFullError if WAITING_MAX of the client's wait. One of a client's
-        is tried at a time, so another client's waits for one of them at most.
+        model without support for grammars, QueueFullError if WAITING_MAX grammars of the client wait. Each
+        client has one trial at a time, so a trial waits for one trial of each other client at most.
         """
         key = _key(spec, client_id)
-        if key not in self._verdicts:
+        if key not in self._results:
             client = self._clients.setdefault(client_id, _Client())
             if client.num_waiting >= WAITING_MAX:
                 raise QueueFullError(
-                    f"{WAITING_MAX} grammars wait to be compiled, which is the most; send them one by one",
+                    f"{WAITING_MAX} grammars wait to be compiled, which is the limit; send them one by one",
                     retry_after_s=1.0,
                 )
             client.num_waiting += 1
             try:
                 async with client.lock:
-                    if key not in self._verdicts:
-                        self._keep(key, await self._verdict(spec))
+                    if key not in self._results:
+                        self._store(key, await self._try(spec))
             finally:
                 client.num_waiting -= 1
                 if not client.num_waiting:
                     del self._clients[client_id]
-        self._give(key)
+        self._raise_error(key)
 
     def check_now(self, spec: StructuredOutputsParams) -> None:
         """As `check`, blocking."""
         key = _key(spec, "")
         with self._lock:
-            if key not in self._verdicts:
+            if key not in self._results:
                 try:
                     self._pool.call("try", _plain(spec))
                 except (RejectedError, UnsupportedError) as error:
-                    self._keep(key, _named(error, spec))
+                    self._store(key, _with_field(error, spec))
                 else:
-                    self._keep(key, None)
-            self._give(key)
+                    self._store(key, None)
+            self._raise_error(key)
 
     def close(self) -> None:
-        """Ends the process; a trial that is under way fails. Idempotent."""
+        """End the worker process; a trial in progress fails. Idempotent."""
         self._pool.close_now()
 
-    async def _verdict(self, spec: StructuredOutputsParams) -> LlaisysError | None:
+    async def _try(self, spec: StructuredOutputsParams) -> LlaisysError | None:
         try:
             await self._pool.run("try", _plain(spec))
         except (RejectedError, UnsupportedError) as error:
-            return _named(error, spec)
+            return _with_field(error, spec)
         return None
 
-    def _keep(self, key: bytes, verdict: LlaisysError | None) -> None:
-        self._verdicts[key] = verdict
-        if len(self._verdicts) > VERDICTS_MAX:
-            self._verdicts.popitem(last=False)
+    def _store(self, key: bytes, result: LlaisysError | None) -> None:
+        self._results[key] = result
+        if len(self._results) > RESULTS_MAX:
+            self._results.popitem(last=False)
 
-    def _give(self, key: bytes) -> None:
-        self._verdicts.move_to_end(key)
-        verdict = self._verdicts[key]
-        if verdict is not None:  # a new one, because the tracebacks of one that is raised often add up
-            raise type(verdict)(str(verdict), param=verdict.param)
+    def _raise_error(self, key: bytes) -> None:
+        self._results.move_to_end(key)
+        result = self._results[key]
+        if result is not None:  # a copy, because an error that is raised often collects tracebacks
+            raise type(result)(str(result), param=result.param)
 
 
 class _Client:
-    """A client with trials that wait."""
+    """A client with waiting trials."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
@@ -121,8 +124,8 @@ def _key(spec: StructuredOutputsParams, client_id: str) -> bytes:
     return hashlib.sha256(repr((client_id, _plain(spec))).encode()).digest()
 
 
-def _named(error: LlaisysError, spec: StructuredOutputsParams) -> LlaisysError:
-    """With the field that the spec sets in the message, where the limit of a job has none."""
+def _with_field(error: LlaisysError, spec: StructuredOutputsParams) -> LlaisysError:
+    """Name the field that the spec sets, if the error of a job limit does not."""
     where = f"structured_outputs.{spec.field}"
     if isinstance(error, UnsupportedError) or error.param == where:
         return error

@@ -1,8 +1,8 @@
-"""Whole messages between two processes of this machine: frames over a pair of connected Unix sockets.
+"""Messages between two processes of this machine: frames over a pair of connected Unix sockets.
 
-A frame is its length (4 bytes, little-endian) and that many bytes. Sending never waits: what the kernel does
-not take is queued, and leaves while the same end receives or sends again. End-of-file means that the peer
-has died.
+A frame is a length (4 bytes, little-endian) and that many bytes. Sending never waits: bytes that the kernel
+does not accept are queued, and sent when the same end receives or sends again. End-of-file means that the
+peer has died.
 """
 
 from __future__ import annotations
@@ -16,35 +16,37 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-# The largest frame, either way. A tokenizer file or a body of the largest size that is of use is far below.
+# The largest frame in both directions; far above useful sizes of tokenizer files and request bodies.
 FRAME_BYTES_MAX = 512 << 20
-# What may wait for a peer that does not read. A message belongs to an open request, so only a peer that has
-# stopped lets this much pile up; it is then given up, as one that died.
+# Most bytes that are queued for a peer that does not read. A message belongs to an open request, so only a
+# peer that has stopped reaches this; it is then treated as dead.
 QUEUED_BYTES_MAX = 1 << 30
 _READ_BYTES = 256 << 10
 _LENGTH = struct.Struct("<I")
 
 
 class FrameError(Exception):
-    """The peer sent what is not a frame."""
+    """The peer sent an invalid frame."""
 
 
 class Channel:
-    """One end of the pair. `send` and `wake` are for any thread; the rest is for the one thread that
-    receives.
+    """One end of the pair. `send` and `wake` may be called on any thread, the rest only on the receiving
+    thread.
 
-    While the receiving thread waits, it sends for the others: the kernel runs the reader of a socket on the
-    CPU of the thread that sends, which must not be that of an engine's steps.
+    While the receiving thread waits, it sends for the other threads. The kernel runs the reader of a socket
+    on the CPU of the sending thread, which must not be the CPU of an engine's steps.
 
-    A frame to a peer that has died is lost. Each end must be open in its own process alone, because another
-    copy would hide the end-of-file.
+    A frame to a peer that has died is lost. Each end must be open in one process only, because another copy
+    would hide the end-of-file.
     """
 
     def __init__(self, end: socket.socket) -> None:
-        """Takes `end` over: `close` closes it."""
+        """Own the socket `end`: `close` closes it."""
         end.setblocking(False)
         self._socket = end
-        self._lock = threading.Lock()  # of the outgoing frames, and of closing the descriptors under a `send`
+        self._lock = (
+            threading.Lock()
+        )  # protects the outgoing frames, and the descriptors from being closed during a `send`
         self._outgoing: deque[memoryview] = deque()
         self._num_queued_bytes = 0
         self._closed = False
@@ -59,7 +61,7 @@ class Channel:
 
     @classmethod
     def inherited(cls, number: int) -> Channel:
-        """The end that a parent passed to this process as a descriptor of this number."""
+        """Return the end that the parent passed to this process as the descriptor `number`."""
         end = socket.socket(fileno=number)
         end.set_inheritable(False)
         return cls(end)
@@ -70,13 +72,13 @@ class Channel:
 
     @property
     def num_queued_bytes(self) -> int:
-        """Bytes that the kernel has not taken yet."""
+        """Bytes that the kernel has not accepted yet."""
         return self._num_queued_bytes
 
     def send(self, payload: bytes) -> None:
-        """Sends a frame, or queues it. Raises ValueError above FRAME_BYTES_MAX."""
+        """Send a frame, or queue it. Raises ValueError above FRAME_BYTES_MAX."""
         if len(payload) > FRAME_BYTES_MAX:
-            raise ValueError(f"a message of {len(payload)} bytes, at most {FRAME_BYTES_MAX} may be sent")
+            raise ValueError(f"the message has {len(payload)} bytes, at most {FRAME_BYTES_MAX} can be sent")
         with self._lock:
             if self._closed:
                 return
@@ -91,27 +93,26 @@ class Channel:
                 os.eventfd_write(self._wakeup, 1)
 
     def wake(self) -> None:
-        """Makes `receive` return now, or the next time."""
+        """Make the current or next `receive` return."""
         with self._lock:
             if not self._closed:
                 self._woken = True
                 os.eventfd_write(self._wakeup, 1)
 
     def watch(self, number: int, is_ready: Callable[[], object]) -> None:
-        """Calls `is_ready` in `receive` whenever this descriptor can be read, or has ended, until
-        `unwatch`."""
+        """Call `is_ready` in `receive` whenever this descriptor is readable or closed, until `unwatch`."""
         self._watched[number] = is_ready
         self._poll.register(number, select.POLLIN)
 
     def unwatch(self, number: int) -> None:
-        """Undoes `watch`."""
+        """Undo `watch`."""
         del self._watched[number]
         self._poll.unregister(number)
 
     def receive(self, timeout_s: float | None = None) -> list[bytes]:
-        """Waits for whole frames and returns them; none after `timeout_s` or a `wake`.
+        """Wait for complete frames and return them; none after `timeout_s` or a `wake`.
 
-        Raises EOFError once the peer has died and all that it sent has been returned, FrameError for a frame
+        Raises EOFError once the peer has died and all its frames have been returned, FrameError for a frame
         above FRAME_BYTES_MAX.
         """
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -126,7 +127,7 @@ class Channel:
                 return []
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until everything queued has left; False if it has not after `timeout_s`."""
+        """Wait until everything queued is sent; return False if it is not after `timeout_s`."""
         until_s = time.monotonic() + timeout_s
         while self._outgoing:
             left_s = until_s - time.monotonic()
@@ -136,7 +137,7 @@ class Channel:
         return True
 
     def close(self) -> None:
-        """Closes this end, which is its death to the peer; what is queued is lost. Idempotent."""
+        """Close this end, which the peer sees as end-of-file. Queued frames are lost. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -146,12 +147,12 @@ class Channel:
             os.close(self._wakeup)
 
     def _wait(self, timeout_s: float | None, events: int) -> dict[int, int]:
-        """Waits for something to do, does all of it but reading frames; returns what is ready."""
+        """Wait for events and handle all of them except reading frames; return the ready descriptors."""
         with self._lock:
             self._is_waiting = True
             events |= select.POLLOUT if self._outgoing else 0
         self._poll.register(self._socket, events)
-        # Rounded up: a wait of less than a millisecond must not become a busy loop.
+        # Rounded up, so that a wait of less than a millisecond does not become a busy loop.
         ready = dict(self._poll.poll(None if timeout_s is None else int(timeout_s * 1000) + (timeout_s > 0)))
         with self._lock:
             self._is_waiting = False
@@ -163,12 +164,12 @@ class Channel:
         return ready
 
     def _read(self) -> list[bytes]:
-        """The frames that have come whole with the next bytes."""
+        """Read the next bytes and return the frames that they complete."""
         try:
             n_bytes = self._socket.recv_into(self._chunk)
         except (BlockingIOError, InterruptedError):
             return []
-        except OSError:  # reset: it died with frames of ours unread
+        except OSError:  # connection reset: the peer died without reading all our frames
             n_bytes = 0
         if n_bytes == 0:
             raise EOFError("the peer has died")
@@ -177,7 +178,7 @@ class Channel:
         while len(incoming) - begin >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(incoming, begin)
             if length > FRAME_BYTES_MAX:
-                raise FrameError(f"a frame of {length} bytes, at most {FRAME_BYTES_MAX} may come")
+                raise FrameError(f"a frame has {length} bytes, at most {FRAME_BYTES_MAX} are allowed")
             end = begin + _LENGTH.size + length
             if end > len(incoming):
                 break
@@ -187,14 +188,14 @@ class Channel:
         return frames
 
     def _send_queued(self) -> None:
-        """As much as the kernel takes now. The caller has the lock."""
+        """Send as much as the kernel accepts now. The caller holds the lock."""
         while self._outgoing:
             frame = self._outgoing[0]
             try:
                 n_bytes = self._socket.send(frame, socket.MSG_NOSIGNAL)
             except (BlockingIOError, InterruptedError):
                 return
-            except OSError:  # it has died, which `receive` finds out
+            except OSError:  # the peer has died, which `receive` finds out
                 self._give_up()
                 return
             self._num_queued_bytes -= n_bytes
@@ -204,8 +205,10 @@ class Channel:
                 self._outgoing[0] = frame[n_bytes:]
 
     def _give_up(self) -> None:
-        """Ends the connection: a frame that is lost must not be followed by others. What the peer sent before
-        can still be read."""
+        """Shut the connection down, because no frame may follow a lost one.
+
+        Received frames can still be read.
+        """
         self._drop_queued()
         try:
             self._socket.shutdown(socket.SHUT_RDWR)

@@ -1,7 +1,7 @@
-"""Processes that may be killed, for work whose cost a request decides: a job that exceeds its limits dies
-alone.
+"""Runs jobs in worker processes that may be killed, for work whose cost depends on a request.
 
-Data path: event loop -> one thread for each process -> one job at a time over a socket pair -> its result.
+A job that exceeds its limits ends only its worker process. Data path: event loop -> one thread for each
+process -> one job at a time over a socket pair -> its result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from llaisys.errors import EngineDeadError, LlaisysError, RejectedError, Request
 from llaisys.ipc import FRAME_BYTES_MAX, Channel, FrameError
 from llaisys.job_process import JobLimits, decode, encode
 
-# By the clock, of a process that does not get on and does not use its CPU time either (it was stopped).
+# Seconds of real time until a process counts as dead that makes no progress and uses no CPU time: it was
+# stopped.
 PATIENCE_S = 120.0
 _BOOT = "import sys; sys.path[:] = {}; from llaisys.job_process import main; main({}, {!r}, {})"
 
@@ -36,39 +37,47 @@ Job: TypeAlias = tuple[str, tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True)
 class JobText:
-    """How a refusal names a job: `what` "takes more than 2 s of CPU time". `param`: the request's field."""
+    """Text for the error of a job that exceeds its limits: `what` "takes more than 2 s of CPU time".
+
+    `param`: the field of the request.
+    """
 
     what: str
     param: str | None = None
 
 
 class JobPool:
-    """`n_processes` processes that run the jobs of one module (its table JOBS). The methods belong to one
-    event loop."""
+    """`n_processes` worker processes that run the jobs of one module (its table JOBS).
+
+    Unless stated otherwise, the methods must be called on one event loop.
+    """
 
     def __init__(
         self, module: str, n_processes: int, limits: JobLimits, texts: Mapping[str, JobText], *, name: str
     ) -> None:
-        """`texts`: of each job by its name. `name`: of the processes, for the log and their threads."""
+        """`texts`: the error text of each job.
+
+        `name`: names the processes and their threads, also in the log.
+        """
         self._preparations: list[Job] = []
         self._processes = [
-            _JobProcess(module, limits, texts, name, self._preparations) for _ in range(n_processes)
+            _WorkerProcess(module, limits, texts, name, self._preparations) for _ in range(n_processes)
         ]
-        self._idle = queue.LifoQueue[_JobProcess]()  # the last one used is the warmest
+        self._idle = queue.LifoQueue[_WorkerProcess]()  # the process used last has the warmest caches
         for process in self._processes:
             self._idle.put(process)
         self._threads = ThreadPoolExecutor(n_processes, thread_name_prefix=f"llaisys-{name}")
         self._warming: list[asyncio.Future[None]] = []
 
     def add_preparation(self, name: str, *arguments: Any) -> None:
-        """Has every process carry this job out before all that come later, again after each of its restarts.
+        """Add a job that every process runs before all later jobs, and again after each restart.
 
         A process starts with its first job, or by `prepare`.
         """
         self._preparations.append((name, arguments))
 
     def prepare(self, name: str, *arguments: Any) -> None:
-        """As `add_preparation`, and starts the processes; `ready` waits for it."""
+        """As `add_preparation`, and start the processes; `ready` waits for them."""
         self.add_preparation(name, *arguments)
         loop = asyncio.get_running_loop()
         self._warming += [
@@ -77,12 +86,12 @@ class JobPool:
         ]
 
     async def ready(self) -> None:
-        """Returns when every process is prepared. Raises what a preparation raised, or RequestFailedError."""
+        """Wait until every process is prepared. Raises the error of a preparation, or RequestFailedError."""
         await asyncio.gather(*self._warming)
         self._warming.clear()
 
     async def run(self, name: str, *arguments: Any) -> Any:
-        """The result of a job. Arguments and result are plain values, and bytes.
+        """Run a job and return its result. Arguments and result are plain values or bytes.
 
         Raises the job's own LlaisysError, RejectedError for one that exceeds its limits, RequestFailedError
         for any other failure, EngineDeadError once closed.
@@ -95,19 +104,19 @@ class JobPool:
         return await result
 
     async def close(self) -> None:
-        """Ends the processes; what they work on fails. Idempotent."""
+        """End the processes; running jobs fail. Idempotent."""
         for warming in self._warming:
             warming.cancel()
         await asyncio.to_thread(self.close_now)
 
     def close_now(self) -> None:
-        """As `close`, blocking, on any thread."""
+        """As `close`, but blocking, on any thread."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in self._processes:
             process.close()
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """As `run`, blocking, on any thread."""
+        """As `run`, but blocking, on any thread."""
         process = self._idle.get()
         try:
             return process.call(name, arguments)
@@ -115,8 +124,8 @@ class JobPool:
             self._idle.put(process)
 
 
-class _JobProcess:
-    """One process and its restarts. `preparations` grows; a lock makes calls one by one."""
+class _WorkerProcess:
+    """One worker process and its restarts. `preparations` grows; a lock serializes the calls."""
 
     def __init__(
         self,
@@ -138,15 +147,15 @@ class _JobProcess:
         self._closed = False
 
     def ensure(self, num_prepared: int) -> None:
-        """Returns with a process that has carried out this many preparations."""
+        """Make sure that the process is running and has run this many preparations."""
         with self._lock:
             self._ensure(num_prepared)
 
     def call(self, name: str, arguments: tuple[Any, ...]) -> Any:
-        """The result; raises as `JobPool.run`.
+        """Run a job and return its result; raises as `JobPool.run`.
 
-        A process that was ended from outside (the kernel out of memory, an operator) costs no request: its
-        job is done once more. A job that ends two of them fails.
+        If the process was killed from outside (by the kernel or an operator), the job runs once more. A job
+        that ends two processes fails.
         """
         raw = encode((name, arguments))
         if len(raw) > FRAME_BYTES_MAX:
@@ -154,30 +163,30 @@ class _JobProcess:
             raise RejectedError(f"{text.what} takes more than {FRAME_BYTES_MAX} bytes", param=text.param)
         with self._lock:
             try:
-                answer = self._done(raw)
+                reply = self._run_twice(raw)
             except _Died as died:
                 if self._closed:
                     raise EngineDeadError("shutting down: no new requests") from None
-                self._ensure(len(self._preparations))  # here, so that only this request waits for it
-                raise self._refusal(name, len(raw), died.reason) from None
-        return self._result(name, len(raw), answer)
+                self._ensure(len(self._preparations))  # restart here, so that only this request waits
+                raise self._error(name, len(raw), died.reason) from None
+        return self._result(name, len(raw), reply)
 
     def close(self) -> None:
-        """Ends the process; a call that is under way fails."""
+        """End the process; a call in progress fails."""
         self._closed = True
         if self._child is not None:
             self._child.kill()
         with self._lock:
             self._drop()
 
-    def _done(self, raw: bytes) -> list[Any]:
+    def _run_twice(self, raw: bytes) -> list[Any]:
         self._ensure(len(self._preparations))
         try:
             return self._exchange(raw)
         except _Died as died:
             if died.is_limit or self._closed:
                 raise
-            log.warning("a %s process %s; its job is done once more", self._name, died)
+            log.warning("a %s process %s; its job runs again", self._name, died)
         self._ensure(len(self._preparations))
         return self._exchange(raw)
 
@@ -212,7 +221,7 @@ class _JobProcess:
 
     def _exchange(self, raw: bytes) -> list[Any]:
         assert self._channel is not None
-        self._channel.send(raw)  # to one that has died, it is lost, and `receive` says so
+        self._channel.send(raw)  # lost if the process has died, which `receive` finds out
         return self._receive()
 
     def _receive(self) -> list[Any]:
@@ -221,14 +230,14 @@ class _JobProcess:
         try:
             frames = self._channel.receive(PATIENCE_S) or self._channel.receive(
                 1.0
-            )  # we may have been stopped, too
+            )  # this process may have been stopped, too
             if not frames:
                 raise EOFError
-            answer: list[Any] = decode(frames[0])
+            reply: list[Any] = decode(frames[0])
         except (EOFError, FrameError):
-            self._child.kill()  # it may have closed its end only
+            self._child.kill()  # it may only have closed its end
             raise _Died(self._child.wait()) from None
-        return answer
+        return reply
 
     def _drop(self) -> None:
         if self._channel is not None:
@@ -238,21 +247,21 @@ class _JobProcess:
             self._child.wait()
         self._channel = self._child = None
 
-    def _result(self, name: str, n_bytes: int, answer: list[Any]) -> Any:
-        """What an answer says, or its error raised."""
-        match answer:
+    def _result(self, name: str, n_bytes: int, reply: list[Any]) -> Any:
+        """Return the result of a reply, or raise its error."""
+        match reply:
             case ["ok", result]:
                 return result
             case ["error", str(kind), str(message), param]:
                 known: type[LlaisysError] = getattr(errors, kind)
                 raise known(message, param=param)
             case ["memory"]:
-                raise self._refusal(name, n_bytes, "memory")
+                raise self._error(name, n_bytes, "memory")
             case ["failed", str(kind)]:
-                raise RequestFailedError(f"a {self._name} process met {kind}")
-        raise RequestFailedError(f"a {self._name} process sent no answer")
+                raise RequestFailedError(f"a {self._name} process failed with {kind}")
+        raise RequestFailedError(f"a {self._name} process sent an invalid reply")
 
-    def _refusal(self, name: str, n_bytes: int, reason: str) -> LlaisysError:
+    def _error(self, name: str, n_bytes: int, reason: str) -> LlaisysError:
         text = self._texts[name]
         match reason:
             case "time":
@@ -266,10 +275,10 @@ class _JobProcess:
 
 
 class _Died(Exception):
-    """The process has ended during a call. `reason`: time, memory, or what `subprocess` says."""
+    """The process ended during a call. `reason`: time, memory, or the exit code as text."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"ended with code {code}")
         why = {-signal.SIGPROF: "time", -signal.SIGABRT: "memory", -signal.SIGSEGV: "memory"}.get(code)
-        self.is_limit = why is not None  # the job's limits have ended it
+        self.is_limit = why is not None  # ended by the job's limits
         self.reason = why or f"ended with code {code}"

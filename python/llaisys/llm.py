@@ -1,6 +1,6 @@
-"""The blocking API, for scripts: prompts in, completions out, whole or as a stream of deltas.
+"""The blocking API for scripts: prompts in, completions out, whole or as a stream of deltas.
 
-The engine is the one that serves.
+It runs the same engine as the server.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from tqdm import tqdm
 
 from llaisys.config import Config, load_config
 from llaisys.engine.client import EngineClient
-from llaisys.engine.outputs import EngineOutput
+from llaisys.engine.engine_output import EngineOutput
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.start import start_engine
 from llaisys.errors import EngineDeadError, LlaisysError, RejectedError
 from llaisys.grammar_trials import GrammarTrials
-from llaisys.model import Model, open_model
-from llaisys.output import OutputProcessor, append, empty
-from llaisys.prompt import bad_word_ids, truncated
-from llaisys.sessions import check_name
-from llaisys.types import ModelInfo, RequestId, RequestOutput, SamplingParams
+from llaisys.model_assets import ModelAssets, load_model_assets
+from llaisys.model_info import ModelInfo
+from llaisys.output_processor import OutputProcessor, append_delta, empty_output
+from llaisys.outputs import RequestId, RequestOutput
+from llaisys.prompt import tokenize_bad_words, truncate_prompt
+from llaisys.sampling_params import SamplingParams
+from llaisys.session_client import check_name
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +44,11 @@ ParamsOrList: TypeAlias = "SamplingParams | Sequence[SamplingParams]"
 
 
 @dataclass(frozen=True, slots=True)
-class _Ask:
-    """One prompt, ready for the engine."""
+class _PreparedPrompt:
+    """One validated prompt with everything that the engine needs."""
 
     request_id: RequestId
-    prompt: str | None
+    text: str | None
     ids: list[int]
     params: SamplingParams
     bad_word_ids: tuple[tuple[int, ...], ...]
@@ -54,13 +56,13 @@ class _Ask:
 
 
 class LLM:
-    """One model, loaded when made, freed by `close`, the end of a `with`, or when nobody holds it any more.
+    """Load one model and generate completions. `close`, a `with` block or garbage collection frees it.
 
     `model` is a folder, a `.gguf` file or the name of an embedded model (`smollm2`). Every field of
-    `llaisys.config.Config` is a keyword; an unknown one is refused by name.
+    `llaisys.config.Config` is a keyword; an unknown keyword is an error.
 
-    `generate` and `chat` may be called from several threads; their requests share the engine's batches. There
-    is no time limit per request unless `request_timeout_s` is set.
+    Several threads may call `generate` and `chat`; their requests share the engine's batches. Requests have
+    no time limit unless `request_timeout_s` is set.
     """
 
     def __init__(
@@ -76,9 +78,9 @@ class LLM:
         seed: int = 0,
         **settings: Any,
     ) -> None:
-        """Loads the model. `kv_cache_memory` is in bytes (`kv_cache_memory_bytes`).
+        """Load the model. `kv_cache_memory` is in bytes (`kv_cache_memory_bytes`).
 
-        Raises RejectedError or UnsupportedError: the setting or the model, by name.
+        Raises RejectedError or UnsupportedError naming the setting or the model.
         """
         named = {
             "quantization": quantization,
@@ -90,32 +92,36 @@ class LLM:
         config = load_config(
             {"model": str(model), "dtype": dtype, "device": device, "seed": seed, **settings, **given}
         )
-        # Prompts are fed as room appears; a queue shorter than a batch would only keep the batch empty.
+        # Prompts are submitted as requests end; a queue shorter than a batch would leave the batch partly
+        # empty.
         n_open = max(config.max_num_queued_reqs, config.max_num_seqs)
-        feed = {"max_num_queued_reqs": n_open, "max_num_queued_tokens": None}
-        self._config: Config = config.model_copy(update=feed)
-        self._model: Model = open_model(self._config)
+        queue_limits = {"max_num_queued_reqs": n_open, "max_num_queued_tokens": None}
+        self._config: Config = config.model_copy(update=queue_limits)
+        self._model: ModelAssets = load_model_assets(self._config)
         self._router = _Router(n_open)
         self._ordinals = itertools.count()
-        # The engine knows the router and not this object, so that dropping an LLM frees its engine.
-        grammars = self._model.grammars()
-        self._client = start_engine(self._config, self._model.info, self._router.deliver, grammars=grammars)
-        self._trials = GrammarTrials(grammars.tokens)
-        self._finalizer = weakref.finalize(self, _close, self._client, self._trials)
-        self._finalizer.atexit = False  # at exit the client closes itself, Ctrl-C or not
+        # The engine refers to the router and not to this object, so that garbage collection can free the
+        # engine.
+        compiler = self._model.grammar_compiler()
+        self._client = start_engine(
+            self._config, self._model.info, self._router.deliver, grammar_compiler=compiler
+        )
+        self._grammar_trials = GrammarTrials(compiler.tokenizer)
+        self._finalizer = weakref.finalize(self, _close, self._client, self._grammar_trials)
+        self._finalizer.atexit = False  # the client closes itself at exit
 
     @property
     def model_info(self) -> ModelInfo:
-        """Facts of the checkpoint."""
+        """Metadata of the checkpoint."""
         return self._model.info
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest request, prompt and answer together."""
+        """The longest request in tokens, prompt and completion together."""
         return self._client.limits.max_model_len
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` uses where none are given: the model's own defaults."""
+        """Return the model's defaults, which `generate` uses without `sampling_params`."""
         return SamplingParams(**self._model.sampling_defaults)
 
     @overload
@@ -149,24 +155,23 @@ class LLM:
         session_id: str | Sequence[str] = "",
         use_tqdm: bool = False,
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
-        """Return the completions, in the order of the prompts; with `stream`, an iterator over their deltas.
+        """Return the completions in the order of the prompts; with `stream`, an iterator over deltas.
 
-        - `prompts`: one or several: text, `{"prompt": text}`, `{"prompt_token_ids": ids}` or ids themselves.
-        - `sampling_params`: one for all, or one each; None: the model's defaults.
-        - `session_id`: the session (made if it is new) whose KV a request's becomes at its end, and is kept;
-          one for one prompt, or one each, "" for none. The prompt is the whole conversation all the same.
-        - `stream`: each item is what one choice has new: `text`, `token_ids` and `logprobs` of its
-          one output. Deltas of several prompts are interleaved; request ids ascend in the order of the
-          prompts. Closing the iterator cancels what is still open; nothing is submitted before its first
-          item is asked for.
+        - `prompts`: one or several of: text, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or token ids.
+        - `sampling_params`: one for all, or one per prompt; None: the model's defaults.
+        - `session_id`: the session, created if new, which keeps a request's KV at its end: one for one
+          prompt, or one per prompt; "" for none. The prompt is still the whole conversation.
+        - `stream`: each item is a delta of one choice: the new `text`, `token_ids` and `logprobs` of its one
+          output. Deltas of several prompts are interleaved; request ids ascend in the order of the prompts.
+          Nothing is submitted before the first item. Closing the iterator cancels open requests.
 
-        Everything is checked before anything runs: RejectedError names the field, ContextLengthError both
-        lengths. A request that fails or times out while it runs does not stop the others: its `finish_reason`
-        is `error` or `timeout`, and the log says why. Raises EngineDeadError if the engine dies.
+        All prompts are validated before any runs: RejectedError names the field, ContextLengthError both
+        lengths. A request that fails or times out does not stop the others: its `finish_reason` is `error` or
+        `timeout`, and the log has the cause. Raises EngineDeadError if the engine dies.
         """
         texts_and_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
-        asks = self._checked(texts_and_ids, sampling_params, session_id)
-        return self._run(asks, stream=stream, use_tqdm=use_tqdm)
+        prepared = self._checked(texts_and_ids, sampling_params, session_id)
+        return self._run(prepared, stream=stream, use_tqdm=use_tqdm)
 
     @overload
     def chat(
@@ -211,7 +216,8 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
-        """Complete one conversation or a list of them, by the model's chat template; else as `generate`.
+        """Complete one conversation or several, rendered with the model's chat template; otherwise as
+        `generate`.
 
         Raises UnsupportedError if the model has no template.
         """
@@ -225,11 +231,11 @@ class LLM:
         }
         self._check_open()
         rendered = [self._model.chat_prompt(conversation, options) for conversation in conversations]
-        asks = self._checked([*rendered], sampling_params, session_id)
-        return self._run(asks, stream=stream, use_tqdm=use_tqdm)
+        prepared = self._checked([*rendered], sampling_params, session_id)
+        return self._run(prepared, stream=stream, use_tqdm=use_tqdm)
 
     def close(self) -> None:
-        """Frees the model; idempotent."""
+        """Free the model. Idempotent."""
         self._finalizer()
 
     def __enter__(self) -> LLM:
@@ -240,14 +246,14 @@ class LLM:
     ) -> None:
         self.close()
 
-    # --- inside ---
+    # --- internals ---
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:
             raise RejectedError("this LLM is closed")
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Text, where there is one, and ids."""
+        """Return the prompt's text, if given, and its token ids."""
         self._check_open()
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:
@@ -264,40 +270,42 @@ class LLM:
         prompts: Sequence[tuple[str | None, list[int]]],
         sampling_params: ParamsOrList | None,
         session_id: str | Sequence[str],
-    ) -> list[_Ask]:
-        """What to submit, checked. Raises as `generate`."""
+    ) -> list[_PreparedPrompt]:
+        """Return validated prompts. Raises as `generate` does."""
         params = self._params(sampling_params, len(prompts))
         sessions = _sessions(session_id, len(prompts))
-        asks = [
-            _Ask(
+        prepared = [
+            _PreparedPrompt(
                 f"{next(self._ordinals)}",
                 text,
-                truncated(ids, each, self.max_model_len),
+                truncate_prompt(ids, each, self.max_model_len),
                 each,
-                bad_word_ids(self._model.tokenizer, each.bad_words),
+                tokenize_bad_words(self._model.tokenizer, each.bad_words),
                 session,
             )
             for (text, ids), each, session in zip(prompts, params, sessions, strict=True)
         ]
-        for ask in asks:
-            self._client.check(ask.ids, ask.params)
-            if ask.params.structured_outputs is not None:
-                self._trials.check_now(ask.params.structured_outputs)
-        return asks
+        for prompt in prepared:
+            self._client.check(prompt.ids, prompt.params)
+            if prompt.params.structured_outputs is not None:
+                self._grammar_trials.check_now(prompt.params.structured_outputs)
+        return prepared
 
     def _run(
-        self, asks: Sequence[_Ask], *, stream: bool, use_tqdm: bool
+        self, prepared: Sequence[_PreparedPrompt], *, stream: bool, use_tqdm: bool
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
-        deltas = self._deltas(asks, use_tqdm=use_tqdm)
-        return deltas if stream else _joined(asks, deltas)
+        deltas = self._deltas(prepared, use_tqdm=use_tqdm)
+        return deltas if stream else _merged(prepared, deltas)
 
-    def _deltas(self, asks: Sequence[_Ask], *, use_tqdm: bool) -> Iterator[RequestOutput]:
-        """Runs the requests. A generator of this object: it keeps the engine alive while it is read."""
-        with tqdm(total=len(asks), desc="Processed prompts", disable=not use_tqdm) as progress:
-            yield from _Run(self._client, self._model, self._router, self._timeout_s()).deltas(asks, progress)
+    def _deltas(self, prepared: Sequence[_PreparedPrompt], *, use_tqdm: bool) -> Iterator[RequestOutput]:
+        """Run the requests. The generator refers to `self`, so the engine is not freed while it is read."""
+        with tqdm(total=len(prepared), desc="Processed prompts", disable=not use_tqdm) as progress:
+            yield from _GenerateCall(self._client, self._model, self._router, self._timeout_s()).deltas(
+                prepared, progress
+            )
 
     def _timeout_s(self) -> float:
-        """A batch takes as long as it takes; only a limit that somebody set is kept."""
+        """Return the time limit per request in seconds; infinite unless `request_timeout_s` was set."""
         is_set = "request_timeout_s" in self._config.model_fields_set
         return self._config.request_timeout_s if is_set else math.inf
 
@@ -315,53 +323,58 @@ class LLM:
 
 
 class _Router:
-    """Between the engine thread and the calls of `generate`: which call reads which request, and how many may
-    be open at once. A permit is taken before a submit, and given back with the request's last output."""
+    """Route outputs from the engine thread to the calls of `generate`, and bound the number of open requests.
+
+    A call acquires a permit before it submits a request; the request's last output releases it.
+    """
 
     def __init__(self, n_open_max: int) -> None:
         self._permits = threading.Semaphore(n_open_max)
         self._readers: dict[RequestId, queue.SimpleQueue[EngineOutput]] = {}
 
-    def enter(self, request_id: RequestId, reader: queue.SimpleQueue[EngineOutput], *, wait: bool) -> bool:
-        """Takes a permit, waiting for one if asked to; False if there is none now."""
+    def register(self, request_id: RequestId, reader: queue.SimpleQueue[EngineOutput], *, wait: bool) -> bool:
+        """Acquire a permit and register the reader. Return False if there is no permit and `wait` is
+        False."""
         if not self._permits.acquire(blocking=wait):
             return False
         self._readers[request_id] = reader
         return True
 
-    def leave(self, request_id: RequestId) -> queue.SimpleQueue[EngineOutput]:
-        """Gives the permit back; the reader that had it."""
+    def unregister(self, request_id: RequestId) -> queue.SimpleQueue[EngineOutput]:
+        """Release the permit; return the reader of the request."""
         self._permits.release()
         return self._readers.pop(request_id)
 
     def deliver(self, outputs: list[EngineOutput]) -> None:
-        """Called on the engine thread, once a step."""
+        """Route the outputs of a step; called on the engine thread."""
         for output in outputs:
-            reader = self.leave(output.request_id) if output.last else self._readers[output.request_id]
+            reader = self.unregister(output.request_id) if output.last else self._readers[output.request_id]
             reader.put(output)
 
 
-class _Run:
-    """One call of `generate`: feeds its prompts as permits come free, and yields what comes of them."""
+class _GenerateCall:
+    """One call of `generate`: submit its prompts as permits become available, and yield their deltas."""
 
-    def __init__(self, client: EngineClient, model: Model, router: _Router, timeout_s: float) -> None:
+    def __init__(self, client: EngineClient, model: ModelAssets, router: _Router, timeout_s: float) -> None:
         self._client = client
         self._router = router
         self._timeout_s = timeout_s
         self._eos = tuple(model.info.eos_token_ids)
         self._processor = OutputProcessor(model.tokenizer)
-        self._news: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()
+        self._outputs: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()
         self._open: set[RequestId] = set()
 
-    def deltas(self, asks: Sequence[_Ask], progress: tqdm[NoReturn]) -> Iterator[RequestOutput]:
-        """What each choice has new, in the order of the engine. On any error, Ctrl-C too, and when the
-        iterator is closed, what is open is cancelled."""
-        queued = deque(asks)
+    def deltas(
+        self, prepared: Sequence[_PreparedPrompt], progress: tqdm[NoReturn]
+    ) -> Iterator[RequestOutput]:
+        """Yield deltas in the order of the engine. An error, Ctrl-C or closing the iterator cancels open
+        requests."""
+        queued = deque(prepared)
         try:
             while queued or self._open:
                 while queued and self._submit(queued[0]):
                     queued.popleft()
-                delta = self._take(self._news.get())
+                delta = self._process(self._outputs.get())
                 if delta is not None:
                     progress.update(delta.finished)
                     yield delta
@@ -369,33 +382,36 @@ class _Run:
             for request_id in self._open:
                 self._client.cancel(request_id)
 
-    def _submit(self, ask: _Ask) -> bool:
-        """False if other requests have to end first; waits for those of other calls if none is ours."""
-        if not self._router.enter(ask.request_id, self._news, wait=not self._open):
+    def _submit(self, prompt: _PreparedPrompt) -> bool:
+        """Submit a prompt; return False if an open request of this call has to end first.
+
+        Without an open request of this call, wait for one of another call.
+        """
+        if not self._router.register(prompt.request_id, self._outputs, wait=not self._open):
             return False
         now_s = time.monotonic()
         try:
             self._client.submit(
                 EngineRequest(
-                    request_id=ask.request_id,
-                    prompt_token_ids=ask.ids,
-                    params=ask.params,
+                    request_id=prompt.request_id,
+                    prompt_token_ids=prompt.ids,
+                    params=prompt.params,
                     eos_token_ids=self._eos,
                     arrival_s=now_s,
                     deadline_s=now_s + self._timeout_s,
-                    bad_word_ids=ask.bad_word_ids,
-                    session_id=ask.session_id,
+                    bad_word_ids=prompt.bad_word_ids,
+                    session_id=prompt.session_id,
                 )
             )
         except LlaisysError:
-            self._router.leave(ask.request_id)
+            self._router.unregister(prompt.request_id)
             raise
-        self._processor.add(ask.request_id, ask.prompt, ask.ids, ask.params)
-        self._open.add(ask.request_id)
+        self._processor.add(prompt.request_id, prompt.text, prompt.ids, prompt.params)
+        self._open.add(prompt.request_id)
         return True
 
-    def _take(self, event: EngineOutput) -> RequestOutput | None:
-        """The delta of an event; None for an event of a request or choice that a stop string has ended."""
+    def _process(self, event: EngineOutput) -> RequestOutput | None:
+        """Return the delta of an output, or None if a stop string has already ended its request or choice."""
         if event.request_id not in self._open:
             return None
         if isinstance(event.error, EngineDeadError):
@@ -415,11 +431,14 @@ class _Run:
         return delta
 
 
-def _joined(asks: Sequence[_Ask], deltas: Iterator[RequestOutput]) -> list[RequestOutput]:
-    """The whole completions, in the order of the requests."""
-    wholes = {ask.request_id: empty(ask.request_id, ask.prompt, ask.ids, ask.params.n) for ask in asks}
+def _merged(prepared: Sequence[_PreparedPrompt], deltas: Iterator[RequestOutput]) -> list[RequestOutput]:
+    """Return whole completions in the order of the prompts."""
+    wholes = {
+        prompt.request_id: empty_output(prompt.request_id, prompt.text, prompt.ids, prompt.params.n)
+        for prompt in prepared
+    }
     for delta in deltas:
-        append(wholes[delta.request_id], delta)
+        append_delta(wholes[delta.request_id], delta)
     return list(wholes.values())
 
 
@@ -429,14 +448,14 @@ def _close(client: EngineClient, trials: GrammarTrials) -> None:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:
-    """One prompt becomes a list of one; a list of ids is one prompt."""
+    """Return a list of prompts; a list of token ids is one prompt."""
     if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], Integral)):
         return [prompts]
     return prompts
 
 
 def _sessions(given: str | Sequence[str], n_prompts: int) -> Sequence[str]:
-    """One for each prompt. Raises RejectedError for a name that is none, or that several prompts have."""
+    """Return one session name per prompt. Raises RejectedError for an invalid or repeated name."""
     sessions = [""] * n_prompts if given == "" else [given] if isinstance(given, str) else given
     if len(sessions) != n_prompts:
         raise RejectedError(
@@ -446,12 +465,12 @@ def _sessions(given: str | Sequence[str], n_prompts: int) -> Sequence[str]:
     for name in named:
         check_name(name)
     if len(named) > len(set(named)):
-        raise RejectedError("session_id holds a session twice: each goes with one prompt", param="session_id")
+        raise RejectedError("session_id has a session twice; each belongs to one prompt", param="session_id")
     return sessions
 
 
 def _ids(ids: Sequence[Any]) -> list[int]:
     for each in ids:
         if not isinstance(each, Integral):
-            raise RejectedError(f"the prompt holds {each!r}, which is no token id", param="prompt_token_ids")
+            raise RejectedError(f"the prompt has {each!r}, expected token ids", param="prompt_token_ids")
     return [int(each) for each in ids]

@@ -1,5 +1,7 @@
-"""The log of a process: lines go to stderr through a bounded buffer and a thread, so that a reader that has
-stopped (a full pipe) never blocks the code that logs."""
+"""The log of a process: lines go to stderr through a bounded buffer and a thread.
+
+A reader that has stopped (a full pipe) therefore never blocks the code that logs.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,16 @@ from collections.abc import Callable
 FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 STDOUT, STDERR = 1, 2
 BUFFER_BYTES_MAX = 1 << 20
-FLUSH_S = 1.0  # at exit; a reader that takes nothing for so long gets no more
+FLUSH_S = 1.0  # how long an exit waits for a reader that does not read
 REPEAT_INTERVAL_S = 60.0
 REPEAT_KEYS_MAX = 256
-# Loggers whose messages a client can cause without a request: one line per interval for each message.
+# Loggers with messages that a client can cause without a request: one line per interval for each message.
 REPEATING = ("asyncio", "uvicorn.error", "llaisys.connections")
 _CREDENTIALS = re.compile(r"(?<=://)[^/@]*(?=@)")
 
 
 def without_credentials(address: str) -> str:
-    """Return a URL as it may be shown: without the name and the password in it."""
+    """Return a URL without the user name and the password in it."""
     return _CREDENTIALS.sub("***", address)
 
 
@@ -32,7 +34,7 @@ class LineWriter:
     """Writes lines to a file descriptor on a daemon thread.
 
     `write` never blocks. A line that finds the buffer full is dropped and counted; when the buffer drains, a
-    line says how many were dropped. A line counts until the descriptor has taken it.
+    line reports how many were dropped. A line counts until it is written to the descriptor.
     """
 
     def __init__(self, fd: int, bytes_max: int = BUFFER_BYTES_MAX) -> None:
@@ -48,11 +50,11 @@ class LineWriter:
         self._thread.start()
 
     def write(self, line: str) -> None:
-        """Queue a line, or drop it."""
+        """Queue a line, or drop it if the buffer is full."""
         self.write_raw(f"{line}\n".encode("utf-8", "backslashreplace"))
 
     def write_raw(self, raw: bytes) -> None:
-        """Queue text of another process as it came, or drop it; it counts as one line."""
+        """Queue output of another process unchanged, or drop it; it counts as one line."""
         with self._changed:
             if self._n_bytes + len(raw) > self._bytes_max:
                 self.n_dropped += 1
@@ -117,7 +119,7 @@ class LineHandler(logging.Handler):
         """logging."""
         try:
             line = self.format(record)
-        except Exception:  # noqa: BLE001 -- a record that cannot be formatted must not end its caller
+        except Exception:  # noqa: BLE001 -- a record that cannot be formatted must not fail its caller
             line = f"{record.levelname} {record.name}: a log record could not be formatted"
         self._writer.write(line)
 
@@ -127,7 +129,7 @@ class LineHandler(logging.Handler):
 
 
 class RepeatFilter(logging.Filter):
-    """Passes a message once per interval; the next one that passes says how many were suppressed.
+    """Passes a message once per interval; the next one that passes tells how many were suppressed.
 
     Messages are the same if their first line and the class of their exception are.
     """

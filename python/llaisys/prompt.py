@@ -1,18 +1,19 @@
-"""What of a request's prompt and words goes to the engine, as token ids."""
+"""Prepare a request's prompt and bad words as token ids."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from llaisys.errors import RejectedError
+from llaisys.sampling_params import SamplingParams
 from llaisys.text.tokenizer import Tokenizer
-from llaisys.types import SamplingParams
 
 
-def truncated(ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
-    """The last `truncate_prompt_tokens` ids; for -1, as many as leave room for `max_tokens` (1 if absent).
+def truncate_prompt(ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
+    """Return the last `truncate_prompt_tokens` ids; for -1, as many as leave space for `max_tokens` (1 if
+    None).
 
-    Doing it twice changes nothing.
+    Idempotent.
     """
     n_kept = params.truncate_prompt_tokens
     if n_kept is None:
@@ -22,8 +23,8 @@ def truncated(ids: list[int], params: SamplingParams, max_model_len: int) -> lis
     return ids[-n_kept:]
 
 
-def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """The token sequences of each word, as it stands and after a space, each once.
+def tokenize_bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the distinct token sequences of each word, with and without a leading space.
 
     Raises RejectedError for a word that has no tokens.
     """
@@ -33,6 +34,6 @@ def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int,
         for text in (bare, f" {bare}"):
             ids = tuple(tokenizer.encode(text, add_special_tokens=False))
             if not (bare and ids):
-                raise RejectedError("bad_words holds a word without a token", param="bad_words")
+                raise RejectedError("bad_words has a word without a token", param="bad_words")
             sequences[ids] = None
     return tuple(sequences)

@@ -1,4 +1,4 @@
-"""The served models by name: which service answers a request that names one."""
+"""The served models by name."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from llaisys.async_llm import AsyncLLM
 from llaisys.body import Flaw, read_body
 from llaisys.config import Config
 from llaisys.errors import QueueFullError
-from llaisys.service import AsyncLLM
-from llaisys.text.pool import TextPool
+from llaisys.text.tokenizer_pool import TokenizerPool
 
 
 class ModelRegistry:
-    """Owns a service for each model; a server of one model has a registry of one. Event loop only."""
+    """Owns an AsyncLLM for each served model. Event loop only."""
 
-    def __init__(self, services: Sequence[AsyncLLM], text_pool: TextPool | None = None) -> None:
-        """The first of `services` is the default. `text_pool`: their text processes, closed with them."""
-        self._text_pool = text_pool
+    def __init__(self, services: Sequence[AsyncLLM], tokenizer_pool: TokenizerPool | None = None) -> None:
+        """The first of `services` is the default. `tokenizer_pool`: theirs, closed with them."""
+        self._tokenizer_pool = tokenizer_pool
         self.services = tuple(services)
         self._by_name = {name: service for service in self.services for name in service.model_names}
 
@@ -30,21 +30,21 @@ class ModelRegistry:
         Raises RejectedError or UnsupportedError, naming the model or the setting; then nothing is left open.
         """
         services: list[AsyncLLM] = []
-        text_pool = TextPool()
+        tokenizer_pool = TokenizerPool()
         try:
             for each in config.each_model():
                 services.append(
-                    await AsyncLLM.start(each, exits=True, text_pool=text_pool, n_clients=n_clients)
+                    await AsyncLLM.start(each, exits=True, tokenizer_pool=tokenizer_pool, n_clients=n_clients)
                 )
-            await text_pool.ready()
+            await tokenizer_pool.ready()
         except BaseException:
-            await cls(services, text_pool).close()
+            await cls(services, tokenizer_pool).close()
             raise
-        return cls(services, text_pool)
+        return cls(services, tokenizer_pool)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name that a request may use."""
+        """Return every served name."""
         return tuple(self._by_name)
 
     def find(self, name: str | None) -> AsyncLLM | None:
@@ -55,16 +55,16 @@ class ModelRegistry:
 
     async def read_body(self, raw: bytes, model: str | None) -> tuple[Any, Flaw | None]:
         """A large body, off the event loop; see `llaisys.body.read_body`."""
-        if self._text_pool is None:
+        if self._tokenizer_pool is None:
             return await asyncio.to_thread(read_body, raw, model)
-        return await self._text_pool.read_body(raw, model)
+        return await self._tokenizer_pool.read_body(raw, model)
 
     def is_alive(self) -> bool:
-        """False while any engine is dead."""
+        """Return False while any engine is dead."""
         return all(service.is_alive() for service in self.services)
 
     def is_ready(self) -> bool:
-        """True while requests for every model are welcome."""
+        """Return True while every model accepts requests."""
         return all(service.is_ready() for service in self.services)
 
     def refusal(self, client_id: str = "") -> QueueFullError | None:
@@ -75,20 +75,20 @@ class ModelRegistry:
         return min(known, key=lambda each: each.retry_after_s) if len(known) == len(refusals) else None
 
     def is_stuck(self) -> bool:
-        """True once an engine of this process was given up: the process should end."""
+        """Return True once the watchdog stopped an engine of this process: the process should exit."""
         return any(service.is_stuck() for service in self.services)
 
     def is_lost(self) -> bool:
-        """True once any engine is dead and nothing restarts it: the server should end."""
+        """Return True once any engine is dead and not restarted: the server should stop."""
         return any(service.is_lost() for service in self.services)
 
     def beat(self) -> None:
-        """The event loop came round."""
+        """Send a heartbeat of the event loop to the watchdogs."""
         for service in self.services:
             service.beat()
 
     async def close(self, drain_s: float = 0.0) -> None:
-        """Closes every service, at the same time; see `AsyncLLM.close`."""
+        """Close every service concurrently; see `AsyncLLM.close`."""
         await asyncio.gather(*(service.close(drain_s) for service in self.services))
-        if self._text_pool is not None:
-            await self._text_pool.close()
+        if self._tokenizer_pool is not None:
+            await self._tokenizer_pool.close()

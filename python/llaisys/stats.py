@@ -1,11 +1,15 @@
-"""Counters and histograms as plain numbers, for `/metrics` and for people. No clock, no exporter."""
+"""Counters and histograms as plain values, and the stats of requests. No clock, no exporter."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass, field
 
-# Upper bounds in seconds; vLLM's, so that its dashboards draw ours.
+from llaisys.outputs import RequestId, RequestOutput
+from llaisys.sampling_params import SamplingParams
+
+# Upper bounds in seconds; those of vLLM, so that its dashboards work with our metrics.
 FIRST_TOKEN_BOUNDS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
     80.0, 160.0, 640.0, 2560.0,
@@ -34,9 +38,9 @@ STEP_TOKENS_BOUNDS = (
     8192.0,
     16384.0,
 )
-# What requests ask for; vLLM's bounds of `n`.
+# vLLM's bounds for `n` of requests.
 CHOICES_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0)
-# Ours: a step is milliseconds on a small model, and `max_step_time_s` on any; its phases but one are less.
+# Our own: a step takes milliseconds on a small model and up to `max_step_time_s`; most phases take less.
 STEP_BOUNDS_S = (
     0.00001, 0.0001, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 )  # fmt: skip
@@ -45,7 +49,7 @@ CANCEL_BOUNDS_S = STEP_BOUNDS_S[2:]
 
 
 def token_bounds(max_tokens: int) -> tuple[float, ...]:
-    """Bounds for counts of tokens, as vLLM makes them: 1, 2, 5, 10, 20, 50 ... up to the longest request."""
+    """Return bounds for token counts, as in vLLM: 1, 2, 5, 10, 20, 50 ... up to the longest request."""
     bounds = []
     power = 1
     while power <= max_tokens:
@@ -68,7 +72,7 @@ class HistogramData:
 
     @property
     def count(self) -> int:
-        """Observations in all."""
+        """Total observations."""
         return sum(self.counts)
 
 
@@ -76,7 +80,7 @@ NOTHING = HistogramData((), (0,), 0.0)
 
 
 class Histogram:
-    """Counts observations in fixed buckets. One owner."""
+    """Counts observations in fixed buckets. Not thread-safe."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
@@ -84,35 +88,37 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Adds one observation, in the unit of the bounds; a value on a bound belongs to that bucket."""
+        """Add an observation, in the unit of the bounds. A value equal to a bound belongs to its bucket."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     def data(self) -> HistogramData:
-        """The state now, as a value."""
+        """Return the current state as a value."""
         return HistogramData(self._bounds, tuple(self._counts), self._sum)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The engine after its newest step; totals count since its start.
+    """The engine after its newest step. Totals count since its start.
 
-    - `num_submitted`: requests it has taken from its inbox, refused ones included.
-    - `num_queued`: requests that wait, siblings not counted, of which `max_num_queued_reqs` may.
-      `queue_s`: seconds that the steps need for the prompts of all who wait.
-    - `num_waiting`: all choices that wait; `waiting_by_reason`: in the queue `capacity` and `preempted`,
-      outside it `sibling` (another choice's prompt), `remote_kv` (a session that is being restored).
-    - `seq_ids_free`: sequences that may still run beside those that do.
-    - Of the `kv_cells`, `kv_cells_used` hold what running requests use or sessions pin (`kv_cells_session`),
-      `kv_cells_free` hold nothing, and the others can be evicted; the prefix cache holds `kv_cells_retained`,
-      used or not.
-    - `prefix_query_tokens`: prompt tokens of all admitted requests; `prefix_hit_tokens`: those found cached.
-    - `step_prefill_tokens`, `step_decode_tokens`: of the newest step. `step_s`: seconds of the one before it,
-      until the newest began.
+    - `num_submitted`: requests taken from the inbox, including rejected ones.
+    - `num_queued`: waiting requests, without siblings; `max_num_queued_reqs` bounds them.
+      `queue_s`: predicted seconds that the prompts of all waiting requests take.
+    - `num_waiting`: all waiting choices. `waiting_by_reason`: in the queue `capacity` and `preempted`,
+      outside it `sibling` (another choice's prompt) and `remote_kv` (a session that is being restored).
+    - `seq_ids_free`: how many more sequences may run.
+    - Of the `kv_cells`, `kv_cells_used` are used by running requests or pinned by sessions
+      (`kv_cells_session`), `kv_cells_free` are free, and the others can be evicted. `kv_cells_retained` are
+      in the prefix cache, whether used or not.
+    - `prefix_query_tokens`: prompt tokens of all admitted requests. `prefix_hit_tokens`: those found in the
+      cache.
+    - `step_prefill_tokens`, `step_decode_tokens`: of the newest step. `step_s`: seconds of the step
+      before it, until the newest one began.
     - `tokens_of_steps`: of all steps that computed something. `seconds_of_phases`: of their phases, by name
-      (`tally.PHASES`); of the last one, which goes until the next step begins, only where work went on.
-    - `seconds_of_cancels`: from the asking for a cancel until what was cancelled held nothing any more.
-    - `num_violations`: times that the books were found wrong and the engine went on.
+      (`engine.stats.PHASES`). The last phase lasts until the next step begins, and counts only while work
+      continues.
+    - `seconds_of_cancels`: from a cancel until the cancelled request held no resources.
+    - `num_violations`: how often an invariant was violated and the engine continued.
     - `finished`: choices by `FinishReason` value.
     """
 
@@ -148,19 +154,19 @@ class EngineStats:
 class ServiceStats:
     """What a server reports. Totals count since the start; `finished` is requests by `FinishReason` value.
 
-    - `engine`: its own books; its totals begin anew when it is loaded or restarted.
-    - `invariant_violations`: times that an engine's books were found wrong, those that ended it included.
+    - `engine`: the engine's stats; its totals restart when the engine is loaded or restarted.
+    - `invariant_violations`: how often an invariant of an engine was violated, including when that ended it.
     - A request counts its prompt tokens when its first token arrives, and its generated tokens as they are
-      shown; tokens computed after a stop string was met count nowhere.
-    - Of a request that gave a token: `queue_time_s` from its arrival until it was first admitted,
+      delivered. Tokens computed after a stop string are not counted.
+    - Of a request that produced a token: `queue_time_s` from its arrival until it was first admitted,
       `prefill_time_s` from then to its first token, `decode_time_s` from that to its last,
-      `inference_time_s` the last two together; `time_per_output_token_s` the decode time by tokens after the
-      first, where there are some.
+      `inference_time_s` the last two together; `time_per_output_token_s` the decode time per token after the
+      first, if there are any.
     - An embedding counts its prompt tokens, `queue_time_s` and `prefill_time_s` when it arrives.
     - Of every request that ended, in tokens: `request_prompt_tokens`, `request_generation_tokens` of all
-      choices, `max_num_generation_tokens` of its longest one, `params_n` and, where it said so,
-      `params_max_tokens`; of one that gave a token, `prefill_kv_computed_tokens`: its prompt's that were not
-      cached.
+      choices, `max_num_generation_tokens` of its longest one, `params_n` and, if the request set it,
+      `params_max_tokens`. Of one that produced a token, `prefill_kv_computed_tokens`: its prompt tokens
+      that were not cached.
     """
 
     engine: EngineStats
@@ -182,3 +188,127 @@ class ServiceStats:
     prefill_kv_computed_tokens: HistogramData = NOTHING
     params_n: HistogramData = NOTHING
     params_max_tokens: HistogramData = NOTHING
+
+
+@dataclass(slots=True)
+class _OpenRequest:
+    """One open request: its parameters, its times in seconds of the caller's clock, and its tokens."""
+
+    n_prompt: int
+    params: SamplingParams
+    arrival_s: float
+    admitted_s: float = 0.0
+    first_token_s: float | None = None
+    last_token_s: float = 0.0
+    n_cached: int = 0
+    n_generated: Counter[int] = field(default_factory=Counter)  # by choice
+
+
+class RequestStats:
+    """Records requests from submission to end, and owns the totals.
+
+    Single-threaded; callers pass the time.
+    """
+
+    def __init__(self, max_model_len: int) -> None:
+        """`max_model_len`: tokens of the longest request; it sets the bounds of the token histograms."""
+        self._open: dict[RequestId, _OpenRequest] = {}
+        self._finished: Counter[str] = Counter()
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+        self._first_token = Histogram(FIRST_TOKEN_BOUNDS_S)
+        self._inter_token = Histogram(INTER_TOKEN_BOUNDS_S)
+        self._per_token = Histogram(INTER_TOKEN_BOUNDS_S)
+        self._queue = Histogram(END_TO_END_BOUNDS_S)
+        self._prefill = Histogram(END_TO_END_BOUNDS_S)
+        self._decode = Histogram(END_TO_END_BOUNDS_S)
+        self._inference = Histogram(END_TO_END_BOUNDS_S)
+        self._end_to_end = Histogram(END_TO_END_BOUNDS_S)
+        bounds = token_bounds(max_model_len)
+        self._prompt_sizes = Histogram(bounds)
+        self._completion_sizes = Histogram(bounds)
+        self._longest_choices = Histogram(bounds)
+        self._computed = Histogram(bounds)
+        self._params_n = Histogram(CHOICES_BOUNDS)
+        self._params_max_tokens = Histogram(bounds)
+
+    def record_submission(
+        self, request_id: RequestId, n_prompt: int, params: SamplingParams, arrival_s: float
+    ) -> None:
+        """Record a submitted request."""
+        self._open[request_id] = _OpenRequest(n_prompt, params, arrival_s)
+
+    def record_tokens(self, delta: RequestOutput, now_s: float) -> None:
+        """Record new tokens of one choice: a delta from OutputProcessor."""
+        request = self._open.get(delta.request_id)
+        completion = delta.outputs[0]
+        n_tokens = len(completion.token_ids)
+        if request is None or n_tokens == 0:
+            return
+        request.n_cached = max(request.n_cached, delta.num_cached_tokens)
+        if request.first_token_s is None:
+            self._prompt_tokens += request.n_prompt
+            request.first_token_s, request.admitted_s = now_s, request.arrival_s + delta.queued_s
+            self._first_token.observe(now_s - request.arrival_s)
+            self._queue.observe(delta.queued_s)
+            self._prefill.observe(now_s - request.admitted_s)
+        else:
+            self._inter_token.observe((now_s - request.last_token_s) / n_tokens)
+        request.last_token_s = now_s
+        request.n_generated[completion.index] += n_tokens
+        self._generation_tokens += n_tokens
+
+    def record_embedding(self, delta: RequestOutput, now_s: float) -> None:
+        """Record the embedding that completes a request."""
+        request = self._open.get(delta.request_id)
+        if request is None:
+            return
+        self._prompt_tokens += request.n_prompt
+        self._queue.observe(delta.queued_s)
+        self._prefill.observe(now_s - request.arrival_s - delta.queued_s)
+
+    def record_end(self, request_id: RequestId, reason: str, now_s: float) -> None:
+        """Record a request's end. Ignored for a request that is not open."""
+        request = self._open.pop(request_id, None)
+        if request is None:
+            return
+        self._finished[reason] += 1
+        self._end_to_end.observe(now_s - request.arrival_s)
+        n_generated = request.n_generated.total()
+        self._prompt_sizes.observe(request.n_prompt)
+        self._completion_sizes.observe(n_generated)
+        self._longest_choices.observe(max(request.n_generated.values(), default=0))
+        self._params_n.observe(request.params.n)
+        if request.params.max_tokens is not None:
+            self._params_max_tokens.observe(request.params.max_tokens)
+        if request.first_token_s is not None:
+            self._computed.observe(request.n_prompt - request.n_cached)
+            decode_s = request.last_token_s - request.first_token_s
+            self._decode.observe(decode_s)
+            self._inference.observe(request.last_token_s - request.admitted_s)
+            if n_generated > 1:
+                self._per_token.observe(decode_s / (n_generated - 1))
+
+    def snapshot(self, engine: EngineStats, num_violations: int) -> ServiceStats:
+        """Return all stats, with those of the engine and the number of its invariant violations."""
+        return ServiceStats(
+            engine=engine,
+            invariant_violations=num_violations,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            finished=dict(self._finished),
+            time_to_first_token_s=self._first_token.data(),
+            inter_token_latency_s=self._inter_token.data(),
+            time_per_output_token_s=self._per_token.data(),
+            queue_time_s=self._queue.data(),
+            prefill_time_s=self._prefill.data(),
+            decode_time_s=self._decode.data(),
+            inference_time_s=self._inference.data(),
+            e2e_request_latency_s=self._end_to_end.data(),
+            request_prompt_tokens=self._prompt_sizes.data(),
+            request_generation_tokens=self._completion_sizes.data(),
+            max_num_generation_tokens=self._longest_choices.data(),
+            prefill_kv_computed_tokens=self._computed.data(),
+            params_n=self._params_n.data(),
+            params_max_tokens=self._params_max_tokens.data(),
+        )

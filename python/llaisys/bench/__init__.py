@@ -1,1 +1,2 @@
-"""`llaisys bench`: load on any OpenAI-compatible server, and on the engine alone. Figures are vLLM's."""
+"""`llaisys bench`: benchmarks of any OpenAI-compatible server and of the engine alone, with vLLM's
+metrics."""

@@ -1,6 +1,6 @@
-"""A run as one SVG: the distributions of TTFT, TPOT and E2EL, and tokens a second over time.
+"""Plot a run as one SVG: the distributions of TTFT, TPOT and E2EL, and tokens per second over time.
 
-Written plainly: four step lines need no plotting library, and the file opens in any browser.
+Four step lines need no plotting library.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from html import escape
 
 import numpy as np
 
-from llaisys.bench.figures import METRICS, output_rate
-from llaisys.bench.record import RequestRecord
+from llaisys.bench.benchmark_metrics import METRICS, output_rate
+from llaisys.bench.request_record import RequestRecord
 
 WIDTH, HEIGHT, LEFT, TOP, GAP = 360, 200, 60, 40, 70
 PANELS = (("ttft", "TTFT, ms"), ("tpot", "TPOT, ms"), ("e2el", "E2EL, ms"))
@@ -22,10 +22,10 @@ STYLE = (
 
 
 def svg(records: Sequence[RequestRecord], title: str) -> str:
-    """The picture. A distribution's panel marks its median and 99th percentile."""
+    """Return the SVG. Each distribution marks its median and 99th percentile."""
     done = [r for r in records if not r.error]
     panels = [_distribution(i, text, METRICS[name](done)) for i, (name, text) in enumerate(PANELS)]
-    panels.append(_over_time(3, "output tokens a second, by second", output_rate(done)))
+    panels.append(_over_time(3, "output tokens per second, over time in seconds", output_rate(done)))
     width, height = 2 * (LEFT + WIDTH) + 40, TOP + 2 * (HEIGHT + GAP)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"><style>{STYLE}</style>'
@@ -35,7 +35,7 @@ def svg(records: Sequence[RequestRecord], title: str) -> str:
 
 
 def _distribution(i: int, text: str, values_s: Sequence[float]) -> str:
-    """The share of values up to x."""
+    """Draw a cumulative distribution."""
     values = 1e3 * np.sort(np.array(values_s or [0.0]))
     most = max(float(values[-1]), 1e-9)
     points = [(0.0, 0.0), *((float(x) / most, (k + 1) / len(values)) for k, x in enumerate(values))]
@@ -59,7 +59,7 @@ def _panel(
     y_max: float,
     marks: Sequence[float],
 ) -> str:
-    """One step line in a frame. Points and marks are shares of the frame, y upwards."""
+    """Draw one step line in a frame. Points and marks are fractions of the frame, y upwards."""
     left, top = LEFT + (i % 2) * (WIDTH + LEFT), TOP + (i // 2) * (HEIGHT + GAP)
     path, last_y = [f"M{left} {top + HEIGHT}"], 0.0
     for x, y in points:

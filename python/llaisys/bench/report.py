@@ -1,4 +1,4 @@
-"""Results for a person and for a program."""
+"""Format results as text and as JSON."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("Failed requests", "failed"),
     ("Benchmark duration (s)", "duration"),
     ("Total input tokens", "total_input_tokens"),
-    ("of them cached", "cached_input_tokens"),
+    ("Cached input tokens", "cached_input_tokens"),
     ("Total generated tokens", "total_output_tokens"),
-    ("in so many chunks", "text_chunks"),
+    ("Total text chunks", "text_chunks"),
     ("Request throughput (req/s)", "request_throughput"),
     ("Request goodput (req/s)", "request_goodput"),
     ("Output token throughput (tok/s)", "output_throughput"),
@@ -33,12 +33,12 @@ CLIENT_ROWS: tuple[tuple[str, str], ...] = (
     ("CPU share of one core", "cpu_share"),
     ("P99 event loop lag (ms)", "loop_lag_p99_ms"),
     ("Max event loop lag (ms)", "loop_lag_max_ms"),
-    ("P99 lag of sending (ms)", "send_lag_p99_ms"),
+    ("P99 send lag (ms)", "send_lag_p99_ms"),
 )
 
 
 def serve_text(result: Mapping[str, Any], metrics: list[str]) -> str:
-    """The result of `bench serve` in vLLM's layout; then what the client cost."""
+    """Return the result of `bench serve` in vLLM's layout, followed by the client's overhead."""
     lines = [" Serving Benchmark Result ".center(60, "=")]
     lines += [_row(title, result[key]) for title, key in ROWS if result[key] is not None]
     for name in metrics:
@@ -47,7 +47,7 @@ def serve_text(result: Mapping[str, Any], metrics: list[str]) -> str:
         lines += [
             _row(f"{key.partition('_')[0].capitalize()} {name.upper()} (ms)", result[key]) for key in keys
         ]
-    lines.append(f" The client itself (seed {result['seed']}) ".center(60, "-"))
+    lines.append(f" Client Overhead (seed {result['seed']}) ".center(60, "-"))
     lines += [_row(title, result["client"][key]) for title, key in CLIENT_ROWS]
     return "\n".join([*lines, *_warnings(result), "=" * 60])
 
@@ -60,11 +60,14 @@ def _warnings(result: Mapping[str, Any]) -> Iterator[str]:
     for error, count in result["failures"].items():
         yield f"failed {count} times: {error}"
     if result["client"]["limited"]:
-        yield "The client was in the way: a stamp may be late by its lag. Give it a core, or send less."
+        yield (
+            "Warning: the client was a bottleneck, and timestamps may be late by its lag. "
+            "Give it a core, or reduce the load."
+        )
 
 
 def write_json(path: Path, result: Mapping[str, Any], *, append: bool = False) -> None:
-    """Writes a result, or appends it as a line."""
+    """Write a result as JSON, or append it as a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a" if append else "w", encoding="utf-8") as file:
         file.write(json.dumps(result) + "\n")

@@ -1,7 +1,7 @@
-"""What is asked for: prompts and lengths, drawn from a seed alone, so that two servers get the same requests.
+"""Prompts and lengths drawn from a seed, so that two servers receive the same requests.
 
-Nobody's tokenizer is needed. A prompt is token ids (exact lengths on /v1/completions) or English words, each
-about a token; what a server counted is what its `usage` says.
+No tokenizer is needed. A prompt is token ids (exact lengths on /v1/completions) or English words of about one
+token each; the token counts of a result come from the server's `usage`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 Dataset: TypeAlias = Literal["random", "prefix_repetition", "chat"]
 Prompt: TypeAlias = "list[int] | str"
 
-# Short words that common BPE vocabularies hold as one token with the space before them.
+# Short words that are one token, with their leading space, in common BPE vocabularies.
 WORDS = """
 time year people way day man thing woman life child world school state family student group country
 problem hand part place case week company system program question work government number night point
@@ -25,26 +25,28 @@ side kind head house service friend father power hour game line end member law c
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request: the prompt, or in a conversation the user's next message, and the answer's tokens."""
+    """One request: the prompt (in a conversation the next user message) and the length of the completion."""
 
     prompt: Prompt
     output_len: int
 
 
-Conversation: TypeAlias = "tuple[Turn, ...]"  # one turn, but for the chat workload
+Conversation: TypeAlias = "tuple[Turn, ...]"  # one turn, except for the chat workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A recipe; lengths in tokens. Defaults are vLLM's.
+    """The parameters of a workload; lengths are in tokens. Defaults are vLLM's.
 
-    - `random`: `prefix_len` tokens that all share, then `input_len` of their own. Lengths are uniform in
+    - `random`: `prefix_len` shared tokens, then `input_len` tokens per prompt. Lengths are uniform in
       `[len * (1 - range_ratio), len * (1 + range_ratio)]`.
     - `prefix_repetition`: `num_prefixes` prefixes of `prefix_len`, each with `num_prompts / num_prefixes`
       suffixes of `suffix_len`, shuffled.
-    - `chat`: conversations of `turns` requests; each message has `input_len`, and holds all before it.
-    - `num_prompts` counts requests; of `chat`, rounded up to whole conversations.
-    - `vocab_size`: ids are drawn from its upper nine tenths; specials and bytes are the lowest in most.
+    - `chat`: conversations of `turns` requests; each user message has `input_len` tokens, and each request
+      has all messages before it.
+    - `num_prompts` counts requests; for `chat` it is rounded up to whole conversations.
+    - `vocab_size`: ids come from its upper 90 percent, because special tokens and bytes are mostly the
+      lowest.
     """
 
     dataset: Dataset = "random"
@@ -60,7 +62,7 @@ class Workload:
     as_text: bool = False
 
     def draw(self, seed: int) -> list[Conversation]:
-        """The requests; the same for the same seed."""
+        """Return the requests; the same seed gives the same requests."""
         rng = np.random.default_rng(seed)
         if self.dataset == "prefix_repetition":
             return self._prefix_repetition(rng)
@@ -76,11 +78,11 @@ class Workload:
 
     def _prefix_repetition(self, rng: np.random.Generator) -> list[Conversation]:
         prefixes = [self._tokens(rng, self.prefix_len) for _ in range(self.num_prefixes)]
-        made: list[Conversation] = []
+        conversations: list[Conversation] = []
         for i in range(self.num_prompts):
             prompt = [*prefixes[i % self.num_prefixes], *self._tokens(rng, self.suffix_len)]
-            made.append((Turn(self._form(prompt), self.output_len),))
-        return [made[i] for i in rng.permutation(len(made))]
+            conversations.append((Turn(self._form(prompt), self.output_len),))
+        return [conversations[i] for i in rng.permutation(len(conversations))]
 
     def _length(self, rng: np.random.Generator, mean: int) -> int:
         low, high = int(mean * (1 - self.range_ratio)), -int(-mean * (1 + self.range_ratio) // 1)
@@ -97,17 +99,19 @@ class Workload:
 
 
 def arrival_times(n: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Seconds from the start at which `n` requests are due; all 0 for an infinite rate.
+    """Return the due times of `n` requests in seconds from the start; all 0 for an infinite rate.
 
-    Gaps are gamma-distributed with shape `burstiness` and mean `1 / rate`: 1 is a Poisson process, less comes
-    in bursts, more is steadier, infinite is a metronome. As in vLLM they are stretched so that the last
-    request is due at `n / rate`: the rate is the same for every seed.
+    Gaps are gamma-distributed with shape `burstiness` and mean `1 / rate`: 1 is a Poisson process, below 1
+    comes in bursts, above 1 is more regular, infinite is constant. As in vLLM they are scaled so that the
+    last request is due at `n / rate`, so the rate is the same for every seed.
     """
     if rate == float("inf"):
         return [0.0] * n
     if burstiness == float("inf"):
         return [(i + 1) / rate for i in range(n)]
-    rng = np.random.default_rng([seed, 1])  # a stream of its own: the prompts do not depend on the rate
+    rng = np.random.default_rng(
+        [seed, 1]
+    )  # a separate random stream, so that prompts do not depend on the rate
     due = np.cumsum(rng.gamma(burstiness, 1 / (rate * burstiness), n))
     times: list[float] = (due * (n / rate / due[-1])).tolist()
     return times

@@ -1,1 +1,2 @@
-"""The `llaisys` command: one file a command, each with `add_parser(commands)` and `run(arguments) -> int`."""
+"""The `llaisys` command: one file per command, each with `add_parser(commands)` and `run(arguments) ->
+int`."""

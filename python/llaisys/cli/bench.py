@@ -1,4 +1,4 @@
-"""`llaisys bench serve|throughput|latency`: vLLM's flags and figures."""
+"""`llaisys bench serve|throughput|latency`, with vLLM's flags and metrics."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llaisys.cli.bench_flags import SAMPLING, add_latency, add_serve, add_throughput
-from llaisys.cli.flags import config_of
+from llaisys.cli.config_flags import config_of
 from llaisys.cli.parsing import Commands, Parser, add_command
 from llaisys.config import Config, load_config
 from llaisys.errors import RejectedError
 
 if TYPE_CHECKING:
-    from llaisys.bench.serve import ServeBench
+    from llaisys.bench.serve_benchmark import ServeBenchmark
     from llaisys.bench.workload import Workload
 
 
@@ -22,21 +22,21 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(
         commands,
         "bench",
-        "measure a server, or the engine without one, with vLLM's flags and figures",
+        "benchmark a server, or the engine alone, with vLLM's flags and metrics",
         """
         llaisys bench serve --base-url http://127.0.0.1:8000 --request-rate 4
         llaisys bench throughput smollm2 --num-prompts 64 --input-len 128
         llaisys bench latency smollm2 --batch-size 1
         """,
     )
-    kinds = parser.add_subparsers(dest="bench", metavar="WHAT", required=True, parser_class=Parser)
-    add_serve(kinds)
-    add_throughput(kinds)
-    add_latency(kinds)
+    benchmarks = parser.add_subparsers(dest="bench", metavar="WHAT", required=True, parser_class=Parser)
+    add_serve(benchmarks)
+    add_throughput(benchmarks)
+    add_latency(benchmarks)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints figures on stdout; exit code 1 if no request succeeded."""
+    """Run a benchmark and print its metrics; return exit code 1 if no request succeeded."""
     match arguments.bench:
         case "serve":
             return _serve(arguments)
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     from llaisys.bench import report
-    from llaisys.bench.figures import details
+    from llaisys.bench.benchmark_metrics import request_details
     from llaisys.bench.plot import svg
 
     bench = _serve_bench(arguments)
@@ -60,7 +60,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             f"{bench.target.backend}-{result['request_rate']}qps-{result['model_id']}-{result['date']}.json"
         )
         path = arguments.result_dir / (arguments.result_filename or name.replace("/", "_"))
-        detailed = details(done.records) if arguments.save_detailed else {}
+        detailed = request_details(done.records) if arguments.save_detailed else {}
         report.write_json(path, {**result, **detailed}, append=arguments.append_result)
     if arguments.plot is not None:
         arguments.plot.write_text(
@@ -69,9 +69,9 @@ def _serve(arguments: argparse.Namespace) -> int:
     return 0 if result["completed"] else 1
 
 
-def _serve_bench(arguments: argparse.Namespace) -> ServeBench:
-    from llaisys.bench.client import Backend, Target
-    from llaisys.bench.serve import ServeBench
+def _serve_bench(arguments: argparse.Namespace) -> ServeBenchmark:
+    from llaisys.bench.http_client import Backend, Target
+    from llaisys.bench.serve_benchmark import ServeBenchmark
 
     is_chat = arguments.dataset_name == "chat"
     if is_chat and arguments.backend == "openai":
@@ -82,7 +82,7 @@ def _serve_bench(arguments: argparse.Namespace) -> ServeBench:
         fields["ignore_eos"] = True
     keys = (arguments.api_key,) if arguments.api_key else load_config().api_key
     headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
-    return ServeBench(
+    return ServeBenchmark(
         target=Target(
             base_url=arguments.base_url,
             backend=backend,
@@ -123,7 +123,7 @@ def _workload(arguments: argparse.Namespace, *, as_text: bool = False) -> Worklo
 
 
 def _throughput(arguments: argparse.Namespace) -> int:
-    from llaisys.bench.offline import throughput
+    from llaisys.bench.offline_benchmark import throughput
 
     config = config_of(arguments)
     result = throughput(config, _workload(arguments), arguments.n, arguments.temperature)
@@ -138,12 +138,12 @@ def _throughput(arguments: argparse.Namespace) -> int:
 
 
 def _latency(arguments: argparse.Namespace) -> int:
-    from llaisys.bench.offline import latency
+    from llaisys.bench.offline_benchmark import latency
     from llaisys.bench.workload import Workload
 
     config = config_of(arguments)
     if "enable_prefix_caching" not in config.model_fields_set:
-        # With it only the first round would compute the prompts.
+        # With prefix caching only the first iteration would compute the prompts.
         config = Config(**config.model_dump(exclude_unset=True), enable_prefix_caching=False)
     batch = Workload(
         num_prompts=arguments.batch_size, input_len=arguments.input_len, output_len=arguments.output_len

@@ -1,4 +1,4 @@
-"""The flags of `llaisys bench`, by vLLM's names."""
+"""The flags of `llaisys bench`, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from llaisys.cli.flags import SERVER_ONLY, add_config_flags, flag_of, integer
+from llaisys.cli.config_flags import CLIENT_SETTINGS, add_config_flags, flag_of, integer
 from llaisys.cli.parsing import Commands, Parser, add_command
-from llaisys.cli.sampling import FIELDS
+from llaisys.cli.sampling_flags import FIELDS
 
 DATASETS = ("random", "prefix_repetition", "chat")
 METRICS = ("ttft", "tpot", "itl", "e2el", "client_queue_time")
@@ -17,10 +17,10 @@ OBJECTIVES = ("ttft", "tpot", "e2el")
 SAMPLING = [name for name in FIELDS if name not in ("max_tokens", "min_tokens")]
 
 
-def add_serve(kinds: Commands) -> None:
+def add_serve(benchmarks: Commands) -> None:
     """`llaisys bench serve`."""
     parser = add_command(
-        kinds,
+        benchmarks,
         "serve",
         "send load to any OpenAI-compatible server",
         """
@@ -32,32 +32,40 @@ def add_serve(kinds: Commands) -> None:
     _add_server_flags(parser)
     _add_workload_flags(parser, DATASETS, num_prompts=1000)
     group = parser.add_argument_group("traffic")
-    group.add_argument("--seed", type=integer, default=0, metavar="N", help="of prompts and arrivals")
+    group.add_argument(
+        "--seed", type=integer, default=0, metavar="N", help="seed of prompts and arrival times (default: 0)"
+    )
     group.add_argument(
         "--request-rate",
         type=_rate,
         default="inf",
         metavar="X",
-        help="requests a second (default: all at once)",
+        help="requests per second (default: all at once)",
     )
     group.add_argument(
-        "--burstiness", type=_rate, default=1.0, metavar="X", help="1: Poisson; less: bursts; more: steadier"
+        "--burstiness",
+        type=_rate,
+        default=1.0,
+        metavar="X",
+        help="1: Poisson; below 1: bursts; above 1: more regular (default: 1)",
     )
-    group.add_argument("--max-concurrency", type=_count, metavar="N", help="requests under way at most")
     group.add_argument(
-        "--num-warmups", type=_count, default=1, metavar="N", help="requests before (default: 1)"
+        "--max-concurrency", type=_count, metavar="N", help="the most concurrent requests (default: no limit)"
+    )
+    group.add_argument(
+        "--num-warmups", type=_count, default=1, metavar="N", help="warm-up requests (default: 1)"
     )
     group.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
-        help="answers have their full length (default: all but chat)",
+        help="generate completions of full length (default: on, except for chat)",
     )
     for name in SAMPLING:
         group.add_argument(flag_of(name), dest=name, type=FIELDS[name][0], metavar="X", help=FIELDS[name][1])
     group.add_argument(
-        "--extra-body", type=_mapping, default={}, metavar="JSON", help="more fields of each request"
+        "--extra-body", type=_mapping, default={}, metavar="JSON", help="further fields of each request"
     )
-    _add_figure_flags(parser)
+    _add_metric_flags(parser)
 
 
 def _add_server_flags(parser: Parser) -> None:
@@ -70,7 +78,9 @@ def _add_server_flags(parser: Parser) -> None:
         choices=("openai", "openai-chat"),
         help="/v1/completions or /v1/chat/completions (default: openai, for chat openai-chat)",
     )
-    group.add_argument("--endpoint", default="", metavar="PATH", help="the path, where it is another one")
+    group.add_argument(
+        "--endpoint", default="", metavar="PATH", help="the path, if it is not the backend's default"
+    )
     group.add_argument("--model", default="", metavar="NAME", help="(default: the first of /v1/models)")
     group.add_argument("--api-key", metavar="KEY", help="(default: the variable LLAISYS_API_KEY)")
     group.add_argument(
@@ -98,13 +108,17 @@ def _add_workload_flags(parser: Parser, datasets: tuple[str, ...], num_prompts: 
     )
     group.add_argument(
         "--random-range-ratio",
-        type=_share,
+        type=_fraction,
         default=0.0,
         metavar="X",
-        help="lengths differ by this share at most",
+        help="lengths vary by up to this fraction (default: 0)",
     )
     group.add_argument(
-        "--random-prefix-len", type=integer, default=0, metavar="N", help="tokens that all share"
+        "--random-prefix-len",
+        type=integer,
+        default=0,
+        metavar="N",
+        help="length of a prefix shared by all prompts (default: 0)",
     )
     for name, default in (("prefix-len", 256), ("suffix-len", 256), ("num-prefixes", 10)):
         group.add_argument(
@@ -116,27 +130,31 @@ def _add_workload_flags(parser: Parser, datasets: tuple[str, ...], num_prompts: 
         )
     if "chat" in datasets:
         group.add_argument(
-            "--chat-turns", type=_count, default=4, metavar="N", help="requests of a conversation"
+            "--chat-turns", type=_count, default=4, metavar="N", help="requests per conversation (default: 4)"
         )
         group.add_argument(
             "--prompt-format",
             choices=("ids", "text"),
             default="ids",
-            help="text: English words, a token each, for servers that take no ids (chat is always text)",
+            help="text: English words of about one token, for servers without token ids (always for chat)",
         )
         group.add_argument(
-            "--vocab-size", type=_count, default=10_000, metavar="N", help="ids are below it (default: 10000)"
+            "--vocab-size",
+            type=_count,
+            default=10_000,
+            metavar="N",
+            help="token ids are below it (default: 10000)",
         )
 
 
-def _add_figure_flags(parser: Parser) -> None:
-    group = parser.add_argument_group("figures")
+def _add_metric_flags(parser: Parser) -> None:
+    group = parser.add_argument_group("metrics")
     group.add_argument(
         "--percentile-metrics",
         type=_metrics,
         default=["ttft", "tpot", "itl", "e2el"],
         metavar="A,B",
-        help="printed",
+        help="to print",
     )
     group.add_argument(
         "--metric-percentiles", type=_percentiles, default=[99.0], metavar="A,B", help="(default: 99)"
@@ -147,51 +165,57 @@ def _add_figure_flags(parser: Parser) -> None:
         nargs="+",
         default=[],
         metavar="NAME:MS",
-        help="objectives: ttft, tpot, e2el, in milliseconds",
+        help="objectives for goodput: ttft, tpot, e2el, in milliseconds",
     )
     group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     group.add_argument("--save-result", action="store_true", help="write a JSON file")
-    group.add_argument("--save-detailed", action="store_true", help="with lists of every request's figures")
-    group.add_argument("--append-result", action="store_true", help="append to it, a line each run")
-    group.add_argument("--result-dir", type=Path, default=Path(), metavar="DIR", help="(default: here)")
-    group.add_argument("--result-filename", metavar="FILE", help="(default: named by rate, model and time)")
+    group.add_argument("--save-detailed", action="store_true", help="include the metrics of every request")
+    group.add_argument("--append-result", action="store_true", help="append to the file, one line per run")
     group.add_argument(
-        "--metadata", type=_pair, nargs="*", default=[], metavar="KEY=VALUE", help="kept in the file"
+        "--result-dir", type=Path, default=Path(), metavar="DIR", help="(default: the current folder)"
+    )
+    group.add_argument("--result-filename", metavar="FILE", help="(default: from rate, model and time)")
+    group.add_argument(
+        "--metadata", type=_pair, nargs="*", default=[], metavar="KEY=VALUE", help="saved in the file"
     )
     group.add_argument("--plot", type=Path, metavar="FILE.svg", help="distributions and throughput over time")
 
 
-def add_throughput(kinds: Commands) -> None:
+def add_throughput(benchmarks: Commands) -> None:
     """`llaisys bench throughput [MODEL]`."""
     parser = add_command(
-        kinds,
+        benchmarks,
         "throughput",
-        "tokens a second of many requests at once, without a server",
+        "tokens per second of many concurrent requests, without a server",
         "llaisys bench throughput smollm2 --num-prompts 64 --input-len 128 --output-len 128",
     )
     _add_workload_flags(parser, DATASETS[:2], num_prompts=1000)
-    parser.add_argument("--n", type=_count, default=1, metavar="N", help="answers to each prompt")
+    parser.add_argument(
+        "--n", type=_count, default=1, metavar="N", help="completions per prompt (default: 1)"
+    )
     parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="(default: 1.0)")
-    parser.add_argument("--output-json", type=Path, metavar="FILE", help="the result as JSON")
-    add_config_flags(parser, without=SERVER_ONLY)
+    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the result as JSON")
+    add_config_flags(parser, CLIENT_SETTINGS)
 
 
-def add_latency(kinds: Commands) -> None:
+def add_latency(benchmarks: Commands) -> None:
     """`llaisys bench latency [MODEL]`."""
     parser = add_command(
-        kinds,
+        benchmarks,
         "latency",
-        "seconds of one batch, without a server and without prefix caching",
+        "seconds per batch, without a server and without prefix caching",
         "llaisys bench latency smollm2 --batch-size 1 --input-len 128 --output-len 128",
     )
     parser.add_argument("--input-len", type=_count, default=32, metavar="N", help="(default: 32)")
     parser.add_argument("--output-len", type=_count, default=128, metavar="N", help="(default: 128)")
     parser.add_argument("--batch-size", type=_count, default=8, metavar="N", help="(default: 8)")
-    parser.add_argument("--n", type=_count, default=1, metavar="N", help="answers to each prompt")
+    parser.add_argument(
+        "--n", type=_count, default=1, metavar="N", help="completions per prompt (default: 1)"
+    )
     parser.add_argument("--num-iters-warmup", type=integer, default=10, metavar="N", help="(default: 10)")
     parser.add_argument("--num-iters", type=_count, default=30, metavar="N", help="(default: 30)")
-    parser.add_argument("--output-json", type=Path, metavar="FILE", help="the result as JSON")
-    add_config_flags(parser, without=SERVER_ONLY)
+    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the result as JSON")
+    add_config_flags(parser, CLIENT_SETTINGS)
 
 
 def _count(text: str) -> int:
@@ -215,10 +239,10 @@ def _rate(text: str) -> float:
     return number
 
 
-def _share(text: str) -> float:
+def _fraction(text: str) -> float:
     number = _number(text)
     if not 0 <= number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not in 0 to 1 (1 left out)")
+        raise argparse.ArgumentTypeError(f"{text} is not in [0, 1)")
     return number
 
 
@@ -232,7 +256,7 @@ def _percentiles(text: str) -> list[float]:
 def _metrics(text: str) -> list[str]:
     names = text.split(",")
     if unknown := [name for name in names if name not in METRICS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(METRICS)}")
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(METRICS)}")
     return names
 
 

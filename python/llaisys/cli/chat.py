@@ -10,21 +10,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from llaisys.cli.flags import SERVER_ONLY, add_config_flags, config_of, overrides_of
+from llaisys.cli.config_flags import CLIENT_SETTINGS, add_config_flags, config_of, overrides_of
 from llaisys.cli.parsing import Commands, add_command
-from llaisys.cli.sampling import add_sampling_flags, sampling_of
+from llaisys.cli.sampling_flags import add_sampling_flags, sampling_of
 from llaisys.errors import EngineDeadError, LlaisysError
 
-HELP = "/clear starts anew, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
+HELP = "/clear starts a new conversation, /exit (or Ctrl-D) quits, Ctrl-C stops a completion"
 
 
 class ChatModel(Protocol):
-    """Where answers come from."""
+    """A model that completes conversations."""
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], show: Callable[[str], None]
     ) -> None:
-        """Streams the next message to `show`. Raises KeyboardInterrupt where Ctrl-C stopped it."""
+        """Stream the next message to `show`. Raises KeyboardInterrupt after Ctrl-C."""
 
 
 def add_parser(commands: Commands) -> None:
@@ -40,15 +40,15 @@ def add_parser(commands: Commands) -> None:
         """,
     )
     parser.add_argument(
-        "--url", help="talk to this running server (MODEL and --api-key are then the server's)"
+        "--url", help="URL of a running server to use (MODEL and --api-key are the server's then)"
     )
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
     add_sampling_flags(parser)
-    add_config_flags(parser, without=SERVER_ONLY)
+    add_config_flags(parser, CLIENT_SETTINGS)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Reads messages from stdin, a line each, until its end."""
+    """Read messages from stdin, one per line, until its end."""
     with _model(arguments) as model:
         if sys.stdin.isatty():
             with contextlib.suppress(ImportError):
@@ -62,19 +62,19 @@ def run(arguments: argparse.Namespace) -> int:
 def _model(arguments: argparse.Namespace) -> Iterator[ChatModel]:
     config = config_of(arguments)
     if arguments.url is not None:
-        from llaisys.cli.remote import RemoteModel
+        from llaisys.cli.remote_model import RemoteModel
 
         name = overrides_of(arguments).get("model", "default")
         yield RemoteModel(arguments.url, config.api_key[0] if config.api_key else "", name)
     else:
-        from llaisys.cli.local import LocalModel
+        from llaisys.cli.local_model import LocalModel
 
         with LocalModel(config) as model:
             yield model
 
 
 class Conversation:
-    """The messages so far, and the loop that adds to them."""
+    """The messages of a conversation, and the loop that adds to them."""
 
     def __init__(self, model: ChatModel, fields: Mapping[str, Any], system: str | None) -> None:
         self._model = model
@@ -83,7 +83,7 @@ class Conversation:
         self._messages: list[dict[str, str]] = list(self._start)
 
     def run(self) -> None:
-        """Until the end of stdin, `/exit`, or Ctrl-C at the prompt."""
+        """Run until the end of stdin, `/exit`, or Ctrl-C at the prompt."""
         prompt = "> " if sys.stdin.isatty() else ""
         while True:
             try:
@@ -100,15 +100,17 @@ class Conversation:
                 case "/help":
                     print(HELP)
                 case _:
-                    self._turn(line)
+                    self._complete(line)
 
-    def _turn(self, line: str) -> None:
-        """One message and its answer, as far as it came. A message that got none is forgotten; a dead engine
-        ends it all."""
-        answer: list[str] = []
+    def _complete(self, line: str) -> None:
+        """Add a user message and its completion, complete or not; drop a message without one.
+
+        A dead engine raises EngineDeadError.
+        """
+        pieces: list[str] = []
 
         def show(text: str) -> None:
-            answer.append(text)
+            pieces.append(text)
             print(text, end="", flush=True)
 
         self._messages.append({"role": "user", "content": line})
@@ -120,8 +122,8 @@ class Conversation:
             raise
         except LlaisysError as e:
             print(f"llaisys chat: {e}", file=sys.stderr)
-        if any(answer):
-            self._messages.append({"role": "assistant", "content": "".join(answer)})
+        if any(pieces):
+            self._messages.append({"role": "assistant", "content": "".join(pieces)})
             print()
         else:
             self._messages.pop()

@@ -1,4 +1,4 @@
-"""`llaisys config show`: every setting as a command would see it, and where its value comes from."""
+"""`llaisys config show`: every setting with its value and its source."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from llaisys.cli.flags import add_config_flags, explained_config_of
+from llaisys.cli.config_flags import add_config_flags, explained_config_of
 from llaisys.cli.parsing import Commands, add_command
 from llaisys.config import SECRETS
 from llaisys.logs import without_credentials
@@ -19,7 +19,7 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(
         commands,
         "config",
-        "show every setting: its value, and whether a flag, the environment, the file or nobody set it",
+        "show every setting, its value and its source: flag, environment, file or default",
         """
         llaisys config show
         llaisys config show --config configs/example.yaml --port 8001
@@ -27,13 +27,13 @@ def add_parser(commands: Commands) -> None:
         """,
     )
     actions = parser.add_subparsers(dest="action", metavar="show", required=True)
-    show = actions.add_parser("show", description="show every setting and where its value comes from")
+    show = actions.add_parser("show", description="show every setting, its value and its source")
     show.add_argument("--json", action="store_true", help="an object of {name: {value, source}}")
     add_config_flags(show)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the settings on stdout, in the order of `llaisys serve --help`. Secrets are masked."""
+    """Print the settings on stdout in the order of `llaisys serve --help`, with secrets masked."""
     config, sources = explained_config_of(arguments)
     values = {name: _shown(name, value) for name, value in config.model_dump(mode="json").items()}
     if arguments.json:
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _shown(name: str, value: Any) -> Any:
-    """The value, or as many masks as there are secrets; of an address what may be seen."""
+    """Return the value for display: one mask per secret, addresses without credentials."""
     if isinstance(value, str):
         value = without_credentials(value)
     if name not in SECRETS or value in (None, [], ""):

@@ -1,4 +1,4 @@
-"""`llaisys doctor`: what this machine offers and what is missing."""
+"""`llaisys doctor`: report hardware, packages and caches, and what is missing."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(
         commands,
         "doctor",
-        "report what this machine offers; exit code 1 if LLAISYS cannot run here",
+        "report hardware, packages and caches; exit code 1 if LLAISYS cannot run",
         "llaisys doctor\nllaisys doctor --json",
     )
     parser.add_argument("--json", action="store_true", help="a list of {subject, detail, fine}")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the report on stdout."""
+    """Print the report on stdout."""
     from llaisys.doctor import Finding, examine
 
     findings = [Finding("llaisys", package_version()), *examine()]

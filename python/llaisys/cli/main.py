@@ -1,5 +1,8 @@
-"""Arguments -> command -> exit code: 0 done, 1 failed with a message, 2 wrong arguments, 130 interrupted, 141
-stdout was closed by its reader (a shell's codes for SIGINT and SIGPIPE)."""
+"""The entry point of the `llaisys` command.
+
+Exit codes: 0 success, 1 failed with a message, 2 invalid arguments, 130 interrupted (SIGINT), 141 stdout was
+closed by its reader (SIGPIPE).
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,20 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from llaisys.cli import batch, bench, chat, config, doctor, generate, models, pull, rm, serve
+from llaisys.cli import bench, chat, config, doctor, generate, models, pull, rm, run_batch, serve
 from llaisys.cli.parsing import Commands, Parser
 from llaisys.config import package_version
 from llaisys.errors import LlaisysError
 
 
 class Command(Protocol):
-    """What a module of this package offers. What is heavy it imports when it runs: `pull` loads no server."""
+    """The interface of a command module. Heavy imports belong in `run`, so that `pull` loads no server."""
 
     def add_parser(self, commands: Commands) -> None:
-        """Adds the command's own parser."""
+        """Add the command's parser."""
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Carries the command out; the exit code."""
+        """Run the command; return the exit code."""
 
 
 # In the order of `llaisys --help`.
@@ -30,7 +33,7 @@ COMMANDS: dict[str, Command] = {
     "serve": serve,
     "chat": chat,
     "generate": generate,
-    "run-batch": batch,
+    "run-batch": run_batch,
     "pull": pull,
     "models": models,
     "rm": rm,
@@ -41,7 +44,7 @@ COMMANDS: dict[str, Command] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; `argv` without the program's name (default: the process's). Returns the exit code."""
+    """Run one command and return the exit code. `argv`: arguments without the program name."""
     parser = Parser(prog="llaisys", description="LLM inference and serving")
     parser.add_argument("--version", action="version", version=f"llaisys {package_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -54,8 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         exit_code = COMMANDS[arguments.command].run(arguments)
         sys.stdout.flush()
         return exit_code
-    except BrokenPipeError:  # as `llaisys ... | head -1` ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it exits
+    except BrokenPipeError:  # for example, `llaisys ... | head -1`
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # prevents Python's error message at exit
         return 141
     except LlaisysError as e:
         print(f"llaisys {arguments.command}: {e}", file=sys.stderr)

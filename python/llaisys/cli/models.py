@@ -1,4 +1,4 @@
-"""`llaisys models`: the models that are known by name and those that are in a cache."""
+"""`llaisys models`: list embedded models and cached models."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import argparse
 from llaisys.cli.parsing import Commands, add_command
 from llaisys.hub import ModelRow, list_models
 
-_HEADER = ("NAME", "SIZE", "LICENCE", "FROM", "PATH")
+_HEADER = ("NAME", "SIZE", "LICENSE", "FROM", "PATH")
 
 
 def add_parser(commands: Commands) -> None:
     """`llaisys models`."""
     add_command(
-        commands, "models", "list the embedded models and what was pulled from the Hub", "llaisys models"
+        commands, "models", "list embedded models and models in the Hugging Face cache", "llaisys models"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:  # noqa: ARG001 -- every command has this signature
-    """Prints a table on stdout."""
+    """Print a table on stdout."""
     lines = [_HEADER, *(_cells(row) for row in list_models())]
     widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADER))]
     for line in lines:
@@ -29,9 +29,9 @@ def run(arguments: argparse.Namespace) -> int:  # noqa: ARG001 -- every command 
 
 def _cells(row: ModelRow) -> tuple[str, str, str, str, str]:
     where = "not pulled" if row.path is None else str(row.path)
-    return (", ".join(row.names), megabytes(row.n_bytes), row.licence or "-", row.source, where)
+    return (", ".join(row.names), megabytes(row.n_bytes), row.license or "-", row.source, where)
 
 
 def megabytes(n_bytes: int) -> str:
-    """`98 MB`; small sizes with a digit more."""
+    """Format a size as `98 MB`; below 10 MB with one decimal."""
     return f"{n_bytes / 1e6:.0f} MB" if n_bytes >= 10e6 else f"{n_bytes / 1e6:.1f} MB"

@@ -1,4 +1,4 @@
-"""What every command's parser shares."""
+"""The argument parser of all commands."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
 class Parser(argparse.ArgumentParser):
-    """Flags are spelt out, never abbreviated: a script keeps its meaning when a flag is added."""
+    """An argument parser without abbreviated flags, so that new flags never change the meaning of a
+    script."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
 
     def refuse_unknown(self, arguments: list[str]) -> NoReturn:
-        """Ends with an error that names the unknown arguments and the nearest flag."""
+        """Exit with an error that names the unknown arguments and the closest flag."""
         flags = re.findall(r"--[a-z][a-z0-9-]*", self.format_help())
-        near = difflib.get_close_matches(arguments[0].split("=")[0], flags, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
+        matches = difflib.get_close_matches(arguments[0].split("=")[0], flags, n=1)
+        hint = f" (did you mean {matches[0]}?)" if matches else ""
         self.error(f"unknown arguments: {' '.join(arguments)}{hint}")
 
 
 def add_command(commands: Commands, name: str, summary: str, examples: str) -> Parser:
-    """A command's parser; `examples` are the lines that `--help` ends with."""
+    """Add and return a command's parser; `examples`: the last lines of `--help`."""
     parser = commands.add_parser(
         name, help=summary, description=summary, epilog=f"examples:\n{_indented(examples)}"
     )
-    parser.set_defaults(refuse_unknown=parser.refuse_unknown)  # of a command's command: the inner one's
+    parser.set_defaults(refuse_unknown=parser.refuse_unknown)  # a subcommand overrides it
     return parser
 
 

@@ -1,4 +1,4 @@
-"""`llaisys pull`: brings a model into its cache."""
+"""`llaisys pull`: download a model into its cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(
         commands,
         "pull",
-        "bring a model into its cache: LLAISYS_HOME (by default ~/.cache/llaisys) for embedded models, "
+        "download a model into its cache: LLAISYS_HOME (by default ~/.cache/llaisys) for embedded models, "
         "HF_HOME (by default ~/.cache/huggingface) for those of the Hugging Face Hub",
         """
         llaisys pull smollm2
@@ -24,10 +24,10 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("name", help="a name that `llaisys models` lists, or org/name, or org/name:FILE.gguf")
     parser.add_argument("--revision", help="branch, tag or commit of a Hugging Face id")
-    parser.add_argument("--quiet", action="store_true", help="no progress, only the path")
+    parser.add_argument("--quiet", action="store_true", help="print only the path, without progress")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the path on stdout; progress goes to stderr."""
+    """Print the path on stdout and progress on stderr."""
     print(pull(arguments.name, arguments.revision, progress=not arguments.quiet))
     return 0

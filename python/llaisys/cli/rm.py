@@ -1,4 +1,4 @@
-"""`llaisys rm`: deletes a model from its cache."""
+"""`llaisys rm`: delete a model from its cache."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def add_parser(commands: Commands) -> None:
         "delete a model from its cache; the Hugging Face cache is shared with other programs",
         "llaisys rm smollm2\nllaisys rm Qwen/Qwen2.5-0.5B-Instruct",
     )
-    parser.add_argument("name", help="a name that `llaisys models` shows with a path; never a path")
+    parser.add_argument("name", help="a name that `llaisys models` shows with a path (not the path)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints what was deleted on stdout."""
+    """Delete a model; print what was deleted on stdout."""
     path, n_bytes = remove_model(arguments.name)
     print(f"deleted {path} ({megabytes(n_bytes)})")
     return 0

@@ -1,10 +1,10 @@
-"""`llaisys serve`: the model behind the OpenAI API and the page."""
+"""`llaisys serve`: serve a model with the OpenAI API and the web UI."""
 
 from __future__ import annotations
 
 import argparse
 
-from llaisys.cli.flags import add_config_flags, config_of
+from llaisys.cli.config_flags import add_config_flags, config_of
 from llaisys.cli.parsing import Commands, add_command
 
 
@@ -13,7 +13,7 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(
         commands,
         "serve",
-        "serve a model with the OpenAI API (/v1) and a chat page (/)",
+        "serve a model with the OpenAI API (/v1) and a web UI (/)",
         """
         llaisys serve
         llaisys serve path/to/model --port 8001 --max-num-seqs 16
@@ -25,7 +25,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serves until Ctrl-C or SIGTERM."""
-    from llaisys.server.run import serve
+    """Serve until Ctrl-C or SIGTERM."""
+    from llaisys.server.lifecycle import serve
 
     return serve(config_of(arguments))

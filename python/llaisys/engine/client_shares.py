@@ -5,7 +5,7 @@ runs fewer of them than its share, gets a sequence id at once: the scheduler pre
 is above the share of its own client. The share is an equal part among the clients that have open requests.
 
 A preempted request may become worst-case reserved, and is then preempted no more. So that reserved requests
-cannot fill the machine, one client runs no more of them than fit in its part among all configured clients.
+cannot use all capacity, one client runs no more of them than fit its part among all configured clients.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from llaisys.engine.fairness import WaitingQueue, queue_key
 from llaisys.engine.limits import Limits
 from llaisys.engine.request import Request
+from llaisys.engine.request_queue import WaitingQueue, queue_key
 
-# How a running request stands to its client's share.
+# Whether a running request is within its client's share.
 WITHIN, ABOVE_CELLS, ABOVE_IDS = range(3)
 
 
@@ -42,13 +42,15 @@ class ClientShares:
         self.n_ids, self.n_cells = limits.max_num_seqs, limits.n_cells
         if limits.n_clients < 2:
             return
-        clients = {client for _, client in waiting.lines} | {r.source.client_id for r in running}
+        clients = {client for _, client in waiting.client_queues} | {r.source.client_id for r in running}
         self.is_contended = len(clients) > 1
         self.n_ids = max(1, limits.max_num_seqs // max(1, len(clients)))
         self.n_cells = limits.n_cells // max(1, len(clients))
         # Those that are never preempted count first: the others of their client are above its share.
         oldest = running[:1]
-        for request in sorted(running, key=lambda r: (r not in oldest and not r.is_secured, queue_key(r))):
+        for request in sorted(
+            running, key=lambda r: (r not in oldest and not r.worst_case_reserved, queue_key(r))
+        ):
             client = request.source.client_id
             self._levels[request.ordinal] = self._level_of_next(client, _cells_of(request))
             self.admit(request)
@@ -56,42 +58,45 @@ class ClientShares:
             self.order = sorted(running, key=lambda r: (self.level(r), queue_key(r)))
 
     def admit(self, request: Request) -> None:
-        """Counts a request that runs from now on."""
+        """Count a request that runs from now on."""
         client = request.source.client_id
         self._running[client] += 1
         self._cells[client] += _cells_of(request)
         if request.num_missing > 1:
             self._prefilling.add(client)
-        if request.is_secured:
+        if request.worst_case_reserved:
             self._reserved.setdefault(client, []).append(request)
 
     def preempt(self, requests: Sequence[Request]) -> None:
-        """These no longer run."""
+        """Uncount these running requests."""
         for request in requests:
             self._running[request.source.client_id] -= 1
             self._cells[request.source.client_id] -= _cells_of(request)
         self.order = [request for request in self.order if request not in requests]
 
     def level(self, request: Request) -> int:
-        """WITHIN, ABOVE_CELLS or ABOVE_IDS, of a request that ran when the plan began."""
+        """Return WITHIN, ABOVE_CELLS or ABOVE_IDS for a request that ran when the plan began."""
         return self._levels.get(request.ordinal, WITHIN)
 
     def is_below(self, request: Request) -> bool:
-        """True if a waiting request, with what its client runs, would be within the share, and none of these
-        still computes its prompt, on which the client's part of the next steps' tokens is spent."""
+        """Return True if a waiting request would be within its client's share.
+
+        False while the client computes another prompt, which uses its part of the next steps' tokens.
+        """
         client = request.source.client_id
         return client not in self._prefilling and self._level_of_next(client, _cells_of(request)) == WITHIN
 
     def furthest_below(self, heads: Iterable[Request]) -> Request | None:
-        """Of the first requests of each line that of the client which runs the fewest, below its share."""
+        """Return, of the heads of client queues, that of the client below its share with the fewest
+        running."""
         below = [head for head in heads if self.is_below(head)]
         fewest = {head: self._running[head.source.client_id] for head in below}
         return min(below, key=lambda r: (fewest[r], queue_key(r)), default=None)
 
     def may_reserve(self, request: Request) -> bool:
-        """False for a worst-case-reserved request whose client already runs as many of them as it may."""
+        """Return False if the client already runs as many worst-case-reserved requests as it may."""
         limits = self._limits
-        if limits.n_clients < 2 or not request.is_secured:
+        if limits.n_clients < 2 or not request.worst_case_reserved:
             return True
         mine = self._reserved.get(request.source.client_id, ())
         # One less than the share, which leaves a request that can be preempted above it.
@@ -100,17 +105,17 @@ class ClientShares:
         return not mine or (len(mine) < n_most and n_cells <= limits.n_cells // limits.n_clients)
 
     def preemptible(self, head: Request) -> list[Request]:
-        """Running requests that may be preempted for the share of `head`'s client, the first one first."""
+        """Return the running requests that may be preempted for `head`'s client, in order of preemption."""
         return [
             request
             for request in reversed(self.order[1:])
             if self.level(request) != WITHIN
-            and not request.is_secured
+            and not request.worst_case_reserved
             and request.source.priority >= head.source.priority
         ]
 
     def _level_of_next(self, client: str, n_cells: int) -> int:
-        """Of a request with so many cells beside those of its client that were counted."""
+        """Return the level of a client's next request, with `n_cells` cells, after those counted so far."""
         if self._running[client] >= self.n_ids:
             return ABOVE_IDS
         is_large = self._running[client] > 0 and self._cells[client] + n_cells > self.n_cells
@@ -118,7 +123,7 @@ class ClientShares:
 
 
 def _cells_of(request: Request) -> int:
-    """Cells that a request needs alone: those of a prompt count for the first choice."""
+    """Return the cells that a request needs alone; those of a shared prompt count for the first choice."""
     if request.num_reclaimed or request.leader is None:
         return len(request.token_ids) - request.num_reclaimed
     return request.num_output

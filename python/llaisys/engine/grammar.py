@@ -1,7 +1,8 @@
-"""Grammars that answers keep, compiled by llguidance, and the bounds of the work that one may cost.
+"""Compiles the grammars of structured outputs with llguidance, and bounds the work of each.
 
-Data path: spec (plain) -> `try_grammar` in a process that may be killed (`llaisys.grammar_trials`) -> with
-the request to the engine -> `Grammars.compile` on a thread of `structured_output.py`, for each choice.
+Data path: a plain spec -> `try_grammar` in a worker process that may be killed (`llaisys.grammar_trials`)
+-> with the request to the engine -> `GrammarCompiler.compile` on a thread of `structured_output.py`, once
+for each choice.
 """
 
 from __future__ import annotations
@@ -16,15 +17,20 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from llaisys.errors import RejectedError, RequestFailedError, UnsupportedError
-from llaisys.types import JSON_STYLE, StructuredOutputsParams
+from llaisys.sampling_params import JSON_STYLE, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from itertools import chain
+from typing import Any, TypeVar
 
 Mask = NDArray[np.uint32]
 
-# Counted work, never time, so that a request always ends in the same way. The parser's items cost the square
-# of their number in a row: 3,000 take about 20 ms.
+# Limits count work, not time, so that a request always ends in the same way. The cost of parser items is
+# quadratic in their number in a row: 3,000 take about 20 ms.
 STEP_LEXER_FUEL, STEP_ITEMS_MAX, ROW_ITEMS_MAX = 50_000, 20_000, 3_000
 _ITEMS_PER_PROPERTY = 4  # in a row, of an object's optional properties
 LIMITS = LLParserLimits(
@@ -36,7 +42,7 @@ LIMITS = LLParserLimits(
     max_items_in_row=ROW_ITEMS_MAX,
     verbose_errors=False,
 )
-# What llguidance says -> what helps a caller.
+# A message of llguidance -> an explanation that helps the caller.
 _REASONS = {
     "NoExtension": "no text can complete it",
     "too many expressions constructed": f"its regular expressions take more than {STEP_LEXER_FUEL} units of "
@@ -46,72 +52,77 @@ _REASONS = {
     "Too many items": f"it takes more than {STEP_ITEMS_MAX} parser items for one token; use regular "
     "expressions in place of rules of single characters",
 }
-# A trial computes so many masks, and reads so many tokens.
+# Masks that a trial computes, and tokens that it reads.
 TRIAL_TOKENS = 32
-# The tokens that a trial reads where it may: they end strings and begin the next property, and so lead
-# through the structure of a schema instead of through the text of its first string.
+# Tokens that a trial prefers: they end strings and begin the next property, so the trial follows the
+# structure of a schema rather than the text of its first string.
 _STRUCTURE = ('", "', ', "', '{"', '"', ",")
 _JSON_STYLE = cast("JsonCompileOptions", JSON_STYLE)
 
 
 @dataclass(frozen=True, slots=True)
-class GrammarTokens:
-    """What grammars need to know of a model, plain: its tokenizer as the JSON of `tokenizer.json`, the ids
-    that end an answer, and how many logits a row has."""
+class GrammarTokenizer:
+    """A model's tokenizer as plain values, for compiling grammars.
 
-    tokenizer: str
+    - `tokenizer_json`: the content of `tokenizer.json`.
+    - `eos_token_ids`: the ids that end a completion. `vocab_size`: the logits of a row.
+    """
+
+    tokenizer_json: str
     eos_token_ids: tuple[int, ...]
     vocab_size: int
 
 
-class Grammars:
-    """Compiles grammars for one model. Usable from any thread.
+class GrammarCompiler:
+    """Compiles grammars for one model. Thread-safe.
 
-    The tokenizer's table (some hundred milliseconds) is built at the first use.
+    The first use builds the token table, which takes some hundred milliseconds.
     """
 
-    def __init__(self, tokens: GrammarTokens) -> None:
-        self.tokens = tokens
+    def __init__(self, tokenizer: GrammarTokenizer) -> None:
+        self.tokenizer = tokenizer
         self._lock = threading.Lock()
         self._table: LLTokenizer | None = None
 
     def compile(self, spec: StructuredOutputsParams) -> LLMatcher:
-        """A matcher at the start of an answer, with a lexer of its own: what it may cost and where it fails
-        depend on this grammar and this answer alone.
+        """Compile a grammar; return a matcher at the start of a completion.
 
-        llguidance follows rules and `$ref`s by recursion: call it on a deep stack (`FairThreads`). Raises
-        RejectedError naming the field of `structured_outputs` (it is no grammar, or asks for what cannot be
-        kept), UnsupportedError for a model without an end-of-text token.
+        The matcher has its own lexer, so its cost and its failures depend only on this grammar and this
+        completion. llguidance follows rules and `$ref`s by recursion: call this on a deep stack
+        (`FairThreadPool`). Raises RejectedError naming the field of `structured_outputs` (an invalid or
+        unsatisfiable grammar), or UnsupportedError for a model without an end-of-text token.
         """
         table, where = self.table(), f"structured_outputs.{spec.field}"
         try:
             matcher = LLMatcher(table, _source(spec), log_level=0, limits=LIMITS)
         except (MemoryError, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as e:  # a panic of llguidance is no Exception
-            raise RejectedError(f"{where} is no grammar: {str(e)[:300]}", param=where) from e
+        except BaseException as e:  # a panic of llguidance is not an Exception
+            raise RejectedError(f"{where} is not a valid grammar: {str(e)[:300]}", param=where) from e
         check(matcher, where)
         return matcher
 
     def table(self) -> LLTokenizer:
-        """The model's tokens, for llguidance. Raises UnsupportedError."""
+        """Return the model's token table. Raises UnsupportedError."""
         with self._lock:
             if self._table is None:
                 self._table = self._new_table()
             return self._table
 
     def _new_table(self) -> LLTokenizer:
-        tokens = self.tokens
-        if not tokens.eos_token_ids:
+        tokenizer = self.tokenizer
+        if not tokenizer.eos_token_ids:
             raise UnsupportedError(
                 "this model has no end-of-text token, which structured outputs need",
                 param="structured_outputs",
             )
         try:
             return LLTokenizer(
-                tokens.tokenizer, n_vocab=tokens.vocab_size, eos_token=list(tokens.eos_token_ids)
+                tokenizer.tokenizer_json,
+                n_vocab=tokenizer.vocab_size,
+                eos_token=list(tokenizer.eos_token_ids),
             )
-        except Exception as e:  # llguidance names no classes
+        except Exception as e:  # llguidance documents no exception classes
             raise UnsupportedError(
                 f"structured outputs do not work with this model's tokenizer: {e}",
                 param="structured_outputs",
@@ -119,9 +130,10 @@ class Grammars:
 
 
 def next_mask(matcher: LLMatcher, vocab_size: int, where: str) -> Mask:
-    """`[ceil(vocab / 32)]`: the tokens that may follow; eos among them where the answer may end.
+    """Return the bit mask `[ceil(vocab / 32)]` of the tokens that may follow, with eos if the completion
+    may end.
 
-    Raises RejectedError: no text can follow, or the mask takes more than LIMITS.
+    Raises RejectedError if no text can follow, or the mask takes more work than LIMITS allow.
     """
     bits = np.zeros(-(-vocab_size // 32), np.uint32)
     matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
@@ -130,24 +142,29 @@ def next_mask(matcher: LLMatcher, vocab_size: int, where: str) -> Mask:
 
 
 def check(matcher: LLMatcher, where: str) -> None:
-    """Raises RejectedError for a matcher in error, whose masks mean nothing, and RequestFailedError if it was
-    given a token that it does not allow, which is a bug of the engine."""
+    """Raise RejectedError for a matcher in its error state, whose masks are meaningless.
+
+    Raises RequestFailedError if the matcher was given a token that it does not allow: a bug of the engine.
+    """
     if matcher.is_error():
         if "doesn't satisfy the grammar" in matcher.get_error():
-            raise RequestFailedError("the answer has left its grammar")
-        raise RejectedError(f"{where} cannot be kept: {_reason(matcher)}", param=where)
+            raise RequestFailedError("the completion violates its grammar")
+        raise RejectedError(f"{where} cannot be followed: {_reason(matcher)}", param=where)
 
 
-def try_grammar(grammars: Grammars, spec: StructuredOutputsParams) -> None:
-    """Compiles a grammar and follows it for TRIAL_TOKENS tokens. Raises as `Grammars.compile`, and
-    RejectedError where a mask shows that it cannot be followed. Not bounded in time."""
+def try_grammar(compiler: GrammarCompiler, spec: StructuredOutputsParams) -> None:
+    """Compile a grammar and follow it for TRIAL_TOKENS tokens. Takes unbounded time.
+
+    Raises as `GrammarCompiler.compile`, and RejectedError if a mask shows that the grammar cannot be
+    followed.
+    """
     where = f"structured_outputs.{spec.field}"
-    matcher, table = grammars.compile(spec), grammars.table()
+    matcher, table = compiler.compile(spec), compiler.table()
     structure = [ids[0] for ids in map(table.tokenize_str, _STRUCTURE) if len(ids) == 1]
     for _ in range(TRIAL_TOKENS):
-        bits = next_mask(matcher, grammars.tokens.vocab_size, where)
+        bits = next_mask(matcher, compiler.tokenizer.vocab_size, where)
         allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
-        allowed = allowed[~np.isin(allowed, grammars.tokens.eos_token_ids)]
+        allowed = allowed[~np.isin(allowed, compiler.tokenizer.eos_token_ids)]
         if not len(allowed):
             return
         chosen = next((id for id in structure if id in allowed), int(allowed[len(allowed) // 2]))
@@ -156,7 +173,7 @@ def try_grammar(grammars: Grammars, spec: StructuredOutputsParams) -> None:
 
 
 def _source(spec: StructuredOutputsParams) -> str:
-    """The grammar in llguidance's own form. Raises ValueError."""
+    """Return the grammar in the form of llguidance. Raises ValueError."""
     if spec.regex is not None:
         return LLMatcher.grammar_from_regex(spec.regex)
     if spec.choice is not None:
@@ -166,19 +183,19 @@ def _source(spec: StructuredOutputsParams) -> str:
     try:
         schema = {"type": "object"} if spec.json is None else json.loads(str(spec.json))
     except RecursionError as e:
-        raise ValueError("nested too deep") from e
+        raise ValueError("the schema is nested too deeply") from e
     if not isinstance(schema, dict):
-        raise ValueError("a schema is an object")
+        raise ValueError("a schema must be an object")
     return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_STYLE)
 
 
 def _literal(text: str) -> str:
-    """A regular expression for this text alone."""
+    """Return a regular expression that matches only this text."""
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """What llguidance says is wrong, in our words where its own say little."""
+    """Return llguidance's error message, or our explanation where we have a better one."""
     lines = [line.strip() for line in matcher.get_error().splitlines() if line.strip()]
     said = lines[0] if lines else "unknown reason"
     for theirs, ours in _REASONS.items():
@@ -186,3 +203,87 @@ def _reason(matcher: LLMatcher) -> str:
             return ours
     reason = next((line for line in lines[1:] if line.startswith("error:")), "")
     return f"{said} {reason}".strip()[:300]
+
+
+T = TypeVar("T")
+
+# Stack of a thread. llguidance recurses into rules and `$ref`s: 64 KiB of text can nest thousands of
+# levels, which took up to 100 MiB of stack, and a stack overflow ends the process. This reserves address
+# space only.
+_STACK_BYTES = 512 << 20
+_STACK_SIZE = threading.Lock()  # the stack size of new threads is a setting of the process
+
+
+class FairThreadPool:
+    """Threads with deep stacks that serve clients in turn, so that no client waits for all work of another.
+
+    The first `submit` starts the `num_threads` threads. Thread-safe.
+    """
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._num_threads = num_threads
+        self._name = name
+        self._changed = threading.Condition()
+        self._queues: OrderedDict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = OrderedDict()
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    def submit(self, client_id: str, work: Callable[[], T]) -> Future[T]:
+        """Queue work behind the client's earlier work and one item of each other client; return its
+        future."""
+        future: Future[T] = Future()
+        with self._changed:
+            self._queues.setdefault(client_id, deque()).append((future, work))
+            self._changed.notify()
+            if not self._threads:
+                self._threads = [_deep_thread(self._run, self._name) for _ in range(self._num_threads)]
+        return future
+
+    def close(self) -> None:
+        """Cancel queued work and wait for work in progress. Idempotent."""
+        with self._changed:
+            self._closed = True
+            for future, _ in chain.from_iterable(self._queues.values()):
+                future.cancel()
+            self._queues.clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while (item := self._next()) is not None:
+            future, work = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = work()
+            except BaseException as error:  # noqa: BLE001 -- passed on through the future
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            del item, future, work  # an idle thread must not keep them alive
+
+    def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
+        """Return the oldest work of the client that was served least recently; None: the pool is closed."""
+        with self._changed:
+            while not self._queues and not self._closed:
+                self._changed.wait()
+            if self._closed:
+                return None
+            client_id, queue = self._queues.popitem(last=False)
+            item = queue.popleft()
+            if queue:
+                self._queues[client_id] = queue  # behind the other clients
+            return item
+
+
+def _deep_thread(run: Callable[[], None], name: str) -> threading.Thread:
+    """Start a daemon thread with a deep stack."""
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    with _STACK_SIZE:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    return thread

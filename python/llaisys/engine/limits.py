@@ -1,4 +1,5 @@
-"""The engine's bounds, and whether a request can ever fit them. Pure. The table is in docs/limits.md."""
+"""The engine's limits, and whether a request can ever run within them. Pure. The table is in
+docs/limits.md."""
 
 from __future__ import annotations
 
@@ -8,28 +9,29 @@ from pathlib import Path
 
 from llaisys.engine.request import EngineRequest
 from llaisys.errors import ContextLengthError, RejectedError
-from llaisys.types import Pooling, SamplingParams
+from llaisys.model_info import Pooling
+from llaisys.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one engine may hold and do. Invariant: `max_model_len` fits one arena, so a lone request always
+    """The limits of one engine. Invariant: `max_model_len` fits one KV stream, so a single request always
     fits.
 
-    - `max_num_seqs`: running requests. `max_num_queued_reqs`: requests that wait because no room is left.
-      `max_num_queued_tokens`: tokens of their prompts, unless one waits alone. None: no such bound.
+    - `max_num_seqs`: running requests. `max_num_queued_reqs`: requests that wait for capacity.
+      `max_num_queued_tokens`: tokens of their prompts, unless one waits alone; None: no limit.
     - `max_num_batched_tokens`: tokens of one step over all requests. `max_batch_size`: requests of one step;
       the least recently served go first where more run.
     - `long_prefill_token_threshold`: prompt tokens of one request in a step. `max_client_tokens_per_step`:
-      prompt tokens of one client in a step, less its decoding requests. None: no such bound.
+      prompt tokens of one client in a step, less its decoding requests. None: no limit.
     - `max_step_time_s`: prompt tokens are added to a step while its predicted time stays below.
-    - `max_queue_wait_s`: who has waited longer goes before everybody else.
-    - `max_model_len`: tokens of one request, prompt and answer. `max_input_tokens`, `max_output_tokens`: of
+    - `max_queue_wait_s`: a request that has waited longer goes before all others.
+    - `max_model_len`: tokens of one request, prompt and output. `max_input_tokens`, `max_output_tokens`: of
       its parts; None: bounded by the context alone.
-    - `n_cells`: KV cells, one token each, in `n_streams` arenas of the same size.
-    - `kv_eviction_threshold`: the share of the cells above which the prefix cache gives cells back, every
+    - `n_cells`: KV cells, one token each, in `n_streams` KV streams of equal size.
+    - `kv_eviction_threshold`: the share of the cells above which the prefix cache evicts cells, every
       `kv_cleanup_interval_s`.
-    - `timeout_scan_s`: seconds between two looks at the deadlines.
+    - `timeout_scan_s`: seconds between two checks of the deadlines.
     - `vocab_size`: token ids are below it. `kv_cell_bytes`: K and V of one token in every layer.
     - `max_sessions`: sessions of all clients, and saved ones of each. `session_kv_share`: the share of the
       cells that they may keep from being evicted. `session_store`: where they are saved; None: nowhere.
@@ -65,33 +67,33 @@ class Limits:
     def __post_init__(self) -> None:
         if self.n_cells % self.n_streams:
             raise RejectedError(
-                f"{self.n_cells} KV cells cannot be divided among {self.n_streams} arenas",
+                f"{self.n_cells} KV cells cannot be divided among {self.n_streams} KV streams",
                 param="num_kv_streams",
             )
         if self.max_model_len > self.n_cells_per_stream:
-            of = "" if self.n_streams == 1 else f" of one of {self.n_streams} arenas"
+            of = "" if self.n_streams == 1 else f" of one of {self.n_streams} KV streams"
             raise RejectedError(
                 f"max_model_len {self.max_model_len} is more than the {self.n_cells_per_stream} KV cells{of}",
                 param="max_model_len",
             )
 
     def with_cells(self, n_cells: int) -> Limits:
-        """With so many cells, and no longer a context than one arena holds."""
+        """Return limits with `n_cells` cells and a context that fits one KV stream."""
         n_most = n_cells // self.n_streams
         return replace(self, n_cells=n_cells, max_model_len=min(self.max_model_len, n_most))
 
     @property
     def n_cells_per_stream(self) -> int:
-        """Cells of one arena."""
+        """Cells of one KV stream."""
         return self.n_cells // self.n_streams
 
     @property
-    def n_cells_spared(self) -> int:
+    def n_cells_kept_free(self) -> int:
         """Cells of one KV stream that a clean-up of the prefix cache leaves free."""
         return self.n_cells_per_stream - int(self.n_cells_per_stream * self.kv_eviction_threshold)
 
     @property
-    def n_seats(self) -> int:
+    def n_batch_slots(self) -> int:
         """Requests that one step can serve."""
         return min(self.max_batch_size or self.max_num_seqs, self.max_num_seqs, self.max_num_batched_tokens)
 
@@ -103,9 +105,9 @@ PROMPT_LOGPROBS_MAX = 1 << 17
 def token_limit(
     prompt: Sequence[int], params: SamplingParams, limits: Limits, *, pooling: Pooling | None = None
 ) -> int:
-    """Tokens, prompt and answer, at which the request ends by length: the KV cells it may need at worst.
+    """Return the tokens, prompt and output, at which the request ends by length: its worst case in KV cells.
 
-    An absent `max_tokens` is the most that is allowed; with `pooling` there is no answer. Raises
+    Without `max_tokens` it is the maximum allowed; with `pooling` there is no output. Raises
     RejectedError (an empty prompt, an id outside the vocabulary, too many tokens or choices) or
     ContextLengthError with both numbers, if the request can never run.
     """
@@ -151,9 +153,9 @@ def token_limit(
 
 
 def check_first_token(source: EngineRequest) -> None:
-    """Raises RejectedError where the request's own fields forbid every token that could come first.
+    """Raise RejectedError if the request's own fields forbid every possible first token.
 
-    What only shows later, or with a grammar, ends the request when it shows, with the same error.
+    If that appears later, or with a grammar, the request ends then with the same error.
     """
     params = source.params
     if params.allowed_token_ids is None:

@@ -1,6 +1,7 @@
-"""The engine thread: inbox -> plan -> run -> settle -> outputs. Builds, uses and closes the core on itself.
+"""The engine thread: reads the inbox, runs the engine's steps, and reports their outputs.
 
-Idle is blocked on the inbox; there is no polling. Whatever ends the loop, every open request gets exactly one
+The thread builds, uses and closes the engine, because the core belongs to the thread that created it. An
+idle thread blocks on the inbox; it never polls. However the loop ends, every open request gets exactly one
 last output, and the engine is closed.
 """
 
@@ -17,15 +18,15 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from llaisys.engine.engine import LLMEngine
+from llaisys.engine.engine_output import EngineOutput, refusal
 from llaisys.engine.executor import Executor
-from llaisys.engine.grammar import Grammars
+from llaisys.engine.grammar import GrammarCompiler
 from llaisys.engine.limits import Limits
-from llaisys.engine.outputs import EngineOutput, refusal
+from llaisys.engine.memory import WorkerSettings
+from llaisys.engine.messages import Cancel, Shutdown, Submit, TimelineReply, TimelineRequest
 from llaisys.engine.request import BrokenInvariant, EngineRequest
-from llaisys.engine.sessions import SessionAnswer
-from llaisys.engine.settings import WorkerSettings
-from llaisys.engine.watch import Watch
-from llaisys.engine.wire import Ask, Cancel, Recall, Recalled, Shutdown, Submit
+from llaisys.engine.sessions.manager import SessionReply, SessionRequest
+from llaisys.engine.watchdog import EngineWatchdog
 from llaisys.engine.worker import open_worker
 from llaisys.errors import EngineDeadError, InvariantError, LlaisysError
 from llaisys.stats import EngineStats
@@ -35,27 +36,27 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Wake:
-    """File work of a session is done."""
+    """The file work of a session transfer is done."""
 
 
-Message: TypeAlias = Submit | Cancel | Ask | Recall | Shutdown | _Wake
+Message: TypeAlias = Submit | Cancel | SessionRequest | TimelineRequest | Shutdown | _Wake
 
 
 @dataclass(frozen=True, slots=True)
-class Listener:
-    """How the loop speaks; all are called on the engine thread and must not raise.
+class EngineListener:
+    """The callbacks of an engine loop. All run on the engine thread and must not raise.
 
-    - `step`: the outputs and the books after each step.
-    - `answer`: of a call of sessions. `recalled`: where a request's time went.
-    - `ended`: the loop is over, for this reason; no output follows. Called once; where the engine is stuck,
-      on the thread that found it.
-    - `clock`: monotonic seconds, the one that requests' times are of.
+    - `on_step`: the outputs of a step, and the engine's stats after it.
+    - `on_session_reply`, `on_timeline_reply`: the reply to a SessionRequest or a TimelineRequest.
+    - `on_end`: the loop has ended for this reason; no output follows. Called once. If the engine is stuck,
+      it runs on the watchdog's thread.
+    - `clock`: monotonic seconds, on the same scale as the requests' times.
     """
 
-    step: Callable[[list[EngineOutput], EngineStats], None]
-    answer: Callable[[SessionAnswer], None]
-    recalled: Callable[[Recalled], None]
-    ended: Callable[[EngineDeadError], None]
+    on_step: Callable[[list[EngineOutput], EngineStats], None]
+    on_session_reply: Callable[[SessionReply], None]
+    on_timeline_reply: Callable[[TimelineReply], None]
+    on_end: Callable[[EngineDeadError], None]
     clock: Callable[[], float]
 
 
@@ -63,109 +64,114 @@ class EngineLoop:
     """One thread, one engine, one inbox. `inbox_max` bounds the messages that wait for the next step."""
 
     def __init__(
-        self, build: Callable[[], LLMEngine], listener: Listener, inbox_max: int, watch: Watch | None = None
+        self,
+        build: Callable[[], LLMEngine],
+        listener: EngineListener,
+        inbox_max: int,
+        watchdog: EngineWatchdog | None = None,
     ) -> None:
         self._build = build
         self._listener = listener
-        self._watch = watch
-        self._end: Future[EngineDeadError] = Future()  # whoever sets it tells the listener
+        self._watchdog = watchdog
+        self._end: Future[EngineDeadError] = Future()  # set once; the thread that sets it calls `on_end`
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._inbox_max = inbox_max
         self._built: Future[LLMEngine] = Future()
-        # A daemon, so that a forgotten engine does not hold up the interpreter's exit: `EngineClient` closes
-        # it from an exit hook, which runs while threads still can, and waits for its end.
+        # A daemon thread, so that an engine that was never closed does not block the exit of the interpreter.
+        # `EngineClient` closes it from an exit hook, which runs while threads still can, and waits for it.
         self._thread = threading.Thread(target=self._run, name="llaisys-engine", daemon=True)
 
     def start(self) -> Limits:
-        """Starts the thread and waits until the engine stands: gives its limits. Raises what its
-        building raised.
+        """Start the thread and wait until the engine is built; return its limits.
+
+        Raises the exception of `build`.
         """
         self._thread.start()
         try:
             return self._built.result().limits
-        except BaseException:  # Ctrl-C too: then the thread is told to end when it has built
+        except BaseException:  # also on Ctrl-C: the thread then ends once it has built the engine
             self.stop()
             raise
 
-    def send(self, message: Submit | Cancel | Ask | Recall) -> None:
-        """Leaves a message for the next step. Raises queue.Full beyond `inbox_max`."""
+    def send(self, message: Submit | Cancel | SessionRequest | TimelineRequest) -> None:
+        """Queue a message for the next step. Raises queue.Full beyond `inbox_max`."""
         if self._inbox.qsize() >= self._inbox_max:
             raise queue.Full
         self._inbox.put(message)
 
     def stop(self) -> None:
-        """Ends the loop after the step in progress, and waits for it (not on the engine thread itself).
+        """End the loop after the step in progress, and wait for it unless called on the engine thread.
 
-        Always has room in the inbox: a full one must not keep an engine alive.
+        The shutdown message is exempt from `inbox_max`: a full inbox must not keep an engine alive.
         """
         self._inbox.put(Shutdown())
-        stuck = self._watch is not None and self._watch.stuck  # then it may never end
-        if threading.current_thread() is not self._thread and not stuck:
+        is_stuck = self._watchdog is not None and self._watchdog.is_stuck  # the thread may never end
+        if threading.current_thread() is not self._thread and not is_stuck:
             self._thread.join()
 
-    def _tell_end(self, error: EngineDeadError) -> None:
-        """To the listener, for the first that comes."""
+    def _report_end(self, error: EngineDeadError) -> None:
+        """Report the end to the listener. Only the first call has an effect."""
         with contextlib.suppress(InvalidStateError):
             self._end.set_result(error)
-            self._listener.ended(error)
+            self._listener.on_end(error)
 
     def _run(self) -> None:
         try:
             engine = self._build()
-            if self._watch is not None:
-                self._watch.begin(engine, self._tell_end)
-        except BaseException as error:  # noqa: BLE001 -- the starter gets it, whatever it is
+            if self._watchdog is not None:
+                self._watchdog.start(engine, self._report_end)
+        except BaseException as error:  # noqa: BLE001 -- passed on to `start`
             self._built.set_exception(error)
             return
         self._built.set_result(engine)
         cause = EngineDeadError("shutting down")
         try:
             self._serve(engine)
-        except BaseException as error:  # a panic is one too; nothing may pass silently
+        except BaseException as error:  # includes a panic of the core
             log.exception("the engine is dead")
             cause = error if isinstance(error, EngineDeadError) else _dead(error)
-        self._tell_end(cause)
+        self._report_end(cause)
         try:
-            if self._watch is not None:
-                self._watch.end()
+            if self._watchdog is not None:
+                self._watchdog.stop()
             engine.close()
-        except BaseException:  # the end is told already; the log has the rest
+        except BaseException:  # the end is reported already
             log.exception("closing the engine failed")
 
     def _serve(self, engine: LLMEngine) -> None:
-        """Until Shutdown, or until something that one request cannot be blamed for raises."""
-        calls = engine.session_calls
-        calls.wake = lambda: self._inbox.put(_Wake())
+        """Run until Shutdown, or until an exception that no single request caused."""
+        sessions = engine.session_requests
+        sessions.wake = lambda: self._inbox.put(_Wake())
         while True:
-            refused: list[EngineOutput] = []
-            for message in self._take(engine.wait_s()):
+            rejected: list[EngineOutput] = []
+            for message in self._receive(engine.wait_s()):
                 match message:
                     case Submit(request):
-                        refused += _submit(engine, request)
+                        rejected += _submit(engine, request)
                     case Cancel(request_id, index, asked_s):
                         if engine.cancel(request_id, index):
-                            engine.tally.cancelled(time.monotonic() - asked_s)
-                    case Ask(call):
-                        calls.call(call)
-                    case Recall(call_id, request_id):
-                        stories = engine.stories(request_id, self._listener.clock())
-                        self._listener.recalled(Recalled(call_id, stories))
+                            engine.stats_recorder.record_cancel(time.monotonic() - asked_s)
+                    case SessionRequest():
+                        sessions.handle(message)
+                    case TimelineRequest(call_id, request_id):
+                        timelines = engine.timelines(request_id, self._listener.clock())
+                        self._listener.on_timeline_reply(TimelineReply(call_id, timelines))
                     case Shutdown():
                         return
-            calls.turn()
+            sessions.continue_transfer()
             now_s = self._listener.clock()
             outputs = engine.step(now_s) if engine.wait_s() is not None else []
             stats = engine.stats()
-            if self._end.done():  # it was given up while it was in there
+            if self._end.done():  # the watchdog gave the engine up during the step
                 return
-            self._listener.step(refused + outputs, stats)
-            for answer in calls.take_answers():  # after the books that it changed
-                self._listener.answer(answer)
-            if self._watch is not None:
-                self._watch.report(engine, stats, now_s)
+            self._listener.on_step(rejected + outputs, stats)
+            for reply in sessions.pop_replies():  # after the stats, which the requests changed
+                self._listener.on_session_reply(reply)
+            if self._watchdog is not None:
+                self._watchdog.report(engine, stats, now_s)
 
-    def _take(self, wait_s: float | None) -> Iterator[Message]:
-        """All messages that are there; waits so long for the first (None: until there is one)."""
+    def _receive(self, wait_s: float | None) -> Iterator[Message]:
+        """Yield all queued messages; wait for the first up to `wait_s` seconds (None: without a limit)."""
         try:
             yield self._inbox.get(block=wait_s != 0, timeout=wait_s or None)
             while True:
@@ -175,17 +181,17 @@ class EngineLoop:
 
 
 def build_engine(
-    settings: WorkerSettings, limits: Limits, seed: int, grammars: Grammars | None = None
+    settings: WorkerSettings, limits: Limits, seed: int, grammar_compiler: GrammarCompiler | None = None
 ) -> LLMEngine:
-    """Loads the model. Runs on the engine thread: the core belongs to the thread that made it."""
+    """Load the model. To be called on the engine thread: the core belongs to the thread that created it."""
     worker = open_worker(settings)
     limits = limits.with_cells(worker.n_cells)
     log.info("loaded %s: %s, context %d tokens", settings.path, worker.describe(), limits.max_model_len)
-    return LLMEngine(Executor(worker), limits, seed, grammars)
+    return LLMEngine(Executor(worker), limits, seed, grammar_compiler)
 
 
 def _submit(engine: LLMEngine, request: EngineRequest) -> list[EngineOutput]:
-    """Nothing, or the refusal as the request's only output."""
+    """Submit a request. Return its rejection as its only output, or nothing."""
     try:
         engine.submit(request)
     except EngineDeadError:

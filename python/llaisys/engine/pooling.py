@@ -1,4 +1,4 @@
-"""Hidden states of a prompt -> one embedding: a pool for each request that asks for one."""
+"""Pools the hidden states of a prompt into one embedding."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from llaisys.engine.outputs import EngineOutput
+from llaisys.engine.engine_output import EngineOutput
 from llaisys.engine.request import BrokenInvariant, Completed, EngineRequest, Failed, Request
 from llaisys.errors import RequestFailedError
-from llaisys.types import FinishReason, Pooling
+from llaisys.model_info import Pooling
+from llaisys.outputs import FinishReason
 
 
 class Pool:
-    """What a request has pooled of its `n_tokens` final hidden states (after the last norm).
+    """The pooled part of a request's `n_tokens` final hidden states (after the last norm).
 
-    Rows are added in the order of their positions and summed one after the other in float64, so that the
-    result depends neither on how the prompt was cut into chunks nor on who shared its batches.
+    Rows are added by position and summed one after the other in float64, so the result depends neither on how
+    the prompt was split into chunks nor on the other requests of its batches.
 
-    - `next`: the first position whose hidden state is wanted; what lies before it has been added, or is not
-      wanted at all.
+    - `next`: the first position whose hidden state is still needed; earlier ones were added or are not
+      needed.
     """
 
     def __init__(self, pooling: Pooling, n_tokens: int) -> None:
@@ -34,20 +35,20 @@ class Pool:
         return min(self.next, self._n_tokens - 1)
 
     def rows(self, start: int, end: int) -> range:
-        """Of the positions `start <= p < end` those whose hidden state is wanted."""
+        """Return the positions in `start <= p < end` whose hidden states are needed."""
         return range(max(start, self.next), end)
 
     def add(self, hidden: NDArray[np.float32]) -> None:
-        """Takes the hidden states `[n, d_model]` of the positions from `next` on."""
+        """Add the hidden states `[n, d_model]` of the positions from `next` on."""
         if self._sum is None:
             self._sum = np.zeros(hidden.shape[1])
-        for row in hidden:  # `hidden.sum(axis=0)` may divide the rows as it likes
+        for row in hidden:  # `hidden.sum(axis=0)` does not fix the order of the sum
             self._sum += row
         self.next += len(hidden)
 
     def vector(self) -> bytes | None:
-        """The mean of what was added, of Euclidean length 1: `[d_model]` float32, little endian. None if a
-        number is not finite."""
+        """Return the mean of the added rows, normalized to length 1: `[d_model]` float32, little endian. None
+        if a number is not finite."""
         if self._sum is None or self.next != self._n_tokens:
             raise BrokenInvariant(f"{self.next} of {self._n_tokens} hidden states are pooled")
         mean = self._sum / (self._n_tokens - self._first)
@@ -58,12 +59,12 @@ class Pool:
 
 
 def new_pool(source: EngineRequest) -> Pool | None:
-    """The pool of a request that asks for an embedding."""
+    """Return the pool of an embedding request; None for others."""
     return None if source.pooling is None else Pool(source.pooling, len(source.prompt_token_ids))
 
 
 def embedding_of(request: Request) -> tuple[Completed | Failed, EngineOutput]:
-    """What ends a request whose prompt is computed, and its only output."""
+    """Return the event that ends an embedding request, and its only output."""
     vector = None if request.pool is None else request.pool.vector()
     output = EngineOutput(
         request.request_id,

@@ -1,8 +1,8 @@
-"""The engine in a process of its own: started, listened to, and restarted by a thread of this one.
+"""The client of an engine in a process of its own, which a supervisor thread starts, serves and restarts.
 
-A socket pair connects the two; its end-of-file is the death of the other side. The child's stderr is a pipe
-that the same thread reads, so that a report of its death has its last lines. That thread lives as long as
-the child may, because Linux ties PR_SET_PDEATHSIG to the thread.
+A socket pair connects the two processes; end-of-file means that the other process has died. The child's
+stderr is a pipe that the supervisor also reads, so that it can report the last lines of a child that died.
+The supervisor outlives the child, because Linux ties PR_SET_PDEATHSIG to the thread that started it.
 """
 
 from __future__ import annotations
@@ -22,53 +22,52 @@ from concurrent.futures import Future
 
 import msgspec
 
-from llaisys.config import Config, package_version
-from llaisys.engine.capacity import Capacity
+from llaisys.config import EngineConfig, package_version
 from llaisys.engine.client import Deliver, EngineClient
-from llaisys.engine.grammar import GrammarTokens
+from llaisys.engine.grammar import GrammarTokenizer
 from llaisys.engine.limits import Limits
-from llaisys.engine.watch import Watch
-from llaisys.engine.wire import (
-    Answer,
-    Ask,
+from llaisys.engine.memory import Capacity
+from llaisys.engine.messages import (
     Cancel,
-    Ended,
-    Recall,
-    Recalled,
-    Refused,
+    EngineEnded,
     Shutdown,
     Start,
     Started,
-    Step,
+    StartFailed,
+    StepOutputs,
     Submit,
+    TimelineReply,
+    TimelineRequest,
     decode_from_engine,
     encode,
 )
+from llaisys.engine.sessions.manager import SessionReply, SessionRequest
+from llaisys.engine.watchdog import EngineWatchdog
 from llaisys.errors import EngineDeadError, LlaisysError
 from llaisys.ipc import Channel, FrameError
 from llaisys.logs import STDERR, LineWriter
 
 RESTARTS_MAX, RESTARTS_WINDOW_S = 3, 600.0
-# A child that was told to end, or said that it ends, and is still there after so many seconds is killed.
+# Seconds until a child that was told to end, or announced its end, is killed.
 END_S = 10.0
-# Of the child's stderr: the last lines that a failed start reports, within the last bytes of it, and the
-# bytes that wait for a reader of our stderr that has stalled. What comes then is dropped: it must not stop
-# the engine.
+# Of the child's stderr: the last lines that a failed start reports, taken from the last LOG_TAIL_BYTES, and
+# the bytes that are queued while the reader of our stderr stalls. Later output is dropped, because it must
+# not stop the engine.
 LOG_LINES, LOG_TAIL_BYTES, LOG_QUEUED_BYTES_MAX = 20, 16 << 10, 256 << 10
-_BOOT = "import sys; sys.path[:] = {}; from llaisys.engine.child import main; main({}, {})"
+_BOOT = "import sys; sys.path[:] = {}; from llaisys.engine.process_main import main; main({}, {})"
 
 log = logging.getLogger(__name__)
 
 
-class Restarts:
-    """At most RESTARTS_MAX within RESTARTS_WINDOW_S: a child that dies again and again is given up."""
+class RestartLimit:
+    """Allows RESTARTS_MAX restarts within RESTARTS_WINDOW_S, so that a child that keeps dying is given up."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._times: deque[float] = deque()
 
-    def take(self) -> bool:
-        """True, and counted, if one more is allowed now."""
+    def allow_restart(self) -> bool:
+        """Return True and count a restart if one more is allowed now."""
         now_s = self._clock()
         while self._times and now_s - self._times[0] >= RESTARTS_WINDOW_S:
             self._times.popleft()
@@ -79,28 +78,28 @@ class Restarts:
 
 
 class ProcessClient(EngineClient):
-    """An engine process and its supervisor, a thread of this one; `deliver` is called on that.
+    """An engine process and its supervisor thread, on which `deliver` is called.
 
-    While the child is down, `error` says so, every submit is refused with it, and what was open has been
-    ended; nothing is run again. It is restarted at once, as often as Restarts allows.
+    While the child is down, `error` says so and `submit` raises it. Open requests have been ended and are
+    not run again. The child is restarted at once, as often as RestartLimit allows.
     """
 
     def __init__(
         self,
         capacity: Capacity,
-        config: Config,
+        config: EngineConfig,
         deliver: Deliver,
         clock: Callable[[], float] = time.monotonic,
         *,
-        grammar_tokens: GrammarTokens | None = None,
-        watch: Watch | None = None,
+        grammar_tokenizer: GrammarTokenizer | None = None,
+        watchdog: EngineWatchdog | None = None,
     ) -> None:
-        """Starts the process and waits until the model is loaded. `watch`: of this process's event loop.
+        """Start the process and wait until the model is loaded. `watchdog`: of this process's event loop.
 
-        Raises what the loading raises, or EngineDeadError, with the exit code and the last lines of its log,
-        if the process died of it.
+        Raises the error of loading the model. If the process died while loading, raises EngineDeadError
+        with the exit code and the last lines of its log.
         """
-        super().__init__(capacity.limits, deliver, watch)
+        super().__init__(capacity.limits, deliver, watchdog)
         self._start = Start(
             version=package_version(),
             settings=capacity.settings,
@@ -109,28 +108,28 @@ class ProcessClient(EngineClient):
             watchdog_window_s=config.watchdog_window_s,
             inbox_max=self._inbox_max,
             log_level=logging.getLogger().getEffectiveLevel(),
-            grammar_tokens=grammar_tokens,
+            grammar_tokenizer=grammar_tokenizer,
         )
-        self._restarts = Restarts(clock)
+        self._restarts = RestartLimit(clock)
         self._closing = threading.Event()
         self._loaded: Future[None] = Future()
-        self._child: _Child | None = None
-        self._log = _Stderr()
+        self._child: _EngineProcess | None = None
+        self._log = _StderrRelay()
         self._thread = threading.Thread(target=self._supervise, name="llaisys-engine-client", daemon=True)
         self._thread.start()
         atexit.register(self._close_at_exit)
         try:
             self._loaded.result()
-            if watch is not None:
-                watch.begin_loop(self._ended)
+            if watchdog is not None:
+                watchdog.start_for_event_loop(self._end_all)
         except BaseException:
             self.close()
             raise
 
     def _stop(self) -> None:
-        if self._watch is not None:
-            self._watch.end()
-        self._closing.set()  # before the look at the child: one that is started now sees it
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        self._closing.set()  # before reading `_child`: a child that is being started then sees it
         if (child := self._child) is not None:
             child.wake()
         if threading.current_thread() is not self._thread:
@@ -139,20 +138,20 @@ class ProcessClient(EngineClient):
     # --- the supervisor's thread ---
 
     def _supervise(self) -> None:
-        """One child after the other. Whatever goes wrong, every open request gets its end."""
+        """Run one child after the other. Whatever goes wrong, every open request is ended."""
         again = True
         while again:
             try:
                 end, again = self._run_child()
-            except BaseException as error:  # nothing may leave the requests without their end
+            except BaseException as error:  # whatever it is, the open requests must be ended
                 log.exception("the engine process cannot be run")
                 end, again = EngineDeadError(f"the engine process cannot be run: {error}"), False
             if self._closing.is_set():
                 end, again = EngineDeadError("shutting down"), False
-            elif again and not self._restarts.take():
+            elif again and not self._restarts.allow_restart():
                 end, again = EngineDeadError(f"{end}; it was restarted {RESTARTS_MAX} times, no more"), False
-            self._ended(end, final=not again)
-            if not self._loaded.done():  # the starter is told, and nobody else waits
+            self._end_all(end, final=not again)
+            if not self._loaded.done():  # only `__init__` waits
                 lines = self._log.last_lines()
                 text = f"{end}; the last lines of its log:\n{lines}" if lines else str(end)
                 self._loaded.set_exception(EngineDeadError(text))
@@ -162,68 +161,68 @@ class ProcessClient(EngineClient):
         self._log.close()
 
     def _run_child(self) -> tuple[EngineDeadError, bool]:
-        """From the start of a child to its death: what it died of, and whether to start another one."""
-        self._child = child = _Child(self._start, self._log)
+        """Run a child until it dies. Return the cause of death, and whether to start another child."""
+        self._child = child = _EngineProcess(self._start, self._log)
         try:
-            return self._attend(child)
+            return self._serve(child)
         finally:
             child.close()
 
-    def _attend(self, child: _Child) -> tuple[EngineDeadError, bool]:
+    def _serve(self, child: _EngineProcess) -> tuple[EngineDeadError, bool]:
         while True:
             if self._closing.is_set():
                 end = EngineDeadError("shutting down")
-                if self._link is not None:  # else it is loading, and hears nothing
-                    self._ended(end)
-                    child.finish()
+                if self._connection is not None:  # else it is loading and reads no messages
+                    self._end_all(end)
+                    child.shut_down()
                 return end, False
             try:
                 messages = [decode_from_engine(raw) for raw in child.receive()]
             except EOFError:
                 return EngineDeadError(f"the engine process {child.exit_text()}"), True
             except (FrameError, msgspec.DecodeError, UnicodeDecodeError) as what:
-                return EngineDeadError(f"the engine process sent no message: {what}"), True
+                return EngineDeadError(f"the engine process sent an invalid message: {what}"), True
             for message in messages:
                 match message:
                     case Started(limits):
-                        self._started(child, limits)
-                    case Refused(error):
-                        return self._refused(error), False
-                    case Step(outputs, stats):
-                        self._step(outputs, stats)
-                    case Answer(answer):
-                        self._answered(answer)
-                    case Recalled() as recalled:
-                        self._recalled(recalled)
-                    case Ended(error):
-                        self._ended(error)
-                        child.finish()
+                        self._connect(child, limits)
+                    case StartFailed(error):
+                        return self._fail_start(error), False
+                    case StepOutputs(outputs, stats):
+                        self._receive_step(outputs, stats)
+                    case SessionReply():
+                        self._receive_session_reply(message)
+                    case TimelineReply():
+                        self._receive_timelines(message)
+                    case EngineEnded(error):
+                        self._end_all(error)
+                        child.shut_down()
                         return error, True
 
-    def _started(self, child: _Child, limits: Limits) -> None:
-        self._bound(limits)
-        self._link = child
+    def _connect(self, child: _EngineProcess, limits: Limits) -> None:
+        self._set_limits(limits)
+        self._connection = child
         self._error = None
         log.info("the engine process is %d", child.pid)
         if not self._loaded.done():
             self._loaded.set_result(None)
 
-    def _refused(self, error: LlaisysError) -> EngineDeadError:
-        """The model cannot be loaded: the starter's error, or, of a restart, the end."""
+    def _fail_start(self, error: LlaisysError) -> EngineDeadError:
+        """Pass the error of a failed load to `__init__`; a failed restart ends the client instead."""
         if not self._loaded.done():
             self._loaded.set_exception(error)
-        return EngineDeadError(f"the model cannot be loaded again: {error}")
+        return EngineDeadError(f"the model could not be loaded after a restart: {error}")
 
 
-class _Child:
-    """One engine process. `send` and `wake` are for any thread, the rest for the supervisor's.
+class _EngineProcess:
+    """One engine process. `send` and `wake` may be called from any thread, the rest only by the supervisor.
 
-    Invariant: the socket and the process belong to each other; a message to a dead child goes nowhere.
-    Messages that the child does not take yet wait in the channel: those of the open requests and calls, at
-    most as many as the engine's inbox holds.
+    Invariant: the socket belongs to this process alone; a message to a dead process is lost. Messages that
+    the process has not read yet are queued in the channel. They belong to open requests and calls, so the
+    engine's inbox size bounds them.
     """
 
-    def __init__(self, start: Start, stderr: _Stderr) -> None:
+    def __init__(self, start: Start, stderr: _StderrRelay) -> None:
         self._stderr = stderr
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours)
@@ -233,29 +232,32 @@ class _Child:
         except BaseException:
             self._channel.close()
             raise
-        stderr.begin()
+        stderr.reset()
         self._channel.watch(self._log_pipe, self._read_log)
         self._channel.send(encode(start))
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         return self._process.pid
 
-    def send(self, message: Submit | Cancel | Ask | Recall) -> None:
-        """Leaves a message for it. Raises TypeError or RejectedError for what has no form on the wire."""
+    def send(self, message: Submit | Cancel | SessionRequest | TimelineRequest) -> None:
+        """Send a message. Raises TypeError or RejectedError for a value that cannot be encoded."""
         self._channel.send(encode(message))
 
     def wake(self) -> None:
-        """Ends the supervisor's wait."""
+        """Make `receive` return early."""
         self._channel.wake()
 
     def receive(self, timeout_s: float | None = None) -> list[bytes]:
-        """Waits, carries out what is to be sent, and returns what came. Raises EOFError at its death."""
+        """Send what is queued; wait for messages and return them.
+
+        Raises EOFError when the process has died.
+        """
         return self._channel.receive(timeout_s)
 
-    def finish(self) -> None:
-        """Tells it to end, and waits for that at most END_S; what it still says is not heard."""
+    def shut_down(self) -> None:
+        """Tell the process to end, and wait for that up to END_S seconds. Its later messages are dropped."""
         self._channel.send(encode(Shutdown()))
         until_s = time.monotonic() + END_S
         try:
@@ -266,25 +268,25 @@ class _Child:
         log.warning("the engine process %d did not end within %.0f s and is killed", self.pid, END_S)
 
     def exit_text(self) -> str:
-        """How it ended. It is over now, but for a process that has closed its socket and goes on."""
+        """Describe how the process ended. It may have closed its socket and still be running."""
         try:
             code = self._process.wait(END_S)
         except subprocess.TimeoutExpired:
             return f"closed its socket and did not end within {END_S:.0f} s"
-        return f"has died of {signal.Signals(-code).name}" if code < 0 else f"has ended with exit code {code}"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def close(self) -> None:
-        """Kills it if it still lives, passes on the rest of its log, and frees everything."""
+        """Kill the process if it is still running, pass on the rest of its log, and release everything."""
         self._process.kill()
         self._process.wait()
         while self._log_pipe >= 0 and self._read_log():
             pass
         self._channel.close()
-        if self._log_pipe >= 0:  # a process of its own holds the other end
+        if self._log_pipe >= 0:  # a child of the process holds the other end
             os.close(self._log_pipe)
 
     def _read_log(self) -> bool:
-        """Passes on what is there of its stderr; False if nothing is."""
+        """Pass on the available stderr output; return False if there is none."""
         try:
             text = os.read(self._log_pipe, LOG_TAIL_BYTES)
         except BlockingIOError:
@@ -297,35 +299,36 @@ class _Child:
         return text != b""
 
 
-class _Stderr:
-    """Passes the children's stderr on to ours, whose reader may stall, and keeps the last lines of the
-    newest."""
+class _StderrRelay:
+    """Relays the children's stderr to ours, whose reader may stall, and keeps the newest child's last
+    lines."""
 
     def __init__(self) -> None:
         self._tail = b""
         self._writer = LineWriter(STDERR, LOG_QUEUED_BYTES_MAX)
 
-    def begin(self) -> None:
-        """A new child: the last lines are its own."""
+    def reset(self) -> None:
+        """Forget the last lines: a new child starts."""
         self._tail = b""
 
     def write(self, text: bytes) -> None:
-        """Never waits."""
+        """Relay some output. Never waits."""
         self._tail = (self._tail + text)[-LOG_TAIL_BYTES:]
         self._writer.write_raw(text)
 
     def last_lines(self) -> str:
-        """The newest lines of the newest child, LOG_LINES at most."""
+        """Return the last lines of the newest child, up to LOG_LINES."""
         lines = self._tail.decode("utf-8", "replace").splitlines()
         return "\n".join(lines[-LOG_LINES:])
 
     def close(self) -> None:
-        """Returns when all is passed on, or our reader has stalled for a second."""
+        """Wait until everything is relayed, or our reader has stalled for a second."""
         self._writer.close()
 
 
 def _spawn(theirs: socket.socket) -> tuple[subprocess.Popen[bytes], int]:
-    """The process, with its end of the socket pair, and the pipe of its stderr, which never waits."""
+    """Start the process with its end of the socket pair; return it and the non-blocking pipe of its
+    stderr."""
     log_pipe, stderr = os.pipe()
     try:
         os.set_blocking(log_pipe, False)
@@ -334,7 +337,7 @@ def _spawn(theirs: socket.socket) -> tuple[subprocess.Popen[bytes], int]:
             stdin=subprocess.DEVNULL,
             stderr=stderr,
             pass_fds=(theirs.fileno(),),
-            start_new_session=True,  # Ctrl-C is the parent's
+            start_new_session=True,  # the parent handles Ctrl-C
         )
     except BaseException:
         os.close(log_pipe)

@@ -1,4 +1,4 @@
-"""A request inside the engine: its states, every legal move between them, and its tokens. Pure."""
+"""A request inside the engine: its states, every legal transition, and its tokens. Pure."""
 
 from __future__ import annotations
 
@@ -6,32 +6,34 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
-from llaisys.engine.outputs import TokenLogprobs
+from llaisys.engine.engine_output import TokenLogprobs
 from llaisys.errors import LlaisysError, RequestTimeoutError
-from llaisys.types import FinishReason, Pooling, RequestId, SamplingParams
+from llaisys.model_info import Pooling
+from llaisys.outputs import FinishReason, RequestId
+from llaisys.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from llaisys.engine.pooling import Pool
-    from llaisys.engine.prefix import Lock
+    from llaisys.engine.prefix_cache import Pin
 
-# A request that was preempted so often is admitted again only with its worst case set aside, and stays.
+# A request preempted this many times is admitted again only with its worst case reserved, and not preempted.
 PREEMPTIONS_MAX = 3
 
 _MASK64 = (1 << 64) - 1
 
 
 class BrokenInvariant(AssertionError):
-    """The engine's own books are wrong: a bug, which ends the engine."""
+    """The engine's own state is inconsistent: a bug, which ends the engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
     """What a client submits. Times are of the engine's monotonic clock, in seconds.
 
-    - `priority`: lower goes first. `client_id`: whom the fair share is counted for.
+    - `priority`: lower goes first. `client_id`: the client that fair scheduling counts it for.
     - `deadline_s`: from then on the request ends with TIMEOUT, waiting or running.
     - `cache_salt`: requests share cached prefixes only with requests of the same salt.
     - `bad_word_ids`: the token sequences of `params.bad_words`.
@@ -58,19 +60,19 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Holds nothing native: no sequence id, no cells."""
+    """Holds no sequence id and no cells."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingForRemoteKvs:
-    """Its session's KV is being restored. Outside the queue: it blocks nobody. Holds nothing native."""
+    """Its session's KV is being restored. It is outside the queue and holds no sequence id and no cells."""
 
     session_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """Holds a leased sequence id of the core, whose cells lie in the arena `stream`."""
+    """Holds a sequence id of the core; its cells are in the KV stream `stream`."""
 
     seq_id: int
     stream: int = 0
@@ -78,12 +80,12 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """Gave its place up and waits again. Has its tokens, and nothing native."""
+    """Waiting again; keeps its token ids, holds no sequence id and no cells."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Over, for good. `error` is set with the reasons TIMEOUT and ERROR."""
+    """Ended. `error` is set with the reasons TIMEOUT and ERROR."""
 
     reason: FinishReason
     stop_reason: int | None = None
@@ -98,7 +100,7 @@ State: TypeAlias = Waiting | WaitingForRemoteKvs | Running | Preempted | Finishe
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The scheduler let it in, and the core lent `seq_id` in the arena `stream`."""
+    """The scheduler admitted it, and it acquired `seq_id` in the KV stream `stream`."""
 
     seq_id: int
     stream: int = 0
@@ -106,17 +108,17 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Displaced:
-    """Others need its cells."""
+    """Other requests need its cells."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """Its session's KV is there."""
+    """Its session's KV is restored."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreFailed:
-    """Its session's KV cannot be had."""
+    """Its session's KV cannot be restored."""
 
     error: LlaisysError
 
@@ -131,7 +133,7 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The client went away or asked for the end."""
+    """The client disconnected or cancelled it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,7 @@ class Expired:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The core refused or spoilt this request's rows."""
+    """The core rejected this request's rows, or their result is invalid."""
 
     error: LlaisysError
 
@@ -152,9 +154,9 @@ Event: TypeAlias = Admitted | Displaced | Restored | RestoreFailed | Completed |
 
 
 def advance(state: State, event: Event) -> State:
-    """The state after an event; every pair is answered.
+    """Return the state after an event.
 
-    Raises BrokenInvariant for a pair that cannot happen.
+    Raises BrokenInvariant for a pair that is not legal.
     """
     match state, event:
         case ((Waiting() | Preempted()), Admitted(seq_id, stream)):
@@ -174,13 +176,14 @@ def advance(state: State, event: Event) -> State:
             return Finished(FinishReason.TIMEOUT, error=error)
         case ((Waiting() | Running() | Preempted()), Failed(error)):
             return Finished(FinishReason.ERROR, error=error)
-        case Finished(), Cancelled():  # a hang-up after the end: expected
+        case Finished(), Cancelled():  # a disconnect after the end is expected
             return state
     raise BrokenInvariant(f"{event!r} cannot happen in {state!r}")
 
 
 def derive_seed(engine_seed: int, ordinal: int) -> int:
-    """64 bits for the `ordinal`th request, if it brings no seed. Source: SplitMix64 (Steele et al. 2014)."""
+    """Return 64 bits as the default seed of the `ordinal`th request. Source: SplitMix64 (Steele et al.
+    2014)."""
     z = (engine_seed + (ordinal + 1) * 0x9E3779B97F4A7C15) & _MASK64
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -189,20 +192,21 @@ def derive_seed(engine_seed: int, ordinal: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """The engine's record of one choice of a request; the engine thread owns it, the scheduler only reads it.
+    """The engine's record of one choice of a request. The engine thread owns it; the scheduler only reads it.
 
-    - `ordinal`: place in the order of arrival, and its name inside the engine. `index`: which choice it is.
-    - `seed`: 64 bits, of its draws. `leader`: the choice whose prompt it waits for and shares; None: itself.
-    - `token_limit`: prompt and answer at most; also the cells that it may need at worst.
-    - `token_ids`: prompt and answer so far. `num_computed`: how many of them have their K/V in the cells.
-    - `num_shared`: how many of the computed ones lie in cells that the prefix cache or a sibling holds too.
-    - `num_reclaimed`: so many of the first computed ones have given their cells back: no later row sees them.
-      If any has, none is shared. `window_cells`: the most that it owns at once for that; None: no bound.
-    - `num_cached`: prompt tokens that its first admission found computed; None before. `queued_s`: seconds
-      from its arrival until then.
-    - `prompt_logprobs`: of the prompt's tokens from the second on, as far as known; of a leader only.
-    - `pool`: what it has pooled, if it is for an embedding; kept when it is preempted.
-    - `last_step`: the last step that computed something of it. `lock`: its pinned path, while it runs.
+    - `ordinal`: order of arrival, and its name inside the engine. `index`: which choice it is.
+    - `seed`: 64 bits, for sampling. `leader`: the choice that computes the prompt for it; None: itself.
+    - `token_limit`: maximum tokens of prompt and output, which is also its worst case in cells.
+    - `token_ids`: prompt and output so far. `num_computed`: how many of them have K and V in cells.
+    - `num_shared`: how many of the computed ones are in cells shared with the prefix cache or a sibling.
+    - `num_reclaimed`: how many of the first computed ones have no cell any more, since no later row sees
+      them. If any has none, none is shared. `window_cells`: the bound on its own cells that follows; None: no
+      bound.
+    - `num_cached`: prompt tokens that were computed already at its first admission; None before. `queued_s`:
+      seconds from its arrival until then.
+    - `prompt_logprobs`: of the prompt's tokens from the second on, as far as computed; of a leader only.
+    - `pool`: pooled hidden states of an embedding request; kept when it is preempted.
+    - `last_step`: the last step that computed a token of it. `pin`: its pinned path while it runs.
 
     Invariant: `num_computed < len(token_ids) <= token_limit` until it is finished; 0 unless it runs.
     """
@@ -221,7 +225,7 @@ class Request:
     queued_s: float = 0.0
     num_preempted: int = 0
     last_step: int = -1
-    lock: Lock | None = None
+    pin: Pin | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     pool: Pool | None = None
     state: State = field(default_factory=Waiting)
@@ -235,8 +239,22 @@ class Request:
 
     @property
     def request_id(self) -> RequestId:
-        """The client's name for it."""
+        """The id that the client gave."""
         return self.source.request_id
+
+    @property
+    def seq_id(self) -> int:
+        """The sequence id of a running request; raises BrokenInvariant in any other state."""
+        if not isinstance(self.state, Running):
+            raise BrokenInvariant(f"a request in state {self.state!r} has no sequence id")
+        return self.state.seq_id
+
+    @property
+    def stream(self) -> int:
+        """The KV stream of a running request; raises BrokenInvariant in any other state."""
+        if not isinstance(self.state, Running):
+            raise BrokenInvariant(f"a request in state {self.state!r} has no KV stream")
+        return self.state.stream
 
     @property
     def num_prompt(self) -> int:
@@ -250,23 +268,25 @@ class Request:
 
     @property
     def num_own(self) -> int:
-        """Cells that it holds alone."""
+        """Cells that only this request uses."""
         return self.num_computed - self.num_shared - self.num_reclaimed
 
     @property
     def num_output(self) -> int:
-        """Tokens of the answer so far."""
+        """Output tokens so far."""
         return len(self.token_ids) - len(self.source.prompt_token_ids)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """True if its prompt's tokens are to be scored: the choices of a request share them."""
+        """True if it computes prompt logprobs, which the choices of a request share."""
         return self.leader is None and self.source.params.prompt_logprobs is not None
 
     @property
     def num_reusable(self) -> int:
-        """Leading tokens that need not be computed anew if they are cached: all but the last, whose logits
-        are wanted; while the prompt is being scored or pooled, those whose rows have given what they are for.
+        """Leading tokens that need not be computed again if they are cached.
+
+        All but the last, whose logits are needed. While prompt logprobs or an embedding are being computed,
+        only those whose rows have been scored or pooled.
         """
         if self.pool is not None:
             return self.pool.num_reusable
@@ -276,24 +296,25 @@ class Request:
         return len(self.token_ids) - 1
 
     def rows_to_score(self, start: int, end: int) -> range:
-        """Of the positions `start <= p < end` those whose row is to score the prompt token after it."""
+        """Return the positions in `start <= p < end` whose rows score the prompt token after them."""
         if not self.wants_prompt_logprobs:
             return range(0)
         return range(max(start, len(self.prompt_logprobs)), min(end, self.num_prompt - 1))
 
     def add_hidden(self, hidden: NDArray[np.float32]) -> None:
-        """Pools the final hidden states `[n, d_model]` of rows that were asked for them."""
+        """Pool the final hidden states `[n, d_model]` of output rows."""
         if self.pool is None:
             raise BrokenInvariant(f"request {self.ordinal} has hidden states and no pool")
         self.pool.add(hidden)
 
     @property
-    def is_secured(self) -> bool:
-        """True if it has its worst case set aside while it runs, and is preempted no more."""
+    def worst_case_reserved(self) -> bool:
+        """True if its worst case in cells is reserved while it runs; it is not preempted again."""
         return self.num_preempted >= PREEMPTIONS_MAX
 
-    def append(self, token_id: int) -> Completed | None:
-        """Adds a sampled token; what it ends, if anything. An eos or stop id belongs to the answer's ids."""
+    def append_token(self, token_id: int) -> Completed | None:
+        """Append a sampled token; return the event if it ends the request. An eos or stop id is part of the
+        output."""
         self.token_ids.append(token_id)
         if token_id in self.stop_ids:
             source = self.source

@@ -1,67 +1,381 @@
-"""Who runs in the next step, and with how many tokens. Pure: a view in, a plan out; no clock, no I/O.
+"""Which requests run in the next step, and with how many tokens. Pure: no clock, no I/O.
 
-There is no prefill phase and no decode phase: a request has computed some of its tokens, and a step lets it
-catch up under a token budget. Requests that miss one token (decoding) come first, so that a long prompt never
-holds up an answer that is being given; what is left of the budget goes to prompts, in chunks.
+There is no prefill phase and no decode phase: a step lets each request catch up within a token budget.
+Decoding requests (one token missing) come first, so a long prompt never delays tokens that are being
+generated. The rest of the budget goes to prompts, in chunks. `request_queue` has the order,
+`kv_cache_planner` the cells.
 
-The rules are in `fairness` (order), `budget` (tokens and seats) and `cells` (room); this file puts them
-together:
-
-- The next in order is never overtaken in the queue, so nobody starves: it waits for capacity alone.
-- Who lacks a cell has the last in queue order preempted. The first in queue order among the running, and who
-  was preempted `PREEMPTIONS_MAX` times, are never preempted; where nobody can be, a request sits the step
-  out.
-- With several configured clients (`client_shares`), a request of a client that runs fewer than its share goes
-  before those of clients that do not, and is admitted at once: the newest request above its client's share is
-  preempted for it, one in a step. Requests above a share are also the first to be preempted for cells.
-- Somebody always gets on: the first in queue order finds every cell that is not set aside once the others are
-  preempted, and who has cells set aside uses them.
-- Zero-running lemma: nothing running and something waiting means that the next in order is admitted, because
-  every cell is free or can be evicted, and `limits.token_limit` let in only what fits one arena.
+- The next waiting request in order is never overtaken, so no request starves: it waits for capacity alone.
+- When a request lacks a cell, the scheduler preempts the last running one in order. The first one and
+  worst-case-reserved requests are never preempted; if no other is left, the request skips the step.
+- With several configured clients, a request of a client that runs less than its share is admitted at once:
+  the newest request above its client's share is preempted for it, one per step. Requests above a share are
+  also the first to be preempted for cells.
+- Progress guarantee: the first request in order gets every cell that is not reserved once the others are
+  preempted, and a worst-case-reserved request uses its reserved cells.
+- If nothing runs and a request waits, the next in order is admitted: every cell is free or evictable, and
+  `limits.token_limit` accepts only requests that fit one KV stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
-from llaisys.engine.budget import PrefillBudget, sit
-from llaisys.engine.cells import Admission, Place, Room, stream_of
 from llaisys.engine.client_shares import ABOVE_IDS, ClientShares
-from llaisys.engine.fairness import FairState, Turns, queue_key
+from llaisys.engine.kv_cache_planner import KvCachePlanner, Placement
 from llaisys.engine.limits import Limits
-from llaisys.engine.plan import Admit, Plan, PlannedChunk, View
+from llaisys.engine.prefix_cache import PrefixCache
 from llaisys.engine.request import Request
+from llaisys.engine.request_queue import DeficitRoundRobin, RoundRobinState, WaitingQueue, queue_key
+
+# Weight of the newest observation in the running means of `StepSpeed`.
+_NEWEST_WEIGHT = 0.2
+# Prompt tokens that a step computes however slow the machine is, so that every prompt ends.
+PREFILL_TOKENS_MIN = 16
 
 
-def plan(view: View, now_s: float) -> Plan:
-    """The next step. Equal views and times give equal plans; nothing is changed."""
-    limits = view.limits
-    scanned = now_s - view.last_scan_s >= limits.timeout_scan_s
-    cleaned = now_s - view.last_cleanup_s >= limits.kv_cleanup_interval_s
-    draft = _Draft(view)
-    if scanned:
-        draft.expire(now_s)
-    draft.share(now_s)
-    draft.seat()
-    draft.give_tokens(now_s)
-    return Plan(
-        expire=tuple(r.ordinal for r in draft.expired),
-        preempt=tuple(r.ordinal for r in (*draft.displaced, *draft.preempted)),
-        n_free_wanted=draft.n_free_wanted(cleaned=cleaned),
-        admit=tuple(draft.admitted),
-        decode=tuple([r.ordinal for r in draft.decoding]),
-        chunks=tuple(share.chunk() for share in draft.shares if share.n_tokens),
-        short=tuple(r.ordinal for r in draft.short),
-        lacks_cells=bool(draft.preempted or draft.short or draft.lacks_cells),
-        fair=draft.fair,
-        scanned=scanned,
-        cleaned=cleaned,
-    )
+@dataclass(frozen=True, slots=True)
+class StepSpeed:
+    """Measured seconds of a step without prompt tokens, and seconds that each prompt token adds.
+
+    None before the first observation. Running means: a single slow step does not stop prompts.
+    """
+
+    step_s: float | None = None
+    prefill_token_s: float | None = None
+
+    def observe(self, seconds: float, n_prefill: int) -> StepSpeed:
+        """Return the speed after a step that took `seconds` and computed `n_prefill` prompt tokens."""
+
+        def mean(old: float | None, new: float) -> float:
+            return new if old is None else old + _NEWEST_WEIGHT * (new - old)
+
+        if n_prefill == 0:
+            return StepSpeed(mean(self.step_s, seconds), self.prefill_token_s)
+        each = max(0.0, seconds - (self.step_s or 0.0)) / n_prefill
+        return StepSpeed(self.step_s, mean(self.prefill_token_s, each))
+
+    def longest_s(self, n_prefill: int) -> float:
+        """Return the predicted seconds of a step with `n_prefill` prompt tokens; 0 before any observation."""
+        return (self.step_s or 0.0) + (self.prefill_token_s or 0.0) * n_prefill
+
+    def prefill_tokens(self, limit_s: float, most: int) -> int:
+        """Return how many prompt tokens, up to `most`, a step of `limit_s` seconds has time for."""
+        left_s = limit_s - (self.step_s or 0.0)
+        if self.prefill_token_s is None or self.prefill_token_s * most <= left_s:
+            return most  # also avoids dividing by a tiny number
+        n_tokens = int(left_s / self.prefill_token_s) if left_s > 0 else 0
+        return min(most, max(PREFILL_TOKENS_MIN, n_tokens))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerView:
+    """The engine's state as the scheduler reads it.
+
+    - `running`: in `queue_key` order. `parked`: open requests that wait for something other than capacity.
+    - `n_free`: free cells by KV stream. `prefix_cache`: None if prefix caching is off.
+    - `round_robin`, `speed`: state that the last step left. `last_deadline_scan_s`, `last_cleanup_s`: when
+      the deadlines and the prefix cache's size were last checked.
+    """
+
+    now_s: float
+    waiting: WaitingQueue
+    running: Sequence[Request]
+    limits: Limits
+    n_free: tuple[int, ...]
+    parked: Sequence[Request] = ()
+    prefix_cache: PrefixCache | None = None
+    round_robin: RoundRobinState = field(default_factory=RoundRobinState)
+    speed: StepSpeed = field(default_factory=StepSpeed)
+    last_deadline_scan_s: float = float("-inf")
+    last_cleanup_s: float = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A waiting request gets a sequence in the KV stream `stream`, with its first `n_cached` tokens computed.
+
+    They are linked or copied from the stream `source`: from the sibling `fork`, otherwise from the prefix
+    cache.
+    """
+
+    ordinal: int
+    stream: int = 0
+    n_cached: int = 0
+    source: int = 0
+    fork: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledChunk:
+    """Tokens `start <= i < start + n_tokens` of a request. `samples`: the last row samples the next token."""
+
+    ordinal: int
+    start: int
+    n_tokens: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step, in this order: end `expire`, preempt `preempt`, pin the prefixes of `admit`, evict until
+    `n_free_wanted` cells are free in each KV stream (as far as cells are evictable), start `admit`, then
+    compute one token for each of `decode`, and `chunks`, in one batch.
+
+    Requests are named by their ordinals. `without_cells`: running requests, or the next in the queue, that
+    found no cells. `lacks_cells`: with more cells there would be fewer preemptions or fewer requests without
+    cells. `round_robin`: for the next view. `scanned_deadlines`, `cleaned_cache`: which periodic checks this
+    step makes.
+
+    Invariants: tokens sum to at most `max_num_batched_tokens` and requests to at most `max_batch_size`; each
+    request is in at most one of `expire`, `preempt` and (once) `decode` or `chunks`; an admitted one has a
+    chunk.
+    """
+
+    expire: tuple[int, ...] = ()
+    preempt: tuple[int, ...] = ()
+    n_free_wanted: tuple[int, ...] = ()
+    admit: tuple[Admission, ...] = ()
+    decode: tuple[int, ...] = ()
+    chunks: tuple[ScheduledChunk, ...] = ()
+    without_cells: tuple[int, ...] = ()
+    lacks_cells: bool = False
+    round_robin: RoundRobinState = field(default_factory=RoundRobinState)
+    scanned_deadlines: bool = False
+    cleaned_cache: bool = False
+
+
+class Scheduler:
+    """Plans one step after another. It has no state: equal views give equal plans."""
+
+    def schedule(self, view: SchedulerView) -> SchedulerOutput:
+        """Plan the next step; the view does not change."""
+        step = _Step(view)
+        step.expire()
+        step.preempt_for_client_shares()
+        step.schedule_running()
+        step.schedule_prompts()
+        return step.output()
+
+
+class _Step:
+    """One plan in the making; `Scheduler.schedule` calls its methods in order."""
+
+    def __init__(self, view: SchedulerView) -> None:
+        self._view = view
+        self._limits = limits = view.limits
+        self._scans_deadlines = view.now_s - view.last_deadline_scan_s >= limits.timeout_scan_s
+        self._cleans_cache = view.now_s - view.last_cleanup_s >= limits.kv_cleanup_interval_s
+        self._cells = KvCachePlanner(view.n_free, view.prefix_cache, view.running)
+        self._running = list(view.running)
+        self._waiting = view.waiting
+        self._round_robin = view.round_robin
+        self._expired: list[Request] = []
+        self._preempted_for_shares: list[Request] = []
+        self._preempted_for_cells: list[Request] = []
+        self._lacks_cells = False
+        self._decoding: list[Request] = []
+        self._prompts: list[Request] = []
+        self._prefills: list[_Prefill] = []
+        self._admitted: list[Admission] = []
+        self._without_cells: list[Request] = []
+
+    def output(self) -> SchedulerOutput:
+        preempted = (*self._preempted_for_shares, *self._preempted_for_cells)
+        # A clean-up evicts down to the eviction threshold, even if this step needs fewer cells.
+        kept_free = self._limits.n_cells_kept_free if self._cleans_cache else 0
+        return SchedulerOutput(
+            expire=tuple(r.ordinal for r in self._expired),
+            preempt=tuple(r.ordinal for r in preempted),
+            n_free_wanted=tuple(max(kept_free, allocated) for allocated in self._cells.allocated),
+            admit=tuple(self._admitted),
+            decode=tuple([r.ordinal for r in self._decoding]),
+            chunks=tuple(prefill.chunk() for prefill in self._prefills if prefill.n_tokens),
+            without_cells=tuple(r.ordinal for r in self._without_cells),
+            lacks_cells=bool(self._preempted_for_cells or self._without_cells or self._lacks_cells),
+            round_robin=self._round_robin,
+            scanned_deadlines=self._scans_deadlines,
+            cleaned_cache=self._cleans_cache,
+        )
+
+    def expire(self) -> None:
+        """Select the requests whose deadline has passed; cells of running ones are free at once."""
+        if not self._scans_deadlines:
+            return
+        now_s = self._view.now_s
+        waiting = self._waiting.past_deadline(now_s)
+        running = [r for r in self._running if r.source.deadline_s <= now_s]
+        self._expired = [*waiting, *(r for r in self._view.parked if r.source.deadline_s <= now_s), *running]
+        for request in running:
+            self._cells.free(request)
+            self._running.remove(request)
+        if waiting:
+            self._waiting = self._waiting.without(waiting)
+
+    def preempt_for_client_shares(self) -> None:
+        """If the next request's client runs less than its share, preempt what this request needs to start: a
+        sequence id and cells. Preempt nothing if that would not suffice."""
+        running = self._running
+        self._shares = shares = ClientShares(self._limits, running, self._waiting)
+        if not (shares.is_contended and self._waiting):
+            return
+        head = next_to_admit(self._new_round_robin(), shares)
+        if head is None or not shares.is_below(head):
+            return
+        candidates = shares.preemptible(head)
+        n_needed = 0
+        if len(running) >= self._limits.max_num_seqs:
+            if not candidates or shares.level(candidates[0]) != ABOVE_IDS:
+                return
+            n_needed = 1
+        if not self._fits_without(candidates[:n_needed], head):
+            if not self._fits_without(candidates, head):
+                return
+            self._lacks_cells = True
+            while not self._fits_without(candidates[:n_needed], head):
+                n_needed += 1
+        self._preempted_for_shares = preempted = candidates[:n_needed]
+        self._running = [r for r in running if r not in preempted]
+        for request in preempted:
+            self._cells.free(request)
+        shares.preempt(preempted)
+
+    def schedule_running(self) -> None:
+        """Give running requests a batch slot and a cell for the next token; preempt for missing cells."""
+        chosen = select_batch(self._running, self._limits.n_batch_slots)
+        if not self._cells.allocate_one_each(chosen):
+            n_chosen, chosen = len(chosen), self._allocate_or_preempt(chosen)
+            if not chosen and n_chosen < len(self._running):
+                # Requests outside the batch hold all cells. Those that can always continue get the slots.
+                self._without_cells.clear()
+                reserved_first = sorted(self._shares.order, key=lambda r: not r.worst_case_reserved)
+                chosen = [r for r in self._running if r in reserved_first[:n_chosen]]
+                chosen = self._allocate_or_preempt(chosen)
+        self._decoding = [r for r in chosen if len(r.token_ids) - r.num_computed == 1]
+        if len(self._decoding) < len(chosen):
+            self._prompts = [r for r in chosen if r.num_missing > 1]
+
+    def schedule_prompts(self) -> None:
+        """Divide the budget's prompt tokens by priority among running prompts and newly admitted ones. A
+        second pass gives what is left to those that the first pass cut short."""
+        candidates, n_prompts = None, len(self._prompts)
+        n_ids = self._limits.max_num_seqs - len(self._running)
+        if self._waiting and n_ids > 0 and not self._preempted_for_cells:
+            candidates = _AdmissionCandidates(self._new_round_robin(), self._shares, self._cells, n_ids)
+            self._keep_a_batch_slot(candidates)
+            n_prompts = len(self._prompts) + len(self._waiting)
+        elif not self._prompts:
+            return
+        n_clients = self._n_prefilling_clients() if self._shares.is_contended else 1
+        budget = PrefillBudget(self._limits, self._view.speed, self._decoding, n_clients)
+        for prefill in self._prompts_by_priority(candidates, budget):
+            self._grant_tokens(prefill, budget, all_served=n_prompts == 1)
+            self._prefills.append(prefill)
+        for prefill in self._prefills:
+            self._grant_tokens(prefill, budget, all_served=True)
+        if candidates is not None:
+            self._round_robin = candidates.round_robin.state()
+            self._without_cells += candidates.without_cells
+
+    # --- client shares ---
+
+    def _fits_without(self, preempted: Sequence[Request], head: Request) -> bool:
+        """Return True if a waiting request finds cells once these running ones are preempted."""
+        return self._cells.without(preempted).can_admit(head) is not None
+
+    def _new_round_robin(self) -> DeficitRoundRobin:
+        overdue_before_s = self._view.now_s - self._limits.max_queue_wait_s
+        quantum = self._limits.max_num_batched_tokens
+        return DeficitRoundRobin(self._waiting, self._view.round_robin, quantum, overdue_before_s)
+
+    # --- running requests ---
+
+    def _allocate_or_preempt(self, chosen: list[Request]) -> list[Request]:
+        """Return those that got a cell, in order of the shares; the last ones are preempted until there is
+        one."""
+        served, wanted = [], set(chosen)
+        for request in self._shares.order:
+            if request not in wanted or request in self._preempted_for_cells:
+                continue
+            stream = request.stream
+            while self._cells.available(request, stream) < 1:
+                victim = self._victim(request, stream)
+                if victim is None:
+                    self._without_cells.append(request)
+                    break
+                self._cells.free(victim)
+                self._preempted_for_cells.append(victim)
+            else:
+                self._cells.allocate(request, stream, 1)
+                served.append(request)
+        return sorted(served, key=queue_key)
+
+    def _victim(self, request: Request, stream: int) -> Request | None:
+        """Return the last preemptible request after `request` in its stream; never the first of all."""
+        for other in reversed(self._shares.order[1:]):
+            if other is request:
+                return None
+            is_preemptible = not other.worst_case_reserved and other not in self._preempted_for_cells
+            if is_preemptible and other.stream == stream:
+                return other
+        return None
+
+    # --- prompts ---
+
+    def _n_prefilling_clients(self) -> int:
+        """Return how many clients have prompts to compute or requests that wait."""
+        waiting = {client for _, client in self._waiting.client_queues}
+        return len(waiting | {r.source.client_id for r in self._prompts})
+
+    def _keep_a_batch_slot(self, candidates: _AdmissionCandidates) -> None:
+        """If all slots are taken and a request can be admitted, the most recently served one leaves its
+        slot."""
+        chosen = [*self._decoding, *self._prompts]
+        if len(chosen) < self._limits.n_batch_slots or candidates.peek() is None:
+            return
+        newest = max(reversed(chosen), key=lambda r: r.last_step)
+        (self._prompts if newest.num_missing > 1 else self._decoding).remove(newest)
+        self._cells.allocate(newest, newest.stream, -1)
+
+    def _prompts_by_priority(
+        self, candidates: _AdmissionCandidates | None, budget: PrefillBudget
+    ) -> Iterator[_Prefill]:
+        """Yield running prompts, and admit waiting ones, by priority; of equal ones the running ones
+        first."""
+        running = iter(self._prompts)
+        mine = next(running, None)
+        n_slots = self._limits.n_batch_slots - len(self._decoding) - len(self._prompts)
+        while True:
+            head = None if candidates is None or not n_slots else candidates.peek_within(budget)
+            if mine is not None and (head is None or mine.source.priority <= head.source.priority):
+                self._cells.allocate(mine, mine.stream, -1)  # the cell that came with its batch slot
+                yield _Prefill(mine, mine.num_computed, mine.stream)
+                mine = next(running, None)
+            elif head is not None and candidates is not None:
+                n_slots -= 1
+                yield self._admit(head, candidates.admit(head))
+            else:
+                return
+
+    def _admit(self, request: Request, placement: Placement) -> _Prefill:
+        stream, n_cached, source = placement.stream, placement.n_cached, placement.source
+        fork = None if placement.fork is None else placement.fork.ordinal
+        self._admitted.append(Admission(request.ordinal, stream, n_cached, source, fork))
+        return _Prefill(request, n_cached, stream)
+
+    def _grant_tokens(self, prefill: _Prefill, budget: PrefillBudget, *, all_served: bool) -> None:
+        """Add as many tokens as the prompt misses and as cells and budget allow."""
+        n_cells = self._cells.available(prefill.request, prefill.stream)
+        n_wanted = min(prefill.n_missing, n_cells)
+        n_tokens = budget.grant(prefill.request, n_wanted, prefill.n_tokens, all_served=all_served)
+        self._cells.allocate(prefill.request, prefill.stream, n_tokens)
+        prefill.n_tokens += n_tokens
 
 
 @dataclass(slots=True)
-class _Share:
+class _Prefill:
     """What one prompt gets of the step: `n_tokens` from `start` on."""
 
     request: Request
@@ -73,259 +387,114 @@ class _Share:
     def n_missing(self) -> int:
         return len(self.request.token_ids) - self.start - self.n_tokens
 
-    def chunk(self) -> PlannedChunk:
-        return PlannedChunk(self.request.ordinal, self.start, self.n_tokens, self.n_missing == 0)
+    def chunk(self) -> ScheduledChunk:
+        return ScheduledChunk(self.request.ordinal, self.start, self.n_tokens, self.n_missing == 0)
 
 
-class _Door:
-    """Lets waiting requests in, in their order, while there are ids and cells for the next one."""
+class _AdmissionCandidates:
+    """The waiting requests in the order of their admission, while ids and cells suffice for the next one."""
 
-    def __init__(self, turns: Turns, shares: ClientShares, admission: Admission, limits: Limits) -> None:
-        self._turns = turns
+    def __init__(
+        self, round_robin: DeficitRoundRobin, shares: ClientShares, cells: KvCachePlanner, n_ids: int
+    ) -> None:
+        self.round_robin = round_robin
         self._shares = shares
-        self._admission = admission
-        self._n_ids = limits.max_num_seqs - admission.n_running
+        self._cells = cells
+        self._n_ids = n_ids
         self._head: Request | None = None
-        self._place: Place | None = None
-        # The head, if there is no room for it.
-        self.lacks_cells: list[Request] = []
+        self._placement: Placement | None = None
+        # The head, if its cells are not there.
+        self.without_cells: list[Request] = []
 
-    @property
-    def fair(self) -> FairState:
-        """Where the turns stand."""
-        return self._turns.state()
-
-    def head(self) -> Request | None:
-        """Who goes in next; None if nobody can: the next in order is never overtaken."""
-        head = next_in_order(self._turns, self._shares) if self._n_ids else None
+    def peek(self) -> Request | None:
+        """Return the request to admit next; None if it cannot start now, since it is never overtaken."""
+        head = next_to_admit(self.round_robin, self._shares) if self._n_ids else None
         if head is not self._head:
-            self._head, self._place = head, None if head is None else self._admission.place(head)
-            self.lacks_cells = [] if head is None or self._place is not None else [head]
-        return None if self._place is None else head
+            self._head, self._placement = head, None if head is None else self._cells.can_admit(head)
+            self.without_cells = [] if head is None or self._placement is not None else [head]
+        return None if self._placement is None else head
 
-    def pass_over(self, request: Request) -> None:
-        """The head's client has had its share of this step."""
-        self._turns.leave(request)
+    def peek_within(self, budget: PrefillBudget) -> Request | None:
+        """Return the next request of a client that has tokens left in this step; skip the other clients."""
+        while budget.left:
+            head = self.peek()
+            if head is None or budget.left_of_client(head) > 0:
+                return head
+            self.round_robin.skip_client(head)
+        return None
 
-    def admit(self, request: Request) -> Place:
-        """The head goes in."""
-        if self._place is None:
-            raise ValueError("the head has no place")
+    def admit(self, request: Request) -> Placement:
+        """Admit the request that `peek` returned."""
+        if self._placement is None:
+            raise ValueError("the next request has no placement")
         self._n_ids -= 1
-        self._admission.take(request, self._place)
+        self._cells.admit(request, self._placement)
         self._shares.admit(request)
-        self._turns.take(request, len(request.token_ids) - self._place.n_cached)
-        return self._place
+        self.round_robin.pop(request, len(request.token_ids) - self._placement.n_cached)
+        return self._placement
 
 
-def next_in_order(turns: Turns, shares: ClientShares) -> Request | None:
-    """Who goes in next: the head of the turns, or a request of a client that is below its share. Lines are
-    left whose next request may not be worst-case reserved beside those that are. None if nobody is left."""
-    head = turns.head()
+def next_to_admit(round_robin: DeficitRoundRobin, shares: ClientShares) -> Request | None:
+    """Return the next request in order, or one of a client below its share; None if no request is left.
+
+    Clients are skipped that may not run one more worst-case-reserved request.
+    """
+    head = round_robin.peek_next()
     while head is not None and not shares.may_reserve(head):
-        turns.leave(head)
-        head = turns.head()
+        round_robin.skip_client(head)
+        head = round_robin.peek_next()
     if head is None or not shares.is_contended or shares.is_below(head):
         return head
     priority = head.source.priority
-    firsts = [r for r in turns.firsts() if r.source.priority <= priority and shares.may_reserve(r)]
-    return shares.furthest_below(firsts) or head
+    heads = [r for r in round_robin.heads() if r.source.priority <= priority and shares.may_reserve(r)]
+    return shares.furthest_below(heads) or head
 
 
-class _Draft:
-    """A plan in the making: `expire`, `share`, `seat`, `give_tokens`."""
+def select_batch(running: Sequence[Request], n_slots: int) -> list[Request]:
+    """Return all running requests or the `n_slots` least recently served ones, in queue order."""
+    if len(running) <= n_slots:
+        return list(running)
+    chosen = sorted(running, key=lambda r: r.last_step)[:n_slots]
+    by_ordinal = {r.ordinal for r in chosen}
+    return [r for r in running if r.ordinal in by_ordinal]
 
-    def __init__(self, view: View) -> None:
-        self._limits = view.limits
-        self._view = view
-        self._room = Room(view.n_free, view.prefix, view.running)
-        self._running = list(view.running)
-        self._waiting = view.waiting
-        self.expired: list[Request] = []
-        # Preempted for a client's share, and for cells.
-        self.displaced: list[Request] = []
-        self.preempted: list[Request] = []
-        self.lacks_cells = False
-        self.decoding: list[Request] = []
-        self.prompts: list[Request] = []
-        self.shares: list[_Share] = []
-        self.admitted: list[Admit] = []
-        self.short: list[Request] = []
-        self.fair = view.fair
 
-    def expire(self, now_s: float) -> None:
-        """Picks those whose deadline has passed; what the running ones hold can be had at once."""
-        waiting = self._waiting.due(now_s)
-        running = [r for r in self._running if r.source.deadline_s <= now_s]
-        self.expired = [*waiting, *(r for r in self._view.parked if r.source.deadline_s <= now_s), *running]
-        for request in running:
-            self._room.give_back(request)
-        if running:
-            self._running = [r for r in self._running if r.source.deadline_s > now_s]
-        if waiting:
-            self._waiting = self._waiting.without(waiting)
+class PrefillBudget:
+    """Prompt tokens left in one step: in total, per request and per client."""
 
-    # --- the shares of clients ---
+    def __init__(
+        self, limits: Limits, speed: StepSpeed, decoding: Sequence[Request], n_clients: int = 1
+    ) -> None:
+        """`n_clients`: clients with shares that have prompts to compute."""
+        most = limits.max_num_batched_tokens - len(decoding)
+        self.left = speed.prefill_tokens(limits.max_step_time_s, most)
+        self.per_request = limits.long_prefill_token_threshold or self.left
+        # While other prompts want tokens, none gets more than half.
+        self.fair_share = min(self.per_request, -(-self.left // 2))
+        self._per_client = limits.max_client_tokens_per_step
+        # Each of several clients gets an equal part until all were served.
+        self._client_share = self.left if n_clients < 2 else -(-self.left // n_clients)
+        self._of_client: Counter[str] = Counter()
+        counted = decoding if self._per_client is not None else ()
+        self._decoding = Counter(request.source.client_id for request in counted)
 
-    def share(self, now_s: float) -> None:
-        """Makes way for the next in order if its client runs less than its share: preempts for a sequence id
-        and for cells, or nothing if that would not be enough."""
-        running = self._running
-        self._shares = shares = ClientShares(self._limits, running, self._waiting)
-        if not (shares.is_contended and self._waiting):
-            return
-        head = next_in_order(self._turns(now_s), shares)
-        if head is None or not shares.is_below(head):
-            return
-        candidates = shares.preemptible(head)
-        n_needed = 0
-        if len(running) >= self._limits.max_num_seqs:
-            if not candidates or shares.level(candidates[0]) != ABOVE_IDS:
-                return
-            n_needed = 1
-        if not self._fits(head, candidates[:n_needed]):
-            if not self._fits(head, candidates):
-                return
-            self.lacks_cells = True
-            while not self._fits(head, candidates[:n_needed]):
-                n_needed += 1
-        self.displaced = candidates[:n_needed]
-        for request in self.displaced:
-            self._room.give_back(request)
-        self._running = [r for r in running if r not in self.displaced]
-        shares.preempt(self.displaced)
+    def grant(self, request: Request, n_wanted: int, n_had: int, *, all_served: bool) -> int:
+        """Take up to `n_wanted` tokens for a request that had `n_had` in this step; return how many.
 
-    def _fits(self, head: Request, preempted: Sequence[Request]) -> bool:
-        """True if there are cells for a waiting request without these running ones."""
-        left = [r for r in self._running if r not in preempted]
-        admission = Admission(self._room.without(preempted), self._view.prefix, left)
-        return admission.place(head) is not None
+        `all_served`: every other prompt had its part.
+        """
+        most = self.per_request if all_served else self.fair_share
+        client_left = self.left_of_client(request, all_served=all_served)
+        granted = max(0, min(n_wanted, self.left, most - n_had, client_left))
+        self.left -= granted
+        self._of_client[request.source.client_id] += granted
+        return granted
 
-    def _turns(self, now_s: float) -> Turns:
-        limits = self._limits
-        overdue_before_s = now_s - limits.max_queue_wait_s
-        return Turns(self._waiting, self._view.fair, limits.max_num_batched_tokens, overdue_before_s)
-
-    # --- a seat, and a cell for the next token, for everybody who runs ---
-
-    def seat(self) -> None:
-        """Seats all, or the least recently served; preempts for the cells that they lack."""
-        seated = sit(self._running, self._limits.n_seats)
-        if not self._room.take_one_each(seated):
-            n_seated, seated = len(seated), self._give_cells(seated)
-            if not seated and n_seated < len(self._running):
-                # All of them are behind cells of those who do not sit. Who can always get on sits first.
-                self.short.clear()
-                sure = sorted(self._shares.order, key=lambda r: not r.is_secured)[:n_seated]
-                seated = self._give_cells([r for r in self._running if r in sure])
-        self.decoding = [r for r in seated if len(r.token_ids) - r.num_computed == 1]
-        if len(self.decoding) < len(seated):
-            self.prompts = [r for r in seated if r.num_missing > 1]
-
-    def _give_cells(self, seated: list[Request]) -> list[Request]:
-        """Those who get a cell, in the order of the shares; the last ones give way until there is one."""
-        served, chosen = [], set(seated)
-        for request in self._shares.order:
-            if request not in chosen or request in self.preempted:
-                continue
-            stream = stream_of(request)
-            while self._room.available(request, stream) < 1:
-                victim = self._victim(request, stream)
-                if victim is None:
-                    self.short.append(request)
-                    break
-                self._room.give_back(victim)
-                self.preempted.append(victim)
-            else:
-                self._room.take(request, stream, 1)
-                served.append(request)
-        return sorted(served, key=queue_key)
-
-    def _victim(self, request: Request, stream: int) -> Request | None:
-        """The last in the order of the shares behind `request`, in its arena; never the first of all."""
-        for other in reversed(self._shares.order[1:]):
-            if other is request:
-                return None
-            if stream_of(other) == stream and not other.is_secured and other not in self.preempted:
-                return other
-        return None
-
-    # --- tokens for prompts: of those who run, and of those who come ---
-
-    def give_tokens(self, now_s: float) -> None:
-        """Divides the step's prompt tokens in order; what is left goes to those who were cut short."""
-        door = None
-        if self._waiting and len(self._running) < self._limits.max_num_seqs and not self.preempted:
-            admission = Admission(self._room, self._view.prefix, self._running)
-            door = _Door(self._turns(now_s), self._shares, admission, self._limits)
-            self._keep_a_seat(door)
-        elif not self.prompts:
-            return
-        n_clients = self._n_prefilling() if self._shares.is_contended else 1
-        budget = PrefillBudget(self._limits, self._view.speed, self.decoding, n_clients)
-        n_seats = self._limits.n_seats - len(self.decoding) - len(self.prompts)
-        alone = len(self.prompts) + (0 if door is None else len(self._waiting)) == 1
-        prompts = iter(self.prompts)
-        mine = next(prompts, None)
-        while True:
-            head = None if door is None or not n_seats else self._next(door, budget)
-            if mine is not None and (head is None or mine.source.priority <= head.source.priority):
-                share = _Share(mine, mine.num_computed, stream_of(mine))
-                self._room.take(mine, share.stream, -1)  # the cell that came with its seat
-                mine = next(prompts, None)
-            elif head is not None and door is not None:
-                share = self._admit(head, door)
-                n_seats -= 1
-            else:
-                break
-            self._give(share, budget, alone=alone)
-            self.shares.append(share)
-        for share in self.shares:
-            self._give(share, budget, alone=True)
-        if door is not None:
-            self.fair = door.fair
-            self.short += door.lacks_cells
-
-    def _n_prefilling(self) -> int:
-        """Clients that have prompts to compute, or requests that wait."""
-        waiting = {client for _, client in self._waiting.lines}
-        return len(waiting | {r.source.client_id for r in self.prompts})
-
-    def _keep_a_seat(self, door: _Door) -> None:
-        """Where all seats are taken and somebody can come in, the most recently served leaves its seat."""
-        seated = [*self.decoding, *self.prompts]
-        if len(seated) < self._limits.n_seats or door.head() is None:
-            return
-        newest = max(reversed(seated), key=lambda r: r.last_step)
-        (self.prompts if newest.num_missing > 1 else self.decoding).remove(newest)
-        self._room.take(newest, stream_of(newest), -1)
-
-    def _next(self, door: _Door, budget: PrefillBudget) -> Request | None:
-        """Who goes in next, with a token left to compute for it."""
-        while budget.left:
-            head = door.head()
-            if head is None or budget.left_of_client(head) > 0:
-                return head
-            door.pass_over(head)
-        return None
-
-    def _admit(self, request: Request, door: _Door) -> _Share:
-        place = door.admit(request)
-        self._room.admit(request, place)
-        fork = None if place.fork is None else place.fork.ordinal
-        self.admitted.append(Admit(request.ordinal, place.stream, place.n_cached, place.source, fork))
-        return _Share(request, place.n_cached, place.stream)
-
-    def _give(self, share: _Share, budget: PrefillBudget, *, alone: bool) -> None:
-        """As many tokens as are missing, and as there are cells and budget for."""
-        room = self._room.available(share.request, share.stream)
-        n_wanted = min(share.n_missing, room)
-        n_tokens = budget.grant(share.request, n_wanted, share.n_tokens, alone=alone)
-        self._room.take(share.request, share.stream, n_tokens)
-        share.n_tokens += n_tokens
-
-    def n_free_wanted(self, *, cleaned: bool) -> tuple[int, ...]:
-        """Cells that must be free in each arena: what the step takes, and at a clean-up the rest above the
-        threshold."""
-        spare = self._limits.n_cells_spared if cleaned else 0
-        return tuple(max(spare, taken) for taken in self._room.taken)
+    def left_of_client(self, request: Request, *, all_served: bool = False) -> int:
+        """Return how many tokens the request's client may still have."""
+        client = request.source.client_id
+        n_had = self._of_client[client]
+        left = self.left if all_served else self._client_share - n_had
+        if self._per_client is None:
+            return left
+        return min(left, self._per_client - n_had - self._decoding[client])

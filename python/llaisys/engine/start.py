@@ -1,4 +1,4 @@
-"""From a configuration to a running engine: sized for this machine, on a thread or in a process."""
+"""Starts an engine from a configuration: sizes it for this machine, on a thread or in a process."""
 
 from __future__ import annotations
 
@@ -7,56 +7,54 @@ import sys
 from dataclasses import replace
 from functools import partial
 
-from llaisys.config import Config
-from llaisys.engine.capacity import size
-from llaisys.engine.client import Deliver, EngineClient
-from llaisys.engine.grammar import Grammars
-from llaisys.engine.inproc import InprocClient
+from llaisys.config import EngineConfig
+from llaisys.engine.client import Deliver, EngineClient, InprocClient
+from llaisys.engine.grammar import GrammarCompiler
+from llaisys.engine.host import available_bytes, usable_cpus
 from llaisys.engine.loop import build_engine
-from llaisys.engine.machine import available_bytes, usable_cpus
+from llaisys.engine.memory import GpuSettings, size_engine
 from llaisys.engine.process import ProcessClient
-from llaisys.engine.settings import GpuSettings
-from llaisys.engine.watch import Watch
+from llaisys.engine.watchdog import EngineWatchdog
 from llaisys.engine.worker import cuda_info
 from llaisys.errors import UnsupportedError
-from llaisys.types import CudaDevice, ModelInfo
+from llaisys.model_info import CudaDevice, ModelInfo
 
 log = logging.getLogger(__name__)
 
 
 def start_engine(
-    config: Config,
+    config: EngineConfig,
     info: ModelInfo,
     deliver: Deliver,
     *,
     exits: bool = False,
-    grammars: Grammars | None = None,
+    grammar_compiler: GrammarCompiler | None = None,
     n_clients: int = 1,
 ) -> EngineClient:
-    """Sizes an engine, loads the model into it, and returns when requests are welcome.
+    """Size an engine, load the model, and return when requests are accepted.
 
-    `exits`: this process is a server, and ends if its engine is stuck. `grammars`: of the model; None: it
-    refuses requests that have one. `n_clients`: clients that each have a share of it.
+    - `exits`: this process is a server, and ends if its engine is stuck.
+    - `grammar_compiler`: for structured outputs; None: requests with a grammar are rejected.
+    - `n_clients`: clients that each have a share of the engine.
 
-    `device` auto is the GPU that `cuda_device` names, if it can be used and computes this model with these
-    settings; the log says why not.
-
-    Raises RejectedError or UnsupportedError: a setting or the model, by name.
+    `device` auto means the GPU that `cuda_device` names, if it is usable and can run this model with these
+    settings; otherwise the CPU, and the log says why. Raises RejectedError or UnsupportedError, which name
+    the setting.
     """
     cpus = usable_cpus(config.cpu_threads_bind, config.tensor_parallel_size)
 
     def start(gpu: GpuSettings | None) -> EngineClient:
-        capacity = size(config, info, available_bytes(), cpus, gpu=gpu, n_clients=n_clients)
+        capacity = size_engine(config, info, available_bytes(), cpus, gpu=gpu, n_clients=n_clients)
         log.info("%s", capacity.summary)
-        # Looked up here: the stderr of an engine process is a pipe, which is passed on to ours.
+        # Looked up here: the stderr of an engine process is a pipe to this process.
         settings = replace(capacity.settings, shows_progress=sys.stderr.isatty())
         capacity = replace(capacity, settings=settings)
-        watch = Watch(config.watchdog_window_s, exits=exits)
+        watchdog = EngineWatchdog(config.watchdog_window_s, exits=exits)
         if config.engine_process:
-            tokens = None if grammars is None else grammars.tokens
-            return ProcessClient(capacity, config, deliver, grammar_tokens=tokens, watch=watch)
-        build = partial(build_engine, capacity.settings, capacity.limits, config.seed, grammars)
-        return InprocClient(build, capacity.limits, deliver, watch=watch)
+            tokenizer = None if grammar_compiler is None else grammar_compiler.tokenizer
+            return ProcessClient(capacity, config, deliver, grammar_tokenizer=tokenizer, watchdog=watchdog)
+        build = partial(build_engine, capacity.settings, capacity.limits, config.seed, grammar_compiler)
+        return InprocClient(build, capacity.limits, deliver, watchdog=watchdog)
 
     if config.device == "cpu":
         return start(None)
@@ -71,7 +69,7 @@ def start_engine(
     return start(None)
 
 
-def _gpu_settings(config: Config) -> GpuSettings:
+def _gpu_settings(config: EngineConfig) -> GpuSettings:
     return GpuSettings(
         ordinal=config.cuda_device,
         memory_share=config.gpu_memory_utilization,
@@ -81,12 +79,13 @@ def _gpu_settings(config: Config) -> GpuSettings:
 
 
 def check_gpu(ordinal: int) -> CudaDevice:
-    """The GPU of that number. Raises UnsupportedError, with the exact reason, if it cannot be used."""
+    """Return the GPU of that number. Raises UnsupportedError with the exact reason if it is not usable."""
     info = cuda_info()
     if info.reason is not None:
         raise UnsupportedError(f"device 'cuda' cannot be used: {info.reason}", param="device")
     if ordinal >= len(info.devices):
         raise UnsupportedError(
-            f"cuda_device is {ordinal}, this machine's are 0 to {len(info.devices) - 1}", param="cuda_device"
+            f"cuda_device is {ordinal}, but this machine has 0 to {len(info.devices) - 1}",
+            param="cuda_device",
         )
     return info.devices[ordinal]

@@ -1,7 +1,8 @@
-"""The masks of running choices with a grammar, for each step.
+"""Computes the token masks of running choices with a grammar, for each step.
 
-Data path: admission -> compile on a thread -> before each step: read the answer's new token, compute the
-mask, on the engine thread where that is known to be cheap, else on a thread while the other rows go on.
+Data path: admission -> compile on a thread -> before each step: consume the new token and compute the next
+mask. A cheap mask is computed on the engine thread, others on a thread of the pool while the other rows
+run.
 """
 
 from __future__ import annotations
@@ -13,28 +14,30 @@ from dataclasses import dataclass
 
 from llguidance import LLMatcher
 
-from llaisys.engine.fair_threads import FairThreads
-from llaisys.engine.grammar import Grammars, Mask, check, next_mask
+from llaisys.engine.grammar import FairThreadPool, GrammarCompiler, Mask, check, next_mask
 from llaisys.engine.request import EngineRequest, Request
 from llaisys.engine.worker import Batch
 from llaisys.errors import LlaisysError, RequestFailedError, UnsupportedError
 
-# One, because it takes CPU time from the core's threads.
+# One thread, because it takes CPU time from the core's threads.
 NUM_THREADS = 1
-# A choice with a mask that took longer (CPU time) has all later ones computed on a thread.
+# CPU seconds of one mask above which all later masks of the choice are computed on the pool.
 SLOW_MASK_S = 0.001
-# What the masks of one step may take on the engine thread; the rest goes to the threads.
+# CPU seconds for masks on the engine thread in one step; the remaining masks go to the pool.
 STEP_MASKS_S = 0.005
-# A step waits so long for masks that threads compute, and longer where no other row could run.
+# Seconds that a step waits for masks from the pool, and if no other row could run.
 _WAIT_S, _WAIT_ALONE_S = 0.002, 0.05
-# At run time an error cannot name the field that the request used.
+# At run time, an error cannot name the field that the request used.
 _WHERE = "structured_outputs"
 
 
 @dataclass(slots=True, eq=False)
 class _Choice:
-    """One choice's matcher. `next_mask`: work under way or done for the next token; while there is one, its
-    thread owns the rest."""
+    """One choice's matcher.
+
+    `next_mask`: the next token's mask, computed or in progress. While it is set, its thread owns the other
+    fields.
+    """
 
     request: Request
     matcher: LLMatcher | None = None
@@ -44,43 +47,48 @@ class _Choice:
 
 
 class StructuredOutputManager:
-    """A matcher for each choice with a grammar that has been admitted; the engine thread owns it.
+    """Owns the matcher of each admitted choice with a grammar. Used on the engine thread.
 
-    A row whose mask is not ready is left out of the step and keeps its place: times decide which step
-    computes a row, never what comes out. Invariant: each choice has one lexer of its own until its end, and
-    computes one mask for each token, so its grammar fails at the same token whatever else runs, preempted or
+    A row whose mask is not ready skips the step and keeps its batch slot: timing decides which step
+    computes a row, never its result. Invariant: each choice has its own lexer until it ends and computes
+    one mask for each token. Its grammar therefore fails at the same token whatever else runs, preempted or
     not.
     """
 
-    def __init__(self, grammars: Grammars | None) -> None:
-        self._grammars = grammars
-        self._threads = FairThreads(NUM_THREADS, "llaisys-grammar")
+    def __init__(self, compiler: GrammarCompiler | None) -> None:
+        self._compiler = compiler
+        self._threads = FairThreadPool(NUM_THREADS, "llaisys-grammar")
         self._choices: dict[int, _Choice] = {}
-        self.is_waiting = False  # the newest step left rows out
+        self.is_waiting = False  # True if the newest step left rows out
 
     def __len__(self) -> int:
-        """Open choices with a grammar; while there are none, a step costs nothing more."""
+        """The number of open choices with a grammar; while it is 0, steps cost nothing extra."""
         return len(self._choices)
 
-    def check(self, source: EngineRequest) -> None:
-        """Raises UnsupportedError for a grammar in an engine that has no tokenizer."""
-        if source.params.structured_outputs is not None and self._grammars is None:
-            raise UnsupportedError("this engine has no tokenizer for grammars", param="structured_outputs")
+    def check_supported(self, source: EngineRequest) -> None:
+        """Raise UnsupportedError for a grammar if the engine has no tokenizer."""
+        if source.params.structured_outputs is not None and self._compiler is None:
+            raise UnsupportedError(
+                "this engine has no tokenizer for structured outputs", param="structured_outputs"
+            )
 
-    def begin(self, choices: Sequence[Request]) -> None:
-        """New choices of one request."""
+    def add(self, choices: Sequence[Request]) -> None:
+        """Add the new choices of one request."""
         if choices[0].source.params.structured_outputs is not None:
             self._choices.update((choice.ordinal, _Choice(choice)) for choice in choices)
 
-    def admit(self, request: Request) -> None:
-        """Begins to compile the grammar of a choice that runs for the first time."""
+    def start_compiling(self, request: Request) -> None:
+        """Start compiling the grammar of a choice that runs for the first time."""
         choice = self._choices.get(request.ordinal)
         if choice is not None and choice.matcher is None and choice.next_mask is None:
             self._submit(choice)
 
-    def fill(self, batch: Batch) -> list[tuple[Request, LlaisysError]]:
-        """Gives the batch its masks. Takes out of it the rows whose mask is not ready, and those whose
-        grammar cannot be followed, which it returns."""
+    def fill_masks(self, batch: Batch) -> list[tuple[Request, LlaisysError]]:
+        """Set the masks of a batch, and remove the rows that cannot run.
+
+        These are rows whose mask is not ready, and rows whose grammar failed, which are returned with their
+        errors.
+        """
         self.is_waiting = False
         if not self._choices:
             return []
@@ -114,21 +122,20 @@ class StructuredOutputManager:
             batch.chunks = [each for each in batch.chunks if each.request.ordinal not in left_out]
         return failed
 
-    def end(self, request: Request) -> None:
-        """The choice is over."""
+    def drop_matcher(self, request: Request) -> None:
+        """Drop the matcher of a choice that has ended."""
         choice = self._choices.pop(request.ordinal, None)
         if choice is not None and choice.next_mask is not None:
             choice.next_mask.cancel()
 
     def close(self) -> None:
-        """Waits for the work that is under way, each piece of which a trial has bounded."""
+        """Wait for the work in progress; the trials bound how long it takes."""
         self._threads.close()
 
     # --- inside ---
 
     def _wait(self, choices: list[_Choice], num_items: int) -> None:
-        """For masks that threads compute: briefly, so that other rows do not wait, or for one of them where
-        there are no other rows."""
+        """Wait for masks from the pool: briefly if other rows could run, else for the first of them."""
         works = [c.next_mask for c in choices if c.next_mask is not None and not c.next_mask.done()]
         if works and len(works) == num_items:
             wait(works, _WAIT_ALONE_S, FIRST_COMPLETED)
@@ -148,22 +155,24 @@ class StructuredOutputManager:
         return done
 
     def _next_mask(self, choice: _Choice) -> Mask:
-        """Of the token behind the answer so far. Raises RejectedError: the grammar takes more than its
-        limits, or cannot be followed any further."""
-        request, grammars = choice.request, self._grammars
+        """Compute the mask of the token after the completion so far.
+
+        Raises RejectedError if the grammar exceeds its limits or cannot be followed any further.
+        """
+        request, compiler = choice.request, self._compiler
         spec = request.source.params.structured_outputs
-        assert grammars is not None
+        assert compiler is not None
         assert spec is not None
         try:
             if choice.matcher is None:
-                choice.matcher = grammars.compile(spec)
-            answer = request.token_ids[request.num_prompt + choice.num_read :]
+                choice.matcher = compiler.compile(spec)
+            new_token_ids = request.token_ids[request.num_prompt + choice.num_read :]
             begin_s = time.thread_time()
-            if answer:
-                choice.matcher.consume_tokens(list(answer))
+            if new_token_ids:
+                choice.matcher.consume_tokens(list(new_token_ids))
                 check(choice.matcher, _WHERE)
-                choice.num_read += len(answer)
-            mask = next_mask(choice.matcher, grammars.tokens.vocab_size, _WHERE)
+                choice.num_read += len(new_token_ids)
+            mask = next_mask(choice.matcher, compiler.tokenizer.vocab_size, _WHERE)
             choice.is_slow = choice.is_slow or time.thread_time() - begin_s > SLOW_MASK_S
             return mask
         except LlaisysError:

@@ -1,128 +1,225 @@
-"""Where a request's time went, from arrival to end: every gap has a cause, and often somebody to name. Pure.
+"""Records where each request's time goes, from arrival to end, without gaps. Pure.
 
-The engine says what a request's time goes to *from now on*, at the moment when it knows: at submission, and
-when it has a plan (a step's time passes after its plan). A cause holds until the next one, so spans cannot
-overlap or leave a gap, and a request that goes on decoding costs nothing.
+The engine records what a request's time is spent on *from now on*, as soon as it knows: at submission, and
+when the scheduler has decided on a step. A kind lasts until the next one is recorded, so spans cannot
+overlap or leave a gap, and a request that keeps decoding costs nothing.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
-from llaisys.story import Key, Kind, Span, Story
+from llaisys.engine.request import Request, WaitingForRemoteKvs
+from llaisys.engine.scheduler import SchedulerOutput
+from llaisys.outputs import RequestId
+from llaisys.sampling_params import CHOICES_MAX
+from llaisys.timeline import Span, SpanKind, Timeline, TimelineKey
 
-N_SPANS_MAX = 256
-N_FINISHED_MAX = 1024
-N_NAMES_MAX = 3
+SPANS_MAX = 256
+FINISHED_MAX = 1024
+NAMED_REQUESTS_MAX = 3
 
 
 class _Record:
-    """Marks (from when on, kind, by) in order of time; the last one is open. Times never go back."""
+    """One request: marks (start, kind, by) in order of time, the last one still open.
+
+    Times never decrease.
+    """
 
     __slots__ = ("_counted_s", "arrival_s", "end_s", "marks", "seconds")
 
-    def __init__(self, now_s: float, kind: Kind, by: tuple[Key, ...]) -> None:
+    def __init__(self, now_s: float, kind: SpanKind, by: tuple[TimelineKey, ...]) -> None:
         self.arrival_s = now_s
         self.end_s: float | None = None
         self.marks = [(now_s, kind, by)]
-        self.seconds: dict[Kind, float] = {}
+        self.seconds: dict[SpanKind, float] = {}
         self._counted_s = now_s  # `seconds` covers the time before
 
-    def mark(self, now_s: float, kind: Kind, by: tuple[Key, ...]) -> None:
+    def mark(self, now_s: float, kind: SpanKind, by: tuple[TimelineKey, ...]) -> None:
         since_s, last_kind, last_by = self.marks[-1]
         if (last_kind, last_by) == (kind, by):
             return
         now_s = max(now_s, self._counted_s)
-        self._pass(now_s)
+        self._count_until(now_s)
         if now_s == since_s:
             self.marks.pop()
             if self.marks and self.marks[-1][1:] == (kind, by):
                 return
         self.marks.append((now_s, kind, by))
-        if len(self.marks) > N_SPANS_MAX:
-            middle = N_SPANS_MAX // 2
-            self.marks[middle] = (self.marks[middle][0], Kind.FOLDED, ())
+        if len(self.marks) > SPANS_MAX:
+            middle = SPANS_MAX // 2
+            self.marks[middle] = (self.marks[middle][0], SpanKind.FOLDED, ())
             del self.marks[middle + 1]
 
     def close(self, now_s: float) -> None:
         self.end_s = max(now_s, self._counted_s)
-        self._pass(self.end_s)
+        self._count_until(self.end_s)
 
-    def _pass(self, now_s: float) -> None:
+    def _count_until(self, now_s: float) -> None:
         kind = self.marks[-1][1]
         self.seconds[kind] = self.seconds.get(kind, 0.0) + now_s - self._counted_s
         self._counted_s = now_s
 
-    def story(self, now_s: float) -> Story:
+    def timeline(self, now_s: float) -> Timeline:
         end_s = max(now_s, self._counted_s) if self.end_s is None else self.end_s
         ends = [*(start_s for start_s, _, _ in self.marks[1:]), end_s]
         spans = [Span(mark[0], until_s, *mark[1:]) for mark, until_s in zip(self.marks, ends, strict=True)]
         open_kind = spans[-1].kind
         seconds = {**self.seconds, open_kind: self.seconds.get(open_kind, 0.0) + end_s - self._counted_s}
         kept = tuple(span for span in spans if span.end_s > span.start_s)
-        return Story(self.arrival_s, end_s, kept, seconds, self.end_s is not None)
+        return Timeline(self.arrival_s, end_s, kept, seconds, self.end_s is not None)
 
 
-class Timeline:
-    """The stories of all open requests, and of the newest `N_FINISHED_MAX` that are over.
+class TimelineStore:
+    """The timelines of all open requests, and of the newest `FINISHED_MAX` finished ones.
 
-    Bounds: at most `N_SPANS_MAX` spans a request; beyond, the middle is folded into one.
+    A request has at most `SPANS_MAX` spans; beyond that, its middle spans are folded into one.
     """
 
     def __init__(self) -> None:
-        self._open: dict[Key, _Record] = {}
-        self._decoding: dict[Key, _Record] = {}
-        self._over: OrderedDict[Key, _Record] = OrderedDict()
-        self._chunk_of: Key | None = None
+        self._open: dict[TimelineKey, _Record] = {}
+        self._decoding: dict[TimelineKey, _Record] = {}
+        self._finished: OrderedDict[TimelineKey, _Record] = OrderedDict()
+        self._chunk_of: TimelineKey | None = None
 
-    def arrive(self, key: Key, now_s: float, behind: Iterable[Key] = ()) -> None:
-        """A request came and waits, behind those before it (three are kept)."""
-        self._open[key] = _Record(now_s, Kind.QUEUED, _names(behind))
+    def add(self, key: TimelineKey, now_s: float, behind: Iterable[TimelineKey] = ()) -> None:
+        """Add a request that waits behind others, of which NAMED_REQUESTS_MAX are kept."""
+        self._open[key] = _Record(now_s, SpanKind.QUEUED, _names(behind))
 
-    def note(self, key: Key, now_s: float, kind: Kind, by: Iterable[Key] = ()) -> None:
-        """From now on the request's time goes to `kind`. One that is not open (a late event) is ignored."""
+    def record(self, key: TimelineKey, now_s: float, kind: SpanKind, by: Iterable[TimelineKey] = ()) -> None:
+        """Record what the request's time is spent on from now on. Ignored for a request that is not open."""
         record = self._open.get(key)
         if record is None:
             return
-        if kind is Kind.DECODE:
+        if kind is SpanKind.DECODE:
             self._decoding[key] = record
             record.mark(now_s, *self._decode_mark(key))
         else:
             self._decoding.pop(key, None)
             record.mark(now_s, kind, _names(by))
 
-    def share_steps(self, now_s: float, chunk_of: Key | None) -> None:
-        """From now on steps compute a prompt's chunk beside the decoding rows: whose is the largest; None
-        if there is none. Called every step; it costs something when the answer changes."""
+    def record_largest_chunk(self, now_s: float, chunk_of: TimelineKey | None) -> None:
+        """Record whose prompt chunk is the largest of the step from now on; None: the step has no chunk.
+
+        To be called every step. Decoding requests share the step with that chunk. Only a change has a cost.
+        """
         if chunk_of == self._chunk_of:
             return
         self._chunk_of = chunk_of
         for key, record in self._decoding.items():
             record.mark(now_s, *self._decode_mark(key))
 
-    def end(self, key: Key, now_s: float) -> None:
-        """The request is over. One that is not open is ignored."""
+    def end(self, key: TimelineKey, now_s: float) -> None:
+        """End the request's timeline. Ignored for a request that is not open."""
         record = self._open.pop(key, None)
         if record is None:
             return
         self._decoding.pop(key, None)
         record.close(now_s)
-        self._over.pop(key, None)
-        self._over[key] = record
-        if len(self._over) > N_FINISHED_MAX:
-            self._over.popitem(last=False)
+        self._finished.pop(key, None)
+        self._finished[key] = record
+        if len(self._finished) > FINISHED_MAX:
+            self._finished.popitem(last=False)
 
-    def story(self, key: Key, now_s: float) -> Story | None:
-        """A request's time, up to now if it is open; None if it is not known (any more)."""
-        record = self._open.get(key) or self._over.get(key)
-        return None if record is None else record.story(now_s)
+    def timeline(self, key: TimelineKey, now_s: float) -> Timeline | None:
+        """Return a request's timeline, up to now if it is open; None if the request is not known."""
+        record = self._open.get(key) or self._finished.get(key)
+        return None if record is None else record.timeline(now_s)
 
-    def _decode_mark(self, key: Key) -> tuple[Kind, tuple[Key, ...]]:
+    def _decode_mark(self, key: TimelineKey) -> tuple[SpanKind, tuple[TimelineKey, ...]]:
         if self._chunk_of is None or self._chunk_of == key:
-            return (Kind.DECODE, ())
-        return (Kind.OTHER_CHUNK, (self._chunk_of,))
+            return (SpanKind.DECODE, ())
+        return (SpanKind.OTHER_CHUNK, (self._chunk_of,))
 
 
-def _names(keys: Iterable[Key]) -> tuple[Key, ...]:
-    return tuple(key for key, _ in zip(keys, range(N_NAMES_MAX), strict=False))
+def _names(keys: Iterable[TimelineKey]) -> tuple[TimelineKey, ...]:
+    return tuple(key for key, _ in zip(keys, range(NAMED_REQUESTS_MAX), strict=False))
+
+
+def key_of(request: Request) -> TimelineKey:
+    """Return a choice's key: the request id, for later choices with the index."""
+    return _key(request.request_id, request.index)
+
+
+def _key(request_id: RequestId, index: int) -> TimelineKey:
+    return (request_id, index) if index else request_id
+
+
+class TimelineRecorder:
+    """Records what each step means for the requests of one engine.
+
+    A step's time passes after its plan, so the plan is recorded when the step begins; an end is dated at the
+    beginning of the step that caused it. A step that serves every running request costs one comparison.
+    """
+
+    def __init__(self) -> None:
+        self.store = TimelineStore()
+        # Requests that got their first token in the last step: they decode from now on.
+        self._first_tokens: list[Request] = []
+        self._all_served = True
+
+    def record_arrival(self, request: Request, before: Sequence[Request]) -> None:
+        """Record a submitted request, which waits behind those before it; the nearest ones are named."""
+        key, now_s = key_of(request), request.source.arrival_s
+        self.store.add(key, now_s, map(key_of, before[-NAMED_REQUESTS_MAX:]))
+        if isinstance(request.state, WaitingForRemoteKvs):
+            self.store.record(key, now_s, SpanKind.REMOTE_KV)
+
+    def record_first_token(self, request: Request) -> None:
+        """Record that a request got its first token since it was admitted."""
+        self._first_tokens.append(request)
+
+    def record_step(
+        self, made: SchedulerOutput, requests: Mapping[int, Request], n_running: int, now_s: float
+    ) -> None:
+        """Record what this step's time is spent on.
+
+        `requests`: the open ones; `n_running`: how many run after the plan.
+        """
+        store = self.store
+        for request in self._first_tokens:
+            store.record(key_of(request), now_s, SpanKind.DECODE)
+        self._first_tokens.clear()
+        served = [*made.decode, *(chunk.ordinal for chunk in made.chunks)]
+        first = [key_of(requests[i]) for i in served[:NAMED_REQUESTS_MAX] if i in requests]
+        for ordinal in made.preempt:
+            store.record(key_of(requests[ordinal]), now_s, SpanKind.PREEMPTED, first)
+        largest = max(made.chunks, key=lambda chunk: chunk.n_tokens, default=None)
+        by = None if largest is None or largest.ordinal not in requests else key_of(requests[largest.ordinal])
+        if len(served) < n_running:
+            self._record_all(made, requests, first, now_s)
+        elif not self._all_served:
+            for ordinal in made.decode:
+                store.record(key_of(requests[ordinal]), now_s, SpanKind.DECODE)
+        self._all_served = len(served) >= n_running
+        for chunk in made.chunks:
+            if chunk.ordinal in requests:
+                store.record(key_of(requests[chunk.ordinal]), now_s, SpanKind.OWN_CHUNK)
+        for ordinal in made.without_cells:
+            store.record(key_of(requests[ordinal]), now_s, SpanKind.KV_WAIT)
+        store.record_largest_chunk(now_s, by)
+
+    def record_end(self, request: Request, now_s: float) -> None:
+        """Record the end of a choice."""
+        self.store.end(key_of(request), now_s)
+
+    def timelines(self, request_id: RequestId, now_s: float) -> dict[int, Timeline]:
+        """Return the timelines of a request's choices, by index."""
+        known = {i: self.store.timeline(_key(request_id, i), now_s) for i in range(CHOICES_MAX)}
+        return {index: timeline for index, timeline in known.items() if timeline is not None}
+
+    def _record_all(
+        self,
+        made: SchedulerOutput,
+        requests: Mapping[int, Request],
+        first: Sequence[TimelineKey],
+        now_s: float,
+    ) -> None:
+        """Record a step that leaves out some running requests, which wait for the others."""
+        decoding, computing = set(made.decode), {chunk.ordinal for chunk in made.chunks}
+        for ordinal, request in requests.items():
+            if ordinal in decoding:
+                self.store.record(key_of(request), now_s, SpanKind.DECODE)
+            elif request.num_computed and ordinal not in computing:
+                self.store.record(key_of(request), now_s, SpanKind.QUEUED, first)

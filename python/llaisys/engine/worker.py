@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llaisys.config import cubin_folder, cuda_library_folders
-from llaisys.engine.loading import loading_bar
-from llaisys.engine.machine import place
-from llaisys.engine.outputs import TokenLogprobs
-from llaisys.engine.prefix import CacheEdit, Retain, Split, Trim
-from llaisys.engine.request import BrokenInvariant, Request, Running
-from llaisys.engine.settings import GpuSettings, WorkerSettings
+from llaisys.engine.engine_output import TokenLogprobs
+from llaisys.engine.host import bind_thread
+from llaisys.engine.load_progress import loading_bar
+from llaisys.engine.memory import GpuSettings, WorkerSettings
+from llaisys.engine.prefix_cache import AddNode, CacheEdit, SplitNode, TrimNode
+from llaisys.engine.request import BrokenInvariant, Request
 from llaisys.errors import (
     CoreFaultError,
     EngineDeadError,
@@ -29,7 +29,7 @@ from llaisys.errors import (
     RejectedError,
     RequestFailedError,
 )
-from llaisys.types import CudaDevice, CudaInfo, GgufTokenizer, ModelInfo
+from llaisys.model_info import CudaDevice, CudaInfo, GgufTokenizer, ModelInfo
 
 if TYPE_CHECKING:
     from llaisys._core import Context, DecodeOutput, Gpu, Progress, SamplerSpec
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Ids of segments that live within one call; the prefix index counts its own up from 1.
-_FIRST_PASSING_SEGMENT = 2**63
+# Ids of cache nodes that exist within one call; the prefix cache counts its own up from 1.
+_FIRST_TEMPORARY_NODE = 2**63
 # `wants_output`: logits and a sampled id; the final hidden state.
 _LOGITS, _HIDDEN = 1, 2
 _FAULTS = {
@@ -98,7 +98,7 @@ class Batch:
         yield from (chunk.request for chunk in self.chunks if chunk.samples)
 
     def request(self, item: int) -> Request:
-        """Whose item it is."""
+        """Return the request of an item."""
         n = len(self.decode)
         return self.decode[item] if item < n else self.chunks[item - n].request
 
@@ -143,7 +143,7 @@ class Worker:
         self._context = context
         self._make_spec = make_spec
         self._n_streams = n_streams
-        self._n_passing = 0
+        self._n_temporary = 0
 
     @property
     def vocab_size(self) -> int:
@@ -172,20 +172,19 @@ class Worker:
 
     @property
     def n_seq_free(self) -> int:
-        """Sequence ids that can be lent."""
+        """Free sequence ids."""
         return self._context.n_seq_free
 
     @property
     def n_cells_free(self) -> tuple[int, ...]:
-        """Free KV cells, by arena."""
+        """Free KV cells by KV stream."""
         if self._n_streams == 1:
             return (self._context.n_cells_free,)
         return tuple(self._context.n_cells_free_in(stream) for stream in range(self._n_streams))
 
     def open_sequence(self, request: Request, stream: int = 0) -> int:
-        """Leases a sequence id in an arena and attaches the request's sampling. On an error nothing stays
-        lent.
-        """
+        """Acquire a sequence id in a KV stream and set the request's sampler. On an error the id is
+        released."""
         spec = self._make_spec(**_spec_arguments(request))
         ids = np.array(request.token_ids, np.int32)
         seq_id = self._context.seq_acquire(stream)
@@ -197,75 +196,78 @@ class Worker:
         return seq_id
 
     def close_sequence(self, seq_id: int) -> None:
-        """Returns the id, its cells and its sampler."""
+        """Release the id with its cells and its sampler."""
         self._change(self._context.seq_release, seq_id)
 
-    def fork(self, source_id: int, seq_id: int, n_tokens: int) -> None:
-        """The empty sequence `seq_id` sees the first tokens of another: linked, or copied across arenas."""
+    def fork_sequence(self, source_id: int, seq_id: int, n_tokens: int) -> None:
+        """Give the empty sequence `seq_id` the first tokens of another: linked, or copied to another KV
+        stream."""
         self._change(self._context.kv_seq_cp, source_id, seq_id, 0, n_tokens)
 
-    def reclaim(self, seq_id: int, end: int) -> None:
-        """The sequence forgets its positions below `end`."""
+    def reclaim_cells(self, seq_id: int, end: int) -> None:
+        """Free the sequence's positions below `end`."""
         self._context.kv_seq_rm(seq_id, 0, end)
 
-    def attach(self, parts: Sequence[tuple[int, int, int]], seq_id: int) -> None:
-        """The sequence goes on with these parts (segment, p0, p1) of the prefix cache: linked, or copied."""
-        for segment, p0, p1 in parts:
-            self._change(self._context.kv_attach, segment, seq_id, p0, p1)
+    def attach_nodes(self, parts: Sequence[tuple[int, int, int]], seq_id: int) -> None:
+        """Append these parts (node_id, p0, p1) of the prefix cache to the sequence: linked, or copied."""
+        for node_id, p0, p1 in parts:
+            self._change(self._context.kv_node_attach, node_id, seq_id, p0, p1)
 
-    def relink(self, parts: Sequence[tuple[int, int, int]], seq_id: int, n_tokens: int) -> None:
-        """After its first `n_tokens` tokens the sequence sees these parts instead of cells of its own."""
+    def relink_nodes(self, parts: Sequence[tuple[int, int, int]], seq_id: int, n_tokens: int) -> None:
+        """Replace the sequence's own cells after its first `n_tokens` tokens by these parts of the prefix
+        cache."""
         self._change(self._context.kv_seq_rm, seq_id, n_tokens, -1)
-        self.attach(parts, seq_id)
+        self.attach_nodes(parts, seq_id)
 
-    def edit(self, edits: Sequence[CacheEdit], seq_id: int = -1) -> None:
-        """Carries out what the prefix index decided; `seq_id` is the sequence that is being inserted."""
+    def edit_cache(self, edits: Sequence[CacheEdit], seq_id: int = -1) -> None:
+        """Carry out edits of the prefix cache; `seq_id` is the sequence that is being inserted."""
         for edit in edits:
             match edit:
-                case Retain(segment, p0, p1):
-                    self._change(self._context.kv_retain, segment, seq_id, p0, p1)
-                case Split(segment, at, tail):
-                    self._change(self._context.kv_segment_split, segment, at, tail)
-                case Trim(segment, at):
-                    self._change(self._context.kv_segment_trim, segment, at)
+                case AddNode(node_id, p0, p1):
+                    self._change(self._context.kv_node_cache, node_id, seq_id, p0, p1)
+                case SplitNode(node_id, at, tail):
+                    self._change(self._context.kv_node_split, node_id, at, tail)
+                case TrimNode(node_id, at):
+                    self._change(self._context.kv_node_trim, node_id, at)
 
     def fingerprint(self) -> str:
-        """What K and V depend on besides tokens and positions. The first call hashes the weights."""
+        """Return a digest of what K and V depend on besides tokens and positions. The first call hashes the
+        weights."""
         return self._context.fingerprint()
 
-    def export_cells(self, segment: int, p0: int, p1: int) -> NDArray[np.uint8]:
-        """K and V of positions of a segment, as bytes."""
-        return self._context.kv_export(segment, p0, p1)
+    def export_cells(self, node_id: int, p0: int, p1: int) -> NDArray[np.uint8]:
+        """Return K and V of the positions `p0 <= p < p1` of a cache node, as bytes."""
+        return self._context.kv_node_export(node_id, p0, p1)
 
-    def import_cells(self, wanted: Retain, stream: int, at: int, data: NDArray[np.uint8]) -> None:
-        """The segment that an edit wants, on fresh cells, from exported `data` of positions from `at` on.
+    def import_cells(self, wanted: AddNode, stream: int, at: int, data: NDArray[np.uint8]) -> None:
+        """Create the node of an edit on new cells, from exported `data` of positions from `at` on.
 
-        The data may begin before the segment: then all of it is imported, and its head let go of.
+        If the data begins before the node, all of it is imported, and its head is released again.
         """
         if wanted.p0 == at:
-            self._change(self._context.kv_import, wanted.segment, stream, at, data)
+            self._change(self._context.kv_node_import, wanted.node_id, stream, at, data)
             return
-        passing = _FIRST_PASSING_SEGMENT + self._n_passing
-        self._n_passing += 1
-        self._change(self._context.kv_import, passing, stream, at, data)
-        self._change(self._context.kv_segment_split, passing, wanted.p0, wanted.segment)
-        self._change(self._context.kv_segment_trim, passing, at)
+        temporary = _FIRST_TEMPORARY_NODE + self._n_temporary
+        self._n_temporary += 1
+        self._change(self._context.kv_node_import, temporary, stream, at, data)
+        self._change(self._context.kv_node_split, temporary, wanted.p0, wanted.node_id)
+        self._change(self._context.kv_node_trim, temporary, at)
 
-    def run(self, batch: Batch) -> StepResult:
-        """One decode of all items (one FFI crossing, GIL released).
+    def execute_model(self, batch: Batch) -> StepResult:
+        """Compute all items in one decode (one FFI call, with the GIL released).
 
-        Raises what the core raises; then nothing has changed.
+        Raises the core's errors, without side effects.
         """
         decode = batch.decode
         tokens = [request.token_ids[-1] for request in decode]
         positions = [request.num_computed for request in decode]
-        seq_ids = [sequence_of(request) for request in decode]
+        seq_ids = [request.seq_id for request in decode]
         wants = bytearray(_LOGITS if request.pool is None else _HIDDEN for request in decode)
         for chunk in batch.chunks:
             n = len(chunk.token_ids)
             tokens += chunk.token_ids
             positions += range(chunk.start, chunk.start + n)
-            seq_ids += [sequence_of(chunk.request)] * n
+            seq_ids += [chunk.request.seq_id] * n
             wants += bytes(n)
             for position in chunk.scored:
                 wants[position - chunk.start - n] = _LOGITS
@@ -302,11 +304,11 @@ class Worker:
                 raise EngineDeadError(f"a change of the KV cells failed twice: {again}") from again
 
     def check(self) -> None:
-        """Checks the core's invariants; raises EngineDeadError if one is broken."""
+        """Verify the core's invariants; raises EngineDeadError if one is broken."""
         self._context.check_integrity()
 
     def close(self) -> None:
-        """Frees the context; idempotent."""
+        """Free the context; idempotent."""
         self._context.close()
 
 
@@ -314,7 +316,7 @@ def open_worker(settings: WorkerSettings) -> Worker:
     """Loads the model. Call it on the thread that will use it. Raises RejectedError or UnsupportedError."""
     from llaisys import _core  # here, so that planning, `--help` and their tests need no compiled core
 
-    place(settings.cpu_ids, settings.memory_nodes)
+    bind_thread(settings.cpu_ids, settings.memory_nodes)
     log.info("loading %s", settings.path)
     progress = _core.Progress()
     shown = settings.shows_progress and settings.gpu is None
@@ -333,7 +335,7 @@ def open_worker(settings: WorkerSettings) -> Worker:
             n_streams=settings.n_streams,
             n_ranks=settings.n_ranks,
             pins=settings.pins,
-            screens_head=settings.screens_head,
+            prune_argmax=settings.prune_argmax,
             gpu=None if settings.gpu is None else _gpu(settings.gpu),
         )
     return Worker(context, _core.SamplerSpec, settings.n_streams)
@@ -421,13 +423,6 @@ def _spec_arguments(request: Request) -> dict[str, Any]:
         "top_logprobs": -1 if params.logprobs is None else params.logprobs,
         "prompt_logprobs": (params.prompt_logprobs or 0) if request.wants_prompt_logprobs else -1,
     }
-
-
-def sequence_of(request: Request) -> int:
-    """The sequence id of a running request."""
-    if not isinstance(request.state, Running):
-        raise BrokenInvariant(f"a request that is {request.state!r} has no sequence")
-    return request.state.seq_id
 
 
 def _masks(batch: Batch) -> tuple[NDArray[np.int32], NDArray[np.uint32]] | None:

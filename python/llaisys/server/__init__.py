@@ -1,1 +1,1 @@
-"""HTTP and nothing else: the OpenAI-compatible API, the probes, the metrics and the page."""
+"""The HTTP server: the OpenAI-compatible API, probes, metrics and the web UI. No engine code is here."""

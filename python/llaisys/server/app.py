@@ -1,11 +1,14 @@
-"""The application: layers, routes and error answers. HTTP only; the engine is behind `ServerState`."""
+"""The ASGI application: middleware, routes, error responses and the OpenAPI document."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cache, partial
+from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -16,28 +19,50 @@ from starlette.types import ASGIApp
 from llaisys.body import first_flaw
 from llaisys.config import package_version
 from llaisys.errors import LlaisysError
-from llaisys.server import (
-    chat,
-    chats,
-    completions,
-    embeddings,
-    health,
-    metrics,
-    models,
-    openapi,
-    page,
-    requests,
-    sessions,
-    tokens,
-)
-from llaisys.server.auth import KeyGate
-from llaisys.server.body import field_error
-from llaisys.server.errors import ApiError, error_answers, to_json
-from llaisys.server.gate import PROBES, HostGate, HostRule
-from llaisys.server.limits import BodyGate, BodyLimits, QueueGate
-from llaisys.server.rates import RateGate
+from llaisys.server import metrics
+from llaisys.server.access_log import AccessLogMiddleware, note, request_id_of
+from llaisys.server.http_errors import ApiError, error_responses, to_json
+from llaisys.server.middleware.auth import AuthMiddleware
+from llaisys.server.middleware.body_limits import BodyLimitMiddleware, BodyLimits
+from llaisys.server.middleware.hosts import PROBES, HostMiddleware, HostRule
+from llaisys.server.middleware.rate_limits import QueueLimitMiddleware, RateLimitMiddleware
+from llaisys.server.protocol import field_error
+from llaisys.server.routes import chat, completions, embeddings, health, models, requests, sessions, tokenize
 from llaisys.server.state import ServerState, state_of
-from llaisys.server.trace import RequestTrace, note, request_id_of
+from llaisys.server.webui import chats, static
+
+# Any request may get these: for a wrong Host, key or Origin, a slow or large body, a limit, a bug, or a
+# server that is loading or shutting down.
+COMMON_STATUSES = (400, 401, 403, 408, 413, 429, 500, 503)
+NOT_OURS = ("HTTPValidationError", "ValidationError")
+BEARER = {"key": {"type": "http", "scheme": "bearer"}}
+
+router = APIRouter()
+
+
+@router.get("/openapi.json", include_in_schema=False)
+def show_openapi(request: Request) -> Response:
+    """Return the OpenAPI document. Not `async`: building it takes 0.1 s the first time, on a thread."""
+    return Response(to_json(request.app.openapi()), media_type="application/json")
+
+
+def openapi_of(app: FastAPI, open_paths: Collection[str], *, has_keys: bool) -> dict[str, Any]:
+    """Build the OpenAPI document, without FastAPI's 422, which is a 400 here, and with the rule for keys.
+
+    `open_paths` need no key.
+    """
+    made = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    for path, operations in made["paths"].items():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+            if has_keys:
+                operation["security"] = [] if path in open_paths else [{name: [] for name in BEARER}]
+    for name in NOT_OURS:
+        made["components"]["schemas"].pop(name, None)
+    if has_keys:
+        made["components"]["securitySchemes"] = BEARER
+    return made
+
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE")
 EXPOSED_HEADERS = (
@@ -51,17 +76,20 @@ EXPOSED_HEADERS = (
 
 
 def create_app(state: ServerState, port: int) -> ASGIApp:
-    """The whole server as one ASGI application, bound to `port`.
+    """Return the server as one ASGI application, bound to `port`.
 
-    From the outside in: one id and log line, Host and Origin, CORS (if origins are listed), the key, its
-    rate, the body's size, the queue, then the routes. None is a BaseHTTPMiddleware, which would hide a
-    client's going away.
+    From the outside in: access log, Host and Origin, CORS (if origins are listed), API key, rate limits, body
+    limits, queue limit, routes. None is a BaseHTTPMiddleware, which would hide a client's disconnection.
     """
     routes = _routes(state)
     config = state.config
-    app: ASGIApp = BodyGate(QueueGate(routes, state), BodyLimits.of(config), state.keys.n_clients)
-    app = RateGate(app, config.max_concurrent_requests_per_key, config.max_requests_per_minute_per_key)
-    app = KeyGate(app, state.keys, PROBES | {"/"} | set(routes.state.page))
+    app: ASGIApp = BodyLimitMiddleware(
+        QueueLimitMiddleware(routes, state), BodyLimits.of(config), state.keys.n_clients
+    )
+    app = RateLimitMiddleware(
+        app, config.max_concurrent_requests_per_key, config.max_requests_per_minute_per_key
+    )
+    app = AuthMiddleware(app, state.keys, PROBES | {"/"} | set(routes.state.webui))
     if state.config.allowed_origins:
         app = CORSMiddleware(
             app,
@@ -70,13 +98,13 @@ def create_app(state: ServerState, port: int) -> ASGIApp:
             allow_headers=("*",),
             expose_headers=EXPOSED_HEADERS,
         )
-    app = HostGate(app, HostRule.of(state.config, port), state.config.allowed_origins)
-    return RequestTrace(app, state.metrics, state.spans)
+    app = HostMiddleware(app, HostRule.of(state.config, port), state.config.allowed_origins)
+    return AccessLogMiddleware(app, state.metrics, state.tracer)
 
 
 def create_handlers(state: ServerState) -> ASGIApp:
-    """The routes for a caller in this process: nobody is kept out."""
-    return RequestTrace(_routes(state), state.metrics)
+    """Return the routes for a caller in this process, without checks of access and limits."""
+    return AccessLogMiddleware(_routes(state), state.metrics)
 
 
 def _routes(state: ServerState) -> FastAPI:
@@ -87,16 +115,16 @@ def _routes(state: ServerState) -> FastAPI:
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
-        responses=error_answers(*openapi.COMMON_STATUSES),
+        responses=error_responses(*COMMON_STATUSES),
     )
     app.state.server = state
-    document = cache(partial(openapi.openapi_of, app, PROBES, has_keys=bool(state.keys)))
+    document = cache(partial(openapi_of, app, PROBES, has_keys=bool(state.keys)))
     app.openapi = document  # type: ignore[method-assign]  # as FastAPI documents it
     app.state.chats = state.chats
-    app.state.page = page.load_page()
-    api = (chat, chats, completions, embeddings, models, tokens, sessions, requests)
-    for module in (*api, health, metrics, openapi, page):
-        app.include_router(module.router)
+    app.state.webui = static.load_webui()
+    api = (chat, chats, completions, embeddings, models, tokenize, sessions, requests)
+    for each in (*(module.router for module in (*api, health, metrics)), router, static.router):
+        app.include_router(each)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(LlaisysError, _on_error)
@@ -105,35 +133,35 @@ def _routes(state: ServerState) -> FastAPI:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    """Any error of ours as OpenAI's object; noted and counted."""
+    """Respond with OpenAI's error object; note and count the error."""
     state = state_of(request)
-    answer = state.wire_error(error, request_id_of(request))
-    note(request, end_reason=answer.code)
-    state.metrics.refused(answer.code)
+    api_error = state.wire_error(error, request_id_of(request))
+    note(request, end_reason=api_error.code)
+    state.metrics.count_error(api_error.code)
     return Response(
-        to_json(answer.body()),
-        answer.status_code,
-        headers=dict(answer.headers or {}),
+        to_json(api_error.body()),
+        api_error.status_code,
+        headers=dict(api_error.headers or {}),
         media_type="application/json",
     )
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """The framework's own refusals (404, 405, an unreadable body) in our words."""
+    """Convert the framework's errors (404, 405, an unreadable body) to ours."""
     if isinstance(error, ApiError) or not isinstance(error, HTTPException):
         return await _on_error(request, error)
     message, code = {
         404: ("There is nothing at this path.", "not_found"),
         405: ("This path does not take this method.", "method_not_allowed"),
     }.get(error.status_code, ("The request cannot be read.", "invalid_request"))
-    answer = ApiError(error.status_code, message, code=code)
+    api_error = ApiError(error.status_code, message, code=code)
     if error.status_code == 405:
-        answer.with_headers({"allow": ", ".join(_methods_of(request))})
-    return await _on_error(request, answer)
+        api_error.with_headers({"allow": ", ".join(_methods_of(request))})
+    return await _on_error(request, api_error)
 
 
 def _methods_of(request: Request) -> list[str]:
-    """What the path takes. The framework itself names only the methods of its first route."""
+    """Return the methods of a path. The framework itself names only those of its first route."""
     routes, scope = request.app.routes, request.scope
     taken = {
         method: any(route.matches({**scope, "method": method})[0] is Match.FULL for route in routes)
@@ -143,14 +171,14 @@ def _methods_of(request: Request) -> list[str]:
 
 
 async def _on_invalid_body(request: Request, error: Exception) -> Response:
-    """400 naming the first field that is wrong. The input is never echoed."""
+    """Respond 400 naming the first invalid field. The input is never echoed."""
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
     if errors[0]["type"] == "json_invalid":
-        answer = ApiError(
+        api_error = ApiError(
             400, f"The body is not valid JSON, at byte {errors[0]['loc'][-1]}.", code="invalid_json"
         )
     else:
         path, kind, message = first_flaw(errors)
-        answer = field_error((path[1:], kind, message))
-    return await _on_error(request, answer)
+        api_error = field_error((path[1:], kind, message))
+    return await _on_error(request, api_error)

@@ -1,25 +1,181 @@
-"""A connection: uvicorn's, with bounds on parsing and patience, which serves half-closed clients too."""
+"""HTTP connections: uvicorn's, with bounded parsing and time-outs, and support for half-closed clients.
+
+Bytes from clients are bounded before they are parsed. Over all connections a bounded number of events is
+parsed in one iteration of the event loop.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import select
+from collections import deque
 from http import HTTPStatus
+from typing import Protocol
 
 import h11
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from llaisys.server.connection_limit import ConnectionLimit
-from llaisys.server.errors import ApiError, to_json
-from llaisys.server.parse_queue import BoundError, ParseQueue, RequestParser
+from llaisys.server.http_errors import ApiError, to_json
+from llaisys.server.listener import ConnectionLimit
 
-# Received and not parsed; more is left to the kernel. One read of asyncio's may come on top (256 KiB).
+HEAD_BYTES_MAX = 32 * 1024
+HEADERS_MAX = 100
+# A chunked body may have as many bytes of framing (sizes, extensions, trailers) as of content, and these.
+FRAMING_BYTES_MAX = 16 * 1024
+# Bytes given to the parser at once. A chunk may be one byte, which is six with its framing.
+CHUNKED_BYTES_AT_ONCE, BODY_BYTES_AT_ONCE = 2 * 1024, 64 * 1024
+# About 3 ms of h11 (5 us an event). A request head costs as many, for the task that it starts.
+EVENTS_PER_ITERATION, EVENTS_PER_REQUEST = 512, 64
+BLANK_LINE = re.compile(rb"\n\r?\n")  # as h11 finds the end of a head
+
+
+class BoundError(Exception):
+    """A request that exceeds a bound, with the HTTP status for it."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class RequestParser(h11.Connection):
+    """h11 that receives bytes up to the next boundary only, checks them first, and counts its events."""
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, HEAD_BYTES_MAX)
+        self.n_events = 0
+        self.n_headers = 0
+        self.error = BoundError(400, "")  # why h11 rejected its input
+        self._n_searched = 0  # bytes already searched for the end of a head
+        self._length_left: int | None = None  # of a body of known length
+        self._last_bytes = b""  # of a chunked body: an empty line may begin there
+        self._n_excess = 0  # bytes of framing of a chunked body, less those of its content
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """Return h11's next event. Rejects a request with two lengths, too."""
+        try:
+            event = super().next_event()
+        except h11.RemoteProtocolError as e:
+            # Only the kind of fault: the rest of h11's text repeats what the client sent.
+            self.error = BoundError(e.error_status_hint, f"Invalid HTTP: {str(e).partition(':')[0]}.")
+            raise
+        if isinstance(event, h11.Request):
+            self._begin_body(event)
+            self.n_headers += len(event.headers)
+            self.n_events += EVENTS_PER_REQUEST + len(event.headers)
+        elif isinstance(event, h11.Data):
+            self.n_events += 1
+            if self._length_left is None:
+                self._n_excess -= 2 * len(event.data)
+            else:
+                self._length_left -= len(event.data)
+        return event
+
+    def feed(self, received: bytearray) -> bool:
+        """Move the bytes up to the next boundary into h11; return False if more must arrive first.
+
+        A boundary is the end of a head or of a body, so that h11 never has bytes of the next request. Raises
+        BoundError for a head or a body that exceeds its bounds.
+        """
+        n_bytes = 0
+        if self.their_state is h11.IDLE:
+            n_bytes = self._head_bytes(received)
+        elif self.their_state is h11.SEND_BODY:
+            n_bytes = self._body_bytes(received)
+        elif self.their_state in (h11.MUST_CLOSE, h11.CLOSED, h11.ERROR):
+            received.clear()  # after the last request of this connection
+        if not n_bytes:
+            return False
+        self.receive_data(bytes(received[:n_bytes]))
+        del received[:n_bytes]
+        return True
+
+    def _head_bytes(self, received: bytearray) -> int:
+        end = BLANK_LINE.search(received, max(0, self._n_searched - 2), HEAD_BYTES_MAX)
+        n_bytes = min(len(received), HEAD_BYTES_MAX) if end is None else end.end()
+        if end is None and n_bytes == HEAD_BYTES_MAX:
+            raise BoundError(431, f"The request head is larger than {HEAD_BYTES_MAX} bytes.")
+        # Besides the headers there are the request line and the empty one.
+        if received.count(b"\n", 0, n_bytes) > HEADERS_MAX + 2:
+            raise BoundError(431, f"The request has more than {HEADERS_MAX} headers.")
+        # h11 rejects input that begins with a control character at once: it may be TLS, and have no lines.
+        is_invalid = bool(received) and received[0] < 0x21
+        self._n_searched = 0 if end is not None else n_bytes
+        return n_bytes if end is not None or is_invalid else 0
+
+    def _body_bytes(self, received: bytearray) -> int:
+        if self._length_left is not None:
+            return min(len(received), BODY_BYTES_AT_ONCE, self._length_left)
+        if self._n_excess > FRAMING_BYTES_MAX:
+            raise BoundError(400, "The chunks of the request body are too small; send larger ones.")
+        piece = self._last_bytes + received[:CHUNKED_BYTES_AT_ONCE]
+        end = BLANK_LINE.search(piece)
+        n_bytes = (len(piece) if end is None else end.end()) - len(self._last_bytes)
+        self._last_bytes = piece[-2:] if end is None else b""
+        self._n_excess += n_bytes
+        return n_bytes
+
+    def _begin_body(self, request: h11.Request) -> None:
+        lengths = [value for name, value in request.headers if name == b"content-length"]
+        is_chunked = any(name == b"transfer-encoding" for name, _ in request.headers)
+        self._length_left = None if is_chunked else int(lengths[0]) if lengths else 0
+        self._last_bytes, self._n_excess = b"", 0
+        if is_chunked and lengths:
+            self.error = BoundError(400, "A request has Content-Length or Transfer-Encoding, not both.")
+            raise h11.RemoteProtocolError(str(self.error))
+
+
+class Parsing(Protocol):
+    """A connection with bytes to parse."""
+
+    def parse_some(self) -> int:
+        """Parse up to the next boundary; return the number of events, 0 if more bytes must arrive first."""
+
+
+class ParseQueue:
+    """Connections with bytes to parse, round robin: EVENTS_PER_ITERATION events per event loop iteration."""
+
+    def __init__(self) -> None:
+        self.most_events = 0  # in one iteration, so far
+        self._waiting: deque[Parsing] = deque()
+        self._queued: set[Parsing] = set()
+        self._n_events = 0  # in this iteration
+        self._is_scheduled = False
+
+    def add(self, connection: Parsing) -> None:
+        """Parse now if this iteration has events left, else in a later one."""
+        if connection not in self._queued:
+            self._queued.add(connection)
+            self._waiting.append(connection)
+            self._work()
+
+    def _work(self) -> None:
+        while self._waiting and self._n_events < EVENTS_PER_ITERATION:
+            connection = self._waiting.popleft()
+            n_events = connection.parse_some()
+            self._n_events += n_events
+            if n_events:
+                self._waiting.append(connection)
+            else:
+                self._queued.discard(connection)
+        self.most_events = max(self.most_events, self._n_events)
+        if self._n_events and not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._next_iteration)
+
+    def _next_iteration(self) -> None:
+        self._is_scheduled = False
+        self._n_events = 0
+        self._work()
+
+
+# Received and not yet parsed; more stays in the kernel. One read of asyncio (256 KiB) may come on top.
 INPUT_BYTES_MAX = 64 * 1024
-# Behind a refusal the client may go on sending, and needs to: closing at once would lose the answer.
+# After a rejection the client may continue to send. Closing at once would lose the error response.
 LINGER_S, LINGER_BYTES_MAX = 2.0, 1024 * 1024
-# How often a half-closed connection is looked at, and how soon it is asked whether the client is still there.
+# Interval at which a half-closed connection is checked, and delay before the client is probed.
 HALF_CLOSED_POLL_S = 0.5
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -27,23 +183,23 @@ log = logging.getLogger("llaisys.connections")
 
 
 class ReadControl(FlowControl):
-    """Pauses reading while the application has a large body to take, or too much input is not parsed."""
+    """Pauses reading while the application has a large body to read, or too much input is unparsed."""
 
     _is_app_full = False
     _is_input_full = False
 
     def pause_reading(self) -> None:
-        """uvicorn: the application has enough."""
+        """uvicorn: pause for the application."""
         self._is_app_full = True
         self._apply()
 
     def resume_reading(self) -> None:
-        """uvicorn: the application wants more."""
+        """uvicorn: resume for the application."""
         self._is_app_full = False
         self._apply()
 
     def limit_input(self, n_bytes: int) -> None:
-        """Note how many bytes wait to be parsed."""
+        """Pause or resume for the number of unparsed bytes."""
         self._is_input_full = n_bytes > INPUT_BYTES_MAX
         self._apply()
 
@@ -55,17 +211,17 @@ class ReadControl(FlowControl):
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection with bounds that it has not. Use `connection_class`.
+    """uvicorn's connection with further bounds. Use `connection_class`.
 
-    - What a client sends is parsed in pieces that `parse_queue.py` bounds; what is refused gets a JSON error.
-    - A request's head, and the rest of a refused body, has `patience_s` to arrive. uvicorn bounds the silence
-      behind a response only; a request that is being answered has bounds of its own (`BodyGate`).
-    - A client that shuts down its sending side behind a request gets the response (without TLS, where that
-      does not exist). Closing the connection looks the same until something is written to it. So after
-      HALF_CLOSED_POLL_S without a response `100 Continue` is written, which a client that is there skips.
+    - Input is parsed in pieces that `ParseQueue` bounds; rejected input gets a JSON error.
+    - A request's head, and the rest of a rejected body, must arrive within `timeout_s`. uvicorn bounds only
+    the silence after a response; a request in progress has its own bounds (`BodyLimitMiddleware`).
+    - A client that shuts down its sending side after a request gets the response (not with TLS, which has no
+      such state). A closed connection looks the same until something is written to it. So after
+      HALF_CLOSED_POLL_S without a response `100 Continue` is written, which a present client skips.
     """
 
-    patience_s: float
+    timeout_s: float
     limit: ConnectionLimit
     queue: ParseQueue
     conn: RequestParser
@@ -129,14 +285,14 @@ class Connection(H11Protocol):
         self._refuse(self.conn.error)
 
     def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's never keeps it open
-        """asyncio; True keeps the sending side open."""
+        """asyncio; return True to keep the sending side open."""
         may_respond = self._is_answering() or bool(self._received)
         if self.scheme == "https" or self._is_refused or not may_respond or self._is_gone():
             return False
         self._is_half_closed = True
         if self._half_closed_timer is None:
             self._half_closed_timer = self.loop.call_later(HALF_CLOSED_POLL_S, self._poll_half_closed)
-        self.queue.add(self)  # what was received may be a request, or its end
+        self.queue.add(self)  # the received bytes may be a request, or its end
         return True
 
     def on_response_complete(self) -> None:
@@ -146,7 +302,7 @@ class Connection(H11Protocol):
             return
         self.limit.mark_idle(self._fd)
         self._watch()
-        self.queue.add(self)  # a request that was sent behind the first one, or the end of a half-closed one
+        self.queue.add(self)  # a pipelined request, or the end of a half-closed connection
 
     def connection_lost(self, exc: Exception | None) -> None:
         """asyncio."""
@@ -160,16 +316,16 @@ class Connection(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _is_answering(self) -> bool:
-        """True while a request is open that has arrived whole."""
+        """Return True while a request is open that has arrived completely."""
         is_whole = self.conn.their_state not in (h11.IDLE, h11.SEND_BODY, h11.ERROR)
         return self._is_open() and is_whole
 
     def _refuse(self, error: BoundError) -> None:
-        """Send a JSON error if no response has begun, and close once the client had time to read it."""
+        """Send a JSON error if no response has begun; close after the client had time to read it."""
         self._is_refused = True
         self._received.clear()
         self.limit.stats.bad_requests += 1
-        log.warning("a request was refused: %d %s", error.status, error)
+        log.warning("rejected a request: %d %s", error.status, error)
         if self._is_open():
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -201,7 +357,8 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def _poll_half_closed(self) -> None:
-        """End the request of a client that is gone. Before a response begins, writing to it is what tells."""
+        """End the request of a disconnected client. Before a response begins, only a write can detect
+        that."""
         self._half_closed_timer = None
         if self.transport.is_closing():
             return
@@ -215,7 +372,7 @@ class Connection(H11Protocol):
         self._half_closed_timer = self.loop.call_later(HALF_CLOSED_POLL_S, self._poll_half_closed)
 
     def _is_gone(self) -> bool:
-        """True once the client's system has reset the connection, which half-closing does not."""
+        """Return True once the client's system has reset the connection, which half-closing does not."""
         poll = select.poll()
         poll.register(self._fd, 0)
         return bool(poll.poll(0))
@@ -226,7 +383,7 @@ class Connection(H11Protocol):
         if self._is_open() or self.transport.is_closing():
             self._stop()
         elif self._timer is None:
-            self._timer = self.loop.call_later(self.patience_s, self.transport.close)
+            self._timer = self.loop.call_later(self.timeout_s, self.transport.close)
 
     def _stop(self) -> None:
         if self._timer is not None:
@@ -234,7 +391,7 @@ class Connection(H11Protocol):
             self._timer = None
 
 
-def connection_class(patience_s: float, limit: ConnectionLimit) -> type[Connection]:
-    """The class for one server: its connections share a limit and a queue."""
-    shared = {"patience_s": patience_s, "limit": limit, "queue": ParseQueue()}
+def connection_class(timeout_s: float, limit: ConnectionLimit) -> type[Connection]:
+    """Return the class for one server: its connections share a limit and a queue."""
+    shared = {"timeout_s": timeout_s, "limit": limit, "queue": ParseQueue()}
     return type("Connection", (Connection,), shared)

@@ -1,8 +1,8 @@
-"""GET /metrics: vLLM's names, labels and buckets, so that its dashboards draw us; ours as `llaisys:...`.
+"""GET /metrics: vLLM's names, labels and buckets, so that its dashboards work; our own as `llaisys:...`.
 
-Nothing is counted twice: engine figures are read from AsyncLLM's snapshot when asked for; only what the
-engine never sees (refusals, HTTP answers) is counted here. Absent because there is nothing to count: vLLM's
-figures of LoRA, speculative decoding, sleep and corrupted logits.
+Nothing is counted twice. Engine statistics are read from AsyncLLM's snapshot at each scrape; only what the
+engine never sees (rejections, HTTP responses) is counted here. Absent, because the features are: vLLM's
+metrics of LoRA, speculative decoding, sleep and corrupted logits.
 """
 
 from __future__ import annotations
@@ -24,30 +24,31 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llaisys.server.answers import text_of_type
-from llaisys.server.errors import TABLE
+from llaisys.outputs import FinishReason
+from llaisys.server.http_errors import TABLE
+from llaisys.server.response_schemas import text_of_type
 from llaisys.stats import HistogramData, ServiceStats
-from llaisys.types import FinishReason
 
 if TYPE_CHECKING:
+    from llaisys.async_llm import AsyncLLM
     from llaisys.logs import LineWriter
-    from llaisys.server.connection_limit import ConnectionStats
+    from llaisys.server.listener import ConnectionStats
     from llaisys.server.state import ServerState
-    from llaisys.service import AsyncLLM
+
 
 LABELS = ("model_name", "engine")
-# What a GPU server counts in blocks of several tokens is a cell of one here.
+# vLLM counts blocks of several tokens; a cell here is a block of one.
 CACHE_FACTS = ("block_size", "num_gpu_blocks", "enable_prefix_caching", "cache_dtype")
-# Those of the instrumentator that vLLM uses for HTTP.
+# The buckets of the instrumentator that vLLM uses for HTTP.
 HTTP_BOUNDS_S = (0.1, 0.5, 1.0)
-# The end of a stream whose client has taken nothing for `send_timeout_s`; nobody is there to be told.
-STALLED = "send_timeout"
+# The error code of a stream whose client read nothing for `send_timeout_s`; it is logged and counted only.
+SEND_TIMEOUT = "send_timeout"
 LAG_BOUNDS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0)
 
 _Family: TypeAlias = GaugeMetricFamily | CounterMetricFamily
 
 router = APIRouter()
-# A series `_created` beside each counter, which nobody draws; vLLM has none either.
+# No `_created` series for each counter; vLLM has none either.
 disable_created_metrics()  # type: ignore[no-untyped-call]  # the library's own
 
 
@@ -56,71 +57,105 @@ def _usage(stats: ServiceStats) -> float:
 
 
 def _cells(stats: ServiceStats) -> dict[str, int]:
-    """Every cell is in one state: `cached` ones are held by the prefix cache alone."""
+    """Count cells by state; `cached` cells belong to the prefix cache alone."""
     used, free = stats.engine.kv_cells_used, stats.engine.kv_cells_free
     return {"used": used, "cached": stats.engine.kv_cells - used - free, "free": free}
 
 
 def _finished(stats: ServiceStats) -> dict[str, int]:
-    """Every reason from the start, so that a rate over it exists before the first of its kind."""
+    """Return every reason from the start, so that rates over it exist before its first occurrence."""
     return {reason.value: stats.finished.get(reason.value, 0) for reason in FinishReason}
 
 
-# (name, what it is, its value of a ServiceStats); counters are exposed with `_total`.
+# (name, help, value of a ServiceStats); counters are exposed with `_total`.
 GAUGES: tuple[tuple[str, str, Callable[[ServiceStats], float]], ...] = (
     ("vllm:num_requests_running", "Requests in the running batch.", lambda s: s.engine.num_running),
     ("vllm:num_requests_waiting", "Requests waiting to run.", lambda s: s.engine.num_waiting),
-    ("vllm:kv_cache_usage_perc", "Share of the KV cells in use, 0 to 1.", _usage),
-    ("llaisys:seq_ids_free", "Sequences that may run beside those that do.", lambda s: s.engine.seq_ids_free),
+    ("vllm:kv_cache_usage_perc", "Share of KV cells in use by running requests, 0 to 1.", _usage),
+    ("llaisys:seq_ids_free", "Sequence ids not in use.", lambda s: s.engine.seq_ids_free),
     (
         "llaisys:kv_cells_retained",
-        "KV cells that the prefix cache holds, in use or not.",
+        "KV cells in the prefix cache, in use or not.",
         lambda s: s.engine.kv_cells_retained,
     ),
 )
 COUNTERS: tuple[tuple[str, str, Callable[[ServiceStats], float]], ...] = (
     ("vllm:prompt_tokens", "Prompt tokens processed.", lambda s: s.prompt_tokens),
     ("vllm:generation_tokens", "Tokens generated.", lambda s: s.generation_tokens),
-    ("vllm:num_preemptions", "Times that a running request gave way.", lambda s: s.engine.num_preempted),
+    ("vllm:num_preemptions", "Preemptions of running requests.", lambda s: s.engine.num_preempted),
     (
         "vllm:prefix_cache_queries",
         "Prompt tokens looked up in the prefix cache.",
         lambda s: s.engine.prefix_query_tokens,
     ),
-    ("vllm:prefix_cache_hits", "Prompt tokens found there.", lambda s: s.engine.prefix_hit_tokens),
-    ("llaisys:kv_cells_evicted", "KV cells that the cache gave back.", lambda s: s.engine.num_evicted_cells),
+    (
+        "vllm:prefix_cache_hits",
+        "Prompt tokens found in the prefix cache.",
+        lambda s: s.engine.prefix_hit_tokens,
+    ),
+    (
+        "llaisys:kv_cells_evicted",
+        "KV cells evicted from the prefix cache.",
+        lambda s: s.engine.num_evicted_cells,
+    ),
     (
         "llaisys:invariant_violations",
-        "Times that an engine's books were found wrong: a bug.",
+        "Violated invariants of an engine's KV cache: a bug.",
         lambda s: s.invariant_violations,
     ),
     ("llaisys:steps", "Steps of the engine.", lambda s: s.engine.num_steps),
 )
-# The same with a label beside LABELS, and a value for each of its words.
+# Metrics with a further label, and a value for each of its values.
 BY_LABEL: tuple[tuple[type[_Family], str, str, str, Callable[[ServiceStats], Mapping[str, float]]], ...] = (
     (
         GaugeMetricFamily,
         "vllm:num_requests_waiting_by_reason",
-        "Choices that wait, by what they wait for.",
+        "Waiting choices, by reason.",
         "reason",
         lambda s: s.engine.waiting_by_reason,
     ),
-    (CounterMetricFamily, "vllm:request_success", "Requests ended.", "finished_reason", _finished),
-    (GaugeMetricFamily, "llaisys:kv_cells", "KV cells, one token each.", "state", _cells),
+    (
+        CounterMetricFamily,
+        "vllm:request_success",
+        "Requests that ended, by finish reason.",
+        "finished_reason",
+        _finished,
+    ),
+    (GaugeMetricFamily, "llaisys:kv_cells", "KV cells (one token each), by state.", "state", _cells),
 )
 HISTOGRAMS: tuple[tuple[str, str, Callable[[ServiceStats], HistogramData]], ...] = (
-    ("vllm:time_to_first_token_seconds", "Arrival to first token.", lambda s: s.time_to_first_token_s),
-    ("vllm:inter_token_latency_seconds", "Between tokens of one answer.", lambda s: s.inter_token_latency_s),
+    (
+        "vllm:time_to_first_token_seconds",
+        "Seconds from arrival to first token.",
+        lambda s: s.time_to_first_token_s,
+    ),
+    (
+        "vllm:inter_token_latency_seconds",
+        "Seconds between tokens of a completion.",
+        lambda s: s.inter_token_latency_s,
+    ),
     (
         "vllm:request_time_per_output_token_seconds",
-        "Mean of one answer, after its first token.",
+        "Mean seconds per token of a completion, after its first.",
         lambda s: s.time_per_output_token_s,
     ),
-    ("vllm:e2e_request_latency_seconds", "Arrival to the end.", lambda s: s.e2e_request_latency_s),
-    ("vllm:request_queue_time_seconds", "Arrival to first admission.", lambda s: s.queue_time_s),
-    ("vllm:request_prefill_time_seconds", "First admission to first token.", lambda s: s.prefill_time_s),
-    ("vllm:request_decode_time_seconds", "First token to last token.", lambda s: s.decode_time_s),
-    ("vllm:request_inference_time_seconds", "First admission to last token.", lambda s: s.inference_time_s),
+    (
+        "vllm:e2e_request_latency_seconds",
+        "Seconds from arrival to the end.",
+        lambda s: s.e2e_request_latency_s,
+    ),
+    ("vllm:request_queue_time_seconds", "Seconds from arrival to first admission.", lambda s: s.queue_time_s),
+    (
+        "vllm:request_prefill_time_seconds",
+        "Seconds from first admission to first token.",
+        lambda s: s.prefill_time_s,
+    ),
+    ("vllm:request_decode_time_seconds", "Seconds from first to last token.", lambda s: s.decode_time_s),
+    (
+        "vllm:request_inference_time_seconds",
+        "Seconds from first admission to last token.",
+        lambda s: s.inference_time_s,
+    ),
     ("vllm:request_prompt_tokens", "Prompt tokens of a request.", lambda s: s.request_prompt_tokens),
     (
         "vllm:request_generation_tokens",
@@ -142,14 +177,14 @@ HISTOGRAMS: tuple[tuple[str, str, Callable[[ServiceStats], HistogramData]], ...]
     ("vllm:iteration_tokens_total", "Tokens of one step.", lambda s: s.engine.tokens_of_steps),
     (
         "llaisys:cancel_latency_seconds",
-        "A cancel, until what it ends holds nothing.",
+        "Seconds from a cancellation until all resources are free.",
         lambda s: s.engine.seconds_of_cancels,
     ),
 )
 
 
 class EngineCollector:
-    """Turns the models' figures of now into metric families."""
+    """DeficitRoundRobin the models' figures of now into metric families."""
 
     def __init__(self, services: Sequence[AsyncLLM]) -> None:
         self._services = services
@@ -174,7 +209,7 @@ class EngineCollector:
                 _observed(histogram, labels, data_of(stats))
             yield histogram
         phases = HistogramMetricFamily(
-            "llaisys:step_seconds", "Seconds of one step, by what it does.", labels=(*LABELS, "phase")
+            "llaisys:step_seconds", "Seconds of one step, by phase.", labels=(*LABELS, "phase")
         )
         for labels, stats in self._snapshots:
             for phase, data in stats.engine.seconds_of_phases.items():
@@ -182,9 +217,11 @@ class EngineCollector:
         yield phases
 
     def _cache_config(self) -> Metric:
-        """Facts as labels of a constant 1."""
+        """Return cache settings as labels of a constant 1."""
         family = GaugeMetricFamily(
-            "vllm:cache_config_info", "The KV cache of a model.", labels=(*LABELS, *CACHE_FACTS)
+            "vllm:cache_config_info",
+            "KV cache settings of a model, as labels.",
+            labels=(*LABELS, *CACHE_FACTS),
         )
         for service, (labels, stats) in zip(self._services, self._snapshots, strict=True):
             config = service.config
@@ -206,7 +243,7 @@ class EngineCollector:
 
 
 class ConnectionCollector:
-    """What connections and the log count, as metric families."""
+    """Converts the counters of connections and of the log to metric families."""
 
     def __init__(self, stats: ConnectionStats, log: LineWriter) -> None:
         self._stats = stats
@@ -217,7 +254,7 @@ class ConnectionCollector:
         stats = self._stats
         closed = CounterMetricFamily(
             "llaisys:connections_closed",
-            "Connections closed by a bound: at accept, while idle, or for a bad request.",
+            "Connections closed by a limit: at accept, while idle, or for a bad request.",
             labels=("reason",),
         )
         for reason, value in (
@@ -229,10 +266,18 @@ class ConnectionCollector:
         yield closed
         for name, text, value in (
             ("llaisys:connections", "Connections accepted.", stats.accepted),
-            ("llaisys:requests_refused", "Requests refused: too many were open.", stats.requests_refused),
+            (
+                "llaisys:requests_refused",
+                "Requests rejected because too many were open.",
+                stats.requests_refused,
+            ),
             ("llaisys:parser_headers", "Request headers parsed.", stats.headers),
-            ("llaisys:parser_events", "Events of the HTTP parser, a request counted as 64.", stats.events),
-            ("llaisys:log_lines_dropped", "Log lines that stderr did not take.", self._log.n_dropped),
+            ("llaisys:parser_events", "Events of the HTTP parser; a request counts as 64.", stats.events),
+            (
+                "llaisys:log_lines_dropped",
+                "Log lines dropped because stderr was not read.",
+                self._log.n_dropped,
+            ),
         ):
             yield CounterMetricFamily(name, text, value=value)
 
@@ -242,7 +287,7 @@ def _observed(family: HistogramMetricFamily, labels: Sequence[str], data: Histog
 
 
 def cumulative(data: HistogramData) -> Iterator[tuple[str, float]]:
-    """`(upper bound, observations up to it)`, as the text format wants them; the last bound is `+Inf`."""
+    """Yield `(upper bound, observations up to it)` for the text format; the last bound is `+Inf`."""
     total = 0
     for bound, count in zip((*map(str, data.bounds), "+Inf"), data.counts, strict=True):
         total += count
@@ -250,56 +295,57 @@ def cumulative(data: HistogramData) -> Iterator[tuple[str, float]]:
 
 
 class Metrics:
-    """What the server counts itself, and the page of both."""
+    """The server's own counters, and the text of all metrics."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
-        self._answers = Counter(
-            "http_requests", "HTTP answers.", ("handler", "method", "status"), registry=self._registry
+        self._responses = Counter(
+            "http_requests", "HTTP responses.", ("handler", "method", "status"), registry=self._registry
         )
-        self._answer_s = Histogram(
+        self._response_s = Histogram(
             "http_request_duration_seconds",
-            "HTTP request to the end of its answer.",
+            "Seconds from an HTTP request to the end of its response.",
             ("handler", "method"),
             buckets=HTTP_BOUNDS_S,
             registry=self._registry,
         )
-        self._refused = Counter(
+        self._errors = Counter(
             "llaisys:rejected",
-            "Requests refused or failed, by error code.",
+            "Requests rejected or failed, by error code.",
             ("reason",),
             registry=self._registry,
         )
         self._loop_lag = Histogram(
             "llaisys:event_loop_lag_seconds",
-            "How late the event loop came round, looked at four times a second.",
+            "Delay of the event loop in seconds, sampled four times per second.",
             buckets=LAG_BOUNDS_S,
             registry=self._registry,
         )
-        # So that a rate over them exists before the first.
-        for code in (STALLED, *(row.code for row in TABLE.values())):
-            self._refused.labels(code)
+        # So that rates exist before the first occurrence.
+        for code in (SEND_TIMEOUT, *(row.code for row in TABLE.values())):
+            self._errors.labels(code)
 
     def count_connections(self, stats: ConnectionStats, log: LineWriter) -> None:
-        """Serve these counters, too."""
+        """Add the counters of connections and of the log."""
         self._registry.register(ConnectionCollector(stats, log))
 
-    def answered(self, route: str, method: str, status: int, seconds: float) -> None:
-        """Counts an HTTP answer, by class of status (`2xx`). `route` is never what a client wrote."""
-        self._answers.labels(route, method, f"{status // 100}xx").inc()
-        self._answer_s.labels(route, method).observe(seconds)
+    def count_response(self, route: str, method: str, status: int, seconds: float) -> None:
+        """Count an HTTP response, by class of status (`2xx`). `route` is a route's path, never client
+        input."""
+        self._responses.labels(route, method, f"{status // 100}xx").inc()
+        self._response_s.labels(route, method).observe(seconds)
 
-    def loop_came_late(self, seconds: float) -> None:
-        """Counts one look at the event loop."""
+    def observe_loop_lag(self, seconds: float) -> None:
+        """Count one delay of the event loop."""
         self._loop_lag.observe(seconds)
 
-    def refused(self, code: str) -> None:
-        """Counts an error by its wire code."""
-        self._refused.labels(code).inc()
+    def count_error(self, code: str) -> None:
+        """Count an error by its code."""
+        self._errors.labels(code).inc()
 
-    def page(self, engines: EngineCollector | None) -> bytes:
-        """The text format: our own counters, then the engines'."""
+    def render(self, engines: EngineCollector | None) -> bytes:
+        """Return the text format: the server's counters, then the engines'."""
         registry = CollectorRegistry()
         if engines is not None:
             registry.register(engines)
@@ -308,9 +354,9 @@ class Metrics:
 
 @router.get("/metrics", response_class=Response, responses=text_of_type("text/plain"))
 async def metrics(request: Request) -> Response:
-    """Engine figures are absent until the models are loaded; afterwards each model has its own."""
+    """Metrics in Prometheus' text format. Those of a model are present once it is loaded."""
     state: ServerState = request.app.state.server
     engines = None
     if state.models is not None:
         engines = EngineCollector(state.models.services)
-    return Response(state.metrics.page(engines), media_type=CONTENT_TYPE_LATEST)
+    return Response(state.metrics.render(engines), media_type=CONTENT_TYPE_LATEST)

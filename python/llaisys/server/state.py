@@ -1,21 +1,21 @@
-"""What the routes share. Owned by the event loop; written by `run.py` alone."""
+"""The state that routes share, and the registry of open requests. Event loop only; set by `lifecycle.py`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from starlette.requests import Request
 
+from llaisys.async_llm import AsyncLLM
 from llaisys.config import Config
-from llaisys.errors import EngineDeadError, QueueFullError
+from llaisys.errors import EngineDeadError, QueueFullError, RejectedError
+from llaisys.outputs import RequestId
 from llaisys.registry import ModelRegistry
-from llaisys.server.bodies import OpenRequest
-from llaisys.server.book import RequestBook
-from llaisys.server.chat_store import ChatStore
-from llaisys.server.errors import (
+from llaisys.server.http_errors import (
     ApiError,
     engine_dead,
     loading,
@@ -23,26 +23,99 @@ from llaisys.server.errors import (
     shutting_down,
     to_api_error,
 )
-from llaisys.server.keys import Keyring
 from llaisys.server.metrics import Metrics
-from llaisys.server.pieces import ResponseBytes
-from llaisys.server.protocol import ignored_fields
-from llaisys.server.spans import Spans
-from llaisys.server.trace import ignored_headers
-from llaisys.service import AsyncLLM
+from llaisys.server.middleware.auth import Keyring
+from llaisys.server.response_body import ResponseBytes
+from llaisys.server.tracing import RequestTracer
+from llaisys.server.webui.chat_store import ChatStore
+
+N_ENDED_MAX = 1024
+
+
+@dataclass(slots=True)
+class RequestEntry:
+    """One HTTP request for a completion.
+
+    - `id`: its id over HTTP, unique among the requests of `client_id`, the name of the key that sent it.
+    - `request_ids`: the engine's requests for it, one for each prompt, with `n` choices each.
+    - `cancel`: ends it; None once it has ended. `opened_s`: by `time.monotonic`.
+    """
+
+    id: str
+    client_id: str
+    engine: AsyncLLM
+    request_ids: Sequence[RequestId]
+    n: int
+    cancel: Callable[[], None] | None = None
+    opened_s: float = field(default_factory=time.monotonic)
+
+
+class RequestRegistry:
+    """All open requests and the newest `N_ENDED_MAX` ended ones, so that they can be cancelled and inspected.
+
+    Invariant: the ids of one client are unique.
+    """
+
+    def __init__(self) -> None:
+        # By client and id.
+        self._entries: OrderedDict[tuple[str, str], RequestEntry] = OrderedDict()
+        self._ended: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._by_request: dict[RequestId, RequestEntry] = {}
+
+    @contextmanager
+    def open(self, entry: RequestEntry, cancel: Callable[[], None]) -> Iterator[None]:
+        """Keep the entry open for the duration of the context.
+
+        Raises RejectedError if another open request of the client has its id.
+        """
+        key = (entry.client_id, entry.id)
+        old = self._entries.get(key)
+        if old is not None and old.cancel is not None:
+            raise RejectedError(f"request id {entry.id!r} is in use", param="request_id")
+        if old is not None:
+            self._remove(old)
+        entry.cancel = cancel
+        self._entries[key] = entry
+        self._by_request |= dict.fromkeys(entry.request_ids, entry)
+        try:
+            yield
+        finally:
+            entry.cancel = None
+            self._ended[key] = None
+            if len(self._ended) > N_ENDED_MAX:
+                self._remove(self._entries[next(iter(self._ended))])
+
+    def find(self, id: str, client_id: str) -> RequestEntry:
+        """Return the client's entry. Raises ApiError (404) for an unknown id, and for another client's."""
+        entry = self._entries.get((client_id, id))
+        if entry is None:
+            raise ApiError(404, "There is no such request.", code="not_found", param="request_id")
+        return entry
+
+    def name(self, request_id: RequestId, client_id: str) -> str:
+        """Return how a client sees an engine request: its HTTP id if it is the client's own, else `other`."""
+        entry = self._by_request.get(request_id)
+        return entry.id if entry is not None and entry.client_id == client_id else "other"
+
+    def _remove(self, entry: RequestEntry) -> None:
+        key = (entry.client_id, entry.id)
+        del self._entries[key], self._ended[key]
+        for request_id in entry.request_ids:
+            if self._by_request.get(request_id) is entry:
+                del self._by_request[request_id]
 
 
 @dataclass(slots=True)
 class ServerState:
-    """Where the server is in its life: loading (no models yet), serving, draining.
+    """The server's phase (loading, serving, draining) and what its routes share.
 
-    - `keys`: those that `config` names, unless they were taken out of it already, as `run.py` does.
-    - `models`: set once, when the models that are to be preloaded are in memory.
-    - `chats`: the page's chats, None without `--chat-store`.
-    - `requests`: the answers that are being given, and those of lately.
+    - `keys`: the accepted keys, by default those of `config`.
+    - `models`: None while loading; set once, when the preloaded models are in memory.
+    - `chats`: the web UI's chats, None without `--chat-store`.
+    - `requests`: open and recently ended requests.
     - `draining`: set once, at the first signal; new requests get 503 from then on.
-    - `spans`: what sends traces, None without `--otlp-traces-endpoint`.
-    - `response_bytes`: those of whole answers, counted.
+    - `tracer`: sends traces, None without `--otlp-traces-endpoint`.
+    - `response_bytes`: counts the bytes of responses that are not streamed.
     - `created_s`: Unix time of the start, reported as the model's `created`.
     """
 
@@ -51,8 +124,8 @@ class ServerState:
     metrics: Metrics = field(default_factory=Metrics)
     models: ModelRegistry | None = None
     chats: ChatStore | None = None
-    requests: RequestBook = field(default_factory=RequestBook)
-    spans: Spans | None = None
+    requests: RequestRegistry = field(default_factory=RequestRegistry)
+    tracer: RequestTracer | None = None
     draining: bool = False
     created_s: int = field(default_factory=lambda: int(time.time()))
     response_bytes: ResponseBytes = field(init=False)
@@ -65,7 +138,7 @@ class ServerState:
         )
 
     def registry(self) -> ModelRegistry:
-        """The models, or the 503 that says why there are none for a request."""
+        """Return the models. Raises ApiError (503) while loading or draining, and if every engine is dead."""
         if self.draining:
             raise shutting_down()
         if self.models is None:
@@ -75,7 +148,8 @@ class ServerState:
         return self.models
 
     def serving(self, model: str | None) -> AsyncLLM:
-        """The model of this name (absent, empty, `default`: the first), 404, or the 503 that says why not."""
+        """Return the model of a name; None, empty and `default` mean the first. Raises ApiError (404 or
+        503)."""
         service = self.registry().find(model)
         if service is None:
             raise model_not_found(str(model))
@@ -84,12 +158,13 @@ class ServerState:
         return service
 
     def refusal(self, client_id: str) -> QueueFullError | None:
-        """Why no request of a client would be queued: its places in every model's queue are taken. None: one
-        may be, or hears the 503."""
+        """Return why no model would queue a request of this client, or None if one might, or would answer
+        503."""
         return None if self.draining or self.models is None else self.models.refusal(client_id)
 
     def unavailable(self) -> ApiError | None:
-        """The 503 of `/health` and `/ready`: draining, loading, or a dead engine. None: all models serve."""
+        """Return the 503 of `/health` and `/ready` (draining, loading, dead engine), or None if all models
+        serve."""
         if self.draining:
             return shutting_down()
         if self.models is None:
@@ -97,31 +172,13 @@ class ServerState:
         return None if self.models.is_ready() else engine_dead()
 
     def wire_error(self, error: Exception, request_id: str) -> ApiError:
-        """What a client hears of an error. An engine that ends because we are draining is no failure."""
+        """Return the error as the client receives it. An engine that ends while draining is a shutdown."""
         if self.draining and isinstance(error, EngineDeadError):
             return shutting_down()
         return to_api_error(error, request_id)
 
 
 def state_of(request: Request) -> ServerState:
-    """The server's state."""
+    """Return the server's state."""
     state: ServerState = request.app.state.server
     return state
-
-
-def engine_of(
-    request: Request, body: OpenRequest, neutral: Mapping[str, tuple[Any, ...]]
-) -> tuple[AsyncLLM, dict[str, str]]:
-    """The model that a body asks, and the headers that name its fields that have no effect.
-
-    `neutral`: fields that are known and not supported, each with the values that ask for nothing. Raises as
-    `ServerState.serving` and `ignored_fields`.
-    """
-    state = state_of(request)
-    engine = state.serving(body.model)
-    return engine, ignored_headers(request, ignored_fields(body, neutral, state.config.strict_fields))
-
-
-def served_name(engine: AsyncLLM, model: str | None) -> str:
-    """The name to answer with: the one that was asked for, or the first."""
-    return str(model) if model in engine.model_names else engine.model_names[0]

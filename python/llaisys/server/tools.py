@@ -1,4 +1,4 @@
-"""Tools of a chat request, and the parts of its answers in OpenAI's shape."""
+"""Tools and structured outputs of a request, and the deltas of a choice in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -6,43 +6,151 @@ import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
-from llaisys.errors import RejectedError, UnsupportedError
-from llaisys.server.bodies import ChatCompletionRequest
-from llaisys.server.response_format import Asked, grammar_of, named
-from llaisys.service import AsyncLLM
-from llaisys.types import Content, Part, PartParser, Reasoning
+from llaisys.async_llm import AsyncLLM
+from llaisys.errors import LlaisysError, RejectedError, UnsupportedError
+from llaisys.output_parts import Content, OutputParser, OutputPart, Reasoning
+from llaisys.sampling_params import SamplingParams, StructuredOutputsParams
+from llaisys.server.request_schemas import ChatCompletionRequest, GenerationRequest
+from llaisys.server.response_body import Json
 
-Json: TypeAlias = dict[str, Any]
+# vLLM's older names -> the field of `structured_outputs` that replaced them.
+GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+_STRUCTURED = frozenset({"json", "regex", "choice", "grammar", "json_object"})
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarRequest:
+    """A grammar, and the field of the request that specified it."""
+
+    spec: StructuredOutputsParams
+    field: str
+
+
+def grammar_of(body: GenerationRequest) -> GrammarRequest | None:
+    """Return the request's grammar, if any. Raises RejectedError or UnsupportedError naming the field.
+
+    Fields are OpenAI's `response_format` and vLLM's; two that specify a grammar are rejected.
+    """
+    requests = [
+        *_of_response_format(body.response_format),
+        *_of_structured_outputs(body.structured_outputs),
+        *(
+            _grammar_request({field: value}, name)
+            for name, field in GUIDED.items()
+            if (value := getattr(body, name)) is not None
+        ),
+    ]
+    if len(requests) > 1:
+        raise RejectedError(
+            f"{requests[0].field} and {requests[1].field} exclude each other", param=requests[1].field
+        )
+    return requests[0] if requests else None
+
+
+async def with_compiled_grammar(
+    engine: AsyncLLM, params: SamplingParams, grammar_request: GrammarRequest | None, client_id: str
+) -> SamplingParams:
+    """Return the parameters with the grammar, which compiles. Raises RejectedError naming the field."""
+    if grammar_request is None:
+        return params
+    try:
+        await engine.compile_grammar(grammar_request.spec, client_id)
+        return params.with_grammar(grammar_request.spec)
+    except LlaisysError as e:
+        raise with_param(e, grammar_request.field) from e
+
+
+def _of_response_format(format: Mapping[str, Any] | None) -> list[GrammarRequest]:
+    if format is None:
+        return []
+    match format.get("type"):
+        case "text":
+            return []
+        case "json_object":
+            return [_grammar_request({"json_object": True}, "response_format")]
+        case "json_schema":
+            return [_of_json_schema(format.get("json_schema"))]
+        case kind:
+            raise UnsupportedError(
+                f"response_format.type is {str(kind)[:40]!r}, supported: text, json_object, json_schema",
+                param="response_format.type",
+            )
+
+
+def _of_json_schema(given: Any) -> GrammarRequest:
+    """Read `{"name", "schema", "strict", "description"}`; the schema is enforced, strict or not."""
+    where = "response_format.json_schema"
+    if not isinstance(given, Mapping):
+        raise RejectedError(f"{where} is missing", param=where)
+    schema = given.get("schema")
+    if not isinstance(schema, Mapping):
+        raise RejectedError(f"{where}.schema must be an object", param=f"{where}.schema")
+    return _grammar_request({"json": schema}, f"{where}.schema")
+
+
+def _of_structured_outputs(given: Mapping[str, Any] | None) -> list[GrammarRequest]:
+    if given is None:
+        return []
+    for name, value in given.items():
+        if name not in _STRUCTURED and value not in (None, False):
+            where = f"structured_outputs.{name[:40]}"
+            raise UnsupportedError(f"{where} is not supported by this server; leave it out", param=where)
+    return [
+        _grammar_request(
+            {name: value for name, value in given.items() if name in _STRUCTURED}, "structured_outputs"
+        )
+    ]
+
+
+def _grammar_request(values: Mapping[str, Any], field: str) -> GrammarRequest:
+    try:
+        return GrammarRequest(StructuredOutputsParams(**values), field)
+    except RejectedError as e:
+        raise with_param(e, field) from e
+
+
+def with_param(error: LlaisysError, field: str) -> LlaisysError:
+    """Return the same error, naming the field of the request in place of `structured_outputs`."""
+    param = error.param or ""
+    if not param.startswith("structured_outputs") or field == "structured_outputs":
+        return error
+    return type(error)(str(error).replace(param, field, 1), param=field)
+
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a request's tools ask for.
+    """The tools of a request.
 
-    - `shown`: the tools for the template, None without any.
-    - `names`: calls of these are found in the answer; empty: none is looked for.
-    - `grammar`: what the answer must look like, calls or something else.
-    - `only_first`: calls after the first are left out (`parallel_tool_calls: false`).
+    - `shown`: the tools for the chat template, None without any.
+    - `names`: functions whose calls are parsed from the output; empty: output is not parsed for calls.
+    - `grammar`: what the output must match, tool calls or something else.
+    - `only_first`: drop all tool calls except the first (`parallel_tool_calls: false`).
     """
 
     shown: list[Json] | None
     names: frozenset[str]
-    grammar: Asked | None
+    grammar: GrammarRequest | None
     only_first: bool
 
 
 def tool_use(body: ChatCompletionRequest, engine: AsyncLLM) -> ToolUse:
-    """Checks `tools` and `tool_choice`. Raises RejectedError or UnsupportedError naming the field."""
-    asked = grammar_of(body)
+    """Check `tools` and `tool_choice`. Raises RejectedError or UnsupportedError naming the field."""
+    grammar_request = grammar_of(body)
     only_first = body.parallel_tool_calls is False
     schemas = _schemas(body.tools or [])
     mode, wanted = _choice(body.tool_choice, schemas)
-    if mode == "none":  # a model that sees no tools calls none
-        return ToolUse(None, frozenset(), asked, only_first)
+    if mode == "none":  # a model without tools calls none
+        return ToolUse(None, frozenset(), grammar_request, only_first)
     if mode == "auto":
         config = engine.config
         if not config.enable_auto_tool_choice or config.tool_call_parser is None:
@@ -51,24 +159,31 @@ def tool_use(body: ChatCompletionRequest, engine: AsyncLLM) -> ToolUse:
                 "send none, required or the name of a function",
                 param="tool_choice",
             )
-        return ToolUse(body.tools, frozenset(schemas) if asked is None else frozenset(), asked, only_first)
-    if asked is not None:
-        raise RejectedError(f"tool_choice and {asked.field} exclude each other", param="tool_choice")
+        return ToolUse(
+            body.tools,
+            frozenset(schemas) if grammar_request is None else frozenset(),
+            grammar_request,
+            only_first,
+        )
+    if grammar_request is not None:
+        raise RejectedError(
+            f"tool_choice and {grammar_request.field} exclude each other", param="tool_choice"
+        )
     try:
         spec = engine.tool_grammar(wanted, parallel=mode == "required" and not only_first)
     except RejectedError as e:
-        raise named(e, "tools") from e
-    grammar = Asked(spec, "tools")
+        raise with_param(e, "tools") from e
+    grammar = GrammarRequest(spec, "tools")
     return ToolUse(body.tools, frozenset(wanted), grammar, only_first)
 
 
-def shown_tools(tools: list[Json] | None) -> list[Json] | None:
-    """The tools for the template, checked; None without any."""
+def checked_tools(tools: list[Json] | None) -> list[Json] | None:
+    """Return the tools for the chat template, checked; None without any."""
     return tools if _schemas(tools or []) else None
 
 
 def _schemas(tools: list[Json]) -> dict[str, Json]:
-    """Name -> JSON schema of the arguments, in the order of the request."""
+    """Return name -> JSON schema of the arguments, in the order of the request."""
     schemas: dict[str, Json] = {}
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"
@@ -78,7 +193,7 @@ def _schemas(tools: list[Json]) -> dict[str, Json]:
         name = function.get("name")
         if not isinstance(name, str) or _NAME.fullmatch(name) is None or name in schemas:
             raise RejectedError(
-                f"{where}.function.name must be of its own, 1 to 64 letters, digits, _ or -",
+                f"{where}.function.name must be unique, 1 to 64 letters, digits, _ or -",
                 param=f"{where}.function.name",
             )
         schema = function.get("parameters")
@@ -93,7 +208,7 @@ def _schemas(tools: list[Json]) -> dict[str, Json]:
 def _choice(
     choice: str | Json | None, schemas: Mapping[str, Json]
 ) -> tuple[Literal["none", "auto", "required", "named"], Mapping[str, Json]]:
-    """How the model is to choose, and among which functions."""
+    """Return how the model chooses, and among which functions."""
     if choice is None:
         choice = "auto" if schemas else "none"
     if isinstance(choice, str):
@@ -120,16 +235,16 @@ def _choice(
     return "named", {name: schemas[name]}
 
 
-class AnswerParts:
-    """The deltas of one choice: its text, or what a parser makes of it."""
+class ChoiceDeltas:
+    """Builds the deltas of one choice: its text, or the content, reasoning and tool calls parsed from it."""
 
-    def __init__(self, parser: PartParser | None, *, only_first: bool = False) -> None:
+    def __init__(self, parser: OutputParser | None, *, only_first: bool = False) -> None:
         self._parser = parser
         self._only_first = only_first
         self._n_calls = 0
 
     def deltas(self, text: str, finish_reason: str | None) -> list[Json]:
-        """The `delta` of each chunk that the next piece of text gives. `finish_reason`: of the last piece."""
+        """Return the `delta` of each chunk for the next piece of text. `finish_reason`: of the last piece."""
         if self._parser is None:
             return [{"content": text}] if text else []
         parts = self._parser.push(text)
@@ -138,10 +253,10 @@ class AnswerParts:
         return [delta for part in parts for delta in self._of_part(part)]
 
     def finish_reason(self, reason: str) -> str:
-        """`tool_calls` where a whole answer has some."""
+        """Return the finish reason: `tool_calls` if a complete output has some."""
         return "tool_calls" if self._n_calls and reason == "stop" else reason
 
-    def _of_part(self, part: Part) -> list[Json]:
+    def _of_part(self, part: OutputPart) -> list[Json]:
         match part:
             case Content(text):
                 return [{"content": text}]

@@ -1,1 +1,2 @@
-"""Text and token ids: tokenizers, chat templates, streams. Values in, values out; no engine, no server."""
+"""Text and token ids: tokenizers, chat templates, streams. Pure functions and values: they know neither the
+engine nor the server."""

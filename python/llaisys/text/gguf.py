@@ -1,9 +1,9 @@
-"""The tokenizer inside a GGUF file, built from the facts that its metadata states.
+"""Build the tokenizer that the metadata of a GGUF file describes.
 
-`tokenizer.ggml.pre` only *names* how text is cut into words before the merges; the rules behind the four
-names below are those of the original tokenizers (tokenizer.json of SmolLM2, Qwen2 and Llama 3) and, for
-`default`, of llama.cpp's `src/llama-vocab.cpp`, the program that defines the name. Another name is refused:
-a wrong cut gives plausible but wrong ids.
+`tokenizer.ggml.pre` only *names* a pre-tokenizer. The rules for the four names below come from the original
+tokenizers (tokenizer.json of SmolLM2, Qwen2 and Llama 3) and, for `default`, from llama.cpp's
+`src/llama-vocab.cpp`, which defines the name. Any other name is rejected, because a wrong pre-tokenizer gives
+plausible but wrong ids.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from llaisys.errors import RejectedError, UnsupportedError
+from llaisys.model_info import GgufTokenizer
 from llaisys.text.spm import build_spm
-from llaisys.types import GgufTokenizer
 
 VOCAB_MAX = 1 << 20
 MERGES_MAX = 1 << 21
@@ -33,12 +33,12 @@ _TIKTOKEN = (
 
 @dataclass(frozen=True)
 class _Pre:
-    """One way to cut: `cuts` are applied in turn, each keeping matches and what lies between them as words.
+    """A pre-tokenizer: `splits` are applied in turn; matches and the text between them become words.
 
-    `whole_words`: a word that is a token stays one, whatever the merges say. `nfc`: text is composed first.
+    `whole_words`: a word that is a token is kept whole (`ignore_merges`). `nfc`: text is composed first.
     """
 
-    cuts: tuple[str, ...]
+    splits: tuple[str, ...]
     whole_words: bool = False
     nfc: bool = False
 
@@ -51,69 +51,68 @@ _PRE = {
 }
 
 
-def build_gguf(facts: GgufTokenizer) -> tokenizers.Tokenizer:
-    """The `tokenizers` object that these facts describe.
+def build_gguf(gguf: GgufTokenizer) -> tokenizers.Tokenizer:
+    """Return the `tokenizers` object for this metadata.
 
-    Raises UnsupportedError naming an unknown `model` or `pre`, RejectedError if the facts contradict each
-    other.
+    Raises UnsupportedError naming an unknown `model` or `pre`, RejectedError for inconsistent metadata.
     """
-    if facts.model not in ("gpt2", "llama"):
+    if gguf.model not in ("gpt2", "llama"):
         raise UnsupportedError(
-            f"tokenizer.ggml.model is {facts.model!r}; supported are 'gpt2' and 'llama' (BPE)", param="model"
+            f"tokenizer.ggml.model is {gguf.model!r}; supported are 'gpt2' and 'llama' (BPE)", param="model"
         )
-    pre = _PRE.get(facts.pre)
+    pre = _PRE.get(gguf.pre)
     if pre is None:
         raise UnsupportedError(
-            f"tokenizer.ggml.pre is {facts.pre!r}; supported are {', '.join(_PRE)}", param="model"
+            f"tokenizer.ggml.pre is {gguf.pre!r}; supported are {', '.join(_PRE)}", param="model"
         )
-    _check(facts)
-    backend = build_spm(facts) if facts.model == "llama" else _byte_level(facts, pre)
-    backend.add_special_tokens(_added(facts, lambda kind: kind in (_UNKNOWN, _CONTROL), special=True))
-    backend.add_tokens(_added(facts, lambda kind: kind == _USER_DEFINED, special=False))
-    if facts.add_bos and facts.bos is not None:
+    _check(gguf)
+    backend = build_spm(gguf) if gguf.model == "llama" else _byte_level(gguf, pre)
+    backend.add_special_tokens(_added(gguf, lambda kind: kind in (_UNKNOWN, _CONTROL), special=True))
+    backend.add_tokens(_added(gguf, lambda kind: kind == _USER_DEFINED, special=False))
+    if gguf.add_bos and gguf.bos is not None:
         backend.post_processor = processors.TemplateProcessing(
-            single="BOS $A", special_tokens=[("BOS", facts.bos)]
+            single="BOS $A", special_tokens=[("BOS", gguf.bos)]
         )
     return backend
 
 
-def _byte_level(facts: GgufTokenizer, pre: _Pre) -> tokenizers.Tokenizer:
-    backend = tokenizers.Tokenizer(_model(facts, pre))
+def _byte_level(gguf: GgufTokenizer, pre: _Pre) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(_model(gguf, pre))
     backend.normalizer = normalizers.NFC() if pre.nfc else None
-    cuts: list[pre_tokenizers.PreTokenizer] = [
-        pre_tokenizers.Split(Regex(cut), "isolated") for cut in pre.cuts
+    splits: list[pre_tokenizers.PreTokenizer] = [
+        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.splits
     ]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, byte_level])
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
-def _check(facts: GgufTokenizer) -> None:
-    n_tokens = len(facts.tokens)
-    if not 0 < n_tokens <= VOCAB_MAX or len(facts.merges) > MERGES_MAX:
+def _check(gguf: GgufTokenizer) -> None:
+    n_tokens = len(gguf.tokens)
+    if not 0 < n_tokens <= VOCAB_MAX or len(gguf.merges) > MERGES_MAX:
         raise RejectedError(
-            f"the GGUF has {n_tokens} tokens and {len(facts.merges)} merges, "
+            f"the GGUF has {n_tokens} tokens and {len(gguf.merges)} merges, "
             f"allowed are 1 to {VOCAB_MAX} and at most {MERGES_MAX}",
             param="model",
         )
-    if len(facts.token_types) != n_tokens:
+    if len(gguf.token_types) != n_tokens:
         raise RejectedError(
-            f"the GGUF has {n_tokens} tokens but {len(facts.token_types)} token types", param="model"
+            f"the GGUF has {n_tokens} tokens but {len(gguf.token_types)} token types", param="model"
         )
-    if len(set(facts.tokens)) != n_tokens:
+    if len(set(gguf.tokens)) != n_tokens:
         raise RejectedError("the GGUF lists a token twice, so its id is not known", param="model")
-    for name, id in (("bos", facts.bos), ("eos", facts.eos), ("unknown", facts.unk)):
+    for name, id in (("bos", gguf.bos), ("eos", gguf.eos), ("unknown", gguf.unk)):
         if id is not None and not 0 <= id < n_tokens:
             raise RejectedError(f"the GGUF's {name} token id {id} is not below {n_tokens}", param="model")
 
 
-def _model(facts: GgufTokenizer, pre: _Pre) -> models.BPE:
-    merges = [_merge(line) for line in facts.merges]
-    vocab = {token: id for id, token in enumerate(facts.tokens)}
+def _model(gguf: GgufTokenizer, pre: _Pre) -> models.BPE:
+    merges = [_merge(line) for line in gguf.merges]
+    vocab = {token: id for id, token in enumerate(gguf.tokens)}
     try:
         return models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.whole_words)
-    except Exception as e:  # `tokenizers` raises plain Exception (a merge whose parts are no tokens)
+    except Exception as e:  # `tokenizers` raises plain Exception (a part of a merge is not a token)
         raise RejectedError(f"the GGUF's merges do not fit its tokens: {e}", param="model") from e
 
 
@@ -124,9 +123,9 @@ def _merge(line: str) -> tuple[str, str]:
     return left, right
 
 
-def _added(facts: GgufTokenizer, wanted: Callable[[int], bool], *, special: bool) -> list[AddedToken]:
+def _added(gguf: GgufTokenizer, is_wanted: Callable[[int], bool], *, special: bool) -> list[AddedToken]:
     return [
         AddedToken(token, special=special, normalized=False)
-        for token, kind in zip(facts.tokens, facts.token_types, strict=True)
-        if wanted(kind) and token
+        for token, kind in zip(gguf.tokens, gguf.token_types, strict=True)
+        if is_wanted(kind) and token
     ]

@@ -1,11 +1,11 @@
-"""Reasoning in an answer's text, told from the answer itself by `<think>` and `</think>`."""
+"""Separate the reasoning of a completion (`<think>` ... `</think>`) from its content."""
 
 from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from llaisys.text.tools import held_back
-from llaisys.types import Content, Part, PartParser, Reasoning
+from llaisys.output_parts import Content, OutputParser, OutputPart, Reasoning
+from llaisys.text.tool_calls import held_back
 
 ReasoningFormat: TypeAlias = Literal["deepseek_r1", "qwen3"]
 
@@ -13,52 +13,52 @@ _OPEN, _CLOSE = "<think>", "</think>"
 
 
 class ReasoningParser:
-    """At most one block of reasoning, at the answer's beginning; the space around it is dropped.
+    """Parse at most one reasoning block at the start of a completion; whitespace around it is dropped.
 
-    `starts_inside`: there is one even where `<think>` is missing, because the chat template has written it
-    (DeepSeek R1); an answer without `</think>` is reasoning as a whole then.
+    `starts_inside`: the completion starts inside the block, because the chat template has written `<think>`
+    (DeepSeek R1). Without `</think>` the whole completion is reasoning then.
     """
 
     def __init__(self, *, starts_inside: bool) -> None:
         self._starts_inside = starts_inside
-        self._text = ""  # not yet told
-        self._has_begun = False  # the reasoning, behind the space before it
-        self._state: Literal["begin", "inside", "behind", "content"] = "begin"
+        self._text = ""  # not emitted yet
+        self._has_begun = False  # reasoning text after the leading whitespace was seen
+        self._state: Literal["begin", "inside", "after", "content"] = "begin"
 
-    def push(self, text: str) -> list[Part]:
-        """As PartParser."""
+    def push(self, text: str) -> list[OutputPart]:
+        """See OutputParser."""
         self._text += text
-        parts: list[Part] = []
+        parts: list[OutputPart] = []
         if self._state == "begin":
-            self._begin(over=False)
+            self._begin(is_end=False)
         if self._state == "inside":
             self._inside(parts)
-        if self._state == "behind":
+        if self._state == "after":
             self._text = self._text.lstrip()
-            self._state = "content" if self._text else "behind"
+            self._state = "content" if self._text else "after"
         if self._state == "content" and self._text:
             parts.append(Content(self._text))
             self._text = ""
         return parts
 
-    def finish(self, *, cut: bool = False) -> list[Part]:  # noqa: ARG002 -- reasoning may end anywhere
-        """As PartParser."""
+    def finish(self, *, cut: bool = False) -> list[OutputPart]:  # noqa: ARG002 -- reasoning may end anywhere
+        """See OutputParser."""
         if self._state == "begin":
-            self._begin(over=True)
+            self._begin(is_end=True)
         text, self._text = self._text, ""
         if self._state == "inside":
             text = (text if self._has_begun else text.lstrip()).rstrip()
             return [Reasoning(text)] if text else []
         return [Content(text)] if text else []
 
-    def _begin(self, *, over: bool) -> None:
+    def _begin(self, *, is_end: bool) -> None:
         text = self._text.lstrip()
         if text.startswith(_OPEN):
             self._text, self._state = text[len(_OPEN) :], "inside"
-        elif over or not _OPEN.startswith(text):
+        elif is_end or not _OPEN.startswith(text):
             self._state = "inside" if self._starts_inside else "content"
 
-    def _inside(self, parts: list[Part]) -> None:
+    def _inside(self, parts: list[OutputPart]) -> None:
         if not self._has_begun:
             self._text = self._text.lstrip()
             self._has_begun = bool(self._text)
@@ -67,30 +67,31 @@ class ReasoningParser:
         if n:
             parts.append(Reasoning(self._text[:n]))
         self._text = self._text[n:] if at < 0 else self._text[at + len(_CLOSE) :]
-        self._state = "inside" if at < 0 else "behind"
+        self._state = "inside" if at < 0 else "after"
 
 
-class AnswerParser:
-    """Reasoning first, if the model does, then calls of tools in what is left, if there are tools."""
+class CompletionParser:
+    """Parse reasoning first, if the model has a reasoning format, then tool calls in the rest, if there are
+    tools."""
 
-    def __init__(self, reasoning: ReasoningFormat | None, tools: PartParser | None) -> None:
+    def __init__(self, reasoning: ReasoningFormat | None, tools: OutputParser | None) -> None:
         inside = reasoning == "deepseek_r1"
         self._reasoning = None if reasoning is None else ReasoningParser(starts_inside=inside)
         self._tools = tools
 
-    def push(self, text: str) -> list[Part]:
-        """As PartParser."""
+    def push(self, text: str) -> list[OutputPart]:
+        """See OutputParser."""
         return self._find_calls([Content(text)] if self._reasoning is None else self._reasoning.push(text))
 
-    def finish(self, *, cut: bool = False) -> list[Part]:
-        """As PartParser."""
+    def finish(self, *, cut: bool = False) -> list[OutputPart]:
+        """See OutputParser."""
         parts = [] if self._reasoning is None else self._find_calls(self._reasoning.finish(cut=cut))
         return parts if self._tools is None else parts + self._tools.finish(cut=cut)
 
-    def _find_calls(self, parts: list[Part]) -> list[Part]:
+    def _find_calls(self, parts: list[OutputPart]) -> list[OutputPart]:
         if self._tools is None:
             return parts
-        found: list[Part] = []
+        found: list[OutputPart] = []
         for part in parts:
             found += self._tools.push(part.text) if isinstance(part, Content) else [part]
         return found

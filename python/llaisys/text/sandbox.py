@@ -1,7 +1,7 @@
-"""Jinja2 as transformers sets it up for chat templates, with a limit on the work of one render.
+"""Jinja2's sandbox with a limit on the work of one render.
 
-The sandbox keeps a template from code and files, but not from work: two nested loops of 100,000 turns are 80
-characters. So each turn of a loop, each call and each item that a filter is given takes fuel.
+The sandbox denies a template access to code and files, and does not limit its work: two nested loops of
+100,000 iterations take 80 characters. So each loop iteration, call and input item of a filter consumes fuel.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 FUEL = 500_000
-# A call takes about as long as so many turns of a loop.
-_CALL = 4
-# A name that no template can write.
+# The cost of a call in loop iterations.
+_CALL_FUEL = 4
+# A filter name that no template can contain.
 _COUNTED = " counted"
 _fuel: ContextVar[list[int]] = ContextVar("fuel")
 
 
-class FuelledEnvironment(ImmutableSandboxedEnvironment):
-    """Templates of this environment render inside `fuelled()` only, and fail with a TemplateError when it is
-    used up."""
+class FueledEnvironment(ImmutableSandboxedEnvironment):
+    """Templates of this environment render only inside `fueled()`, and raise TemplateError without fuel."""
 
-    # What makes much of little is not worked out when a template is compiled, which nothing bounds.
+    # Do not fold these operators at compile time, which has no limit: they make large values of small ones.
     intercepted_binops = frozenset({"*", "**", "%"})
 
     def __init__(self, **settings: Any) -> None:
@@ -50,14 +49,14 @@ class FuelledEnvironment(ImmutableSandboxedEnvironment):
         return counted
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """As in Jinja's sandbox."""
-        _burn(_CALL)
+        """Consume fuel, then call as Jinja's sandbox does."""
+        _consume(_CALL_FUEL)
         return super().call(context, obj, *args, **kwargs)
 
 
 @contextmanager
-def fuelled() -> Iterator[None]:
-    """Fuel for one render, on this thread."""
+def fueled() -> Iterator[None]:
+    """Provide the fuel of one render in this context."""
     token = _fuel.set([FUEL])
     try:
         yield
@@ -65,26 +64,27 @@ def fuelled() -> Iterator[None]:
         _fuel.reset(token)
 
 
-def _burn(n: int) -> None:
+def _consume(n: int) -> None:
     left = _fuel.get()
     left[0] -= n
     if left[0] < 0:
-        raise jinja2.TemplateError(f"it takes more than {FUEL} steps")
+        raise jinja2.TemplateError(f"it needs more than {FUEL} steps")
 
 
-@pass_context  # so that Jinja does not work it out once, when it compiles
+@pass_context  # keeps Jinja from folding the filter at compile time
 def _counted(_: Context, value: Any) -> Any:
-    """The value; its items cost fuel, now if they are there and as they come if not. Text is one item."""
+    """Return the value and charge its items: a sized value at once, an iterator item by item. Text is one
+    item."""
     if isinstance(value, str | jinja2.Undefined) or not hasattr(value, "__iter__"):
-        _burn(1)
+        _consume(1)
         return value
     if isinstance(value, Sized):
-        _burn(1 + len(value))
+        _consume(1 + len(value))
         return value
     return _counted_items(value)
 
 
 def _counted_items(items: Any) -> Iterator[Any]:
     for item in items:
-        _burn(1)
+        _consume(1)
         yield item

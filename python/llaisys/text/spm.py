@@ -1,9 +1,9 @@
-"""SentencePiece's BPE inside a GGUF file (`tokenizer.ggml.model` = llama): tokens with scores, no merges.
+"""Build SentencePiece's BPE tokenizer from a GGUF file (`tokenizer.ggml.model` = llama).
 
-Text becomes characters with U+2581 for spaces; of all neighbours that together are a token, those whose token
-has the highest score are joined, the leftmost of equal ones, until none are left; what is no token then
-becomes its UTF-8 bytes' tokens (`<0x0A>`). That is BPE with every way to halve a token as a merge, ranked by
-the token's score. Source: llama.cpp's `src/llama-vocab.cpp`, the program that defines the name.
+Such a file has tokens with scores, and no merges. Text becomes characters, with U+2581 for spaces. Adjacent
+pieces that together form a token are merged: highest score first, leftmost on a tie. A remaining piece that
+is not a token becomes its UTF-8 bytes' tokens (`<0x0A>`). This equals BPE with every split of a token into
+two tokens as a merge, ranked by the token's score. Source: llama.cpp's `src/llama-vocab.cpp`.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ import tokenizers
 from tokenizers import decoders, models, normalizers
 
 from llaisys.errors import RejectedError
-from llaisys.types import GgufTokenizer
+from llaisys.model_info import GgufTokenizer
 
 SPACE = "\u2581"
-# Characters of a token at most: every way to halve it is looked at.
+# The longest token in characters; building the merges tries every split of it.
 PIECE_MAX = 512
 
-# Values of `tokenizer.ggml.token_type` (GGUF specification) that text can become by joining.
+# Values of `tokenizer.ggml.token_type` (GGUF specification) that merging can produce.
 _JOINED = (1, 4)
 
 
-def build_spm(facts: GgufTokenizer) -> tokenizers.Tokenizer:
-    """The `tokenizers` object without its added tokens. The facts' lists are of equal length.
+def build_spm(gguf: GgufTokenizer) -> tokenizers.Tokenizer:
+    """Return the `tokenizers` object without added tokens. The lists in `gguf` have equal lengths.
 
-    Raises RejectedError for a token of unlikely length or missing scores.
+    Raises RejectedError for a token above `PIECE_MAX` characters or missing scores.
     """
-    vocab = {token: id for id, token in enumerate(facts.tokens)}
-    unk = None if facts.unk is None else facts.tokens[facts.unk]
+    vocab = {token: id for id, token in enumerate(gguf.tokens)}
+    unk = None if gguf.unk is None else gguf.tokens[gguf.unk]
     backend = tokenizers.Tokenizer(
-        models.BPE(vocab=vocab, merges=_merges(facts), unk_token=unk, fuse_unk=True, byte_fallback=True)
+        models.BPE(vocab=vocab, merges=_merges(gguf), unk_token=unk, fuse_unk=True, byte_fallback=True)
     )
     space = normalizers.Replace(" ", SPACE)
     unspace = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if facts.add_space_prefix:
+    if gguf.add_space_prefix:
         backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), space])
         backend.decoder = decoders.Sequence([*unspace, decoders.Strip(" ", 1, 0)])
     else:
@@ -43,10 +43,10 @@ def build_spm(facts: GgufTokenizer) -> tokenizers.Tokenizer:
     return backend
 
 
-def _merges(facts: GgufTokenizer) -> list[tuple[str, str]]:
-    if facts.scores is None or len(facts.scores) != len(facts.tokens):
-        raise RejectedError("the GGUF has not one score for each token", param="model")
-    entries = zip(facts.tokens, facts.scores, facts.token_types, strict=True)
+def _merges(gguf: GgufTokenizer) -> list[tuple[str, str]]:
+    if gguf.scores is None or len(gguf.scores) != len(gguf.tokens):
+        raise RejectedError("the GGUF's scores do not match its tokens one to one", param="model")
+    entries = zip(gguf.tokens, gguf.scores, gguf.token_types, strict=True)
     pieces = {token: score for token, score, kind in entries if kind in _JOINED}
     longest = max(map(len, pieces), default=0)
     if longest > PIECE_MAX:

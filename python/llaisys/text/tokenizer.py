@@ -1,6 +1,6 @@
-"""Text <-> token ids, over the `tokenizers` package.
+"""Convert between text and token ids, with the `tokenizers` package.
 
-Invariant: a `Tokenizer` is never changed once made, so that any thread may use it without a lock.
+Invariant: a `Tokenizer` does not change after construction, so threads share it without a lock.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ import tokenizers
 from tokenizers import normalizers, processors
 
 from llaisys.errors import ContextLengthError, RejectedError, UnsupportedError
-from llaisys.text.files import read_object, special_strings
+from llaisys.model_info import ModelInfo
 from llaisys.text.gguf import build_gguf
-from llaisys.types import ModelInfo
+from llaisys.text.model_files import read_object, special_strings
 
-# The core has checked tokenizer.json (`_core.inspect`): its size, nesting, counts, patterns and growth. What
-# a pattern may still cost is bounded by Oniguruma's retry limit (ten million), which `encode` refuses.
+# The core has validated tokenizer.json (`_core.inspect`): size, nesting, counts, patterns and growth. The
+# cost of a pattern is bounded by Oniguruma's retry limit (ten million); `encode` rejects a text that exceeds
+# it.
 FILE_BYTES_MAX = 64 << 20
 VOCAB_MAX = 1 << 20
 
 
 def _byte_alphabet() -> dict[int, int]:
-    """GPT-2's byte alphabet, from character to byte.
+    """Return GPT-2's byte alphabet as a map from code point to byte.
 
-    Bytes that print (`!`..`~`, `¡`..`¬`, `®`..`ÿ`) stand for themselves, the other 68 are U+0100 onwards in
+    Printable bytes (`!`..`~`, `¡`..`¬`, `®`..`ÿ`) map to themselves; the other 68 are U+0100 onwards in
     ascending order. Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """
     printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -39,20 +40,20 @@ _BYTE_OF_CHARACTER = _byte_alphabet()
 # How SentencePiece writes a space in a token, and the token of a byte.
 _SPACE = "\u2581"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-# How many times shorter a text may get by NFC, in UTF-8 (Unicode FAQ on normalization: 3).
-_NFC_SHRINKS = 3
+# The largest factor by which NFC shortens a text in UTF-8 (Unicode FAQ on normalization).
+_NFC_SHRINK_MAX = 3
 
 
 class Tokenizer:
-    """A BPE tokenizer, byte-level or SentencePiece's: every token is a fixed string of bytes.
+    """A BPE tokenizer, byte-level or SentencePiece's: every token is a fixed byte string.
 
-    SentencePiece's drops the space that it puts in front of a text when it decodes one; an answer is the
-    middle of a text, so its first space stays.
+    SentencePiece adds a space before a text and drops it when decoding. A completion continues a text, so
+    `decode` keeps its first space.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        """Takes the backend over; nobody else may hold it. Raises UnsupportedError for another kind."""
-        self._is_spaced = _is_spaced(backend)
+        """Take ownership of `backend`. Raises UnsupportedError for another kind of tokenizer."""
+        self._is_sentencepiece = _is_sentencepiece(backend)
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -60,27 +61,29 @@ class Tokenizer:
         self._added = frozenset(added)
         self._special = frozenset(id for id, token in added.items() if token.special)
         self._tokens = _tokens_by_id(backend)
-        self._token_bytes = _most_bytes(backend, self._tokens)
+        self._bytes_per_token_max = _bytes_per_token_max(backend, self._tokens)
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id. A model may be wider (padded rows); such ids have no text."""
+        """The largest id plus one. The model's vocabulary may be larger (padded rows); such ids have no
+        text."""
         return len(self._tokens)
 
     def to_json(self) -> str:
-        """The tokenizer in the form of `tokenizer.json`, whatever it was read from."""
+        """Return the tokenizer in the format of `tokenizer.json`, whatever its source."""
         return self._backend.to_str()
 
-    def encode(self, text: str, add_special_tokens: bool, n_most: int | None = None) -> list[int]:
-        """Token ids of a text; `add_special_tokens` puts in front what the model wants there (bos, if any).
+    def encode(self, text: str, add_special_tokens: bool, n_tokens_max: int | None = None) -> list[int]:
+        """Return the token ids of a text. `add_special_tokens` adds the model's own (bos, if any).
 
-        Special tokens written out in the text become their ids, as in transformers. The GIL is released.
-        Raises RejectedError if the text cannot be encoded, ContextLengthError, at the price of a length, for
-        one that must have more than `n_most` tokens; another may have more all the same.
+        Special tokens written in the text become their ids, as in transformers. The GIL is released.
+        `n_tokens_max` rejects, before tokenizing, a text whose length in bytes implies more tokens; it is not
+        an exact limit. Raises RejectedError if the text cannot be encoded, ContextLengthError if it is too
+        long.
         """
         try:
-            n_bytes = len(text.encode("utf-8"))  # `tokenizers` would call a lone surrogate a wrong type
-            self._check_length(n_bytes, n_most)
+            n_bytes = len(text.encode("utf-8"))  # `tokenizers` reports a lone surrogate as a wrong type
+            self._check_length(n_bytes, n_tokens_max)
             return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         except UnicodeEncodeError as e:
             raise RejectedError(
@@ -92,27 +95,32 @@ class Tokenizer:
             # A panic inside `tokenizers` (its regular expressions' retry limit) is not an Exception.
             raise RejectedError(f"the tokenizer cannot encode this text: {e}", param="prompt") from e
 
-    def _check_length(self, n_bytes: int, n_most: int | None) -> None:
-        if n_most is None or self._token_bytes is None or n_bytes <= n_most * self._token_bytes:
+    def _check_length(self, n_bytes: int, n_tokens_max: int | None) -> None:
+        if (
+            n_tokens_max is None
+            or self._bytes_per_token_max is None
+            or n_bytes <= n_tokens_max * self._bytes_per_token_max
+        ):
             return
         raise ContextLengthError(
-            f"the prompt has {n_bytes} bytes, which are more than {n_most} tokens, the most allowed",
+            f"the prompt has {n_bytes} bytes, which are more than the {n_tokens_max} tokens allowed",
             param="prompt",
         )
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        """The text of ids; bytes that are not UTF-8 become U+FFFD, ids without a token are empty."""
+        """Return the text of token ids. Bytes that are not UTF-8 become U+FFFD; ids without a token are
+        empty."""
         skipped = self._special if skip_special_tokens else frozenset[int]()
         return b"".join(self.id_to_bytes(id) for id in ids if id not in skipped).decode("utf-8", "replace")
 
     def is_special(self, id: int) -> bool:
-        """True for control tokens such as `<|im_end|>`, which `skip_special_tokens` leaves out."""
+        """Return True for control tokens such as `<|im_end|>`, which `skip_special_tokens` leaves out."""
         return id in self._special
 
     def id_to_bytes(self, id: int) -> bytes:
-        """The bytes of one token; empty if there is no such token."""
+        """Return the bytes of one token; empty if there is no such token."""
         token = self._tokens[id] if 0 <= id < len(self._tokens) else ""
-        if self._is_spaced:
+        if self._is_sentencepiece:
             byte = None if id in self._added else _BYTE_TOKEN.fullmatch(token)
             return token.replace(_SPACE, " ").encode("utf-8") if byte is None else bytes.fromhex(byte[1])
         if id in self._added:
@@ -123,23 +131,23 @@ class Tokenizer:
             return token.encode("utf-8")
 
     def vocab_text(self, id: int) -> str:
-        """One token as the vocabulary writes it (`\u0120the`); empty if there is no such token."""
+        """Return one token as the vocabulary writes it (`\u0120the`); empty if there is no such token."""
         return self._tokens[id] if 0 <= id < len(self._tokens) else ""
 
     def token_text(self, id: int) -> str:
-        """One token as text, for logprobs: part of a character shows as U+FFFD."""
+        """Return one token as text, for logprobs. A partial character becomes U+FFFD."""
         return self.id_to_bytes(id).decode("utf-8", "replace")
 
 
 def tokenizer_of_json(text: str) -> Tokenizer:
-    """The tokenizer that `to_json` wrote."""
+    """Return the tokenizer that `to_json` wrote."""
     return Tokenizer(tokenizers.Tokenizer.from_str(text))
 
 
 def load_tokenizer(info: ModelInfo) -> Tokenizer:
-    """The tokenizer of a checkpoint: a GGUF's own, or `tokenizer.json` beside the weights.
+    """Return the tokenizer of a checkpoint, from the GGUF or from `tokenizer.json` in its folder.
 
-    Raises RejectedError (missing, damaged, too large) or UnsupportedError (another kind, by name).
+    Raises RejectedError (missing, damaged, too large) or UnsupportedError naming another kind.
     """
     if info.tokenizer is not None:
         return Tokenizer(build_gguf(info.tokenizer))
@@ -159,7 +167,7 @@ def _read_folder(folder: Path) -> tokenizers.Tokenizer:
         )
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as e:  # `tokenizers` raises plain Exception for every fault of the file
+    except Exception as e:  # `tokenizers` raises plain Exception for every error in the file
         raise RejectedError(f"tokenizer.json cannot be read: {e}", param="model") from e
     _add_config_tokens(backend, read_object(folder / "tokenizer_config.json"))
     _add_bos(backend, folder)
@@ -167,7 +175,7 @@ def _read_folder(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _add_config_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-    """Adds the tokens that only `tokenizer_config.json` lists; each must get the id that is stated there."""
+    """Add the tokens that only `tokenizer_config.json` lists; each must get the id stated there."""
     for id, content, special in _listed_tokens(config.get("added_tokens_decoder")):
         if backend.token_to_id(content) is None:
             backend.add_tokens([tokenizers.AddedToken(content, special=special, normalized=False)])
@@ -180,7 +188,7 @@ def _add_config_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) ->
 
 
 def _listed_tokens(listed: object) -> list[tuple[int, str, bool]]:
-    """Id, text and whether it is special of each token, by id. Raises RejectedError."""
+    """Return (id, text, is_special) of each listed token, by id. Raises RejectedError."""
     if not isinstance(listed, dict):
         return []
     tokens = []
@@ -196,7 +204,7 @@ def _listed_tokens(listed: object) -> list[tuple[int, str, bool]]:
 
 
 def _add_bos(backend: tokenizers.Tokenizer, folder: Path) -> None:
-    """`add_bos_token: true` in `tokenizer_config.json` holds even where tokenizer.json forgot it."""
+    """Honor `add_bos_token: true` in `tokenizer_config.json` even where tokenizer.json does not add it."""
     bos = special_strings(folder).get("bos_token")
     if read_object(folder / "tokenizer_config.json").get("add_bos_token") is not True or bos is None:
         return
@@ -209,8 +217,9 @@ def _add_bos(backend: tokenizers.Tokenizer, folder: Path) -> None:
         )
 
 
-def _is_spaced(backend: tokenizers.Tokenizer) -> bool:
-    """False for a byte-level tokenizer, True for SentencePiece's. Raises UnsupportedError for another."""
+def _is_sentencepiece(backend: tokenizers.Tokenizer) -> bool:
+    """Return False for a byte-level tokenizer, True for SentencePiece's. Raises UnsupportedError
+    otherwise."""
     decoder = backend.decoder
     state: dict[str, Any] = {"type": "none"} if decoder is None else json.loads(decoder.__getstate__())
     if state["type"] == "ByteLevel":
@@ -229,21 +238,21 @@ def _is_spaced(backend: tokenizers.Tokenizer) -> bool:
     )
 
 
-def _most_bytes(backend: tokenizers.Tokenizer, tokens: list[str]) -> int | None:
-    """Bytes of a text that one token stands for at the most; None where a text may lose more on its way."""
+def _bytes_per_token_max(backend: tokenizers.Tokenizer, tokens: list[str]) -> int | None:
+    """Return the most bytes of text that one token represents; None if encoding may drop parts of a text."""
     strips = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
     composes = backend.normalizer is None or isinstance(backend.normalizer, normalizers.NFC)
-    if strips or not composes or not _keeps_all(backend.pre_tokenizer):
+    if strips or not composes or not _keeps_all_text(backend.pre_tokenizer):
         return None
-    # In the byte alphabet a byte is one or two bytes long: never too few.
-    return _NFC_SHRINKS * max(len(token.encode("utf-8", "surrogatepass")) for token in tokens)
+    # The byte alphabet writes a byte as one or two bytes, so this is an upper bound.
+    return _NFC_SHRINK_MAX * max(len(token.encode("utf-8", "surrogatepass")) for token in tokens)
 
 
-def _keeps_all(divider: Any) -> bool:
-    """True for a pre-tokenizer that divides a text and leaves nothing of it out."""
-    if divider is None:
+def _keeps_all_text(pre_tokenizer: Any) -> bool:
+    """Return True for a pre-tokenizer that splits a text and removes nothing."""
+    if pre_tokenizer is None:
         return True
-    state: dict[str, Any] = json.loads(divider.__getstate__())
+    state: dict[str, Any] = json.loads(pre_tokenizer.__getstate__())
     steps = state["pretokenizers"] if state["type"] == "Sequence" else [state]
     return all(
         step["type"] in ("ByteLevel", "Digits", "Split") and step.get("behavior") != "Removed"
@@ -252,7 +261,7 @@ def _keeps_all(divider: Any) -> bool:
 
 
 def _tokens_by_id(backend: tokenizers.Tokenizer) -> list[str]:
-    """Token strings by id (in the byte alphabet but for added ones), holes empty."""
+    """Return token strings by id (in the byte alphabet, except added tokens); unused ids are empty."""
     vocab = backend.get_vocab(with_added_tokens=True)
     size = max(vocab.values(), default=-1) + 1
     if not 0 < size <= VOCAB_MAX:

@@ -1,0 +1,496 @@
+"""The asynchronous API: submit, stream, cancel, drain. It belongs to one event loop; the engine does not.
+
+Data path: `generate` -> EngineClient -> engine -> OutputHandler (one wake of the event loop per step) ->
+OutputProcessor (text, stop strings) -> RequestOutputCollector of the request -> the caller's `async for`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from typing import Any
+
+from llaisys.config import Config
+from llaisys.engine.client import EngineClient
+from llaisys.engine.engine_output import EngineOutput
+from llaisys.engine.request import EngineRequest
+from llaisys.engine.sessions.manager import SessionRequest
+from llaisys.engine.start import start_engine
+from llaisys.engine.timeline import FINISHED_MAX
+from llaisys.errors import EngineDeadError, QueueFullError, RejectedError, SlowReaderError
+from llaisys.grammar_trials import GrammarTrials
+from llaisys.lazy_engine import LazyEngine
+from llaisys.model_assets import ModelAssets, load_model_assets
+from llaisys.model_info import ModelInfo, Pooling
+from llaisys.output_collector import COLLECTOR_BYTES_MAX, RequestOutputCollector
+from llaisys.output_handler import OutputHandler
+from llaisys.output_parts import OutputParser
+from llaisys.output_processor import OutputProcessor, aborted_output
+from llaisys.outputs import FinishReason, RequestId, RequestOutput
+from llaisys.prompt import tokenize_bad_words, truncate_prompt
+from llaisys.sampling_params import SamplingParams, StructuredOutputsParams
+from llaisys.session_client import SessionClient
+from llaisys.session_info import SessionInfo
+from llaisys.stats import EngineStats, RequestStats, ServiceStats
+from llaisys.text.reasoning import CompletionParser
+from llaisys.text.tokenizer_pool import AsyncTokenizer, TokenizerPool
+from llaisys.text.tool_calls import ToolFormat, tool_grammar, tool_parser
+from llaisys.timeline import Timeline, with_reader_lags
+
+__all__ = ["AsyncLLM", "ServiceStats"]
+
+log = logging.getLogger(__name__)
+
+
+class AsyncLLM:
+    """Serve one model to many concurrent requests. Create it with `start`, and call it on that event loop
+    only.
+
+    It owns the open streams (a RequestOutputCollector each), their detokenization state (OutputProcessor) and
+    the request stats. Without `preload`, the first request loads the engine; after `idle_unload_s` without an
+    open request the engine is unloaded. Invariant: while a stream is open, the engine is loaded or loading.
+
+    Errors of a request: RejectedError (its input), ContextLengthError, QueueFullError (with `retry_after_s`),
+    RequestTimeoutError, RequestFailedError, EngineDeadError (also while shutting down).
+    """
+
+    def __init__(self, config: Config, model: ModelAssets) -> None:
+        """Initialize the state without loading; use `start` instead."""
+        self._config = config
+        self._model = model
+        self._processor = OutputProcessor(model.tokenizer)
+        self._grammar_compiler = model.grammar_compiler()
+        self._grammar_trials = GrammarTrials(self._grammar_compiler.tokenizer)
+        self._async_tokenizer: AsyncTokenizer | None = None  # None: tokenize in threads of this process
+        self._collectors: dict[RequestId, RequestOutputCollector] = {}
+        # Open streams that were not submitted yet -> whether they were aborted.
+        self._unsubmitted: dict[RequestId, bool] = {}
+        # Intervals in which the readers of ended streams were late; one entry per timeline that the engine
+        # keeps.
+        self._reader_lags: OrderedDict[RequestId, list[tuple[float, float]]] = OrderedDict()
+        self._sessions = SessionClient(self._call_engine)
+        self._output_handler = OutputHandler(asyncio.get_running_loop(), self._process_output)
+        self._exits, self._n_clients = False, 1
+        self._engine = LazyEngine(self._start_engine, self.model_names[0], config.idle_unload_s)
+        self._request_stats = RequestStats(self.max_model_len)
+        self._admitting = True
+        self._closed = False
+        self._all_ended = asyncio.Event()
+
+    @classmethod
+    async def start(
+        cls,
+        config: Config,
+        *,
+        exits: bool = False,
+        tokenizer_pool: TokenizerPool | None = None,
+        n_clients: int = 1,
+    ) -> AsyncLLM:
+        """Resolve the model and, unless `preload` is off, load it. Returns when requests are accepted.
+
+        - `exits`: the watchdog may end this process if both engine and event loop are stuck (for servers).
+        - `tokenizer_pool`: worker processes that render and tokenize with limits; without it threads do so
+          without limits.
+        - `n_clients`: number of clients that share the engine's queue and cache; 1 disables shares.
+
+        Raises RejectedError or UnsupportedError naming the model or the setting.
+        """
+        service = cls(config, await asyncio.to_thread(load_model_assets, config))
+        if tokenizer_pool is not None:
+            service._async_tokenizer = tokenizer_pool.add(service._model.tokenizer, service._model.template)
+        service._exits, service._n_clients = exits, n_clients
+        if config.preload:
+            await service.load()
+        return service
+
+    # --- the model ---
+
+    @property
+    def config(self) -> Config:
+        """The configuration given to `start`."""
+        return self._config
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names that requests may use; responses report the first. Never empty."""
+        return self._config.served_model_name or (self._model.name,)
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """Metadata of the checkpoint."""
+        return self._model.info
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest request in tokens, prompt and completion together.
+
+        Before the first load this is the setting or the checkpoint's limit; a small KV cache lowers it.
+        """
+        configured = self._config.max_model_len or self._model.info.max_position_embeddings
+        return self._engine.max_model_len or configured
+
+    @property
+    def default_sampling_params(self) -> dict[str, Any]:
+        """SamplingParams fields that the model sets (such as `temperature`) for requests that omit them."""
+        return dict(self._model.sampling_defaults)
+
+    @property
+    def pooling(self) -> Pooling:
+        """How embeddings are pooled. Raises UnsupportedError if the model needs an unsupported pooling."""
+        return self._model.embedding_pooling()
+
+    @property
+    def sessions(self) -> SessionClient:
+        """Named sessions of the loaded engine; unloading ends them."""
+        return self._sessions
+
+    # --- requests ---
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        request_id: RequestId,
+        *,
+        client_id: str = "",
+        priority: int = 0,
+        session_id: str = "",
+        cache_salt: str = "",
+        add_special_tokens: bool = True,
+        pooling: Pooling | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield deltas: `outputs` have the `text`, `token_ids` and `logprobs` since the previous delta.
+
+        - `prompt`: text (tokenized off the event loop, with `add_special_tokens`) or token ids.
+        - `priority`: lower runs first. `client_id`: the client for fair scheduling. `cache_salt`: only
+          requests with the same salt share cached prefixes.
+        - `session_id`: the client's session, created if new, which keeps the request's KV at its end; of
+          several choices the first's. The prompt is still the whole conversation.
+        - `pooling`: compute the prompt's embedding instead of a completion. The only delta has the embedding
+          and the finish reason `stop`; of `params` only `truncate_prompt_tokens` applies.
+        - With `n` > 1 a delta has the choices that changed, by their `index`.
+        - Only the last delta of a choice has a `finish_reason` (`stop`, `length` or `abort`), and only the
+          last delta of the request is `finished`.
+        - A slow reader receives several steps in one delta; the completion does not depend on its speed.
+
+        Closing the iterator (`aclose`, a canceled task) cancels the request within one engine step. Nothing
+        is submitted before the first `anext`, which raises the error of a rejected request.
+        """
+        collector = self._open_stream(request_id)
+        try:
+            if params.structured_outputs is not None:
+                await self.compile_grammar(params.structured_outputs, client_id)
+            ids = await self.prompt_ids(prompt, params, add_special_tokens=add_special_tokens)
+            text = prompt if isinstance(prompt, str) else None
+            words: tuple[tuple[int, ...], ...] = ()
+            if params.bad_words:
+                words = await asyncio.to_thread(tokenize_bad_words, self._model.tokenizer, params.bad_words)
+            arrival_s = time.monotonic()
+            client = await self._engine.get()
+            if self._unsubmitted.pop(request_id):
+                yield aborted_output(request_id, text, ids, params.n)
+                return
+            self._processor.add(request_id, text, ids, params)
+            client.submit(
+                EngineRequest(
+                    request_id=request_id,
+                    prompt_token_ids=ids,
+                    params=params,
+                    eos_token_ids=tuple(self._model.info.eos_token_ids),
+                    arrival_s=arrival_s,
+                    deadline_s=arrival_s + self._config.request_timeout_s,
+                    client_id=client_id,
+                    priority=priority,
+                    session_id=session_id,
+                    cache_salt=cache_salt,
+                    bad_word_ids=words,
+                    pooling=pooling,
+                )
+            )
+            self._request_stats.record_submission(request_id, len(ids), params, arrival_s)
+            finished = False
+            while not finished:
+                output = await collector.get()
+                finished = output.finished
+                yield output
+        finally:
+            self._close_stream(request_id)
+
+    async def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        add_special_tokens: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        n_tokens_max: int | None = None,
+    ) -> list[int]:
+        """Render a conversation with the model's chat template and return its token ids, off the event loop.
+
+        Templates write their own special tokens; `add_special_tokens` adds the tokenizer's. Raises
+        UnsupportedError if the model has no template, RejectedError for invalid messages, ContextLengthError
+        as `encode` does.
+        """
+        options = {
+            **(template_kwargs or {}),
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+        }
+        if self._async_tokenizer is not None:
+            self._model.chat_template()
+            return await self._async_tokenizer.chat(messages, options, add_special_tokens, n_tokens_max)
+        text, ids = await asyncio.to_thread(self._model.chat_prompt, messages, options)
+        return await self.encode(text) if add_special_tokens else ids
+
+    async def prompt_ids(
+        self, prompt: str | Sequence[int], params: SamplingParams, *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Return the token ids that `generate` uses for a prompt, after `truncate_prompt_tokens`."""
+        if isinstance(prompt, str):
+            n_tokens_max = self.max_prompt_tokens(params)
+            ids = await self.encode(prompt, add_special_tokens=add_special_tokens, n_tokens_max=n_tokens_max)
+        else:
+            ids = list(prompt)
+        return truncate_prompt(ids, params, self.max_model_len)
+
+    async def compile_grammar(self, spec: StructuredOutputsParams, client_id: str = "") -> None:
+        """Compile a grammar in a worker process with limits; the result is cached per client.
+
+        Raises RejectedError naming the field of `structured_outputs` and the limit, UnsupportedError, or
+        QueueFullError if too many grammars of the client wait.
+        """
+        await self._grammar_trials.check(spec, client_id)
+
+    def tool_grammar(
+        self, tools: Mapping[str, Mapping[str, Any]], *, parallel: bool
+    ) -> StructuredOutputsParams:
+        """Return the grammar of a completion that calls tools, once or, with `parallel`, several times.
+
+        `tools`: name -> JSON schema of the arguments. The format is that of `tool_call_parser`, by default
+        hermes.
+        """
+        return StructuredOutputsParams(grammar=tool_grammar(self._tool_format, tools, parallel=parallel))
+
+    def output_parser(self, params: SamplingParams, tools: Collection[str]) -> OutputParser | None:
+        """Return a parser of one choice for reasoning, content and calls of these tools; None: all is
+        content.
+
+        A completion under a grammar has no reasoning.
+        """
+        reasoning = None if params.structured_outputs is not None else self._config.reasoning_parser
+        if reasoning is None and not tools:
+            return None
+        return CompletionParser(reasoning, tool_parser(self._tool_format, tools) if tools else None)
+
+    @property
+    def _tool_format(self) -> ToolFormat:
+        return self._config.tool_call_parser or "hermes"
+
+    def max_prompt_tokens(self, params: SamplingParams) -> int | None:
+        """Return the longest prompt in tokens that `generate` accepts; None if it truncates the prompt."""
+        if params.truncate_prompt_tokens is not None:
+            return None
+        return self._config.max_input_tokens or self.max_model_len
+
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, n_tokens_max: int | None = None
+    ) -> list[int]:
+        """Return the token ids of a text, tokenized off the event loop. Raises as `Tokenizer.encode`."""
+        if self._async_tokenizer is not None:
+            return await self._async_tokenizer.encode(text, add_special_tokens, n_tokens_max)
+        return await asyncio.to_thread(self._model.tokenizer.encode, text, add_special_tokens, n_tokens_max)
+
+    async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of token ids, off the event loop."""
+        if self._async_tokenizer is not None:
+            return await self._async_tokenizer.decode(ids, skip_special_tokens)
+        return await asyncio.to_thread(self._model.tokenizer.decode, list(ids), skip_special_tokens)
+
+    async def token_strs(self, ids: Sequence[int]) -> list[str]:
+        """Return the vocabulary entry of each token id, off the event loop."""
+        return await asyncio.to_thread(lambda: [self._model.tokenizer.vocab_text(id) for id in ids])
+
+    def abort(self, request_id: RequestId) -> None:
+        """Cancel a request; its stream ends with finish reason `abort`. Unknown ids are ignored."""
+        if request_id in self._unsubmitted:
+            self._unsubmitted[request_id] = True
+        else:
+            self._cancel(request_id)
+
+    async def timeline(self, request_id: RequestId, *, client_id: str = "") -> dict[int, Timeline]:
+        """Return the timeline of a client's request by choice: where it spent its time, and why it waited.
+
+        Times are `time.monotonic` seconds. Empty for an unknown request; the engine keeps the timelines of
+        open requests and of the newest 1,024 ended choices.
+
+        Raises ExhaustedError (too many calls at the same time) or EngineDeadError.
+        """
+        if self._client is None:
+            return {}
+        collector = self._collectors.get(request_id)
+        with self._engine.acquired():
+            timelines = await asyncio.wrap_future(self._client.timelines(request_id, client_id))
+        lags = self._reader_lags.get(request_id, ()) if collector is None else collector.lags()
+        return {index: with_reader_lags(timeline, lags) for index, timeline in timelines.items()}
+
+    # --- health ---
+
+    def is_alive(self) -> bool:
+        """Return False while the engine is dead or stuck, and after `close`. An unloaded model is alive."""
+        is_dead = self._client is not None and self._client.error is not None
+        return not (self._closed or is_dead or self.is_stuck())
+
+    def is_loaded(self) -> bool:
+        """Return True while the engine is loaded."""
+        return self._client is not None
+
+    def is_ready(self) -> bool:
+        """Return True while requests are accepted: alive and not draining."""
+        return self._admitting and self.is_alive()
+
+    def refusal(self, client_id: str = "") -> QueueFullError | None:
+        """Return the error with which any new request of the client would be rejected now, or None."""
+        return None if self._client is None else self._client.queue_full_error(client_id)
+
+    def is_stuck(self) -> bool:
+        """Return True once the watchdog has given up an engine in this process; the process should exit
+        then."""
+        return self._client is not None and self._client.is_stuck
+
+    def is_lost(self) -> bool:
+        """Return True once the engine is dead and is not restarted; a server should exit then."""
+        return self._client is not None and self._client.is_lost
+
+    def beat(self) -> None:
+        """Report a heartbeat of the event loop. After the first call, the caller must keep calling it."""
+        if self._client is not None:
+            self._client.beat()
+
+    def stats(self) -> ServiceStats:
+        """Return the current gauges and totals."""
+        if self._client is None:
+            return self._request_stats.snapshot(EngineStats(), 0)
+        return self._request_stats.snapshot(self._client.stats(), self._client.num_violations)
+
+    # --- lifecycle ---
+
+    async def load(self) -> None:
+        """Load the engine if it is not loaded. Concurrent calls share one load.
+
+        Raises RejectedError or UnsupportedError (the model or a setting), EngineDeadError once closed.
+        """
+        await self._engine.load()
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        """Stop accepting requests and stop the engine. Idempotent.
+
+        Open streams continue for up to `drain_s` seconds; the rest end with EngineDeadError (shutting down).
+        """
+        self._admitting = False
+        if self._collectors and drain_s > 0 and self.is_alive():
+            self._all_ended.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._all_ended.wait(), drain_s)
+        self._closed = True
+        await asyncio.to_thread(self._grammar_trials.close)
+        await self._engine.close()
+
+    # --- internals ---
+
+    @property
+    def _client(self) -> EngineClient | None:
+        return self._engine.client
+
+    def _start_engine(self) -> EngineClient:
+        """Start the engine; runs on a thread."""
+        info = self._model.info
+        return start_engine(
+            self._config,
+            info,
+            self._output_handler.deliver,
+            exits=self._exits,
+            grammar_compiler=self._grammar_compiler,
+            n_clients=self._n_clients,
+        )
+
+    def _cancel(self, request_id: RequestId, index: int | None = None) -> None:
+        if self._client is not None:
+            self._client.cancel(request_id, index)
+
+    def _open_stream(self, request_id: RequestId) -> RequestOutputCollector:
+        if not self._admitting:
+            raise EngineDeadError("shutting down: no new requests")
+        if request_id in self._collectors:
+            raise RejectedError(f"request id {request_id!r} is in use", param="request_id")
+        self._engine.acquire()
+        collector = self._collectors[request_id] = RequestOutputCollector()
+        self._unsubmitted[request_id] = False
+        self._reader_lags.pop(request_id, None)
+        return collector
+
+    def _close_stream(self, request_id: RequestId) -> None:
+        """Release everything of a stream after its end, its error, or the end of its reader."""
+        self._unsubmitted.pop(request_id, None)
+        if lags := self._collectors.pop(request_id).lags():
+            self._reader_lags[request_id] = lags
+            if len(self._reader_lags) > FINISHED_MAX:
+                self._reader_lags.popitem(last=False)
+        if self._processor.discard(request_id):
+            self._cancel(request_id)
+            self._request_stats.record_end(request_id, FinishReason.ABORT.value, time.monotonic())
+        if not self._collectors:
+            self._all_ended.set()
+        self._engine.release()
+
+    async def _call_engine(self, call: SessionRequest) -> list[SessionInfo]:
+        """Carry out a session request; the engine is loaded for it and stays loaded until the result."""
+        if not self._admitting:
+            raise EngineDeadError("shutting down: no new requests")
+        with self._engine.acquired():
+            return await asyncio.wrap_future((await self._engine.get()).call_session(call))
+
+    def _process_output(self, event: EngineOutput, now_s: float) -> int:
+        """Put an engine output that arrived at `now_s` into its stream's collector; drop it after the
+        stream's end.
+
+        Returns by how many bytes the collector has grown.
+        """
+        request_id = event.request_id
+        collector = self._collectors.get(request_id)
+        if collector is None or request_id not in self._processor:
+            return 0
+        if event.error is not None:  # an error of one choice ends the request
+            self._processor.discard(request_id)
+            if not event.last:
+                self._cancel(request_id)
+            collector.fail(event.error)
+            reason = event.finish_reason or FinishReason.ERROR
+            self._request_stats.record_end(request_id, reason.value, now_s)
+            return 0
+        if not self._processor.expects(event):  # the choice has ended at a stop string
+            return 0
+        delta = self._processor.process(event)
+        completion = delta.outputs[0]
+        if delta.embedding is None:
+            self._request_stats.record_tokens(delta, now_s)
+        else:
+            self._request_stats.record_embedding(delta, now_s)
+        n_before = collector.num_bytes
+        if not collector.put(delta):
+            self._processor.discard(request_id)
+            self._cancel(request_id)
+            collector.fail(SlowReaderError(f"the reader fell more than {COLLECTOR_BYTES_MAX} bytes behind"))
+            self._request_stats.record_end(request_id, FinishReason.ERROR.value, now_s)
+        elif completion.finish_reason is not None:
+            if event.finish_reason is None:  # a stop string, which the engine does not see
+                self._cancel(request_id, event.index)
+            if delta.finished:
+                self._request_stats.record_end(request_id, completion.finish_reason, now_s)
+        return collector.num_bytes - n_before

@@ -1,0 +1,135 @@
+"""Building the configuration from constructor arguments, flags, the environment and a YAML file.
+
+The order of precedence: constructor arguments and flags, then `LLAISYS_*`, then YAML, then the default. Each
+field is a flag (`--max-num-seqs`), an environment variable (`LLAISYS_MAX_NUM_SEQS`) and a YAML key
+(`max_num_seqs`) of the same name. An unknown YAML key or a bad value stops the start and names the key.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import yaml
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from llaisys.config.engine_config import EngineConfig
+from llaisys.config.server_config import ServedModelConfig, ServerConfig
+from llaisys.errors import RejectedError
+
+FILE_BYTES_MAX = 1 << 20  # of a --config file
+# Where a value comes from, the weakest source first.
+Source: TypeAlias = Literal["default", "file", "environment", "flag"]
+
+
+class Config(ServerConfig, ServedModelConfig, EngineConfig, BaseSettings):
+    """All settings: one server and its models, one or those of `models`. Frozen once made."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="LLAISYS_", extra="forbid", frozen=True, protected_namespaces=()
+    )
+
+    def each_model(self) -> tuple[Config, ...]:
+        """One configuration for each served model; the first is the one that requests mean by default.
+
+        Raises RejectedError naming the entry of `models` and what is wrong with it.
+        """
+        if not self.models:
+            return (self,)
+        if twice := {"model", "served_model_name"} & self.model_fields_set:
+            raise RejectedError(
+                f"models names them all; take out {' and '.join(sorted(twice))}", param="models"
+            )
+        shared = self.model_dump(include=self.model_fields_set - ServerConfig.model_fields.keys())
+        made: dict[str, Config] = {}
+        for i, entry in enumerate(self.models):
+            where, own = f"models[{i}]", {key.replace("-", "_"): value for key, value in entry.items()}
+            name = own.pop("name", None)
+            if not isinstance(name, str) or not name or name in made:
+                raise RejectedError(f"{where}: name is {name!r}, expected a text of its own", param="models")
+            if wrong := sorted(map(str, own.keys() & ServerConfig.model_fields.keys())):
+                raise RejectedError(f"{where}: {wrong[0]} is the server's, not a model's", param="models")
+            values = {**shared, **own, "served_model_name": (name,), "models": ()}
+            try:
+                made[name] = Config(**{"model": name, **values})
+            except ValidationError as e:
+                raise RejectedError(f"{where}.{_first_of(e)}", param="models") from e
+        stores = [config.session_store.resolve() for config in made.values() if config.session_store]
+        if len(stores) > len(set(stores)):
+            raise RejectedError(
+                "two models have the same session_store: give each its own", param="session_store"
+            )
+        return tuple(made.values())
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003 the framework's signature
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 -- as above
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 -- as above
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """No .env files and no secret folders: three sources are enough to explain a value."""
+        return (init_settings, env_settings)
+
+
+def load_config(overrides: dict[str, Any] | None = None, yaml_path: Path | None = None) -> Config:
+    """Builds the configuration from flags (`overrides`), the environment and a YAML file.
+
+    Raises RejectedError naming the key and what is wrong with it.
+    """
+    return explain_config(overrides, yaml_path)[0]
+
+
+def explain_config(
+    overrides: dict[str, Any] | None = None, yaml_path: Path | None = None
+) -> tuple[Config, dict[str, Source]]:
+    """The configuration as `load_config` builds it, and where each of its values comes from."""
+    values = dict(overrides or {})
+    sources: dict[str, Source] = {}
+    from_environment = {name.upper() for name in os.environ}  # pydantic-settings reads them in any case
+    for key, value in _read_yaml(yaml_path).items():
+        if f"LLAISYS_{key.upper()}" not in from_environment and key not in values:
+            values[key] = value
+            sources[key] = "file"
+    try:
+        config = Config(**values)
+    except ValidationError as e:
+        text = _first_of(e)
+        raise RejectedError(text, param=text.partition(":")[0]) from e
+    config.each_model()
+    for key in Config.model_fields:
+        unnamed: Source = "environment" if key in config.model_fields_set else "default"
+        sources.setdefault(key, "flag" if key in values else unnamed)
+    return config, sources
+
+
+def _first_of(error: ValidationError) -> str:
+    """`key: what is wrong (got the value)` of its first complaint."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"]) or "configuration"
+    shown = "" if key.startswith("api_key") else f" (got {first['input']!r})"
+    return f"{key}: {first['msg']}{shown}"
+
+
+def _read_yaml(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        with path.open("rb") as file:  # the shell's `<(...)`, too, so it may be a FIFO
+            raw = file.read(FILE_BYTES_MAX + 1)
+        loaded = yaml.safe_load(raw.decode("utf-8")) if len(raw) <= FILE_BYTES_MAX else None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
+        raise RejectedError(f"cannot read the configuration file {path}: {e}", param="config") from e
+    if len(raw) > FILE_BYTES_MAX:
+        raise RejectedError(f"{path} is larger than {FILE_BYTES_MAX} bytes", param="config")
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise RejectedError(
+            f"{path} holds a {type(loaded).__name__}, expected key: value lines", param="config"
+        )
+    return {str(key).replace("-", "_"): value for key, value in loaded.items()}

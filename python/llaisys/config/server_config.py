@@ -1,0 +1,195 @@
+"""The settings that only a server has: of each model that it serves, and of the server itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic_settings import NoDecode
+
+# Settings whose values are never shown. HF_TOKEN and OTEL_EXPORTER_OTLP_HEADERS are no settings: libraries
+# read them.
+SECRETS = frozenset({"api_key"})
+
+
+class ServedModelConfig(BaseModel):
+    """How a server serves one model. Offline commands have no use for these."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    preload: bool = Field(
+        True, description="load the model at startup; otherwise at its first request, which then waits for it"
+    )
+    idle_unload_s: float | None = Field(
+        None,
+        gt=0,
+        description="seconds without a request after which the model is unloaded (default: never); set it to "
+        "free memory between uses",
+    )
+    enable_auto_tool_choice: bool = Field(
+        False, description="let the model decide when to call a tool; needs tool_call_parser"
+    )
+    tool_call_parser: Literal["hermes", "llama3_json"] | None = Field(
+        None,
+        description="format in which the model writes tool calls (default: none are parsed); Qwen models use "
+        "hermes",
+    )
+    reasoning_parser: Literal["deepseek_r1", "qwen3"] | None = Field(
+        None,
+        description="format in which the model marks its reasoning (default: it is not separated); "
+        "deepseek_r1 starts with reasoning, qwen3 may open it with <think>",
+    )
+
+
+class ServerConfig(BaseModel):
+    """One server, whatever it serves. An entry of `models` cannot set these: all models share them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    # models
+    served_model_name: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="names by which requests select the model; responses report the first (default: the "
+        "model's own name)",
+    )
+    models: Annotated[tuple[dict[str, Any], ...], NoDecode] = Field(
+        (),
+        description="several models in one server, in place of model: each {name: ..., model: ...} plus any "
+        "engine setting of its own",
+    )
+
+    # address
+    host: str = Field(
+        "127.0.0.1", description="address to bind; one that other machines can reach needs an API key"
+    )
+    port: int = Field(8000, ge=0, le=65535, description="TCP port to bind; 0 selects a free one")
+    uds: Path | None = Field(
+        None,
+        description="Unix domain socket to listen on, in place of host and port; its permissions follow the "
+        "umask",
+    )
+    allowed_origins: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="origins that may call the API from a browser (CORS) (default: same origin only)"
+    )
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="further names under which clients reach the server (Host header), with or without a "
+        "port; add the name that a reverse proxy forwards",
+    )
+    ssl_certfile: Path | None = Field(
+        None, description="PEM file of the certificate chain; turns HTTPS on (default: HTTP)"
+    )
+    ssl_keyfile: Path | None = Field(None, description="PEM file of the certificate's key, not encrypted")
+    ssl_ca_certs: Path | None = Field(
+        None, description="PEM file of the authorities that client certificates are verified against"
+    )
+    ssl_cert_reqs: int = Field(
+        0, ge=0, le=2, description="client certificates: 0 not requested, 1 verified if sent, 2 required"
+    )
+
+    # keys and clients
+    api_key: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        repr=False,
+        description="accepted API keys (default: no key is required, unless api_key_file is set)",
+    )
+    api_key_file: Path | None = Field(
+        None, description="file of further accepted keys as hashes, one line NAME SHA256 for each"
+    )
+    prefix_cache_sharing: Literal["per-key", "all"] = Field(
+        "per-key",
+        description="clients that share cached prefixes: requests of the same key, or of all keys; with all, "
+        "clients can learn from cached_tokens and timing what others have sent",
+    )
+    max_concurrent_requests_per_key: int | None = Field(
+        None, ge=1, description="open requests of one key; further ones get 429 (default: no bound)"
+    )
+    max_requests_per_minute_per_key: int | None = Field(
+        None, ge=1, description="requests per minute of one key; further ones get 429 (default: no bound)"
+    )
+
+    # requests and responses
+    strict_fields: bool = Field(
+        False, description="reject unknown request fields with 400; otherwise they are ignored and reported"
+    )
+    max_body_bytes: int = Field(4 << 20, ge=1, description="bytes of one request body; a larger one gets 413")
+    max_body_bytes_in_flight: int = Field(
+        64 << 20, ge=1, description="bytes of the bodies of all open requests; further ones get 429"
+    )
+    max_response_bytes: int = Field(
+        128 << 20,
+        ge=1,
+        description="bytes of one response that is not streamed; a larger one gets 400, before generation "
+        "where the size is certain",
+    )
+    max_response_bytes_in_flight: int = Field(
+        512 << 20, ge=1, description="bytes of all open responses that are not streamed; beyond them 429"
+    )
+    upload_timeout_s: float = Field(
+        30.0,
+        gt=0,
+        description="seconds for a request's head to arrive, and again for its body; raise it for slow links",
+    )
+    send_timeout_s: float = Field(
+        30.0,
+        gt=0,
+        le=86400,
+        description="seconds within which a client must read some of its response; otherwise it is "
+        "disconnected, which frees its KV cells",
+    )
+    timeout_keep_alive_s: float = Field(
+        5.0, gt=0, description="seconds that a connection may be idle between two requests"
+    )
+    shutdown_timeout_s: float = Field(
+        30.0,
+        ge=0,
+        description="seconds that open requests may continue after SIGTERM; a second signal ends them",
+    )
+
+    # web UI, logs, traces
+    chat_store: Path | None = Field(
+        None,
+        description="SQLite file for the web UI's chats (default: only the browser keeps them); set it to "
+        "see the same chats from several browsers",
+    )
+    max_chat_bytes_per_key: int = Field(
+        256 << 20, ge=1, description="bytes of one key's chats in chat_store; a write beyond them gets 400"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="lowest level that is logged; debug also logs probes and other reads"
+    )
+    otlp_traces_endpoint: str | None = Field(
+        None,
+        description="OpenTelemetry collector (OTLP over HTTP) that receives a span for each request "
+        "(default: no tracing)",
+    )
+
+    @field_validator("api_key", mode="before")
+    @classmethod
+    def _keys(cls, value: Any) -> Any:
+        """Read keys like `_one_or_many`; refuse an empty key, which anybody could send."""
+        keys = cls._one_or_many(value) or ([value] if isinstance(value, str) else value)
+        if isinstance(keys, (list, tuple)) and any(not str(key).replace(",", "").strip() for key in keys):
+            raise ValueError("a key is empty; is the shell variable unset that should hold it?")
+        return keys
+
+    @field_validator("served_model_name", "allowed_origins", "allowed_hosts", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        """Read a comma-separated string (environment) or a list (YAML, repeated flags)."""
+        if not isinstance(value, str):
+            return value
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+
+    @field_validator("models", mode="before")
+    @classmethod
+    def _entries(cls, value: Any) -> Any:
+        """Read a list of mappings (YAML), each as YAML or JSON text (flags), or all as one text
+        (environment)."""
+        try:
+            value = yaml.safe_load(value) if isinstance(value, str) else value
+            return tuple(yaml.safe_load(each) if isinstance(each, str) else each for each in value)
+        except (yaml.YAMLError, TypeError) as e:
+            raise ValueError(f"expected a list of {{name: ..., model: ...}} ({e})") from e

@@ -1,0 +1,56 @@
+"""The engine's output: one value per choice and step. Plain data that can be serialized."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llaisys.errors import LlaisysError
+from llaisys.outputs import FinishReason, RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Logprobs of one position of prompt or output, of the model's own distribution.
+
+    `rank`: the rank of the token at this position, from 1. `top`: the best ids with their logprobs, in
+    descending order.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+@dataclass(slots=True)
+class EngineOutput:
+    """New tokens or the end of one choice of a request. Not frozen: one is made for each row of each step.
+
+    - `index`: which choice. The output with a `finish_reason` is the choice's last, and there is exactly one.
+    - `last`: the request's one last output: no other choice of it is open.
+    - `new_logprobs`: aligned with `new_token_ids`, or None if not requested.
+    - `stop_reason`: the id of `stop_token_ids` that ended it; None for eos.
+    - `num_cached_tokens`: prompt tokens taken from the prefix cache; in the first output of choice 0.
+    - `queued_s`: seconds from arrival until it was first admitted; in the first output of each choice.
+    - `new_prompt_logprobs`: of the prompt's tokens from the second on, if requested; in the same output.
+    - `embedding`: the result of an embedding request; see `types.RequestOutput`.
+    - `error`: set with the reasons TIMEOUT and ERROR only.
+    """
+
+    request_id: RequestId
+    new_token_ids: list[int]
+    new_logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    num_cached_tokens: int = 0
+    queued_s: float = 0.0
+    error: LlaisysError | None = None
+    index: int = 0
+    last: bool = False
+    new_prompt_logprobs: list[TokenLogprobs] | None = None
+    embedding: bytes | None = None
+
+
+def refusal(request_id: RequestId, error: LlaisysError) -> EngineOutput:
+    """Return the only output of a request that was rejected, or that ends with its engine."""
+    return EngineOutput(request_id, [], None, FinishReason.ERROR, error=error, last=True)

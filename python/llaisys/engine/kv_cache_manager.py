@@ -1,0 +1,235 @@
+"""The KV cells of running requests and of the prefix cache: carries out on the core what was planned.
+
+`KvCachePlanner` decides on values alone which cells a step uses; this part changes the prefix cache and the
+core, and keeps both consistent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llaisys.engine.kv_cache_planner import (
+    KvCachePlanner,
+    lookahead_cells,
+    max_window_cells,
+    reclaimable_end,
+)
+from llaisys.engine.limits import Limits
+from llaisys.engine.prefix_cache import AddNode, CacheEdit, Pin, PrefixCache
+from llaisys.engine.request import EngineRequest, Request
+from llaisys.engine.worker import Worker
+
+
+class KvCacheManager:
+    """Owns the prefix cache. A running request pins the path that it was attached to or has inserted.
+
+    A request that has reclaimed its first cells is cached no more: a path has all positions from 0.
+
+    - `prefix_cache`: empty if `caches_prefixes` is False.
+    - Invariants: `request.pin` is set only while it runs, and pins its first `num_shared` tokens. Their cells
+      belong to nodes of the prefix cache; the cells of its other computed tokens are its own. Every edit of
+      the prefix cache is carried out on the core at once.
+    """
+
+    def __init__(self, worker: Worker, limits: Limits) -> None:
+        self._worker = worker
+        self._limits = limits
+        self._window = worker.attention_window
+        self.n_streams = limits.n_streams
+        self.caches_prefixes = limits.enable_prefix_caching
+        self.prefix_cache = PrefixCache(limits.n_streams)
+
+    @property
+    def cache_to_plan(self) -> PrefixCache | None:
+        """The prefix cache as the scheduler sees it; None if prefix caching is off."""
+        return self.prefix_cache if self.caches_prefixes else None
+
+    @property
+    def has_window(self) -> bool:
+        """True if every layer has a sliding window, so that cells behind it can be reclaimed."""
+        return self._window is not None
+
+    # --- counts ---
+
+    def n_allocatable(self) -> tuple[int, ...]:
+        """Return by KV stream how many cells are free or evictable."""
+        return tuple(KvCachePlanner(self._worker.n_cells_free, self.cache_to_plan, ()).allocatable)
+
+    def n_spare(self, stream: int, running: Sequence[Request]) -> int:
+        """Return how many allocatable cells of a KV stream no running request needs soon."""
+        return self.n_allocatable()[stream] - sum(lookahead_cells(r) for r in running if r.stream == stream)
+
+    def window_cells(self, source: EngineRequest) -> int | None:
+        """Return how many cells a request owns at most at once; None if it may not reclaim or may be
+        copied."""
+        if self._window is None or source.params.n > 1 or self._limits.n_streams > 1:
+            return None
+        return max_window_cells(self._window, self._limits.max_num_batched_tokens)
+
+    # --- before a batch ---
+
+    def pin_prefix(self, request: Request, n_tokens: int, stream: int) -> Pin:
+        """Protect the first tokens of a request, which are cached in a KV stream, from eviction."""
+        salt, ids = request.source.cache_salt, request.token_ids
+        pin, edits = self.prefix_cache.pin(salt, ids, n_tokens, stream)
+        self._worker.edit_cache(edits)
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        """Release a pin that no request has."""
+        self.prefix_cache.unpin(pin)
+
+    def evict(self, n_free_wanted: Sequence[int]) -> int:
+        """Evict until this many cells are free by KV stream, or nothing is evictable; return how many."""
+        n_evicted = 0
+        for stream, n_free in enumerate(self._worker.n_cells_free):
+            if n_free < n_free_wanted[stream]:
+                n, edits = self.prefix_cache.evict(n_free_wanted[stream] - n_free, stream)
+                self._worker.edit_cache(edits)
+                n_evicted += n
+        return n_evicted
+
+    def would_evict(self, n_free_wanted: int) -> bool:
+        """Return True if `evict` would release cells for this many free ones in each KV stream."""
+        return any(
+            n_free < n_free_wanted and self.prefix_cache.n_evictable(stream)
+            for stream, n_free in enumerate(self._worker.n_cells_free)
+        )
+
+    def attach_prefix(self, request: Request, pin: Pin, source: int) -> None:
+        """Attach what `pin` protects in the stream `source` to a request that has just got its sequence.
+
+        Within one KV stream the request keeps the pin; cells copied to another stream are its own.
+        """
+        salt, ids = request.source.cache_salt, request.token_ids
+        match = self.prefix_cache.match(salt, ids, pin.n_tokens, source)
+        self._worker.attach_nodes(match.parts, request.seq_id)
+        request.num_computed = pin.n_tokens
+        if source == request.stream:
+            request.pin, request.num_shared = pin, pin.n_tokens
+        else:
+            self.prefix_cache.unpin(pin)
+
+    def fork(self, request: Request, leader: Request, n_tokens: int) -> None:
+        """Give a request the first cells of its leader: linked in one KV stream, copied to another."""
+        self._worker.fork_sequence(leader.seq_id, request.seq_id, n_tokens)
+        request.num_computed = n_tokens
+        if leader.stream == request.stream:
+            request.num_shared = n_tokens
+            leader.num_shared = max(leader.num_shared, n_tokens)
+
+    # --- after a batch ---
+
+    def cache_computed(self, request: Request) -> None:
+        """Cache what a running request has computed so far.
+
+        Where other requests cached the same tokens meanwhile, the request is linked to their cells and its
+        own are freed. K and V of equal prefixes are the same bits, so a pinned path is never stored twice.
+        """
+        if not self.caches_prefixes or request.num_reclaimed:
+            return
+        n_tokens, n_linked = request.num_computed, request.num_shared
+        edits = self._insert(request)
+        request.num_shared = n_tokens
+        if n_linked + _n_added(edits) < n_tokens:
+            salt, ids = request.source.cache_salt, request.token_ids
+            match = self.prefix_cache.match(salt, ids, n_tokens, request.stream)
+            parts = [(node_id, max(p0, n_linked), p1) for node_id, p0, p1 in match.parts if p1 > n_linked]
+            self._worker.relink_nodes(parts, request.seq_id, n_linked)
+
+    def reclaim(self, request: Request) -> None:
+        """Free the cells behind the attention window, if every layer has one and enough cells are behind
+        it."""
+        end = 0 if self._window is None else reclaimable_end(request, self._window)
+        if end:
+            self._worker.reclaim_cells(request.seq_id, end)
+            self._unpin_request(request)
+            request.num_shared, request.num_reclaimed = 0, end
+
+    def free(self, request: Request, *, is_valid: bool) -> None:
+        """Release a running request's sequence, cells and pin. What it computed stays cached and is
+        evictable.
+
+        If its K and V are not valid, what it alone has cached is invalidated instead.
+        """
+        if self.caches_prefixes and is_valid:
+            if request.num_own and not request.num_reclaimed:
+                self._insert(request)
+            self._unpin_request(request)
+        elif self.caches_prefixes:
+            self._unpin_request(request)
+            salt, ids = request.source.cache_salt, request.token_ids
+            self.invalidate(salt, ids, request.stream, request.num_cached or 0)
+        self._worker.close_sequence(request.seq_id)
+        request.num_computed = request.num_shared = request.num_reclaimed = 0
+
+    # --- for sessions ---
+
+    def fingerprint(self) -> str:
+        """Return a digest of all that K and V depend on besides tokens. The first call hashes the weights."""
+        return self._worker.fingerprint()
+
+    def pin_session(self, salt: str, ids: Sequence[int], stream: int) -> Pin | None:
+        """Pin what is cached of a session's path; None if nothing is."""
+        pin, edits = self.prefix_cache.pin(salt, ids, len(ids), stream, of_session=True)
+        self._worker.edit_cache(edits)
+        if pin.n_tokens:
+            return pin
+        self.prefix_cache.unpin(pin)
+        return None
+
+    def export_cells(
+        self, salt: str, ids: Sequence[int], stream: int, at: int, n_most: int
+    ) -> NDArray[np.uint8] | None:
+        """Return K and V of up to `n_most` positions from `at` on; None if `at` is not cached."""
+        for node_id, p0, p1 in self.prefix_cache.match(salt, ids, len(ids), stream).parts:
+            if p0 <= at < p1:
+                return self._worker.export_cells(node_id, at, min(p1, at + n_most))
+        return None
+
+    def import_cells(
+        self, salt: str, ids: Sequence[int], stream: int, at: int, data: NDArray[np.uint8]
+    ) -> bool:
+        """Cache the path `ids`, whose K and V from position `at` on are `data`; evict cells for it.
+
+        Return False, with nothing cached, if the positions before `at` are not cached or the cells are too
+        few.
+        """
+        n_positions = len(ids) - at
+        self.evict([n_positions if s == stream else 0 for s in range(self.n_streams)])
+        n_cached = self.prefix_cache.match(salt, ids, len(ids), stream).n_tokens
+        if n_cached < at or self._worker.n_cells_free[stream] < n_positions:
+            return False
+        pin, edits = self.prefix_cache.insert(salt, ids, stream)
+        for edit in edits:
+            if isinstance(edit, AddNode):
+                self._worker.import_cells(edit, stream, at, data)
+            else:
+                self._worker.edit_cache([edit])
+        self.prefix_cache.unpin(pin)
+        return True
+
+    def invalidate(self, salt: str, ids: Sequence[int], stream: int, start: int) -> None:
+        """Remove the positions of a path from `start` on from the prefix cache, except what is pinned."""
+        self._worker.edit_cache(self.prefix_cache.invalidate(salt, ids, stream, start))
+
+    # --- inside ---
+
+    def _insert(self, request: Request) -> Sequence[CacheEdit]:
+        salt, ids = request.source.cache_salt, request.token_ids[: request.num_computed]
+        request.pin, edits = self.prefix_cache.insert(salt, ids, request.stream, request.pin)
+        self._worker.edit_cache(edits, request.seq_id)
+        return edits
+
+    def _unpin_request(self, request: Request) -> None:
+        if request.pin is not None:
+            self.prefix_cache.unpin(request.pin)
+            request.pin = None
+
+
+def _n_added(edits: Sequence[CacheEdit]) -> int:
+    """Return how many cells an insertion added to the cache."""
+    return sum(edit.p1 - edit.p0 for edit in edits if isinstance(edit, AddNode))

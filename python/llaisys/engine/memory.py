@@ -1,0 +1,291 @@
+"""Sizes an engine for the machine: KV cells, context length, and whether the model fits at all. Pure.
+
+The KV cache is sized from the available memory, and shrinks rather than failing. A model that cannot fit is
+refused before it is loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from llaisys.config import EngineConfig
+from llaisys.engine.host import Cpus
+from llaisys.engine.limits import Limits
+from llaisys.errors import RejectedError
+from llaisys.model_info import ModelInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSettings:
+    """The GPU of a context, and how to use it; see `_core.Gpu`."""
+
+    ordinal: int
+    memory_share: float
+    synchronous: bool
+    overlap: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """The arguments of a context; the names are those of `_core.Context`.
+
+    - `n_cells`: None: as many as fit into the GPU's memory.
+    - `shows_progress`: show a progress bar on stderr while the weights are loaded.
+    """
+
+    path: Path
+    dtype: str
+    kv_dtype: str
+    isa: str
+    n_cells: int | None
+    n_seq_max: int
+    n_batch: int
+    max_model_len: int
+    n_threads: int
+    # These three as in `host.Cpus`.
+    cpu_ids: tuple[int, ...] = ()
+    pins: bool = True
+    memory_nodes: tuple[int, ...] = ()
+    n_streams: int = 1
+    n_ranks: int = 1
+    prune_argmax: bool = False
+    gpu: GpuSettings | None = None
+    shows_progress: bool = False
+
+
+# The KV cache's share of the available memory if nothing is configured: 1/_KV_SHARE.
+_KV_SHARE = 5
+# The suffix of vLLM's name for int8.
+_PER_HEAD = "_per_token_head"
+# The core allocates cells in contiguous ranges of this size; a multiple of it wastes no cell.
+_RANGE_CELLS = 32
+# Limits that have the name and the value of a setting.
+_AS_CONFIGURED = (
+    "max_batch_size",
+    "max_input_tokens",
+    "max_output_tokens",
+    "enable_prefix_caching",
+    "kv_eviction_threshold",
+    "kv_cleanup_interval_s",
+    "timeout_scan_s",
+    "max_queue_wait_s",
+    "max_step_time_s",
+    "long_prefill_token_threshold",
+    "max_client_tokens_per_step",
+    "max_sessions",
+    "session_kv_share",
+    "session_store",
+)
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The settings and limits of an engine, and the calculation behind them in one line."""
+
+    settings: WorkerSettings
+    limits: Limits
+    summary: str
+
+
+def size_engine(
+    config: EngineConfig,
+    info: ModelInfo,
+    memory_bytes: int,
+    cpus: Cpus,
+    *,
+    gpu: GpuSettings | None = None,
+    n_clients: int = 1,
+) -> Capacity:
+    """Size an engine for a machine.
+
+    - `memory_bytes`: available memory. `n_clients`: clients that each have a share of the engine.
+    - `cpus`: the CPUs to compute on. The engine is bound to them unless the settings ask for more threads.
+
+    On a GPU, the core finds out how many cells fit. If no number is configured, the settings have none, and
+    the limits assume one context of the largest length until the engine is built (`Limits.with_cells`).
+
+    Raises RejectedError, which names the setting that cannot be satisfied.
+    """
+    requested_len = _requested_len(config, info)
+    kv_dtype = _kv_dtype(config, gpu)
+    cell_bytes = info.kv_bytes_per_cell["bfloat16" if gpu else kv_dtype]
+    n_seqs = _n_seqs(config)
+    configured = _configured_cells(config, cell_bytes)
+    if configured is not None:
+        n_cells, why = configured
+    elif gpu is None:
+        n_cells, why = _cells_that_fit(config, info, memory_bytes, cell_bytes, n_seqs * requested_len)
+    else:
+        n_cells, why = requested_len * config.num_kv_streams, "as many as fit on the GPU"
+    n_cells -= n_cells % config.num_kv_streams
+    if n_cells < 1:
+        if gpu is None:
+            _check_fits(config, info, memory_bytes, cell_bytes)
+        raise RejectedError(
+            f"the KV cache cannot hold a single token, which takes {cell_bytes} bytes ({why})",
+            param="kv_cache_memory_bytes",
+        )
+    limits = Limits(
+        max_num_seqs=n_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_queued_reqs=config.max_num_queued_reqs,
+        max_num_queued_tokens=config.max_num_queued_tokens,
+        max_model_len=min(requested_len, n_cells // config.num_kv_streams),
+        n_cells=n_cells,
+        vocab_size=info.vocab_size,
+        n_streams=config.num_kv_streams,
+        kv_cell_bytes=cell_bytes,
+        n_clients=n_clients,
+        **{name: getattr(config, name) for name in _AS_CONFIGURED},
+    )
+    n_threads = config.num_threads or cpus.n
+    settings = WorkerSettings(
+        path=Path(info.path),
+        dtype=_weight_format(config),
+        kv_dtype=kv_dtype,
+        isa=config.isa,
+        n_cells=n_cells if gpu is None or configured else None,
+        n_seq_max=n_seqs,
+        n_batch=config.max_num_batched_tokens,
+        max_model_len=limits.max_model_len,
+        n_threads=n_threads,
+        cpu_ids=cpus.ids if n_threads <= len(cpus.ids) else (),
+        pins=cpus.pins,
+        memory_nodes=cpus.memory_nodes,
+        n_streams=config.num_kv_streams,
+        n_ranks=config.tensor_parallel_size,
+        prune_argmax=gpu is None and _prunes_argmax(config),
+        gpu=gpu,
+    )
+    if gpu is None:
+        _check_fits(config, info, memory_bytes, n_cells * cell_bytes)
+    weights = _mib(_weight_bytes(config, info)) if gpu is None else f"on GPU {gpu.ordinal}"
+    cells = f"{cell_bytes} B ({kv_dtype})"
+    if settings.n_cells is not None:
+        cells = f"{n_cells} cells x {cells} = {n_cells * cell_bytes / 2**20:.1f} MiB"
+    cut = f", cut from {requested_len} to fit the cache" if limits.max_model_len < requested_len else ""
+    summary = (
+        f"weights: {weights} ({_weight_format(config)}); KV cache: {cells} ({why}); "
+        f"context {limits.max_model_len} tokens{cut}"
+    )
+    if config.tensor_parallel_size > 1:
+        summary += f"; split over {config.tensor_parallel_size} ranks"
+    return Capacity(settings, limits, summary)
+
+
+def _requested_len(config: EngineConfig, info: ModelInfo) -> int:
+    if config.max_model_len is None:
+        return info.max_position_embeddings
+    if config.max_model_len > info.max_position_embeddings:
+        raise RejectedError(
+            f"max_model_len is {config.max_model_len}, but the model supports {info.max_position_embeddings}",
+            param="max_model_len",
+        )
+    return config.max_model_len
+
+
+def _n_seqs(config: EngineConfig) -> int:
+    """Return the sequences that may run at the same time: `max_num_seqs`, up to `max_concurrent_requests`."""
+    most = config.max_concurrent_requests
+    if most is None:
+        return config.max_num_seqs
+    for name in ("max_num_seqs", "max_batch_size"):
+        value = getattr(config, name)
+        if name in config.model_fields_set and value is not None and value > most:
+            raise RejectedError(f"{name} is {value}, more than max_concurrent_requests {most}", param=name)
+    return min(config.max_num_seqs, most)
+
+
+def _weight_format(config: EngineConfig) -> str:
+    """Return the weight format. Raises RejectedError if two settings contradict each other."""
+    if config.quantization is None:
+        return config.dtype
+    if config.dtype != "auto":
+        raise RejectedError(
+            f"dtype {config.dtype} and quantization {config.quantization} contradict each other; give one",
+            param="quantization",
+        )
+    return config.quantization
+
+
+def _kv_dtype(config: EngineConfig, gpu: GpuSettings | None) -> str:
+    """Return the dtype of K and V; `auto` on a GPU, where the dtype of the weights decides."""
+    requested = config.kv_cache_dtype.removesuffix(_PER_HEAD)
+    if requested != "auto" or gpu is not None:
+        return requested
+    return "float32" if config.dtype == "float32" else "bfloat16"
+
+
+def _configured_cells(config: EngineConfig, cell_bytes: int) -> tuple[int, str] | None:
+    """Return the smallest number of cells that a setting allows, and the setting; None if none is set."""
+    configured = []
+    if config.num_kv_cells is not None:
+        configured.append((config.num_kv_cells, "num_kv_cells"))
+    if config.kv_cache_memory_bytes is not None:
+        n_cells = config.kv_cache_memory_bytes // cell_bytes
+        configured.append((n_cells, f"of {config.kv_cache_memory_bytes} B"))
+    return min(configured, default=None)
+
+
+def _cells_that_fit(
+    config: EngineConfig, info: ModelInfo, memory_bytes: int, cell_bytes: int, most: int
+) -> tuple[int, str]:
+    """Return the cells that fit into the memory, up to `most`, and the reason for that number."""
+    weights = _weight_bytes(config, info)
+    budget = max(0, memory_bytes - weights - _workspace_bytes(config, info)) // _KV_SHARE
+    n_cells = budget // cell_bytes
+    n_cells -= n_cells % _RANGE_CELLS if n_cells > _RANGE_CELLS else 0
+    if most <= n_cells:
+        n_seqs = _n_seqs(config)
+        return most, f"enough for {n_seqs} requests of {most // n_seqs} tokens"
+    available = f"{memory_bytes / 2**30:.1f} GiB available, {weights / 2**30:.1f} GiB of it for weights"
+    return n_cells, f"a fifth of the memory: {available}"
+
+
+def _weight_bytes(config: EngineConfig, info: ModelInfo) -> int:
+    """Return the bytes of the packed weights."""
+    screen = info.screen_bytes[_weight_format(config)] if _prunes_argmax(config) else 0
+    return info.packed_bytes[_weight_format(config)] + screen
+
+
+def _prunes_argmax(config: EngineConfig) -> bool:
+    return config.screen_lm_head and config.tensor_parallel_size == 1
+
+
+def _workspace_bytes(config: EngineConfig, info: ModelInfo) -> int:
+    """Return the bytes of one step's activations, and of the logits of all requests that may run.
+
+    With several ranks, each has a residual stream and sends it and its part of the logits to the others.
+    Messages are in memory twice, and every rank gathers the logits.
+    """
+    n_ranks = config.tensor_parallel_size
+    n_streams, n_logits = (2, 1) if n_ranks == 1 else (4 * n_ranks, 4 + n_ranks)
+    q, kv = info.n_heads * info.d_head, info.n_kv_heads * info.d_head
+    row = n_streams * info.d_model + 2 * q + 2 * kv + 3 * info.d_ff + info.d_head
+    n_rows = config.max_num_batched_tokens
+    n_requests = min(n_rows, config.max_num_seqs)
+    return _FLOAT_BYTES * (n_rows * row + n_logits * n_requests * info.vocab_size)
+
+
+def _check_fits(config: EngineConfig, info: ModelInfo, memory_bytes: int, kv_bytes: int) -> None:
+    """Raise RejectedError if the model does not fit: running out of memory would kill the process
+    silently."""
+    weights, workspace = _weight_bytes(config, info), _workspace_bytes(config, info)
+    needed = weights + kv_bytes + workspace
+    if needed <= memory_bytes:
+        return
+    parts = f"weights {_mib(weights)} + KV cache {_mib(kv_bytes)} + workspace {_mib(workspace)}"
+    if weights + workspace >= memory_bytes:
+        param, advice = "model", "use a smaller model, or one with fewer bits per weight"
+    else:
+        param, advice = "kv_cache_memory_bytes", "set a smaller KV cache with --kv-cache-memory-bytes"
+    raise RejectedError(
+        f"the model does not fit: {parts} = {_mib(needed)}, available: {_mib(memory_bytes)}; {advice}",
+        param=param,
+    )
+
+
+def _mib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**20:,.1f} MiB"

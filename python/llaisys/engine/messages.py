@@ -1,0 +1,180 @@
+"""The messages between a client and its engine, and their encoding where the engine has its own process.
+
+Each message is a tagged struct of plain dataclasses; decoding checks every field. Both ends run the same
+package version, which `Start` carries, so there is no other versioning.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+
+from llaisys import errors
+from llaisys.engine.engine_output import EngineOutput
+from llaisys.engine.grammar import GrammarTokenizer
+from llaisys.engine.limits import Limits
+from llaisys.engine.memory import WorkerSettings
+from llaisys.engine.request import EngineRequest
+from llaisys.engine.sessions.manager import SessionReply, SessionRequest
+from llaisys.errors import EngineDeadError, LlaisysError, QueueFullError, RejectedError
+from llaisys.outputs import RequestId
+from llaisys.stats import EngineStats
+from llaisys.timeline import Timeline
+
+# --- to the engine ---
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """The first message: which model to load, and how.
+
+    - `log_level`: a level of `logging`, as a number.
+    - `grammar_tokenizer`: the model's tokenizer for structured outputs; None: requests with a grammar are
+      rejected.
+    """
+
+    version: str
+    settings: WorkerSettings
+    limits: Limits
+    seed: int
+    watchdog_window_s: float
+    inbox_max: int
+    log_level: int
+    grammar_tokenizer: GrammarTokenizer | None = None
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Add a request to the queue."""
+
+    request: EngineRequest
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Cancel a request, or only its choice `index`.
+
+    `asked_s`: when the client asked, by `time.monotonic`, which all processes of a machine share.
+    """
+
+    request_id: RequestId
+    index: int | None = None
+    asked_s: float = 0.0
+
+
+class TimelineRequest(msgspec.Struct, frozen=True, tag=True):
+    """Ask for the timelines of a request's choices."""
+
+    call_id: int
+    request_id: RequestId
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """The last message: end the engine, whatever is open."""
+
+
+# --- from the engine ---
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """The model is loaded and requests are accepted.
+
+    `limits`: final; on a GPU, the number of KV cells is known only after loading.
+    """
+
+    limits: Limits
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag=True):
+    """The model could not be loaded; the process ends."""
+
+    error: LlaisysError
+
+
+class StepOutputs(msgspec.Struct, frozen=True, tag=True):
+    """The outputs of one step, and the engine's stats after it."""
+
+    outputs: list[EngineOutput]
+    stats: EngineStats
+
+
+class TimelineReply(msgspec.Struct, frozen=True, tag=True):
+    """The one reply to a TimelineRequest: the timeline of each choice that is still known."""
+
+    call_id: int
+    timelines: dict[int, Timeline]
+
+
+class EngineEnded(msgspec.Struct, frozen=True, tag=True):
+    """The engine has ended for this reason; no output follows."""
+
+    error: EngineDeadError
+
+
+ToEngine: TypeAlias = Start | Submit | Cancel | SessionRequest | TimelineRequest | Shutdown
+FromEngine: TypeAlias = Started | StartFailed | StepOutputs | SessionReply | TimelineReply | EngineEnded
+
+
+class _Error(msgspec.Struct, frozen=True):
+    """A LlaisysError as plain values. `kind`: the name of its class."""
+
+    kind: str
+    text: str
+    param: str | None
+    retry_after_s: int | None
+
+
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, LlaisysError):
+        retry_after_s = getattr(value, "retry_after_s", None)
+        return _Error(type(value).__name__, str(value), value.param, retry_after_s)
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} cannot be sent between processes")
+
+
+def _from_plain(wanted: type, value: Any) -> Any:
+    if issubclass(wanted, LlaisysError):
+        return _error(msgspec.convert(value, _Error))
+    if wanted is Path and isinstance(value, str):
+        return Path(value)
+    raise TypeError(f"{wanted.__name__} cannot be sent between processes")
+
+
+def _error(plain: _Error) -> LlaisysError:
+    """Rebuild an error of the same class.
+
+    A class that `llaisys.errors` does not define becomes LlaisysError.
+    """
+    kind = getattr(errors, plain.kind, None)
+    if not (isinstance(kind, type) and issubclass(kind, LlaisysError)):
+        kind = LlaisysError
+    if kind is QueueFullError and plain.retry_after_s is not None:
+        return QueueFullError(plain.text, retry_after_s=plain.retry_after_s)
+    return kind(plain.text, param=plain.param)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_plain)
+_TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine, dec_hook=_from_plain)
+_FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine, dec_hook=_from_plain)
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    """Encode a message.
+
+    Raises TypeError for a value that is not plain. Raises RejectedError for a value that a request may
+    contain and msgpack cannot represent: a lone surrogate in a string, or an integer beyond 64 bits.
+    """
+    try:
+        return _ENCODER.encode(message)
+    except (UnicodeEncodeError, OverflowError) as e:
+        raise RejectedError(f"the request cannot be sent to the engine process: {e}") from None
+
+
+def decode_to_engine(raw: bytes) -> ToEngine:
+    """Decode one message to an engine. Raises msgspec.DecodeError or LlaisysError for anything else."""
+    return _TO_ENGINE.decode(raw)
+
+
+def decode_from_engine(raw: bytes) -> FromEngine:
+    """Decode one message from an engine. Raises msgspec.DecodeError for anything else."""
+    return _FROM_ENGINE.decode(raw)

@@ -1,0 +1,1 @@
+"""Named sessions: the table and its pins, saving and restoring, the file format."""

@@ -1,0 +1,147 @@
+"""Ends an engine that the core's watchdog finds stuck, after logging what is known about it.
+
+The object lives in the engine's process, and for the event loop in the server's process if that is another
+one. Its thread only waits for a stall reason. The watchdog itself is a native thread, which needs no
+interpreter to notice that this one has stopped.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from llaisys.engine.engine import LLMEngine
+from llaisys.engine.worker import loop_watchdog
+from llaisys.errors import EngineDeadError
+from llaisys.stats import EngineStats
+
+if TYPE_CHECKING:
+    from llaisys.engine.worker import Watchdog
+
+# Seconds until the watchdog ends the process (exit code 70) if nothing has acted on the stall reason.
+EXIT_AFTER_S = 10.0
+# Requests of each kind that a snapshot lists.
+_LISTED_MAX = 16
+_MEANINGS = {
+    "V1": "a decode has begun no layer for too long: the core",
+    "V2": "requests wait, none runs and none was admitted: sequence ids or KV cells",
+    "V3": "requests run, and none got a token or ended: the steps",
+    "V4": "a request waits beyond its deadline: the queue",
+    "V5": "the event loop has made no iteration: see what it is busy with",
+}
+
+log = logging.getLogger(__name__)
+
+
+class EngineWatchdog:
+    """The watchdog of one engine. `start` and `report` run on the engine thread, `beat` on the event loop.
+
+    - `window_s`: seconds without a layer, a token or a beat until the engine counts as stuck. For
+      admissions and deadlines it is a sixth of that. After a sixth without a beat, the late event loop is
+      only logged.
+    - `exits`: this process belongs to the engine, and the watchdog ends it in any case.
+    """
+
+    def __init__(self, window_s: float, *, exits: bool) -> None:
+        self._window_s = window_s
+        self._exit_after_s = EXIT_AFTER_S if exits else None
+        self._watchdog: Watchdog | None = None
+        self._engine: LLMEngine | None = None
+        self._stats = EngineStats()
+        self._on_stuck: Callable[[EngineDeadError], None] = lambda _: None
+        self._beat_s, self._loop_thread = 0.0, 0
+        self.is_stuck = False
+
+    def start(self, engine: LLMEngine, on_stuck: Callable[[EngineDeadError], None]) -> None:
+        """Watch an engine. `on_stuck` is called once, on a thread of its own."""
+        self._engine, self._stats = engine, engine.stats()
+        self._start(engine.worker.watchdog(self._window_s, self._exit_after_s), on_stuck)
+
+    def start_for_event_loop(self, on_stuck: Callable[[EngineDeadError], None]) -> None:
+        """Watch only the event loop: the engine's own process watches the engine."""
+        self._start(loop_watchdog(self._window_s, self._exit_after_s), on_stuck)
+
+    def _start(self, watchdog: Watchdog, on_stuck: Callable[[EngineDeadError], None]) -> None:
+        self._watchdog, self._on_stuck = watchdog, on_stuck
+        threading.Thread(target=self._wait, name="llaisys-watchdog", daemon=True).start()
+
+    def report(self, engine: LLMEngine, stats: EngineStats, now_s: float) -> None:
+        """Report the engine's numbers, after each iteration of its loop."""
+        if self._watchdog is None:
+            return
+        self._stats = stats
+        deadline_s = engine.requests.waiting.first_deadline_s()
+        self._watchdog.report(
+            waiting=len(engine.requests.waiting),
+            running=stats.num_running,
+            seconds_to_deadline=None if deadline_s is None else deadline_s - now_s,
+            predicted_step_s=engine.longest_step_s,
+        )
+
+    def beat(self) -> None:
+        """Report an iteration of the event loop. To be called on its thread."""
+        if self._watchdog is not None:
+            self._beat_s, self._loop_thread = time.monotonic(), threading.get_ident()
+            self._watchdog.beat()
+
+    def stop(self) -> None:
+        """Stop watching."""
+        if self._watchdog is not None:
+            self._watchdog.close()
+
+    def _wait(self) -> None:
+        watchdog, engine = self._watchdog, self._engine
+        assert watchdog is not None
+        while (reason := watchdog.stall_reason) is None:
+            if not os.read(watchdog.fileno(), 1):  # closed without a stall
+                return
+            if watchdog.stall_reason is None:
+                self._log_late_event_loop()
+        self.is_stuck = True
+        snapshot = "  its state is in the engine process" if engine is None else self._snapshot(engine)
+        log.critical("the engine is stuck (%s): %s\n%s", reason, _MEANINGS[reason], snapshot)
+        faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
+        self._on_stuck(EngineDeadError(f"the engine is stuck: {reason}"))
+
+    def _log_late_event_loop(self) -> None:
+        """Log how late the event loop is and its stack, once for each time it is late."""
+        frame = sys._current_frames().get(self._loop_thread)
+        stack = "  (its thread has ended)" if frame is None else "".join(traceback.format_stack(frame))
+        log.warning(
+            "the event loop is late: its last iteration was %.1f s ago; after %g s the process counts as "
+            "stuck (V5) and ends. Its stack:\n%s",
+            time.monotonic() - self._beat_s,
+            self._window_s,
+            stack.rstrip(),
+        )
+
+    def _snapshot(self, engine: LLMEngine) -> str:
+        """Describe requests, queue, cells and the newest step; numbers only. Never waits for the engine."""
+        requests, stats = engine.requests, self._stats
+        waiting = [each for queue in [*requests.waiting.client_queues.values()] for each in queue]
+        n_running = len(requests.running)
+        return "\n".join(
+            [
+                f"  sequence ids: {engine.limits.max_num_seqs}, acquired by running requests: {n_running}",
+                *(
+                    f"    request {r.ordinal}: {r.state}, {r.num_computed} of {len(r.token_ids)} tokens"
+                    for r in requests.running[:_LISTED_MAX]
+                ),
+                f"  queue: {len(waiting)}; waiting after the newest step: {stats.waiting_by_reason}",
+                *(
+                    f"    request {r.ordinal}: {len(r.token_ids)} tokens, preempted {r.num_preempted} times"
+                    for r in waiting[:_LISTED_MAX]
+                ),
+                f"  KV cells: {stats.kv_cells}, {stats.kv_cells_used} used, "
+                f"{stats.kv_cells_retained} cached, {stats.kv_cells_free} free",
+                f"  newest step ({stats.num_steps}): {stats.step_prefill_tokens} prompt tokens, "
+                f"{stats.step_decode_tokens} decoding",
+            ]
+        )

@@ -1,0 +1,103 @@
+"""Everything of a model except its weights: metadata, tokenizer, chat template and sampling defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llaisys.config import Config
+from llaisys.engine.grammar import GrammarCompiler, GrammarTokenizer
+from llaisys.engine.sessions.file import check_store
+from llaisys.engine.worker import inspect_model
+from llaisys.errors import RejectedError, UnsupportedError
+from llaisys.hub import resolve_model
+from llaisys.model_info import ModelInfo, Pooling
+from llaisys.sampling_params import SamplingParams
+from llaisys.text.chat_template import ChatTemplate, load_chat_template
+from llaisys.text.pooling_type import DEFAULT as DEFAULT_POOLING
+from llaisys.text.pooling_type import model_pooling
+from llaisys.text.tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAssets:
+    """The assets of one model. Immutable and safe to use from any thread.
+
+    - `name`: the name of the model unless `served_model_name` is set.
+    - `sampling_defaults`: SamplingParams fields from `generation_config.json` or the list of embedded models.
+    - `pooling`: the pooling type from the setting or the checkpoint; it may be unsupported.
+    """
+
+    name: str
+    info: ModelInfo
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    sampling_defaults: Mapping[str, Any]
+    pooling: str = DEFAULT_POOLING
+
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    ) -> tuple[str, list[int]]:
+        """Return the text and the token ids of a conversation. `options` are those of `ChatTemplate.render`.
+
+        Raises UnsupportedError (no template) or RejectedError (the messages).
+        """
+        text = self.chat_template().render(messages, **options)
+        return text, self.tokenizer.encode(text, add_special_tokens=False)
+
+    def chat_template(self) -> ChatTemplate:
+        """Return the chat template. Raises UnsupportedError if the model has none."""
+        if self.template is None:
+            raise UnsupportedError(
+                f"{self.name} has no chat template; give one with --chat-template, or use plain completions",
+                param="messages",
+            )
+        return self.template
+
+    def embedding_pooling(self) -> Pooling:
+        """Return the pooling type. Raises UnsupportedError naming an unsupported one."""
+        match self.pooling:
+            case "mean" | "last" as pooling:
+                return pooling
+        raise UnsupportedError(
+            f"{self.name} pools embeddings with {self.pooling}; supported are mean and last "
+            "(set one with --pooling-type)"
+        )
+
+    def grammar_compiler(self) -> GrammarCompiler:
+        """Return the grammar compiler of this model, for structured outputs."""
+        info = self.info
+        eos = tuple(info.eos_token_ids)
+        return GrammarCompiler(GrammarTokenizer(self.tokenizer.to_json(), eos, info.vocab_size))
+
+    def warm_up(self) -> None:
+        """Use the tokenizer once, so that no request waits for the state that its first use builds."""
+        self.tokenizer.decode(self.tokenizer.encode("Hello, world", add_special_tokens=True), True)
+
+
+def load_model_assets(config: Config) -> ModelAssets:
+    """Resolve `config.model`, read everything except the weights, and validate the session store.
+
+    Raises RejectedError or UnsupportedError naming the model or the setting.
+    """
+    if config.models:
+        raise RejectedError("models is for `llaisys serve`; give one model here", param="models")
+    if config.session_store is not None:
+        check_store(config.session_store)
+    resolved = resolve_model(config.model, config.revision)
+    info = inspect_model(resolved.path)
+    defaults: dict[str, Any] = {}
+    if config.generation_config == "auto":
+        defaults = {**resolved.sampling_defaults, **info.generation}
+        SamplingParams(**defaults)  # an invalid generation_config.json fails the start, not each request
+    model = ModelAssets(
+        name=resolved.name,
+        info=info,
+        tokenizer=load_tokenizer(info),
+        template=load_chat_template(info, config.chat_template),
+        sampling_defaults=defaults,
+        pooling=model_pooling(info) if config.pooling_type == "auto" else config.pooling_type,
+    )
+    model.warm_up()
+    return model

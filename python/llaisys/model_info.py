@@ -1,0 +1,96 @@
+"""Metadata of checkpoints and CUDA devices, read without loading weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+# How a prompt's final hidden states become an embedding: the mean of all, or the last.
+Pooling: TypeAlias = Literal["mean", "last"]
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTokenizer:
+    """The tokenizer metadata of a GGUF file (`tokenizer.ggml.*`)."""
+
+    model: str
+    pre: str
+    tokens: list[str]
+    token_types: list[int]
+    merges: list[str]
+    add_bos: bool
+    bos: int | None
+    eos: int | None
+    unk: int | None
+    chat_template: str | None
+    scores: list[float] | None = None
+    add_space_prefix: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CudaDevice:
+    """A GPU as the driver describes it. `capability` 90 is compute capability 9.0."""
+
+    name: str
+    capability: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CudaInfo:
+    """CUDA on this machine. If it cannot be used, `reason` says why and all else is empty.
+
+    Versions are CUDA versions of the driver and of NVRTC ("13.0"). `libraries`: paths, or bare names that the
+    system's loader found.
+    """
+
+    reason: str | None
+    driver_version: str | None = None
+    nvrtc_version: str | None = None
+    devices: tuple[CudaDevice, ...] = ()
+    libraries: tuple[str, ...] = ()
+
+    @property
+    def usable(self) -> bool:
+        """Whether kernels can be compiled and run."""
+        return self.reason is None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Metadata of a checkpoint, read from its headers without loading the weights.
+
+    - `weight_bytes`: size of the weights in the files.
+    - `packed_bytes`: size in memory for each `dtype` setting ("auto", "float32", "bfloat16") and each
+      `quantization` ("int8", "int4"; for float checkpoints).
+    - `screen_bytes`: likewise for the 8-bit copy of the lm_head that `screen_lm_head` adds.
+    - `kv_bytes_per_cell`: KV dtype ("float32", "float16", "bfloat16", "int8") -> bytes of one cell, K and V
+      of all layers.
+    - `generation`: fields that `generation_config.json` sets (`temperature`, `top_p`, `top_k`, `min_p`,
+      `repetition_penalty`).
+    - `tokenizer`: set for a GGUF; a folder has a `tokenizer.json` instead.
+    - `pooling_type`: llama.cpp's number in a GGUF, else None.
+    """
+
+    path: str
+    file_format: str
+    architecture: str
+    dtype: str
+    n_layers: int
+    d_model: int
+    n_heads: int
+    n_kv_heads: int
+    d_head: int
+    d_ff: int
+    vocab_size: int
+    max_position_embeddings: int
+    n_parameters: int
+    weight_bytes: int
+    packed_bytes: dict[str, int]
+    screen_bytes: dict[str, int]
+    kv_bytes_per_cell: dict[str, int]
+    bos_token_id: int | None
+    eos_token_ids: list[int]
+    generation: dict[str, Any]
+    tokenizer: GgufTokenizer | None
+    pooling_type: int | None = None

@@ -1,0 +1,118 @@
+"""The undelivered output of one stream: bounded in bytes, merged, with one reader.
+
+The name and the role are those of vLLM's `RequestOutputCollector`. Call it on the event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import deque
+from collections.abc import Callable
+
+from llaisys.errors import LlaisysError
+from llaisys.output_processor import append_delta
+from llaisys.outputs import RequestOutput
+
+# Part of the 256 KiB that a slow reader may occupy. The rest is the transport's buffer (writers wait above
+# 64 KiB) and one small frame (`server/streaming.py`).
+COLLECTOR_BYTES_MAX = 176 * 1024
+# In a response, a logprobs entry has names, a number, and its token as text and as a list of bytes.
+_LOGPROB_BYTES = 80
+_LOGPROB_BYTES_PER_BYTE = 8
+_ID_BYTES = 8
+# The newest intervals of reader lag that are kept.
+N_LAGS_MAX = 256
+
+
+class RequestOutputCollector:
+    """Hold at most one delta; later ones are merged into it, so the completion does not depend on the reader.
+
+    A delta that the reader has received counts toward the bound until the next `get`, because it is still
+    being sent to a client. The reader lags from the arrival of an output outside `get` until its next `get`:
+    it is busy, or its own client reads slowly.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._is_waiting = False
+        self._late_since_s: float | None = None
+        self._lags: deque[tuple[float, float]] = deque(maxlen=N_LAGS_MAX)
+        self._delta: RequestOutput | None = None
+        self._n_bytes = 0
+        self._n_bytes_in_delivery = 0
+        self._error: LlaisysError | None = None
+        self._is_ready = asyncio.Event()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the undelivered delta."""
+        return self._n_bytes
+
+    def put(self, delta: RequestOutput) -> bool:
+        """Merge a delta in place. Return False, without any change, if it exceeds the bound."""
+        n_bytes = self._n_bytes + _size(delta)
+        if self._delta is None:
+            self._delta = delta
+        elif self._n_bytes_in_delivery + n_bytes > COLLECTOR_BYTES_MAX:
+            return False
+        else:
+            append_delta(self._delta, delta)
+        self._n_bytes = n_bytes
+        self._on_output()
+        return True
+
+    def fail(self, error: LlaisysError) -> None:
+        """End the stream: the reader receives the undelivered delta, then the error."""
+        self._error = error
+        self._on_output()
+
+    async def get(self) -> RequestOutput:
+        """Wait for output and return all of it as one delta. Raises the error of `fail`."""
+        self._lags.extend(self._lag())
+        self._late_since_s, self._is_waiting = None, True
+        self._n_bytes_in_delivery = 0
+        try:
+            await self._is_ready.wait()
+        finally:
+            self._is_waiting = False
+        self._is_ready.clear()
+        delta, self._delta = self._delta, None
+        self._n_bytes_in_delivery, self._n_bytes = self._n_bytes, 0
+        if delta is not None:
+            if self._error is not None:
+                self._is_ready.set()
+            return delta
+        if self._error is None:
+            raise AssertionError("the collector was woken without an output")
+        raise self._error
+
+    def lags(self) -> list[tuple[float, float]]:
+        """Return the (start, end) of each reader lag, in seconds of the clock; an open one ends now."""
+        return [*self._lags, *self._lag()]
+
+    def _on_output(self) -> None:
+        self._is_ready.set()
+        if not self._is_waiting and self._late_since_s is None:
+            self._late_since_s = self._clock()
+
+    def _lag(self) -> list[tuple[float, float]]:
+        return [] if self._late_since_s is None else [(self._late_since_s, self._clock())]
+
+
+def _size(delta: RequestOutput) -> int:
+    """Return an upper bound of a delta's bytes in a response. Prompt logprobs come once and are not counted:
+    they have their own bound (`engine.limits.PROMPT_LOGPROBS_MAX`)."""
+    n_bytes = 0
+    for completion in delta.outputs:
+        quoted = json.dumps(completion.text, ensure_ascii=False)
+        n_bytes += len(quoted.encode("utf-8", "backslashreplace")) - 2  # merged texts share their quotes
+        n_bytes += _ID_BYTES * len(completion.token_ids)
+        for entry in completion.logprobs or ():
+            names = [(each.decoded_token or "").encode("utf-8", "replace") for each in entry.values()]
+            # The sampled token comes first and is written twice: as itself and among the best.
+            n_bytes += sum(
+                _LOGPROB_BYTES + _LOGPROB_BYTES_PER_BYTE * len(name) for name in (names[0], *names)
+            )
+    return n_bytes

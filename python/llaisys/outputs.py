@@ -1,0 +1,85 @@
+"""Outputs of a request, shaped as vLLM shapes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+RequestId: TypeAlias = str
+
+
+class FinishReason(str, Enum):
+    """Why a request ended. `STOP` and `LENGTH` are OpenAI's; `ABORT` is in the Python API only."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    TIMEOUT = "timeout"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One candidate token at one position: natural log of its probability, rank (1 is the best) and text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion of a request: a delta while streaming, else the whole completion."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        """Return True once `finish_reason` is set."""
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionUsage:
+    """Token counts of a request, named as in OpenAI's `usage`: the prompt once, and all choices.
+
+    `cached_tokens`: prompt tokens whose KV came from the prefix cache.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    cached_tokens: int
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The output of a request, shaped as vLLM's.
+
+    - `prompt_logprobs`, if requested: one entry per prompt token, None for the first.
+    - `embedding`, if requested in place of a completion: `[d_model]` float32, little endian, L2 norm 1.
+    - `queued_s`: seconds from arrival until first admission, set in the first delta.
+    """
+
+    request_id: RequestId
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
+    embedding: bytes | None = None
+    queued_s: float = 0.0
+
+    @property
+    def usage(self) -> CompletionUsage:
+        """Token counts of this output. For a streamed delta, `completion_tokens` counts the delta alone."""
+        n_prompt, n_new = len(self.prompt_token_ids), sum(len(each.token_ids) for each in self.outputs)
+        return CompletionUsage(n_prompt, n_new, n_prompt + n_new, self.num_cached_tokens)

@@ -1,0 +1,290 @@
+"""What the builders of completion objects share: ids and times, usage, log probabilities, size estimates."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from llaisys.errors import RejectedError
+from llaisys.outputs import Logprob, RequestOutput
+from llaisys.sampling_params import SamplingParams
+from llaisys.server.access_log import (
+    REQUEST_ID_MAX,
+    clean_request_id,
+)
+from llaisys.server.protocol import ResponseOptions
+from llaisys.server.response_body import Json, Part
+
+
+class CompletionBuilder(Protocol):
+    """Builds the response of an endpoint from deltas of a generation: chunks of a stream, or one object.
+
+    `usage` is counted by CompletionResponse; a builder only reads it.
+    """
+
+    usage: Usage
+
+    def opening(self) -> list[Json]:
+        """Return the chunks before the first token."""
+
+    def chunks(self, index: int, delta: RequestOutput) -> Iterable[Json]:
+        """Yield the chunks of one delta of the prompt `index`, finish reasons included. Lazy; none is
+        large."""
+
+    def closing(self) -> list[Json]:
+        """Return the chunks after the last token of all choices."""
+
+    def collect(self, chunk: Json) -> int:
+        """Add a chunk to the one object; return the bytes that it has grown by."""
+
+    def parts(self) -> list[Part]:
+        """Return the one object, as JSON in pieces of any size."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionMeta:
+    """The fields that every object of one response begins with. `created_s`: Unix time."""
+
+    id: str
+    model: str
+    created_s: int
+
+    @staticmethod
+    def new(prefix: str, model: str, request_id: str | None = None) -> CompletionMeta:
+        """Return metadata with the id `prefix-<hex>`, or `prefix-<request_id>` if the client sent one.
+
+        Raises RejectedError for a `request_id` that is not safe in logs and URLs.
+        """
+        if request_id and (len(request_id) > REQUEST_ID_MAX or clean_request_id(request_id) != request_id):
+            raise RejectedError(
+                f"request_id may have up to {REQUEST_ID_MAX} letters, digits, '-', '_' and '.'",
+                param="request_id",
+            )
+        return CompletionMeta(f"{prefix}-{request_id or uuid.uuid4().hex}", model, int(time.time()))
+
+    def fields(self, kind: str) -> dict[str, Any]:
+        """Return the first fields of an object of this kind."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created_s,
+            "model": self.model,
+            "system_fingerprint": None,
+        }
+
+
+class Usage:
+    """The `usage` object: tokens of all prompts and completions of one HTTP request.
+
+    Tokens of a cached prefix count as prompt tokens and as `cached_tokens`.
+    """
+
+    def __init__(self) -> None:
+        self._prompt_tokens: dict[int, int] = {}
+        self._cached_tokens: dict[int, int] = {}
+        self.completion_tokens = 0
+
+    def prompt(self, index: int, n_tokens: int) -> None:
+        """Set the length of a prompt before its first delta."""
+        self._prompt_tokens[index] = n_tokens
+
+    def add(self, index: int, delta: RequestOutput) -> None:
+        """Count one delta."""
+        self._prompt_tokens[index] = len(delta.prompt_token_ids)
+        # The first delta of a prompt has it.
+        self._cached_tokens[index] = self._cached_tokens.get(index, 0) or delta.num_cached_tokens
+        self.completion_tokens += sum(len(output.token_ids) for output in delta.outputs)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Return the tokens of all prompts."""
+        return sum(self._prompt_tokens.values())
+
+    @property
+    def cached_tokens(self) -> int:
+        """Return the prompt tokens that came from the prefix cache."""
+        return sum(self._cached_tokens.values())
+
+    def body(self) -> dict[str, Any]:
+        """Return OpenAI's object."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+# JSON has no infinity: vLLM's value for the logprob of an impossible token.
+LOGPROB_MIN = -9999.0
+# Tokens of an echoed prompt, with their logprobs, in one chunk: usually up to 64 KiB of JSON.
+ECHO_TOKENS = 64
+
+
+def chat_logprobs(
+    token_ids: Sequence[int],
+    logprobs: Sequence[Mapping[int, Logprob]],
+    n_top: int,
+    *,
+    ids_as_tokens: bool = False,
+) -> dict[str, Any]:
+    """Return `{"content": [...]}`: one entry for each token, with its `n_top` best candidates."""
+
+    def entry(token_id: int, candidate: Logprob) -> dict[str, Any]:
+        # `bytes` is null if the token is a part of a character: its text is U+FFFD, which is not its bytes.
+        token = _name(token_id, candidate, ids_as_tokens=ids_as_tokens)
+        raw = None if "\ufffd" in token else list(token.encode())
+        return {"token": token, "logprob": _finite(candidate.logprob), "bytes": raw}
+
+    return {
+        "content": [
+            {
+                **entry(token_id, candidates[token_id]),
+                "top_logprobs": [entry(*best) for best in _best(candidates, n_top)],
+            }
+            for token_id, candidates in zip(token_ids, logprobs, strict=True)
+        ]
+    }
+
+
+def prompt_logprobs(logprobs: Sequence[Mapping[int, Logprob] | None]) -> list[dict[str, Any] | None]:
+    """Return vLLM's format: for each prompt token a map of token id to `{"logprob", "rank",
+    "decoded_token"}`, and null for the first."""
+    return [
+        None
+        if candidates is None
+        else {
+            str(token_id): {
+                "logprob": _finite(candidate.logprob),
+                "rank": candidate.rank,
+                "decoded_token": candidate.decoded_token,
+            }
+            for token_id, candidate in candidates.items()
+        }
+        for candidates in logprobs
+    ]
+
+
+class CompletionLogprobs:
+    """`{"tokens", "token_logprobs", "top_logprobs", "text_offset"}` of one choice, delta by delta.
+
+    `text_offset` counts the characters of all tokens before, those of an echoed prompt included.
+    """
+
+    def __init__(self, n_top: int, *, ids_as_tokens: bool = False) -> None:
+        self._n_top = n_top
+        self._ids_as_tokens = ids_as_tokens
+        self._offset = 0
+
+    def delta(
+        self, token_ids: Sequence[int], logprobs: Sequence[Mapping[int, Logprob] | None], first: str = ""
+    ) -> dict[str, Any]:
+        """Return the object of one delta; one whole object concatenates the lists.
+
+        `first`: the text of a prompt's first token, which has no logprobs.
+        """
+        out: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token_id, candidates in zip(token_ids, logprobs, strict=True):
+            if candidates is None:
+                text = first
+                token = _name(token_id, Logprob(0.0, None, first), ids_as_tokens=self._ids_as_tokens)
+                logprob = top = None
+            else:
+                chosen = candidates[token_id]
+                text = chosen.decoded_token or ""
+                token = _name(token_id, chosen, ids_as_tokens=self._ids_as_tokens)
+                logprob = _finite(chosen.logprob)
+                best = [*_best(candidates, self._n_top), (token_id, chosen)]
+                top = {
+                    _name(*each, ids_as_tokens=self._ids_as_tokens): _finite(each[1].logprob) for each in best
+                }
+            out["tokens"].append(token)
+            out["token_logprobs"].append(logprob)
+            out["top_logprobs"].append(top)
+            out["text_offset"].append(self._offset)
+            self._offset += len(text)
+        return out
+
+
+def _best(candidates: Mapping[int, Logprob], n_top: int) -> list[tuple[int, Logprob]]:
+    """Return the `n_top` best candidates, best first. The sampled token may not be among them."""
+    return sorted(candidates.items(), key=lambda item: -item[1].logprob)[:n_top]
+
+
+def _name(token_id: int, candidate: Logprob, *, ids_as_tokens: bool) -> str:
+    """Return the token's text, or its id in vLLM's format."""
+    return f"token_id:{token_id}" if ids_as_tokens else candidate.decoded_token or ""
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOGPROB_MIN)
+
+
+# The size of a response is estimated before its request is admitted. Counted is what is certain: the prompt's
+# part, and tokens that the request insists on (`min_tokens`, with `ignore_eos` also `max_tokens`). What the
+# model adds is counted while it is generated (`ResponseBytes`): most responses end long before their bound.
+# Bytes of JSON where a token has 4 characters and a logprob 18 digits.
+TEXT_BYTES = 4
+ID_BYTES = 6
+# `" the":-12.345678329467773,`; and the name, logprob and offset of each token.
+CANDIDATE_BYTES, TOKEN_BYTES = 27, 35
+# `{"token":" the","logprob":-12.345678329467773,"bytes":[32,116,104,101]},`
+CHAT_CANDIDATE_BYTES, CHAT_TOKEN_BYTES = 72, 19
+# `"12345":{"logprob":-12.345678329467773,"rank":12345,"decoded_token":" the"},`
+PROMPT_CANDIDATE_BYTES = 77
+FLOAT_BYTES, BASE64_FLOAT_BYTES = 21, 16 / 3
+
+
+def check_response_size(
+    bytes_max: int,
+    n_tokens: Sequence[int],
+    params: SamplingParams,
+    options: ResponseOptions,
+    *,
+    is_chat: bool,
+) -> None:
+    """Raise RejectedError if a response would have more than `bytes_max` bytes.
+
+    `n_tokens`: of each prompt; 0 for one that the response does not repeat. Of a stream only the prompt's
+    part counts, because it is sent at once.
+    """
+    n_top = options.n_top
+    if n_top is None:
+        each = 0
+    elif is_chat:
+        each = CHAT_TOKEN_BYTES + CHAT_CANDIDATE_BYTES * (n_top + 1)
+    else:
+        each = TOKEN_BYTES + CANDIDATE_BYTES * (n_top + 1)
+    ids = ID_BYTES if options.token_ids else 0
+    echoed = TEXT_BYTES + (0 if is_chat else each) if options.echo else 0
+    scored = PROMPT_CANDIDATE_BYTES * ((params.prompt_logprobs or 0) + 1) if options.prompt_logprobs else 0
+    n_copies = 1 if is_chat else params.n  # each choice of a completion repeats them
+    n_bytes = sum(n_tokens) * (params.n * echoed + n_copies * (scored + ids))
+    if not options.stream:
+        n_certain = (params.max_tokens or 0) if params.ignore_eos else params.min_tokens
+        n_bytes += n_certain * params.n * len(n_tokens) * (TEXT_BYTES + each + ids)
+    if n_bytes > bytes_max:
+        of_prompt = params.prompt_logprobs if options.prompt_logprobs else None
+        given = {"n": params.n, "logprobs": n_top, "prompt_logprobs": of_prompt}
+        shown = ", ".join(f"{name} {value}" for name, value in given.items() if value is not None)
+        raise RejectedError(
+            f"the response would have about {n_bytes} bytes ({len(n_tokens)} prompts, {sum(n_tokens)} tokens"
+            f", {shown}), max_response_bytes allows {bytes_max}: send fewer prompts in one request, "
+            "or request fewer choices, tokens or logprobs",
+            param="n" if n_top is None and not scored else "prompt_logprobs" if scored else "logprobs",
+        )
+
+
+def check_embeddings_size(bytes_max: int, n_inputs: int, d_model: int, *, as_base64: bool) -> None:
+    """Raise RejectedError if a list of embeddings would have more than `bytes_max` bytes."""
+    n_bytes = int(n_inputs * d_model * (BASE64_FLOAT_BYTES if as_base64 else FLOAT_BYTES))
+    if n_bytes > bytes_max:
+        raise RejectedError(
+            f"the response would have about {n_bytes} bytes ({n_inputs} vectors of {d_model} numbers), "
+            f"max_response_bytes allows {bytes_max}: send fewer inputs in one request"
+            + ("" if as_base64 else ", or encoding_format base64"),
+            param="input",
+        )

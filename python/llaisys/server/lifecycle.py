@@ -1,0 +1,262 @@
+"""The server process: bind, serve probes at once, load the models, serve, shut down in order.
+
+uvicorn waits for open streams before it runs any shutdown hook, so `Lifecycle` handles the signals. The first
+one closes the engines, which end every stream with its terminator; then uvicorn has nothing to wait for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import uvicorn
+
+from llaisys.config import Config
+from llaisys.job_process import trim
+from llaisys.logs import STDOUT, LineHandler, LineWriter, start_log
+from llaisys.registry import ModelRegistry
+from llaisys.server.app import create_app
+from llaisys.server.connection import connection_class
+from llaisys.server.listener import (
+    ACCEPTS_PER_ITERATION,
+    PROBE_CONNECTIONS,
+    REQUESTS_MAX,
+    Listener,
+    address_of,
+    listening,
+    raise_file_limit,
+    tls_options,
+)
+from llaisys.server.middleware.auth import Keyring
+from llaisys.server.middleware.hosts import check_exposure
+from llaisys.server.middleware.rate_limits import OpenRequestLimitMiddleware
+from llaisys.server.state import ServerState
+from llaisys.server.tracing import RequestTracer
+from llaisys.server.webui.chat_store import ChatStore
+
+INTERVAL_S = 0.25
+
+
+async def measure_loop_lag(observe: Callable[[float], None], interval_s: float = INTERVAL_S) -> None:
+    """Report every `interval_s` how many seconds late this task woke up. Never returns."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due_s = loop.time() + interval_s
+        await asyncio.sleep(interval_s)
+        observe(max(0.0, loop.time() - due_s))
+
+
+TRIM_INTERVAL_S = 5.0
+
+
+async def trim_memory(interval_s: float = TRIM_INTERVAL_S, work: Callable[[], None] = trim) -> None:
+    """Return freed memory to the system at an interval, on a thread. Never returns.
+
+    glibc keeps freed memory below any piece in use, in the arenas of its threads. Without this a server grows
+    for an hour, until it has seen every mixture of requests (docs/decisions/0009).
+    """
+    while True:
+        await asyncio.sleep(interval_s)
+        await asyncio.to_thread(work)
+
+
+EXIT_OK, EXIT_ENGINE_DEAD, EXIT_KILLED = 0, 70, 130
+CLOSE_CONNECTIONS_S = 1
+BEATS_PER_WINDOW = 24  # of `watchdog_window_s`: a late event loop is reported after a sixth of it
+
+log = logging.getLogger("llaisys.server")
+
+
+def serve(config: Config) -> int:
+    """Serve until a signal. Return the exit code: 0, or 70 if an engine died.
+
+    Raises RejectedError for invalid settings (an exposed host without a key, a taken port, an invalid
+    certificate), and what loading the model raises.
+    """
+    check_exposure(config)
+    log_writer = _start_log(config)
+    n_connections = raise_file_limit()
+    tls = tls_options(config)
+    keys = Keyring.of(config)
+    config = config.model_copy(update={"api_key": ()})  # from here on only hashes are kept
+    with listening(config) as listener, _chats(config) as chats, _tracer(config) as tracer:
+        listener.limit.maximum = n_connections
+        state = ServerState(config, keys=keys, chats=chats, tracer=tracer)
+        state.metrics.count_connections(listener.limit.stats, log_writer)
+        return asyncio.run(Lifecycle(config, listener, state, tls).run())
+
+
+def _start_log(config: Config) -> LineWriter:
+    """Log to stderr; each request's line without a prefix, because it is a JSON object."""
+    writer = start_log(config.log_level.upper())
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    requests = logging.getLogger("llaisys.request")
+    requests.addHandler(LineHandler(writer, "%(message)s"))
+    requests.propagate = False
+    return writer
+
+
+@contextlib.contextmanager
+def _tracer(config: Config) -> Iterator[RequestTracer | None]:
+    """Return the tracer if one is configured; flush it at the end. Raises RejectedError."""
+    if config.otlp_traces_endpoint is None:
+        yield None
+        return
+    with contextlib.closing(RequestTracer.to(config.otlp_traces_endpoint)) as tracer:
+        yield tracer
+
+
+@contextlib.contextmanager
+def _chats(config: Config) -> Iterator[ChatStore | None]:
+    """Return the chat store if one is configured; close it at the end. Raises RejectedError."""
+    if config.chat_store is None:
+        yield None
+        return
+    with contextlib.closing(ChatStore(config.chat_store, config.max_chat_bytes_per_key)) as chats:
+        yield chats
+
+
+class Lifecycle:
+    """Loading -> serving -> draining -> closed. Owns the signals, uvicorn and the server's state.
+
+    The first SIGINT or SIGTERM starts the drain, the second ends it, the third exits the process at once.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        listener: Listener,
+        state: ServerState | None = None,
+        tls: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`tls`: uvicorn's TLS options."""
+        self._config = config
+        self._listener = listener
+        # A Unix socket has no port; a Host header then names the setting's.
+        self._port = int(listener.getsockname()[1]) if config.uds is None else config.port
+        self._state = state or ServerState(config)
+        self._tls = tls or {}
+        self._stop = asyncio.Event()
+        self._stop_now = asyncio.Event()
+
+    async def run(self) -> int:
+        """Serve until a signal; return the exit code."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+        server = self._web_server()
+        serving = asyncio.ensure_future(server.serve(sockets=[self._listener]))
+        serving.add_done_callback(lambda _: self._stop.set())
+        n_clients = self._state.keys.n_clients
+        loading = asyncio.ensure_future(ModelRegistry.start(self._config, n_clients=n_clients))
+        exit_code = EXIT_OK
+        try:
+            await _first_of(loading, self._stop)
+            if loading.done():
+                exit_code = await self._serve_until_stopped(loading.result())
+        finally:
+            self._state.draining = True
+            server.should_exit = True
+            await serving
+        if not loading.done():
+            _exit_now(EXIT_OK)
+        return exit_code
+
+    async def _beat_watchdogs(self, models: ModelRegistry) -> None:
+        """Send heartbeats of the event loop to the watchdogs. Stops the server if an engine is stuck, or dead
+        and not restarted."""
+        while not models.is_stuck():
+            if models.is_lost():
+                self._stop.set()  # and continues: a drain needs heartbeats, too
+            models.beat()
+            await asyncio.sleep(self._config.watchdog_window_s / BEATS_PER_WINDOW)
+        self._stop.set()
+
+    def _on_signal(self) -> None:
+        if self._stop_now.is_set():
+            _exit_now(EXIT_KILLED)
+        (self._stop_now if self._stop.is_set() else self._stop).set()
+
+    def _web_server(self) -> _Uvicorn:
+        limit = self._listener.limit
+        app = create_app(self._state, self._port)
+        return _Uvicorn(
+            uvicorn.Config(
+                OpenRequestLimitMiddleware(app, limit.stats, limit.maximum - PROBE_CONNECTIONS),
+                http=connection_class(self._config.upload_timeout_s, limit),
+                ws="none",
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                proxy_headers=False,
+                server_header=False,
+                backlog=ACCEPTS_PER_ITERATION,
+                timeout_graceful_shutdown=CLOSE_CONNECTIONS_S,
+                timeout_keep_alive=self._config.timeout_keep_alive_s,  # type: ignore[arg-type]  # only waited for
+                **self._tls,
+            )
+        )
+
+    async def _serve_until_stopped(self, models: ModelRegistry) -> int:
+        """Serve until stopped. Readiness ends first; then the engines end their streams, each with a
+        terminator."""
+        self._state.models = models
+        names = ",".join(each.model_names[0] for each in models.services)
+        LineWriter(STDOUT).write(f"LLAISYS serving {names} at {address_of(self._config, self._port)}")
+        tasks = (
+            self._beat_watchdogs(models),
+            trim_memory(),
+            measure_loop_lag(self._state.metrics.observe_loop_lag),
+        )
+        meanwhile = [asyncio.ensure_future(task) for task in tasks]
+        await self._stop.wait()
+        exit_code = EXIT_OK if models.is_alive() else EXIT_ENGINE_DEAD
+        self._state.draining = True
+        log.info("shutting down; open requests may continue for %g s", self._config.shutdown_timeout_s)
+        closing = asyncio.ensure_future(models.close(self._config.shutdown_timeout_s))
+        await _first_of(closing, self._stop_now)
+        if not closing.done():
+            closing.cancel()
+            await asyncio.gather(closing, return_exceptions=True)
+            await models.close()
+        for task in meanwhile:  # not earlier: without heartbeats a drain would look like a stuck event loop
+            task.cancel()
+        return exit_code
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its signal handlers."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start as uvicorn does. Its `backlog` bounds what asyncio accepts at once; more wait in the
+        kernel."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(REQUESTS_MAX)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals to Lifecycle."""
+        yield
+
+
+async def _first_of(work: asyncio.Future[Any], event: asyncio.Event) -> None:
+    """Return when `work` is done or `event` is set; `work` continues."""
+    waiter = asyncio.ensure_future(event.wait())
+    await asyncio.wait({work, waiter}, return_when=asyncio.FIRST_COMPLETED)
+    waiter.cancel()
+
+
+def _exit_now(exit_code: int) -> NoReturn:
+    """Exit without waiting for threads: loading a model cannot be interrupted, and it holds nothing that
+    outlives the process."""
+    sys.stdout.flush()
+    logging.shutdown()
+    os._exit(exit_code)

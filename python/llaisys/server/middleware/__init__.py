@@ -1,0 +1,1 @@
+"""ASGI middleware: checks of a request before its route runs."""

@@ -1,0 +1,277 @@
+"""The schemas of responses, for the served OpenAPI document.
+
+The routes build their responses themselves; schemathesis checks these schemas against real responses
+(tests/e2e/test_openapi.py). A field without a default is always present.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from llaisys.server.http_errors import ErrorDetail
+
+StopReason = str | int | None
+
+
+class _Schema(BaseModel):
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class PromptTokensDetails(_Schema):
+    """`cached_tokens`: prompt tokens that came from the prefix cache."""
+
+    cached_tokens: int
+
+
+class UsageAnswer(_Schema):
+    """Tokens of all prompts and choices of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TokenCandidate(_Schema):
+    """`bytes` is null if the token is a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TokenCandidate):
+    """A token of the completion, and the best candidates for its position."""
+
+    top_logprobs: list[TokenCandidate]
+
+
+class ChatLogprobs(_Schema):
+    """One entry for each token."""
+
+    content: list[TokenLogprob]
+
+
+class PromptLogprob(_Schema):
+    """A candidate for a position in the prompt."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+# For each token of the prompt: token id -> candidate; null for the first.
+PromptLogprobs = list[dict[str, PromptLogprob] | None] | None
+
+
+class FunctionCall(_Schema):
+    """`arguments`: JSON as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(_Schema):
+    """A tool call."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class ChatMessage(_Schema):
+    """`content` is null if there is only reasoning or tool calls."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning: str = ""
+    reasoning_content: str = ""
+    tool_calls: list[ToolCall] = []
+
+
+class ChatChoice(_Schema):
+    """One choice. `token_ids`: with `return_token_ids`."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    stop_reason: StopReason
+    token_ids: list[int] = []
+
+
+class ChatCompletion(_Schema):
+    """A chat completion. Its last two fields: with `prompt_logprobs` and `return_token_ids`."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: None
+    choices: list[ChatChoice]
+    usage: UsageAnswer
+    prompt_logprobs: PromptLogprobs = None
+    prompt_token_ids: list[int] = []
+
+
+class CompletionLogprobsAnswer(_Schema):
+    """Lists of equal length; null for the first token of an echoed prompt."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(_Schema):
+    """The choice `i` of the prompt `p` has the index `p * n + i`."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobsAnswer | None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: StopReason
+    token_ids: list[int] = []
+    prompt_token_ids: list[int] = []
+    prompt_logprobs: PromptLogprobs = None
+
+
+class Completion(_Schema):
+    """The choices of all prompts."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: None
+    choices: list[CompletionChoice]
+    usage: UsageAnswer
+
+
+class EmbeddingUsage(_Schema):
+    """Tokens of all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(_Schema):
+    """A vector of length 1: numbers, or base64 of little-endian float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(_Schema):
+    """The embeddings in the order of the inputs."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class ModelCard(_Schema):
+    """A served model name. `root`: the first name of the same model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int
+    permission: list[Any]
+
+
+class ModelList(_Schema):
+    """Every served name."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Tokens(_Schema):
+    """Token ids of a prompt. `token_strs`: with `return_token_strs`."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(_Schema):
+    """The text of token ids."""
+
+    prompt: str
+
+
+class ChatChange(_Schema):
+    """A chat of the web UI that was written or deleted."""
+
+    id: str
+    revision: int
+    deleted: bool
+
+
+class ChatChanges(_Schema):
+    """Changes, oldest first. `store` is null if the server keeps no chats."""
+
+    object: Literal["list"]
+    store: str | None
+    data: list[ChatChange]
+    has_more: bool
+
+
+class StoredChat(_Schema):
+    """A chat of the web UI, as it was written."""
+
+    id: str
+    revision: int
+    chat: dict[str, Any]
+
+
+class ChatWritten(_Schema):
+    """The chat's new revision."""
+
+    id: str
+    revision: int
+
+
+class ProbeAnswer(_Schema):
+    """A probe's 200."""
+
+    status: Literal["ok"]
+
+
+class UnavailableAnswer(_Schema):
+    """A probe's 503; `error` says why: `model_loading`, `shutting_down` or `engine_dead`."""
+
+    status: Literal["unavailable"]
+    error: ErrorDetail
+
+
+class VersionAnswer(_Schema):
+    """The version of the installed package."""
+
+    version: str
+
+
+def one_or_stream(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """Return a 200 that is one object, or with `stream` server-sent events."""
+    frame = {
+        "type": "object",
+        "description": "each event: `data` is a chunk as JSON, and `[DONE]` in the last one",
+        "properties": {"data": {"type": "string"}},
+        "required": ["data"],
+    }
+    return {200: {"model": model, "content": {"text/event-stream": {"schema": frame}}}}
+
+
+def text_of_type(media_type: str) -> dict[int | str, dict[str, Any]]:
+    """Return a 200 that is text of this type."""
+    return {200: {"content": {media_type: {"schema": {"type": "string"}}}}}

@@ -1,0 +1,280 @@
+"""POST /v1/completions: text in, text out, `n` choices for each prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llaisys.async_llm import AsyncLLM
+from llaisys.errors import RejectedError
+from llaisys.outputs import CompletionOutput, Logprob, RequestOutput
+from llaisys.sampling_params import SamplingParams
+from llaisys.server.access_log import client_id_of, note_request
+from llaisys.server.completion_builder import (
+    ECHO_TOKENS,
+    CompletionLogprobs,
+    CompletionMeta,
+    Usage,
+    check_response_size,
+    prompt_logprobs,
+)
+from llaisys.server.http_errors import error_responses, to_json
+from llaisys.server.protocol import (
+    COMPLETION_NEUTRAL,
+    BodyRoute,
+    ResponseOptions,
+    engine_id,
+    engine_of,
+    engine_options,
+    response_options,
+    sampling_params,
+    served_name,
+    text_of,
+)
+from llaisys.server.request_schemas import CompletionRequest
+from llaisys.server.response_body import CHOICE_BYTES, Json, JsonList, Part, TextChoiceBuilder, join_parts
+from llaisys.server.response_schemas import Completion, one_or_stream
+from llaisys.server.state import RequestEntry, state_of
+from llaisys.server.streaming import CompletionResponse
+from llaisys.server.tools import grammar_of, with_compiled_grammar
+
+MAX_TOKENS_DEFAULT = 16
+PROMPTS_MAX = 128
+
+Prompt: TypeAlias = str | list[int]
+
+router = APIRouter(route_class=BodyRoute)
+
+
+@router.post("/v1/completions", responses={**error_responses(404, 499), **one_or_stream(Completion)})
+async def completions(body: CompletionRequest, request: Request) -> Response:
+    """Generate the choices of each prompt, as a stream or as one object."""
+    engine, headers = engine_of(request, body, COMPLETION_NEUTRAL)
+    model = served_name(engine, body.model)
+    params = sampling_params(body, engine.default_sampling_params, max_tokens=MAX_TOKENS_DEFAULT)
+    client_id = client_id_of(request)
+    params = await with_compiled_grammar(engine, params, grammar_of(body), client_id)
+    note_request(request, model, params)
+    options = response_options(body, params)
+    meta = CompletionMeta.new("cmpl", model, body.request_id)
+    add_special = body.add_special_tokens is not False
+    sharing = state_of(request).config.prefix_cache_sharing
+    engine_kwargs = {**engine_options(body, client_id, sharing), "add_special_tokens": add_special}
+    prompts = prompts_of(body.prompt)
+    if body.session_id and len(prompts) > 1:
+        raise RejectedError(
+            f"session_id works with one prompt, not {len(prompts)}: send a request for each",
+            param="session_id",
+        )
+    shown_ids: list[list[int]] = []  # of prompts that the response repeats
+    if options.echo or options.prompt_logprobs:
+        shown_ids = [
+            await engine.prompt_ids(each, params, add_special_tokens=add_special) for each in prompts
+        ]
+    n_tokens = [len(ids) for ids in shown_ids] or [0] * len(prompts)
+    check_response_size(state_of(request).response_bytes.bytes_max, n_tokens, params, options, is_chat=False)
+    echoes = []
+    if options.echo:
+        pairs = zip(prompts, shown_ids, strict=True)
+        echoes = [await _echo(engine, prompt, ids, params) for prompt, ids in pairs]
+    builder = TextCompletionBuilder(meta, options, echoes)
+    names = [engine_id(client_id, f"{meta.id}-{index}") for index in range(len(prompts))]
+    submitted = zip(shown_ids or prompts, names, strict=True)
+    streams = [engine.generate(prompt, params, name, **engine_kwargs) for prompt, name in submitted]
+    entry = RequestEntry(meta.id, client_id, engine, names, params.n)
+    response = CompletionResponse(request, streams, builder, headers).registered(entry)
+    return response.as_stream() if body.stream else response
+
+
+def prompts_of(prompt: str | list[Any], n_max: int = PROMPTS_MAX) -> list[Prompt]:
+    """Read the four forms of `prompt`: text, token ids, a list of texts, a list of lists of token ids.
+
+    Raises RejectedError naming the entry. Ids are checked against the vocabulary by the engine.
+    """
+    if isinstance(prompt, str):
+        return [text_of("prompt", prompt)]
+    if not prompt:
+        raise RejectedError("prompt is empty", param="prompt")
+    if _is_ids(prompt):
+        return [prompt]
+    if len(prompt) > n_max:
+        raise RejectedError(f"prompt has {len(prompt)} entries, allowed are up to {n_max}", param="prompt")
+    return [_checked(f"prompt[{i}]", entry) for i, entry in enumerate(prompt)]
+
+
+def _checked(where: str, entry: Any) -> Prompt:
+    if isinstance(entry, list) and entry and _is_ids(entry):
+        return entry
+    if isinstance(entry, str):
+        return text_of(where, entry)
+    raise RejectedError(f"{where} must be a text or a list of token ids that is not empty", param=where)
+
+
+def _is_ids(values: list[Any]) -> bool:
+    """Return True for token ids; JSON's true and false are none. A million take 40 ms."""
+    return set(map(type, values)) == {int} and min(values) >= 0 and max(values) < 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """The text of an echoed prompt, and of its first token, which has no logprob."""
+
+    text: str
+    first_token: str
+
+
+async def _echo(engine: AsyncLLM, prompt: Prompt, ids: list[int], params: SamplingParams) -> Echo:
+    """Return the echo of a prompt: its text if it was sent as text and not truncated, else that of its
+    ids."""
+    if isinstance(prompt, str) and params.truncate_prompt_tokens is None:
+        text = prompt
+    else:
+        text = await engine.decode(ids, skip_special_tokens=params.skip_special_tokens)
+    return Echo(text, await engine.decode(ids[:1]))
+
+
+@dataclass(slots=True)
+class _Choice:
+    """The state of one choice between its deltas."""
+
+    logprobs: CompletionLogprobs
+    is_open: bool = field(default=False)
+
+
+class TextCompletionBuilder:
+    """Builds `text_completion` chunks, and the object of the same name that they add up to.
+
+    The choice `i` of the prompt `p` has the index `p * n + i`. `echoes`: one for each prompt, if requested.
+    """
+
+    def __init__(self, meta: CompletionMeta, options: ResponseOptions, echoes: Sequence[Echo] = ()) -> None:
+        self.meta = meta
+        self.usage = Usage()
+        self._options = options
+        self._echoes = echoes
+        self._choices: dict[int, _Choice] = {}
+        # By prompt, until each of its choices has echoed them.
+        self._echoed: dict[int, Sequence[Mapping[int, Logprob] | None]] = {}
+        # If not streamed: the choices, and by prompt what all of its choices share.
+        self._collected: dict[int, TextChoiceBuilder] = {}
+        self._prompt_ids: dict[int, JsonList] = {}
+        self._prompt_logprobs: dict[int, JsonList] = {}
+
+    def opening(self) -> list[Json]:
+        """Return nothing: completions have no role."""
+        return []
+
+    def chunks(self, index: int, delta: RequestOutput) -> Iterator[Json]:
+        """Yield a chunk of text for each changed choice; the last one of a choice has its finish reason.
+
+        An echoed prompt with logprobs comes first, in chunks of ECHO_TOKENS; before it the prompt's logprobs,
+        if requested.
+        """
+        given = delta.prompt_logprobs
+        if given is not None:  # once, with the first generated token
+            if self._echoes and self._options.n_top is not None:
+                self._echoed[index] = given
+            if self._options.prompt_logprobs:
+                for at in range(0, len(given), ECHO_TOKENS):
+                    yield {"prompt": index, "prompt_logprobs": prompt_logprobs(given[at : at + ECHO_TOKENS])}
+        for output in delta.outputs:
+            for choice in self._choice_chunks(index, delta.prompt_token_ids, output):
+                yield self._chunk(choice)
+
+    def _choice_chunks(self, prompt: int, prompt_ids: list[int], output: CompletionOutput) -> Iterator[Json]:
+        options, index = self._options, prompt * self._options.n + output.index
+        writer = CompletionLogprobs(options.n_top or 0, ids_as_tokens=options.ids_as_tokens)
+        state = self._choices.setdefault(index, _Choice(writer))
+        is_first, state.is_open = not state.is_open, True
+        blank: Json = {
+            "index": index,
+            "text": "",
+            "logprobs": None,
+            "finish_reason": None,
+            "stop_reason": None,
+        }
+        own: Json = {}
+        first: Json = {}
+        if options.token_ids:
+            blank["token_ids"], own = [], {"token_ids": output.token_ids}
+            first = {"prompt_token_ids": prompt_ids} if is_first else {}
+        for echo in self._echo(prompt, prompt_ids, state.logprobs) if is_first else ():
+            yield {**blank, **echo, **first}
+            first = {}
+        logprobs = None
+        if options.n_top is not None and output.logprobs:
+            logprobs = state.logprobs.delta(output.token_ids, output.logprobs)
+        if output.text or logprobs or output.finish_reason or own:
+            ends = {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+            yield {**blank, "text": output.text, "logprobs": logprobs, **ends, **own, **first}
+
+    def _echo(self, prompt: int, ids: list[int], logprobs: CompletionLogprobs) -> Iterator[Json]:
+        """Yield the text of an echoed prompt, if requested, and its logprobs in pieces."""
+        if not self._echoes:
+            return
+        echo = self._echoes[prompt]
+        if self._options.n_top is None:
+            yield {"text": echo.text}
+            return
+        given = self._echoed[prompt]
+        for at in range(0, len(ids), ECHO_TOKENS):
+            until = at + ECHO_TOKENS
+            made = logprobs.delta(ids[at:until], given[at:until], echo.first_token)
+            yield {"text": "" if at else echo.text, "logprobs": made}
+        first = prompt * self._options.n
+        if all(index in self._choices for index in range(first, first + self._options.n)):
+            del self._echoed[prompt]
+
+    def _chunk(self, choice: Json) -> Json:
+        chunk = {**self.meta.fields("text_completion"), "choices": [choice]}
+        if self._options.usage.in_every_chunk:
+            chunk["usage"] = self.usage.body()
+        elif self._options.usage.at_end:
+            chunk["usage"] = None
+        return chunk
+
+    def closing(self) -> list[Json]:
+        """Return the usage chunk, which has no choices, if requested."""
+        if not self._options.usage.at_end:
+            return []
+        return [{**self.meta.fields("text_completion"), "choices": [], "usage": self.usage.body()}]
+
+    def collect(self, chunk: Json) -> int:
+        """Add a chunk to the one object; return the bytes that it has grown by."""
+        if "prompt" in chunk:  # each choice of the prompt repeats them
+            made = self._prompt_logprobs.setdefault(chunk["prompt"], JsonList())
+            return made.extend(chunk["prompt_logprobs"]) * self._options.n
+        (choice,) = chunk["choices"]
+        index, n_bytes = choice["index"], 0
+        if index not in self._collected:
+            self._collected[index] = TextChoiceBuilder(index)
+            n_bytes += CHOICE_BYTES
+        if "prompt_token_ids" in choice:
+            made = self._prompt_ids.setdefault(index // self._options.n, JsonList())
+            n_bytes += len(made.data) or made.extend(choice["prompt_token_ids"])
+        return n_bytes + self._collected[index].add(choice)
+
+    def parts(self) -> list[Part]:
+        """Return the one object, choices in the order of their prompts."""
+        choices = [
+            self._collected[index].parts(self._prompt_fields(index)) for index in sorted(self._collected)
+        ]
+        begin, end = (
+            to_json(self.meta.fields("text_completion"))[:-1],
+            to_json({"usage": self.usage.body()})[1:],
+        )
+        return [begin, b',"choices":[', *join_parts(choices), b"],", end]
+
+    def _prompt_fields(self, index: int) -> dict[str, JsonList | None]:
+        """Return the fields of a choice that describe its prompt."""
+        prompt, more = index // self._options.n, {}
+        if self._options.token_ids:
+            more["prompt_token_ids"] = self._prompt_ids.get(prompt)
+        if self._options.prompt_logprobs:
+            more["prompt_logprobs"] = self._prompt_logprobs.get(prompt)
+        return more

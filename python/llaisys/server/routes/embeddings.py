@@ -1,0 +1,162 @@
+"""POST /v1/embeddings: one vector of length 1 for each text or list of token ids."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import struct
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any, cast
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llaisys.async_llm import AsyncLLM
+from llaisys.errors import RejectedError, UnsupportedError
+from llaisys.outputs import RequestOutput
+from llaisys.sampling_params import SamplingParams
+from llaisys.server.access_log import client_id_of
+from llaisys.server.completion_builder import CompletionMeta, Usage, check_embeddings_size
+from llaisys.server.http_errors import error_responses, to_json
+from llaisys.server.protocol import (
+    EMBEDDING_NEUTRAL,
+    BodyRoute,
+    engine_id,
+    engine_of,
+    engine_options,
+    served_name,
+)
+from llaisys.server.request_schemas import EmbeddingRequest
+from llaisys.server.response_body import Json, Part, join_parts
+from llaisys.server.response_schemas import EmbeddingList
+from llaisys.server.routes.completions import Prompt, prompts_of
+from llaisys.server.state import state_of
+from llaisys.server.streaming import CompletionResponse
+
+INPUTS_MAX = 2048
+# Inputs of one HTTP request in the engine at the same time, so that one request does not fill the queue.
+INPUTS_AT_ONCE = 32
+
+router = APIRouter(route_class=BodyRoute)
+
+
+@router.post("/v1/embeddings", response_model=EmbeddingList, responses=error_responses(404))
+async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+    """Compute the embedding of each input, as numbers or as base64 of little-endian float32."""
+    engine, headers = engine_of(request, body, EMBEDDING_NEUTRAL)
+    builder = EmbeddingListBuilder(
+        served_name(engine, body.model), as_base64=_is_base64(body.encoding_format)
+    )
+    _check_dimensions(body.dimensions, engine.model_info.d_model)
+    params = SamplingParams(truncate_prompt_tokens=body.truncate_prompt_tokens)
+    client_id = client_id_of(request)
+    engine_kwargs = {
+        **engine_options(body, client_id, state_of(request).config.prefix_cache_sharing),
+        "add_special_tokens": body.add_special_tokens is not False,
+        "pooling": engine.pooling,
+    }
+    inputs = _inputs_of(body.input)
+    bytes_max, d_model = state_of(request).response_bytes.bytes_max, engine.model_info.d_model
+    check_embeddings_size(bytes_max, len(inputs), d_model, as_base64=builder.as_base64)
+    meta = CompletionMeta.new("embd", builder.model, body.request_id)
+    semaphore = asyncio.Semaphore(min(INPUTS_AT_ONCE, engine.config.max_num_seqs))
+    streams = [
+        _embed(engine, semaphore, (each, params, engine_id(client_id, f"{meta.id}-{index}")), engine_kwargs)
+        for index, each in enumerate(inputs)
+    ]
+    return CompletionResponse(request, streams, builder, headers)
+
+
+async def _embed(
+    engine: AsyncLLM,
+    semaphore: asyncio.Semaphore,
+    asked: tuple[Prompt, SamplingParams, str],
+    engine_kwargs: dict[str, Any],
+) -> AsyncIterator[RequestOutput]:
+    """Yield the one delta of an input, once the semaphore admits it."""
+    async with semaphore:
+        stream = cast("Any", engine.generate(*asked, **engine_kwargs))
+        try:
+            async with aclosing(stream) as deltas:
+                async for delta in deltas:
+                    yield delta
+        except RejectedError as e:
+            raise _rename_prompt(e) from e
+
+
+def _inputs_of(given: str | list[Any]) -> list[Prompt]:
+    """Read the four forms of `input`. Raises RejectedError naming the entry."""
+    try:
+        return prompts_of(given, INPUTS_MAX)
+    except RejectedError as e:
+        raise _rename_prompt(e) from e
+
+
+def _rename_prompt(error: RejectedError) -> RejectedError:
+    """Return the error of a prompt with this endpoint's field name."""
+    if error.param == "request_id":  # the text has the engine's id of the request
+        return RejectedError("an open request has this request_id", param="request_id")
+    if error.param is None or not error.param.startswith("prompt"):
+        return error
+    return type(error)(str(error).replace("prompt", "input", 1), param="input" + error.param[len("prompt") :])
+
+
+def _is_base64(encoding_format: str | None) -> bool:
+    if encoding_format not in (None, "float", "base64"):
+        raise RejectedError(
+            f"encoding_format is {encoding_format[:40]!r}, allowed are float and base64",
+            param="encoding_format",
+        )
+    return encoding_format == "base64"
+
+
+def _check_dimensions(wanted: int | None, d_model: int) -> None:
+    """Raise UnsupportedError for other dimensions: models do not say whether vectors may be truncated."""
+    if wanted is not None and wanted != d_model:
+        raise UnsupportedError(
+            f"dimensions is {wanted}: only {d_model}, the model's own, is supported", param="dimensions"
+        )
+
+
+class EmbeddingListBuilder:
+    """Builds OpenAI's list of `embedding` objects. Each is serialized when it arrives, so that a long list
+    does not block the event loop at its end."""
+
+    def __init__(self, model: str, *, as_base64: bool) -> None:
+        self.model = model
+        self.usage = Usage()
+        self.as_base64 = as_base64
+        self._data: dict[int, bytes] = {}
+
+    def opening(self) -> list[Json]:
+        """Return nothing before the first vector."""
+        return []
+
+    def chunks(self, index: int, delta: RequestOutput) -> list[Json]:
+        """Return one object."""
+        vector = delta.embedding or b""
+        if self.as_base64:
+            value: Any = base64.b64encode(vector).decode("ascii")
+        else:
+            value = struct.unpack(f"<{len(vector) // 4}f", vector)
+        return [
+            {"index": index, "json": to_json({"object": "embedding", "index": index, "embedding": value})}
+        ]
+
+    def closing(self) -> list[Json]:
+        """Return nothing after the last vector."""
+        return []
+
+    def collect(self, chunk: Json) -> int:
+        """Add an object to the list; return the bytes that it has grown by."""
+        self._data[chunk["index"]] = chunk["json"]
+        return len(chunk["json"])
+
+    def parts(self) -> list[Part]:
+        """Return the list, in the order of the inputs."""
+        data = join_parts([[self._data[index]] for index in sorted(self._data)])
+        usage = {"prompt_tokens": self.usage.prompt_tokens, "total_tokens": self.usage.prompt_tokens}
+        rest = to_json({"model": self.model, "usage": usage})
+        return [b'{"object":"list","data":[', *data, b"],", rest[1:]]

@@ -1,0 +1,46 @@
+"""GET /v1/models and /v1/models/{id}: the served model names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+
+from llaisys.server.http_errors import error_responses, model_not_found
+from llaisys.server.response_schemas import ModelCard, ModelList
+from llaisys.server.state import ServerState, state_of
+
+router = APIRouter()
+
+
+@router.get("/v1/models", response_model=ModelList)
+async def list_models(request: Request) -> dict[str, Any]:
+    """List every served name; responses report the first by default."""
+    state = state_of(request)
+    return {"object": "list", "data": [_card(state, name) for name in state.registry().names]}
+
+
+@router.get("/v1/models/{name:path}", response_model=ModelCard, responses=error_responses(404))
+async def show_model(request: Request, name: str) -> dict[str, Any]:
+    """Show one served name, which may contain slashes; 404 for another."""
+    state = state_of(request)
+    if name not in state.registry().names:
+        raise model_not_found(name)
+    return _card(state, name)
+
+
+def _card(state: ServerState, name: str) -> dict[str, Any]:
+    """`root` is the model's first served name and never a path."""
+    engine = state.registry().find(name)
+    assert engine is not None
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.created_s,
+        "owned_by": "llaisys",
+        "root": engine.model_names[0],
+        "parent": None,
+        "max_model_len": engine.max_model_len,
+        "permission": [],
+    }

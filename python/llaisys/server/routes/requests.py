@@ -1,0 +1,108 @@
+"""POST /v1/requests/{id}/cancel and GET /v1/requests/{id}/timeline, for the requests of the caller's key."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Path
+from pydantic import BaseModel
+from starlette.requests import Request
+
+from llaisys.server.access_log import client_id_of
+from llaisys.server.http_errors import error_responses
+from llaisys.server.state import RequestEntry, state_of
+from llaisys.timeline import Span, SpanKind, Timeline
+
+RequestName = Annotated[str, Path(description="the `id` of a completion: `chatcmpl-...`, `cmpl-...`")]
+
+router = APIRouter(prefix="/v1/requests", responses=error_responses(404))
+
+
+class RequestState(BaseModel):
+    """The result of a cancellation: the request was open and ends now, or it had ended before."""
+
+    id: str
+    object: Literal["request"] = "request"
+    status: Literal["cancelled", "ended"]
+
+
+class TimelineSpan(BaseModel):
+    """A span of time, in seconds since the arrival. `by`: ids of the requests that caused it; `other` is a
+    request of another key, or one no longer known."""
+
+    kind: SpanKind
+    start_s: float
+    end_s: float
+    by: list[str]
+
+
+class ChoiceTimeline(BaseModel):
+    """One choice, from its arrival (Unix time) to its end, or until now.
+
+    The spans follow on each other without a gap; `seconds` sums them up by kind.
+    """
+
+    index: int
+    arrived_at: float
+    is_over: bool
+    total_s: float
+    seconds: dict[SpanKind, float]
+    spans: list[TimelineSpan]
+
+
+class RequestTimeline(BaseModel):
+    """Choices that the engine has not received yet, or no longer knows, are missing."""
+
+    id: str
+    object: Literal["request.timeline"] = "request.timeline"
+    choices: list[ChoiceTimeline]
+
+
+@router.post("/{request_id}/cancel")
+async def cancel_request(request: Request, request_id: RequestName) -> RequestState:
+    """End a request: its stream with an error frame `cancelled`, one without a stream with 499."""
+    entry = state_of(request).requests.find(request_id, client_id_of(request))
+    if entry.cancel is None:
+        return RequestState(id=entry.id, status="ended")
+    entry.cancel()
+    return RequestState(id=entry.id, status="cancelled")
+
+
+@router.get("/{request_id}/timeline")
+async def show_timeline(request: Request, request_id: RequestName) -> RequestTimeline:
+    """Return where the time of a request went: queued, prefill chunks of other requests, preempted, waiting
+    for KV cells or a restored session, a slow reader. The newest 1,024 ended requests are known."""
+    state, client_id = state_of(request), client_id_of(request)
+    entry = state.requests.find(request_id, client_id)
+
+    def span(each: Span, timeline: Timeline) -> TimelineSpan:
+        keys = [key if isinstance(key, str) else key[0] for key in each.by]
+        names = dict.fromkeys(state.requests.name(key, client_id) for key in keys)
+        start_s, end_s = each.start_s - timeline.arrival_s, each.end_s - timeline.arrival_s
+        return TimelineSpan(kind=each.kind, start_s=start_s, end_s=end_s, by=[*names])
+
+    return RequestTimeline(
+        id=entry.id,
+        choices=[
+            ChoiceTimeline(
+                index=index,
+                arrived_at=time.time() - (time.monotonic() - timeline.arrival_s),
+                is_over=timeline.is_over,
+                total_s=timeline.end_s - timeline.arrival_s,
+                seconds=timeline.seconds,
+                spans=[span(each, timeline) for each in timeline.spans],
+            )
+            for index, timeline in (await _timelines(entry)).items()
+        ],
+    )
+
+
+async def _timelines(entry: RequestEntry) -> dict[int, Timeline]:
+    """Return timelines by choice index, without those of an earlier request with the same id."""
+    timelines = {}
+    for prompt, request_id in enumerate(entry.request_ids):
+        for index, timeline in (await entry.engine.timeline(request_id, client_id=entry.client_id)).items():
+            if index < entry.n and timeline.arrival_s >= entry.opened_s:
+                timelines[prompt * entry.n + index] = timeline
+    return timelines

@@ -1,0 +1,26 @@
+"""The state of a named session, and the format of its name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SESSION_NAME_MAX = 64
+SESSION_NAME_PATTERN = rf"^[A-Za-z0-9_][A-Za-z0-9._-]{{0,{SESSION_NAME_MAX - 1}}}$"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """The current state of a session.
+
+    - `num_tokens`: tokens with computed K and V: prompt and completion of its last request, without the last
+      token.
+    - `num_cached_tokens`: those that a request would find in the prefix cache.
+    - `num_pinned_tokens`: those whose cache nodes are pinned for the session.
+    - `is_restoring`: it is being read from a file; requests that name it wait.
+    """
+
+    name: str
+    num_tokens: int
+    num_cached_tokens: int
+    num_pinned_tokens: int
+    is_restoring: bool = False

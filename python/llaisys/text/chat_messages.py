@@ -1,0 +1,98 @@
+"""Validate chat messages in OpenAI's shape and convert them to the form that chat templates expect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llaisys.errors import RejectedError, UnsupportedError
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]], *, keep_developer: bool) -> list[dict[str, Any]]:
+    """Return copies of the messages with `content` as one string; other keys stay unchanged.
+
+    - Text parts are joined by a newline, as vLLM does. Any other part is rejected; the error names its type.
+    - Arguments of tool calls become objects, as templates expect (OpenAI sends JSON in a string).
+    - Without `keep_developer`, the role `developer` becomes `system`: a template that does not know the role
+      would drop the message.
+
+    Raises RejectedError or UnsupportedError naming the message.
+    """
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise RejectedError(f"messages is a {type(messages).__name__}, expected a list", param="messages")
+    if not messages:
+        raise RejectedError("messages is empty", param="messages")
+    return [_check_message(i, message, keep_developer) for i, message in enumerate(messages)]
+
+
+def _check_message(i: int, message: Mapping[str, Any], keep_developer: bool) -> dict[str, Any]:
+    where = f"messages[{i}]"
+    if not isinstance(message, Mapping):
+        raise RejectedError(f"{where} is a {type(message).__name__}, expected an object", param=where)
+    role = message.get("role")
+    if role not in ROLES:
+        raise RejectedError(
+            f"{where}.role is {_shown(role)}, allowed are {', '.join(ROLES)}", param=f"{where}.role"
+        )
+    checked = dict(message)
+    if role == "developer" and not keep_developer:
+        checked["role"] = "system"
+    checked["content"] = _text_of(f"{where}.content", message.get("content"), role)
+    if message.get("tool_calls"):
+        checked["tool_calls"] = [
+            _with_arguments(f"{where}.tool_calls", call) for call in message["tool_calls"]
+        ]
+    return checked
+
+
+def _text_of(where: str, content: Any, role: str) -> str | None:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        if role == "assistant":
+            return None
+        raise RejectedError(f"{where} is missing", param=where)
+    if not isinstance(content, Sequence):
+        raise RejectedError(
+            f"{where} is a {type(content).__name__}, expected a string or a list", param=where
+        )
+    return "\n".join(_text_of_part(f"{where}[{i}]", part) for i, part in enumerate(content))
+
+
+def _text_of_part(where: str, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if kind != "text":
+        raise UnsupportedError(
+            f"{where} is of type {_shown(kind)}; supported are parts of type 'text'", param=where
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise RejectedError(f"{where}.text is a {type(text).__name__}, expected a string", param=where)
+    return text
+
+
+def _shown(value: Any) -> str:
+    """Return a rejected value for an error message, truncated."""
+    if isinstance(value, str):
+        return repr(value[:40])
+    return "missing" if value is None else f"a {type(value).__name__}"
+
+
+def _with_arguments(where: str, call: Any) -> Any:
+    """Return a copy of a tool call with `arguments` as an object."""
+    if not isinstance(call, Mapping):
+        raise RejectedError(f"{where} holds a {type(call).__name__}, expected an object", param=where)
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _with_arguments(f"{where}.function", call["function"])}
+    arguments = call.get("arguments")
+    if not isinstance(arguments, str):
+        return dict(call)
+    try:
+        return {**call, "arguments": json.loads(arguments) if arguments.strip() else {}}
+    except (json.JSONDecodeError, RecursionError) as e:
+        raise RejectedError(f"{where}.arguments is not JSON: {e}", param=where) from e

@@ -1,0 +1,56 @@
+"""Read from a checkpoint how its embeddings are pooled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from llaisys.errors import RejectedError
+from llaisys.model_info import ModelInfo
+from llaisys.text.model_files import read_object, read_text
+
+# For a model that names no pooling type; vLLM uses the same for decoders.
+DEFAULT = "last"
+# llama.cpp's `enum llama_pooling_type`.
+_GGUF = {0: "none", 1: "mean", 2: "cls", 3: "last", 4: "rank"}
+# Sentence Transformers' names of the supported pooling types, and the supported modules.
+_MODES = {"mean_tokens": "mean", "mean": "mean", "lasttoken": "last"}
+_MODULES = frozenset({"Transformer", "Pooling", "Normalize"})
+
+
+def model_pooling(info: ModelInfo) -> str:
+    """Return `mean` or `last`, or the name of the unsupported pooling type or module that the model needs.
+
+    A GGUF has it in `<architecture>.pooling_type`, a folder of Sentence Transformers in `modules.json` and
+    `1_Pooling/config.json`. Raises RejectedError for files that cannot be read.
+    """
+    if info.pooling_type is not None:
+        return _GGUF.get(info.pooling_type, f"pooling_type {info.pooling_type}")
+    folder = Path(info.path)
+    if not folder.is_dir():
+        return DEFAULT
+    for kind in _modules(folder / "modules.json"):
+        if kind not in _MODULES:
+            return kind
+    stated = read_object(folder / "1_Pooling" / "config.json")
+    modes = [
+        name[13:] for name, value in stated.items() if name.startswith("pooling_mode_") and value is True
+    ]
+    if isinstance(stated.get("pooling_mode"), str):
+        modes.append(stated["pooling_mode"])
+    kinds = sorted({_MODES.get(mode, mode) for mode in modes})
+    return " and ".join(kinds) or DEFAULT
+
+
+def _modules(path: Path) -> list[str]:
+    """Return the class names of the modules in order, without their packages."""
+    if not path.exists():
+        return []
+    try:
+        modules: Any = json.loads(read_text(path))
+        return [str(module["type"]).rpartition(".")[2] for module in modules]
+    except RejectedError:
+        raise
+    except (ValueError, RecursionError, TypeError, KeyError) as e:
+        raise RejectedError(f"{path.name} is not a list of modules with a type: {e}", param="model") from e
