@@ -13,7 +13,7 @@ ARGS   ?=
 RUST_SOURCES := $(shell find crates -name '*.rs' -o -name 'Cargo.toml') Cargo.toml Cargo.lock
 PAGE_SOURCES := $(shell find webui -type f -not -path '*/node_modules/*' -not -path 'webui/tests/*')
 
-.PHONY: help setup build serve check test test-clients lint fmt bench bench-engine bench-load bench-serve bench-server bench-peers bench-quality bench-ui screenshots attack soak soak-sim mutants fuzz faults-core wheel gpu-bundle lock clean model browser
+.PHONY: help setup build serve check test test-long test-clients lint fmt bench bench-engine bench-load bench-serve bench-server bench-peers bench-quality bench-ui screenshots attack soak soak-sim mutants fuzz faults-core wheel gpu-bundle lock clean model browser
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,8 +67,8 @@ lint: build ## rustfmt, clippy, ruff, mypy, stubtest, import rules, house rules
 	npm --prefix webui run --silent check
 	$(VENV)/bin/pytest -q tests/house
 
-check: lint ## lint and the fast tests (under 5 minutes)
-	cargo test -p llaisys-core --quiet --lib
+check: lint ## lint and the fast tests (under 3 minutes)
+	cargo test -p llaisys-core --quiet --lib --test kv --test load --test forward
 	npm --prefix webui test --silent
 	$(VENV)/bin/pytest -q tests/unit
 
@@ -77,15 +77,19 @@ $(STAMPS)/node-clients: tests/clients/node/package.json tests/clients/node/packa
 	@mkdir -p $(STAMPS) && touch $@
 
 ifeq ($(SUITE),)
-test: lint model browser faults-core $(STAMPS)/node-clients ## every test (SUITE=stage0|stage1|stage2: those acceptance tests only)
+test: lint model browser faults-core $(STAMPS)/node-clients ## every test except the long ones (SUITE=stage0|stage1|stage2: those acceptance tests only)
 	cargo test -p llaisys-core --quiet
 	npm --prefix webui test --silent
 	cargo test -p llaisys-core --quiet --features faults --test faults
-	$(VENV)/bin/pytest -q tests --ignore=tests/house
+	$(VENV)/bin/pytest -q tests --ignore=tests/house -m "not long"
 else
 test: model browser
 	$(VENV)/bin/pytest -q tests/acceptance -m "$(SUITE)"
 endif
+
+test-long: model browser faults-core ## storms, parity on the real model, the wheel build, the GPU bundle's dry run
+	SIM_SEEDS=20 SIM_REQUESTS=200000 $(VENV)/bin/pytest -q tests/sim/test_simulation.py tests/sim/test_memory.py
+	$(VENV)/bin/pytest -q tests -m long
 
 .venv-clients/stamp: tests/clients/requirements.txt
 	python3 -m venv .venv-clients
@@ -126,7 +130,7 @@ soak: model ## mixed traffic and faults over HTTP for MINUTES (default 30): memo
 
 soak-sim: build ## a million simulated requests over 400 seeds: memory stays flat, no invariant breaks
 	SIM_REQUESTS=1000000 $(VENV)/bin/pytest -q -s --timeout 7200 tests/sim/test_memory.py
-	SIM_SEEDS=400 $(VENV)/bin/pytest -q --timeout 7200 tests/sim/test_simulation.py -k twenty
+	SIM_SEEDS=400 $(VENV)/bin/pytest -q --timeout 7200 tests/sim/test_simulation.py -k random_requests
 
 mutants: build ## mutation tests of scheduler, prefix index, cells and ids (long); survivors in benches/results
 	$(VENV)/bin/pip install --quiet 'mutmut>=3.3,<4'

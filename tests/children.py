@@ -1,4 +1,4 @@
-"""Children of the test process, but for the servers that live as long as the session."""
+"""Child processes of the test process, except the servers that live as long as the test session."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import psutil
 
 
 def engine_processes() -> list[psutil.Process]:
-    """Every child that is no `llaisys serve` and no job process."""
+    """Return all children except `llaisys serve` and worker processes."""
     found = []
     for child in psutil.Process().children():
-        with suppress(psutil.NoSuchProcess):  # it has just ended, and may not have been waited for
+        with suppress(psutil.NoSuchProcess):  # the child may just have ended
             line = " ".join(child.cmdline())
             if " serve " not in line and "job_process" not in line:
                 found.append(child)

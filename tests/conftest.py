@@ -14,7 +14,7 @@ import pytest
 import llaisys
 from fakes import core, text
 from fakes.clock import FakeClock
-from llaisys.model import Model
+from llaisys.model_assets import ModelAssets
 from serving import Server, serving
 
 # A shell that runs the tests in the background ignores SIGINT, and every program that they start would, too.
@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without `--model-path` there is nothing to compare, so those tests are not selected."""
+    """Deselect tests that need `--model-path` if it is not given."""
     if config.getoption("--model-path") is None:
         live = [item for item in items if item.get_closest_marker("live")]
         config.hook.pytest_deselected(items=live)
@@ -44,7 +44,7 @@ def model_path(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(autouse=True)
 def _own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A developer's `LLAISYS_*` variables do not reach the tests; the model cache does."""
+    """Remove a developer's `LLAISYS_*` variables from the tests, except for the model cache."""
     for name in os.environ:
         if name.startswith("LLAISYS_") and name != "LLAISYS_HOME":
             monkeypatch.delenv(name)
@@ -57,23 +57,23 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def fake_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`llaisys._core` is the fake."""
+    """Replace `llaisys._core` with the fake core."""
     monkeypatch.setitem(sys.modules, "llaisys._core", core)
     monkeypatch.setattr(llaisys, "_core", core, raising=False)
 
 
 @pytest.fixture
-def fake_model(fake_core: None, monkeypatch: pytest.MonkeyPatch) -> Model:  # noqa: ARG001 -- its effect is needed
-    """A model on the fake core, which `LLM` and `AsyncLLM` find whatever they are asked for."""
+def fake_model(fake_core: None, monkeypatch: pytest.MonkeyPatch) -> ModelAssets:  # noqa: ARG001 -- its effect is needed
+    """The assets of a model on the fake core, which `LLM` and `AsyncLLM` load for any name."""
     made = text.model()
-    monkeypatch.setattr("llaisys.llm.open_model", lambda _: made)
-    monkeypatch.setattr("llaisys.service.open_model", lambda _: made)
+    monkeypatch.setattr("llaisys.llm.load_model_assets", lambda _: made)
+    monkeypatch.setattr("llaisys.async_llm.load_model_assets", lambda _: made)
     return made
 
 
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """SmolLM2 as `make serve` serves it, with 2,048 cells."""
+    """SmolLM2 with the settings of `make serve`, and 2,048 cells."""
     with serving(tmp_path_factory.mktemp("smollm2"), "smollm2", "--num-kv-cells", "2048") as server:
         yield server
 

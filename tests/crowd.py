@@ -10,9 +10,9 @@ from typing import Any
 from fakes.asks import ask, limits
 from golden import FOLDER
 from llaisys.engine.engine import LLMEngine
+from llaisys.engine.engine_output import EngineOutput
 from llaisys.engine.executor import Executor
 from llaisys.engine.limits import Limits
-from llaisys.engine.outputs import EngineOutput
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.worker import Worker
 from llaisys.stats import EngineStats
@@ -107,7 +107,7 @@ def context_of(core: ModuleType, limits: Limits, n_ranks: int = 1) -> Any:
         n_threads=1,
         n_ranks=n_ranks,
         lifo=True,
-        poison=True,
+        nan_fill=True,
     )
 
 

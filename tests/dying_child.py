@@ -1,5 +1,5 @@
-"""An engine process that dies at a point of its life: `main(SOCKET, POINT)`. It speaks the protocol up to
-there."""
+"""An engine process that dies at a point of its life: `main(SOCKET, POINT)`. It follows the protocol
+until then."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import time
 from typing import NoReturn
 
-from llaisys.engine.wire import Ended, Shutdown, Start, Started, Submit, decode_to_engine, encode
+from llaisys.engine.messages import EngineEnded, Shutdown, Start, Started, Submit, decode_to_engine, encode
 from llaisys.errors import EngineDeadError
 from llaisys.ipc import Channel
 
@@ -43,7 +43,7 @@ def main(number: int, point: str) -> None:
                     if point == "with its socket closed":  # and goes on
                         channel.close()
                         time.sleep(600)
-                    channel.send(encode(Ended(EngineDeadError("its last word"))))
+                    channel.send(encode(EngineEnded(EngineDeadError("its last word"))))
                     if point == "after its last word":
                         die(point)
                     if point == "never, after its last word":

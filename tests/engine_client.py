@@ -12,21 +12,22 @@ import psutil
 from children import engine_processes
 from golden import FOLDER, load_golden
 from llaisys.config import Config
-from llaisys.engine.capacity import Capacity, size
-from llaisys.engine.machine import Cpus
-from llaisys.engine.outputs import EngineOutput
+from llaisys.engine.engine_output import EngineOutput
+from llaisys.engine.host import Cpus
+from llaisys.engine.memory import Capacity, size_engine
 from llaisys.engine.process import ProcessClient
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.worker import inspect_model
 from llaisys.errors import EngineDeadError
-from llaisys.types import FinishReason, SamplingParams
+from llaisys.outputs import FinishReason
+from llaisys.sampling_params import SamplingParams
 from serving import END_S
 
 SETTINGS: dict[str, Any] = {"model": str(FOLDER), "dtype": "float32", "num_kv_cells": 4096}
 
 
 def capacity(folder: Path = FOLDER, **settings: Any) -> Capacity:
-    return size(
+    return size_engine(
         Config(**{**SETTINGS, "model": str(folder), **settings}), inspect_model(folder), 2**30, Cpus(1)
     )
 
@@ -68,14 +69,14 @@ class Client:
         return found
 
     def submit_to_a_stopped_child(self, name: str) -> psutil.Process:
-        """A request that stays open until the child is killed, or goes on."""
+        """Submit a request that stays open until the child is killed or resumed."""
         child = self.child()
         child.suspend()
         self.submit(name)
         return child
 
     def back(self) -> None:
-        """Returns when a new child is ready."""
+        """Wait until a new child is ready."""
         while True:
             with suppress(EngineDeadError):
                 self.submit("back", max_tokens=1)

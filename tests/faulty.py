@@ -1,4 +1,4 @@
-"""The core with fault points, in the place of the shipped one; also for processes that a test starts."""
+"""The core with fault points, in place of the shipped one; also for processes that a test starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CORE = Path(__file__).parents[1] / ".venv" / "faults" / "_core.abi3.so"
 
 
 def load() -> ModuleType:
-    """The module with `fault_points`, `fault_hits` and `set_fault`. Once a process: it stays."""
+    """The module with `fault_points`, `fault_hits` and `set_fault`. Loaded once per process."""
     loader = importlib.machinery.ExtensionFileLoader("llaisys._core", str(CORE))
     spec = importlib.util.spec_from_loader("llaisys._core", loader)
     assert spec is not None
@@ -24,8 +24,10 @@ def load() -> ModuleType:
 
 
 def install(order: str) -> None:
-    """In a new process: that core is the core. The file `order` holds `point action nth`: the first process
-    that finds it sets this fault, and removes it."""
+    """Use that core in a new process.
+
+    The file `order` holds `point action nth`: the first process that finds it removes it and sets this fault.
+    """
     core = load()
     sys.modules["llaisys._core"] = core
     llaisys._core = core  # type: ignore[attr-defined]

@@ -25,7 +25,7 @@ class Golden:
 
 
 def load_golden(folder: Path = FOLDER) -> Golden:
-    """Reads `golden.npz` of a folder."""
+    """Read `golden.npz` of a folder."""
     data = np.load(folder / "golden.npz")
     n = sum(name.startswith("prompt_") for name in data.files)
     return Golden(

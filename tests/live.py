@@ -29,7 +29,7 @@ class Continuation:
 
 
 def continuations(path: Path, texts: tuple[str, ...] = TEXTS) -> list[Continuation]:
-    """What transformers continues each text with, in float32, one text at a time, not stopping at eos."""
+    """Return the float32 continuations by transformers, one text at a time, without stopping at eos."""
     try:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer

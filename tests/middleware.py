@@ -6,7 +6,7 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from llaisys.server.errors import ApiError
+from llaisys.server.http_errors import ApiError
 
 
 def of_a_door(door: ASGIApp, *bodies: bytes) -> list[int]:

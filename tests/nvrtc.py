@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Usage:
-    """What the assembler says that a kernel uses (`ptxas -v`)."""
+    """Resources of a kernel, from the assembler's report (`ptxas -v`)."""
 
     registers: int
     static_shared_bytes: int
@@ -37,7 +37,8 @@ def _library() -> ctypes.CDLL:
 
 
 def compile_unit(source: str, defines: Mapping[str, int], arch: str) -> dict[str, Usage]:
-    """Compiles a kernel file for `arch` (`sm_90`) to machine code; what each of its kernels uses, by name.
+    """Compiles a kernel file for `arch` (`sm_90`) to machine code; return the resources of each kernel by
+    name.
 
     Raises CompileError with the compiler's log."""
     library = _library()
@@ -68,7 +69,7 @@ def compile_unit(source: str, defines: Mapping[str, int], arch: str) -> dict[str
 
 
 def usage_of_log(log: str) -> dict[str, Usage]:
-    """The figures of each entry function in `ptxas -v`'s words; what its callees spill is its own."""
+    """Parse `ptxas -v`: the resources of each entry function, including the spills of its callees."""
     found = {}
     for part in re.split(r"Compiling entry function '", log)[1:]:
         name = part.split("'", 1)[0]

@@ -1,4 +1,4 @@
-"""A server with the real page whose model replays a recorded answer at a steady rate, always the same.
+"""A server with the real web UI whose model replays a recorded completion at a steady rate.
 
 `python tests/replay.py` serves it until it is killed; its first line is its address.
 """
@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
-from llaisys.server import page
+from llaisys.server.webui import static
 
 TOKENS_PER_S = 200
 PARAGRAPH = "The tide table of a harbour is made from a year of readings, and every harbour needs its own. "
@@ -37,7 +37,7 @@ ANSWER = "\n\n".join(
 
 
 def pieces() -> list[str]:
-    """The answer in pieces of about a token: four characters."""
+    """Return the completion in pieces of four characters, about a token."""
     return [ANSWER[at : at + 4] for at in range(0, len(ANSWER), 4)]
 
 
@@ -58,8 +58,8 @@ def _frame(chunk: dict[str, Any]) -> str:
 
 
 app = FastAPI()
-app.state.page = page.load_page()
-app.include_router(page.router)
+app.state.webui = static.load_webui()
+app.include_router(static.router)
 
 
 @app.get("/v1/models")
@@ -70,13 +70,13 @@ async def models() -> dict[str, Any]:
 
 @app.get("/metrics")
 async def metrics() -> Response:
-    """Nothing to tell."""
+    """Return no metrics."""
     return PlainTextResponse("")
 
 
 @app.post("/v1/chat/completions")
 async def chat(request: Request) -> Response:
-    """The recorded answer, whatever is asked."""
+    """Return the recorded completion for any request."""
     await request.body()
     return StreamingResponse(frames(), media_type="text/event-stream")
 

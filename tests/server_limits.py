@@ -11,8 +11,8 @@ import pytest
 
 from llaisys.config import load_config
 from llaisys.errors import RejectedError
-from llaisys.server.chat_store import ChatStore
-from llaisys.server.errors import to_api_error
+from llaisys.server.http_errors import to_api_error
+from llaisys.server.webui.chat_store import ChatStore
 
 
 def max_chat_bytes_per_key() -> None:

@@ -1,4 +1,5 @@
-"""decode(batch): many sequences in one forward, ubatches, shared rows, and refusals that change nothing."""
+"""decode(batch): many sequences in one forward pass, ubatches, shared rows, and rejections without side
+effects."""
 
 from __future__ import annotations
 
@@ -89,11 +90,11 @@ def test_a_row_of_two_sequences_is_stored_once_and_seen_by_both(runner: Runner, 
         ((1, 9, None, LOGITS), "9"),
         ((1, 2, None, LOGITS), "2"),
         ((1, 3, None, 8), "0x8"),
-        ((1, 3, [7], LOGITS), "not lent"),
+        ((1, 3, [7], LOGITS), "not acquired"),
     ],
     ids=["token", "negative token", "past the context", "gap", "taken position", "flags", "unknown sequence"],
 )
-def test_a_wrong_row_is_named_and_nothing_changes(
+def test_an_invalid_row_is_named_without_side_effects(
     runner: Runner, golden: Golden, row: tuple[int, int, list[int] | None, int], says: str
 ) -> None:
     seq = runner.context.seq_acquire()
@@ -110,7 +111,7 @@ def test_a_wrong_row_is_named_and_nothing_changes(
     np.testing.assert_array_equal(got, runner.forward(prompt)[0][3:])
 
 
-def test_no_room_is_an_error_and_nothing_changes(golden: Golden) -> None:
+def test_full_cache_is_an_error_without_side_effects(golden: Golden) -> None:
     prompt = golden.prompts[2]
     with Runner(FOLDER, n_cells=40, n_batch=8) as runner:
         seq = runner.context.seq_acquire()

@@ -1,4 +1,5 @@
-"""Model API: create, decode, sequence operations, replace_weight, close. Every refusal changes nothing."""
+"""Model API: create, decode, sequence operations, replace_weight, close. Rejected calls have no side
+effects."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from runner import LOGITS, Runner
 pytestmark = pytest.mark.stage0
 
 
-def test_create_states_its_facts(golden: Golden) -> None:
+def test_create_returns_the_model_info(golden: Golden) -> None:
     with Runner(FOLDER, n_cells=96, n_seq_max=3) as runner:
         context = runner.context
         assert (context.n_cells, context.n_cells_free, context.n_seq_free) == (96, 96, 3)
@@ -31,7 +32,7 @@ def test_create_refuses_what_is_not_there(tmp_path: Path) -> None:
         Runner(FOLDER, isa="sse9")
 
 
-def test_a_sequence_id_is_lent_once_and_returned_once() -> None:
+def test_a_sequence_id_is_acquired_once_and_released_once() -> None:
     with Runner(FOLDER, n_seq_max=2) as runner:
         context = runner.context
         first, second = context.seq_acquire(), context.seq_acquire()
@@ -72,7 +73,7 @@ def test_replace_weight_changes_the_output_and_back() -> None:
 
 
 def test_replace_weight_of_one_projection_is_exact(tmp_path: Path) -> None:
-    """A swapped slot gives the bits of a model that was saved with it."""
+    """A replaced weight gives the bits of a model that was saved with it."""
     import shutil
 
     from safetensors.numpy import load_file, save_file

@@ -1,4 +1,4 @@
-"""Outputs: only the asked rows, in batch order; logits, hidden states, ids, logprobs, masks."""
+"""Outputs: only output rows, in batch order; logits, hidden states, ids, logprobs, masks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runner import HIDDEN, LOGITS, Runner
 pytestmark = pytest.mark.stage0
 
 
-def test_only_asked_rows_are_given_in_batch_order(runner: Runner, golden: Golden) -> None:
+def test_only_output_rows_are_returned_in_batch_order(runner: Runner, golden: Golden) -> None:
     prompt = golden.prompts[1]
     logits, hidden = runner.forward(prompt)
     seq = runner.context.seq_acquire()
@@ -28,7 +28,7 @@ def test_only_asked_rows_are_given_in_batch_order(runner: Runner, golden: Golden
     assert out.faults == []
 
 
-def test_a_batch_that_asks_for_nothing_gives_nothing(runner: Runner) -> None:
+def test_a_batch_without_output_rows_returns_nothing(runner: Runner) -> None:
     seq = runner.context.seq_acquire()
     out = runner.decode([(1, 0, [seq], 0)])
     assert len(out.rows) == len(out.token_ids) == 0
@@ -77,7 +77,7 @@ def test_a_mask_that_allows_nothing_faults_its_row_only(runner: Runner, golden: 
 
 
 def test_a_non_finite_row_faults_alone() -> None:
-    """Token 5 gets a NaN embedding: the sequence that uses it faults, its neighbour does not notice."""
+    """Token 5 gets a NaN embedding: the sequence that uses it faults, and the other row is unaffected."""
     with Runner(FOLDER.parent / "qwen2-odd-f32-sharded") as runner:
         want = int(runner.forward([1, 2, 3])[0][-1].argmax())
         table = np.random.default_rng(0).standard_normal((600, 112)).astype(np.float32)

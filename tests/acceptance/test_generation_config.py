@@ -1,4 +1,5 @@
-"""`generation_config.json`: each id of the eos list ends an answer; sampling defaults, taken or ignored."""
+"""`generation_config.json`: each id of the eos list ends a completion; sampling defaults are used or
+ignored."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def model_with(folder: Path, **generation: Any) -> str:
     return str(folder / "m")
 
 
-def test_every_eos_of_the_list_ends_an_answer(tmp_path: Path, golden: Golden) -> None:
+def test_every_eos_of_the_list_ends_a_completion(tmp_path: Path, golden: Golden) -> None:
     greedy = golden.greedy[1]
     model = model_with(tmp_path, eos_token_id=[599, greedy[5]])
     with LLM(model, dtype="float32") as llm:
@@ -35,7 +36,7 @@ def test_every_eos_of_the_list_ends_an_answer(tmp_path: Path, golden: Golden) ->
 
 
 @pytest.mark.parametrize(("setting", "used"), [("auto", True), ("vllm", False)])
-def test_sampling_defaults_are_taken_or_ignored(tmp_path: Path, setting: str, used: bool) -> None:
+def test_sampling_defaults_are_used_or_ignored(tmp_path: Path, setting: str, used: bool) -> None:
     model = model_with(tmp_path, eos_token_id=599, temperature=0.25, top_k=7, repetition_penalty=1.5)
     with LLM(model, generation_config=setting) as llm:
         params = llm.get_default_sampling_params()

@@ -1,7 +1,7 @@
 """A request's tokens and logprobs are the same bits whatever happens around it.
 
 Alone, in a batch, in any order, cut into chunks, preempted, with its prefix found cached, in scattered cells,
-in several arenas, on any number of threads. Poison is on: a read of a free cell would show as NaN.
+in several KV streams, on any number of threads. Poison is on: a read of a free cell would show as NaN.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import pytest
 from golden import FOLDER, Golden
 from llaisys import _core
 from llaisys.engine.engine import LLMEngine
+from llaisys.engine.engine_output import EngineOutput
 from llaisys.engine.executor import Executor
 from llaisys.engine.limits import Limits
-from llaisys.engine.outputs import EngineOutput
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.worker import Worker
+from llaisys.sampling_params import SamplingParams
 from llaisys.stats import EngineStats
-from llaisys.types import SamplingParams
 
 pytestmark = pytest.mark.stage1
 SEED = 20261121
@@ -32,7 +32,7 @@ MAX_LEN = 112
 
 @dataclass
 class Setting:
-    """How the requests are run."""
+    """The settings of one run."""
 
     n_cells: int = 8192
     n_threads: int = 2
@@ -69,8 +69,8 @@ SETTINGS = {
     "prefixes evicted": Setting(n_cells=640, order=4, limits={"max_num_seqs": 4}),
     "fragmented": Setting(n_cells=1024, order=5, n_open_max=30, limits={"max_num_seqs": 24}),
     "taking turns": Setting(order=6, limits={"max_batch_size": 3, "max_num_seqs": 9}),
-    "two arenas": Setting(n_cells=1024, order=7, limits={"n_streams": 2, "max_num_seqs": 16}),
-    "four arenas": Setting(n_cells=1024, limits={"n_streams": 4, "max_num_seqs": 16}),
+    "two KV streams": Setting(n_cells=1024, order=7, limits={"n_streams": 2, "max_num_seqs": 16}),
+    "four KV streams": Setting(n_cells=1024, limits={"n_streams": 4, "max_num_seqs": 16}),
 }
 
 
@@ -118,7 +118,7 @@ def bits(output: EngineOutput) -> list[tuple[int, bytes]]:
 def run(
     golden: Golden, setting: Setting
 ) -> tuple[dict[tuple[str, int], list[tuple[int, bytes]]], EngineStats]:
-    """What each choice gives, by request id and index."""
+    """Return the output of each choice, by request id and index."""
     limits = Limits(
         **{
             "max_num_seqs": 32,
@@ -140,7 +140,7 @@ def run(
         max_model_len=MAX_LEN,
         n_threads=setting.n_threads,
         n_streams=limits.n_streams,
-        poison=True,
+        nan_fill=True,
     )
     engine = LLMEngine(Executor(Worker(context, _core.SamplerSpec, limits.n_streams)), limits, seed=0)
     queued = requests(golden)

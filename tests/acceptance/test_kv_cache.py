@@ -18,7 +18,7 @@ def last_logits(runner: Runner, seq: int, tokens: list[int], start: int) -> np.n
     return out[-1]
 
 
-def test_trim_the_end_and_go_on_another_way(runner: Runner, golden: Golden) -> None:
+def test_trim_and_continue_differently(runner: Runner, golden: Golden) -> None:
     prompt = golden.prompts[2]
     seq = runner.context.seq_acquire()
     runner.extend(seq, prompt, 0)
@@ -30,7 +30,7 @@ def test_trim_the_end_and_go_on_another_way(runner: Runner, golden: Golden) -> N
     np.testing.assert_array_equal(last_logits(runner, seq, [9, 8, 7], 30), runner.forward(other)[0][-1])
 
 
-def test_fork_shares_cells_and_both_go_their_way(runner: Runner, golden: Golden) -> None:
+def test_fork_shares_cells_and_both_continue(runner: Runner, golden: Golden) -> None:
     prompt = golden.prompts[2]
     parent, child = runner.context.seq_acquire(), runner.context.seq_acquire()
     runner.extend(parent, prompt, 0)
@@ -64,7 +64,7 @@ def test_fork_at_any_token(runner: Runner, golden: Golden) -> None:
         runner.context.seq_release(child)
 
 
-def test_keep_forgets_all_others_but_their_ids_stay_lent(runner: Runner) -> None:
+def test_keep_drops_other_sequences_but_their_ids_stay_acquired(runner: Runner) -> None:
     a, b = runner.context.seq_acquire(), runner.context.seq_acquire()
     runner.extend(a, [1, 2, 3], 0)
     runner.extend(b, [4, 5], 0)
@@ -75,7 +75,7 @@ def test_keep_forgets_all_others_but_their_ids_stay_lent(runner: Runner) -> None
 
 
 def test_shift_rotates_the_stored_keys(golden: Golden) -> None:
-    """A prompt decoded at positions 7 to 26 and shifted by -7 goes on as if it had stood at 0 to 19."""
+    """A prompt decoded at positions 7 to 26 and shifted by -7 continues as if it had been at 0 to 19."""
     prompt = golden.prompts[2][:20]
     with Runner(FOLDER) as runner:
         seq, other = runner.context.seq_acquire(), runner.context.seq_acquire()
@@ -99,7 +99,7 @@ def test_a_shift_of_shared_cells_is_refused(runner: Runner) -> None:
     assert runner.context.kv_seq_pos_max(a) == 2
 
 
-def test_a_copy_onto_held_positions_is_refused(runner: Runner) -> None:
+def test_a_copy_onto_occupied_positions_is_rejected(runner: Runner) -> None:
     a, b = runner.context.seq_acquire(), runner.context.seq_acquire()
     runner.extend(a, [1, 2, 3], 0)
     runner.extend(b, [1, 2], 0)
@@ -110,7 +110,7 @@ def test_a_copy_onto_held_positions_is_refused(runner: Runner) -> None:
 
 @pytest.mark.parametrize(("kv_dtype", "tolerance"), [("float16", 2e-3), ("bfloat16", 2e-2), ("int8", 4e-2)])
 def test_narrow_cells_share_keep_and_shift(golden: Golden, kv_dtype: str, tolerance: float) -> None:
-    """What is linked or computed in other parts has the same bits; a shift rounds the keys once more."""
+    """Shared cells and other batch splits give the same bits; a shift rounds the keys once more."""
     prompt = golden.prompts[2][:40]
     with Runner(FOLDER, kv_dtype=kv_dtype) as runner:
         want = last_logits(runner, runner.context.seq_acquire(), prompt, 0)

@@ -42,7 +42,7 @@ def test_results_keep_the_order_and_the_shape(llm: LLM, golden: Golden) -> None:
         assert len({output.request_id for output in outputs}) == 3
 
 
-def test_stop_ids_and_stop_strings_end_an_answer(llm: LLM, golden: Golden) -> None:
+def test_stop_ids_and_stop_strings_end_a_completion(llm: LLM, golden: Golden) -> None:
     prompt, greedy = {"prompt_token_ids": golden.prompts[1]}, golden.greedy[1]
     at = next(i for i in range(2, 24) if greedy[i] not in greedy[:i])
     by_id = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop_token_ids=[greedy[at]])
@@ -160,7 +160,7 @@ def test_bad_parameters_name_the_field_and_the_bound(bad: dict[str, object], fie
     assert caught.value.param == field
 
 
-def test_wrong_asks_are_refused_and_the_model_goes_on(llm: LLM, golden: Golden) -> None:
+def test_invalid_requests_are_rejected_and_the_model_stays_usable(llm: LLM, golden: Golden) -> None:
     for prompt, says in (
         ({"prompt_token_ids": [600]}, "600"),
         ({"prompt_token_ids": []}, "empty"),

@@ -1,4 +1,4 @@
-"""Through the whole offline path the ids are transformers': every family, and the real model."""
+"""The whole offline path gives the ids of transformers, for every family and the real model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_tiny_models(folder: Path) -> None:
 
 @pytest.mark.model
 def test_smollm2_chat() -> None:
-    """Template, tokenizer, engine, core and detokeniser at once, eight conversations in one batch."""
+    """Template, tokenizer, engine, core and detokenizer together, eight conversations in one batch."""
     cases = json.loads(SMOLLM2.read_text("utf-8"))["cases"]
     params = SamplingParams(temperature=0, max_tokens=48)
     with LLM("smollm2", dtype="float32", num_kv_cells=2048) as llm:

@@ -1,4 +1,4 @@
-"""The asynchronous door: streams, cancels, limits, deadlines; each request ends exactly once."""
+"""The asynchronous API: streams, cancels, limits, deadlines; each request ends exactly once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONG = SamplingParams(temperature=0, max_tokens=60_000, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def long(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Settings of an engine with room for LONG."""
+    """Return settings of an engine with capacity for LONG."""
     model = str(long_model(tmp_path_factory.mktemp("online")))
     return {"model": model, "dtype": "float32", "num_kv_cells": 65536}
 
@@ -52,7 +52,7 @@ async def collect(
     return ids, str(ends[0])
 
 
-async def test_streams_side_by_side_give_the_reference(service: AsyncLLM, golden: Golden) -> None:
+async def test_concurrent_streams_give_the_reference(service: AsyncLLM, golden: Golden) -> None:
     answers = await asyncio.gather(
         *(collect(service, golden.prompts[i % 3], greedy(24), f"r{i}") for i in range(30))
     )
@@ -61,7 +61,7 @@ async def test_streams_side_by_side_give_the_reference(service: AsyncLLM, golden
     assert (stats.num_running, stats.num_waiting, stats.kv_cells_used) == (0, 0, 0)
 
 
-async def test_a_stream_that_is_left_is_cancelled_and_the_others_go_on(
+async def test_a_closed_stream_is_canceled_and_the_others_continue(
     long: dict[str, Any], golden: Golden
 ) -> None:
     service = await AsyncLLM.start(Config(**long))

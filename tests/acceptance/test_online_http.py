@@ -1,4 +1,4 @@
-"""The HTTP door with the real `openai` client: answers, streams, usage, errors, probes, metrics."""
+"""The HTTP API with the real `openai` client: completions, streams, usage, errors, probes, metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def client(tiny_server: str) -> OpenAI:
     return OpenAI(base_url=f"{tiny_server}/v1", api_key="EMPTY", max_retries=0)
 
 
-def test_a_stream_adds_up_to_the_whole_answer(client: OpenAI) -> None:
+def test_a_stream_adds_up_to_the_whole_completion(client: OpenAI) -> None:
     ask = {"model": "tiny", "messages": MESSAGES, "max_tokens": 20, "seed": 5}
     whole = client.chat.completions.create(**ask)  # type: ignore[call-overload]
     stream = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))  # type: ignore[call-overload]

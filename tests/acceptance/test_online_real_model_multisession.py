@@ -1,4 +1,4 @@
-"""Several conversations of several turns on the real model at once: each as if it were alone."""
+"""Concurrent conversations of several turns on the real model give what each gives alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TURNS = {
 
 
 async def conversation(client: AsyncOpenAI, questions: list[str]) -> list[str]:
-    """The answers of a chat that is sent whole with each turn."""
+    """Return the completions of a chat that sends all messages with each turn."""
     messages: list[dict[str, str]] = []
     for question in questions:
         messages.append({"role": "user", "content": question})

@@ -1,4 +1,4 @@
-"""What one stream does is not seen by another: over HTTP, with the real client, cancels in between."""
+"""Streams do not affect each other, over HTTP with the real client and with cancels in between."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ N_STREAMS = 24
 
 
 async def stream_text(client: AsyncOpenAI, prompt: list[int], leave_after: int | None) -> str:
-    """The text of a stream, or of its first `leave_after` chunks, after which the client hangs up."""
+    """The text of a stream, or of its first `leave_after` chunks, after which the client disconnects."""
     text, n_chunks = "", 0
     stream = await client.completions.create(
         model="tiny",

@@ -1,4 +1,4 @@
-"""Qwen2 checkpoints: f32, f16, bf16; tied and not; sharded; old and new spellings; odd sizes; refusals."""
+"""Qwen2 checkpoints: f32, f16, bf16; tied and not; sharded; old and new spellings; odd sizes; rejections."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_layouts(name: str) -> None:
             assert runner.greedy(prompt, 24) == greedy
 
 
-def test_inspect_reads_the_facts() -> None:
+def test_inspect_reads_the_model_info() -> None:
     info = json.loads(inspect(str(GOLDENS / "qwen2-odd-f32-sharded")))
     assert (info["architecture"], info["dtype"], info["file_format"]) == (
         "Qwen2ForCausalLM",
@@ -55,9 +55,9 @@ def test_inspect_reads_the_facts() -> None:
         ({"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "num_experts": 8}, "(?i)moe"),
         ({"hidden_act": "gelu"}, "gelu"),
     ],
-    ids=["rope type", "quantisation", "moe", "activation"],
+    ids=["rope type", "quantization", "moe", "activation"],
 )
-def test_what_would_run_wrong_is_refused_by_name(tmp_path: Path, edit: dict[str, Any], says: str) -> None:
+def test_unsupported_features_are_rejected_by_name(tmp_path: Path, edit: dict[str, Any], says: str) -> None:
     folder = tmp_path / "m"
     shutil.copytree(FOLDER, folder)
     config = json.loads((folder / "config.json").read_text("utf-8"))

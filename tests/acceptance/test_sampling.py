@@ -22,14 +22,14 @@ def ids(llm: LLM, prompt: list[int], **params: object) -> list[int]:
     return llm.generate({"prompt_token_ids": prompt}, sampling)[0].outputs[0].token_ids
 
 
-def test_a_seed_fixes_the_answer_and_another_changes_it(llm: LLM, golden: Golden) -> None:
+def test_a_seed_fixes_the_completion_and_another_changes_it(llm: LLM, golden: Golden) -> None:
     prompt = golden.prompts[1]
     answers = [ids(llm, prompt, seed=s) for s in (7, 7, 8)]
     assert answers[0] == answers[1]
     assert answers[0] != answers[2]
 
 
-def test_a_seeded_answer_does_not_depend_on_the_company(llm: LLM, golden: Golden) -> None:
+def test_a_seeded_completion_does_not_depend_on_the_batch(llm: LLM, golden: Golden) -> None:
     prompt = {"prompt_token_ids": golden.prompts[1]}
     alone = ids(llm, golden.prompts[1], seed=7)
     params = [SamplingParams(seed=s, max_tokens=24, ignore_eos=True) for s in range(20)]
@@ -64,7 +64,7 @@ def test_bias_forces_and_forbids(llm: LLM, golden: Golden) -> None:
     assert ids(llm, golden.prompts[1], temperature=0, logit_bias={first: -100.0})[0] != first
 
 
-def test_penalties_act_on_what_was_said(llm: LLM, golden: Golden) -> None:
+def test_penalties_act_on_earlier_tokens(llm: LLM, golden: Golden) -> None:
     prompt = golden.prompts[1]
     loop = ids(llm, prompt, temperature=0, logit_bias={42: 50.0}, max_tokens=8)
     assert loop == [42] * 8

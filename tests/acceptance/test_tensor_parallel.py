@@ -1,4 +1,4 @@
-"""A model split over ranks gives the same greedy ids as transformers, in any company, and over HTTP too."""
+"""A model split over ranks gives the greedy ids of transformers in any batch, and over HTTP too."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_real_model_on_three_ranks() -> None:
 
 
 def bits(output: RequestOutput) -> object:
-    """What an answer is compared by: ids, and logprobs to the bit."""
+    """Return what two completions are compared by: ids, and the bits of logprobs."""
     return output.outputs[0].token_ids, output.outputs[0].logprobs
 
 

@@ -1,6 +1,6 @@
-"""Calls that people make with langchain-openai, litellm and llm, against the server of the arguments.
+"""Typical calls of langchain-openai, litellm and llm, against the server of the arguments.
 
-Runs in .venv-clients, which has no LLAISYS. Prints a line a call; exits with 1 if one failed.
+Runs in .venv-clients, which has no LLAISYS. Prints one line per call; exits with 1 if one failed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODEL = "smollm2"
 QUESTION = "What is the capital of France? One word."
 LIGHT = {
     "title": "Light",
-    "description": "Turns the light on or off.",
+    "description": "DeficitRoundRobin the light on or off.",
     "type": "object",
     "properties": {"on": {"type": "boolean"}},
     "required": ["on"],
@@ -193,7 +193,7 @@ def _() -> None:
 
 
 def llm(*words: str, said: str | None = None) -> str:
-    """Runs the command line tool with our server in its list of models."""
+    """Run the command line tool with this server in its list of models."""
     entry = f"- model_id: here\n  model_name: {MODEL}\n  api_base: {URL}\n  api_key_name: here\n"
     entry += "  supports_schema: true\n"
     (FOLDER / "extra-openai-models.yaml").write_text(entry, "utf-8")

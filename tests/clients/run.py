@@ -1,4 +1,4 @@
-"""Serves SmolLM2 and runs calls.py against it with the Python of another environment."""
+"""Serve SmolLM2 and run calls.py against it with the Python of another environment."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Both:
             assert real == made_up
 
     def compare(self) -> None:
-        """The books."""
+        """Both KV caches are equal."""
         self.real.check_integrity()
         self.fake.check_integrity()
         assert (self.real.n_cells_free, self.real.n_seq_free) == (

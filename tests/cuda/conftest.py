@@ -15,6 +15,7 @@ import pytest
 from serving import environment
 
 CORE_TESTS = Path(__file__).parents[2] / "crates" / "llaisys-core" / "tests"
+FAKE_CUDA = CORE_TESTS / "cuda_driver" / "fake"
 
 
 @pytest.fixture(scope="session")
@@ -22,13 +23,13 @@ def fake_cuda(request: pytest.FixtureRequest) -> dict[str, str]:
     """The environment of a process that finds a GPU. Libraries, and what they compile, are kept in pytest's
     cache folder under their sources' digest."""
     digest = hashlib.sha256()
-    for folder in ("cuda_emu", "fake_cuda"):
-        for path in sorted((CORE_TESTS / folder).iterdir()):
+    for folder in (CORE_TESTS / "cuda" / "emulator", FAKE_CUDA):
+        for path in sorted(folder.iterdir()):
             digest.update(path.name.encode() + path.read_bytes())
     assert request.config.cache is not None
     folder = request.config.cache.mkdir(f"fake-cuda-{digest.hexdigest()[:16]}")
     if not (folder / "libcublasLt.so.13").exists():  # the last that is built
-        subprocess.run([CORE_TESTS / "fake_cuda" / "build.sh", folder], check=True)
+        subprocess.run([FAKE_CUDA / "build.sh", folder], check=True)
     return {
         "LD_LIBRARY_PATH": str(folder),
         "LLAISYS_CUDA_LIB_DIR": str(folder),

@@ -1,7 +1,7 @@
 """The compile gate: every unit of the table is compiled for every architecture and keeps its declared bounds.
 
 It needs no GPU. What it says nothing about is whether a kernel is right: that is the emulator's part
-(`crates/llaisys-core/tests/cuda_emu/`)."""
+(`crates/llaisys-core/tests/cuda/emulator/`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10,
 MAX_STATIC_SHARED_BYTES = 48 << 10
 REGISTERS_OF_A_BLOCK = 64 << 10
 
-UNITS: list[dict[str, Any]] = json.loads(_core.cuda_units())
+UNITS: list[dict[str, Any]] = json.loads(_core.cuda_kernel_sources())
 
 
 def faults(kernels: Sequence[dict[str, Any]], used: dict[str, Usage], arch: str) -> list[str]:

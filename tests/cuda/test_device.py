@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from serving import COMMAND, GOLDENS, environment, serving
 
 # Head width 64, f16: the only golden whose heads the kernels know. In its first six tokens the best two
-# logits are 0.038 of the logits' size apart or more, and f16 moves one by 0.003 of it (`cuda_decoder.rs`).
+# logits are 0.038 of the logits' size apart or more, and f16 moves one by 0.003 of it (`parity/decoder.rs`).
 MODEL = GOLDENS / "qwen2-f16"
 N_TOKENS = 6
 GREEDY = {"temperature": 0.0, "max_tokens": N_TOKENS, "ignore_eos": True}

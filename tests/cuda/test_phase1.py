@@ -21,9 +21,9 @@ DONE, FAILED, LEFT = 0, 1, 3
 
 # A test program as the harness of Rust's tests makes it, whose second test fails in its second case.
 PLANTED = """#!/bin/sh
-if [ "$1" = --list ]; then printf 'good: test\\nbad: test\\n'; exit; fi
+if [ "$2" = --list ]; then printf 'parity::planted::good: test\\nparity::planted::bad: test\\n'; exit; fi
 printf 'running 1 test\\ntest %s ... device: emulator\\ncase: norm bf16 1 x 64\\n' "$1"
-if [ "$1" = good ]; then printf 'ok\\n\\ntest result: ok. 1 passed; 0 failed;\\n'; exit; fi
+if [ "$1" = parity::planted::good ]; then printf 'ok\\n\\ntest result: ok. 1 passed; 0 failed;\\n'; exit; fi
 printf 'case: norm bf16 2 x 64\\nleft for a GPU: norm, 7 cases\\ntest result: FAILED. 0 passed; 1 failed;\\n'
 printf '\\nthread main panicked at a.rs:1:2:\\nnumber 3: 1 instead of 2\\nnote: more\\n' >&2
 exit 101
@@ -59,45 +59,43 @@ def gpu_modules() -> dict[str, ModuleType]:
 
 
 @pytest.fixture(scope="module")
-def programs(gpu_modules: dict[str, ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two of the parity tests, as `cargo test` builds them."""
-    folder = tmp_path_factory.mktemp("tests")
-    made = gpu_modules["parity_tests"].build(["cuda_product", "cuda_state"], "test")
-    for name, program in made.items():
-        (folder / name).symlink_to(program)
-    return folder
+def program(gpu_modules: dict[str, ModuleType]) -> Path:
+    """The parity tests as `cargo test` builds them."""
+    path: Path = gpu_modules["parity_tests"].build("test")
+    return path
 
 
 @pytest.fixture
 def planted(tmp_path: Path) -> Path:
-    folder = tmp_path / "planted"
-    folder.mkdir()
-    program = folder / "cuda_planted"
+    program = tmp_path / "planted"
     program.write_text(PLANTED, "utf-8")
     program.chmod(0o755)
-    return folder
+    return program
 
 
-def test_a_dry_run_counts_cases_on_the_emulator(programs: Path, tmp_path: Path) -> None:
-    ran = dry_run(tmp_path, programs, "--only", "cuda_product")
+@pytest.mark.long
+def test_a_dry_run_counts_cases_on_the_emulator(program: Path, tmp_path: Path) -> None:
+    ran = dry_run(tmp_path, program, "--only", "product::")
     assert ran.returncode == DONE, ran.stdout + ran.stderr
-    state = state_of(tmp_path)
-    (row,) = state["rows"].values()
+    (row,) = state_of(tmp_path)["rows"].values()
     # Ten numbers of rows, each to two types; the shapes of models are left for a GPU.
     assert (row["device"], row["cases"], row["left"]) == ("emulator", 20, 70)
     assert row["by_op"] == [["product", "bf16", 10, 10], ["product", "f16", 10, 10]]
-    assert state["skipped"] == {"memcheck cuda_product": "a dry run has no GPU"}
+    assert dry_run(tmp_path / "tools", program, "--only", "memcheck product").returncode == DONE
+    skipped = state_of(tmp_path / "tools")["skipped"]
+    assert skipped == {"memcheck product": "a dry run has no GPU"}
     table = (tmp_path / "phase1.md").read_text("utf-8")
     assert "product | bf16 | 10 | 10 | 0" in table
 
 
+@pytest.mark.long
 def test_on_a_fake_gpu_the_same_tests_run_on_it(
-    programs: Path, tmp_path: Path, fake_cuda: dict[str, str]
+    program: Path, tmp_path: Path, fake_cuda: dict[str, str]
 ) -> None:
     """The driver is fake, what opens it and what it is asked are not."""
     variables = {"LLAISYS_TEST_DEVICE": "gpu-small", "TMPDIR": fake_cuda["LLAISYS_CUDA_LIB_DIR"]}
-    for only in ("cuda_product", "copy_cells"):
-        ran = dry_run(tmp_path, programs, "--only", only, **fake_cuda, **variables)
+    for only in ("product::", "copy_cells"):
+        ran = dry_run(tmp_path, program, "--only", only, **fake_cuda, **variables)
         assert ran.returncode == DONE, ran.stdout + ran.stderr
     rows = state_of(tmp_path)["rows"]
     assert {row["device"] for row in rows.values()} == {"Fake H100"}
@@ -108,8 +106,8 @@ def test_a_failing_test_is_in_the_table_and_in_the_exit_status(planted: Path, tm
     ran = dry_run(tmp_path, planted)
     assert ran.returncode == FAILED, ran.stdout + ran.stderr
     state = state_of(tmp_path)
-    assert list(state["rows"]) == ["cuda_planted::good"]
-    failed = state["failed"]["cuda_planted::bad"]
+    assert list(state["rows"]) == ["planted::good"]
+    failed = state["failed"]["planted::bad"]
     assert failed["reason"] == "norm bf16 2 x 64: number 3: 1 instead of 2"
     table = (tmp_path / "phase1.md").read_text("utf-8")
     assert "norm | bf16 | 3 | 2 | 1" in table
@@ -117,11 +115,12 @@ def test_a_failing_test_is_in_the_table_and_in_the_exit_status(planted: Path, tm
     again = dry_run(tmp_path, planted)
     assert again.returncode == FAILED
     assert "bad" in again.stdout
-    assert "done: cuda_planted::good" not in again.stdout
+    assert "done: planted::good" not in again.stdout
 
 
-def test_a_device_that_is_none_fails_every_test(programs: Path, tmp_path: Path) -> None:
-    ran = dry_run(tmp_path, programs, "--only", "cuda_product::", LLAISYS_TEST_DEVICE="cloud")
+@pytest.mark.long
+def test_a_device_that_is_none_fails_every_test(program: Path, tmp_path: Path) -> None:
+    ran = dry_run(tmp_path, program, "--only", "product::", LLAISYS_TEST_DEVICE="cloud")
     assert ran.returncode == FAILED, ran.stdout + ran.stderr
     (failed,) = state_of(tmp_path)["failed"].values()
     assert "LLAISYS_TEST_DEVICE=cloud: emulator, gpu or gpu-small" in failed["reason"]
@@ -158,9 +157,10 @@ def test_all_phases_run_in_order_and_go_on_after_a_kill(tmp_path: Path) -> None:
         assert {"run_all.json", "phase1.md", "phase3_x.log"} <= set(tar.getnames())
 
 
-def test_the_runner_runs_phase_1(programs: Path, tmp_path: Path) -> None:
+@pytest.mark.long
+def test_the_runner_runs_phase_1(program: Path, tmp_path: Path) -> None:
     arguments = ["--out", tmp_path / "out", "--work", tmp_path / "work", "--only", "1", "--dry-run"]
-    arguments += ["--", "--tests", programs, "--only", "copy_cells"]
+    arguments += ["--", "--tests", program, "--only", "copy_cells"]
     ran = run(RUN_ALL, *arguments)
     assert ran.returncode == DONE, ran.stdout + ran.stderr
     assert "copy_cells | bf16 | 3 | 3 | 0" in (tmp_path / "out" / "summary.md").read_text("utf-8")
@@ -195,9 +195,10 @@ def test_a_bundle_that_was_changed_on_its_way_is_not_run(
     assert "phase1_x.py is not what the manifest says" in refused.stderr
 
 
-def test_every_parity_test_is_carried(gpu_modules: dict[str, ModuleType]) -> None:
-    """And none that only knows the emulator."""
-    names = set(gpu_modules["parity_tests"].names())
-    assert {"cuda_attention", "cuda_decoder", "cuda_gemv", "cuda_graph", "cuda_product"} <= names
-    assert {"cuda_rows", "cuda_sampling", "cuda_state"} <= names
-    assert not names & {"cuda_emulator", "cuda_nvidia", "cuda_probe", "cuda_compile", "cuda_ahead"}
+def test_every_parity_test_is_carried(gpu_modules: dict[str, ModuleType], program: Path) -> None:
+    """The bundled program lists a test of each file in `parity/`, and no test of a file outside it."""
+    parity = gpu_modules["parity_tests"]
+    names: list[str] = parity.list_tests(program)
+    modules = {path.stem for path in parity.SOURCES.glob("*.rs")} - {"mod"}
+    assert {name.split("::")[1] for name in names} == modules
+    assert {name.split("::")[0] for name in names} == {"parity"}

@@ -13,7 +13,7 @@ from zlib import crc32
 import schemathesis
 from pydantic import BaseModel, ValidationError
 
-from llaisys.server.bodies import (
+from llaisys.server.request_schemas import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,

@@ -47,7 +47,7 @@ def test_each_case_gets_an_allowed_reply(case: Case, target: Target, server: Ser
     assert after.status == 200, after.head
 
 
-def test_nothing_is_left_behind(target: Target, server: Server) -> None:
+def test_no_state_is_left_behind(target: Target, server: Server) -> None:
     """Runs after all of them: one process, no open request, no error of ours in the log."""
     server.http.headers["authorization"] = f"Bearer {KEYS[0]}"
     server.until("vllm:num_requests_running", 0)

@@ -41,7 +41,7 @@ def test_a_batch_is_answered_as_a_server_answers(tiny: Server, tmp_path: Path) -
     source.write_text("\n".join([*lines, "no request"]), "utf-8")
     flags = ("--served-model-name", "tiny", "--dtype", "float32", "--num-kv-cells", "512")
     done = run("run-batch", MODEL, *flags, "-i", str(source), "-o", str(target))
-    assert (done.returncode, done.stderr) == (0, "21 requests, 6 of them answered with an error\n")
+    assert (done.returncode, done.stderr) == (0, "21 requests, 6 of them failed\n")
     *results, bad = map(json.loads, target.read_text("utf-8").splitlines())
     assert [result["custom_id"] for result in results] == [f"line {i}" for i in range(20)]
     assert (bad["custom_id"], bad["response"], bad["error"]["code"]) == (None, None, "invalid_json")

@@ -33,7 +33,7 @@ def patched(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
 def engines(server: Server) -> list[psutil.Process]:
     """The engine processes of a server; its text processes are left out."""
     children = psutil.Process(server.process.pid).children()
-    return [child for child in children if "llaisys.engine.child" in " ".join(child.cmdline())]
+    return [child for child in children if "llaisys.engine.process_main" in " ".join(child.cmdline())]
 
 
 def test_kill_9_of_the_engine(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_child_that_does_not_load_does_not_hang_the_server(
         assert process.wait(timeout=END_S) == exit_code
     if point == "at once":
         *_, last, line = log.read_text("utf-8").splitlines()
-        assert last.endswith("has ended with exit code 7; the last lines of its log:")
+        assert last.endswith("ended with exit code 7; the last lines of its log:")
         assert line == "dying at once"
 
 

@@ -58,7 +58,7 @@ def test_a_template_that_costs_too_much_costs_its_request(server: Server, text: 
             assert server.http.get("/health").status_code == 200
     error = doomed.result().json()["error"]
     assert (doomed.result().status_code, error["param"]) == (400, "messages")
-    assert error["message"] == f"rendering and tokenising these messages takes more than {says}"
+    assert error["message"] == f"rendering and tokenizing these messages takes more than {says}"
 
 
 def test_killed_text_processes_come_back(server: Server) -> None:

@@ -108,11 +108,11 @@ def test_an_id_is_fetched_listed_run_offline_and_removed(shell: Shell) -> None:
 
     listed = next(line for line in shell.run("models").stdout.splitlines() if line.startswith("acme/tiny"))
     assert listed.split()[1:] == ["0.3", "MB", "-", "Hugging", "Face", "main", str(path)]
-    assert "is not the name of a model" in shell.fails("rm", str(path))
+    assert "is not the name of a cached model" in shell.fails("rm", str(path))
     removed = shell.run("rm", "acme/tiny")
     assert removed.stdout.startswith(f"deleted {path.parents[1]} (")
     assert not path.parents[1].exists()
-    assert "'acme/tiny' is not the name of a model in the cache; there: nothing" in shell.fails(
+    assert "'acme/tiny' is not the name of a cached model; cached are: nothing" in shell.fails(
         "rm", "acme/tiny"
     )
 
@@ -136,7 +136,9 @@ def test_one_gguf_of_several(shell: Shell) -> None:
     assert "there are: quants-BF16.gguf, quants-Q4_0.gguf, quants-Q8_0.gguf" in shell.fails(
         "pull", "acme/quants"
     )
-    assert "rm takes all of acme/quants away" in shell.fails("rm", "acme/quants:Q8_0")
+    assert "rm deletes whole repositories only; use `llaisys rm acme/quants`" in shell.fails(
+        "rm", "acme/quants:Q8_0"
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,7 +148,7 @@ def test_one_gguf_of_several(shell: Shell) -> None:
         (("acme/tiny", "--revision", "v9"), "acme/tiny has no revision v9"),
         (("acme/gated",), "acme/gated is gated: accept its terms at"),
         (("acme/private",), "or it is private"),
-        (("acme/pickles",), "pickles only, which can run code"),
+        (("acme/pickles",), "only as pickles, which can run code"),
         (("acme/-x",), "no model 'acme/-x'"),
     ],
 )
@@ -156,7 +158,7 @@ def test_what_the_hub_refuses_is_named(shell: Shell, arguments: tuple[str, ...],
 
 
 def test_a_token_opens_what_is_gated(shell: Shell) -> None:
-    assert "refuses the token" in shell.fails("pull", "acme/gated", HF_TOKEN="hf_wrong")
+    assert "rejects the token" in shell.fails("pull", "acme/gated", HF_TOKEN="hf_wrong")
     done = shell.run("pull", "acme/gated", HF_TOKEN=TOKEN)
     assert done.returncode == 0, done.stderr
     assert "model.safetensors" in shell.files()
@@ -182,7 +184,7 @@ def test_an_interrupted_pull_leaves_whole_files_only(tmp_path: Path) -> None:
             process.send_signal(signal.SIGKILL)
         go_on.set()
         assert "model.safetensors" not in shell.files()
-        assert "not (wholly) in the cache" in shell.fails("pull", "acme/slow", HF_HUB_OFFLINE="1")
+        assert "not (completely) cached" in shell.fails("pull", "acme/slow", HF_HUB_OFFLINE="1")
         hub.repos["acme/slow"].stall = None
         kept = set(shell.files())
         hub.requests.clear()
@@ -228,4 +230,4 @@ def test_a_cache_that_another_program_made(tmp_path: Path) -> None:
     done = shell.run("pull", "acme/made", HF_HUB_OFFLINE="1")
     assert done.stdout.strip() == str(snapshot), done.stderr
     shutil.rmtree(repo / "refs")
-    assert "not (wholly) in the cache" in shell.fails("pull", "acme/made", HF_HUB_OFFLINE="1")
+    assert "not (completely) cached" in shell.fails("pull", "acme/made", HF_HUB_OFFLINE="1")

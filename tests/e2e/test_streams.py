@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from llaisys.server.bodies import ChatCompletionRequest, CompletionRequest
+from llaisys.server.request_schemas import ChatCompletionRequest, CompletionRequest
 from serving import Server, long_model, serving
 from sse import chunks
 from wire import read_at_random

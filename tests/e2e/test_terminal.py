@@ -80,7 +80,7 @@ def test_stopping_and_leaving(chat: Terminal) -> None:
         chat.type(CTRL_C)
         chat.until(PROMPT)
     chat.type(b"/help\n")
-    chat.until(rb"/clear starts anew")
+    chat.until(rb"/clear starts a new conversation")
     chat.until(PROMPT)
     chat.type(CTRL_D)
     assert chat.process.wait(timeout=60) == 0

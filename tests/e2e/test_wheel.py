@@ -16,7 +16,7 @@ from serving import environment
 
 ROOT = Path(__file__).parents[2]
 # Building it compiles the core for another C library than `make build` does: minutes, once for each change.
-pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.model, pytest.mark.long, pytest.mark.timeout(900)]
 
 GENERATE = """
 import json

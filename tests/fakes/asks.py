@@ -7,7 +7,7 @@ from typing import Any
 from fakes.core import CELL_BYTES, VOCAB_SIZE
 from llaisys.engine.limits import Limits
 from llaisys.engine.request import EngineRequest
-from llaisys.types import SamplingParams
+from llaisys.sampling_params import SamplingParams
 
 
 def limits(**changes: Any) -> Limits:

@@ -131,7 +131,7 @@ class Gpu:
 class Context:
     """The compiled context's calls. A sequence id is `generation << 16 | slot`, as in the core.
 
-    A cell holds its token in place of K and V; -1 is poison.
+    A cell holds its token in place of K and V; -1 is the NaN fill.
     """
 
     def __init__(
@@ -365,7 +365,7 @@ class Context:
             raise RejectedError(f"segment {segment} is unknown")
         return self._segments[segment]
 
-    def kv_retain(self, segment: int, seq_id: int, p0: int, p1: int) -> None:
+    def kv_node_cache(self, segment: int, seq_id: int, p0: int, p1: int) -> None:
         cells = self._sequence(seq_id).cells
         if segment in self._segments:
             raise RejectedError(f"segment {segment} is known")
@@ -379,7 +379,7 @@ class Context:
             self._held[cell] = segment
         self._segments[segment] = chosen
 
-    def kv_attach(self, segment: int, seq_id: int, p0: int, p1: int) -> None:
+    def kv_node_attach(self, segment: int, seq_id: int, p0: int, p1: int) -> None:
         cells, target = self._segment(segment), self._sequence(seq_id)
         if not 0 <= p0 < p1 or not cells.keys() >= set(range(p0, p1)):
             raise RejectedError(f"the segment does not hold all of {p0} to {p1}")
@@ -387,14 +387,14 @@ class Context:
             raise RejectedError(f"the sequence does not end at {p0}")
         self._show({p: cells[p] for p in range(p0, p1)}, target)
 
-    def kv_segment_split(self, segment: int, at: int, tail: int) -> None:
+    def kv_node_split(self, segment: int, at: int, tail: int) -> None:
         cells = self._segment(segment)
         if tail in self._segments or not min(cells) < at <= max(cells):
             raise RejectedError(f"segment {segment} cannot be split at {at} into {tail}")
         self._segments[tail] = {p: cells.pop(p) for p in sorted(cells) if p >= at}
         self._held |= dict.fromkeys(self._segments[tail].values(), tail)
 
-    def kv_segment_trim(self, segment: int, at: int) -> None:
+    def kv_node_trim(self, segment: int, at: int) -> None:
         cells = self._segment(segment)
         if not min(cells) <= at <= max(cells):
             raise RejectedError(f"segment {segment} cannot be trimmed at {at}")
@@ -405,13 +405,13 @@ class Context:
         if not cells:
             del self._segments[segment]
 
-    def kv_export(self, segment: int, p0: int, p1: int) -> NDArray[np.uint8]:
+    def kv_node_export(self, segment: int, p0: int, p1: int) -> NDArray[np.uint8]:
         cells = self._segment(segment)
         if not 0 <= p0 < p1 or not cells.keys() >= set(range(p0, p1)):
             raise RejectedError(f"the segment does not hold all of {p0} to {p1}")
         return np.array([self._stored[cells[p]] for p in range(p0, p1)], "<i4").view(np.uint8)
 
-    def kv_import(self, segment: int, stream: int, p0: int, data: NDArray[np.uint8]) -> None:
+    def kv_node_import(self, segment: int, stream: int, p0: int, data: NDArray[np.uint8]) -> None:
         self._check()
         n, odd = divmod(len(data), CELL_BYTES)
         if segment in self._segments or odd or not n or p0 + n > self._max_len:

@@ -6,9 +6,9 @@ from concurrent.futures import wait
 from typing import Any
 
 from fakes.engines import Engine
-from llaisys.engine.sessions import SessionCall
+from llaisys.engine.sessions.manager import SessionRequest
 from llaisys.errors import RejectedError
-from llaisys.types import SessionInfo
+from llaisys.session_info import SessionInfo
 
 
 class Desk(Engine):
@@ -20,15 +20,15 @@ class Desk(Engine):
     def begin(
         self, kind: Any, name: str = "", other: str = "", n_tokens: int | None = None, **more: Any
     ) -> None:
-        call = SessionCall(kind=kind, name=name, other=other, n_tokens=n_tokens, **more)
-        self.engine.session_calls.call(call)
+        call = SessionRequest(kind=kind, name=name, other=other, n_tokens=n_tokens, **more)
+        self.engine.session_requests.handle(call)
 
     def end(self) -> list[SessionInfo]:
         """The answer, which may take turns."""
-        calls = self.engine.session_calls
-        while not (answers := calls.take_answers()):
-            wait([transfer.work for transfer in calls._transfers], 30)
-            calls.turn()
+        handler = self.engine.session_requests
+        while not (answers := handler.pop_replies()):
+            wait([transfer.work for transfer in handler._transfers], 30)
+            handler.continue_transfer()
             self.engine.check()
         (answer,) = answers
         if answer.error is not None:
@@ -43,14 +43,14 @@ class Desk(Engine):
     def refused(self, *what: Any, **more: Any) -> str:
         """Of a call that is refused at once, while others are under way."""
         self.begin(*what, **more)
-        (answer,) = self.engine.session_calls.take_answers()
+        (answer,) = self.engine.session_requests.pop_replies()
         assert isinstance(answer.error, RejectedError)
         return str(answer.error)
 
     def now(self, *what: Any) -> None:
         """A call that is answered at once, while others are under way."""
         self.begin(*what)
-        (answer,) = self.engine.session_calls.take_answers()
+        (answer,) = self.engine.session_requests.pop_replies()
         assert answer.error is None
 
     def run(self, name: str, prompt: list[int], **changes: Any) -> int:

@@ -7,12 +7,12 @@ from typing import Any
 from fakes import core
 from fakes.asks import ask, limits
 from llaisys.engine.engine import LLMEngine
+from llaisys.engine.engine_output import EngineOutput
 from llaisys.engine.executor import Executor
-from llaisys.engine.grammar import Grammars
+from llaisys.engine.grammar import GrammarCompiler
 from llaisys.engine.limits import Limits
-from llaisys.engine.outputs import EngineOutput
 from llaisys.engine.worker import Worker
-from llaisys.types import FinishReason, RequestId
+from llaisys.outputs import FinishReason, RequestId
 
 NOW = 1000.0
 
@@ -25,7 +25,7 @@ class Engine:
         seed: int = 0,
         bounds: Limits | None = None,
         window: int | None = None,
-        grammars: Grammars | None = None,
+        grammars: GrammarCompiler | None = None,
         **changes: Any,
     ) -> None:
         bounds = bounds or limits(**changes)

@@ -12,19 +12,13 @@ from typing import Any
 from fakes import core
 from llaisys.config import Config
 from llaisys.errors import EngineDeadError, LlaisysError, QueueFullError, UnsupportedError
+from llaisys.model_info import ModelInfo, Pooling
+from llaisys.output_parts import OutputParser
+from llaisys.outputs import CompletionOutput, Logprob, RequestOutput
+from llaisys.sampling_params import SamplingParams, StructuredOutputsParams
 from llaisys.stats import EngineStats, HistogramData, ServiceStats
-from llaisys.text.reasoning import AnswerParser
-from llaisys.text.tools import tool_grammar, tool_parser
-from llaisys.types import (
-    CompletionOutput,
-    Logprob,
-    ModelInfo,
-    PartParser,
-    Pooling,
-    RequestOutput,
-    SamplingParams,
-    StructuredOutputsParams,
-)
+from llaisys.text.reasoning import CompletionParser
+from llaisys.text.tool_calls import tool_grammar, tool_parser
 
 FIRST_ID = 100
 STATS = ServiceStats(
@@ -152,7 +146,7 @@ class FakeService:
     def stats(self) -> ServiceStats:
         return STATS
 
-    def most_prompt_tokens(self, params: SamplingParams) -> int | None:
+    def max_prompt_tokens(self, params: SamplingParams) -> int | None:
         return None if params.truncate_prompt_tokens is not None else self.max_model_len
 
     async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
@@ -170,8 +164,8 @@ class FakeService:
     ) -> StructuredOutputsParams:
         return StructuredOutputsParams(grammar=tool_grammar("hermes", tools, parallel=parallel))
 
-    def answer_parser(self, params: SamplingParams, tools: Collection[str]) -> PartParser:  # noqa: ARG002 -- as above
-        return AnswerParser(self.config.reasoning_parser, tool_parser("hermes", tools) if tools else None)
+    def output_parser(self, params: SamplingParams, tools: Collection[str]) -> OutputParser:  # noqa: ARG002 -- as above
+        return CompletionParser(self.config.reasoning_parser, tool_parser("hermes", tools) if tools else None)
 
     async def prompt_ids(
         self,

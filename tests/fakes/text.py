@@ -10,8 +10,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from fakes import core
 from llaisys.engine.worker import inspect_model
-from llaisys.model import Model
-from llaisys.text.template import ChatTemplate, TemplateSource
+from llaisys.model_assets import ModelAssets
+from llaisys.text.chat_template import ChatTemplate, TemplateSource
 from llaisys.text.tokenizer import Tokenizer
 
 EOS, EOT, START = 256, 257, 258
@@ -32,7 +32,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(backend)
 
 
-def model(**changes: Any) -> Model:
+def model(**changes: Any) -> ModelAssets:
     """The text side; needs `llaisys._core` to be the fake."""
     facts: dict[str, Any] = {
         "name": "fake",
@@ -41,4 +41,4 @@ def model(**changes: Any) -> Model:
         "template": ChatTemplate(TemplateSource({"default": TEMPLATE}, {})),
         "sampling_defaults": {"temperature": 0.0},
     }
-    return Model(**{**facts, **changes})
+    return ModelAssets(**{**facts, **changes})

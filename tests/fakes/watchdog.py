@@ -14,7 +14,7 @@ class Watchdog:
     def __init__(self, progress: object, **windows: float | None) -> None:
         assert progress is None
         self.windows = windows
-        self.verdict: str | None = None
+        self.stall_reason: str | None = None
         self.reports: list[dict[str, Any]] = []
         self.n_beats = 0
         reader, writer = os.pipe()
@@ -23,7 +23,7 @@ class Watchdog:
 
     def tell(self, verdict: str) -> None:
         """The verdict comes."""
-        self.verdict = verdict
+        self.stall_reason = verdict
         self._writer.write(verdict[1:].encode())
 
     def tell_late(self) -> None:

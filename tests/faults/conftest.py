@@ -1,4 +1,4 @@
-"""Tests that make the core fail: they run on a build of its own, with fault points (`make faults-core`)."""
+"""Tests that make the core fail, on a build with fault points (`make faults-core`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def faulty_core() -> ModuleType:
 
 @pytest.fixture(autouse=True)
 def core(faulty_core: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """That module in the place of `llaisys._core`, with every fault off before and after."""
+    """The same module in place of `llaisys._core`, with every fault off before and after."""
     monkeypatch.setitem(sys.modules, "llaisys._core", faulty_core)
     monkeypatch.setattr(llaisys, "_core", faulty_core, raising=False)
     yield faulty_core

@@ -1,5 +1,5 @@
 """An engine process that dies at each point of its life: the start fails with the reason, or each open
-request gets its one end and the next child answers."""
+request ends exactly once and the next child serves requests."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from children import engine_processes
 from dying_child import EXIT_CODE
 from engine_client import SETTINGS, Client, capacity
 from golden import FOLDER, load_golden
+from llaisys.async_llm import AsyncLLM
 from llaisys.config import Config
 from llaisys.engine import process
 from llaisys.errors import EngineDeadError
-from llaisys.service import AsyncLLM
-from llaisys.types import SamplingParams
+from llaisys.sampling_params import SamplingParams
 from serving import END_S
 
 REAL = process._BOOT
 
 
 def dies(monkeypatch: pytest.MonkeyPatch, point: str) -> None:
-    """From now on children die there."""
+    """Make later children die at this point."""
     boot = f"import sys; sys.path[:] = {{}}; from dying_child import main; main({{}}, {point!r})"
     monkeypatch.setattr(process, "_BOOT", boot)
 
 
 def child_of(client: Client) -> psutil.Process:
-    assert isinstance(client.client._link, process._Child)
-    return psutil.Process(client.client._link.pid)
+    assert isinstance(client.client._connection, process._EngineProcess)
+    return psutil.Process(client.client._connection.pid)
 
 
 def until_lost(client: Client) -> str:
-    """Returns when no child is started any more: why."""
+    """Wait until no child is restarted any more; return the reason."""
     client.client._thread.join(END_S)
     assert client.client.is_lost
     return str(client.client.error)
@@ -47,12 +47,12 @@ def until_lost(client: Client) -> str:
 @pytest.mark.parametrize(
     ("point", "says"),
     [
-        ("at once", f"has ended with exit code {EXIT_CODE}; the last lines of its log:\ndying at once"),
+        ("at once", f"ended with exit code {EXIT_CODE}; the last lines of its log:\ndying at once"),
         (
             "during load",
-            f"has ended with exit code {EXIT_CODE}; the last lines of its log:\ndying during load",
+            f"ended with exit code {EXIT_CODE}; the last lines of its log:\ndying during load",
         ),
-        ("during load, killed", "has died of SIGKILL"),
+        ("during load, killed", "was killed by SIGKILL"),
     ],
 )
 def test_a_start_fails_with_the_exit_code_and_the_last_lines(
@@ -72,10 +72,10 @@ def test_a_start_fails_with_the_exit_code_and_the_last_lines(
         ("after its last word", "its last word"),
         ("never, after its last word", "its last word"),
         ("with its socket closed", "closed its socket and did not end"),
-        ("with messages queued", "has died of SIGKILL"),
+        ("with messages queued", "was killed by SIGKILL"),
     ],
 )
-def test_a_request_ends_once_and_the_next_child_answers(
+def test_a_request_ends_once_and_the_next_child_serves(
     monkeypatch: pytest.MonkeyPatch, point: str, says: str
 ) -> None:
     monkeypatch.setattr(process, "END_S", 0.2)
@@ -85,14 +85,14 @@ def test_a_request_ends_once_and_the_next_child_answers(
     monkeypatch.setattr(process, "_BOOT", REAL)
     names = ["open"]
     if point == "with messages queued":
-        link = client.client._link
-        assert isinstance(link, process._Child)
-        link._channel._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        connection = client.client._connection
+        assert isinstance(connection, process._EngineProcess)
+        connection._channel._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         names = [f"{i}" for i in range(20)]
     for name in names:
         client.submit(name)
     if point == "with messages queued":
-        assert link._channel.num_queued_bytes > 0
+        assert connection._channel.num_queued_bytes > 0
         child.kill()
     ends = [client.outputs.get(timeout=END_S) for _ in names]
     assert sorted(end.request_id for end in ends) == sorted(names)
@@ -124,12 +124,12 @@ def test_a_model_that_cannot_be_loaded_again_is_given_up(tmp_path: Path) -> None
     shutil.rmtree(folder)
     client.submit_to_a_stopped_child("open").kill()
     assert "SIGKILL" in str(client.end_of("open").error)
-    assert "cannot be loaded again" in until_lost(client)
+    assert "could not be loaded after a restart" in until_lost(client)
     client.client.close()
 
 
 def test_a_close_while_a_child_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that answers nothing is killed after END_S, one that has not loaded at once."""
+    """A child that never replies is killed after END_S, one that is still loading at once."""
     monkeypatch.setattr(process, "END_S", 0.2)
     dies(monkeypatch, "with messages queued")
     client = Client()
@@ -145,8 +145,8 @@ def test_a_close_while_a_child_does_not_end(monkeypatch: pytest.MonkeyPatch) -> 
 async def test_a_child_that_dies_during_the_drain(monkeypatch: pytest.MonkeyPatch) -> None:
     service = await AsyncLLM.start(Config(**SETTINGS, engine_process=True))
     assert isinstance(service._client, process.ProcessClient)
-    assert isinstance(service._client._link, process._Child)
-    child = psutil.Process(service._client._link.pid)
+    assert isinstance(service._client._connection, process._EngineProcess)
+    child = psutil.Process(service._client._connection.pid)
     child.suspend()
     ends: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""Fault points through the compiled door: the class that is raised, and what can be done after it."""
+"""Fault points through the compiled binding: the class of the exception, and what works after it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from golden import FOLDER
 from llaisys.errors import CoreFaultError, EngineDeadError, RejectedError
 
 PROMPT = [5, 6, 7, 8, 9]
-LOST = ("books.change", "books.prepare", "books.commit")
+LOST = ("kv.change", "kv.prepare", "kv.commit")
 
 
 def context_of(core: ModuleType, **settings: Any) -> Any:
@@ -38,7 +38,7 @@ def decode(context: Any, seq: int, tokens: list[int], start: int) -> int:
 
 
 def step_points(core: ModuleType) -> list[str]:
-    """The points that one decode passes."""
+    """Return the points that one decode passes."""
     context = context_of(core)
     seq = context.seq_acquire()
     before = {point: core.fault_hits(point) for point in core.fault_points()}
@@ -51,7 +51,7 @@ def test_every_fault_of_a_step_has_its_class_and_the_next_step_is_right(core: Mo
     seq = good.seq_acquire()
     want = [decode(good, seq, PROMPT, 0), decode(good, seq, [1], len(PROMPT))]
     points = step_points(core)
-    assert set(LOST) - {"books.change"} < set(points)
+    assert set(LOST) - {"kv.change"} < set(points)
     for point in points:
         for action in ("error", "panic"):
             context = context_of(core)
@@ -75,8 +75,8 @@ def test_every_fault_of_a_step_has_its_class_and_the_next_step_is_right(core: Mo
 def test_a_panic_in_a_change_ends_the_context(core: ModuleType) -> None:
     context = context_of(core)
     seq = context.seq_acquire()
-    core.set_fault("books.change", "panic")
-    with pytest.raises(EngineDeadError, match=r"panicked.*books\.change"):
+    core.set_fault("kv.change", "panic")
+    with pytest.raises(EngineDeadError, match=r"panicked.*kv\.change"):
         context.seq_release(seq)
     with pytest.raises(EngineDeadError, match="broken by an earlier failure"):
         context.seq_acquire()
@@ -94,8 +94,9 @@ def test_the_nth_pass_fails_once(core: ModuleType) -> None:
     decode(context, seq, [1], 2)
 
 
-def test_a_paused_step_is_a_verdict(core: ModuleType) -> None:
-    """V1 on a real step: other threads run, the watchdog sees no layer, and the step goes on when it may."""
+def test_a_paused_step_has_a_stall_reason(core: ModuleType) -> None:
+    """V1 on a real step: other threads run, the watchdog sees no layer, and the step continues when
+    released."""
     context = context_of(core)
     seq = context.seq_acquire()
     progress = context.progress()
@@ -111,17 +112,17 @@ def test_a_paused_step_is_a_verdict(core: ModuleType) -> None:
     waiter.start()
     decode(context, seq, PROMPT, 0)
     waiter.join()
-    assert watchdog.verdict == "V1"
+    assert watchdog.stall_reason == "V1"
     watchdog.close()
     assert progress.n_steps_begun == progress.n_steps_ended == 1
 
 
-def test_unknown_points_and_actions_are_refused(core: ModuleType) -> None:
+def test_unknown_points_and_actions_are_rejected(core: ModuleType) -> None:
     for arguments in (
         ("nowhere", "panic"),
         ("decode.layer", "error"),
-        ("kv.attach", "leak"),
-        ("kv.attach", "bang"),
+        ("kv.node_attach", "leak"),
+        ("kv.node_attach", "bang"),
     ):
         with pytest.raises(RejectedError, match=arguments[0]):
             core.set_fault(*arguments)

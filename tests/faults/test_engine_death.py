@@ -1,4 +1,4 @@
-"""The core is lost while eight streams are open: each gets its one end, and the engine is built anew."""
+"""The core fails while eight streams are open: each ends exactly once, and a new engine is built."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import pytest
 import faulty
 import serving as server_process
 from golden import FOLDER, load_golden
+from llaisys.async_llm import AsyncLLM
 from llaisys.config import Config
 from llaisys.engine import process
-from llaisys.engine.inproc import InprocClient
+from llaisys.engine.client import InprocClient
 from llaisys.errors import EngineDeadError
-from llaisys.service import AsyncLLM
-from llaisys.types import SamplingParams
+from llaisys.sampling_params import SamplingParams
 from serving import long_model, serving
 from sse import events
 
 TESTS = Path(faulty.__file__).parent
 SETTINGS: dict[str, Any] = {"model": str(FOLDER), "dtype": "float32", "num_kv_cells": 4096}
 # Where a panic ends the core, at its fifth pass.
-LOST = ["books.change", "books.prepare", "books.commit"]
+LOST = ["kv.change", "kv.prepare", "kv.commit"]
 NTH = 5
 
 
@@ -43,20 +43,22 @@ async def answer(service: AsyncLLM, name: str) -> list[int]:
 def child_of(service: AsyncLLM) -> psutil.Process:
     """Its engine process; other tests' servers are children of this one, too."""
     assert isinstance(service._client, process.ProcessClient)
-    assert isinstance(service._client._link, process._Child)
-    return psutil.Process(service._client._link.pid)
+    assert isinstance(service._client._connection, process._EngineProcess)
+    return psutil.Process(service._client._connection.pid)
 
 
 async def all_end(service: AsyncLLM) -> list[str]:
-    """What each of eight streams is told at its one end."""
+    """Return how each of eight streams ends."""
     ends = await asyncio.gather(*(answer(service, f"{i}") for i in range(8)), return_exceptions=True)
     assert [type(end) for end in ends] == [EngineDeadError] * 8
-    assert service._mailboxes == {}
+    assert service._collectors == {}
     return [str(end) for end in ends]
 
 
 @pytest.mark.parametrize("point", LOST)
-async def test_in_this_process_all_end_and_a_new_engine_is_right(core: ModuleType, point: str) -> None:
+async def test_in_this_process_all_streams_end_and_a_new_engine_is_correct(
+    core: ModuleType, point: str
+) -> None:
     service = await AsyncLLM.start(Config(**SETTINGS))
     assert isinstance(service._client, InprocClient)
     core.set_fault("decode.begin", "pause")
@@ -77,7 +79,7 @@ async def test_in_this_process_all_end_and_a_new_engine_is_right(core: ModuleTyp
 
 
 @pytest.mark.parametrize("point", LOST)
-async def test_an_engine_process_is_started_anew(
+async def test_an_engine_process_is_restarted(
     point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = tmp_path / "order"
@@ -98,11 +100,11 @@ async def test_an_engine_process_is_started_anew(
     assert not second.is_running()
 
 
-@pytest.mark.parametrize("fault", ["books.commit panic 20", "seq.release leak 1"])
+@pytest.mark.parametrize("fault", ["kv.commit panic 20", "seq.release leak 1"])
 def test_a_server_ends_its_streams_and_exits_with_70_by_itself(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A panic in the middle of the answer, or a leak that is seen at its end: nothing restarts an engine of
+    """A panic during the completion, or a leak detected at its end: nothing restarts an engine of
     this process, so the service manager has to restart the server."""
     order = tmp_path / "order"
     order.write_text(fault, "utf-8")

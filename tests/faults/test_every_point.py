@@ -17,51 +17,51 @@ import crowd
 from crowd import Answers, judge
 from llaisys.engine.limits import Limits
 from llaisys.errors import EngineDeadError
-from llaisys.types import FinishReason
+from llaisys.outputs import FinishReason
 
 SOURCE = Path(__file__).parents[2] / "crates" / "llaisys-core" / "src"
-# What can be done at each point. `door`: error or panic; `inside`: panic; `lost`: a panic that ends the core.
+# What can fail at each point. `entry`: error or panic; `inside`: panic; `lost`: a panic that ends the core.
 POINTS = {
-    "seq.acquire": "door",
-    "seq.release": "door",
-    "seq.set_sampler": "door",
-    "decode.begin": "door",
-    "decode.prepare": "door",
-    "decode.placed": "door",
+    "seq.acquire": "entry",
+    "seq.release": "entry",
+    "seq.set_sampler": "entry",
+    "decode.begin": "entry",
+    "decode.prepare": "entry",
+    "decode.placed": "entry",
     "decode.layer": "inside",
-    "decode.forward": "door",
-    "decode.logits": "door",
+    "decode.forward": "entry",
+    "decode.logits": "entry",
     "sampler.row": "inside",
-    "decode.sampled": "door",
-    "decode.commit": "door",
-    "kv.seq_rm": "door",
-    "kv.seq_cp": "door",
-    "kv.retain": "door",
-    "kv.attach": "door",
-    "kv.segment_split": "door",
-    "kv.segment_trim": "door",
-    "books.change": "lost",
-    "books.prepare": "lost",
-    "books.commit": "lost",
+    "decode.sampled": "entry",
+    "decode.commit": "entry",
+    "kv.seq_rm": "entry",
+    "kv.seq_cp": "entry",
+    "kv.node_cache": "entry",
+    "kv.node_attach": "entry",
+    "kv.node_split": "entry",
+    "kv.node_trim": "entry",
+    "kv.change": "lost",
+    "kv.prepare": "lost",
+    "kv.commit": "lost",
 }
-# Those of test_session_calls.py.
-SESSIONS = {"kv.export", "kv.import"}
+# Those of test_session_transfer.py.
+SESSIONS = {"kv.node_export", "kv.node_import"}
 # That of test_ranks.py.
 RANKS = {"decode.rank"}
 # Calls that the engine does not make; the Rust test makes them fail.
 NOT_THE_ENGINES = {"kv.seq_keep", "kv.seq_add", "weights.replace"}
 SCENES = {
-    "one arena": crowd.bounds(prefix=True),
-    "two arenas": crowd.bounds(prefix=True, n_streams=2),
+    "one stream": crowd.bounds(prefix=True),
+    "two streams": crowd.bounds(prefix=True, n_streams=2),
     "no prefix cache": crowd.bounds(prefix=False),
 }
-# Of a point that a run passes more often, so many passes are chosen, the first and the last among them.
+# Most passes of a point that are chosen to fail, including the first and the last.
 N_PASSES = 24
 CASES = [
     (scene, point, action)
     for scene in SCENES
     for point, kind in POINTS.items()
-    for action in (("error", "panic") if kind == "door" else ("panic",))
+    for action in (("error", "panic") if kind == "entry" else ("panic",))
 ]
 
 
@@ -79,7 +79,7 @@ def hits(core: ModuleType) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def good(faulty_core: ModuleType) -> Callable[[str], tuple[Answers, dict[str, int]]]:
-    """What a scene gives when nothing fails, and how often it passes each point."""
+    """Return the outputs of a scene without faults, and how often it passes each point."""
     made: dict[str, tuple[Answers, dict[str, int]]] = {}
     for scene, limits in SCENES.items():
         before = hits(faulty_core)
@@ -97,10 +97,10 @@ def test_the_table_the_source_and_the_runs_name_the_same_points(
     assert {point for scene in SCENES for point, n in good(scene)[1].items() if n} == set(POINTS)
 
 
-def test_the_runs_have_all_that_can_happen_and_the_same_answers(
+def test_the_runs_cover_every_event_and_agree(
     good: Callable[[str], tuple[Answers, dict[str, int]]],
 ) -> None:
-    want = good("one arena")[0]
+    want = good("one stream")[0]
     for scene in SCENES:
         answers = good(scene)[0]
         assert not answers.failed()

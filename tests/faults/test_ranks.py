@@ -24,7 +24,7 @@ def run(core: ModuleType) -> Answers:
 
 @pytest.fixture(scope="module")
 def good(faulty_core: ModuleType) -> tuple[Answers, int]:
-    """What a run on two ranks gives when nothing fails, and how often the second begins a pass."""
+    """Return the outputs of a run on two ranks without faults, and how often the second begins a pass."""
     before = faulty_core.fault_hits("decode.rank")
     answers = run(faulty_core)
     return answers, faulty_core.fault_hits("decode.rank") - before

@@ -1,5 +1,5 @@
 """Every call of a Worker into its context fails once, at every moment of a run of eight requests: the same as
-tests/faults/test_every_point.py on the Python side of the door, where no moment is left out."""
+tests/faults/test_every_point.py on the Python side of the binding, at every call."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from llaisys.errors import CoreFaultError, EngineDeadError, RejectedError
 from sim.context import SimContext
 
 SCENES = {
-    "one arena": crowd.bounds(prefix=True),
-    "two arenas": crowd.bounds(prefix=True, n_streams=2),
+    "one stream": crowd.bounds(prefix=True),
+    "two streams": crowd.bounds(prefix=True, n_streams=2),
     "no prefix cache": crowd.bounds(prefix=False),
 }
 LOOKS = {"n_cells_free", "n_cells_free_in", "n_seq_free"}
@@ -26,16 +26,16 @@ CHANGES = {
     "seq_release",
     "kv_seq_rm",
     "kv_seq_cp",
-    "kv_retain",
-    "kv_attach",
-    "kv_segment_split",
-    "kv_segment_trim",
+    "kv_node_cache",
+    "kv_node_attach",
+    "kv_node_split",
+    "kv_node_trim",
 }
 MAY_REFUSE = {"seq_acquire", "set_sampler", "decode"}
 
 
 class Seam:
-    """A context whose `name` fails with `error` when it is asked for the `k`-th time, so many `times`."""
+    """A context whose method `name` fails with `error` from its `k`-th call on, `times` times."""
 
     def __init__(
         self, limits: Limits, name: str = "", k: int = 0, error: Exception | None = None, times: int = 1
@@ -73,7 +73,7 @@ def run(scene: str, *fault: Any) -> tuple[Answers, Counter[str]]:
     )
 
 
-def test_these_are_the_calls() -> None:
+def test_the_calls_are_these() -> None:
     asked = {name for scene in SCENES for name in run(scene)[1]}
     assert asked == LOOKS | CHANGES | MAY_REFUSE
 
@@ -88,7 +88,7 @@ def test_a_call_that_changed_nothing_costs_one_request_at_most(scene: str) -> No
             judge(answers, want)
             assert not answers.failed() or name in MAY_REFUSE
             n_failed += len(answers.failed())
-    assert n_failed > 0, "who cannot be let in has failed"
+    assert n_failed > 0, "a request that cannot be admitted fails"
 
 
 @pytest.mark.parametrize("scene", SCENES)
@@ -101,8 +101,8 @@ def test_a_lost_core_ends_the_engine(scene: str) -> None:
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_a_change_that_fails_twice_or_is_refused_ends_the_engine(scene: str) -> None:
-    """The cache's index is ahead of the cells then; nobody may be told what they hold."""
+def test_a_change_that_fails_twice_or_is_rejected_ends_the_engine(scene: str) -> None:
+    """The prefix cache then disagrees with the cells, so no request may use them."""
     _, asked = run(scene)
     for name in CHANGES & set(asked):
         for k in (1, asked[name]):

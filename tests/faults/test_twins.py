@@ -1,5 +1,5 @@
-"""Negative twins on the real core (reliability.md, 5): a release that does nothing is noticed by each alarm
-with the others switched off, and the snapshot says what was leaked."""
+"""Negative twins on the real core (reliability.md, 5): each check detects a release that does
+nothing while the others are off, and the snapshot names what leaked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llaisys.engine.engine import LLMEngine
 from llaisys.engine.executor import Executor
 from llaisys.engine.request import BrokenInvariant
 from llaisys.engine.worker import Worker
-from llaisys.types import FinishReason
+from llaisys.outputs import FinishReason
 
 # Eight leaked requests leave ids, and cells, for no ninth.
 N_IDS, N_COMPUTED = 8, 4
@@ -40,7 +40,7 @@ class Leaking:
             max_model_len=bounds.max_model_len,
             n_threads=1,
             lifo=True,
-            poison=True,
+            nan_fill=True,
         )
         self.engine = LLMEngine(Executor(Worker(self.context, core.SamplerSpec)), bounds, 0)
         self.n_asked = 0
@@ -60,7 +60,7 @@ class Leaking:
                 self.step()
 
     def leaked(self) -> list[int]:
-        """What the snapshot names: ids that are lent, and no request runs."""
+        """Return what the snapshot names: acquired ids although no request runs."""
         assert not self.engine.requests.running
         return [seq_id for seq_id, _, _ in self.context.snapshot().sequences]
 
@@ -77,7 +77,7 @@ def switch_off(world: Leaking, monkeypatch: pytest.MonkeyPatch, *alarms: str) ->
         monkeypatch.setattr(world.engine, alarm, lambda *_: None)
 
 
-def test_the_books_check_fires_when_the_engine_falls_idle(world: Leaking) -> None:
+def test_the_invariant_check_fires_when_the_engine_becomes_idle(world: Leaking) -> None:
     with pytest.raises(BrokenInvariant, match="7 sequence ids are free, 0 run"):
         world.leak(1)
     assert len(world.leaked()) == 1
@@ -91,14 +91,14 @@ def test_the_lemma_fires_in_the_step_that_should_admit_the_ninth(
     world.submit()
     (output,) = world.step()
     assert output.finish_reason is FinishReason.ERROR
-    assert "no room" in str(output.error)
+    assert "no KV cells" in str(output.error)
     world.submit()
     with pytest.raises(BrokenInvariant, match="0 requests run, 1 wait"):
         world.step()
     assert len(world.leaked()) == N_IDS
 
 
-def test_v2_fires_when_nothing_else_looks(world: Leaking, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_v2_fires_without_the_other_checks(world: Leaking, monkeypatch: pytest.MonkeyPatch) -> None:
     switch_off(world, monkeypatch, "check")
     world.leak(N_IDS)
     monkeypatch.setattr(LLMEngine, "_fail_stuck", lambda *_: None)
@@ -109,6 +109,6 @@ def test_v2_fires_when_nothing_else_looks(world: Leaking, monkeypatch: pytest.Mo
     watchdog.report(waiting=stats.num_waiting, running=stats.num_running)
     readable, _, _ = select.select([watchdog], [], [], TOO_LONG_S)
     assert readable, "no verdict"
-    assert watchdog.verdict == "V2"
+    assert watchdog.stall_reason == "V2"
     watchdog.close()
     assert len(world.leaked()) == N_IDS

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from llaisys.cli.flags import add_config_flags, overrides_of
+from llaisys.cli.config_flags import add_config_flags, overrides_of
 from llaisys.config import Config
 
 ROOT = Path(__file__).parents[2]

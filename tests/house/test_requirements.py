@@ -9,7 +9,7 @@ import yaml
 
 from llaisys.config import Config
 from llaisys.engine import request
-from llaisys.types import FinishReason
+from llaisys.outputs import FinishReason
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "requirements.md").read_text("utf-8")

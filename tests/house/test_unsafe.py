@@ -45,6 +45,23 @@ def test_every_row_says_what_makes_it_sound() -> None:
         assert all(cells), file
 
 
+CHILD = re.compile(r"((?:#\[[^\n]*\]\s*)*)(?:pub(?:\([\w: ]+\))? )?mod (\w+);")
+
+
+def test_an_allowance_is_for_one_file() -> None:
+    """A child of a file that may use `unsafe` has its own row, or denies it again at its `mod` line."""
+    texts, rows = sources(), set(listed())
+    wide = []
+    for name, text in texts.items():
+        if "#![allow(unsafe_code" not in text or "/tests/" in name:
+            continue
+        for match in CHILD.finditer(text):
+            child = str(Path(name).with_suffix("") / f"{match[2]}.rs")
+            if child not in rows and "deny(unsafe_code)" not in match[1]:
+                wide.append(child)
+    assert not wide, wide
+
+
 def test_every_allowance_is_used() -> None:
     """A module that no longer has unsafe code does not keep the right to it."""
     idle = []

@@ -18,7 +18,7 @@ LONG = SamplingParams(max_tokens=60_000, temperature=0.0, ignore_eos=True)
 
 
 def fork(use: Callable[[], Any], leave: Callable[[int], Any]) -> None:
-    """The engine is not the forked process's: it says so, and ends like any program."""
+    """Check that a forked process has no engine, gets an error, and exits normally."""
     child = os.fork()
     if child == 0:
         try:
@@ -32,7 +32,7 @@ def fork(use: Callable[[], Any], leave: Callable[[int], Any]) -> None:
 def end(
     how: str, close: Callable[[], Any], use: Callable[[], Any], leave: Callable[[int], Any] = sys.exit
 ) -> None:
-    """Ends the program in this way, or lets it go on to its last line."""
+    """End the program in this way, or return to its last line."""
     match how:
         case "sys.exit":
             sys.exit(3)
@@ -55,7 +55,7 @@ def end(
 
 
 def blocking(how: str, work: str, settings: dict[str, Any]) -> None:
-    """With `LLM`; streaming: a daemon thread is in the middle of an answer."""
+    """With `LLM`; streaming: a daemon thread is reading a completion."""
     llm = LLM(**settings)
     llm.generate("Hello", SamplingParams(max_tokens=2))
     if work == "streaming":

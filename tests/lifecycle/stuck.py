@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from llaisys.cli.main import main
-from llaisys.engine import process, watch
+from llaisys.engine import process, watchdog
 from llaisys.engine.engine import LLMEngine
-from llaisys.engine.outputs import EngineOutput
+from llaisys.engine.engine_output import EngineOutput
 from llaisys.registry import ModelRegistry
-from llaisys.server.run import Lifecycle
+from llaisys.server.lifecycle import Lifecycle
 
 
 def stop_a_step(mark: str) -> None:
@@ -43,13 +43,13 @@ def run() -> int:
             )
             process._BOOT = process._BOOT.replace("; from", f"; {here}; from")
         case "loop":
-            watch.ACT_S = 0.5
+            watchdog.EXIT_AFTER_S = 0.5
 
             async def stops(_: Any, models: ModelRegistry) -> None:
                 models.beat()
                 time.sleep(600)  # noqa: ASYNC251 -- it is the point
 
-            Lifecycle._pulse = stops  # type: ignore[method-assign]
+            Lifecycle._beat_watchdogs = stops  # type: ignore[method-assign]
     return main()
 
 

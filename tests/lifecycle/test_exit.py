@@ -1,4 +1,4 @@
-"""However a program with an engine ends, it ends by itself: no crash, no hang, no panic, no process left."""
+"""A program with an engine exits cleanly however it ends: no crash, no hang, no panic, no process left."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def _no_process_is_left() -> Iterator[None]:
-    """The engine's process of a program that has ended has ended, too, or does so now."""
+    """Wait until the engine process of an ended program has ended."""
     yield
     for each in psutil.process_iter(["environ"]):
         if (each.info["environ"] or {}).get("EXIT_TEST") == MARK:

@@ -1,5 +1,5 @@
-"""The engine in its own process, with the real core: the same answers, and one end for each request whatever
-is killed, and when."""
+"""The engine in its own process, with the real core: the same outputs, and each request ends exactly once
+whatever is killed, and when."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from children import engine_processes
 from engine_client import SETTINGS, Client, capacity
 from golden import FOLDER, load_golden
 from llaisys import LLM
+from llaisys.async_llm import AsyncLLM
 from llaisys.config import Config
 from llaisys.engine import process
-from llaisys.engine.process import Restarts
+from llaisys.engine.process import RestartLimit
 from llaisys.errors import EngineDeadError, LlaisysError, RejectedError
-from llaisys.service import AsyncLLM
-from llaisys.types import FinishReason, SamplingParams
+from llaisys.outputs import FinishReason
+from llaisys.sampling_params import SamplingParams
 from serving import END_S, long_model
 
 SEED = 20
@@ -42,7 +43,7 @@ def made() -> Iterator[Client]:
     assert engine_processes() == []
 
 
-def test_the_answers_are_those_of_the_engine_in_this_process() -> None:
+def test_the_outputs_equal_those_of_an_engine_in_this_process() -> None:
     params = [
         SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=3),
         SamplingParams(temperature=1.0, seed=7, max_tokens=24, ignore_eos=True, logprobs=0),
@@ -61,7 +62,7 @@ def test_the_answers_are_those_of_the_engine_in_this_process() -> None:
 
 
 async def test_kill_9_at_random_moments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of 32 open streams gets its one end, the next request is answered, and one child is there."""
+    """Each of 32 open streams ends once, the next request is served, and one child is running."""
     monkeypatch.setattr(process, "RESTARTS_MAX", N_KILLS)
     service = await AsyncLLM.start(Config(**SETTINGS, engine_process=True))
     chance = random.Random(SEED)
@@ -91,7 +92,7 @@ async def test_kill_9_at_random_moments(monkeypatch: pytest.MonkeyPatch) -> None
             assert len(ends) == N_STREAMS, f"seed {SEED}, turn {turn}"
             assert all(end == "length" or isinstance(end, EngineDeadError) for end in ends), ends
             n_cut += any(isinstance(end, EngineDeadError) for end in ends)
-            assert service._mailboxes == {}
+            assert service._collectors == {}
             child.wait()
             # Where the last stream ended before the kill, the service has not noticed it yet.
             while not (engine_processes() and service.is_alive()):  # noqa: ASYNC110 -- it yields
@@ -121,19 +122,19 @@ def test_a_child_that_dies_again_and_again_is_given_up(made: Client) -> None:
 
 def test_restarts_are_counted_within_ten_minutes() -> None:
     now_s = 0.0
-    restarts = Restarts(lambda: now_s)
-    assert [restarts.take() for _ in range(4)] == [True, True, True, False]
+    restarts = RestartLimit(lambda: now_s)
+    assert [restarts.allow_restart() for _ in range(4)] == [True, True, True, False]
     now_s = 599.0
-    assert not restarts.take()
+    assert not restarts.allow_restart()
     now_s = 600.0
-    assert [restarts.take() for _ in range(4)] == [True, True, True, False]
+    assert [restarts.allow_restart() for _ in range(4)] == [True, True, True, False]
 
 
 def test_a_malformed_message_ends_the_child_and_not_the_parent(made: Client) -> None:
     child = made.submit_to_a_stopped_child("open")
-    link = made.client._link
-    assert isinstance(link, process._Child)
-    link._channel.send(b"\xc1")
+    connection = made.client._connection
+    assert isinstance(connection, process._EngineProcess)
+    connection._channel.send(b"\xc1")
     child.resume()
     end = made.end_of("open")
     assert isinstance(end.error, EngineDeadError)
@@ -141,18 +142,18 @@ def test_a_malformed_message_ends_the_child_and_not_the_parent(made: Client) -> 
     made.back()
 
 
-def test_a_child_that_sends_no_message_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_sends_an_invalid_message_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     boot = (
         "import sys, time; sys.path[:] = {}; from llaisys.ipc import Channel;"
         "Channel.inherited({}).send(b'hello'); time.sleep(600 + {})"
     )
     monkeypatch.setattr(process, "_BOOT", boot)
-    with pytest.raises(EngineDeadError, match="sent no message"):
+    with pytest.raises(EngineDeadError, match="sent an invalid message"):
         Client()
     assert engine_processes() == []
 
 
-def test_a_model_that_cannot_be_loaded_is_told_to_the_starter(tmp_path: Path) -> None:
+def test_the_error_of_loading_a_model_is_raised(tmp_path: Path) -> None:
     good = capacity()
     bad = replace(good, settings=replace(good.settings, path=tmp_path / "gone"))
     with pytest.raises(RejectedError, match="gone"):
@@ -160,9 +161,9 @@ def test_a_model_that_cannot_be_loaded_is_told_to_the_starter(tmp_path: Path) ->
     assert engine_processes() == []
 
 
-def test_a_package_that_was_changed_on_the_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_package_on_disk_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "package_version", lambda: "0.0.0")
-    with pytest.raises(RejectedError, match=r"changed on the disk \(it ran 0\.0\.0"):
+    with pytest.raises(RejectedError, match=r"on disk has changed from version 0\.0\.0"):
         Client()
 
 
@@ -190,7 +191,7 @@ PARENT = f"""
 import sys
 from llaisys import LLM, SamplingParams
 with LLM({str(FOLDER)!r}, engine_process=True, num_kv_cells=4096) as llm:
-    print(llm._client._link.pid, flush=True)
+    print(llm._client._connection.pid, flush=True)
     while sys.argv[1] == "streaming":
         llm.generate("Hello", SamplingParams(max_tokens=400, ignore_eos=True))
     sys.stdin.read()
@@ -236,7 +237,7 @@ def test_the_end_of_its_socket_ends_a_child() -> None:
     os.close(log_pipe)
 
 
-def test_signals_are_the_parents_to_answer(made: Client) -> None:
+def test_a_child_ignores_signals_for_the_parent(made: Client) -> None:
     made.submit("open", max_tokens=100)
     for number in (signal.SIGINT, signal.SIGTERM):
         made.child().send_signal(number)

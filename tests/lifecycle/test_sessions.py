@@ -1,5 +1,5 @@
-"""Sessions with the real core, through the doors: the same bits after a save and a restore, and nothing of a
-file that is not sound."""
+"""Sessions with the real core, through the public API: the same bits after a save and a restore, and nothing
+from a damaged file."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ import pytest
 
 from children import engine_processes
 from golden import FOLDER
+from llaisys.async_llm import AsyncLLM
 from llaisys.config import Config
 from llaisys.engine.client import CALLS_MAX
-from llaisys.engine.session_file import SessionWriter
-from llaisys.engine.sessions import SessionCall
+from llaisys.engine.sessions.file import SessionWriter
+from llaisys.engine.sessions.manager import SessionRequest
 from llaisys.errors import EngineDeadError, ExhaustedError, RejectedError, UnsupportedError
-from llaisys.service import AsyncLLM
-from llaisys.types import SamplingParams, SessionInfo
+from llaisys.sampling_params import SamplingParams
+from llaisys.session_info import SessionInfo
 
 PROMPT = [(7 * i + 3) % 500 for i in range(90)]
 SETTINGS: dict[str, Any] = {
@@ -81,7 +82,7 @@ async def test_the_second_turn_computes_only_what_is_new() -> None:
 
 
 @pytest.mark.parametrize("engine_process", [False, True])
-async def test_a_restored_session_goes_on_with_the_same_bits(tmp_path: Path, engine_process: bool) -> None:
+async def test_a_restored_session_continues_with_the_same_bits(tmp_path: Path, engine_process: bool) -> None:
     async with started(tmp_path, engine_process=engine_process) as service:
         ids, _, _ = await answer(service, "a", PROMPT, session_id="chat", client_id="me")
         saved = await service.sessions.save("chat", "file", client_id="me")
@@ -132,7 +133,9 @@ async def test_no_damaged_or_foreign_file_is_restored_and_nothing_leaks(tmp_path
             await service.sessions.restore("file", "chat")
 
 
-async def test_a_call_under_way_ends_with_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_session_request_in_progress_ends_with_its_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate, begun = threading.Event(), threading.Event()
 
     def slow(_: SessionWriter) -> None:
@@ -153,7 +156,7 @@ async def test_a_call_under_way_ends_with_its_engine(tmp_path: Path, monkeypatch
         await closing
 
 
-async def test_a_call_under_way_ends_with_its_process() -> None:
+async def test_a_session_request_in_progress_ends_with_its_process() -> None:
     async with started(engine_process=True) as service:
         await service.sessions.create("a")
         (child,) = engine_processes()
@@ -166,7 +169,9 @@ async def test_a_call_under_way_ends_with_its_process() -> None:
 
 
 @pytest.mark.parametrize("engine_process", [False, True])
-async def test_calls_end_with_their_engine_and_are_bounded(tmp_path: Path, engine_process: bool) -> None:
+async def test_session_requests_end_with_their_engine_and_are_bounded(
+    tmp_path: Path, engine_process: bool
+) -> None:
     async with started(tmp_path, engine_process=engine_process) as service:
         await service.sessions.create("a")
         n_many = 3 * CALLS_MAX
@@ -185,18 +190,20 @@ async def test_calls_end_with_their_engine_and_are_bounded(tmp_path: Path, engin
         await service.sessions.list()
 
 
-async def test_an_idle_model_is_not_unloaded_under_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_model_is_not_unloaded_during_a_session_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with started(idle_unload_s=1000.0) as service:
         client, timers = service._client, []
         assert client is not None
         assert service._engine._idle is not None, "nothing is open: the time counts"
-        call = client.call
+        call = client.call_session
 
-        def watched(what: SessionCall) -> Any:
+        def watched(what: SessionRequest) -> Any:
             timers.append(service._engine._idle)
             return call(what)
 
-        monkeypatch.setattr(client, "call", watched)
+        monkeypatch.setattr(client, "call_session", watched)
         await service.sessions.create("a")
         assert timers == [None]
         assert service._engine._idle is not None

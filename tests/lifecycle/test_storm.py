@@ -1,5 +1,5 @@
-"""An abort storm on the tiny golden model: ten thousand requests, 30 % given up at a random moment.
-Nothing is left of any, and what was not given up is what a request alone would have said."""
+"""An abort storm on the tiny golden model: ten thousand requests, 30 % cancelled at a random moment.
+Nothing leaks, and the other requests get the same outputs as when they run alone."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import pytest
 
 from children import engine_processes
 from golden import FOLDER, load_golden
+from llaisys.async_llm import AsyncLLM
 from llaisys.config import Config
-from llaisys.engine.capacity import size
 from llaisys.engine.client import EngineClient
 from llaisys.engine.engine import LLMEngine
+from llaisys.engine.engine_output import EngineOutput
+from llaisys.engine.host import Cpus
 from llaisys.engine.loop import build_engine
-from llaisys.engine.machine import Cpus
-from llaisys.engine.outputs import EngineOutput
+from llaisys.engine.memory import size_engine
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.worker import inspect_model
-from llaisys.service import AsyncLLM
-from llaisys.types import SamplingParams
+from llaisys.sampling_params import SamplingParams
 
 SEED = 4
 N_REQUESTS, N_AT_ONCE, ABORTED = 10_000, 64, 0.3
@@ -39,8 +39,8 @@ SETTINGS: dict[str, Any] = {
 
 
 class Watch:
-    """What leaves the engine of this process: the last outputs of each request, and how many steps after its
-    client's word a cancelled one has returned its sequence."""
+    """Records an engine of this process: the last outputs of each request, and after how many steps a
+    cancelled request has released its sequence."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine: LLMEngine | None = None
@@ -57,13 +57,13 @@ class Watch:
         def asked(client: EngineClient, request_id: str, index: int | None = None) -> None:
             ask(client, request_id, index)
             if self.engine is not None:  # now it is in the inbox, or was heard already
-                self._asked_at.setdefault(request_id, self.engine._tally.num_steps)
+                self._asked_at.setdefault(request_id, self.engine._stats.num_steps)
 
         def cancelled(engine: LLMEngine, request_id: str, index: int | None = None) -> None:
             cancel(engine, request_id, index)
             assert all(each.request_id != request_id for each in engine.requests.running)
             assert engine._worker.n_seq_free == engine.limits.max_num_seqs - len(engine.requests.running)
-            n_steps = engine._tally.num_steps
+            n_steps = engine._stats.num_steps
             self.lag_steps[n_steps - self._asked_at.get(request_id, n_steps)] += 1
 
         def stepped(engine: LLMEngine, now_s: float) -> list[EngineOutput]:
@@ -96,6 +96,7 @@ async def answer(service: AsyncLLM, ask: tuple[list[int], SamplingParams], name:
     return [i async for delta in service.generate(*ask, name) for i in delta.outputs[0].token_ids]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)  # twenty seconds on two quiet cores
 @pytest.mark.parametrize("form", ["thread", "process"])
 async def test_abort_storm(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
@@ -136,8 +137,8 @@ async def test_abort_storm(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     await asyncio.gather(*(client() for _ in range(N_AT_ONCE)))
     assert outcomes == {"given up": len(given_up), "whole": n_requests - len(given_up)}
     await answer(service, asked[0], "last")  # every cancel has been heard before this one's end
-    assert service._mailboxes == {}
-    assert not service._processor._asked
+    assert service._collectors == {}
+    assert not service._processor._requests
     assert service._client is not None
     assert not service._client._open
     assert not service._client._cancelled
@@ -159,9 +160,9 @@ async def test_abort_storm(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
 
 @pytest.mark.parametrize("n_steps", range(6), ids=lambda n: f"after {n} steps")
 def test_the_cells_of_a_cancelled_request_are_free_one_step_later(n_steps: int) -> None:
-    """Beside a request that goes on: in the queue (0), in its prefill (1 to 3), in its answer (from 4)."""
+    """While another request runs: in the queue (0), during prefill (1 to 3), during decoding (from 4)."""
     config = Config(**{**SETTINGS, "max_num_batched_tokens": 16, "enable_prefix_caching": False})
-    made = size(config, inspect_model(FOLDER), 2**30, Cpus(1))
+    made = size_engine(config, inspect_model(FOLDER), 2**30, Cpus(1))
     engine = build_engine(made.settings, made.limits, 0)
     for name, n_prompt in (("stays", 2), ("goes", 40)):
         prompt = (load_golden().prompts[0] * 40)[:n_prompt]

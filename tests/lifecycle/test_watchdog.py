@@ -1,4 +1,5 @@
-"""Real verdicts of the core's watchdog, in small windows: what becomes of a service, a server, a child."""
+"""Real stall reasons of the core's watchdog, with short windows: their effect on a service, a server, a
+child."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ import pytest
 
 from children import engine_processes
 from golden import FOLDER
+from llaisys.async_llm import AsyncLLM
 from llaisys.config import Config
 from llaisys.engine.engine import LLMEngine
 from llaisys.errors import EngineDeadError
-from llaisys.service import AsyncLLM
-from llaisys.types import SamplingParams
+from llaisys.sampling_params import SamplingParams
 from serving import END_S, READY, environment, long_model
 from sse import events
 
@@ -40,7 +41,7 @@ LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 
 
 async def verdict_of(service: AsyncLLM) -> str:
-    """What eight open streams end with, all of them."""
+    """Return the error that ends all of eight open streams."""
 
     async def stream(name: str) -> None:
         async for _ in service.generate([1, 2, 3], LONG, name):
@@ -56,7 +57,7 @@ async def verdict_of(service: AsyncLLM) -> str:
     return text
 
 
-async def test_v3_steps_that_do_not_get_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_v3_steps_without_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     go, n_steps, step = threading.Event(), 0, LLMEngine.step
 
     def stops(engine: LLMEngine, now_s: float) -> Any:
@@ -75,7 +76,7 @@ async def test_v3_steps_that_do_not_get_on(monkeypatch: pytest.MonkeyPatch) -> N
         go.set()
 
 
-async def test_v2_nobody_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_v2_no_request_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LLMEngine, "step", lambda *_: [])
     service = await AsyncLLM.start(Config(**SETTINGS, watchdog_window_s=0.6))
     assert "V2" in await verdict_of(service)
@@ -96,7 +97,7 @@ class Heard(logging.Handler):
 @pytest.mark.parametrize("engine_process", [False, True])
 async def test_a_loop_that_is_late_is_reported_and_nothing_ends(engine_process: bool) -> None:
     service = await AsyncLLM.start(Config(**SETTINGS, watchdog_window_s=6.0, engine_process=engine_process))
-    heard, log = Heard(), logging.getLogger("llaisys.engine.watch")
+    heard, log = Heard(), logging.getLogger("llaisys.engine.watchdog")
     log.addHandler(heard)
     try:
         service.beat()
@@ -116,7 +117,7 @@ async def test_a_loop_that_is_late_is_reported_and_nothing_ends(engine_process: 
 
 
 @pytest.mark.parametrize("engine_process", [False, True])
-async def test_v5_a_loop_that_does_not_come_round(engine_process: bool) -> None:
+async def test_v5_an_event_loop_that_stops(engine_process: bool) -> None:
     service = await AsyncLLM.start(Config(**SETTINGS, watchdog_window_s=3.0, engine_process=engine_process))
     stream = service.generate([1, 2, 3], LONG, "a")
     await anext(stream)
@@ -135,7 +136,7 @@ async def test_v5_a_loop_that_does_not_come_round(engine_process: bool) -> None:
 
 @contextmanager
 def stuck_server(folder: Path, how: str, *flags: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
-    """The window is short where the event loop is to be found stuck, else long enough for an admission."""
+    """The window is short for a stuck event loop, else long enough for an admission."""
     window = ("--watchdog-window-s", "2" if how == "loop" else "12")
     arguments = ["serve", str(long_model(folder)), "--port", "0", "--num-kv-cells", "65536"]
     arguments += ["--max-num-batched-tokens", f"{SMALL_STEPS}"]

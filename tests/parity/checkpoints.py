@@ -1,4 +1,4 @@
-"""Golden folders as the NumPy forward wants them. Reads safetensors without the core."""
+"""Read golden folders for the NumPy forward pass, without the core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SmolLM2 as a float checkpoint: its weights in BF16, and the same function with other groups of weights."""
+"""SmolLM2 as a float checkpoint: its weights in BF16, and the same function with regrouped weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from llaisys.types import ModelInfo
+from llaisys.model_info import ModelInfo
 from parity.gguf_files import Matrix, write_like
 
 

@@ -86,7 +86,7 @@ def _keys(family: str, shape: Shape) -> dict[str, Value]:
         keys["final_logit_softcapping"] = shape.logit_soft_cap
     if shape.experts is not None:
         keys |= {"expert_count": shape.experts.n, "expert_used_count": shape.experts.n_used}
-        if not shape.experts.normalise:
+        if not shape.experts.normalize:
             keys["expert_weights_norm"] = False
         if family == "qwen3_moe":
             keys["expert_feed_forward_length"] = shape.d_ff

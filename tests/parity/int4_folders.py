@@ -1,6 +1,6 @@
-"""GPTQ and AWQ checkpoints of a model, by the plainest quantiser: the nearest of 16 steps in each group.
+"""GPTQ and AWQ checkpoints of a model, by round-to-nearest: the nearest of 16 steps in each group.
 
-Layouts: `crates/llaisys-core/src/model/quantized.rs`. Matrices are `[outputs, inputs]`.
+Layouts: `crates/llaisys-core/src/load/folder/quantization.rs`. Matrices are `[outputs, inputs]`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Matrix = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Scheme:
-    """How to quantise. `group_size` -1: whole rows."""
+    """The quantization scheme. `group_size` -1: whole rows."""
 
     method: str
     group_size: int
@@ -41,7 +41,8 @@ def _pack(q: NDArray[np.int64], axis: int) -> NDArray[np.int32]:
 
 
 def quantize(w: Matrix, scheme: Scheme) -> tuple[Matrix, dict[str, NDArray[np.generic]]]:
-    """The values that are left of `w`, and the tensors that hold them, by the endings of their names."""
+    """Return the dequantized values of `w`, and the tensors that store them, by the suffixes of their
+    names."""
     n_columns = w.shape[1]
     size = n_columns if scheme.group_size == -1 else scheme.group_size
     group = np.arange(n_columns) // size
@@ -72,8 +73,8 @@ def quantize(w: Matrix, scheme: Scheme) -> tuple[Matrix, dict[str, NDArray[np.ge
 def write_quantized(
     folder: Path, source: Path, weights: dict[str, Matrix], scheme: Scheme
 ) -> dict[str, Matrix]:
-    """Writes `weights` with the layers' matrices quantised, and `source`'s configuration. Returns what is
-    left of the weights."""
+    """Write `weights` with quantized layer matrices, and `source`'s configuration. Return the dequantized
+    weights."""
     left, stored = {}, {}
     for name, w in weights.items():
         if not name.endswith("_proj.weight"):

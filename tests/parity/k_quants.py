@@ -1,4 +1,4 @@
-"""Quantisers of the types for which the gguf package has none: plain rounding, no search for better scales.
+"""Quantizers of the types for which the gguf package has none: plain rounding, no search for better scales.
 
 Layouts: ggml-common.h, as in `crates/llaisys-core/src/quant/`. `x` is float32 `[blocks, 256]` (IQ4_NL:
 `[blocks, 32]`), the result uint8 `[blocks, block_bytes]`.

@@ -1,6 +1,6 @@
-"""The forward pass of every family on a page, in float64 NumPy.
+"""The forward pass of every family in float64 NumPy.
 
-The truth that the core is held against on random configurations. Formulas: RMSNorm arXiv:1910.07467; RoPE
+The reference for the core on random configurations. Formulas: RMSNorm arXiv:1910.07467; RoPE
 arXiv:2104.09864 in half-split order, its scalings as in transformers' `modeling_rope_utils`; grouped-query
 attention arXiv:2305.13245; gated feed-forward arXiv:2002.05202; soft caps arXiv:2408.00118; experts
 arXiv:2401.04088.
@@ -25,12 +25,12 @@ class Experts:
 
     n: int
     n_used: int
-    normalise: bool
+    normalize: bool
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What differs between two models."""
+    """The configuration of a model."""
 
     n_layers: int
     d_model: int
@@ -70,7 +70,7 @@ def soft_cap(x: F64, cap: float | None) -> F64:
 
 
 def rope_frequencies(shape: Shape) -> F64:
-    """Radians a position of layers without a window, `[d_head / 2]`, scaled."""
+    """Return radians per position for layers without a window, `[d_head / 2]`, scaled."""
     half, theta, rope = shape.d_head // 2, shape.rope_theta, shape.rope
     plain = np.asarray(theta ** (-np.arange(half) / half))
     kind, factor = rope.get("rope_type", "default"), rope.get("factor", 1.0)
@@ -97,7 +97,7 @@ def rope_frequencies(shape: Shape) -> F64:
 
 
 def rope_amplitude(shape: Shape) -> float:
-    """What rotated rows of layers without a window are multiplied with."""
+    """Return the factor of rotated rows in layers without a window."""
     rope = shape.rope
     if "attention_factor" in rope:
         return float(rope["attention_factor"])
@@ -194,7 +194,7 @@ class _Layer:
             self.gap = float((ranked[:, experts.n_used - 1] - ranked[:, experts.n_used]).min())
         y = np.zeros_like(x)
         for t, chosen in enumerate(order[:, : experts.n_used]):
-            total = share[t, chosen].sum() if experts.normalise else 1.0
+            total = share[t, chosen].sum() if experts.normalize else 1.0
             for e in chosen:
                 y[t] += share[t, e] / total * self.mlp(x[t], f"mlp.experts.{e}")
         return y
@@ -204,19 +204,19 @@ def forward(
     shape: Shape,
     w: Mapping[str, NDArray[np.float32]],
     tokens: Sequence[int],
-    frequencies: F64 | None = None,
     gaps: list[float] | None = None,
 ) -> tuple[F64, F64]:
-    """Logits `[T, vocab]` and final hidden states `[T, d_model]`. Weight names are those of Llama in Hugging
-    Face folders, norms' values whole. `frequencies` replaces `rope_frequencies(shape)`; `gaps` takes how near
-    each layer came to choosing other experts.
+    """Return logits `[T, vocab]` and final hidden states `[T, d_model]`.
+
+    Weight names are those of Llama in Hugging Face folders; norm weights are stored whole (not less one).
+    `gaps`: receives, for each layer, by how much the chosen experts' logits exceeded the others'.
     """
-    turns = rope_frequencies(shape) if frequencies is None else frequencies
+    frequencies = rope_frequencies(shape)
     get = {name: value.astype(np.float64) for name, value in w.items()}
     x = get["model.embed_tokens.weight"][list(tokens)] * shape.embed_scale
     for i in range(shape.n_layers):
         layer = _Layer(shape, get, i)
-        x = x + shape.residual_scale * layer.attend(x, turns)
+        x = x + shape.residual_scale * layer.attend(x, frequencies)
         x = x + shape.residual_scale * layer.feed_forward(x)
         if gaps is not None:
             gaps.append(layer.gap)

@@ -81,8 +81,8 @@ FAMILIES = {
 
 @st.composite
 def shapes(draw: st.DrawFn, family: str, gguf: bool = False) -> Shape:
-    """Odd sizes on purpose: nothing but `d_head` even and whole groups of heads is asked of a model. For a
-    GGUF file what it can state, and with all that it implies."""
+    """Draw odd sizes: only an even `d_head` and whole groups of heads are required. `gguf`: only what a GGUF
+    file can express."""
     facts = FAMILIES[family]
     n_layers, n_kv_heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     n_heads, d_head = n_kv_heads * draw(st.integers(1, 4)), 2 * draw(st.integers(2, 40))
@@ -121,7 +121,7 @@ def shapes(draw: st.DrawFn, family: str, gguf: bool = False) -> Shape:
         experts=Experts(
             n_experts,
             draw(st.integers(1, n_experts)),
-            normalise=draw(st.booleans()) if family == "qwen3_moe" else True,
+            normalize=draw(st.booleans()) if family == "qwen3_moe" else True,
         )
         if facts.experts
         else None,
@@ -185,7 +185,7 @@ def _ropes(draw: st.DrawFn, facts: Family, d_head: int) -> dict[str, Any]:
 
 
 def random_weights(shape: Shape, seed: int) -> dict[str, NDArray[np.float32]]:
-    """Weights of the scale that keeps activations near 1, named as `parity.numpy_forward` wants them."""
+    """Weights of the scale that keeps activations near 1, named as in `parity.numpy_forward`."""
     rng = np.random.default_rng(seed)
 
     def matrix(rows: int, columns: int) -> NDArray[np.float32]:
@@ -269,7 +269,7 @@ def config_json(family: str, shape: Shape, *, old_spelling: bool = False) -> dic
             config |= {
                 "moe_intermediate_size": shape.d_ff,
                 "intermediate_size": 3 * shape.d_ff,
-                "norm_topk_prob": shape.experts.normalise,
+                "norm_topk_prob": shape.experts.normalize,
                 "decoder_sparse_step": 1,
                 "mlp_only_layers": [],
             }

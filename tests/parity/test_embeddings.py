@@ -1,4 +1,4 @@
-"""Embeddings of the whole engine: those of transformers' hidden states, and the same bits in any company."""
+"""Embeddings of the whole engine: pooled from transformers' hidden states, and the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ import pytest
 from numpy.typing import NDArray
 
 from golden import FOLDER
+from llaisys.async_llm import AsyncLLM
 from llaisys.config import Config
 from llaisys.engine.worker import inspect_model
-from llaisys.service import AsyncLLM
-from llaisys.text.pooling import model_pooling
-from llaisys.types import Pooling, SamplingParams
+from llaisys.model_info import Pooling
+from llaisys.sampling_params import SamplingParams
+from llaisys.text.pooling_type import model_pooling
 from parity.gguf_model import write_gguf
 from parity.numpy_forward import Shape
 from parity.random_model import random_weights
@@ -56,7 +57,7 @@ def bound(hidden: NDArray[np.float32], mean: NDArray[np.float64]) -> float:
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-async def test_they_are_pooled_from_the_reference_hidden_states(folder: str) -> None:
+async def test_embeddings_are_pooled_from_the_reference_hidden_states(folder: str) -> None:
     golden = np.load(GOLDENS / folder / "golden.npz")
     async with started(GOLDENS / folder) as service:
         for i in range(3):
@@ -72,7 +73,7 @@ async def test_they_are_pooled_from_the_reference_hidden_states(folder: str) -> 
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])
-async def test_the_same_bits_alone_in_chunks_in_company_and_cached(pooling: Pooling) -> None:
+async def test_the_same_bits_alone_chunked_batched_and_cached(pooling: Pooling) -> None:
     async with started(max_num_batched_tokens=512) as service:
         alone = await embed(service, LONG, pooling)
         again = await embed(service, LONG, pooling)
@@ -89,7 +90,7 @@ async def test_the_same_bits_alone_in_chunks_in_company_and_cached(pooling: Pool
     assert alone == again == chunked == shared
 
 
-async def test_it_counts_as_a_request() -> None:
+async def test_an_embedding_counts_as_a_request() -> None:
     async with started() as service:
         await embed(service, LONG, "mean")
         stats = service.stats()
@@ -109,14 +110,14 @@ async def test_it_counts_as_a_request() -> None:
         assert service.stats().engine.num_running == 0
 
 
-async def test_over_a_process_of_its_own() -> None:
+async def test_embeddings_from_an_engine_process() -> None:
     async with started() as service:
         here = await embed(service, LONG, "mean")
     async with started(engine_process=True) as service:
         assert await embed(service, LONG, "mean") == here
 
 
-def test_a_gguf_file_says_how_it_is_pooled(tmp_path: Path) -> None:
+def test_pooling_type_of_a_gguf_file(tmp_path: Path) -> None:
     shape = Shape(1, 16, 2, 1, 8, 24, 8, 10000.0, 1e-5, qkv_bias=False, qk_norm="none", tied=True)
     weights = random_weights(shape, 0)
     for number, want in ((None, "last"), (1, "mean"), (3, "last"), (2, "cls")):

@@ -1,4 +1,4 @@
-"""GPTQ and AWQ folders of a golden model against the float64 forward on the values that quantising left."""
+"""GPTQ and AWQ folders of a golden model against the float64 forward on the dequantized values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AUTO_RMS = 0.045
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_quantised_folder(scheme: Scheme, tmp_path: Path) -> None:
+def test_quantized_folder(scheme: Scheme, tmp_path: Path) -> None:
     left = write_quantized(tmp_path / "model", SOURCE, read_weights(SOURCE / "model.safetensors"), scheme)
     shape = read_shape(SOURCE)
     tokens = np.random.default_rng(1).integers(0, shape.vocab_size, 60).tolist()
@@ -43,7 +43,7 @@ def test_quantised_folder(scheme: Scheme, tmp_path: Path) -> None:
     assert rms <= AUTO_RMS
 
 
-def test_folders_that_differ_in_quantised_weights_only_have_other_fingerprints(tmp_path: Path) -> None:
+def test_folders_that_differ_in_quantized_weights_only_have_other_fingerprints(tmp_path: Path) -> None:
     weights = read_weights(SOURCE / "model.safetensors")
     name = "model.layers.0.mlp.down_proj.weight"
     changed = {**weights, name: -weights[name]}

@@ -1,8 +1,9 @@
-"""Mixed files (Q4_K_M and its like) of SmolLM2: what packed types cost against the same weights in float32.
+"""Mixed files (Q4_K_M and its like) of SmolLM2: the loss of packed types compared with the same weights in
+float32.
 
-The reference is a file of the weights that the gguf package dequantises, so a wrong value, scale or order in
-our reading shows as well. SmolLM2's matrices have 576 columns but for `ffn_down` (1536): as llama.cpp does, a
-K type that does not divide a row falls back to a type with blocks of 32.
+The reference is a file of the weights that the gguf package dequantizes, so a wrong value, scale or order in
+the core's reader shows as well. SmolLM2's matrices have 576 columns, except `ffn_down` (1536): as llama.cpp
+does, a K type that does not divide a row falls back to a type with blocks of 32.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def logprobs(logits: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def write_mix(folder: Path, mix: str, smollm2: Path) -> tuple[Path, Path, set[str]]:
-    """Two files: quantised, and the same values in float32. And the types of the first."""
+    """Write two files, quantized and the same values in float32; return them and the types of the first."""
     packed, plain, types = {}, {}, set()
     for name, values in read_tensors(smollm2).items():
         if values.ndim == 1:
@@ -94,6 +95,7 @@ def write_mix(folder: Path, mix: str, smollm2: Path) -> tuple[Path, Path, set[st
     return mixed, write_like(smollm2, folder / "float32.gguf", plain), types
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)  # four passes over a model on a machine that may be busy
 @pytest.mark.parametrize("mix", MIXES)
 def test_mixed_files_stay_close_to_float32(mix: str, smollm2: Path, windows: list[list[int]]) -> None:

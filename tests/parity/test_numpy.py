@@ -1,4 +1,4 @@
-"""The core against the page-long float64 forward on random configurations of every family, as a Hugging Face
+"""Compare the core with the float64 forward pass on random configurations of every family, as a Hugging Face
 folder in both spellings and as a GGUF file."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the headers say the packed weights will take is what they take: every container, type and family."""
+"""The packed size predicted from the headers is the real size, for every container, type and family."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SHAPE = Shape(
 
 
 def check(path: Path, *, is_plain: bool = True) -> None:
-    """`is_plain`: the weights are floats, so that they can be quantised as they are loaded."""
+    """`is_plain`: the weights are floats, so they can be quantized while they are loaded."""
     info = inspect_model(path)
     counted = info.packed_bytes
     assert list(counted) == ["auto", "float32", "bfloat16", "int8", "int4"]
@@ -56,7 +56,7 @@ def check(path: Path, *, is_plain: bool = True) -> None:
             n_batch=8,
             max_model_len=8,
             n_threads=1,
-            screens_head=True,
+            prune_argmax=True,
         )
         assert n_bytes + info.screen_bytes[dtype] == context.weight_bytes, dtype
         context.close()
@@ -75,7 +75,7 @@ def test_smollm2() -> None:
 @pytest.mark.parametrize("other", [None, "Q8_0"], ids=["alone", "up in Q8_0"])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_gguf_types(dtype: str, other: str | None, tmp_path: Path) -> None:
-    """Gate and up are held together: of different types, in float32."""
+    """Gate and up are stored together: in float32 if their types differ."""
     plain = write_gguf(tmp_path / "plain.gguf", "llama", SHAPE, random_weights(SHAPE, 1))
     tensors = {}
     for name, values in read_tensors(plain).items():

@@ -1,4 +1,4 @@
-"""What the default (quantised) and bfloat16 modes, and narrow KV cells, cost against our own float32.
+"""The loss of the default (quantized) and bfloat16 modes, and of narrow KV cells, against float32.
 
 Teacher-forced on a text.
 """
@@ -51,6 +51,7 @@ def reference(windows: list[list[int]]) -> NDArray[np.float64]:
     return logprobs("float32", windows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("dtype", "max_kl", "min_top1"), [("auto", 0.005, 0.94), ("bfloat16", 0.0005, 0.98)])
 def test_mode_stays_close_to_float32(
     windows: list[list[int]], reference: NDArray[np.float64], dtype: str, max_kl: float, min_top1: float
@@ -63,6 +64,7 @@ def test_mode_stays_close_to_float32(
 
 
 # What the cells alone cost, all else being float32: over two windows KL is 4e-7, 3.5e-5 and 6.5e-4.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kv_dtype", "max_kl", "min_top1"),
     [("float16", 1e-6, 0.999), ("bfloat16", 1e-4, 0.99), ("int8", 8e-4, 0.97)],

@@ -1,4 +1,4 @@
-"""`--quantization`: what may be quantised, what is refused by name, and what it costs on a real model."""
+"""`--quantization`: what can be quantized, what is rejected by name, and the loss on a real model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_KL = {"int8": 0.0041, "int4": 0.0121}
 
 
 @pytest.mark.model
-def test_quantised_from_floats_it_stays_close_to_float32(tmp_path: Path) -> None:
+def test_quantized_from_floats_it_stays_close_to_float32(tmp_path: Path) -> None:
     own = Path(resolve_model("smollm2").path)
     source = write_bf16(own, tmp_path / "bf16.gguf", read_tensors(own))
     tokenizer = load_tokenizer(inspect_model(str(own)))
@@ -40,13 +40,13 @@ def test_quantised_from_floats_it_stays_close_to_float32(tmp_path: Path) -> None
 
 
 @pytest.mark.model
-def test_what_is_quantised_already_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match=r"\"token_embd\.weight\" is quantised already \(Q8_0\)"):
+def test_quantized_checkpoints_are_rejected_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"\"token_embd\.weight\" is quantized already \(Q8_0\)"):
         LLM("smollm2", quantization="int8")
 
 
-def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
-    """In any matrix, at any place; without quantising, the model is as it was."""
+def test_non_finite_weights_are_rejected_by_name(tmp_path: Path) -> None:
+    """In any matrix at any index; without quantization the model is unchanged."""
     source = GOLDENS / "qwen2-f16"
     name = "model.layers.1.mlp.down_proj.weight"
     for i, value in enumerate((np.inf, -np.inf, np.nan)):
@@ -60,8 +60,8 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_a_folder_is_quantised_as_it_is_loaded(quantization: str) -> None:
-    """A row of the batch gets the same tokens alone and in company, as in every mode."""
+def test_a_folder_is_quantized_while_it_is_loaded(quantization: str) -> None:
+    """A row of a batch gets the same tokens alone and batched, as in every mode."""
     prompts = [[5, 9, 2, 77], [1, 2, 3], [400, 31]]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     with LLM(str(GOLDENS / "qwen2-f16"), quantization=quantization, num_kv_cells=256) as llm:

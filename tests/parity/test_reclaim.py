@@ -1,4 +1,4 @@
-"""A small Mistral with a window through the engine: giving cells back changes no token."""
+"""A small Mistral with a window through the engine: reclaiming cells changes no token."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from fakes.asks import ask
 from llaisys.engine.engine import LLMEngine
 from llaisys.engine.executor import Executor
+from llaisys.engine.kv_cache_planner import max_window_cells
 from llaisys.engine.limits import Limits
-from llaisys.engine.reclaim import most_cells
-from llaisys.engine.settings import WorkerSettings
+from llaisys.engine.memory import WorkerSettings
 from llaisys.engine.worker import Worker, open_worker
 from parity.numpy_forward import Shape
 from parity.random_model import random_weights, write_model
@@ -98,7 +98,7 @@ def test_the_same_tokens_with_and_without(
     print(f"{n_want} cells without, {n_got} with")
     assert got == want == tight == {name: told[name] for name, (told, _) in alone.items()}
     assert len({tuple(told[-20:]) for told in got.values()}) == len(names), "the prompts count"
-    most = most_cells(WINDOW, STEP) + WINDOW
+    most = max_window_cells(WINDOW, STEP) + WINDOW
     assert all(n <= most for _, n in alone.values())
     assert most < N_TOKENS
     assert n_got < n_want

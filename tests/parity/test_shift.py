@@ -1,4 +1,4 @@
-"""`kv_seq_add` for every family: what a sequence says does not depend on where it begins, and shifted keys
+"""`kv_seq_add` for every family: a sequence's output does not depend on its start position, and shifted keys
 are those of the new positions in layers of either rotation."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ START, N, GAP = 30, 24, 1e-3
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @settings(max_examples=4, deadline=None, print_blob=True)
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
-def test_a_shifted_sequence_goes_on_as_if_it_had_begun_there(
+def test_a_shifted_sequence_continues_as_if_it_had_started_there(
     family: str, data: st.DataObject, seed: int
 ) -> None:
     shape = data.draw(shapes(family))

@@ -12,10 +12,11 @@ from llguidance import LLTokenizer
 from llaisys import LLM, SamplingParams
 from llaisys.config import load_config
 from llaisys.errors import RejectedError
-from llaisys.model import open_model
+from llaisys.model_assets import load_model_assets
+from llaisys.model_info import ModelInfo
+from llaisys.outputs import RequestOutput
+from llaisys.sampling_params import StructuredOutputsParams as Spec
 from llaisys.text.tokenizer import Tokenizer, load_tokenizer
-from llaisys.types import ModelInfo, RequestOutput
-from llaisys.types import StructuredOutputsParams as Spec
 from schemas import schema
 
 QWEN2 = Path(__file__).parents[1] / "data" / "qwen2-tokenizer"
@@ -51,7 +52,7 @@ def test_regex_choice_and_lark(llm: LLM) -> None:
         assert re.fullmatch(pattern, answer.outputs[0].text), answer.outputs[0].text
 
 
-def test_mates_are_bitwise_as_if_alone(llm: LLM) -> None:
+def test_other_rows_of_the_batch_are_bitwise_unchanged(llm: LLM) -> None:
     free = [sampled(None, seed) for seed in range(3)]
     guided = [sampled(Spec(json=schema(seed)), seed) for seed in range(3)]
     alone = [llm.chat(CHAT, params)[0].outputs[0] for params in (*free, *guided)]
@@ -68,7 +69,7 @@ def test_the_same_from_an_engine_process(llm: LLM) -> None:
             other.chat(CHAT, sampled(Spec(regex="("), 0))
 
 
-def test_a_bad_grammar_stops_the_call_before_it_runs(llm: LLM) -> None:
+def test_an_invalid_grammar_rejects_the_call_before_it_runs(llm: LLM) -> None:
     with pytest.raises(RejectedError, match="Unimplemented keys") as error:
         llm.chat([CHAT] * 2, [sampled(None, 0), sampled(Spec(json={"not": {}}), 0)])
     assert error.value.param == "structured_outputs.json"
@@ -82,9 +83,11 @@ def folder(path: Path) -> Tokenizer:
 
 
 @pytest.mark.parametrize("name", ["gguf", "folder"])
-def test_grammars_see_the_bytes_that_we_write(name: str) -> None:
-    """What a mask allows is what the answer will show: the table of llguidance is ours, token by token."""
-    tokenizer = folder(QWEN2) if name == "folder" else open_model(load_config({"model": "smollm2"})).tokenizer
+def test_grammars_use_the_bytes_of_the_tokenizer(name: str) -> None:
+    """llguidance's token table equals the tokenizer's, so a mask allows exactly the bytes that are shown."""
+    tokenizer = (
+        folder(QWEN2) if name == "folder" else load_model_assets(load_config({"model": "smollm2"})).tokenizer
+    )
     table = LLTokenizer(tokenizer.to_json(), n_vocab=tokenizer.vocab_size + 5, eos_token=[0])
     for id in range(tokenizer.vocab_size):
         is_text = not tokenizer.id_to_bytes(id).startswith(b"\xff")  # its mark of special ones

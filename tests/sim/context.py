@@ -1,8 +1,9 @@
-"""A context with the core's real books and no model: K and V are hashes, and the next token is one too.
+"""A context with the real KvCache of the core and no model: K and V are hashes, and the next token is one
+too.
 
-The content of a cell is a hash of all tokens up to its own, as K and V are. It goes where the books' cells
-go: along with forks, segments and copies. So a token depends on every cell that its row sees, and one wrong
-cell, position or seed changes an answer.
+The content of a cell is a hash of all tokens up to its own, as K and V are. It goes where the cells go: along
+with forks, cache nodes and copies. So a token depends on every cell that its row sees, and one wrong cell,
+position or seed changes an answer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fakes.core import N_PLAIN, NON_FINITE, REFUSED, VOCAB_SIZE, SamplerSpec
-from llaisys._core import Books
+from llaisys._core import KvCache
 from llaisys.errors import LlaisysError, RejectedError
 
 _MASK = (1 << 64) - 1
@@ -24,7 +25,7 @@ _NAN = -1
 
 
 class InjectedFault(LlaisysError):
-    """A decode that failed once, for no reason of any request's."""
+    """A decode that failed once, for a reason of no request."""
 
 
 def grow(content: int, token: int) -> int:
@@ -43,7 +44,7 @@ def choose(content: int, spec: SamplerSpec, n_output: int) -> int:
 
 
 def answer(prompt: list[int], spec: SamplerSpec) -> Iterator[int]:
-    """What a request is told when it is alone, for ever."""
+    """Yield the output of a request that runs alone, without end."""
     content = _START
     for token in prompt:
         content = grow(content, token)
@@ -63,46 +64,46 @@ class _Sequence:
 
 
 @dataclass(slots=True)
-class _Segment:
+class _CacheNode:
     start: int
     contents: list[int]
 
 
 class SimContext:
-    """The calls that a Worker makes. `faults`: so many of the next decodes of several sequences fail as a
+    """The calls that a Worker makes. `faults`: how many of the next decodes of several sequences fail as a
     whole, and not in parts."""
 
     isa, weight_bytes, vocab_size = "none", 0, VOCAB_SIZE
     attention_window = None
 
     def __init__(self, *, n_cells: int, n_seq_max: int, n_streams: int = 1, lifo: bool = False) -> None:
-        self.books = Books(n_cells=n_cells, n_seq_max=n_seq_max, n_streams=n_streams, lifo=lifo)
+        self.kv_cache = KvCache(n_cells=n_cells, n_seq_max=n_seq_max, n_streams=n_streams, lifo=lifo)
         self.n_cells = n_cells
         self.faults = 0
         self.n_decodes = self.n_rows = self.n_rows_max = 0
         self._sequences: dict[int, _Sequence] = {}
-        self._segments: dict[int, _Segment] = {}
-        self.n_cells_free_in = self.books.n_cells_free_in
-        self.kv_seq_pos_max = self.books.kv_seq_pos_max
-        self.digest = self.books.digest
+        self._nodes: dict[int, _CacheNode] = {}
+        self.n_cells_free_in = self.kv_cache.n_cells_free_in
+        self.kv_seq_pos_max = self.kv_cache.kv_seq_pos_max
+        self.digest = self.kv_cache.digest
 
     @property
     def n_cells_free(self) -> int:
-        return self.books.n_cells_free
+        return self.kv_cache.n_cells_free
 
     @property
     def n_seq_free(self) -> int:
-        return self.books.n_seq_free
+        return self.kv_cache.n_seq_free
 
     # --- sequences and cells ---
 
     def seq_acquire(self, stream: int = 0) -> int:
-        seq_id = self.books.seq_acquire(stream)
+        seq_id = self.kv_cache.seq_acquire(stream)
         self._sequences[seq_id] = _Sequence()
         return seq_id
 
     def seq_release(self, seq_id: int) -> None:
-        self.books.seq_release(seq_id)
+        self.kv_cache.seq_release(seq_id)
         del self._sequences[seq_id]
 
     def set_sampler(
@@ -115,35 +116,35 @@ class SimContext:
 
     def kv_seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
         assert p1 < 0, "the engine takes ends off"
-        self.books.kv_seq_rm(seq_id, p0, p1)
+        self.kv_cache.kv_seq_rm(seq_id, p0, p1)
         del self._sequences[seq_id].contents[max(p0, 0) :]
 
     def kv_seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
-        self.books.kv_seq_cp(src, dst, p0, p1)
+        self.kv_cache.kv_seq_cp(src, dst, p0, p1)
         assert len(self._sequences[dst].contents) == p0
         self._sequences[dst].contents += self._sequences[src].contents[p0:p1]
 
-    def kv_retain(self, segment: int, seq_id: int, p0: int, p1: int) -> None:
-        self.books.kv_retain(segment, seq_id, p0, p1)
-        self._segments[segment] = _Segment(p0, self._sequences[seq_id].contents[p0:p1])
+    def kv_node_cache(self, node_id: int, seq_id: int, p0: int, p1: int) -> None:
+        self.kv_cache.kv_node_cache(node_id, seq_id, p0, p1)
+        self._nodes[node_id] = _CacheNode(p0, self._sequences[seq_id].contents[p0:p1])
 
-    def kv_attach(self, segment: int, seq_id: int, p0: int, p1: int) -> None:
-        self.books.kv_attach(segment, seq_id, p0, p1)
-        held = self._segments[segment]
-        self._sequences[seq_id].contents += held.contents[p0 - held.start : p1 - held.start]
+    def kv_node_attach(self, node_id: int, seq_id: int, p0: int, p1: int) -> None:
+        self.kv_cache.kv_node_attach(node_id, seq_id, p0, p1)
+        node = self._nodes[node_id]
+        self._sequences[seq_id].contents += node.contents[p0 - node.start : p1 - node.start]
 
-    def kv_segment_split(self, segment: int, at: int, tail: int) -> None:
-        self.books.kv_segment_split(segment, at, tail)
-        held = self._segments[segment]
-        self._segments[tail] = _Segment(at, held.contents[at - held.start :])
-        del held.contents[at - held.start :]
+    def kv_node_split(self, node_id: int, at: int, tail: int) -> None:
+        self.kv_cache.kv_node_split(node_id, at, tail)
+        node = self._nodes[node_id]
+        self._nodes[tail] = _CacheNode(at, node.contents[at - node.start :])
+        del node.contents[at - node.start :]
 
-    def kv_segment_trim(self, segment: int, at: int) -> None:
-        self.books.kv_segment_trim(segment, at)
-        held = self._segments[segment]
-        del held.contents[at - held.start :]
-        if not held.contents:
-            del self._segments[segment]
+    def kv_node_trim(self, node_id: int, at: int) -> None:
+        self.kv_cache.kv_node_trim(node_id, at)
+        node = self._nodes[node_id]
+        del node.contents[at - node.start :]
+        if not node.contents:
+            del self._nodes[node_id]
 
     # --- decode ---
 
@@ -166,7 +167,7 @@ class SimContext:
             good = np.array([not (wanted and c == _NAN) for wanted, c in zip(wants, contents, strict=True)])
             positions, n_seq_id, seq_ids = positions[good], n_seq_id[good], seq_ids[good]
         if len(positions):
-            self.books.extend(positions, n_seq_id, seq_ids)
+            self.kv_cache.extend(positions, n_seq_id, seq_ids)
         self.n_decodes += 1
         self.n_rows += len(contents)
         self.n_rows_max = max(self.n_rows_max, len(contents))
@@ -178,7 +179,7 @@ class SimContext:
         for token, seq_id in zip(tokens, seq_ids, strict=True):
             if seq_id != last:
                 if seq_id not in self._sequences:
-                    self.books.kv_seq_pos_max(seq_id)  # is refused
+                    self.kv_cache.kv_seq_pos_max(seq_id)  # raises
                 held = self._sequences[seq_id].contents
                 last, end = seq_id, held[-1] if held else _START
             end = grow(end, token)
@@ -210,17 +211,15 @@ class SimContext:
     # --- checks ---
 
     def check_integrity(self) -> None:
-        """The books' own check; then every cell has one content, whoever sees or holds it (I3), and a
-        sequence's positions are 0 to its length - 1 (I4)."""
-        self.books.check_integrity()
-        snapshot = self.books.snapshot()
+        """The KvCache's own check; then every cell has one content, whichever sequences and nodes use it
+        (I3), and a sequence's positions are 0 to its length - 1 (I4)."""
+        self.kv_cache.check_integrity()
+        snapshot = self.kv_cache.snapshot()
         held = {seq_id: (0, s.contents) for seq_id, s in self._sequences.items()}
         seen = [(held[seq_id], runs) for seq_id, _, runs in snapshot.sequences]
-        assert len(seen) == len(self._sequences), "a sequence is lent that the engine does not have"
-        kept = [
-            ((s.start, s.contents), runs) for i, _, _, runs in snapshot.segments for s in [self._segments[i]]
-        ]
-        assert len(kept) == len(self._segments)
+        assert len(seen) == len(self._sequences), "a sequence is acquired that the engine does not have"
+        kept = [((s.start, s.contents), runs) for i, _, _, runs in snapshot.nodes for s in [self._nodes[i]]]
+        assert len(kept) == len(self._nodes)
         content_of: dict[int, int] = {}
         for (start, contents), runs in (*seen, *kept):
             position = start
@@ -230,7 +229,7 @@ class SimContext:
                     content = contents[position + i - start]
                     assert content_of.setdefault(cell + i, content) == content, "a cell has two contents"
                 position += n
-            assert position == start + len(contents), "the books and the contents differ in length"
+            assert position == start + len(contents), "the KvCache and the contents differ in length"
         assert len(content_of) == self.n_cells - self.n_cells_free, "cells are lost"
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ N_TRACED, N_WARM = 30_000, 10_000
 
 
 class Crowd:
-    """Short requests in a row, sixteen open at a time; some share a prefix, some hang up."""
+    """Short requests in a row, sixteen open at a time; some share a prefix, some are cancelled."""
 
     def __init__(self) -> None:
         bounds = limits(max_num_seqs=16, max_num_batched_tokens=256, max_num_queued_reqs=16, n_cells=512)
@@ -32,7 +32,7 @@ class Crowd:
         self.n_submitted = self.n_open = 0
 
     def run(self, n_requests: int) -> None:
-        """So many more requests, and all of them to their end."""
+        """Submit `n_requests` more and run all of them to their end."""
         rng, engine, now_s = self.rng, self.engine, 1000.0
         until = self.n_submitted + n_requests
         while self.n_submitted < until or self.n_open:
@@ -50,7 +50,8 @@ class Crowd:
 
 
 def growth(n_requests: int) -> tuple[int, int]:
-    """Bytes that the traced part and the resident size grow by over so many requests, warming up aside."""
+    """Bytes that the traced part and the resident size grow by over `n_requests` requests after the warm-
+    up."""
     tracemalloc.start()
     crowd = Crowd()
     crowd.run(N_WARM)

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fakes.core import N_PLAIN
-from llaisys.engine.outputs import EngineOutput
-from llaisys.engine.plan import Plan, View
-from llaisys.engine.sessions import SessionCall, SessionKey
+from llaisys.engine.engine_output import EngineOutput
+from llaisys.engine.scheduler import SchedulerOutput, SchedulerView
+from llaisys.engine.sessions.manager import SessionKey, SessionRequest
 from llaisys.errors import RejectedError
-from llaisys.types import FinishReason
+from llaisys.outputs import FinishReason
 from sim.world import PROMPT_MAX, Fate, World
 
 NAMES = ("a", "b", "c")
@@ -23,7 +23,7 @@ USES, CALLS = 0.5, 0.3  # shares of requests that name a session, and of steps w
 class SessionWorld(World):
     """`tokens`: what each session has to have.
 
-    Every few steps each session has its tokens, and what it pins is cached; in no step does anybody give way
+    Every few steps each session has its tokens, and what it pins is cached; in no step is a request preempted
     while a session pins anything.
     """
 
@@ -73,9 +73,9 @@ class SessionWorld(World):
         if kind == "fork":
             is_good = is_good and new not in self.tokens
         n_free = self.context.n_cells_free
-        call = SessionCall(kind=kind, client_id=client_id, name=name, other=other, n_tokens=n_tokens)  # type: ignore[arg-type]
-        self.engine.session_calls.call(call)
-        (answer,) = self.engine.session_calls.take_answers()
+        call = SessionRequest(kind=kind, client_id=client_id, name=name, other=other, n_tokens=n_tokens)  # type: ignore[arg-type]
+        self.engine.session_requests.handle(call)
+        (answer,) = self.engine.session_requests.pop_replies()
         assert self.context.n_cells_free == n_free, "a call moved cells"
         assert (answer.error is None) == is_good, (kind, answer.error)
         self.n_calls[kind] = self.n_calls.get(kind, 0) + 1
@@ -119,19 +119,19 @@ class SessionWorld(World):
 
     def _engine_step(self) -> list[EngineOutput]:
         outputs = super()._engine_step()
-        assert not self._short, "somebody gave way, or went short, while a session pinned cells"
+        assert not self._short, "a request was preempted, or found no cells, while a session pinned cells"
         return outputs
 
-    def _plan(self, view: View, now_s: float) -> Plan:
-        made = super()._plan(view, now_s)
-        lacks = bool(made.preempt or made.short)
+    def _plan(self, view: SchedulerView) -> SchedulerOutput:
+        made = super()._plan(view)
+        lacks = bool(made.preempt or made.without_cells)
         self.n_lost_pins += self._short
-        self._short = lacks and any(s.lock is not None for s in self._sessions())
+        self._short = lacks and any(s.pin is not None for s in self._sessions())
         return made
 
-    def _judge(self, fate: Fate, output: EngineOutput) -> None:
+    def _check_end(self, fate: Fate, output: EngineOutput) -> None:
         """What the session may have now: of a good end exactly what was computed, of another perhaps."""
-        super()._judge(fate, output)
+        super()._check_end(fate, output)
         request, tokens = fate.request, fate.tokens[0]
         key = (request.client_id, request.session_id)
         if output.index or not request.session_id or key not in self.tokens:
@@ -148,13 +148,12 @@ class SessionWorld(World):
         return [*self.engine.sessions._by_key.values()]
 
     def _check_sessions(self) -> None:
-        sessions, retention = self.engine.sessions, self.engine._retention
-        sessions.check()
+        sessions, cache = self.engine.sessions, self.engine._kv_cache.prefix_cache
+        sessions.check_invariants()
         assert len(sessions) == len(self.tokens)
-        assert retention is not None
         for session in self._sessions():
             assert session.token_ids.tolist() == self.tokens[session.key]
-            if session.lock is not None:
-                n, ids = session.lock.n_tokens, session.token_ids
-                match = retention.index.match(session.salt, ids, n, session.stream)
+            if session.pin is not None:
+                n, ids = session.pin.n_tokens, session.token_ids
+                match = cache.match(session.salt, ids, n, session.stream)
                 assert match.n_tokens == n <= len(ids), "what a session pins was evicted"

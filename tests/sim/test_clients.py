@@ -17,7 +17,7 @@ N_SEEDS, N_REQUESTS = 20, 200
 
 def test_no_client_below_its_share_is_starved() -> None:
     """The rules are in `ClientWorld`. Those of `World` hold too: among them, tokens are those of a request
-    alone, the oldest is not preempted, none more than three times, and no innocent request fails."""
+    alone, the oldest is not preempted, none more than three times, and no valid request fails."""
     chosen = os.environ.get("SIM_SEED")
     n_for_shares = n_preempted = 0
     for seed in range(N_SEEDS) if chosen is None else [int(chosen)]:

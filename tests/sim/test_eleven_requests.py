@@ -1,7 +1,7 @@
 """The deadlock of the eleven requests (reliability.md, 5): eight ids, twelve requests, every way to end.
 
-The ids and cells are the core's real books, and what was freed last is lent next, so that a stale use would
-be seen at once. The negative twins break one thing each, and show that its alarm rings.
+The ids and cells are those of the real core, and what was freed last is acquired next, so that a stale use
+would be seen at once. The negative twins break one thing each, and show that its alarm rings.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import pytest
 from fakes.asks import ask, limits
 from fakes.core import NON_FINITE, SamplerSpec
 from llaisys.engine.engine import LLMEngine
+from llaisys.engine.engine_output import EngineOutput
 from llaisys.engine.executor import Executor
-from llaisys.engine.outputs import EngineOutput
 from llaisys.engine.request import BrokenInvariant, EngineRequest
 from llaisys.engine.worker import Worker
 from llaisys.errors import EngineDeadError
-from llaisys.types import FinishReason
+from llaisys.outputs import FinishReason
 from sim.context import SimContext, answer
 
 N_IDS, N_PROMPT, N_OUTPUT = 8, 12, 6
@@ -60,7 +60,7 @@ class Eight:
         self.born[request.request_id] = self.n_steps
 
     def step(self) -> list[EngineOutput]:
-        """One step; the books after it; nobody is open for ever, and no id is free while somebody waits."""
+        """One step, then all checks: every request ends, and no id is free while a request waits."""
         free_before = self.context.n_seq_free
         waited = self.engine.stats().num_waiting
         outputs = self.engine.step(self.now_s)
@@ -77,7 +77,7 @@ class Eight:
         if free_before and waited:  # one token of budget is left at least: sixteen for eight ids
             n_ended = sum(output.finish_reason is not None for output in outputs)
             stats = self.engine.stats()
-            assert stats.num_waiting < waited or n_ended, "an id was free, and nobody who waits got it"
+            assert stats.num_waiting < waited or n_ended, "an id was free, and no waiting request got it"
         return outputs
 
     def run(self) -> None:
@@ -104,7 +104,7 @@ def request_of(i: int, way: str, now_s: float) -> EngineRequest:
 
 
 def alone(i: int) -> list[int]:
-    """The answer of a fresh process."""
+    """The output of a fresh process."""
     return [*islice(answer(prompt_of(i), SamplerSpec(temperature=0.0)), N_OUTPUT)]
 
 
@@ -119,7 +119,7 @@ def hang_up(world: Eight, i: int, way: str) -> None:
         world.engine.cancel(f"{i}")
 
 
-def judge(world: Eight, i: int, way: str) -> None:
+def check_end(world: Eight, i: int, way: str) -> None:
     tokens, end = world.tokens[f"{i}"], world.ends[f"{i}"]
     assert tokens == alone(i)[: len(tokens)]
     match way:
@@ -141,7 +141,7 @@ def ways(seed: int, n: int) -> Iterator[tuple[int, str]]:
 
 
 def settle(world: Eight) -> None:
-    """Nothing is held but the prefix cache, whatever happened."""
+    """Only the prefix cache holds cells, whatever happened."""
     stats = world.engine.stats()
     assert stats.num_running == stats.num_waiting == stats.kv_cells_used == 0
     assert world.context.n_seq_free == N_IDS
@@ -157,7 +157,7 @@ def test_twelve_one_after_another(seed: int) -> None:
         while world.engine.has_work():
             world.step()
             hang_up(world, i, way)
-        judge(world, i, way)
+        check_end(world, i, way)
         settle(world)
 
 
@@ -171,7 +171,7 @@ def test_twelve_at_once(seed: int) -> None:
             hang_up(world, i, way)
         world.step()
     for i, way in plans:
-        judge(world, i, way)
+        check_end(world, i, way)
     settle(world)
 
 
@@ -189,24 +189,24 @@ def test_a_thousand_in_a_loop() -> None:
             hang_up(world, i, way)
         world.step()
         for i in [i for i in open_ways if f"{i}" in world.ends]:
-            judge(world, i, open_ways.pop(i))
+            check_end(world, i, open_ways.pop(i))
             ends[world.ends[f"{i}"]] += 1
     settle(world)
     assert sum(ends.values()) == 1000
     assert min(ends[end] for end in (*FinishReason,)) > 50
 
 
-def test_the_twelfth_is_told_what_the_fourth_was() -> None:
+def test_the_twelfth_gets_the_tokens_of_the_fourth() -> None:
     """The same prompt on the same slot in a newer generation."""
-    world, lent = Eight(), []
+    world, acquired = Eight(), []
     acquire = world.context.seq_acquire
-    world.context.seq_acquire = lambda stream=0: lent.append(acquire(stream)) or lent[-1]  # type: ignore[method-assign,func-returns-value]
+    world.context.seq_acquire = lambda stream=0: acquired.append(acquire(stream)) or acquired[-1]  # type: ignore[method-assign,func-returns-value]
     for i in range(1, 13):
         world.submit(request_of(i, "length", world.now_s))
         world.run()
     assert world.tokens["4"] == world.tokens["8"] == world.tokens["12"] == alone(12)
-    assert len(lent) == len(set(lent)) == 12, "one lease each, never the same twice"
-    assert len({seq_id & 0xFF for seq_id in lent}) == 1, "the id that was freed last is lent next"
+    assert len(acquired) == len(set(acquired)) == 12, "one lease each, never the same twice"
+    assert len({seq_id & 0xFF for seq_id in acquired}) == 1, "the id that was freed last is acquired next"
 
 
 # --- negative twins: each alarm rings, with the others switched off ---
@@ -219,7 +219,7 @@ def leaking() -> Eight:
     return world
 
 
-def test_the_books_check_sees_a_leak_when_the_engine_falls_idle() -> None:
+def test_the_check_sees_a_leak_when_the_engine_falls_idle() -> None:
     world = leaking()
     world.submit(request_of(1, "length", 1000.0))
     for _ in range(N_OUTPUT - 1):
@@ -244,7 +244,7 @@ def test_the_admission_sees_a_leak_in_the_step_that_should_admit_the_ninth() -> 
 
 
 def test_a_decode_under_the_batch_index_is_seen_in_the_second_step() -> None:
-    """The old fault of two identities: prefill under the lent id, decode under the place in the batch."""
+    """The old fault of two identities: prefill under the acquired id, decode under the place in the batch."""
     world = Eight()
     world.submit(request_of(1, "length", world.now_s))
     world.run()

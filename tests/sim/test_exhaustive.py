@@ -1,7 +1,7 @@
 """Everything that three requests can do to an engine of two sequence ids and four cells, to depth 12.
 
-A state is left by every possible action; equal states are followed once. After every action the books are
-checked, and from every state the engine, left alone, ends everybody and holds nothing but the prefix cache.
+A state is left by every possible action; equal states are followed once. After every action all counts are
+verified, and from every state the engine, left alone, ends every request and keeps only the prefix cache.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import pytest
 
 from fakes.asks import ask, limits
 from fakes.core import SamplerSpec
-from llaisys.engine import cells
+from llaisys.engine import kv_cache_planner
 from llaisys.engine.engine import LLMEngine
 from llaisys.engine.executor import Executor
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.worker import Worker
-from llaisys.types import FinishReason
+from llaisys.outputs import FinishReason
 from sim.context import SimContext, answer
 
 DEPTH = 12
@@ -43,7 +43,7 @@ class Small:
         worker = Worker(self.context, SamplerSpec)  # type: ignore[arg-type]
         self.engine = LLMEngine(Executor(worker), bounds, 0)
         self.now_s = 1000.0
-        self.told: dict[str, list[int]] = {}
+        self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, FinishReason] = {}
         self.cancelled: set[str] = set()
 
@@ -51,9 +51,9 @@ class Small:
         """What can happen now."""
         engine = self.engine
         names = [request.request_id for request in REQUESTS]
-        possible = [("submit", i) for i, name in enumerate(names) if name not in self.told]
+        possible = [("submit", i) for i, name in enumerate(names) if name not in self.tokens]
         possible += [
-            ("cancel", i) for i, name in enumerate(names) if name in self.told and name not in self.ends
+            ("cancel", i) for i, name in enumerate(names) if name in self.tokens and name not in self.ends
         ]
         possible += [("fault", 0)] if not self.context.faults and engine.has_work() else []
         possible += [("pass", 0)] if self.now_s == 1000.0 else []
@@ -65,7 +65,7 @@ class Small:
         request = REQUESTS[i]
         if what == "submit":
             self.engine.submit(request)
-            self.told[request.request_id] = []
+            self.tokens[request.request_id] = []
         elif what == "cancel":
             self.engine.cancel(request.request_id)
             self.cancelled.add(request.request_id)
@@ -82,14 +82,14 @@ class Small:
         for output in self.engine.step(self.now_s):
             name = output.request_id
             assert name not in self.ends
-            self.told[name] += output.new_token_ids
+            self.tokens[name] += output.new_token_ids
             if output.finish_reason is not None:
                 self.ends[name] = output.finish_reason
                 assert output.last
-                self.judge(next(r for r in REQUESTS if r.request_id == name), output.finish_reason)
+                self.check_end(next(r for r in REQUESTS if r.request_id == name), output.finish_reason)
 
-    def judge(self, request: EngineRequest, reason: FinishReason) -> None:
-        name, tokens = request.request_id, self.told[request.request_id]
+    def check_end(self, request: EngineRequest, reason: FinishReason) -> None:
+        name, tokens = request.request_id, self.tokens[request.request_id]
         spec = SamplerSpec(temperature=0.0)
         assert tokens == [*islice(answer(request.prompt_token_ids, spec), len(tokens))]
         match reason:
@@ -103,10 +103,10 @@ class Small:
                 raise AssertionError(f"{name} ended by {reason}")
 
     def state(self) -> Any:
-        """All that decides what comes next; not the numbers of cells, ids and segments, nor of steps."""
+        """All that decides what comes next; not the numbers of cells, ids and nodes, nor of steps."""
         engine: Any = self.engine
         steps = sorted({r.last_step for r in engine._open.values()})
-        index = engine._retention.index
+        index = engine._kv_cache.prefix_cache
         return (
             tuple(
                 (r.ordinal, r.request_id, type(r.state), tuple(r.token_ids), r.num_computed, r.num_shared,
@@ -115,17 +115,18 @@ class Small:
             ),
             tuple((start, tuple(tokens), pins) for _, _, _, start, tokens, pins in index.dump()),
             tuple((node.start, node.tokens.tobytes()) for node in index._unpinned[0]),
-            repr(engine._fair), repr(engine._pending), engine._last_scan_s, engine._last_cleanup_s,
-            tuple(sorted(self.told)), tuple(sorted(self.ends)), self.now_s, self.context.faults,
+            repr(engine._round_robin), repr(engine._pending),
+            engine._last_deadline_scan_s, engine._last_cleanup_s,
+            tuple(sorted(self.tokens)), tuple(sorted(self.ends)), self.now_s, self.context.faults,
         )  # fmt: skip
 
     def end(self) -> None:
-        """Left alone, everybody ends and nothing is held but the cache."""
+        """Left alone, every request ends and only the cache holds cells."""
         for _ in range(STEPS_TO_END_MAX):
             if not self.engine.has_work():
                 break
             self.step()
-        assert self.told.keys() == self.ends.keys(), "somebody got no end"
+        assert self.tokens.keys() == self.ends.keys(), "a request did not end"
         self.engine.check()
         stats = self.engine.stats()
         assert stats.kv_cells_used == 0
@@ -140,10 +141,10 @@ def replay(path: tuple[Action, ...]) -> Small:
     return world
 
 
-@pytest.mark.parametrize("headroom", [0, 8])
+@pytest.mark.parametrize("headroom", [0, pytest.param(8, marks=pytest.mark.long)])
 def test_all_that_three_requests_can_do(headroom: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without headroom requests are let in that cannot all go on, so that they preempt each other."""
-    monkeypatch.setattr(cells, "HEADROOM_TOKENS", headroom)
+    monkeypatch.setattr(kv_cache_planner, "LOOKAHEAD_TOKENS", headroom)
     seen = set()
     n_preempted = n_evicted = n_hits = 0
     frontier: list[tuple[Action, ...]] = [()]

@@ -11,8 +11,8 @@ import pytest
 from fakes.asks import ask, limits
 from fakes.core import SamplerSpec
 from llaisys.engine.engine import LLMEngine
+from llaisys.engine.engine_output import EngineOutput
 from llaisys.engine.executor import Executor
-from llaisys.engine.outputs import EngineOutput
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.worker import Worker
 from sim.context import SimContext, answer

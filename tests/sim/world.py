@@ -1,4 +1,4 @@
-"""A simulated world: the real engine, scheduler, prefix index and books; made-up clients, time and tokens.
+"""A simulated world: the real engine, scheduler, prefix cache and KvCache; made-up clients, time and tokens.
 
 Everything follows from one seed. After every step the counts must balance and every plan must keep the
 rules; every 64 steps everything is checked; at the end each request has had its one end, with the tokens that
@@ -12,21 +12,20 @@ import zlib
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
-import llaisys.engine.engine as engine_module
 from fakes.asks import ask, limits
 from fakes.core import N_PLAIN, NON_FINITE, REFUSED, SamplerSpec
 from llaisys.engine.engine import LLMEngine
+from llaisys.engine.engine_output import EngineOutput
 from llaisys.engine.executor import Executor
-from llaisys.engine.fairness import queue_key
-from llaisys.engine.outputs import EngineOutput
-from llaisys.engine.plan import Plan, View
 from llaisys.engine.request import PREEMPTIONS_MAX, EngineRequest, derive_seed
-from llaisys.engine.scheduler import plan
+from llaisys.engine.request_queue import queue_key
+from llaisys.engine.scheduler import Scheduler, SchedulerOutput, SchedulerView
 from llaisys.engine.worker import Worker
 from llaisys.errors import ContextLengthError, QueueFullError
-from llaisys.types import FinishReason
+from llaisys.outputs import FinishReason
 from sim.context import SimContext, answer
 
 STEPS_BETWEEN_CHECKS = 64
@@ -57,7 +56,7 @@ class Mix:
 
 
 def mix_of(seed: int, n_requests: int) -> Mix:
-    """The mix of a seed: half of them (the odd ones) are short of cells; one, two and four arenas; from a
+    """The mix of a seed: half of them (the odd ones) are short of cells; one, two and four KV streams; from a
     load that leaves room to one that fills the queue; some without the prefix cache."""
     n_streams = (1, 1, 2, 4)[seed // 2 % 4]
     load = (0.8, 1.0, 1.5, 3.0, 1.0)[seed % 5]
@@ -129,6 +128,7 @@ class World:
         )
         worker = Worker(self.context, SamplerSpec, mix.n_streams)  # type: ignore[arg-type]
         self.engine = LLMEngine(Executor(worker), self.limits, self.seed)
+        self.scheduler = Scheduler()
         self.fates: dict[str, Fate] = {}  # of open requests
         self.chats: list[tuple[str, list[int]]] = []
         self.cancels: list[tuple[float, str]] = []
@@ -147,7 +147,7 @@ class World:
         return self.n_submitted + self.n_refused
 
     def arrive(self) -> None:
-        """One random request; a refusal leaves nothing behind."""
+        """One random request; a rejection has no side effects."""
         rng, mix, name = self.rng, self.mix, f"r{self.n_arrived}"
         salt, prompt = self._prompt()
         facts: dict[str, Any] = {
@@ -192,10 +192,10 @@ class World:
         return salt, prompt + [rng.randrange(N_PLAIN) for _ in range(n_prompt - len(prompt))]
 
     def _join_session(self, prompt: list[int], facts: dict[str, Any]) -> None:
-        """Nobody has a session here (`sim.sessions` does)."""
+        """No request has a session here (`sim.sessions` does)."""
 
     def _spoil(self, prompt: list[int], facts: dict[str, Any]) -> None:
-        """The request's own row comes out wrong, or the core refuses it, at the door or in a batch."""
+        """The request's own row comes out wrong, or the core refuses it, at admission or in a batch."""
         token = self.rng.choice([NON_FINITE, REFUSED])
         if token == REFUSED and facts["temperature"] > 0:
             if self.n_core_refused == N_REFUSED_MAX:
@@ -205,7 +205,7 @@ class World:
         prompt[self.rng.randrange(len(prompt))] = token
 
     def cancel(self, name: str) -> None:
-        """Somebody hangs up, perhaps after the end, perhaps twice."""
+        """A client disconnects, perhaps after the end, perhaps twice."""
         fate = self.fates.get(name)
         if fate is not None:
             fate.cancelled = True
@@ -239,7 +239,7 @@ class World:
         self.now_s += 0.004 + 0.0002 * (self.context.n_rows - n_rows)
 
     def run(self) -> None:
-        """Until everybody has had an end; then nothing is held but the prefix cache [I14]."""
+        """Run until every request has ended; then only the prefix cache holds cells [I14]."""
         while not self.is_over:
             self.step()
         self.engine.check()
@@ -251,20 +251,17 @@ class World:
         assert self.context.n_rows_max <= self.limits.max_num_batched_tokens
 
     def _engine_step(self) -> list[EngineOutput]:
-        """One step, with an eye on its plan."""
-        engine_module.plan = self._plan  # type: ignore[assignment]
-        try:
-            return self.engine.step(self.now_s)
-        finally:
-            engine_module.plan = plan
+        """One step, whose plan is checked."""
+        self.engine._scheduler = SimpleNamespace(schedule=self._plan)  # type: ignore[assignment]
+        return self.engine.step(self.now_s)
 
     # --- rules ---
 
-    def _plan(self, view: View, now_s: float) -> Plan:
-        made = plan(view, now_s)
+    def _plan(self, view: SchedulerView) -> SchedulerOutput:
+        made, now_s = self.scheduler.schedule(view), view.now_s
         n_tokens = len(made.decode) + sum(chunk.n_tokens for chunk in made.chunks)
         assert n_tokens <= self.limits.max_num_batched_tokens
-        assert len(made.decode) + len(made.chunks) <= self.limits.n_seats
+        assert len(made.decode) + len(made.chunks) <= self.limits.n_batch_slots
         stayed = [r for r in view.running if r.ordinal not in made.expire]
         preempted = [r for r in stayed if r.ordinal in made.preempt]
         assert len(preempted) == len(made.preempt)
@@ -273,9 +270,9 @@ class World:
             assert all(r.num_preempted < PREEMPTIONS_MAX for r in preempted), "one was preempted too often"
         if not stayed and any(r.source.deadline_s > now_s for r in view.waiting):
             pinned = self.engine.sessions.n_pinned  # it is planned again without them
-            assert made.admit or pinned, "nothing runs, somebody waits, and nobody was let in"  # [I10]
+            assert made.admit or pinned, "nothing runs, a request waits, and none was admitted"  # [I10]
         if self.n_steps % STEPS_BETWEEN_CHECKS == 0:
-            assert plan(view, now_s) == made, "equal views gave two plans"
+            assert self.scheduler.schedule(view) == made, "equal views gave two plans"
         self.trace = zlib.crc32(repr((made.admit, made.preempt, made.expire)).encode(), self.trace)
         return made
 
@@ -302,7 +299,7 @@ class World:
             return
         over = None not in fate.reasons
         assert output.last == over, "the last output is the one that ends the last choice"
-        self._judge(fate, output)
+        self._check_end(fate, output)
         if over:
             self._forget(fate)
 
@@ -316,7 +313,7 @@ class World:
             else:
                 self.chats[self.rng.randrange(48)] = chat
 
-    def _judge(self, fate: Fate, output: EngineOutput) -> None:
+    def _check_end(self, fate: Fate, output: EngineOutput) -> None:
         """An end of the right kind, at the right time, with the tokens of the request alone [I3, I4]."""
         request, tokens, reason = fate.request, fate.tokens[output.index], output.finish_reason
         assert reason is not None
@@ -336,7 +333,7 @@ class World:
             case FinishReason.LENGTH:
                 assert len(tokens) == params.max_tokens
             case FinishReason.ERROR:
-                assert trouble, f"an innocent request failed: {output.error}"
+                assert trouble, f"a valid request failed: {output.error}"
                 assert tokens == []
             case FinishReason.ABORT:
                 assert fate.cancelled

@@ -1,4 +1,4 @@
-"""The comparison with other engines: what reads their output and makes the ratios. No engine runs."""
+"""The comparison with other engines: parsing of their output and the ratios. No engine runs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from pathlib import Path
 BENCH = Path(__file__).parents[2] / "benches" / "peers.py"
 
 
-def test_the_benchmark_understands_its_peers_and_its_arithmetic_is_right() -> None:
+def test_peer_outputs_are_parsed_and_ratios_are_correct() -> None:
     done = subprocess.run([sys.executable, str(BENCH), "--smoke"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

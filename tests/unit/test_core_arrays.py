@@ -58,30 +58,30 @@ def arguments(runner: Runner) -> list[Argument]:
         return Argument(name, rows[name], lambda value: decode(**{name: value}))
 
     ids, spec = np.arange(4, dtype=np.int32), _core.SamplerSpec()
-    books = _core.Books(n_cells=8, n_seq_max=1)
-    of_books = books.seq_acquire()
-    booked: dict[str, Any] = {
+    kv = _core.KvCache(n_cells=8, n_seq_max=1)
+    kv_seq = kv.seq_acquire()
+    kv_arrays: dict[str, Any] = {
         "positions": np.arange(3, dtype=np.int32),
         "n_seq_id": np.ones(3, np.int32),
-        "seq_ids": np.full(3, of_books, np.int64),
+        "seq_ids": np.full(3, kv_seq, np.int64),
     }
 
     def extend(**changed: Any) -> None:
-        books.extend(**{**booked, **changed})
-        books.kv_seq_rm(of_books, 0, -1)
+        kv.extend(**{**kv_arrays, **changed})
+        kv.kv_seq_rm(kv_seq, 0, -1)
 
-    def book(name: str) -> Argument:
-        return Argument(name, booked[name], lambda value: extend(**{name: value}))
+    def kv_argument(name: str) -> Argument:
+        return Argument(name, kv_arrays[name], lambda value: extend(**{name: value}))
 
     runner.extend(seq, [1, 2, 3], 0)
-    context.kv_retain(1, seq, 0, 3)
-    cells = context.kv_export(1, 0, 3)
-    context.kv_segment_trim(1, 0)
+    context.kv_node_cache(1, seq, 0, 3)
+    cells = context.kv_node_export(1, 0, 3)
+    context.kv_node_trim(1, 0)
     context.kv_seq_rm(seq, 0, -1)
 
     def import_cells(data: Array) -> None:
-        context.kv_import(2, 0, 0, data)
-        context.kv_segment_trim(2, 0)
+        context.kv_node_import(2, 0, 0, data)
+        context.kv_node_trim(2, 0)
 
     weight = np.random.default_rng(7).standard_normal(WEIGHT_SHAPE, np.float32)
     return [
@@ -92,7 +92,7 @@ def arguments(runner: Runner) -> list[Argument]:
         Argument("output_ids", ids, lambda value: context.set_sampler(seq, spec, ids, value)),
         Argument("data", cells, import_cells),
         Argument("values", weight, lambda value: context.replace_weight(WEIGHT, value)),
-        *(book(name) for name in booked),
+        *(kv_argument(name) for name in kv_arrays),
     ]
 
 

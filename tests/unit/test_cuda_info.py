@@ -15,7 +15,7 @@ from llaisys import _core
 from llaisys.config import Config, cuda_library_folders
 from llaisys.engine import start
 from llaisys.errors import RejectedError, UnsupportedError
-from llaisys.types import CudaDevice, CudaInfo
+from llaisys.model_info import CudaDevice, CudaInfo
 
 VARIABLES = ("LLAISYS_CUDA_LIB_DIR", "CONDA_PREFIX", "CUDA_PATH", "CUDA_HOME")
 
@@ -49,7 +49,7 @@ def test_a_device_that_cannot_be_used_is_refused_with_the_reason(monkeypatch: py
     device = CudaDevice("NVIDIA H100", 90, 80 << 30)
     monkeypatch.setattr(start, "cuda_info", lambda: CudaInfo(None, "13.0", "13.0", (device,), ("/x",)))
     assert start.check_gpu(0) == device
-    with pytest.raises(UnsupportedError, match="cuda_device is 1, this machine's are 0 to 0") as caught:
+    with pytest.raises(UnsupportedError, match="cuda_device is 1, but this machine has 0 to 0") as caught:
         start.check_gpu(1)
     assert caught.value.param == "cuda_device"
 

@@ -1,4 +1,4 @@
-"""Settings that name a file: none of them waits for a FIFO, and what is no regular file is said."""
+"""Settings that name a file: none blocks on a FIFO, and other than regular files are rejected."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 from llaisys.config import FILE_BYTES_MAX, Config, load_config
 from llaisys.errors import RejectedError
 from llaisys.files import open_regular
-from llaisys.server.keys import Keyring
-from llaisys.server.listen import tls_options
-from llaisys.text.files import read_text
+from llaisys.server.listener import tls_options
+from llaisys.server.middleware.auth import Keyring
+from llaisys.text.model_files import read_text
 
 
 @pytest.fixture
 def fifo(tmp_path: Path) -> Path:
-    """One that nobody writes to: opening it as a plain file would wait without end."""
+    """A FIFO without a writer: opening it as a plain file would block forever."""
     os.mkfifo(tmp_path / "fifo")
     return tmp_path / "fifo"
 
@@ -33,7 +33,7 @@ def test_a_regular_file_is_opened_and_so_is_a_link_to_one(tmp_path: Path) -> Non
             assert file.read() == b"text"
 
 
-def test_all_else_is_refused_at_once(tmp_path: Path, fifo: Path) -> None:
+def test_other_files_are_rejected_at_once(tmp_path: Path, fifo: Path) -> None:
     n_open = len(os.listdir("/proc/self/fd"))
     for path in (fifo, tmp_path, Path("/dev/zero"), Path("/dev/tty"), tmp_path / "missing"):
         with pytest.raises(OSError, match=r"regular file|No such"):
@@ -53,7 +53,7 @@ def test_all_else_is_refused_at_once(tmp_path: Path, fifo: Path) -> None:
         ("model", read_text),  # a chat template, and each text file of a model folder
     ],
 )
-def test_a_fifo_is_refused_by_the_name_of_its_setting(
+def test_a_fifo_is_rejected_by_the_name_of_its_setting(
     fifo: Path, param: str, read: Callable[[Path], object]
 ) -> None:
     with pytest.raises(RejectedError, match=f"{fifo}: it is not a regular file") as caught:
@@ -72,7 +72,7 @@ def test_a_configuration_may_come_from_another_program() -> None:
         os.close(reading)
 
 
-def test_a_configuration_without_an_end_or_that_is_no_text(tmp_path: Path) -> None:
+def test_an_endless_or_binary_configuration_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(RejectedError, match=f"/dev/zero is larger than {FILE_BYTES_MAX} bytes"):
         load_config(yaml_path=Path("/dev/zero"))
     (tmp_path / "c.yaml").write_bytes(b"\xff")

@@ -1,4 +1,5 @@
-"""Verdicts on grammars: a process compiles each first, and one that exceeds its limits ends that process."""
+"""Trials of grammars: a worker process compiles each first, and one that exceeds its limits ends that
+process."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import pytest
 from fakes import core, text
 from hostile_grammars import ALL, REFUSED
 from llaisys import grammar_trials
-from llaisys.engine.grammar import GrammarTokens
+from llaisys.engine.grammar import GrammarTokenizer
 from llaisys.errors import (
     EngineDeadError,
     QueueFullError,
@@ -24,9 +25,9 @@ from llaisys.errors import (
 )
 from llaisys.grammar_trials import LIMITS, GrammarTrials
 from llaisys.job_pool import JobPool
-from llaisys.types import StructuredOutputsParams as Spec
+from llaisys.sampling_params import StructuredOutputsParams as Spec
 
-TOKENS = GrammarTokens(text.tokenizer().to_json(), (text.EOS, text.EOT), core.VOCAB_SIZE)
+TOKENS = GrammarTokenizer(text.tokenizer().to_json(), (text.EOS, text.EOT), core.VOCAB_SIZE)
 # Tens of seconds of compiling, unless something ends it.
 LONG = Spec(json={"type": "integer", "multipleOf": 999983})
 
@@ -47,7 +48,7 @@ def shared() -> Iterator[GrammarTrials]:
 
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The grammars that a process has been given, in order."""
+    """The grammars that a worker process got, in order."""
     found: list[Any] = []
     call = JobPool.call
 
@@ -61,11 +62,11 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def processes() -> list[psutil.Process]:
     children = psutil.Process().children()
-    return [child for child in children if "grammar_job" in " ".join(child.cmdline())]
+    return [child for child in children if "grammar_worker" in " ".join(child.cmdline())]
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_hostile_grammar_has_a_verdict(shared: GrammarTrials, name: str) -> None:
+def test_a_hostile_grammar_has_a_result(shared: GrammarTrials, name: str) -> None:
     spec = Spec(**ALL[name])
     if name not in REFUSED:
         with contextlib.suppress(RejectedError):
@@ -90,7 +91,7 @@ def test_the_limit_is_named(trials: GrammarTrials, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-async def test_a_verdict_is_kept(trials: GrammarTrials, tried: list[Any], blocking: bool) -> None:
+async def test_a_result_is_cached(trials: GrammarTrials, tried: list[Any], blocking: bool) -> None:
     async def check(spec: Spec) -> None:
         trials.check_now(spec) if blocking else await trials.check(spec)
 
@@ -102,16 +103,16 @@ async def test_a_verdict_is_kept(trials: GrammarTrials, tried: list[Any], blocki
     assert error.value.param == "structured_outputs.regex"
 
 
-async def test_a_verdict_is_kept_for_its_client_alone(trials: GrammarTrials, tried: list[Any]) -> None:
+async def test_a_result_is_cached_only_for_its_client(trials: GrammarTrials, tried: list[Any]) -> None:
     for client in ("a", "b", "a"):
         await trials.check(Spec(regex="a+"), client)
     assert tried == ["a+", "a+"]
 
 
-async def test_kept_verdicts_are_bounded(
+async def test_cached_results_are_bounded(
     trials: GrammarTrials, tried: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_trials, "VERDICTS_MAX", 2)
+    monkeypatch.setattr(grammar_trials, "RESULTS_MAX", 2)
     for regex in ("a", "b", "a", "c", "a", "b"):
         await trials.check(Spec(regex=regex))
     assert tried == ["a", "b", "c", "b"], "the one used least recently goes"
@@ -165,8 +166,8 @@ def test_no_grammar_no_process() -> None:
     trials.close()
 
 
-@pytest.mark.parametrize("tokens", [replace(TOKENS, eos_token_ids=()), replace(TOKENS, tokenizer="{}")])
-def test_a_model_that_cannot_have_grammars_is_refused(tokens: GrammarTokens) -> None:
+@pytest.mark.parametrize("tokens", [replace(TOKENS, eos_token_ids=()), replace(TOKENS, tokenizer_json="{}")])
+def test_a_model_without_support_for_grammars_is_rejected(tokens: GrammarTokenizer) -> None:
     trials = GrammarTrials(tokens)
     for _ in range(2):
         with pytest.raises(UnsupportedError) as error:

@@ -1,4 +1,5 @@
-"""Frames between two processes: whole and in order, never a wait to send, and a death that is always seen."""
+"""Frames between two processes: complete and in order, sending never waits, and a death is always
+detected."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ SECOND = 30.0  # long enough: nothing waits for it unless it hangs
 
 @pytest.fixture
 def ends() -> Iterator[tuple[Channel, socket.socket]]:
-    """Ours, and the peer's bare socket."""
+    """Our channel, and the peer's plain socket."""
     ours, theirs = socket.socketpair()
     channel = Channel(ours)
     yield channel, theirs
@@ -117,7 +118,7 @@ def test_a_death_is_the_end_after_all_that_was_sent(ends: tuple[Channel, socket.
             channel.receive(SECOND)
 
 
-def test_a_frame_to_a_dead_peer_is_lost_and_its_last_words_are_not(
+def test_a_frame_to_a_dead_peer_is_lost_and_its_last_frames_are_not(
     ends: tuple[Channel, socket.socket],
 ) -> None:
     channel, peer = ends
@@ -133,7 +134,7 @@ def test_a_frame_to_a_dead_peer_is_lost_and_its_last_words_are_not(
         channel.receive(SECOND)
 
 
-def test_a_closed_channel_takes_anything_and_its_peer_sees_the_end(
+def test_a_closed_channel_drops_frames_and_its_peer_sees_the_end(
     ends: tuple[Channel, socket.socket],
 ) -> None:
     channel, peer = ends
@@ -157,7 +158,7 @@ def test_frames_are_bounded(ends: tuple[Channel, socket.socket], monkeypatch: py
         channel.receive(SECOND)
 
 
-def test_a_peer_that_lets_too_much_pile_up_is_given_up(
+def test_a_peer_with_too_many_queued_bytes_is_given_up(
     ends: tuple[Channel, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ipc, "QUEUED_BYTES_MAX", 1 << 20)

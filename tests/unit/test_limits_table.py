@@ -16,11 +16,11 @@ import yaml
 from fakes import core
 from fakes.asks import ask
 from fakes.engines import NOW, Engine
-from llaisys.cli.flags import flag_of
+from llaisys.cli.config_flags import flag_of
 from llaisys.config import Config, load_config
-from llaisys.engine.capacity import Capacity, size
-from llaisys.engine.machine import Cpus
-from llaisys.engine.sessions import SessionCall
+from llaisys.engine.host import Cpus
+from llaisys.engine.memory import Capacity, size_engine
+from llaisys.engine.sessions.manager import SessionRequest
 from llaisys.engine.worker import inspect_model
 from llaisys.errors import (
     ContextLengthError,
@@ -30,12 +30,12 @@ from llaisys.errors import (
     RejectedError,
     RequestTimeoutError,
 )
-from llaisys.server.errors import TABLE
-from llaisys.server.limits import BodyGate, BodyLimits
-from llaisys.server.listen import bind
-from llaisys.server.pieces import ResponseBytes
-from llaisys.server.rates import RateGate
-from llaisys.types import FinishReason
+from llaisys.outputs import FinishReason
+from llaisys.server.http_errors import TABLE
+from llaisys.server.listener import bind
+from llaisys.server.middleware.body_limits import BodyLimitMiddleware, BodyLimits
+from llaisys.server.middleware.rate_limits import RateLimitMiddleware
+from llaisys.server.response_body import ResponseBytes
 from middleware import of_a_door, reading
 from server_limits import max_chat_bytes_per_key
 
@@ -64,7 +64,7 @@ def rows() -> dict[str, Row]:
 
 def sized(**settings: Any) -> Capacity:
     info = replace(inspect_model(Path("fake")), max_position_embeddings=4096)
-    return size(load_config({"num_kv_cells": 4096, **settings}), info, 2**30, Cpus(2))
+    return size_engine(load_config({"num_kv_cells": 4096, **settings}), info, 2**30, Cpus(2))
 
 
 def made(**settings: Any) -> Engine:
@@ -332,8 +332,8 @@ def session_kv_share() -> None:
 
 def session_store() -> None:
     engine = made()
-    engine.engine.session_calls.call(SessionCall(kind="save", name="a", other="b"))
-    (answer,) = engine.engine.session_calls.take_answers()
+    engine.engine.session_requests.handle(SessionRequest(kind="save", name="a", other="b"))
+    (answer,) = engine.engine.session_requests.pop_replies()
     assert (status(answer.error), answer.error is not None and answer.error.param) == (400, "session_store")
     assert sized(session_store="somewhere").limits.session_store == Path("somewhere")
 
@@ -347,8 +347,8 @@ def enable_prefix_caching() -> None:
         assert engine.cached["b"] == (29 if enabled else 0)
 
 
-def bodies(**settings: Any) -> BodyGate:
-    return BodyGate(reading, BodyLimits.of(load_config(settings)))
+def bodies(**settings: Any) -> BodyLimitMiddleware:
+    return BodyLimitMiddleware(reading, BodyLimits.of(load_config(settings)))
 
 
 def max_body_bytes() -> None:
@@ -374,7 +374,7 @@ def answers(*sizes: int, **settings: Any) -> list[int]:
 
 
 def max_response_bytes() -> None:
-    """`test_estimate.py` has those that are refused before they run."""
+    """`test_size_estimate.py` has those that are refused before they run."""
     assert answers(3, 4, max_response_bytes=3) == [200, 400]
 
 
@@ -393,11 +393,11 @@ def send_timeout_s() -> None:
 
 
 def max_concurrent_requests_per_key() -> None:
-    assert of_a_door(RateGate(reading, 2, None), b"", b"", b"") == [200, 200, 429]
+    assert of_a_door(RateLimitMiddleware(reading, 2, None), b"", b"", b"") == [200, 200, 429]
 
 
 def max_requests_per_minute_per_key() -> None:
-    assert of_a_door(RateGate(reading, None, 2), b"", b"", b"") == [200, 200, 429]
+    assert of_a_door(RateLimitMiddleware(reading, None, 2), b"", b"", b"") == [200, 200, 429]
 
 
 BEHAVIOURS: dict[str, Callable[[], None]] = {
@@ -460,7 +460,7 @@ def test_the_design_s_file_is_the_design_s_column() -> None:
     design = {key: str(value) for key, value in yaml.safe_load(DESIGN.read_text("utf-8")).items()}
     assert design == {key: row.design for key, row in rows().items() if row.design}
     config = load_config(yaml_path=DESIGN)
-    assert size(config, inspect_model(Path("fake")), 2**34, Cpus(2)).limits.n_seats == 4
+    assert size_engine(config, inspect_model(Path("fake")), 2**34, Cpus(2)).limits.n_batch_slots == 4
 
 
 def test_the_design_as_a_whole() -> None:
@@ -469,7 +469,7 @@ def test_the_design_as_a_whole() -> None:
     info = replace(
         inspect_model(Path("fake")), max_position_embeddings=4096, kv_bytes_per_cell={"bfloat16": 2**18}
     )
-    engine = Engine(bounds=size(config, info, 2**34, Cpus(2)).limits)
+    engine = Engine(bounds=size_engine(config, info, 2**34, Cpus(2)).limits)
     assert engine.engine.limits.n_cells == 4096, "1,024 MiB are fewer than 4 Mi cells"
     prompts = {f"{i}": [i] * (i + 1) for i in range(100)}
     for name, prompt in prompts.items():

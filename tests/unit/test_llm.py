@@ -1,4 +1,4 @@
-"""LLM over the fake core: prompt forms, order, many prompts, threads, ends."""
+"""LLM over the fake core: prompt forms, order, many prompts, threads, shutdown."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import llaisys
 from fakes import core, text
 from llaisys import LLM, SamplingParams
 from llaisys.errors import ContextLengthError, EngineDeadError, RejectedError
-from llaisys.output import OutputProcessor
-from llaisys.types import RequestOutput
+from llaisys.output_processor import OutputProcessor
+from llaisys.outputs import RequestOutput
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10)
 pytestmark = pytest.mark.usefixtures("fake_model")
@@ -49,7 +49,7 @@ def test_every_form_of_a_prompt(llm: LLM) -> None:
     assert llm.generate([], GREEDY) == []
 
 
-def test_a_whole_answer(llm: LLM) -> None:
+def test_a_whole_completion(llm: LLM) -> None:
     (output,) = llm.generate(prompt(1, 2), SamplingParams(temperature=0, max_tokens=3, logprobs=1))
     (answer,) = output.outputs
     assert output.finished
@@ -74,7 +74,7 @@ def test_a_thousand_prompts_through_a_queue_of_256(llm: LLM) -> None:
     "settings",
     [{"max_num_seqs": 1, "max_num_queued_reqs": 0}, {"num_kv_cells": 130}, {"max_num_batched_tokens": 3}],
 )
-def test_tokens_do_not_depend_on_the_room(settings: dict[str, int]) -> None:
+def test_tokens_do_not_depend_on_the_capacity(settings: dict[str, int]) -> None:
     prompts = [prompt(*range(i, i + 5)) for i in range(30)]
     with LLM("fake", **settings) as small:
         assert tokens(small.generate(prompts, GREEDY)) == [
@@ -105,7 +105,7 @@ def test_eos_ends_and_is_not_text(llm: LLM) -> None:
     assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", None)
 
 
-def test_the_models_defaults_are_used_where_nothing_is_said(llm: LLM) -> None:
+def test_the_models_defaults_are_used_without_parameters(llm: LLM) -> None:
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0)
     assert tokens(llm.generate(prompt(1))) == [core.answer([1], 16)]
 
@@ -130,7 +130,7 @@ def test_chat_takes_one_conversation_or_many(llm: LLM) -> None:
         ([1, "hi"], RejectedError, "'hi'"),
     ],
 )
-def test_wrong_asks_are_refused_before_anything_runs(
+def test_invalid_requests_are_rejected_before_any_runs(
     llm: LLM, bad: Any, error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=says):
@@ -172,7 +172,7 @@ def test_several_threads_share_one_model() -> None:
             assert tokens(call.result(60)) == [core.answer([i, j], 10) for j in range(20)]
 
 
-def test_an_interrupted_call_cancels_what_is_open(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_call_cancels_open_requests(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     process = OutputProcessor.process
 
     def interrupted(processor: OutputProcessor, event: Any) -> RequestOutput:
@@ -228,7 +228,7 @@ def test_settings_are_checked_by_name() -> None:
         assert small.model_info.vocab_size == core.VOCAB_SIZE
 
 
-def test_the_progress_bar_is_asked_for(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_progress_bar_is_opt_in(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(prompt(1), GREEDY)
     assert capsys.readouterr().err == ""
     llm.generate([prompt(1)] * 3, GREEDY, use_tqdm=True)
@@ -251,7 +251,7 @@ def test_a_dropped_llm_frees_its_engine() -> None:
     before = set(threading.enumerate())
     made = LLM("fake")
     threads = set(threading.enumerate()) - before
-    assert {thread.name for thread in threads} == {"llaisys-engine", "llaisys-verdict"}
+    assert {thread.name for thread in threads} == {"llaisys-engine", "llaisys-watchdog"}
     del made
     gc.collect()
     for thread in threads:
@@ -262,7 +262,7 @@ def test_a_dropped_llm_frees_its_engine() -> None:
 def test_the_package_is_lazy_and_lists_its_names() -> None:
     script = "import sys, llaisys; print('numpy' in sys.modules, llaisys.SamplingParams.__module__)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "llaisys.types"]
+    assert done.stdout.split() == ["False", "llaisys.sampling_params"]
     assert {"LLM", "AsyncLLM", "SamplingParams"} <= set(dir(llaisys))
     with pytest.raises(AttributeError, match="Llm"):
         llaisys.Llm  # noqa: B018 -- the access is the test
@@ -273,8 +273,8 @@ def n_cached(llm: LLM, ids: list[int], **more: Any) -> int:
     return output.num_cached_tokens
 
 
-def test_a_session_keeps_what_others_push_out() -> None:
-    """Its next turn computes what is new; without one everything was pushed out."""
+def test_a_session_keeps_what_others_evict() -> None:
+    """Its next turn computes only the new tokens; without a session all were evicted."""
     chat = [*range(1, 31)]
     for session, want in (("chat", 39), ("", 0)):
         with LLM("fake", num_kv_cells=128, max_model_len=64, max_num_seqs=1) as llm:

@@ -1,4 +1,4 @@
-"""The log of a process: a reader of stderr that stops costs lines, which are counted, and nothing else."""
+"""The log of a process: a stopped reader of stderr only loses lines, which are counted."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def record(name: str, message: str, error: Exception | None = None) -> logging.L
     return logging.LogRecord(name, logging.WARNING, __file__, 1, message, (), info)
 
 
-def test_a_reader_that_stops_costs_lines_and_is_told_how_many(pipe: tuple[int, int]) -> None:
-    """`write` returns although nothing is read; afterwards come the lines that were kept, and the count."""
+def test_a_stopped_reader_loses_lines_and_gets_their_count(pipe: tuple[int, int]) -> None:
+    """`write` returns although nothing is read. Later, the reader gets the buffered lines and the count."""
     reader, fd = pipe
     writer = LineWriter(fd, bytes_max=1000)
     for number in range(1000):
@@ -53,7 +53,7 @@ def test_a_reader_that_stops_costs_lines_and_is_told_how_many(pipe: tuple[int, i
     os.close(reader)
 
 
-def test_a_reader_that_is_gone_costs_lines_only(pipe: tuple[int, int], tmp_path: Path) -> None:
+def test_a_closed_reader_only_loses_lines(pipe: tuple[int, int], tmp_path: Path) -> None:
     reader, fd = pipe
     os.close(reader)
     writer = LineWriter(fd)

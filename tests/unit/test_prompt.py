@@ -1,4 +1,4 @@
-"""What of a prompt and of bad words goes to the engine, through both doors."""
+"""Truncated prompts and tokenized bad words, through LLM and AsyncLLM."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from fakes import core, text
 from llaisys import LLM, SamplingParams
+from llaisys.async_llm import AsyncLLM
 from llaisys.config import Config
 from llaisys.errors import RejectedError
-from llaisys.prompt import bad_word_ids, truncated
-from llaisys.service import AsyncLLM
+from llaisys.prompt import tokenize_bad_words, truncate_prompt
 
 TOKENIZER = text.tokenizer()
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 5}
@@ -28,24 +28,26 @@ def ids(shown: str) -> tuple[int, ...]:
     st.one_of(st.none(), st.just(-1), st.integers(1, 40)),
     st.one_of(st.none(), st.integers(1, 30)),
 )
-def test_the_end_of_a_prompt_stays(prompt: list[int], n_kept: int | None, max_tokens: int | None) -> None:
+def test_truncation_keeps_the_end_of_a_prompt(
+    prompt: list[int], n_kept: int | None, max_tokens: int | None
+) -> None:
     params = SamplingParams(truncate_prompt_tokens=n_kept, max_tokens=max_tokens)
-    cut = truncated(prompt, params, 20)
+    cut = truncate_prompt(prompt, params, 20)
     n_most = {None: 30, -1: max(1, 20 - (max_tokens or 1))}.get(n_kept, n_kept)
     assert cut == prompt[len(prompt) - min(len(prompt), n_most or 0) :]
-    assert truncated(cut, params, 20) == cut
+    assert truncate_prompt(cut, params, 20) == cut
 
 
 def test_a_bad_word_stands_alone_and_after_a_space() -> None:
-    assert bad_word_ids(TOKENIZER, ["no", " no", "é"]) == (ids("no"), ids(" no"), ids("é"), ids(" é"))
-    assert bad_word_ids(TOKENIZER, []) == ()
+    assert tokenize_bad_words(TOKENIZER, ["no", " no", "é"]) == (ids("no"), ids(" no"), ids("é"), ids(" é"))
+    assert tokenize_bad_words(TOKENIZER, []) == ()
     with pytest.raises(RejectedError, match="bad_words"):
-        bad_word_ids(TOKENIZER, ["  "])
+        tokenize_bad_words(TOKENIZER, ["  "])
 
 
 @pytest.fixture
 def specs(monkeypatch: pytest.MonkeyPatch) -> list[core.SamplerSpec]:
-    """Every sampler that the core was given."""
+    """Record every sampler that the core receives."""
     seen: list[core.SamplerSpec] = []
     attach = core.Context.set_sampler
 

@@ -8,11 +8,11 @@ import pytest
 
 from fakes import core
 from fakes.service import FakeService
+from llaisys.async_llm import AsyncLLM
 from llaisys.config import Config
 from llaisys.errors import RejectedError
 from llaisys.registry import ModelRegistry
-from llaisys.service import AsyncLLM
-from llaisys.types import SamplingParams
+from llaisys.sampling_params import SamplingParams
 
 A, B = FakeService(model_names=("a", "a2")), FakeService(model_names=("b", "default/b"))
 

@@ -1,4 +1,4 @@
-"""The watchdog's thread: it looks by itself, tells once, holds nobody up. The verdicts are tested in Rust."""
+"""The watchdog thread polls, reports once and blocks nothing. The stall reasons are tested in Rust."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def progress() -> Iterator[_core.Progress]:
 
 def told(watchdog: _core.Watchdog) -> bytes:
     readable, _, _ = select.select([watchdog], [], [], TOO_LONG_S)
-    assert readable, "no verdict"
+    assert readable, "no stall reason"
     with open(watchdog.fileno(), "rb", closefd=False) as pipe:
         return pipe.read(1)
 
@@ -45,19 +45,19 @@ def test_progress_counts_what_was_done() -> None:
         assert progress.n_layers_begun > 0
         runner.context.seq_release(seq)
         seen: list[int] = []
-        thread = threading.Thread(target=lambda: seen.append(progress.n_sequences_returned))
+        thread = threading.Thread(target=lambda: seen.append(progress.n_sequences_released))
         thread.start()
         thread.join()
-        assert (progress.n_sequences_lent, seen) == (1, [1])
+        assert (progress.n_sequences_acquired, seen) == (1, [1])
     assert progress.n_rows_committed == 3, "readable after the context is closed"
 
 
-def test_waiting_without_admission_is_told_once(progress: _core.Progress) -> None:
+def test_waiting_without_admission_is_reported_once(progress: _core.Progress) -> None:
     watchdog = _core.Watchdog(progress, period_s=0.01, admit_s=0.05)
-    assert watchdog.verdict is None
+    assert watchdog.stall_reason is None
     watchdog.report(waiting=3, running=0)
     assert told(watchdog) == b"2"
-    assert watchdog.verdict == "V2"
+    assert watchdog.stall_reason == "V2"
     watchdog.close()
     watchdog.close()
     with open(watchdog.fileno(), "rb", closefd=False) as pipe:
@@ -75,21 +75,21 @@ def test_a_deadline_and_a_loop_are_watched(progress: _core.Progress) -> None:
     still.close()
 
 
-def test_a_late_loop_is_told_each_time_and_is_no_verdict(progress: _core.Progress) -> None:
+def test_a_late_loop_is_reported_each_time_and_is_no_stall(progress: _core.Progress) -> None:
     late = _core.Watchdog(progress, period_s=0.01, late_s=0.05, loop_s=1000)
     for _ in range(3):
         late.beat()
         assert told(late) == b"L"
-    assert late.verdict is None
+    assert late.stall_reason is None
     late.close()
     with open(late.fileno(), "rb", closefd=False) as pipe:
         assert pipe.read() == b"", "once each time"
 
 
 @pytest.mark.parametrize("acknowledged", [True, False])
-def test_a_verdict_that_nobody_acts_on_ends_the_process(acknowledged: bool) -> None:
-    """Also while the main thread holds the GIL for good: here inside one call of C that takes ages. No exit
-    handler runs, which could wait for what is stuck: the one here would end the process with code 4."""
+def test_an_unacknowledged_stall_ends_the_process(acknowledged: bool) -> None:
+    """Even while the main thread holds the GIL, here inside one very long C call. No exit handler runs,
+    because it could wait for what is stuck: the handler here would end the process with code 4."""
     code = f"""
 import ctypes, re, sys
 libc = ctypes.CDLL(None)
@@ -110,11 +110,11 @@ re.match("(a+)+$", "a" * 60 + "b")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, check=False)
     assert done.returncode == (3 if acknowledged else 70), done.stderr
-    assert (b"after the watchdog's verdict V2" in done.stderr) is not acknowledged
+    assert (b"V2; ending with exit code" in done.stderr) is not acknowledged
 
 
 @pytest.mark.parametrize("setting", ["period_s", "admit_s", "late_s", "step_factor", "exit_after_s"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), 1e9])
-def test_spans_that_cannot_be_are_refused(progress: _core.Progress, setting: str, value: float) -> None:
+def test_impossible_durations_are_refused(progress: _core.Progress, setting: str, value: float) -> None:
     with pytest.raises(RejectedError, match=setting):
         _core.Watchdog(progress, **{setting: value})

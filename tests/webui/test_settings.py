@@ -11,7 +11,7 @@ from playwright.sync_api import Locator, expect
 
 from chatpage import COMPLETIONS, Chat
 from llaisys.errors import RejectedError
-from llaisys.types import SamplingParams
+from llaisys.sampling_params import SamplingParams
 
 
 def settings(chat: Chat) -> Locator:

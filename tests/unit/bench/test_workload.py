@@ -19,7 +19,7 @@ from llaisys.bench.workload import Workload, arrival_times
         Workload(dataset="chat", num_prompts=6, turns=3, input_len=5),
     ],
 )
-def test_a_seed_is_a_workload(workload: Workload) -> None:
+def test_a_seed_determines_the_workload(workload: Workload) -> None:
     assert workload.draw(3) == workload.draw(3)
     assert workload.draw(3) != workload.draw(4)
 
@@ -78,6 +78,6 @@ def test_gaps_have_the_spread_that_burstiness_names(burstiness: float) -> None:
     assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.08)
 
 
-def test_infinite_burstiness_is_a_metronome() -> None:
+def test_infinite_burstiness_gives_constant_gaps() -> None:
     times = arrival_times(5, 4.0, math.inf, 0)
     assert {later - earlier for earlier, later in itertools.pairwise(times)} == {0.25}

@@ -1,4 +1,4 @@
-"""The flags of `llaisys bench`: vLLM's names, and errors that say what would be right."""
+"""The flags of `llaisys bench`: vLLM's names, and errors that say how to fix them."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def parse(*arguments: str) -> argparse.Namespace:
         (["serve", "--request-rate", "nan"], "nan is not above 0"),
         (["serve", "--burstiness", "-1"], "-1 is not above 0"),
         (["serve", "--max-concurrency", "x"], "'x' is not a whole number"),
-        (["serve", "--random-range-ratio", "1"], "1 is not in 0 to 1"),
+        (["serve", "--random-range-ratio", "1"], "1 is not in [0, 1)"),
         (["serve", "--goodput", "itl:3"], "'itl:3' is not NAME:MS, NAME one of ttft, tpot, e2el"),
         (["serve", "--goodput", "ttft"], "'ttft' is not NAME:MS"),
         (["serve", "--goodput", "ttft:x"], "'x' is not a number"),
         (["serve", "--metric-percentiles", "50,101"], "percentiles are 0 to 100"),
-        (["serve", "--percentile-metrics", "ttft,tbt"], "'tbt' is none of ttft"),
+        (["serve", "--percentile-metrics", "ttft,tbt"], "'tbt' is not one of ttft"),
         (["serve", "--header", "x"], "'x' is not KEY=VALUE"),
         (["serve", "--extra-body", "[1]"], "'[1]' is not a JSON object"),
         (["serve", "--dataset-name", "sharegpt"], "sharegpt"),
@@ -60,10 +60,10 @@ def test_a_conversation_needs_the_chat_endpoint(capsys: pytest.CaptureFixture[st
     assert "conversations need --backend openai-chat" in capsys.readouterr().err
 
 
-def test_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_server_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", "--base-url", "http://127.0.0.1:1"]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("llaisys bench: cannot learn a model from http://127.0.0.1:1/v1/models")
+    assert error.startswith("llaisys bench: cannot get a model name from http://127.0.0.1:1/v1/models")
     assert error.count("\n") == 1
 
 
@@ -76,12 +76,12 @@ def test_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
         (("--request-rate", "2.5", "--burstiness", "0.5"), {"request_rate": 2.5, "burstiness": 0.5}),
     ],
 )
-def test_flags_become_a_run(arguments: tuple[str, ...], expected: dict[str, Any]) -> None:
+def test_flags_become_a_benchmark(arguments: tuple[str, ...], expected: dict[str, Any]) -> None:
     made = bench._serve_bench(parse("serve", *arguments))
     assert {name: getattr(made, name) for name in expected} == expected
 
 
-def test_what_requests_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fields_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLAISYS_API_KEY", "secret")
     made = bench._serve_bench(
         parse("serve", "--temperature", "0", "--extra-body", '{"seed": 1}', "--header", "x-a=b=c")

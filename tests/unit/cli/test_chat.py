@@ -1,4 +1,4 @@
-"""The loop of `llaisys chat`, on a scripted model and a scripted person."""
+"""The loop of `llaisys chat`, on a scripted model and scripted input."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from llaisys.errors import ContextLengthError, EngineDeadError
 
 
 class Model:
-    """Says what it is told to; an exception in place of a text is raised."""
+    """Return scripted texts; raise a scripted exception."""
 
     def __init__(self, *script: str | BaseException) -> None:
         self._script = iter(script)
-        self.asked: list[list[str]] = []
+        self.conversations: list[list[str]] = []
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], show: Callable[[str], None]
     ) -> None:
         assert fields == {"temperature": 0}
-        self.asked.append([message["content"] for message in messages])
+        self.conversations.append([message["content"] for message in messages])
         for piece in self._script:
             if isinstance(piece, BaseException):
                 raise piece
@@ -51,38 +51,42 @@ def talk(model: Model, system: str | None = None) -> None:
     Conversation(model, {"temperature": 0}, system).run()
 
 
-def test_what_was_said_is_sent_along(person: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_earlier_messages_are_sent(person: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     person("one", " ", "two", "/clear", "three", "/exit", "never")
     model = Model("a", "b", "", "c", "", "d", "")
     talk(model, "be brief")
-    assert model.asked == [["be brief", "one"], ["be brief", "one", "ab", "two"], ["be brief", "three"]]
+    assert model.conversations == [
+        ["be brief", "one"],
+        ["be brief", "one", "ab", "two"],
+        ["be brief", "three"],
+    ]
     assert capsys.readouterr().out == "ab\nc\nd\n"
 
 
-def test_a_refused_message_is_forgotten(
+def test_a_rejected_message_is_dropped(
     person: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     person("far too long", "short")
     model = Model(ContextLengthError("9 > 8"), "ok", "")
     talk(model)
-    assert model.asked == [["far too long"], ["short"]]
+    assert model.conversations == [["far too long"], ["short"]]
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("ok\n", "llaisys chat: 9 > 8\n")
 
 
-def test_a_stopped_answer_stays(person: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stopped_completion_stays(person: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     person("one", "two")
     model = Model("half", KeyboardInterrupt(), "rest", "")
     talk(model)
-    assert model.asked == [["one"], ["one", "half", "two"]]
+    assert model.conversations == [["one"], ["one", "half", "two"]]
     assert capsys.readouterr().out == "half\nrest\n"
 
 
-def test_ctrl_c_at_the_prompt_leaves(person: Callable[..., None]) -> None:
+def test_ctrl_c_at_the_prompt_quits(person: Callable[..., None]) -> None:
     person(KeyboardInterrupt(), "never")
     model = Model()
     talk(model)
-    assert model.asked == []
+    assert model.conversations == []
 
 
 def test_a_dead_engine_ends_it(person: Callable[..., None]) -> None:

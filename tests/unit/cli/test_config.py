@@ -16,7 +16,7 @@ KEY = "sk-very-secret"
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file, variables that go before it, and a key."""
+    """A file, variables that override it, and a key."""
     file = tmp_path / "settings.yaml"
     file.write_text("port: 1\nmax-num-seqs: 7\nseed: 3\nhost: 127.0.0.1\n", "utf-8")
     monkeypatch.setenv("LLAISYS_PORT", "9001")
@@ -32,7 +32,7 @@ def show(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return printed
 
 
-def test_each_source_in_its_turn(settings: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_source_is_shown(settings: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = show(capsys, "--json", "some/model", "--config", str(settings), "--seed", "5")
     shown: dict[str, Any] = json.loads(printed)
     assert list(shown) == list(Config.model_fields)
@@ -45,7 +45,7 @@ def test_each_source_in_its_turn(settings: Path, capsys: pytest.CaptureFixture[s
     assert shown["api_key"] == {"value": ["***", "***"], "source": "environment"}
 
 
-def test_a_table_for_people(settings: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_table(settings: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [line.split() for line in show(capsys, "--config", str(settings)).splitlines()]
     assert [row[0] for row in rows] == list(Config.model_fields)
     assert ["port", "9001", "environment"] in rows
@@ -59,7 +59,7 @@ def test_no_key_is_no_mask(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown["api_key"] == {"value": ["***"], "source": "flag"}
 
 
-def test_what_would_stop_the_start_stops_it_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_settings_fail_here_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "show", "--port", "70000"]) == 1
     assert "port" in capsys.readouterr().err
     with pytest.raises(SystemExit):

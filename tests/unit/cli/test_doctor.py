@@ -12,7 +12,7 @@ from huggingface_hub import constants
 
 from llaisys import doctor
 from llaisys.cli.main import main
-from llaisys.types import CudaDevice, CudaInfo
+from llaisys.model_info import CudaDevice, CudaInfo
 
 ISAS = ["avx2", "scalar"]
 
@@ -53,7 +53,7 @@ def test_the_report_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert ", 3 MB in it, " in found["model cache"]["detail"]
 
 
-def test_the_processor_s_features_are_those_that_the_core_asks_for() -> None:
+def test_processor_features_are_those_that_the_core_detects() -> None:
     source = Path(__file__).parents[3] / "crates/llaisys-core/src/ops/cpu/isa/mod.rs"
     asked = re.findall(r'is_x86_feature_detected!\("(\w+)"\)', source.read_text("utf-8"))
     kernel_names = {"avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni", "avxvnni": "avx_vnni"}
@@ -67,7 +67,7 @@ def test_cuda_that_cannot_be_used_is_explained(monkeypatch: pytest.MonkeyPatch) 
     assert found.detail == "cannot be used: the driver knows CUDA 12.8; the CPU is used"
 
 
-def test_a_gpu_is_shown_with_what_would_compute_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_shown_with_its_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     device = CudaDevice("NVIDIA H100", 90, 80 << 30)
     info = CudaInfo(None, "13.0", "13.1", (device,), ("/x/libnvrtc.so.13",))
     monkeypatch.setattr(doctor, "cuda_info", lambda: info)

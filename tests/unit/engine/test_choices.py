@@ -9,7 +9,7 @@ import pytest
 from fakes import core
 from fakes.engines import Engine
 from llaisys.errors import QueueFullError
-from llaisys.types import FinishReason
+from llaisys.outputs import FinishReason
 
 PROMPT = list(range(1, 31))
 

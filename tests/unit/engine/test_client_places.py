@@ -1,4 +1,5 @@
-"""The engine's client among several clients: open requests and calls of one leave others their part."""
+"""The engine's client among several clients: the open requests and calls of one leave the others their
+share."""
 
 from __future__ import annotations
 
@@ -9,27 +10,27 @@ import pytest
 
 from fakes.asks import ask, limits
 from llaisys.engine.client import CALLS_MAX, EngineClient
-from llaisys.engine.sessions import SessionCall
+from llaisys.engine.sessions.manager import SessionRequest
 from llaisys.errors import ExhaustedError, QueueFullError
 
 
 class Silent(EngineClient):
-    """A client of an engine that takes everything and answers nothing."""
+    """A client of an engine that accepts everything and never replies."""
 
     def __init__(self, **changes: Any) -> None:
         super().__init__(limits(**changes), lambda _: None, None)
-        self._link = self  # type: ignore[assignment]
+        self._connection = self  # type: ignore[assignment]
         self.sent: list[Any] = []
 
     def send(self, message: Any) -> None:
         self.sent.append(message)
 
     def _stop(self) -> None:
-        """There is nothing to end."""
+        """Nothing to end."""
 
 
 def fill(take: Callable[[int], Any], error: type[Exception]) -> int:
-    """How often something can be taken."""
+    """Return how often a call succeeds."""
     for n in range(1000):
         try:
             take(n)
@@ -45,28 +46,28 @@ def test_open_requests() -> None:
         return lambda n: client.submit(ask(f"{name}{n}", client_id=name))
 
     assert fill(submit("a"), QueueFullError) == 12, "of 4 that run, 4 that were preempted, and 8 that wait"
-    assert client.refusal("a") is not None
-    assert client.refusal("b") is None
+    assert client.queue_full_error("a") is not None
+    assert client.queue_full_error("b") is None
     assert fill(submit("b"), QueueFullError) == 4
-    assert client.refusal("b") is not None
+    assert client.queue_full_error("b") is not None
     assert len(client.sent) <= client._inbox_max
 
 
-def test_one_client_has_all_places() -> None:
+def test_a_single_client_may_open_all_requests() -> None:
     client = Silent(max_num_seqs=4, max_num_queued_reqs=8)
     assert fill(lambda n: client.submit(ask(f"{n}", client_id=f"{n % 3}")), QueueFullError) == 12
-    assert client.refusal("new") is not None
+    assert client.queue_full_error("new") is not None
 
 
 def test_calls() -> None:
     client = Silent(n_clients=2)
 
     def call(name: str) -> Callable[[int], Any]:
-        return lambda _: client.call(SessionCall(kind="list", client_id=name))
+        return lambda _: client.call_session(SessionRequest(kind="list", client_id=name))
 
     assert fill(call("a"), ExhaustedError) == 12
     with pytest.raises(ExhaustedError):
-        client.stories("a's", "a")
-    assert fill(lambda n: client.stories(f"{n}", "b"), ExhaustedError) == 4
+        client.timelines("a's", "a")
+    assert fill(lambda n: client.timelines(f"{n}", "b"), ExhaustedError) == 4
     alone = Silent()
-    assert fill(lambda _: alone.call(SessionCall(kind="list")), ExhaustedError) == CALLS_MAX
+    assert fill(lambda _: alone.call_session(SessionRequest(kind="list")), ExhaustedError) == CALLS_MAX

@@ -13,8 +13,8 @@ from fakes.asks import ask, limits
 from fakes.desk import Desk
 from fakes.engines import Engine
 from llaisys.engine.client_shares import ABOVE_CELLS, ABOVE_IDS, WITHIN, ClientShares
-from llaisys.engine.fairness import WaitingQueue, queue_key
 from llaisys.engine.request import PREEMPTIONS_MAX, Request, Running
+from llaisys.engine.request_queue import WaitingQueue, queue_key
 from llaisys.errors import ExhaustedError, QueueFullError
 
 
@@ -111,13 +111,13 @@ def test_what_is_above_a_share_is_what_the_share_does_not_cover(
         mine = [r for r in requests if r.source.client_id == client]
         above = [r for r in mine if shares.level(r) == ABOVE_IDS]
         assert len(above) == max(0, len(mine) - share)
-        n_kept = sum(r.is_secured or r is requests[0] for r in mine)
+        n_kept = sum(r.worst_case_reserved or r is requests[0] for r in mine)
         if n_kept <= share:
-            assert not any(r.is_secured or r is requests[0] for r in above)
+            assert not any(r.worst_case_reserved or r is requests[0] for r in above)
     if requests:
         assert shares.order[0] is requests[0]
     victims = shares.preemptible(running(99, "d"))
-    assert all(not r.is_secured and r is not requests[0] for r in victims)
+    assert all(not r.worst_case_reserved and r is not requests[0] for r in victims)
 
 
 # --- what runs ---
@@ -238,7 +238,7 @@ def test_sessions_of_one_client_leave_others_theirs() -> None:
     for i in range(6):
         desk.call("create", f"s{i}", client_id="a")
     desk.begin("create", "s6", client_id="a")
-    with pytest.raises(ExhaustedError, match=r"this client has 6 sessions \(2 are its own\)"):
+    with pytest.raises(ExhaustedError, match=r"this client has 6 sessions \(2 are reserved for it\)"):
         desk.end()
     for name in ("x", "y"):
         desk.call("create", name, client_id="b")

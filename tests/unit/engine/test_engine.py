@@ -15,7 +15,7 @@ from llaisys.errors import (
     RequestFailedError,
     RequestTimeoutError,
 )
-from llaisys.types import FinishReason
+from llaisys.outputs import FinishReason
 
 
 def test_one_request_from_prompt_to_length() -> None:
@@ -267,7 +267,7 @@ def test_the_books_are_checked_every_so_often_and_when_idle() -> None:
         made.engine.step(NOW)
     assert checked == [3]
     made.submit("b", prompt=[1], max_tokens=60)
-    made.engine._tally.num_steps = 1020
+    made.engine._stats.num_steps = 1020
     for _ in range(5):
         made.engine.step(NOW)
     assert checked == [3, 1024]
@@ -287,7 +287,9 @@ def test_stats_tell_what_waits_and_what_was_computed() -> None:
     assert phases == {"plan": 2, "execute": 2, "settle": 2, "deliver": 1}
     assert stats.seq_ids_free == 0
     assert stats.num_queued == 1
-    assert stats.queue_s == 6 * (made.engine.tally.speed.prefill_token_s or 0) > 0, "the prompt of `c`"
+    assert stats.queue_s == 6 * (made.engine.stats_recorder.speed.prefill_token_s or 0) > 0, (
+        "the prompt of `c`"
+    )
     assert (stats.tokens_of_steps.count, stats.tokens_of_steps.sum) == (2, 12 + 2)
     made.finish()
     stats = made.engine.stats()

@@ -36,7 +36,7 @@ def test_the_culprits_fail_and_the_innocent_do_not_notice(n: int, data: st.DataO
     most = min(4, n if n < 4 else (n - 1) // 2)
     culprits = data.draw(st.sets(st.integers(0, n - 1), max_size=most))
     context, executor, batch = step([core.REFUSED if i in culprits else 5 for i in range(n)])
-    result = executor.run(batch, NOW)
+    result = executor.execute_model(batch, NOW)
     assert result.errors.keys() == culprits == set(result.refused)
     assert all(isinstance(error, RequestFailedError) for error in result.errors.values())
     want = [-1 if i in culprits else core.answer([1, i, 5], 1)[0] for i in range(n)]
@@ -47,16 +47,16 @@ def test_the_culprits_fail_and_the_innocent_do_not_notice(n: int, data: st.DataO
 
 def test_one_culprit_costs_a_bisection() -> None:
     context, executor, batch = step([core.REFUSED] + [5] * 63)
-    executor.run(batch, NOW)
+    executor.execute_model(batch, NOW)
     assert context.n_decodes == 6  # the good half of each of six splits
 
 
 def test_beyond_the_cap_each_is_run_alone() -> None:
     context, executor, batch = step([core.REFUSED if i in (0, 21, 42, 63) else 5 for i in range(64)])
     asked = []
-    run = executor.worker.run
-    executor.worker.run = lambda part: asked.append(len(part)) or run(part)  # type: ignore[method-assign,func-returns-value]
-    result = executor.run(batch, NOW)
+    run = executor.worker.execute_model
+    executor.worker.execute_model = lambda part: asked.append(len(part)) or run(part)  # type: ignore[method-assign,func-returns-value]
+    result = executor.execute_model(batch, NOW)
     assert result.refused == [0, 21, 42, 63]
     together = sum(n > 1 for n in asked)
     assert together <= 1 + 2 * 6
@@ -74,39 +74,39 @@ def test_a_batch_that_fails_together_and_not_in_parts_is_told(caplog: pytest.Log
         return decode(tokens, *rest)
 
     context.decode = whole_fails  # type: ignore[method-assign]
-    result = executor.run(batch, NOW)
+    result = executor.execute_model(batch, NOW)
     assert (len(result.token_ids), result.errors) == (8, {})
-    assert "8 items failed together and not in parts: 24 rows" in caplog.text
+    assert "8 items failed as a whole but not in parts: 24 rows" in caplog.text
 
 
 def test_half_of_a_batch_refused_is_the_engines_fault() -> None:
     _, executor, batch = step([core.REFUSED, 5, core.REFUSED, 5])
     with pytest.raises(EngineDeadError, match="2 of 4"):
-        executor.run(batch, NOW)
+        executor.execute_model(batch, NOW)
 
 
 @pytest.mark.parametrize("seconds", [14.9, 15.1])
 def test_five_refusals_within_a_minute_are_the_engines_fault(seconds: float) -> None:
     _, executor, batch = step([core.REFUSED] * 5)
     for i in range(4):
-        executor.run(batch.part(i, i + 1), NOW + i * seconds)
+        executor.execute_model(batch.part(i, i + 1), NOW + i * seconds)
     last = batch.part(4, 5)
     if 4 * seconds > 60:
-        assert executor.run(last, NOW + 4 * seconds).refused == [0]
+        assert executor.execute_model(last, NOW + 4 * seconds).refused == [0]
     else:
         with pytest.raises(EngineDeadError, match="5 requests"):
-            executor.run(last, NOW + 4 * seconds)
+            executor.execute_model(last, NOW + 4 * seconds)
 
 
 def test_refused_choices_of_one_request_are_one_refusal() -> None:
     _, executor, batch = step([core.REFUSED] * 8, name="one")
     for i in range(8):
-        assert executor.run(batch.part(i, i + 1), NOW).refused == [0]
+        assert executor.execute_model(batch.part(i, i + 1), NOW).refused == [0]
 
 
 def test_rows_that_came_out_wrong_are_their_requests_affair() -> None:
     _, executor, batch = step([core.NON_FINITE] * 4)
-    result = executor.run(batch, NOW)
+    result = executor.execute_model(batch, NOW)
     assert len(result.errors) == 4
     assert result.refused == []
 
@@ -115,5 +115,5 @@ def test_rows_that_came_out_wrong_are_their_requests_affair() -> None:
 def test_a_lost_core_is_not_bisected(trouble: int, error: type[BaseException]) -> None:
     context, executor, batch = step([5, 5, trouble, 5])
     with pytest.raises(error):
-        executor.run(batch, NOW)
+        executor.execute_model(batch, NOW)
     assert context.n_decodes == 0

@@ -1,9 +1,11 @@
-"""What becomes a matcher, what is refused, and what matchers cost."""
+"""Compiling grammars: what is accepted and rejected, what matchers cost, and the thread pool."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +14,22 @@ from llguidance import LLParserLimits
 
 from fakes import core, text
 from fakes.asks import ask
-from llaisys.engine.grammar import LIMITS, Grammars, GrammarTokens, try_grammar
-from llaisys.engine.wire import Submit, decode_to_engine, encode
+from llaisys.engine.grammar import LIMITS, FairThreadPool, GrammarCompiler, GrammarTokenizer, try_grammar
+from llaisys.engine.messages import Submit, decode_to_engine, encode
 from llaisys.errors import RejectedError
-from llaisys.text.tools import tool_grammar
-from llaisys.types import GRAMMAR_BYTES_MAX, SamplingParams
-from llaisys.types import StructuredOutputsParams as Spec
+from llaisys.sampling_params import GRAMMAR_BYTES_MAX, SamplingParams
+from llaisys.sampling_params import StructuredOutputsParams as Spec
+from llaisys.text.tool_calls import tool_grammar
 from schemas import schema
 
 TESTS = Path(__file__).parents[2]
-TOKENS = GrammarTokens(text.tokenizer().to_json(), (text.EOS, text.EOT), core.VOCAB_SIZE)
+TOKENS = GrammarTokenizer(text.tokenizer().to_json(), (text.EOS, text.EOT), core.VOCAB_SIZE)
 JSON = Spec(json={"type": "object", "properties": {"a": {"type": "string"}}})
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    return Grammars(TOKENS)
+def grammars() -> GrammarCompiler:
+    return GrammarCompiler(TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +38,7 @@ def grammars() -> Grammars:
         ({"regex": "("}, "regex"),
         ({"regex": "(?=a)b"}, "look-around"),
         ({"regex": ".*" * 2000}, "regex"),
-        ({"json": "[1]"}, "a schema is an object"),
+        ({"json": "[1]"}, "a schema must be an object"),
         ({"json": "{"}, "json"),
         ({"json": {"type": "nope"}}, "Invalid type: nope"),
         ({"json": {"not": {}}}, "Unimplemented keys"),
@@ -47,7 +49,9 @@ def grammars() -> Grammars:
         ({"grammar": 'begin: "a"'}, "no start rule"),
     ],
 )
-def test_bad_grammars_are_refused_by_name(grammars: Grammars, values: dict[str, Any], says: str) -> None:
+def test_invalid_grammars_are_rejected_by_field(
+    grammars: GrammarCompiler, values: dict[str, Any], says: str
+) -> None:
     (field,) = values
     with pytest.raises(RejectedError, match=says) as error:
         grammars.compile(Spec(**values))
@@ -75,7 +79,7 @@ def test_bad_grammars_are_refused_by_name(grammars: Grammars, values: dict[str, 
         {"grammar": "\ud800"},
     ],
 )
-def test_what_is_no_spec_is_refused(values: dict[str, Any]) -> None:
+def test_invalid_specs_are_rejected(values: dict[str, Any]) -> None:
     with pytest.raises(RejectedError) as error:
         Spec(**values)
     assert error.value.param is not None
@@ -95,8 +99,8 @@ def test_a_schema_is_nested_at_most_64_deep() -> None:
 
 
 @pytest.mark.parametrize("seed", range(0, 200, 10))
-def test_honest_schemas_need_less_than_half_of_the_bounds(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch, seed: int
+def test_ordinary_schemas_need_less_than_half_of_the_bounds(
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     halve_the_bounds(monkeypatch)
     for spec in (Spec(json=schema(each)) for each in range(seed, seed + 10)):
@@ -128,8 +132,8 @@ WORDS = [f"{i * 7919:x}-street" for i in range(3000)]
         Spec(grammar='start: e\ne: t (("+" | "-") t)*\nt: f (("*" | "/") f)*\nf: /[0-9]+/ | "(" e ")"\n'),
     ],
 )
-def test_honest_grammars_need_less_than_half_of_the_bounds(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch, spec: Spec
+def test_ordinary_grammars_need_less_than_half_of_the_bounds(
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, spec: Spec
 ) -> None:
     halve_the_bounds(monkeypatch)
     try_grammar(grammars, spec)
@@ -145,9 +149,9 @@ def halve_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 DEEP = """
-from llaisys.engine.fair_threads import FairThreads
-from llaisys.engine.grammar import Grammars, GrammarTokens
-from llaisys.types import StructuredOutputsParams as Spec
+from llaisys.engine.grammar import FairThreadPool
+from llaisys.engine.grammar import GrammarCompiler, GrammarTokenizer
+from llaisys.sampling_params import StructuredOutputsParams as Spec
 from fakes import text
 
 def chain(n, rule, last):
@@ -155,19 +159,19 @@ def chain(n, rule, last):
 
 level = '"{0:x}":{{"properties":{{"a":{{"$ref":"#/$defs/{1:x}"}}}},"required":["a"]}},'
 refs = chain(950, level, '"{:x}":{{}}')
-grammars = Grammars(GrammarTokens(text.tokenizer().to_json(), (256,), 300))
+grammars = GrammarCompiler(GrammarTokenizer(text.tokenizer().to_json(), (256,), 300))
 for spec in (
     Spec(json='{"$ref":"#/$defs/0","$defs":{' + refs + "}}"),
     Spec(grammar="start: r0\\n" + chain(2500, 'r{}: ("a" [r{}])*\\n', 'r{}: "b"')),
     Spec(grammar="start: R0\\n" + chain(4000, "R{}: R{}\\n", 'R{}: "b"')),
 ):
-    FairThreads(1, "deep").submit("", lambda: grammars.compile(spec)).result()
+    FairThreadPool(1, "deep").submit("", lambda: grammars.compile(spec)).result()
 print("alive")
 """
 
 
-def test_thousands_of_levels_do_not_end_the_process() -> None:
-    """In a process of its own, because that is what would die."""
+def test_thousands_of_levels_do_not_crash_the_process() -> None:
+    """In a process of its own, because the process would crash."""
     done = subprocess.run(
         [sys.executable, "-c", DEEP], capture_output=True, text=True, cwd=TESTS, check=False
     )
@@ -177,8 +181,8 @@ def test_thousands_of_levels_do_not_end_the_process() -> None:
 USES = """
 import ctypes, gc, random
 import numpy as np
-from llaisys.engine.grammar import Grammars, GrammarTokens
-from llaisys.types import StructuredOutputsParams as Spec
+from llaisys.engine.grammar import GrammarCompiler, GrammarTokenizer
+from llaisys.sampling_params import StructuredOutputsParams as Spec
 from fakes import core, text
 
 NAMES = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
@@ -188,7 +192,7 @@ mallinfo2 = ctypes.CDLL(None).mallinfo2
 mallinfo2.restype = MallInfo
 
 dice, bits = random.Random(1), np.zeros(-(-core.VOCAB_SIZE // 32), np.uint32)
-grammars = Grammars(GrammarTokens(text.tokenizer().to_json(), (text.EOS,), core.VOCAB_SIZE))
+grammars = GrammarCompiler(GrammarTokenizer(text.tokenizer().to_json(), (text.EOS,), core.VOCAB_SIZE))
 def bytes_after(uses):
     for _ in range(uses):
         matcher = grammars.compile(Spec(regex="[a-z]{1,%d}" % dice.randint(1, 300)))
@@ -204,22 +208,70 @@ print(-bytes_after(300) + bytes_after(600))
 """
 
 
-def test_a_grammar_keeps_nothing_after_its_answer() -> None:
-    """Bytes that the C library has given out, in a process of its own. One of these takes up to 40 KB."""
+def test_a_grammar_leaks_no_memory_after_its_completion() -> None:
+    """Bytes allocated by the C library, in a process of its own. One grammar takes up to 40 KB."""
     done = subprocess.run([sys.executable, "-c", USES], capture_output=True, text=True, cwd=TESTS, check=True)
     assert int(done.stdout) < 200_000
 
 
 @pytest.mark.parametrize("field", ["ignore_eos", "min_tokens"])
-def test_what_would_go_on_behind_the_end_is_refused(field: str) -> None:
+def test_a_grammar_that_continues_after_the_end_is_rejected(field: str) -> None:
     with pytest.raises(RejectedError) as error:
         SamplingParams(structured_outputs=JSON, **{field: 1})
     assert error.value.param == field
 
 
-def test_it_travels_as_plain_data() -> None:
+def test_a_spec_is_sent_as_plain_data() -> None:
     for spec in (JSON, Spec(choice=["a", "b"]), Spec(json_object=True)):
         message = decode_to_engine(encode(Submit(ask("a", structured_outputs=spec))))
         assert isinstance(message, Submit)
         assert message.request.params.structured_outputs == spec
         assert hash(message.request.params.structured_outputs) == hash(spec)
+
+
+def test_clients_are_served_in_turn() -> None:
+    threads, order = FairThreadPool(1, "test"), list[str]()
+    begun, gate = threading.Event(), threading.Event()
+    threads.submit("a", lambda: begun.set() or gate.wait())  # type: ignore[func-returns-value]
+    begun.wait()
+    works = [
+        threads.submit(name[0], lambda name=name: order.append(name))  # type: ignore[misc]
+        for name in ("a1", "a2", "a3", "b1", "b2", "c1")
+    ]
+    gate.set()
+    for work in works:
+        work.result()
+    threads.close()
+    assert order == ["a1", "b1", "c1", "a2", "b2", "a3"]
+
+
+def test_an_exception_of_the_work_is_in_its_future() -> None:
+    threads = FairThreadPool(1, "test")
+
+    def leave() -> None:
+        raise SystemExit(1)
+
+    with pytest.raises(SystemExit):
+        threads.submit("a", leave).result()
+    assert threads.submit("a", lambda: 1).result() == 1, "the thread goes on"
+    threads.close()
+
+
+def test_close_waits_for_running_work_and_cancels_the_rest() -> None:
+    threads, begun, gate = FairThreadPool(1, "test"), threading.Event(), threading.Event()
+
+    def work() -> int:
+        begun.set()
+        gate.wait()
+        return 1
+
+    first = threads.submit("a", work)
+    queued = threads.submit("a", work)
+    begun.wait()
+    threading.Timer(0.01, gate.set).start()
+    threads.close()
+    assert first.result(timeout=0) == 1
+    assert not queued.running()
+    with pytest.raises(CancelledError):
+        queued.result(timeout=0)
+    threads.close()

@@ -9,7 +9,7 @@ import pytest
 from fakes.asks import ask, limits
 from llaisys.engine.limits import check_first_token, token_limit
 from llaisys.errors import ContextLengthError, RejectedError
-from llaisys.types import SamplingParams
+from llaisys.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -48,10 +48,10 @@ def test_ids_outside_the_vocabulary_are_named(changes: dict[str, object], param:
     assert caught.value.param == param
 
 
-def test_a_lone_request_always_fits_the_cells_of_an_arena() -> None:
+def test_a_lone_request_always_fits_the_cells_of_an_stream() -> None:
     with pytest.raises(RejectedError, match="64 is more than the 63"):
         limits(n_cells=63)
-    with pytest.raises(RejectedError, match="64 is more than the 60 KV cells of one of 4 arenas"):
+    with pytest.raises(RejectedError, match="64 is more than the 60 KV cells of one of 4 KV streams"):
         limits(n_cells=240, n_streams=4)
     with pytest.raises(RejectedError, match="cannot be divided"):
         limits(n_cells=255, n_streams=2)
@@ -83,9 +83,9 @@ def test_no_more_choices_than_may_run() -> None:
 
 
 def test_seats_of_a_step() -> None:
-    assert limits().n_seats == 4
-    assert limits(max_batch_size=2).n_seats == 2
-    assert limits(max_num_batched_tokens=1).n_seats == 1
+    assert limits().n_batch_slots == 4
+    assert limits(max_batch_size=2).n_batch_slots == 2
+    assert limits(max_num_batched_tokens=1).n_batch_slots == 1
 
 
 EOS = (9,)

@@ -15,14 +15,13 @@ from fakes import core
 from fakes.asks import ask, limits
 from llaisys.config import Config
 from llaisys.engine import start
-from llaisys.engine.client import CALLS_MAX
+from llaisys.engine.client import CALLS_MAX, InprocClient
 from llaisys.engine.engine import LLMEngine
+from llaisys.engine.engine_output import EngineOutput
 from llaisys.engine.executor import Executor
-from llaisys.engine.inproc import InprocClient
-from llaisys.engine.outputs import EngineOutput
+from llaisys.engine.messages import Cancel
 from llaisys.engine.request import BrokenInvariant
 from llaisys.engine.start import start_engine
-from llaisys.engine.wire import Cancel
 from llaisys.engine.worker import Worker, inspect_model
 from llaisys.errors import (
     ContextLengthError,
@@ -32,8 +31,9 @@ from llaisys.errors import (
     RequestTimeoutError,
     UnsupportedError,
 )
+from llaisys.model_info import CudaDevice, CudaInfo
+from llaisys.outputs import FinishReason
 from llaisys.stats import EngineStats
-from llaisys.types import CudaDevice, CudaInfo, FinishReason
 
 
 class Client:
@@ -77,14 +77,14 @@ class Client:
             self.outputs.put(output)
 
     def hold(self) -> None:
-        """Returns with the engine inside a step, which `gate.set()` lets go on."""
+        """Wait until the engine is inside a step, which continues after `gate.set()`."""
         self.gate.clear()
         self.stepping.clear()
         self.client.submit(ask("held", prompt=[1]))
         assert self.stepping.wait(30)
 
     def end_of(self, *names: str) -> list[EngineOutput]:
-        """The last outputs of these requests, once they are there; each request has one."""
+        """Wait for the last outputs of these requests and return them; each request has one."""
         while not self.ends.keys() >= set(names):
             output = self.outputs.get(timeout=30)
             assert output.request_id not in self.ends, "an output after the end"
@@ -110,14 +110,14 @@ def test_requests_run_on_the_engines_own_thread(made: Client) -> None:
     assert made.thread == "llaisys-engine"
 
 
-def test_what_can_never_run_is_refused_to_the_caller(made: Client) -> None:
+def test_a_request_that_can_never_run_is_rejected_at_once(made: Client) -> None:
     with pytest.raises(ContextLengthError):
         made.client.submit(ask("a", prompt=[1] * 64))
     with pytest.raises(RejectedError, match="300"):
         made.client.submit(ask("a", prompt=[300]))
 
 
-def test_an_id_in_use_is_refused_until_its_end(made: Client) -> None:
+def test_an_id_in_use_is_rejected_until_its_request_ends(made: Client) -> None:
     made.hold()
     made.client.cancel("held")
     with pytest.raises(RejectedError, match="in use"):
@@ -131,29 +131,29 @@ def test_an_id_in_use_is_refused_until_its_end(made: Client) -> None:
     assert made.tokens == {"held": core.answer([1, 2, 3], 10)}
 
 
-def test_a_full_queue_is_told_to_the_caller_or_by_the_only_output() -> None:
+def test_a_full_queue_raises_or_is_the_only_output() -> None:
     made = Client(max_num_seqs=2, max_num_queued_reqs=1, n_cells=64)
     made.hold()
     made.client.submit(ask("a", prompt=[1] * 60, max_tokens=4))
-    assert made.client.refusal() is None
+    assert made.client.queue_full_error() is None
     made.client.submit(ask("b"))
-    assert made.client.refusal() is not None
-    with pytest.raises(QueueFullError, match="2 requests may run and 1 wait"):
+    assert made.client.queue_full_error() is not None
+    with pytest.raises(QueueFullError, match="2 requests may run and 1 may wait"):
         made.client.submit(ask("c"))
     made.gate.set()
     a, b = made.end_of("a", "b")  # `a` needs all cells and waits: one waits already
     assert isinstance(b.error, QueueFullError)
     assert a.finish_reason is FinishReason.LENGTH
-    assert made.client.refusal() is None
-    made.client._step([], EngineStats(num_queued=1, queue_s=6.5))  # one lacks cells, with places left
-    full = made.client.refusal()
+    assert made.client.queue_full_error() is None
+    made.client._receive_step([], EngineStats(num_queued=1, queue_s=6.5))  # one lacks cells, with places left
+    full = made.client.queue_full_error()
     assert full is not None
     assert full.retry_after_s == 7
     made.client.close()
-    assert made.client.refusal() is None, "503 is for somebody else to say"
+    assert made.client.queue_full_error() is None, "503 is for somebody else to say"
 
 
-def test_cancel_is_heard_after_the_step_in_progress_and_once(made: Client) -> None:
+def test_a_cancel_applies_once_after_the_step_in_progress(made: Client) -> None:
     made.hold()
     for _ in range(100):
         made.client.cancel("held")
@@ -203,7 +203,7 @@ def test_the_inbox_takes_all_messages_of_requests_with_the_most_choices() -> Non
     assert not made.client._open
 
 
-def test_the_deadline_is_of_the_clients_clock(made: Client) -> None:
+def test_deadlines_follow_the_clients_clock(made: Client) -> None:
     made.hold()
     made.now_s += 600.0
     made.gate.set()
@@ -215,7 +215,7 @@ def test_the_deadline_is_of_the_clients_clock(made: Client) -> None:
 @pytest.mark.parametrize(
     ("trouble", "says"), [(core.DEADLY, "device is lost"), (core.PANICS, "index out of bounds")]
 )
-def test_death_ends_every_open_request_once_and_refuses_the_rest(trouble: int, says: str) -> None:
+def test_death_ends_every_open_request_once_and_rejects_later_ones(trouble: int, says: str) -> None:
     made = Client(max_num_seqs=2)
     made.hold()
     for name in "abc":
@@ -236,8 +236,8 @@ def test_death_ends_every_open_request_once_and_refuses_the_rest(trouble: int, s
 @pytest.mark.parametrize(
     ("error", "count"), [(BrokenInvariant("7 cells are held, the requests own 3"), 1), (OSError("device"), 0)]
 )
-def test_books_that_are_wrong_are_counted(made: Client, error: Exception, count: int) -> None:
-    """They end the engine, and are told from any other death."""
+def test_invariant_violations_are_counted(made: Client, error: Exception, count: int) -> None:
+    """They end the engine, and are counted apart from other deaths."""
 
     def check() -> None:
         raise error
@@ -267,7 +267,7 @@ def test_close_ends_what_is_open_and_is_idempotent(made: Client) -> None:
         made.client.submit(ask("late"))
 
 
-def test_a_model_that_does_not_load_is_told_to_the_starter() -> None:
+def test_the_error_of_a_failed_load_is_raised() -> None:
     def build() -> LLMEngine:
         raise UnsupportedError("rope type 'odd' is not implemented")
 
@@ -284,7 +284,7 @@ def _gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fake_core")
-def test_a_gpu_is_taken_by_itself_and_says_how_many_cells_fit(
+def test_auto_uses_a_gpu_which_reports_how_many_cells_fit(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     _gpus(monkeypatch)

@@ -14,7 +14,9 @@ from fakes.asks import limits
 from fakes.engines import NOW, Engine
 from llaisys.engine.limits import token_limit
 from llaisys.errors import ContextLengthError, RejectedError
-from llaisys.types import FinishReason, Pooling, SamplingParams
+from llaisys.model_info import Pooling
+from llaisys.outputs import FinishReason
+from llaisys.sampling_params import SamplingParams
 
 PROMPT = list(range(1, 31))
 

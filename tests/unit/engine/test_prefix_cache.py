@@ -1,245 +1,473 @@
-"""The engine with its prefix cache: what is computed anew, kept, given up; tokens never change."""
+"""The prefix index: hits, misses with their reasons, pins, edits; and that a question costs its own path."""
 
 from __future__ import annotations
 
+import sys
+from array import array
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
 
-from fakes import core
-from fakes.engines import NOW, Engine
-from llaisys.types import FinishReason
-
-CHAT = list(range(1, 41))
-
-
-def roomy(**changes: Any) -> Engine:
-    return Engine(**{"max_num_batched_tokens": 64, **changes})
-
-
-def rows_of(made: Engine, name: str, prompt: list[int], **changes: Any) -> int:
-    """Rows that the core computed for one request that runs alone to its end."""
-    before = made.context.n_rows
-    made.submit(name, prompt=prompt, max_tokens=1, **changes)
-    made.finish()
-    assert made.tokens[name] == core.answer(prompt, 1)
-    return made.context.n_rows - before
+from llaisys.engine.prefix_cache import (
+    N_EVICTED_REMEMBERED_MAX,
+    AddNode,
+    Miss,
+    Node,
+    Pin,
+    PrefixCache,
+    SplitNode,
+    TrimNode,
+    n_common,
+)
+from llaisys.engine.request import BrokenInvariant
 
 
-def test_a_second_turn_computes_what_is_new() -> None:
-    made = roomy()
-    made.submit("a", prompt=CHAT, max_tokens=10)
-    made.finish()
-    turn = CHAT + made.tokens["a"] + [7, 8, 9]
-    assert rows_of(made, "b", turn) == 4, "the last answer token was never computed, and three are new"
-    assert (made.cached["a"], made.cached["b"]) == (0, 49)
+def cache(index: PrefixCache, tokens: list[int], salt: str = "", stream: int = 0) -> tuple[Any, ...]:
+    """A sequence that computed `tokens` and ended; the edits."""
+    pin, edits = index.insert(salt, tokens, stream)
+    index.unpin(pin)
+    index.check()
+    return edits
 
 
-def test_an_edit_computes_from_the_edit_on() -> None:
-    made = roomy()
-    assert rows_of(made, "a", CHAT) == 40
-    assert rows_of(made, "b", [*CHAT[:25], 99, *CHAT[26:]]) == 15
-    assert rows_of(made, "again", CHAT) == 1, "the last token is always computed: its logits are wanted"
-    assert rows_of(made, "end", CHAT[:20]) == 1
+def lines_run(question: Callable[[], object]) -> int:
+    """Lines of ours that a call runs: a cost that no clock is asked for. Garbage collected meanwhile runs
+    callbacks of others."""
+    n_lines = 0
+
+    def trace(frame: FrameType, event: str, _argument: object) -> Any:
+        nonlocal n_lines
+        if "llaisys" not in frame.f_code.co_filename:
+            return None
+        n_lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        question()
+    finally:
+        sys.settrace(before)
+    return n_lines
+
+
+# --- hits ---
+
+
+def test_what_a_sequence_computed_is_found_again() -> None:
+    index = PrefixCache()
+    (retain,) = cache(index, [1, 2, 3, 4])
+    assert retain == AddNode(retain.node_id, 0, 4)
+    match = index.match("", [1, 2, 3, 4, 5], limit=4)
+    assert match.n_tokens == 4
+    assert match.parts == ((retain.node_id, 0, 4),)
+
+
+def test_a_hit_ends_at_any_token_without_a_change() -> None:
+    index = PrefixCache()
+    (retain,) = cache(index, [1, 2, 3, 4])
+    for n in range(4):
+        match = index.match("", [*[1, 2, 3, 4][:n], 9], limit=10)
+        assert match.n_tokens == n
+        assert match.parts == (((retain.node_id, 0, n),) if n else ())
+    assert len(index.dump()) == 1
+
+
+def test_an_edited_question_shares_all_before_the_edit() -> None:
+    index = PrefixCache()
+    chat = [*range(100)]
+    cache(index, chat)
+    edited = [*chat[:60], 500, *chat[61:]]
+    assert index.match("", edited, limit=99).n_tokens == 60
+    edits = cache(index, edited)
+    assert [type(edit) for edit in edits] == [SplitNode, AddNode]
+    assert edits[0].at == 60
+    assert (edits[1].p0, edits[1].p1) == (60, 100)
+    assert index.n_cached() == 140
+    for tokens in (chat, edited):
+        assert index.match("", tokens, limit=100).n_tokens == 100
+
+
+def test_a_longer_chat_adds_only_its_end() -> None:
+    index = PrefixCache()
+    cache(index, [1, 2, 3])
+    (retain,) = cache(index, [1, 2, 3, 4, 5])
+    assert (retain.p0, retain.p1) == (3, 5)
+    assert [p[1:] for p in index.match("", [1, 2, 3, 4, 5], limit=5).parts] == [(0, 3), (3, 5)]
+
+
+def test_inserting_twice_or_a_part_retains_nothing_more() -> None:
+    index = PrefixCache()
+    cache(index, [1, 2, 3])
+    assert cache(index, [1, 2, 3]) == ()
+    (split,) = cache(index, [1, 2])
+    assert isinstance(split, SplitNode)
+    assert split.at == 2
+    assert index.n_cached() == 3
+
+
+def test_the_limit_bounds_a_hit() -> None:
+    index = PrefixCache()
+    cache(index, [1, 2, 3])
+    match = index.match("", [1, 2, 3], limit=2)
+    assert match.n_tokens == 2
+    assert match.miss == Miss("limit", 2, 3)
+    assert index.match("", [1, 2, 3], limit=3).miss is None
+
+
+def test_no_tokens_no_hit() -> None:
+    index = PrefixCache()
+    assert index.match("", [], limit=0).n_tokens == 0
+    assert index.match("", [], limit=0).miss is None
+    pin, edits = index.insert("", [])
+    assert edits == ()
+    index.unpin(pin)
+    index.check()
+    assert index.dump() == []
+
+
+def test_tokens_may_come_as_an_array() -> None:
+    index = PrefixCache()
+    cache(index, [1, 2, 3])
+    assert index.match("", array("i", [1, 2, 4]), limit=3).n_tokens == 2
+
+
+# --- misses ---
+
+
+def test_a_miss_says_why() -> None:
+    index = PrefixCache()
+    assert index.match("a", [1, 2], limit=2).miss == Miss("empty", 0, 1)
+    cache(index, [1, 2, 3], salt="b")
+    assert index.match("a", [1, 2], limit=2).miss == Miss("salt", 0, 1)
+    cache(index, [1, 2, 3], salt="a")
+    assert index.match("a", [1, 7, 3], limit=3).miss == Miss("differs", 1, 7, cached=2)
+    assert index.match("a", [8], limit=1).miss == Miss("differs", 0, 8, cached=1)
+    assert index.match("a", [1, 2, 3, 4], limit=4).miss == Miss("empty", 3, 4)
+    cache(index, [1, 2, 3, 5], salt="a")
+    assert index.match("a", [1, 2, 3, 4], limit=4).miss == Miss("differs", 3, 4, cached=5)
+
+
+def test_ones_own_salt_in_another_stream_is_not_another_salt() -> None:
+    index = PrefixCache(2)
+    cache(index, [1, 2], salt="a", stream=1)
+    assert index.match("a", [1, 2], limit=2, stream=0).miss == Miss("empty", 0, 1)
+
+
+def test_a_miss_remembers_what_made_room() -> None:
+    index = PrefixCache()
+    cache(index, [1, 2, 3])
+    cache(index, [1, 2, 3, 4, 5])
+    index.evict(1)
+    assert index.match("", [1, 2, 3, 4, 5], limit=5).miss == Miss("evicted", 4, 5)
+    assert index.match("", [1, 2, 3, 4, 6], limit=5).miss == Miss("empty", 4, 6)
+    index.evict(1)
+    assert index.match("", [1, 2, 3, 4, 5], limit=5).miss == Miss("evicted", 3, 4)
+    index.evict(3)
+    assert index.match("", [1, 2, 3], limit=3).miss == Miss("evicted", 0, 1)
+    assert index.match("", [2], limit=1).miss == Miss("empty", 0, 2)
+
+
+def test_the_memory_of_what_made_room_is_bounded() -> None:
+    index = PrefixCache()
+    for i in range(N_EVICTED_REMEMBERED_MAX + 1):
+        cache(index, [i])
+    index.evict(N_EVICTED_REMEMBERED_MAX + 1)
+    reasons = [index.match("", [i], limit=1).miss for i in (0, 1, N_EVICTED_REMEMBERED_MAX)]
+    assert [miss.reason for miss in reasons if miss is not None] == ["empty", "evicted", "evicted"]
+
+
+# --- tenants and KV streams ---
 
 
 def test_salts_do_not_share() -> None:
-    made = roomy()
-    rows_of(made, "a", CHAT, cache_salt="x")
-    assert rows_of(made, "b", CHAT, cache_salt="y") == 40
-    assert rows_of(made, "c", CHAT, cache_salt="x") == 1
+    index = PrefixCache()
+    cache(index, [1, 2, 3], salt="a")
+    assert index.match("b", [1, 2, 3], limit=3).n_tokens == 0
+    assert len(cache(index, [1, 2, 3], salt="b")) == 1
+    assert index.n_cached() == 6
 
 
-def test_those_who_run_share_too() -> None:
-    made = roomy()
-    made.submit("a", prompt=CHAT, max_tokens=20)
-    made.step(2)
-    assert rows_of(made, "b", CHAT) == 1 + 18
-    assert made.cached["b"] == 39
+def test_the_longest_hit_of_all_streams_is_found() -> None:
+    index = PrefixCache(3)
+    for stream, n in ((0, 1), (1, 3), (2, 3)):
+        cache(index, [1, 2, 3][:n], stream=stream)
+    found = index.match("", [1, 2, 3, 4], limit=4)
+    assert (found.stream, found.n_tokens) == (1, 3)
+    assert index.match("", [1, 2, 3, 4], limit=4, stream=0).n_tokens == 1
+    assert index.match("", [9], limit=1).stream == 0
+    assert [index.n_cached(stream) for stream in range(3)] == [1, 3, 3]
+    assert index.evict(9, stream=2)[0] == 3
+    assert index.match("", [1, 2, 3, 4], limit=4, stream=2).n_tokens == 0
 
 
-def test_equal_prompts_of_one_step_end_up_in_the_same_cells() -> None:
-    made = roomy(max_num_batched_tokens=100)
-    made.submit("a", "b", prompt=CHAT, max_tokens=20)
-    made.step()
-    assert made.engine.stats().kv_cells_used == 40, "computed twice, kept once"
-    made.finish()
-    assert made.tokens == dict.fromkeys("ab", core.answer(CHAT, 20))
+# --- pins ---
 
 
-def test_half_equal_prompts_of_one_step() -> None:
-    made = roomy(max_num_batched_tokens=100)
-    other = [*CHAT[:20], *range(100, 120)]
-    made.submit("a", prompt=CHAT, max_tokens=20)
-    made.submit("b", prompt=other, max_tokens=20)
-    made.step()
-    assert made.engine.stats().kv_cells_used == 60
-    made.finish()
-    assert made.tokens == {"a": core.answer(CHAT, 20), "b": core.answer(other, 20)}
+def test_a_locked_path_is_not_evicted() -> None:
+    index = PrefixCache()
+    cache(index, [1, 2, 3, 4])
+    pin, edits = index.pin("", [1, 2, 3, 9], 3)
+    assert pin.n_tokens == 3
+    assert [type(edit) for edit in edits] == [SplitNode]
+    assert index.n_evictable() == 1
+    assert index.evict(4)[0] == 1
+    assert index.match("", [1, 2, 3], limit=3).n_tokens == 3
+    index.unpin(pin)
+    index.check()
+    assert index.n_evictable() == 3
+    assert index.evict(4)[0] == 3
+    assert index.dump() == []
 
 
-def test_off_means_that_nothing_is_kept() -> None:
-    made = roomy(enable_prefix_caching=False)
-    assert rows_of(made, "a", CHAT) == rows_of(made, "b", CHAT) == 40
-    assert made.engine.stats().kv_cells_free == made.engine.stats().kv_cells
+def test_a_lock_goes_as_far_as_the_cache_does() -> None:
+    index = PrefixCache()
+    cache(index, [1, 2])
+    assert index.pin("", [1, 2, 3], 3)[0].n_tokens == 2
+    assert index.pin("other", [1, 2, 3], 3)[0].n_tokens == 0
+    index.check()
 
 
-def test_what_nobody_uses_makes_room_the_oldest_first() -> None:
-    made = roomy(n_cells=100)
-    rows_of(made, "a", CHAT)
-    rows_of(made, "b", CHAT[::-1])
-    rows_of(made, "c", [50] * 30)
-    stats = made.engine.stats()
-    assert (stats.kv_cells_free, stats.kv_cells_retained, stats.num_evicted_cells) == (0, 100, 10)
-    assert rows_of(made, "b2", CHAT[::-1]) == 1
-    assert rows_of(made, "a2", CHAT) == 11, "its tail went first: 10 for c, and one for b2's last token"
+def test_the_parts_of_a_match_outlive_the_lock_that_splits_them() -> None:
+    index = PrefixCache()
+    cache(index, [1, 2, 3, 4])
+    match = index.match("", [1, 2, 9], limit=2)
+    _, (split,) = index.pin("", [1, 2, 9], match.n_tokens)
+    assert isinstance(split, SplitNode)
+    assert (split.node_id, split.at) == (match.parts[0][0], match.parts[0][2])
 
 
-def test_what_a_running_request_uses_is_never_evicted() -> None:
-    made = roomy(n_cells=64)
-    rows_of(made, "a", CHAT)
-    made.submit("b", prompt=CHAT, max_tokens=20)
-    made.step()
-    assert rows_of(made, "c", [60] * 10) == 10 + made.engine.stats().num_steps - 2
-    made.finish()
-    assert made.tokens["b"] == core.answer(CHAT, 20)
+def test_a_lock_stays_with_its_end_when_its_path_is_split() -> None:
+    index = PrefixCache()
+    pin, _ = index.insert("", [1, 2, 3, 4])
+    cache(index, [1, 2, 7])
+    assert index.n_evictable() == 1
+    assert index.n_private(pin) == 4
+    assert index.evict(9)[0] == 1
+    index.unpin(pin)
+    assert index.n_evictable() == 4
 
 
-def test_who_was_preempted_finds_its_prefix_again() -> None:
-    made = roomy(n_cells=64)
-    made.submit("a", prompt=[1] * 20, max_tokens=20)
-    made.submit("b", prompt=[2] * 20, max_tokens=40)
-    made.finish()
-    n_alone = 39 + 59
-    assert made.engine.stats().num_preempted > 0
-    assert made.context.n_rows < n_alone + 20
-    assert made.tokens == {"a": core.answer([1] * 20, 20), "b": core.answer([2] * 20, 40)}
+def test_private_cells_are_those_of_no_other_lock() -> None:
+    index = PrefixCache()
+    first, _ = index.insert("", [1, 2, 3, 4])
+    second, _ = index.insert("", [1, 2, 5])
+    assert (index.n_private(first), index.n_private(second)) == (2, 1)
+    third, _ = index.pin("", [1, 2, 3, 4], 4)
+    assert (index.n_private(first), index.n_private(third)) == (0, 0)
+    index.unpin(second)
+    index.unpin(third)
+    assert index.n_private(first) == 4
 
 
-def test_preemption_without_a_cache_computes_all_again() -> None:
-    made = roomy(n_cells=64, enable_prefix_caching=False)
-    made.submit("a", prompt=[1] * 20, max_tokens=20)
-    made.submit("b", prompt=[2] * 20, max_tokens=40)
-    made.finish()
-    assert made.engine.stats().num_preempted > 0
-    assert made.tokens == {"a": core.answer([1] * 20, 20), "b": core.answer([2] * 20, 40)}
+def test_an_insert_takes_the_old_locks_place() -> None:
+    index = PrefixCache()
+    first, _ = index.insert("", [1, 2])
+    second, _ = index.insert("", [1, 2, 3], pin=first)
+    assert index.n_evictable() == 0
+    index.check()
+    with pytest.raises(BrokenInvariant, match="released before"):
+        index.unpin(first)
+    index.unpin(second)
+    assert index.n_evictable() == 3
 
 
-def test_nobody_is_preempted_for_ever() -> None:
-    made = roomy(n_cells=64, max_num_seqs=4, max_num_queued_reqs=40, enable_prefix_caching=False)
-    prompts = {f"{i}": [i] * 8 for i in range(12)}
-    for name, prompt in prompts.items():
-        made.submit(name, prompt=prompt, max_tokens=50)
-    worst: dict[int, int] = {}
-    while made.engine.has_work():
-        made.step()
-        worst |= {r.ordinal: r.num_preempted for r in made.engine.requests.running}
-    assert max(worst.values()) <= 3
-    assert made.tokens == {name: core.answer(prompt, 50) for name, prompt in prompts.items()}
+def test_a_lock_is_given_back_once() -> None:
+    index = PrefixCache()
+    pin, _ = index.insert("", [1])
+    index.unpin(pin)
+    for again in (index.unpin, index.n_private):
+        with pytest.raises(BrokenInvariant, match="released before"):
+            again(pin)
+    index.check()
 
 
-def test_what_a_faulty_request_cached_is_dropped() -> None:
-    made = roomy()
-    rows_of(made, "a", CHAT)
-    made.submit("bad", prompt=[*CHAT, core.NON_FINITE, 5])
-    made.finish()
-    assert made.ends["bad"].finish_reason is FinishReason.ERROR
-    assert made.engine.stats().kv_cells_retained == 40
-    assert rows_of(made, "b", CHAT) == 1
+# --- eviction ---
 
 
-@pytest.mark.parametrize("n_steps", [1, 2, 5])
-def test_a_cancelled_request_leaves_what_it_computed(n_steps: int) -> None:
-    made = roomy(max_num_batched_tokens=16)
-    made.submit("a", prompt=CHAT)
-    made.step(n_steps)
-    made.engine.cancel("a")
-    stats = made.engine.stats()
-    assert (stats.kv_cells_used, stats.kv_cells_retained) == (0, min(40, 16 * n_steps) + max(0, n_steps - 3))
+def test_the_least_recently_used_goes_first_from_its_end() -> None:
+    index = PrefixCache()
+    (first,) = cache(index, [1, 2, 3])
+    (second,) = cache(index, [4, 5, 6])
+    assert index.evict(2) == (2, (TrimNode(first.node_id, 1),))
+    assert index.evict(2) == (2, (TrimNode(first.node_id, 0), TrimNode(second.node_id, 2)))
+    assert index.evict(0) == (0, ())
 
 
-def test_the_cache_is_cut_to_its_threshold_every_so_often() -> None:
-    made = roomy(n_cells=100, kv_eviction_threshold=0.5, kv_cleanup_interval_s=1.0)
-    made.submit("a", prompt=CHAT, max_tokens=1)
-    made.step(1, NOW)
-    made.submit("b", prompt=CHAT[::-1], max_tokens=3)
-    made.step(1, NOW + 0.9)
-    assert made.engine.stats().kv_cells_free == 20
-    made.step(1, NOW + 1.0)
-    assert made.engine.stats().kv_cells_free == 49, "down to the threshold, then one more token"
-    made.finish()
+def test_a_use_renews_the_whole_path() -> None:
+    index = PrefixCache()
+    cache(index, [1, 2, 3])
+    cache(index, [4, 5, 6])
+    pin, _ = index.pin("", [1, 2], 2)
+    index.unpin(pin)
+    index.check()
+    index.evict(4)  # the tail that was not used, then the other path
+    assert [tokens for *_, tokens, _ in index.dump()] == [[1, 2]]
 
 
-def test_an_idle_engine_wakes_once_to_cut_its_cache() -> None:
-    made = roomy(n_cells=100, kv_eviction_threshold=0.5, kv_cleanup_interval_s=1.0)
-    made.submit("a", prompt=CHAT, max_tokens=1)
-    made.step(1, NOW)
-    made.submit("b", prompt=CHAT[::-1], max_tokens=1)
-    made.step(1, NOW + 0.5)
-    assert not made.engine.has_work()
-    assert (made.engine.stats().kv_cells_free, made.engine.wait_s()) == (20, 1.0)
-    made.step(1, NOW + 1.5)
-    assert (made.engine.stats().kv_cells_free, made.engine.wait_s()) == (50, None)
+def test_a_shared_head_outlives_its_branches() -> None:
+    index = PrefixCache()
+    for last in (3, 4, 5):
+        cache(index, [1, 2, last])
+    index.evict(3)
+    assert [tokens for *_, tokens, _ in index.dump()] == [[1, 2]]
 
 
-def test_an_idle_engine_sleeps_where_sessions_keep_the_cache_above_its_threshold() -> None:
-    made = roomy(n_cells=100, kv_eviction_threshold=0.25, kv_cleanup_interval_s=1.0)
-    made.submit("a", prompt=CHAT, max_tokens=1, session_id="s")
-    made.step(1, NOW)
-    assert (made.engine.stats().kv_cells_free, made.engine.wait_s()) == (60, None)
+# --- what is not to be trusted ---
 
 
-# --- arenas ---
+def test_drop_forgets_a_requests_own_and_what_was_built_on_it() -> None:
+    index = PrefixCache()
+    cache(index, [1, 2, 3, 4])
+    cache(index, [1, 2, 3, 4, 5, 6])
+    cache(index, [1, 2, 3, 4, 5, 7])
+    cache(index, [1, 2, 8])
+    edits = index.invalidate("", [1, 2, 3, 4, 5, 9], start=3)
+    index.check()
+    assert all(isinstance(edit, TrimNode) for edit in edits)
+    assert sorted(tokens for *_, tokens, _ in index.dump()) == [[1, 2], [3], [8]]
+    assert index.n_cached() == index.n_evictable() == 4
 
 
-@pytest.mark.parametrize("n_streams", [1, 2, 4])
-def test_tokens_do_not_depend_on_the_arenas(n_streams: int) -> None:
-    made = Engine(n_cells=256, n_streams=n_streams, max_num_seqs=6, max_num_queued_reqs=40)
-    prompts = {f"{i}": CHAT[: 10 + i] + [i] * (i % 5) for i in range(24)}
-    for name, prompt in prompts.items():
-        made.submit(name, prompt=prompt, max_tokens=12)
-    made.finish()
-    assert made.tokens == {name: core.answer(prompt, 12) for name, prompt in prompts.items()}
+def test_drop_leaves_what_a_lock_pins() -> None:
+    index = PrefixCache()
+    pin, _ = index.insert("", [1, 2])
+    cache(index, [1, 2, 3])
+    index.invalidate("", [1, 2, 3])
+    index.check()
+    assert [tokens for *_, tokens, _ in index.dump()] == [[1, 2]]
+    index.unpin(pin)
+    index.invalidate("", [1, 2, 3])
+    assert index.dump() == []
 
 
-def test_a_request_goes_where_its_prefix_lies_else_to_the_emptiest_arena() -> None:
-    made = roomy(n_cells=128, n_streams=2)
-    made.submit("a", prompt=CHAT, max_tokens=10)
-    made.step()
-    made.submit("b", prompt=[7] * 20, max_tokens=10)
-    made.step()
-    assert [r.state.stream for r in made.engine.requests.running] == [0, 1]  # type: ignore[union-attr]
-    made.submit("c", prompt=[*CHAT[:30], 9], max_tokens=3)
-    made.step()
-    assert [r.state.stream for r in made.engine.requests.running] == [0, 1, 0]  # type: ignore[union-attr]
-    made.finish()
+def test_drop_of_what_is_not_cached_is_nothing() -> None:
+    index = PrefixCache()
+    assert index.invalidate("", [1, 2]) == ()
+    cache(index, [1, 2])
+    assert index.invalidate("", [1, 2], start=2) == ()
+    assert index.invalidate("", [3]) == ()
+    assert index.n_cached() == 2
 
 
-def test_a_prefix_is_copied_where_its_own_arena_is_full() -> None:
-    made = roomy(n_cells=128, n_streams=2)
-    made.submit("a", prompt=CHAT, max_tokens=24)
-    made.step(8)
-    made.submit("b", prompt=[*CHAT[:30], *[9] * 10], max_tokens=20)
-    before = made.context.n_rows
-    made.step()
-    assert made.context.n_rows - before == 1 + 10
-    assert [r.state.stream for r in made.engine.requests.running] == [0, 1]  # type: ignore[union-attr]
-    made.finish()
-    assert made.cached["b"] == 30
-    assert made.tokens["b"] == core.answer([*CHAT[:30], *[9] * 10], 20)
+# --- the alarm is alive ---
 
 
-def test_a_prefix_is_computed_anew_where_its_arena_cannot_keep_it_until_the_copy() -> None:
-    """All that can be evicted there is the prefix, and who runs there needs a cell in this very step."""
-    made = roomy(n_cells=128, n_streams=2)
-    rows_of(made, "prefix", CHAT)
-    made.submit("a", prompt=[7] * 20, max_tokens=30)
-    made.step(5)
-    assert made.context.n_cells_free_in(0) == 0
-    made.submit("b", prompt=[*CHAT, 9, 9], max_tokens=3)
-    made.step()
-    assert [r.state.stream for r in made.engine.requests.running] == [0, 1]  # type: ignore[union-attr]
-    made.finish()
-    assert made.cached["b"] == 0
-    assert made.tokens["a"] == core.answer([7] * 20, 30)
-    assert made.tokens["b"] == core.answer([*CHAT, 9, 9], 3)
+def _spoil_count(index: PrefixCache) -> None:
+    index._n_pins_given = 0
+
+
+def _spoil_start(index: PrefixCache) -> None:
+    _leaf(index).start += 1
+
+
+def _spoil_key(index: PrefixCache) -> None:
+    _leaf(index).tokens[0] = 9
+
+
+def _spoil_parent(index: PrefixCache) -> None:
+    _leaf(index).parent = _leaf(index)
+
+
+def _spoil_pins(index: PrefixCache) -> None:
+    root = index._roots["", 0]
+    root.n_pins = 0
+
+
+def _spoil_order(index: PrefixCache) -> None:
+    index._unpinned[0].popitem()
+
+
+def _spoil_turns(index: PrefixCache) -> None:
+    index._unpinned[0].move_to_end(next(iter(index._unpinned[0])))
+
+
+def _spoil_cells(index: PrefixCache) -> None:
+    index._n_cached[0] += 1
+
+
+def _spoil_root(index: PrefixCache) -> None:
+    index._roots["b", 0] = Node(("b", 0), 99, 0, array("i"))
+
+
+def _leaf(index: PrefixCache) -> Node:
+    return index._roots["", 0].children[5].children[6]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "alarm"),
+    [
+        (_spoil_count, "count 1 pins, the cache counts 0"),
+        (_spoil_start, "node 4 has the wrong parent"),
+        (_spoil_key, "node 4 has the wrong parent"),
+        (_spoil_parent, "node 4 has the wrong parent"),
+        (_spoil_pins, "has fewer pins than its children"),
+        (_spoil_order, "node 3 is wrongly listed"),
+        (_spoil_turns, "KV stream 0 would evict a node before its children"),
+        (_spoil_cells, r"the cell counts of KV stream 0 are wrong: \(4, 2\)"),
+        (_spoil_root, "an empty tree was not removed"),
+    ],
+)
+def test_check_sees_what_is_wrong(spoil: Callable[[PrefixCache], None], alarm: str) -> None:
+    index = PrefixCache()
+    index.insert("", [1, 2])
+    cache(index, [5])
+    cache(index, [5, 6])
+    index.check()
+    spoil(index)
+    with pytest.raises(BrokenInvariant, match=alarm):
+        index.check()
+
+
+# --- costs, counted in lines of Python ---
+
+
+def grown(n_paths: int, n_tokens: int) -> tuple[PrefixCache, Pin]:
+    """An index with many paths, and a pin on the one that starts with 0."""
+    index = PrefixCache()
+    for i in range(1, n_paths):
+        cache_quietly(index, [i] * n_tokens)
+    return index, index.insert("", [0] * n_tokens)[0]
+
+
+def cache_quietly(index: PrefixCache, tokens: list[int]) -> None:
+    index.unpin(index.insert("", tokens)[0])
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        lambda index, _: index.match("", [0] * 64 + [7], limit=99),
+        lambda index, _: index.unpin(index.pin("", [0] * 64 + [7], 64)[0]),
+        lambda index, _: index.unpin(index.insert("", [0] * 32 + [7])[0]),
+        lambda index, _: index.evict(40),
+        lambda index, pin: index.n_private(pin),
+        lambda index, _: index.n_evictable(),
+    ],
+    ids=["match", "pin", "insert", "evict", "n_private", "n_evictable"],
+)
+def test_a_call_costs_its_path_and_not_the_tree(question: Callable[[PrefixCache, Pin], object]) -> None:
+    costs = []
+    for n_paths in (10, 1000):
+        index, pin = grown(n_paths, 64)
+        costs.append(lines_run(lambda index=index, pin=pin: question(index, pin)))  # type: ignore[misc]
+    assert costs[0] == costs[1]
+
+
+def test_a_match_costs_the_logarithm_of_its_tokens() -> None:
+    """4 lines for each halving: 64 times the tokens are six halvings more."""
+    costs = []
+    for n_tokens in (128, 128 * 64):
+        index = PrefixCache()
+        cache_quietly(index, [1] * n_tokens)
+        costs.append(lines_run(lambda index=index, n=n_tokens: index.match("", [1] * n, limit=n)))  # type: ignore[misc]
+    assert costs[1] - costs[0] <= 6 * 4
+
+
+def test_the_common_head_of_two_lists() -> None:
+    for n in range(20):
+        for m in range(20):
+            a, b = array("i", [1] * 20), array("i", [1] * m + [2] * (20 - m))
+            assert n_common(a[:n], b) == min(n, m)

@@ -8,10 +8,10 @@ import pytest
 
 from fakes import core
 from fakes.engines import NOW, Engine
+from llaisys.engine.engine_output import TokenLogprobs
 from llaisys.engine.limits import PROMPT_LOGPROBS_MAX
-from llaisys.engine.outputs import TokenLogprobs
 from llaisys.errors import RejectedError
-from llaisys.types import FinishReason
+from llaisys.outputs import FinishReason
 
 PROMPT = list(range(1, 31))
 

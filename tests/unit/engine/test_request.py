@@ -29,7 +29,7 @@ from llaisys.engine.request import (
     derive_seed,
 )
 from llaisys.errors import RequestFailedError, RequestTimeoutError
-from llaisys.types import FinishReason
+from llaisys.outputs import FinishReason
 
 ERROR = RequestFailedError("row")
 REMOTE = WaitingForRemoteKvs("chat")
@@ -101,7 +101,7 @@ def made(limit: int = 100, **changes: object) -> Request:
 )
 def test_what_ends_an_answer(changes: dict[str, object], token: int, end: Completed | None) -> None:
     request = made(**changes)
-    assert request.append(token) == end
+    assert request.append_token(token) == end
     assert (request.token_ids.tolist(), request.num_output) == ([1, 2, 3, token], 1)
 
 
@@ -110,7 +110,7 @@ def test_counts_and_stop_ids() -> None:
     assert (request.num_missing, request.num_output, request.stop_ids) == (3, 0, {256, 257, 4})
     assert made(stop_token_ids=[4], ignore_eos=True).stop_ids == {4}
     request.num_computed = 3
-    request.append(5)
+    request.append_token(5)
     assert (request.num_missing, request.num_output) == (1, 1)
     assert request.source.prompt_token_ids == [1, 2, 3]
 

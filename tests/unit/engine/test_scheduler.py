@@ -1,4 +1,4 @@
-"""plan(view, now): budgets, seats, admission, preemption, expiry. No engine, no core."""
+"""Scheduler.schedule(view): budgets, batch slots, admission, preemption, expiry. No engine, no core."""
 
 from __future__ import annotations
 
@@ -9,16 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes.asks import ask, limits
-from llaisys.engine.budget import PREFILL_TOKENS_MIN, StepSpeed
-from llaisys.engine.cells import HEADROOM_TOKENS
-from llaisys.engine.fairness import FairState, WaitingQueue, queue_key
+from llaisys.engine.kv_cache_planner import LOOKAHEAD_TOKENS
 from llaisys.engine.limits import Limits, token_limit
-from llaisys.engine.plan import Admit, Plan, PlannedChunk, View
-from llaisys.engine.prefix import PrefixIndex
+from llaisys.engine.prefix_cache import PrefixCache
 from llaisys.engine.request import PREEMPTIONS_MAX, Admitted, Request, advance
-from llaisys.engine.scheduler import plan
+from llaisys.engine.request_queue import RoundRobinState, WaitingQueue, queue_key
+from llaisys.engine.scheduler import (
+    PREFILL_TOKENS_MIN,
+    Admission,
+    ScheduledChunk,
+    Scheduler,
+    SchedulerOutput,
+    SchedulerView,
+    StepSpeed,
+)
 
 NOW = 1000.0
+schedule = Scheduler().schedule
 
 
 def request(
@@ -40,7 +47,7 @@ def request(
 
 def view_of(
     waiting: list[Request], running: list[Request], bounds: Limits | None = None, **more: Any
-) -> View:
+) -> SchedulerView:
     bounds = bounds or limits()
     queue = WaitingQueue()
     for each in waiting:
@@ -48,21 +55,21 @@ def view_of(
     n_free = [bounds.n_cells_per_stream] * bounds.n_streams
     for each in running:
         n_free[each.state.stream] -= each.num_computed  # type: ignore[union-attr]
-    facts = {"n_free": tuple(n_free), "last_cleanup_s": NOW, **more}
-    return View(waiting=queue, running=sorted(running, key=queue_key), limits=bounds, **facts)
+    facts = {"now_s": NOW, "n_free": tuple(n_free), "last_cleanup_s": NOW, **more}
+    return SchedulerView(waiting=queue, running=sorted(running, key=queue_key), limits=bounds, **facts)
 
 
 def planned(
     waiting: list[Request], running: list[Request], bounds: Limits | None = None, **more: Any
-) -> Plan:
-    return plan(view_of(waiting, running, bounds, **more), NOW)
+) -> SchedulerOutput:
+    return schedule(view_of(waiting, running, bounds, **more))
 
 
-def sizes(made: Plan) -> dict[int, int]:
+def sizes(made: SchedulerOutput) -> dict[int, int]:
     return {chunk.ordinal: chunk.n_tokens for chunk in made.chunks}
 
 
-def names(made: Plan) -> list[int]:
+def names(made: SchedulerOutput) -> list[int]:
     return [admit.ordinal for admit in made.admit]
 
 
@@ -70,19 +77,19 @@ def names(made: Plan) -> list[int]:
 
 
 def test_nothing_gives_nothing() -> None:
-    assert planned([], []) == Plan(n_free_wanted=(0,), scanned=True)
+    assert planned([], []) == SchedulerOutput(n_free_wanted=(0,), scanned_deadlines=True)
 
 
 def test_a_prompt_that_fits_is_computed_at_once_and_samples() -> None:
     made = planned([request(1, 5)], [])
-    assert (made.admit, made.chunks) == ((Admit(1),), (PlannedChunk(1, 0, 5, True),))
+    assert (made.admit, made.chunks) == ((Admission(1),), (ScheduledChunk(1, 0, 5, True),))
     assert made.n_free_wanted == (5,)
 
 
 def test_a_long_prompt_is_cut_and_samples_with_its_last_chunk_only() -> None:
-    assert planned([request(1, 40)], []).chunks == (PlannedChunk(1, 0, 16, False),)
-    assert planned([], [request(1, 40, computed=16)]).chunks == (PlannedChunk(1, 16, 16, False),)
-    assert planned([], [request(1, 40, computed=32)]).chunks == (PlannedChunk(1, 32, 8, True),)
+    assert planned([request(1, 40)], []).chunks == (ScheduledChunk(1, 0, 16, False),)
+    assert planned([], [request(1, 40, computed=16)]).chunks == (ScheduledChunk(1, 16, 16, False),)
+    assert planned([], [request(1, 40, computed=32)]).chunks == (ScheduledChunk(1, 32, 8, True),)
 
 
 def test_answers_come_first_and_a_long_prompt_leaves_half_to_others() -> None:
@@ -131,7 +138,7 @@ def test_a_client_has_its_quota_and_holds_nobody_up() -> None:
 def test_prompts_get_no_more_than_the_time_of_a_step(speed: StepSpeed, n_tokens: int) -> None:
     bounds = limits(max_num_batched_tokens=400, max_model_len=1000, n_cells=1000, max_step_time_s=0.25)
     long = Request(ask("1", [1] * 900), ordinal=1, seed=0, token_limit=910)
-    assert sizes(plan(view_of([long], [], bounds, speed=speed), NOW)) == {1: n_tokens}
+    assert sizes(schedule(view_of([long], [], bounds, speed=speed))) == {1: n_tokens}
 
 
 def test_speed_is_learnt_from_steps() -> None:
@@ -198,7 +205,7 @@ def test_admission_leaves_room_for_the_near_future_of_those_who_run() -> None:
     bounds = limits(n_cells=64)
     running = [request(1, 20, output=1, max_tokens=30)]  # 20 cells held, 1 + 8 soon
     assert names(planned([request(2, 27, max_tokens=30)], running, bounds)) == [2]
-    assert 64 - 20 - 1 - HEADROOM_TOKENS == 27 + HEADROOM_TOKENS
+    assert 64 - 20 - 1 - LOOKAHEAD_TOKENS == 27 + LOOKAHEAD_TOKENS
     assert names(planned([request(2, 28, max_tokens=30)], running, bounds)) == []
     assert names(planned([request(2, 34, max_tokens=1)], running, bounds)) == [2], "no more than it can use"
 
@@ -242,14 +249,14 @@ def test_a_secured_request_is_no_victim_and_its_cells_are_nobodys() -> None:
     assert (made.preempt, made.decode) == ((1,), (0, 2))
 
 
-def test_arenas_have_their_own_cells() -> None:
+def test_streams_have_their_own_cells() -> None:
     bounds = limits(n_cells=128, n_streams=2, max_num_batched_tokens=64)
     running = [request(0, 30, output=2, max_tokens=30), request(1, 30, output=2, max_tokens=30, stream=1)]
     made = planned([request(2, 20)], running, bounds, n_free=(5, 40))
-    assert made.admit == (Admit(2, stream=1, source=1),)
+    assert made.admit == (Admission(2, stream=1, source=1),)
     assert made.n_free_wanted == (1, 21)
     made = planned([], running, bounds, n_free=(0, 40))
-    assert (made.decode, made.preempt) == ((1,), ()), "a neighbour in another arena is no help"
+    assert (made.decode, made.preempt) == ((1,), ()), "a neighbour in another KV stream is no help"
 
 
 # --- deadlines and clean-up ---
@@ -266,9 +273,9 @@ def test_the_expired_go_first_and_their_room_is_used() -> None:
 def test_deadlines_are_looked_at_once_a_scan() -> None:
     late = request(1, 3, output=1, deadline_s=NOW)
     bounds = limits(timeout_scan_s=0.5)
-    assert planned([], [late], bounds, last_scan_s=NOW - 0.4).expire == ()
-    made = planned([], [late], bounds, last_scan_s=NOW - 0.5)
-    assert (made.expire, made.scanned) == ((1,), True)
+    assert planned([], [late], bounds, last_deadline_scan_s=NOW - 0.4).expire == ()
+    made = planned([], [late], bounds, last_deadline_scan_s=NOW - 0.5)
+    assert (made.expire, made.scanned_deadlines) == ((1,), True)
 
 
 def test_the_parked_expire_too() -> None:
@@ -286,7 +293,7 @@ def test_a_clean_up_wants_the_cells_above_the_threshold() -> None:
 
 
 @st.composite
-def views(draw: st.DrawFn) -> View:
+def views(draw: st.DrawFn) -> SchedulerView:
     n_streams = draw(st.sampled_from([1, 1, 2]))
     bounds = limits(
         max_num_seqs=draw(st.integers(1, 6)),
@@ -323,9 +330,9 @@ def views(draw: st.DrawFn) -> View:
 
 
 @given(views())
-def test_every_plan_keeps_the_bounds(view: View) -> None:
-    made = plan(view, NOW)
-    assert plan(view, NOW) == made
+def test_every_plan_keeps_the_bounds(view: SchedulerView) -> None:
+    made = schedule(view)
+    assert schedule(view) == made
     bounds = view.limits
     by_id = {r.ordinal: r for r in (*view.waiting, *view.running)}
     gone = set(made.expire)
@@ -396,14 +403,14 @@ def test_the_last_cell_is_given() -> None:
     running = [request(i, 15, output=2, max_tokens=40) for i in range(2)]
     for n_free, preempted, short in ((2, (), ()), (1, (), (1,)), (0, (1,), ())):
         made = planned([], running, limits(n_cells=64), n_free=(n_free,))
-        assert (made.preempt, made.short) == (preempted, short)
+        assert (made.preempt, made.without_cells) == (preempted, short)
 
 
 def test_who_can_get_on_sits_if_those_whose_turn_it_is_cannot() -> None:
     """One seat, no cell, and it is the turn of the last in order, who may take nobody's."""
     running = [request(i, 15, output=2, max_tokens=40, last_step=9 - i) for i in range(3)]
     made = planned([], running, limits(n_cells=64, max_batch_size=1), n_free=(0,))
-    assert (made.decode, made.preempt, made.short) == ((0,), (2,), ())
+    assert (made.decode, made.preempt, made.without_cells) == ((0,), (2,), ())
 
 
 def test_who_has_cells_set_aside_sits_if_nobody_else_gets_one() -> None:
@@ -413,20 +420,20 @@ def test_who_has_cells_set_aside_sits_if_nobody_else_gets_one() -> None:
         request(2, 15, output=2, max_tokens=4, last_step=7, preempted=PREEMPTIONS_MAX),
     ]
     made = planned([], running, limits(n_cells=64, max_batch_size=1), n_free=(6,))
-    assert (made.decode, made.short) == ((2,), ())
+    assert (made.decode, made.without_cells) == ((2,), ())
     running = [running[0], running[1], request(3, 15, output=2, max_tokens=40, last_step=1)]
     made = planned([], running, limits(n_cells=64, max_batch_size=1), n_free=(3,))
-    assert (made.decode, made.preempt, made.short) == ((1,), (), ())
+    assert (made.decode, made.preempt, made.without_cells) == ((1,), (), ())
 
 
 def test_who_found_no_cells_is_named() -> None:
     bounds = limits(n_cells=64)
     waiting = [request(2, 40, max_tokens=24), request(3, 1, max_tokens=1)]
-    assert planned(waiting, [request(1, 20, output=1)], bounds).short == (2,)
-    assert planned(waiting[1:], [request(1, 20, output=1)], bounds).short == ()
+    assert planned(waiting, [request(1, 20, output=1)], bounds).without_cells == (2,)
+    assert planned(waiting[1:], [request(1, 20, output=1)], bounds).without_cells == ()
     running = [request(0, 15, output=2, max_tokens=40), request(1, 15, output=2, preempted=PREEMPTIONS_MAX)]
     made = planned(waiting, running, bounds, n_free=(9,))
-    assert made.short == (0, 2)
+    assert made.without_cells == (0, 2)
 
 
 def test_a_prompt_waits_for_the_time_of_a_step_if_others_do_not_leave_any() -> None:
@@ -440,19 +447,19 @@ def test_a_client_that_is_new_to_the_step_has_all_of_its_quota() -> None:
 
 
 def test_a_plan_hands_on_the_turns_and_says_that_it_cleaned() -> None:
-    fair = FairState((((0, "x"), 5), ((0, "y"), 3)))
-    made = planned([], [request(1, output=1)], fair=fair, last_cleanup_s=NOW - 5)
-    assert (made.fair, made.cleaned) == (fair, True)
-    assert not planned([], [], last_cleanup_s=NOW).cleaned
+    fair = RoundRobinState((((0, "x"), 5), ((0, "y"), 3)))
+    made = planned([], [request(1, output=1)], round_robin=fair, last_cleanup_s=NOW - 5)
+    assert (made.round_robin, made.cleaned_cache) == (fair, True)
+    assert not planned([], [], last_cleanup_s=NOW).cleaned_cache
 
 
 def test_a_client_pays_for_what_is_computed_and_not_for_what_is_cached() -> None:
-    index = PrefixIndex()
-    index.unlock(index.insert("", [1] * 8)[0])
+    index = PrefixCache()
+    index.unpin(index.insert("", [1] * 8)[0])
     waiting = [request(i, 10, client_id="xxxy"[i]) for i in range(4)]
-    made = planned(waiting, [], limits(max_num_seqs=2), prefix=index)
+    made = planned(waiting, [], limits(max_num_seqs=2), prefix_cache=index)
     assert [(admit.ordinal, admit.n_cached) for admit in made.admit] == [(0, 8), (1, 8)]
-    assert made.fair == FairState((((0, "x"), 16 - 2 - 2), ((0, "y"), 0)))
+    assert made.round_robin == RoundRobinState((((0, "x"), 16 - 2 - 2), ((0, "y"), 0)))
 
 
 def test_a_queue_without_some_counts_the_others_of_every_line() -> None:
@@ -466,11 +473,11 @@ def test_a_queue_without_some_counts_the_others_of_every_line() -> None:
 
 
 def test_a_charge_of_one_token_counts_and_of_none_does_not() -> None:
-    fair = FairState((((0, "x"), 5), ((0, "y"), 3)))
+    fair = RoundRobinState((((0, "x"), 5), ((0, "y"), 3)))
     one = request(1, client_id="x")
-    assert fair.charge(one, 1) == FairState((((0, "x"), 4), ((0, "y"), 3)))
+    assert fair.charge(one, 1) == RoundRobinState((((0, "x"), 4), ((0, "y"), 3)))
     assert fair.charge(one, 0) is fair
-    alone = FairState((((0, "x"), 5),))
+    alone = RoundRobinState((((0, "x"), 5),))
     assert alone.charge(one, 3) is alone
 
 

@@ -1,4 +1,4 @@
-"""The file of a saved session: what was written comes back, and nothing else is believed."""
+"""The file of a saved session: what was written is read back, and everything else is rejected."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llaisys.engine.session_file import (
+from llaisys.engine.sessions.file import (
     DIGEST_BYTES,
     MAGIC,
     VERSION,
-    Facts,
+    SessionFileSpec,
     SessionReader,
     SessionWriter,
     check_store,
@@ -34,12 +34,16 @@ from llaisys.errors import (
     UnsupportedError,
 )
 
-FACTS = Facts(fingerprint="ab" * 16, vocab_size=100, cell_bytes=6, n_tokens_max=20, n_piece=4, n_files_max=3)
+FACTS = SessionFileSpec(
+    fingerprint="ab" * 16, vocab_size=100, cell_bytes=6, n_tokens_max=20, n_piece=4, n_files_max=3
+)
 TOKENS = [5, 99, 0, 7, 7, 3, 1]
 PIECES = [(4, b"kkkkkkkkkkkkvvvvvvvvvvvv"), (2, b"KKKKKKVVVVVV")]
 
 
-def write(path: Path, tokens: list[int] = TOKENS, pieces: Any = PIECES, facts: Facts = FACTS) -> None:
+def write(
+    path: Path, tokens: list[int] = TOKENS, pieces: Any = PIECES, facts: SessionFileSpec = FACTS
+) -> None:
     writer = SessionWriter(path, tokens, facts)
     try:
         writer.open()
@@ -50,7 +54,7 @@ def write(path: Path, tokens: list[int] = TOKENS, pieces: Any = PIECES, facts: F
         writer.close()
 
 
-def read(path: Path, facts: Facts = FACTS) -> tuple[list[int], list[tuple[int, bytes]]]:
+def read(path: Path, facts: SessionFileSpec = FACTS) -> tuple[list[int], list[tuple[int, bytes]]]:
     reader = SessionReader(path, facts)
     try:
         tokens, pieces = reader.open().tolist(), []
@@ -68,7 +72,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def refusal(path: Path, raw: bytes | bytearray, facts: Facts = FACTS) -> LlaisysError:
+def refusal(path: Path, raw: bytes | bytearray, facts: SessionFileSpec = FACTS) -> LlaisysError:
     n_open = len(os.listdir("/proc/self/fd"))
     path.write_bytes(raw)
     with pytest.raises((RejectedError, UnsupportedError)) as caught:
@@ -88,7 +92,7 @@ def test_what_was_written_comes_back(tmp_path: Path, tokens: list[int], pieces: 
     assert read(tmp_path / "x.kv") == (tokens, pieces)
 
 
-def test_every_byte_counts(path: Path) -> None:
+def test_a_change_of_any_byte_is_detected(path: Path) -> None:
     raw = path.read_bytes()
     for at in range(len(raw)):
         damaged = bytearray(raw)
@@ -96,7 +100,7 @@ def test_every_byte_counts(path: Path) -> None:
         refusal(path, damaged)
 
 
-def test_every_truncation_and_addition_is_seen(path: Path) -> None:
+def test_every_truncation_and_addition_is_detected(path: Path) -> None:
     raw = path.read_bytes()
     for n_bytes in range(len(raw)):
         refusal(path, raw[:n_bytes])
@@ -104,7 +108,7 @@ def test_every_truncation_and_addition_is_seen(path: Path) -> None:
     assert "too many" in str(refusal(path, raw + bytes(1000)))
 
 
-def test_pieces_in_another_order_or_of_another_file_are_seen(tmp_path: Path, path: Path) -> None:
+def test_pieces_in_another_order_or_of_another_file_are_detected(tmp_path: Path, path: Path) -> None:
     one = [(2, b"111111222222"), (2, b"333333444444")]
     write(path, TOKENS, one)
     write(tmp_path / "y.kv", TOKENS[::-1], one)
@@ -121,18 +125,20 @@ def test_pieces_in_another_order_or_of_another_file_are_seen(tmp_path: Path, pat
     assert "checksum" in str(refusal(path, head + first + end)), "a piece is missing"
 
 
-def test_a_file_of_another_model_or_version_is_refused_by_name(path: Path) -> None:
+def test_a_file_of_another_model_or_version_is_rejected(path: Path) -> None:
     raw = path.read_bytes()
-    foreign = Facts(**{**{name: getattr(FACTS, name) for name in FACTS.__slots__}, "fingerprint": "cd" * 16})
+    foreign = SessionFileSpec(
+        **{**{name: getattr(FACTS, name) for name in FACTS.__slots__}, "fingerprint": "cd" * 16}
+    )
     assert "another model" in str(refusal(path, raw, foreign))
     newer = refusal(path, raw[:8] + struct.pack("<I", VERSION + 1) + raw[12:])
     assert isinstance(newer, UnsupportedError)
     assert f"version {VERSION + 1}, this build reads {VERSION}" in str(newer)
-    assert "is no saved session" in str(refusal(path, b"GGUF" + raw[4:]))
+    assert "is not a saved session" in str(refusal(path, b"GGUF" + raw[4:]))
 
 
 def forged(header: Any, body: bytes = b"", n_header: int | None = None) -> bytes:
-    """A file whose checksums are right, whatever it says."""
+    """A file with valid checksums, whatever its content."""
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     fixed = struct.pack("<8sII", MAGIC, VERSION, len(raw) if n_header is None else n_header)
     digest = hashlib.blake2b(fixed + raw, digest_size=DIGEST_BYTES).digest()
@@ -158,7 +164,7 @@ def forged(header: Any, body: bytes = b"", n_header: int | None = None) -> bytes
         (b" " * 1265, "a header of 1265 bytes, too long for 20 tokens"),
     ],
 )
-def test_forged_headers_are_refused(path: Path, header: Any, says: str) -> None:
+def test_forged_headers_are_rejected(path: Path, header: Any, says: str) -> None:
     assert says in str(refusal(path, forged(header)))
 
 
@@ -167,19 +173,21 @@ def test_sizes_are_checked_before_anything_is_allocated(path: Path) -> None:
     assert "ends too early" in str(refusal(path, forged(b"{}", n_header=1000)))
     assert "too long" in str(refusal(path, forged(b"{}", n_header=2**32 - 1)))
     for n in (5, 2**32 - 1):
-        assert f"a piece of {n} positions" in str(refusal(path, forged(good, struct.pack("<I", n))))
+        assert f"a piece has {n} positions" in str(refusal(path, forged(good, struct.pack("<I", n))))
     few = {"fingerprint": FACTS.fingerprint, "token_ids": [1, 2]}
-    assert "a piece of 3 positions, 2 can follow" in str(refusal(path, forged(few, struct.pack("<I", 3))))
+    assert "a piece has 3 positions, at most 2 are possible" in str(
+        refusal(path, forged(few, struct.pack("<I", 3)))
+    )
 
 
-def test_noise_is_refused(path: Path) -> None:
+def test_noise_is_rejected(path: Path) -> None:
     chance = random.Random(7)
     for _ in range(500):
         raw = forged(chance.randbytes(chance.randrange(60)), chance.randbytes(chance.randrange(200)))
         refusal(path, raw if chance.random() < 0.5 else chance.randbytes(chance.randrange(100)))
 
 
-def test_only_plain_files_are_read(tmp_path: Path, path: Path) -> None:
+def test_only_regular_files_are_read(tmp_path: Path, path: Path) -> None:
     (tmp_path / "link.kv").symlink_to(path)
     (tmp_path / "folder.kv").mkdir()
     os.mkfifo(tmp_path / "pipe.kv")
@@ -190,7 +198,7 @@ def test_only_plain_files_are_read(tmp_path: Path, path: Path) -> None:
         read(tmp_path / "nothing.kv")
 
 
-def test_a_file_has_its_name_only_when_it_is_whole(path: Path) -> None:
+def test_a_file_gets_its_name_only_when_it_is_complete(path: Path) -> None:
     before = path.read_bytes()
     writer = SessionWriter(path, [1], FACTS)
     writer.open()
@@ -214,7 +222,7 @@ def test_files_are_counted(path: Path) -> None:
 
 @contextlib.contextmanager
 def largest_file(n_bytes: int) -> Iterator[None]:
-    """The system refuses to make a file of this process larger, as a disk without space would."""
+    """Limit the file size of this process, which fails like a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
     try:
@@ -223,9 +231,7 @@ def largest_file(n_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_leaves_the_file_of_before_and_nothing_else(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_leaves_only_the_previous_file(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = path.read_bytes()
     n_open = len(os.listdir("/proc/self/fd"))
     # The header, the first piece, the second, the end: whichever write meets the bound.
@@ -241,17 +247,19 @@ def test_a_full_disk_leaves_the_file_of_before_and_nothing_else(
 
 
 def test_a_device_without_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`/dev/full` refuses a write with the error of a full disk."""
+    """`/dev/full` fails a write with the error of a full disk."""
 
     def full(**_: Any) -> tuple[int, str]:
         return os.open("/dev/full", os.O_WRONLY), str(tmp_path / "part")
 
-    monkeypatch.setattr("llaisys.engine.session_file.tempfile.mkstemp", full)
+    monkeypatch.setattr("llaisys.engine.sessions.file.tempfile.mkstemp", full)
     with pytest.raises(StorageFullError, match="'x': No space left on device"):
         write(tmp_path / "x.kv")
 
 
-def test_a_store_that_vanished_is_not_made_again(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_session_store_that_disappeared_is_not_created_again(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store = path.parent
     store.rename(store.with_name("elsewhere"))
     with pytest.raises(StorageError, match="'x': No such file or directory"):
@@ -263,7 +271,7 @@ def test_a_store_that_vanished_is_not_made_again(path: Path, caplog: pytest.LogC
     assert f"the saved session {store / 'client' / 'x.kv'}: No such file or directory" in caplog.messages
 
 
-def test_a_store_is_made_at_start(tmp_path: Path) -> None:
+def test_the_session_store_is_created_at_start(tmp_path: Path) -> None:
     store = tmp_path / "a" / "b"
     for _ in range(2):
         check_store(store)
@@ -271,7 +279,7 @@ def test_a_store_is_made_at_start(tmp_path: Path) -> None:
     assert store.stat().st_mode & 0o777 == 0o700
 
 
-def test_what_cannot_be_a_store_is_refused_at_start(tmp_path: Path) -> None:
+def test_an_invalid_session_store_is_rejected_at_start(tmp_path: Path) -> None:
     plain, fifo = tmp_path / "plain", tmp_path / "fifo"
     plain.write_text("")
     os.mkfifo(fifo)

@@ -1,4 +1,4 @@
-"""Grammars in the engine, on the fake core: real matchers, the fake's tokens drawn among those allowed."""
+"""Grammars in the engine, on the fake core: real matchers; the fake samples among the allowed tokens."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from llguidance import LLParserLimits
 
 from fakes import core, text
 from fakes.engines import Engine
-from llaisys.engine.grammar import Grammars, GrammarTokens
+from llaisys.engine.grammar import GrammarCompiler, GrammarTokenizer
 from llaisys.errors import RejectedError, RequestFailedError, UnsupportedError
-from llaisys.types import FinishReason
-from llaisys.types import StructuredOutputsParams as Spec
+from llaisys.outputs import FinishReason
+from llaisys.sampling_params import StructuredOutputsParams as Spec
 
 TESTS = Path(__file__).parents[2]
-TOKENS = GrammarTokens(text.tokenizer().to_json(), (text.EOS, text.EOT), core.VOCAB_SIZE)
+TOKENS = GrammarTokenizer(text.tokenizer().to_json(), (text.EOS, text.EOT), core.VOCAB_SIZE)
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "string", "maxLength": 6}, "b": {"enum": ["é", 1, None]}},
@@ -31,8 +31,8 @@ JSON = Spec(json=SCHEMA)
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    return Grammars(TOKENS)
+def grammars() -> GrammarCompiler:
+    return GrammarCompiler(TOKENS)
 
 
 def shown(ids: list[int]) -> str:
@@ -53,25 +53,25 @@ def no_threads_are_left() -> Iterator[None]:
         ENGINES.pop().engine.close()
 
 
-def engine(grammars: Grammars | None, **changes: Any) -> Engine:
-    """With room for long answers."""
+def engine(grammars: GrammarCompiler | None, **changes: Any) -> Engine:
+    """Large enough for long completions."""
     made = Engine(grammars=grammars, **{"max_model_len": 512, "n_cells": 2048, **changes})
     ENGINES.append(made)
     return made
 
 
-def alone(grammars: Grammars, **changes: Any) -> list[int]:
+def alone(grammars: GrammarCompiler, **changes: Any) -> list[int]:
     made = engine(grammars)
     made.submit("a", **changes)
     made.finish()
     return made.tokens["a"]
 
 
-# --- answers ---
+# --- completions ---
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_an_answer_keeps_its_schema(grammars: Grammars, seed: int) -> None:
+def test_a_completion_follows_its_schema(grammars: GrammarCompiler, seed: int) -> None:
     made = engine(grammars)
     made.submit("a", **asked(JSON, seed=seed))
     made.finish()
@@ -91,24 +91,24 @@ def test_an_answer_keeps_its_schema(grammars: Grammars, seed: int) -> None:
         (Spec(grammar='start: "x" ("1" | "2")'), {"x1", "x2"}),
     ],
 )
-def test_every_answer_of_a_small_grammar_and_no_other(
-    grammars: Grammars, spec: Spec, answers: set[str]
+def test_exactly_the_completions_of_a_small_grammar(
+    grammars: GrammarCompiler, spec: Spec, answers: set[str]
 ) -> None:
     found = {shown(alone(grammars, **asked(spec, seed=seed))) for seed in range(60)}
     assert found == answers
 
 
-def test_an_answer_that_could_end_may_go_on(grammars: Grammars) -> None:
+def test_a_completion_that_could_end_may_continue(grammars: GrammarCompiler) -> None:
     found = {shown(alone(grammars, **asked(Spec(regex="a{1,3}"), seed=seed))) for seed in range(40)}
     assert found == {"a", "aa", "aaa"}
 
 
-def test_any_json_object(grammars: Grammars) -> None:
+def test_any_json_object(grammars: GrammarCompiler) -> None:
     ids = alone(grammars, **asked(Spec(json_object=True), seed=3, max_tokens=500))
     assert shown(ids).startswith("{")
 
 
-def test_mates_of_a_batch_are_as_if_alone(grammars: Grammars) -> None:
+def test_requests_of_a_batch_are_as_if_alone(grammars: GrammarCompiler) -> None:
     plain = {"temperature": 1.0, "seed": 4, "max_tokens": 30}
     want = {
         "free": core.answer([1, 2, 3], 30, core.SamplerSpec(seed=4)),
@@ -123,7 +123,7 @@ def test_mates_of_a_batch_are_as_if_alone(grammars: Grammars) -> None:
     assert {name: made.tokens[name] for name in want} == want
 
 
-def test_each_choice_follows_the_grammar_by_itself(grammars: Grammars) -> None:
+def test_each_choice_follows_the_grammar_by_itself(grammars: GrammarCompiler) -> None:
     made = engine(grammars)
     made.submit("a", **asked(JSON, seed=2, n=4))
     made.finish()
@@ -134,7 +134,7 @@ def test_each_choice_follows_the_grammar_by_itself(grammars: Grammars) -> None:
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_preemption_changes_nothing(grammars: Grammars, caching: bool) -> None:
+def test_preemption_changes_nothing(grammars: GrammarCompiler, caching: bool) -> None:
     spec = Spec(regex="[a-z]{40}!")
     want = {
         f"r{i}": alone(grammars, **asked(spec, seed=i, prompt=[10 + i] * 20, max_tokens=60)) for i in range(4)
@@ -147,8 +147,8 @@ def test_preemption_changes_nothing(grammars: Grammars, caching: bool) -> None:
     assert made.tokens == want
 
 
-def test_the_mask_is_for_the_row_that_samples(grammars: Grammars) -> None:
-    """Not for those of the same prompt that are only scored."""
+def test_the_mask_is_for_the_row_that_samples(grammars: GrammarCompiler) -> None:
+    """Not the rows of the same prompt that are only scored."""
     want = alone(grammars, **asked(JSON, seed=9, prompt=[7] * 24))
     made = engine(grammars)
     made.submit("free", prompt=[5] * 20, max_tokens=30)
@@ -157,10 +157,10 @@ def test_the_mask_is_for_the_row_that_samples(grammars: Grammars) -> None:
     assert made.tokens["a"] == want
 
 
-# --- what fails, and whom ---
+# --- failures ---
 
 
-class Broken(Grammars):
+class Broken(GrammarCompiler):
     """A grammar that passed its trial and does not compile in the engine."""
 
     def compile(self, spec: Spec) -> Any:
@@ -185,8 +185,8 @@ def test_a_grammar_that_fails_ends_its_request_alone(regex: str, kind: type[Exce
     assert isinstance(made.ends["a"].error, kind)
 
 
-def test_an_answer_that_has_left_its_grammar_is_a_bug_of_ours(grammars: Grammars) -> None:
-    """It cannot be; were it so, its request alone would end."""
+def test_a_completion_that_violates_its_grammar_fails_alone(grammars: GrammarCompiler) -> None:
+    """This is a bug of the engine; only the request ends."""
     made = engine(grammars)
     made.submit("b", **asked(JSON, seed=9))
     made.submit("a", **asked(Spec(regex="abc")))
@@ -196,7 +196,7 @@ def test_an_answer_that_has_left_its_grammar_is_a_bug_of_ours(grammars: Grammars
     request.token_ids[-1] = ord("z")
     made.finish()
     assert isinstance(made.ends["a"].error, RequestFailedError)
-    assert "left its grammar" in str(made.ends["a"].error)
+    assert "violates its grammar" in str(made.ends["a"].error)
     assert made.ends["b"].finish_reason is FinishReason.STOP
 
 
@@ -206,8 +206,8 @@ def test_an_answer_that_has_left_its_grammar_is_a_bug_of_ours(grammars: Grammars
 def test_a_grammar_ends_its_request_at_the_same_token_whatever_else_runs(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
-    """With a bound on the lexer's states that some answers reach: those of the others do not count, and a
-    preempted choice does not begin to count again."""
+    """With a bound on the lexer's states that some completions reach. Each choice counts only its own
+    states, and a preempted choice does not restart its count."""
     limits = LLParserLimits(max_lexer_states=70, verbose_errors=False)
     monkeypatch.setattr("llaisys.engine.grammar.LIMITS", limits)
     spec = Spec(regex="[ab]*a[ab]{12}c")
@@ -219,11 +219,11 @@ def test_a_grammar_ends_its_request_at_the_same_token_whatever_else_runs(
     def submit(made: Engine, seed: int) -> None:
         made.submit(f"{seed}", **asked(spec, seed=seed, prompt=[10 + seed] * 20, max_tokens=60))
 
-    each = [engine(Grammars(TOKENS)) for _ in range(12)]
+    each = [engine(GrammarCompiler(TOKENS)) for _ in range(12)]
     for seed, made in enumerate(each):
         submit(made, seed)
         made.finish()
-    together = engine(Grammars(TOKENS), **changes)
+    together = engine(GrammarCompiler(TOKENS), **changes)
     for seed in range(12):
         submit(together, seed)
     together.finish()
@@ -233,7 +233,7 @@ def test_a_grammar_ends_its_request_at_the_same_token_whatever_else_runs(
     assert not changes or together.engine.stats().num_preempted > 0
 
 
-def test_a_grammar_that_takes_too_much_later_is_the_callers_to_change(grammars: Grammars) -> None:
+def test_a_grammar_that_exceeds_its_limits_later_names_the_field(grammars: GrammarCompiler) -> None:
     made = engine(grammars, max_model_len=2048, n_cells=4096)
     made.submit("a", **asked(Spec(regex="b{40}(a{1000}){1000}"), max_tokens=1000))
     made.finish()
@@ -243,19 +243,19 @@ def test_a_grammar_that_takes_too_much_later_is_the_callers_to_change(grammars: 
     assert "more than 50000 units of work" in str(error)
 
 
-def test_an_engine_without_a_tokenizer_refuses() -> None:
+def test_an_engine_without_a_tokenizer_rejects_grammars() -> None:
     made = engine(None)
-    with pytest.raises(UnsupportedError, match="no tokenizer for grammars"):
+    with pytest.raises(UnsupportedError, match="no tokenizer for structured outputs"):
         made.submit("a", **asked(JSON))
 
 
-def test_a_model_without_an_end_is_refused() -> None:
+def test_a_model_without_an_end_token_is_rejected() -> None:
     with pytest.raises(UnsupportedError, match="no end-of-text token"):
-        Grammars(GrammarTokens(TOKENS.tokenizer, (), core.VOCAB_SIZE)).compile(JSON)
+        GrammarCompiler(GrammarTokenizer(TOKENS.tokenizer_json, (), core.VOCAB_SIZE)).compile(JSON)
 
 
 def test_no_grammar_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars = Grammars(TOKENS)
+    grammars = GrammarCompiler(TOKENS)
     monkeypatch.setattr(grammars, "compile", None)
     made = engine(grammars)
     made.submit("a", "b")
@@ -263,7 +263,7 @@ def test_no_grammar_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.reasons() == {"a": FinishReason.LENGTH, "b": FinishReason.LENGTH}
 
 
-def test_matchers_go_with_their_choices(grammars: Grammars) -> None:
+def test_matchers_are_dropped_with_their_choices(grammars: GrammarCompiler) -> None:
     made = engine(grammars)
     made.submit("a", "b", **asked(Spec(regex="[ab]{100}"), n=2))
     made.step(5)
@@ -275,8 +275,8 @@ def test_matchers_go_with_their_choices(grammars: Grammars) -> None:
     assert len(made.engine._structured) == 0
 
 
-class Gated(Grammars):
-    """Compiles the regex "slow" when it may. `num_compiled`: compiles that have begun."""
+class Gated(GrammarCompiler):
+    """Compiles the regex "slow" only when allowed. `num_compiled`: compiles that have begun."""
 
     def __init__(self) -> None:
         super().__init__(TOKENS)
@@ -290,7 +290,7 @@ class Gated(Grammars):
         return super().compile(spec)
 
 
-def test_other_rows_go_on_while_a_grammar_is_compiled() -> None:
+def test_other_rows_run_while_a_grammar_is_compiled() -> None:
     grammars = Gated()
     made = engine(grammars)
     made.submit("b", **asked(Spec(regex="[ab]{20}"), seed=1))
@@ -334,8 +334,8 @@ def test_a_cancelled_compile_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("bound", ["SLOW_MASK_S", "STEP_MASKS_S"])
-def test_masks_of_the_threads_are_those_of_the_engine_thread(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch, bound: str
+def test_masks_of_the_pool_equal_those_of_the_engine_thread(
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:
     want = {f"{seed}": alone(grammars, **asked(JSON, seed=seed)) for seed in range(4)}
     monkeypatch.setattr(f"llaisys.engine.structured_output.{bound}", -1.0)

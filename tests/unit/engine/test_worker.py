@@ -10,9 +10,9 @@ import pytest
 
 from fakes import core
 from fakes.asks import ask
-from llaisys.engine.prefix import Retain, Split, Trim
+from llaisys.engine.memory import WorkerSettings
+from llaisys.engine.prefix_cache import AddNode, SplitNode, TrimNode
 from llaisys.engine.request import BrokenInvariant, Request, Running
-from llaisys.engine.settings import WorkerSettings
 from llaisys.engine.worker import (
     Batch,
     Chunk,
@@ -21,7 +21,6 @@ from llaisys.engine.worker import (
     available_isas,
     inspect_model,
     open_worker,
-    sequence_of,
 )
 from llaisys.errors import RejectedError, RequestFailedError
 
@@ -50,7 +49,7 @@ def opened(worker: Worker, **changes: Any) -> Request:
 def computed(made: Request, n: int, token: int) -> None:
     """As the engine settles: `n` tokens are computed, and `token` was sampled."""
     made.num_computed += n
-    made.append(token)
+    made.append_token(token)
 
 
 def test_a_step_that_cannot_be_a_graph_is_told(
@@ -58,20 +57,22 @@ def test_a_step_that_cannot_be_a_graph_is_told(
 ) -> None:
     made = opened(worker)
     context.graph_refusal = "no graph of 4 rows"
-    worker.run(Batch([], [Chunk(made, 0, [1], samples=False)]))
+    worker.execute_model(Batch([], [Chunk(made, 0, [1], samples=False)]))
     assert [record.message for record in caplog.records] == ["no graph of 4 rows"]
 
 
 def test_chunks_of_two_sequences_in_one_decode(worker: Worker, context: core.Context) -> None:
     a, b = opened(worker), opened(worker, prompt=[7] * 9)
-    first = worker.run(Batch([], [Chunk(a, 0, [1, 2, 3], samples=True), Chunk(b, 0, [7] * 4, samples=False)]))
+    first = worker.execute_model(
+        Batch([], [Chunk(a, 0, [1, 2, 3], samples=True), Chunk(b, 0, [7] * 4, samples=False)])
+    )
     assert first == StepResult([core.answer([1, 2, 3], 1)[0], -1])
     computed(a, 3, 50)
-    second = worker.run(Batch([a], [Chunk(b, 4, [7] * 5, samples=True)]))
+    second = worker.execute_model(Batch([a], [Chunk(b, 4, [7] * 5, samples=True)]))
     assert second == StepResult([core.answer([1, 2, 3, 50], 1)[0], core.answer([7] * 9, 1)[0]])
     assert (context.n_decodes, worker.n_cells_used, worker.n_cells_free) == (2, 13, (51,))
-    worker.close_sequence(sequence_of(a))
-    worker.close_sequence(sequence_of(b))
+    worker.close_sequence(a.seq_id)
+    worker.close_sequence(b.seq_id)
     worker.check()
     assert (worker.n_cells_used, worker.n_seq_free) == (0, 2)
 
@@ -89,33 +90,33 @@ def test_a_batch_is_cut_between_items(worker: Worker) -> None:
 
 def test_a_request_without_a_sequence_has_no_rows(worker: Worker) -> None:
     with pytest.raises(BrokenInvariant, match="no sequence"):
-        worker.run(Batch([request()], []))
+        worker.execute_model(Batch([request()], []))
 
 
 def test_the_index_s_edits_reach_the_cells(worker: Worker, context: core.Context) -> None:
     a = opened(worker)
-    worker.run(Batch([], [Chunk(a, 0, [1, 2, 3, 4, 5, 6], samples=False)]))
-    worker.edit([Retain(1, 0, 6), Split(1, 4, 2), Trim(2, 5)], sequence_of(a))
-    worker.close_sequence(sequence_of(a))
+    worker.execute_model(Batch([], [Chunk(a, 0, [1, 2, 3, 4, 5, 6], samples=False)]))
+    worker.edit_cache([AddNode(1, 0, 6), SplitNode(1, 4, 2), TrimNode(2, 5)], a.seq_id)
+    worker.close_sequence(a.seq_id)
     assert worker.n_cells_used == 5
     b = opened(worker)
-    worker.attach([(1, 0, 4), (2, 4, 5)], sequence_of(b))
+    worker.attach_nodes([(1, 0, 4), (2, 4, 5)], b.seq_id)
     c = opened(worker)
-    worker.fork(sequence_of(b), sequence_of(c), 3)
-    assert (worker.n_cells_used, context.kv_seq_pos_max(sequence_of(b))) == (5, 4)
-    worker.run(Batch([], [Chunk(c, 3, [9, 9], samples=False)]))
-    worker.relink([(1, 3, 4)], sequence_of(c), 3)
-    assert (worker.n_cells_used, context.kv_seq_pos_max(sequence_of(c))) == (5, 3)
+    worker.fork_sequence(b.seq_id, c.seq_id, 3)
+    assert (worker.n_cells_used, context.kv_seq_pos_max(b.seq_id)) == (5, 4)
+    worker.execute_model(Batch([], [Chunk(c, 3, [9, 9], samples=False)]))
+    worker.relink_nodes([(1, 3, 4)], c.seq_id, 3)
+    assert (worker.n_cells_used, context.kv_seq_pos_max(c.seq_id)) == (5, 3)
     worker.check()
 
 
-def test_arenas_are_copied_between(context: core.Context) -> None:
+def test_streams_are_copied_between(context: core.Context) -> None:
     context = core.Context("fake", n_cells=64, n_seq_max=2, max_model_len=32, n_streams=2)
     worker = Worker(context, core.SamplerSpec, 2)  # type: ignore[arg-type]
     a, b = request(), request()
     a.state, b.state = Running(worker.open_sequence(a, 0), 0), Running(worker.open_sequence(b, 1), 1)
-    worker.run(Batch([], [Chunk(a, 0, [1, 2, 3], samples=False)]))
-    worker.fork(sequence_of(a), sequence_of(b), 2)
+    worker.execute_model(Batch([], [Chunk(a, 0, [1, 2, 3], samples=False)]))
+    worker.fork_sequence(a.seq_id, b.seq_id, 2)
     assert worker.n_cells_free == (29, 30)
 
 
@@ -151,7 +152,7 @@ def test_the_request_becomes_the_samplers_spec(worker: Worker, context: core.Con
 
 def test_logprobs_go_to_the_row_that_asked(worker: Worker) -> None:
     a, b = opened(worker), opened(worker, logprobs=2)
-    result = worker.run(Batch([], [Chunk(a, 0, [1], samples=True), Chunk(b, 0, [1], samples=True)]))
+    result = worker.execute_model(Batch([], [Chunk(a, 0, [1], samples=True), Chunk(b, 0, [1], samples=True)]))
     (item,) = result.logprobs
     entry = result.logprobs[item]
     assert (item, entry.token_id, entry.rank) == (1, result.token_ids[1], 1)
@@ -162,7 +163,7 @@ def test_logprobs_go_to_the_row_that_asked(worker: Worker) -> None:
 def test_a_faulty_row_is_its_own_error(worker: Worker) -> None:
     a, b = opened(worker), opened(worker)
     bad = Chunk(a, 0, [1, core.NON_FINITE], samples=True)
-    result = worker.run(Batch([], [bad, Chunk(b, 0, [1], samples=True)]))
+    result = worker.execute_model(Batch([], [bad, Chunk(b, 0, [1], samples=True)]))
     assert isinstance(result.errors.pop(0), RequestFailedError)
     assert (result.errors, result.refused) == ({}, [])
     assert result.token_ids[1] == core.answer([1], 1)[0]

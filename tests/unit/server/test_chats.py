@@ -13,10 +13,10 @@ import pytest
 
 from llaisys.config import Config
 from llaisys.errors import RejectedError
-from llaisys.server import chat_store
-from llaisys.server.chat_store import MIGRATIONS, Change, ChatStore, Conflict
-from llaisys.server.keys import Keyring
+from llaisys.server.middleware.auth import Keyring
 from llaisys.server.state import ServerState
+from llaisys.server.webui import chat_store
+from llaisys.server.webui.chat_store import MIGRATIONS, Change, ChatStore, Conflict
 
 
 def opened(path: Path, bytes_max: int = 2**20) -> ChatStore:

@@ -21,11 +21,17 @@ from starlette.types import Message, Receive, Scope, Send
 
 from llaisys.config import Config
 from llaisys.server import connection
-from llaisys.server.connection import CONTINUE, INPUT_BYTES_MAX, Connection, connection_class
-from llaisys.server.connection_limit import ConnectionStats, Listener, RequestBound
-from llaisys.server.listen import bind
-from llaisys.server.parse_queue import EVENTS_PER_TURN, HEADERS_MAX
-from llaisys.server.run import _Uvicorn
+from llaisys.server.connection import (
+    CONTINUE,
+    EVENTS_PER_ITERATION,
+    HEADERS_MAX,
+    INPUT_BYTES_MAX,
+    Connection,
+    connection_class,
+)
+from llaisys.server.lifecycle import _Uvicorn
+from llaisys.server.listener import ConnectionStats, Listener, bind
+from llaisys.server.middleware.rate_limits import OpenRequestLimitMiddleware
 
 HEAD = b"POST /%s HTTP/1.1\r\nHost: x\r\n"
 CHUNKED = HEAD % b"echo" + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -113,7 +119,7 @@ async def serving(maximum: int = 64, requests: int = 32, **tls: Any) -> AsyncIte
     with bind(Config(port=0)) as listener:
         listener.limit.maximum = maximum
         http = connection_class(30.0, listener.limit)
-        bound = RequestBound(app, listener.limit.stats, requests)
+        bound = OpenRequestLimitMiddleware(app, listener.limit.stats, requests)
         config = uvicorn.Config(bound, http=http, ws="none", lifespan="off", log_config=None, **tls)
         config.load()
         web = _Uvicorn(config)
@@ -227,7 +233,7 @@ async def test_a_turn_of_the_loop_parses_a_bounded_number_of_events(served: Serv
     assert [raw.count(b"HTTP/1.1 200 OK") for raw in raws] == [201, 2] * 8
     assert served.stats.events > 8 * (201 * 64 + 3000)
     # The last piece of a turn may go beyond: 2 KiB of chunks of one byte are 342 events.
-    assert EVENTS_PER_TURN <= served.http.queue.most_events <= EVENTS_PER_TURN + 342
+    assert EVENTS_PER_ITERATION <= served.http.queue.most_events <= EVENTS_PER_ITERATION + 342
 
 
 async def test_input_that_cannot_be_parsed_yet_stays_with_the_kernel(served: Served) -> None:

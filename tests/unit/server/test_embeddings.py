@@ -15,9 +15,9 @@ from openai.types import embedding_create_params
 from fakes.service import Call, FakeService
 from llaisys.config import Config
 from llaisys.errors import ContextLengthError, RejectedError, UnsupportedError
-from llaisys.server.bodies import EmbeddingRequest
-from llaisys.server.embeddings import INPUTS_AT_ONCE, INPUTS_MAX
 from llaisys.server.protocol import EMBEDDING_NEUTRAL, NO_EFFECT
+from llaisys.server.request_schemas import EmbeddingRequest
+from llaisys.server.routes.embeddings import INPUTS_AT_ONCE, INPUTS_MAX
 
 URL = "/v1/embeddings"
 D_MODEL = FakeService().model_info.d_model

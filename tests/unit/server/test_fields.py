@@ -18,9 +18,9 @@ from openai.types.chat import completion_create_params as openai_chat
 
 from fakes.service import Call, FakeService, Piece
 from llaisys.errors import RejectedError
-from llaisys.server.bodies import ChatCompletionRequest, CompletionRequest, StreamOptions
+from llaisys.sampling_params import StructuredOutputsParams as Spec
 from llaisys.server.protocol import CHAT_NEUTRAL, COMPLETION_NEUTRAL, NO_EFFECT, engine_options
-from llaisys.types import StructuredOutputsParams as Spec
+from llaisys.server.request_schemas import ChatCompletionRequest, CompletionRequest, StreamOptions
 from sse import chunks
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from starlette.types import ASGIApp
 
 from fakes.service import FakeService
-from llaisys.bench import client as bench
+from llaisys.bench import http_client as bench
 from llaisys.config import Config
 from llaisys.registry import ModelRegistry
-from llaisys.server import bodies as models
+from llaisys.server import request_schemas as models
 from llaisys.server.app import create_app
-from llaisys.server.sse import SseWriter
 from llaisys.server.state import ServerState
+from llaisys.server.streaming import SseWriter
 from sse import events
 
 MODELS = {

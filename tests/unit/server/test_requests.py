@@ -14,17 +14,17 @@ import pytest
 from starlette.types import Message
 
 from fakes import core
+from llaisys.async_llm import AsyncLLM
 from llaisys.config import Config
 from llaisys.errors import RejectedError
+from llaisys.lazy_engine import LazyEngine
 from llaisys.registry import ModelRegistry
-from llaisys.resident import ResidentEngine
 from llaisys.server.app import create_app
-from llaisys.server.book import N_ENDED_MAX, Entry, RequestBook
-from llaisys.server.errors import ApiError
-from llaisys.server.sse import SseWriter
-from llaisys.server.state import ServerState
-from llaisys.service import AsyncLLM
+from llaisys.server.http_errors import ApiError
+from llaisys.server.state import N_ENDED_MAX, RequestEntry, RequestRegistry, ServerState
+from llaisys.server.streaming import SseWriter
 from sse import events
+from waiting import until
 
 KEYS = ("one", "two")
 ONE, TWO = ({"authorization": f"Bearer {key}"} for key in KEYS)
@@ -89,12 +89,6 @@ def services(state: ServerState) -> Sequence[AsyncLLM]:
     return state.models.services
 
 
-async def until(condition: Any) -> None:
-    """Lets other tasks run until it holds; the test's own time limit is the bound."""
-    while not condition():  # noqa: ASYNC110 -- it yields, it does not wait for time
-        await asyncio.sleep(0)
-
-
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """Set when a stream has written frames."""
@@ -157,14 +151,14 @@ async def test_an_answer_is_cancelled_while_its_model_is_loaded(
     http: httpx.AsyncClient, state: ServerState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine never sees it."""
-    loading, go, made = asyncio.Event(), asyncio.Event(), ResidentEngine._load
+    loading, go, made = asyncio.Event(), asyncio.Event(), LazyEngine._load
 
-    async def held(engine: ResidentEngine) -> None:
+    async def held(engine: LazyEngine) -> None:
         loading.set()
         await go.wait()
         await made(engine)
 
-    monkeypatch.setattr(ResidentEngine, "_load", held)
+    monkeypatch.setattr(LazyEngine, "_load", held)
     work = asyncio.create_task(http.post(COMPLETIONS, json={**BODIES[COMPLETIONS], "request_id": "m"}))
     await loading.wait()
     assert (await http.post("/v1/requests/cmpl-m/cancel")).status_code == 200
@@ -300,9 +294,9 @@ async def test_a_slow_reader_is_in_its_timeline(
 
 
 def test_the_book_keeps_the_newest_ended_ones() -> None:
-    book = RequestBook()
+    book = RequestRegistry()
     for i in range(N_ENDED_MAX + 10):
-        with book.open(Entry(f"{i}", "k", None, [f"{i}-0", f"{i}-1"], 1), lambda: None):  # type: ignore[arg-type]  # not used
+        with book.open(RequestEntry(f"{i}", "k", None, [f"{i}-0", f"{i}-1"], 1), lambda: None):  # type: ignore[arg-type]  # not used
             assert book.find(f"{i}", "k").cancel is not None
     assert len(book._entries) == len(book._ended) == N_ENDED_MAX
     assert len(book._by_request) == 2 * N_ENDED_MAX
@@ -311,13 +305,13 @@ def test_the_book_keeps_the_newest_ended_ones() -> None:
     assert book.find("10", "k").cancel is None
     assert [book.name(request, "k") for request in ("9-0", "10-1")] == ["other", "10"]
     assert book.name("10-1", "x") == "other"
-    with book.open(Entry("10", "x", None, ["x/10-0"], 1), lambda: None):  # type: ignore[arg-type]  # not used
+    with book.open(RequestEntry("10", "x", None, ["x/10-0"], 1), lambda: None):  # type: ignore[arg-type]  # not used
         assert book.find("10", "k").cancel is None, "it is another key's id, which replaces nothing"
         with (
             pytest.raises(RejectedError, match="in use"),
-            book.open(Entry("10", "x", None, [], 1), lambda: None),  # type: ignore[arg-type]  # not used
+            book.open(RequestEntry("10", "x", None, [], 1), lambda: None),  # type: ignore[arg-type]  # not used
         ):
             pass
-    with book.open(Entry("20", "k", None, ["20-0"], 1), lambda: None):  # type: ignore[arg-type]  # not used
+    with book.open(RequestEntry("20", "k", None, ["20-0"], 1), lambda: None):  # type: ignore[arg-type]  # not used
         assert book.name("20-1", "k") == "other", "the old one is forgotten"
     assert len(book._entries) == N_ENDED_MAX

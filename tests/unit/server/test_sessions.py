@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
+from llaisys.async_llm import AsyncLLM
 from llaisys.config import Config
 from llaisys.registry import ModelRegistry
 from llaisys.server.app import _routes, create_app
 from llaisys.server.state import ServerState
-from llaisys.service import AsyncLLM
 
 KEYS = ("one", "two")
 ONE, TWO = ({"authorization": f"Bearer {key}"} for key in KEYS)

@@ -1,4 +1,4 @@
-"""Tokenizers and model facts for the tests of text."""
+"""Tokenizers and model metadata for the tests of text."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from hypothesis import settings
 from tokenizers import pre_tokenizers
 
+from llaisys.model_info import GgufTokenizer, ModelInfo
 from llaisys.text.tokenizer import Tokenizer, load_tokenizer
-from llaisys.types import GgufTokenizer, ModelInfo
 
 # A loaded machine is slow, not wrong.
 settings.register_profile("no-clock", deadline=None)
@@ -21,8 +21,8 @@ settings.load_profile("no-clock")
 DATA = Path(__file__).parents[2] / "data"
 
 
-def facts_of(path: Path, tokenizer: GgufTokenizer | None = None) -> ModelInfo:
-    """Facts of a checkpoint of which only the text side matters."""
+def info_of(path: Path, tokenizer: GgufTokenizer | None = None) -> ModelInfo:
+    """Return metadata of a checkpoint; only the parts for text matter."""
     return ModelInfo(
         path=str(path),
         file_format="safetensors" if tokenizer is None else "gguf",
@@ -51,7 +51,7 @@ def facts_of(path: Path, tokenizer: GgufTokenizer | None = None) -> ModelInfo:
 @pytest.fixture(scope="session")
 def info() -> Callable[..., ModelInfo]:
     """`info(path, gguf_tokenizer=None)`."""
-    return facts_of
+    return info_of
 
 
 @pytest.fixture(scope="session")
@@ -62,12 +62,12 @@ def qwen_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def qwen(qwen_folder: Path) -> Tokenizer:
-    return load_tokenizer(facts_of(qwen_folder))
+    return load_tokenizer(info_of(qwen_folder))
 
 
 @pytest.fixture(scope="session")
-def qwen_facts(qwen_folder: Path) -> GgufTokenizer:
-    """The same tokenizer as a GGUF would state it."""
+def qwen_gguf(qwen_folder: Path) -> GgufTokenizer:
+    """The same tokenizer as GGUF metadata."""
     stated = json.loads((qwen_folder / "tokenizer.json").read_text("utf-8"))
     by_id: dict[int, str] = {id: token for token, id in stated["model"]["vocab"].items()}
     controls = {entry["id"]: entry["content"] for entry in stated["added_tokens"]}
@@ -87,7 +87,7 @@ def qwen_facts(qwen_folder: Path) -> GgufTokenizer:
     )
 
 
-def small_facts(**changes: Any) -> GgufTokenizer:
+def small_gguf(**changes: Any) -> GgufTokenizer:
     """256 byte tokens, `ab` (256), `abc` (257), a control (258) and a user-defined token (259)."""
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens += ["ab", "abc", "<|end|>", "<tool>"]
@@ -108,11 +108,11 @@ def small_facts(**changes: Any) -> GgufTokenizer:
 
 @pytest.fixture(scope="session")
 def small() -> Callable[..., GgufTokenizer]:
-    """`small(**changes)`: facts of a tiny GGUF tokenizer."""
-    return small_facts
+    """`small(**changes)`: metadata of a tiny GGUF tokenizer."""
+    return small_gguf
 
 
 @pytest.fixture(scope="session")
 def tiny() -> Tokenizer:
     """The tokenizer of `small()`."""
-    return load_tokenizer(facts_of(Path("tiny.gguf"), small_facts()))
+    return load_tokenizer(info_of(Path("tiny.gguf"), small_gguf()))

@@ -1,4 +1,4 @@
-"""The tokenizer inside a GGUF: same ids as the tokenizer.json that it was made from."""
+"""GGUF tokenizers give the ids of the tokenizer.json that they were made from."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
 from llaisys.errors import RejectedError, UnsupportedError
+from llaisys.model_info import GgufTokenizer, ModelInfo
 from llaisys.text import gguf
 from llaisys.text.gguf import build_gguf
 from llaisys.text.tokenizer import Tokenizer, load_tokenizer
-from llaisys.types import GgufTokenizer, ModelInfo
 
-Facts = Callable[..., GgufTokenizer]
+MakeGguf = Callable[..., GgufTokenizer]
 
 
 @pytest.fixture(scope="module")
-def from_gguf(qwen_facts: GgufTokenizer, info: Callable[..., ModelInfo]) -> Tokenizer:
-    return load_tokenizer(info(Path("qwen.gguf"), qwen_facts))
+def from_gguf(qwen_gguf: GgufTokenizer, info: Callable[..., ModelInfo]) -> Tokenizer:
+    return load_tokenizer(info(Path("qwen.gguf"), qwen_gguf))
 
 
 @given(text=st.text())
@@ -45,13 +45,13 @@ def test_qwen2_on_chosen_texts(qwen: Tokenizer, from_gguf: Tokenizer, text: str)
     assert from_gguf.decode(ids, skip_special_tokens=False) == qwen.decode(ids, skip_special_tokens=False)
 
 
-def words(pre: str, text: str, small: Facts) -> list[str]:
+def words(pre: str, text: str, small: MakeGguf) -> list[str]:
     pieces = build_gguf(small(pre=pre)).pre_tokenizer.pre_tokenize_str(text)
     return [text[begin:end] for _, (begin, end) in pieces]
 
 
 @given(text=st.text())
-def test_smollm_cuts_like_its_tokenizer_json(small: Facts, text: str) -> None:
+def test_smollm_cuts_like_its_tokenizer_json(small: MakeGguf, text: str) -> None:
     """SmolLM2's own: single digits, then GPT-2's words."""
     original = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -70,14 +70,14 @@ def test_smollm_cuts_like_its_tokenizer_json(small: Facts, text: str) -> None:
         ("default", "We've $12345", ["We", "'", "ve", " ", "$", "123", "45"]),
     ],
 )
-def test_each_name_cuts_in_its_own_way(pre: str, text: str, want: list[str], small: Facts) -> None:
+def test_each_name_cuts_in_its_own_way(pre: str, text: str, want: list[str], small: MakeGguf) -> None:
     assert words(pre, text, small) == want
 
 
-def test_llama_bpe_keeps_words_that_are_tokens_whole(small: Facts) -> None:
+def test_llama_bpe_keeps_words_that_are_tokens_whole(small: MakeGguf) -> None:
     """`abc` has no path of merges here; only a tokenizer that looks words up finds it."""
-    facts = small(pre="llama-bpe", merges=[])
-    assert build_gguf(facts).encode("abc").ids == [257]
+    gguf = small(pre="llama-bpe", merges=[])
+    assert build_gguf(gguf).encode("abc").ids == [257]
     assert len(build_gguf(small(pre="default", merges=[])).encode("abc").ids) == 3
 
 
@@ -88,7 +88,7 @@ def test_control_tokens_are_special_and_user_defined_ones_are_not(tiny: Tokenize
     assert tiny.decode([258, 259], skip_special_tokens=True) == "<tool>"
 
 
-def test_bos_goes_in_front_when_the_file_says_so(small: Facts, info: Callable[..., ModelInfo]) -> None:
+def test_bos_is_added_if_the_file_requests_it(small: MakeGguf, info: Callable[..., ModelInfo]) -> None:
     tokenizer = load_tokenizer(info(Path("x.gguf"), small(add_bos=True)))
     assert tokenizer.encode("abc", add_special_tokens=True) == [258, 257]
     assert tokenizer.encode("", add_special_tokens=True) == [258]
@@ -98,7 +98,7 @@ def test_bos_goes_in_front_when_the_file_says_so(small: Facts, info: Callable[..
 @pytest.mark.parametrize(
     ("field", "value"), [("model", "t5"), ("model", "bert"), ("pre", "tekken"), ("pre", "")]
 )
-def test_another_kind_is_refused_by_name(small: Facts, field: str, value: str) -> None:
+def test_another_kind_is_rejected_by_name(small: MakeGguf, field: str, value: str) -> None:
     with pytest.raises(UnsupportedError, match=f"tokenizer.ggml.{field} is {value!r}"):
         build_gguf(small(**{field: value}))
 
@@ -115,20 +115,18 @@ def test_another_kind_is_refused_by_name(small: Facts, field: str, value: str) -
         ({"eos": -1}, "eos token id -1"),
     ],
 )
-def test_facts_that_contradict_each_other_are_rejected(
-    small: Facts, changes: dict[str, Any], words: str
-) -> None:
+def test_inconsistent_metadata_is_rejected(small: MakeGguf, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(RejectedError, match=words):
         build_gguf(small(**changes))
 
 
-def test_a_token_twice_is_rejected(small: Facts) -> None:
+def test_a_token_twice_is_rejected(small: MakeGguf) -> None:
     tokens = small().tokens
     with pytest.raises(RejectedError, match="twice"):
         build_gguf(small(tokens=[*tokens[:-1], tokens[0]]))
 
 
-def test_counts_above_the_limits_are_rejected(small: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_above_the_limits_are_rejected(small: MakeGguf, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf, "MERGES_MAX", 1)
     with pytest.raises(RejectedError, match="2 merges"):
         build_gguf(small())

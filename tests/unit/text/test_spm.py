@@ -13,18 +13,19 @@ from hypothesis import strategies as st
 from llguidance import LLTokenizer
 from tokenizers import decoders
 
-from llaisys.engine.grammar import Grammars, GrammarTokens
+from llaisys.engine.grammar import GrammarCompiler, GrammarTokenizer
 from llaisys.errors import RejectedError, UnsupportedError
+from llaisys.model_info import GgufTokenizer, ModelInfo
+from llaisys.sampling_params import StructuredOutputsParams
 from llaisys.text.gguf import build_gguf
 from llaisys.text.tokenizer import Tokenizer, load_tokenizer
-from llaisys.types import GgufTokenizer, ModelInfo, StructuredOutputsParams
 
 SPACE = "\u2581"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 LETTERS = ["a", "b", "c", SPACE, "\u00e9"]
 
 
-def facts(pieces: list[str], **changes: Any) -> GgufTokenizer:
+def gguf(pieces: list[str], **changes: Any) -> GgufTokenizer:
     """`<unk>` (0), `<s>` (1), `</s>` (2), the bytes, single letters, then `pieces`, better ones first."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *LETTERS, *pieces]
     n_fixed = 3 + 256
@@ -45,13 +46,13 @@ def facts(pieces: list[str], **changes: Any) -> GgufTokenizer:
     return GgufTokenizer(**(stated | changes))
 
 
-def plain(facts: GgufTokenizer, text: str) -> list[int]:
-    """The algorithm as it is told: join the best neighbours, the leftmost of equal ones."""
-    assert facts.scores is not None
-    entries = zip(facts.tokens, facts.scores, facts.token_types, strict=True)
+def plain(gguf: GgufTokenizer, text: str) -> list[int]:
+    """The algorithm by its definition: merge the best adjacent pair, the leftmost on a tie."""
+    assert gguf.scores is not None
+    entries = zip(gguf.tokens, gguf.scores, gguf.token_types, strict=True)
     scores = {token: score for token, score, kind in entries if kind in (NORMAL, USER_DEFINED)}
-    ids = {token: id for id, token in enumerate(facts.tokens)}
-    symbols = list(((SPACE if facts.add_space_prefix and text else "") + text).replace(" ", SPACE))
+    ids = {token: id for id, token in enumerate(gguf.tokens)}
+    symbols = list(((SPACE if gguf.add_space_prefix and text else "") + text).replace(" ", SPACE))
     while True:
         pairs = [(scores[a + b], -i) for i, (a, b) in enumerate(pairwise(symbols)) if a + b in scores]
         if not pairs:
@@ -74,57 +75,57 @@ pieces = st.lists(
 
 @given(pieces=pieces, text=letters, prefix=st.booleans())
 def test_ids_are_those_of_the_plain_algorithm(pieces: list[str], text: str, prefix: bool) -> None:
-    stated = facts(pieces, add_space_prefix=prefix)
+    stated = gguf(pieces, add_space_prefix=prefix)
     assert build_gguf(stated).encode(text, add_special_tokens=False).ids == plain(stated, text)
 
 
 @given(pieces=pieces, text=letters, prefix=st.booleans())
-def test_text_comes_back(pieces: list[str], text: str, prefix: bool) -> None:
-    backend = build_gguf(facts(pieces, add_space_prefix=prefix))
+def test_text_round_trips(pieces: list[str], text: str, prefix: bool) -> None:
+    backend = build_gguf(gguf(pieces, add_space_prefix=prefix))
     assert backend.decode(backend.encode(text).ids) == text
 
 
 @given(pieces=pieces, text=letters, prefix=st.booleans())
 def test_tokens_are_fixed_bytes(pieces: list[str], text: str, prefix: bool) -> None:
-    """So an answer streams token by token; the space in front of a text stays."""
-    tokenizer = Tokenizer(build_gguf(facts(pieces, add_space_prefix=prefix)))
+    """A completion streams token by token, so the leading space of a text stays."""
+    tokenizer = Tokenizer(build_gguf(gguf(pieces, add_space_prefix=prefix)))
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(ids, skip_special_tokens=False) == (" " if prefix and text else "") + text
     assert b"".join(map(tokenizer.id_to_bytes, ids)).decode() == (" " if prefix and text else "") + text
 
 
 def test_byte_and_special_tokens() -> None:
-    tokenizer = Tokenizer(build_gguf(facts(["ab"])))
+    tokenizer = Tokenizer(build_gguf(gguf(["ab"])))
     assert tokenizer.id_to_bytes(3 + 0xE4) == b"\xe4"
     assert (tokenizer.id_to_bytes(2), tokenizer.is_special(2)) == (b"</s>", True)
     assert tokenizer.decode([2, 3 + 0x0A], skip_special_tokens=True) == "\n"
 
 
 def test_another_sequence_of_decoders_is_refused_by_name() -> None:
-    backend = build_gguf(facts(["ab"]))
+    backend = build_gguf(gguf(["ab"]))
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     with pytest.raises(UnsupportedError, match="Sequence of ByteFallback, Fuse"):
         Tokenizer(backend)
 
 
 def test_a_better_score_wins_over_a_longer_token() -> None:
-    stated = facts(["bc", "ab", "abc"], add_space_prefix=False)
+    stated = gguf(["bc", "ab", "abc"], add_space_prefix=False)
     tokens = build_gguf(stated).encode("abc").tokens
     assert tokens == ["abc"]
-    stated = facts(["bc", "ab", "cab"], add_space_prefix=False)
+    stated = gguf(["bc", "ab", "cab"], add_space_prefix=False)
     assert build_gguf(stated).encode("abc").tokens == ["a", "bc"]
 
 
 def test_control_tokens_are_not_joined_and_unused_ones_never_made() -> None:
-    stated = facts(["ab", "<tool>", "bc"], add_space_prefix=False)
+    stated = gguf(["ab", "<tool>", "bc"], add_space_prefix=False)
     kinds = [*stated.token_types[:-3], UNUSED, USER_DEFINED, NORMAL]
-    backend = build_gguf(facts(["ab", "<tool>", "bc"], token_types=kinds, add_space_prefix=False))
+    backend = build_gguf(gguf(["ab", "<tool>", "bc"], token_types=kinds, add_space_prefix=False))
     assert backend.encode("abc").tokens == ["a", "bc"]
     assert backend.encode("a<tool></s>").ids == [stated.tokens.index("a"), len(stated.tokens) - 2, 2]
 
 
-def test_bos_goes_in_front_when_the_file_says_so(info: Callable[..., ModelInfo]) -> None:
-    tokenizer = load_tokenizer(info(Path("x.gguf"), facts(["ab"], add_bos=True)))
+def test_bos_is_added_if_the_file_requests_it(info: Callable[..., ModelInfo]) -> None:
+    tokenizer = load_tokenizer(info(Path("x.gguf"), gguf(["ab"], add_bos=True)))
     assert tokenizer.encode("ab", add_special_tokens=True)[0] == 1
     assert tokenizer.encode("", add_special_tokens=True) == [1]
 
@@ -135,22 +136,22 @@ def test_bos_goes_in_front_when_the_file_says_so(info: Callable[..., ModelInfo])
 )
 def test_scores_that_do_not_fit_are_rejected(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(RejectedError, match=words):
-        build_gguf(facts(["ab"], **changes))
+        build_gguf(gguf(["ab"], **changes))
 
 
 def test_a_token_of_unlikely_length_is_rejected() -> None:
     with pytest.raises(RejectedError, match="token of 513 characters"):
-        build_gguf(facts(["a" * 513]))
+        build_gguf(gguf(["a" * 513]))
 
 
-def test_grammars_see_the_bytes_that_we_write() -> None:
-    """llguidance's table of a SentencePiece tokenizer is ours, token by token."""
-    made = Tokenizer(build_gguf(facts([SPACE + "ab", "abc"])))
+def test_grammars_use_the_bytes_of_the_tokenizer() -> None:
+    """llguidance's table of a SentencePiece tokenizer equals the tokenizer's."""
+    made = Tokenizer(build_gguf(gguf([SPACE + "ab", "abc"])))
     table = LLTokenizer(made.to_json(), n_vocab=made.vocab_size + 3, eos_token=[2])
     for id in range(3, made.vocab_size):
         if made.id_to_bytes(id) != b"\xff":  # in no UTF-8
             assert table.decode_bytes([id]) == made.id_to_bytes(id)
-    grammars = Grammars(GrammarTokens(made.to_json(), (2,), made.vocab_size + 3))
+    grammars = GrammarCompiler(GrammarTokenizer(made.to_json(), (2,), made.vocab_size + 3))
     matcher = grammars.compile(StructuredOutputsParams(choice=["abc ab", "xyz"]))
     ids = [id for id in range(3, made.vocab_size) if made.id_to_bytes(id) in (b"abc", b" ab")]
     assert matcher.try_consume_tokens(sorted(ids, key=made.id_to_bytes, reverse=True)) == 2

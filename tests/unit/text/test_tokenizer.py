@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from llaisys.engine.worker import inspect_model
 from llaisys.errors import ContextLengthError, RejectedError, UnsupportedError
+from llaisys.model_info import ModelInfo
 from llaisys.text import tokenizer as module
 from llaisys.text.tokenizer import Tokenizer, load_tokenizer
-from llaisys.types import ModelInfo
 
 Info = Callable[..., ModelInfo]
 GOLDEN = Path(__file__).parents[2] / "data" / "goldens" / "qwen2-tied-bf16"
@@ -54,25 +54,25 @@ def test_encode_is_that_of_tokenizers(qwen: Tokenizer, reference: tokenizers.Tok
 
 
 @given(text=st.text() | st.text(alphabet="a \u0958\ufb2c").map(lambda text: text * 20))
-def test_no_text_is_refused_for_a_length_that_it_has_not(qwen: Tokenizer, text: str) -> None:
+def test_the_length_check_rejects_no_valid_text(qwen: Tokenizer, text: str) -> None:
     ids = qwen.encode(text, add_special_tokens=False)
-    assert qwen.encode(text, add_special_tokens=False, n_most=len(ids)) == ids
+    assert qwen.encode(text, add_special_tokens=False, n_tokens_max=len(ids)) == ids
 
 
-def test_a_text_that_is_too_long_by_far_is_refused_before_it_is_tokenised(qwen: Tokenizer) -> None:
+def test_a_far_too_long_text_is_rejected_before_it_is_tokenized(qwen: Tokenizer) -> None:
     longest = max(len(qwen.vocab_text(id).encode()) for id in range(qwen.vocab_size))
     n_bytes = 3 * longest * 10
-    assert len(qwen.encode("a" * n_bytes, add_special_tokens=False, n_most=10)) > 10
-    with pytest.raises(ContextLengthError, match=f"{n_bytes + 1} bytes.* more than 10 tokens"):
-        qwen.encode("a" * (n_bytes + 1), add_special_tokens=False, n_most=10)
+    assert len(qwen.encode("a" * n_bytes, add_special_tokens=False, n_tokens_max=10)) > 10
+    with pytest.raises(ContextLengthError, match=f"{n_bytes + 1} bytes.* more than the 10 tokens"):
+        qwen.encode("a" * (n_bytes + 1), add_special_tokens=False, n_tokens_max=10)
 
 
-def test_where_a_text_may_lose_some_of_itself_its_length_says_nothing(folder: Path, info: Info) -> None:
+def test_the_length_check_is_off_where_encoding_may_drop_text(folder: Path, info: Info) -> None:
     raw = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     raw["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}
     (folder / "tokenizer.json").write_text(json.dumps(raw), "utf-8")
     tokenizer = load_tokenizer(info(folder))
-    assert len(tokenizer.encode(" " * 100_000 + "x", add_special_tokens=False, n_most=1)) == 1
+    assert len(tokenizer.encode(" " * 100_000 + "x", add_special_tokens=False, n_tokens_max=1)) == 1
 
 
 def test_ids_are_text_and_bytes(qwen: Tokenizer) -> None:
@@ -99,7 +99,7 @@ def test_special_tokens_in_user_text_become_their_ids_as_in_transformers(qwen: T
     assert qwen.encode("<|im_start|>", add_special_tokens=False) == [151644]
 
 
-def test_truncation_of_the_file_is_not_obeyed(folder: Path, info: Info) -> None:
+def test_truncation_of_the_file_is_ignored(folder: Path, info: Info) -> None:
     whole = load_tokenizer(info(folder)).encode("a long enough text", add_special_tokens=False)
     rule = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     edit(folder, lambda stated: stated.update(truncation=rule))
@@ -111,7 +111,7 @@ def test_text_that_is_not_unicode_is_rejected(qwen: Tokenizer) -> None:
         qwen.encode("ab\ud800", add_special_tokens=False)
 
 
-def test_a_regular_expression_that_explodes_is_a_refusal(folder: Path, info: Info) -> None:
+def test_an_exploding_regular_expression_is_a_rejection(folder: Path, info: Info) -> None:
     def explode(stated: dict[str, Any]) -> None:
         stated["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "(a+)+$"
 
@@ -216,7 +216,7 @@ def test_a_pattern_that_explodes_never_reaches_the_library(folder: Path) -> None
         inspect_model(folder)
 
 
-def test_a_refusal_shows_a_screen_of_a_file_at_most(tmp_path: Path) -> None:
+def test_an_error_shows_a_bounded_part_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["x" * 500_000]}), "utf-8")
     with pytest.raises(UnsupportedError, match=r"architecture .x{900}.*\.\.\.$") as caught:
         inspect_model(tmp_path)

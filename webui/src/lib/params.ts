@@ -1,4 +1,4 @@
-// The sampling parameters: their names on the wire and the bounds that the server checks (python/llaisys/types.py).
+// The sampling parameters: their names on the wire and the bounds that the server checks (python/llaisys/sampling_params.py).
 
 import type { ChatSettings, Params } from "./types";
 

@@ -1,0 +1,103 @@
+"""Retired names do not come back: each has a replacement that engineers of this field know."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CODE = {".rs", ".py", ".pyi", ".cu", ".cuh"}
+
+# Whole identifiers, case-sensitive. Names that are also ordinary words (`run`, `part`) are not listed.
+RETIRED = {
+    # KV cache
+    "Books": "KvCache",
+    "Holding": "Allocation",
+    "RowPlace": "KvRow",
+    "check_lent": "check_acquired",
+    "foresee": "peek_next",
+    "let_go": "release",
+    "kv_retain": "kv_node_cache",
+    "kv_attach": "kv_node_attach",
+    "kv_segment_split": "kv_node_split",
+    "kv_segment_trim": "kv_node_trim",
+    "kv_export": "kv_node_export",
+    "kv_import": "kv_node_import",
+    "n_sequences_lent": "n_sequences_acquired",
+    "poison": "nan_fill",
+    # weights and forward pass
+    "FamilyFacts": "ArchSpec",
+    "LayerSlot": "LayerWeight",
+    "Fitter": "Quantizer",
+    "screens_head": "prune_argmax",
+    "takes_largest": "is_greedy",
+    # CUDA
+    "KernelFile": "KernelSource",
+    "cuda_units": "cuda_kernel_sources",
+    "Landing": "InFlight",
+    "Seat": "NcclRank",
+    "Told": "a name that ends in Callback",
+    "RowAhead": "NextRow",
+    "launch_ahead": "launch_next",
+    "DecodeSteps": "Backend",
+    # watchdog, threads
+    "Judge": "StallDetector",
+    "in_line": "waiting_for_pool",
+    "EVENTS_PER_TURN": "EVENTS_PER_ITERATION",
+    # scheduler
+    "near_need": "lookahead_cells",
+    "is_secured": "worst_case_reserved",
+    "FairState": "DeficitRoundRobin",
+    "Retention": "KvCacheManager",
+    # engine
+    "SessionCall": "SessionRequest",
+    "SessionCalls": "SessionRequestHandler",
+    "SessionAnswer": "SessionReply",
+    "Recall": "TimelineRequest",
+    "Recalled": "TimelineReply",
+    "Tally": "EngineStatsRecorder",
+    "Meter": "RequestStats",
+    "Chronicle": "TimelineRecorder",
+    "Story": "Timeline",
+    "FairThreads": "FairThreadPool",
+    # API and text
+    "Mailbox": "RequestOutputCollector",
+    "Arrivals": "OutputHandler",
+    "ResidentEngine": "LazyEngine",
+    "SessionDoor": "SessionClient",
+    "open_model": "load_model_assets",
+    "TextPool": "TokenizerPool",
+    "text_pool": "tokenizer_pool",
+    "TextStream": "IncrementalDetokenizer",
+    "AnswerParser": "CompletionParser",
+    "CATALOGUE": "CATALOG",
+    # server
+    "HostGate": "HostMiddleware",
+    "KeyGate": "AuthMiddleware",
+    "RateGate": "RateLimitMiddleware",
+    "BodyGate": "BodyLimitMiddleware",
+    "QueueGate": "QueueLimitMiddleware",
+    "RequestBound": "OpenRequestLimitMiddleware",
+    "RequestTrace": "AccessLogMiddleware",
+    "ChatShape": "ChatCompletionBuilder",
+    "CompletionShape": "TextCompletionBuilder",
+    "AnswerParts": "ChoiceDeltas",
+    "AnswerOptions": "ResponseOptions",
+    "RequestBook": "RequestRegistry",
+    "fan_in": "merge_streams",
+    "SERVER_ONLY": "the fields of ServerConfig",
+}
+
+
+def test_retired_names_are_not_used() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True)
+    pattern = re.compile(rf"(?<!\w)({'|'.join(RETIRED)})(?!\w)")
+    found = [
+        f"{name}:{number}: {match} is now {RETIRED[match]}"
+        for name in listed.stdout.split("\0")
+        if Path(name).suffix in CODE and name != str(Path(__file__).relative_to(ROOT))
+        for number, line in enumerate((ROOT / name).read_text("utf-8").splitlines(), 1)
+        for match in pattern.findall(line)
+    ]
+    assert not found, "\n".join(found)

@@ -1,0 +1,318 @@
+"""Saved and restored sessions on the fake core: what is restored, what waits, and what is rejected."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import threading
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes import core
+from fakes.desk import Desk
+from fakes.engines import NOW
+from llaisys.engine.sessions.file import SessionReader
+from llaisys.errors import (
+    CoreFaultError,
+    ExhaustedError,
+    RejectedError,
+    RequestFailedError,
+    UnsupportedError,
+)
+from llaisys.outputs import FinishReason
+from llaisys.session_info import SessionInfo
+
+CHAT = list(range(1, 41))
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def saved(tmp_path: Path, **changes: Any) -> tuple[Desk, Path]:
+    """A desk whose session `chat` is saved as `file` in pieces of 8 positions, and the file."""
+    desk = Desk(session_store=tmp_path, **changes)
+    desk.run("a", CHAT, session_id="chat")
+    assert desk.call("save", "chat", "file").num_tokens == 49
+    (file,) = tmp_path.glob("*/file.kv")
+    return desk, file
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llaisys.engine.sessions.transfer.PIECE_BYTES", 8 * core.CELL_BYTES)
+
+
+@pytest.mark.parametrize("n_streams", [1, 2])
+def test_a_restored_session_computes_what_is_new(tmp_path: Path, n_streams: int) -> None:
+    first, _ = saved(tmp_path)
+    desk = Desk(session_store=tmp_path, n_streams=n_streams)
+    assert desk.call("restore", "again", "file") == SessionInfo("again", 49, 49, 49)
+    turn = CHAT + first.tokens["a"] + [7, 8, 9]
+    assert desk.run("b", turn, max_tokens=5, session_id="again") == 4 + 4
+    assert desk.tokens["b"] == core.answer(turn, 5)
+    desk.call("delete", "again")
+    desk.flood()
+    assert desk.run("c", CHAT, max_tokens=1) == 40
+
+
+@pytest.mark.parametrize("n_streams", [1, 2])
+@pytest.mark.parametrize("n_cached", [3, 8, 20, 49])
+def test_cached_tokens_are_not_imported_again(tmp_path: Path, n_cached: int, n_streams: int) -> None:
+    first, _ = saved(tmp_path)
+    whole = CHAT + first.tokens["a"]
+    desk = Desk(session_store=tmp_path, n_streams=n_streams)
+    desk.run("part", whole[:n_cached], max_tokens=1, session_id="part")
+    assert desk.call("restore", "chat", "file") == SessionInfo("chat", 49, 49, 49)
+    assert desk.engine.stats().kv_cells_retained == 49
+    assert desk.run("b", [*whole, 7], max_tokens=1, session_id="chat") == 2
+
+
+def test_a_request_waits_for_its_restore_while_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = saved(tmp_path)
+    gate, next_piece = threading.Event(), SessionReader.next
+
+    def slow(reader: SessionReader) -> Any:
+        assert gate.wait(30)
+        return next_piece(reader)
+
+    monkeypatch.setattr(SessionReader, "next", slow)
+    desk = Desk(session_store=tmp_path, max_num_seqs=1)
+    desk.begin("restore", "chat", "file")
+    turn = CHAT + first.tokens["a"]
+    desk.submit("mine", prompt=turn, max_tokens=1, session_id="chat")
+    desk.submit("not mine", prompt=turn, max_tokens=1, session_id="chat", client_id="y")
+    desk.run("other", [5] * 10)
+    assert set(desk.ends) == {"other", "not mine"}
+    assert desk.engine.stats().waiting_by_reason["remote_kv"] == 1
+    assert desk.refused("trim", "chat", n_tokens=3) == "session 'chat' is being restored"
+    assert desk.engine.wait_s() == desk.engine.limits.timeout_scan_s, "nothing is polled"
+    gate.set()
+    desk.end()
+    desk.finish()
+    assert desk.tokens["mine"] == core.answer(turn, 1)
+    assert desk.cached["mine"] == 49
+
+
+def test_a_damaged_file_ends_the_waiting_requests_and_leaves_nothing(tmp_path: Path) -> None:
+    _, file = saved(tmp_path)
+    raw = bytearray(file.read_bytes())
+    raw[-40] ^= 1  # in the last checksum but one: everything was read, most of it imported
+    file.write_bytes(raw)
+    desk = Desk(session_store=tmp_path)
+    n_open = len(os.listdir("/proc/self/fd"))
+    desk.begin("restore", "chat", "file")
+    desk.submit("a", prompt=CHAT, session_id="chat")
+    with pytest.raises(RejectedError, match="damaged"):
+        desk.end()
+    desk.finish()
+    assert isinstance(desk.ends["a"].error, RejectedError)
+    assert len(os.listdir("/proc/self/fd")) == n_open
+    stats = desk.engine.stats()
+    assert (stats.num_sessions, stats.kv_cells_session, stats.kv_cells_free) == (0, 0, stats.kv_cells)
+
+
+def test_a_restore_takes_no_cell_that_a_request_needs(tmp_path: Path) -> None:
+    first, _ = saved(tmp_path)
+    desk = Desk(session_store=tmp_path, n_cells=64)
+    desk.submit("runs", prompt=[9] * 30, max_tokens=20)
+    desk.step(5)
+    session = desk.call("restore", "chat", "file")
+    assert session.num_tokens == 49
+    assert session.num_cached_tokens == 16, "30 cells are free, it needs 9 of them soon, pieces are of 8"
+    desk.finish()
+    assert desk.engine.stats().num_preempted == 0
+    turn = CHAT + first.tokens["a"]
+    desk.run("b", turn, max_tokens=1, session_id="chat")
+    assert desk.tokens["b"] == core.answer(turn, 1)
+
+
+def test_cached_tokens_need_no_cells(tmp_path: Path) -> None:
+    first, _ = saved(tmp_path)
+    desk = Desk(session_store=tmp_path, n_cells=64, session_kv_share=1.0)
+    desk.run("same", CHAT + first.tokens["a"][:9], max_tokens=1)
+    desk.submit("runs", prompt=[9] * 10)
+    desk.step()
+    assert desk.engine.stats().kv_cells_free < 8
+    assert desk.call("restore", "chat", "file") == SessionInfo("chat", 49, 49, 49)
+
+
+def test_a_restored_prefix_belongs_to_its_salt(tmp_path: Path) -> None:
+    saved(tmp_path)
+    desk = Desk(session_store=tmp_path)
+    desk.call("restore", "chat", "file", cache_salt="x")
+    assert desk.run("b", CHAT, max_tokens=1) == 40
+    assert desk.run("c", CHAT, max_tokens=1, cache_salt="x") == 1
+
+
+def test_each_restore_continues_its_own_requests() -> None:
+    desk = Desk()
+    for client_id in "xy":
+        session = desk.engine.sessions.create(client_id, "chat")
+        desk.engine.begin_restore(session)
+        desk.submit(client_id, session_id="chat", client_id=client_id)
+    desk.engine.end_restore(session)
+    desk.finish()
+    assert set(desk.ends) == {"y"}
+
+
+def test_an_earlier_completion_does_not_disturb_a_restore() -> None:
+    desk = Desk()
+    desk.submit("a", prompt=CHAT, session_id="chat")
+    desk.step(3)
+    desk.call("delete", "chat")
+    session = desk.engine.sessions.create("", "chat")
+    desk.engine.begin_restore(session)
+    desk.finish()
+    assert desk.call("list") == SessionInfo("chat", 0, 0, 0, is_restoring=True)
+
+
+def test_the_engine_has_work_when_file_work_is_done(tmp_path: Path) -> None:
+    desk, _ = saved(tmp_path)
+    desk.begin("save", "chat", "one")
+    desk.begin("save", "chat", "two")
+    handler, n_answers = desk.engine.session_requests, 0
+    while n_answers < 2:
+        wait([transfer.work for transfer in handler._transfers], 30)
+        assert desk.engine.wait_s() == 0.0
+        handler.continue_transfer()
+        n_answers += len(handler.pop_replies())
+    assert desk.engine.wait_s() is None
+
+
+def test_a_session_that_lost_its_cells_is_saved_as_tokens(tmp_path: Path) -> None:
+    desk = Desk(session_store=tmp_path, session_kv_share=0.0)
+    desk.run("a", CHAT, session_id="chat")
+    desk.flood()
+    desk.call("save", "chat", "file")
+    fresh = Desk(session_store=tmp_path)
+    session = fresh.call("restore", "chat", "file")
+    assert (session.num_tokens, session.num_cached_tokens) == (49, 0)
+    assert fresh.engine.stats().kv_cells_free == 256
+
+
+def test_a_save_has_the_state_of_its_start(tmp_path: Path) -> None:
+    """Edited, split and used while it is written."""
+    desk = Desk(session_store=tmp_path)
+    desk.run("a", CHAT, session_id="chat")
+    desk.begin("save", "chat", "file")
+    desk.now("fork", "chat", "branch", 13)
+    desk.now("delete", "chat")
+    desk.end()
+    fresh = Desk(session_store=tmp_path)
+    assert fresh.call("restore", "chat", "file") == SessionInfo("chat", 49, 49, 49)
+
+
+def test_files_belong_to_their_client_and_stay_in_the_store(tmp_path: Path) -> None:
+    desk, file = saved(tmp_path)
+    with pytest.raises(RejectedError, match="there is no saved session 'file'"):
+        desk.call("restore", "mine", "file", client_id="y")
+    for name in ("../file", "/etc/passwd", "", ".", "a" * 65, "a\0"):
+        for kind in ("save", "restore"):
+            with pytest.raises(RejectedError, match=r"file is .* allowed are"):
+                desk.call(kind, "chat", name)
+    with pytest.raises(RejectedError, match="session 'chat' exists already"):
+        desk.call("restore", "chat", "file")
+    with pytest.raises(RejectedError, match="no session 'other'"):
+        desk.call("save", "other", "file")
+    assert [path.name for path in file.parent.iterdir()] == ["file.kv"]
+    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+
+
+def test_a_failed_export_fails_only_its_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(session_store=tmp_path)
+    first = desk.run("a", CHAT, session_id="chat")
+
+    def fails(*_: int) -> None:
+        raise CoreFaultError("a panic")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(desk.context, "kv_node_export", fails)
+        with pytest.raises(RequestFailedError, match="could not be read: a panic"):
+            desk.call("save", "chat", "file")
+    assert [*tmp_path.glob("*/*")] == [], "nothing half written is left"
+    assert first
+    assert desk.call("save", "chat", "file").num_tokens == 49
+
+
+def test_without_a_store_nothing_is_saved(desk: Desk) -> None:
+    desk.run("a", CHAT, session_id="chat")
+    for kind in ("save", "restore"):
+        with pytest.raises(UnsupportedError, match="session_store"):
+            desk.call(kind, "chat", "file")
+
+
+def test_the_end_of_an_engine_abandons_transfers(tmp_path: Path) -> None:
+    desk = Desk(session_store=tmp_path)
+    desk.run("a", CHAT, session_id="chat")
+    desk.begin("save", "chat", "file")
+    desk.engine.close()
+    assert [*tmp_path.glob("*/*")] == []
+
+
+def test_a_restore_that_waits_has_its_requests_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path)
+    gate, next_piece = threading.Event(), SessionReader.next
+    monkeypatch.setattr(SessionReader, "next", lambda r: gate.wait(30) and next_piece(r))
+    desk = Desk(session_store=tmp_path)
+    desk.begin("restore", "chat", "file")
+    desk.submit("late", session_id="chat", deadline_s=NOW + 5)
+    desk.step(1, NOW + 5)
+    assert desk.reasons() == {"late": FinishReason.TIMEOUT}
+    gate.set()
+    desk.end()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_session_requests_change_no_completion_and_no_invariant(tmp_path: Path, seed: int) -> None:
+    """Requests, forks, trims, saves and restores at random, under pressure; checked after every step."""
+    chance = random.Random(seed)
+    desk = Desk(
+        n_cells=chance.choice([64, 96, 160]),
+        n_streams=chance.choice([1, 1, 2]),
+        max_model_len=32,
+        max_sessions=6,
+        session_kv_share=chance.choice([0.3, 0.5, 1.0]),
+        session_store=tmp_path,
+        max_num_queued_reqs=100,
+    )
+    handler, prompts, n_answers, n_calls = desk.engine.session_requests, {}, 0, 0
+    for i in range(250):
+        if chance.random() < 0.3:
+            kind = chance.choice(["create", "fork", "trim", "delete", "save", "restore", "list"])
+            n_tokens = chance.choice([None, 0, 5, 12])
+            desk.begin(kind, chance.choice("abcd"), chance.choice("abcd"), n_tokens)
+            n_calls += 1
+        elif len(prompts) - len(desk.ends) < 12:
+            prompt = [chance.randrange(3)] * chance.randrange(1, 12) + [chance.randrange(5)] * 5
+            prompts[f"{i}"] = prompt
+            with contextlib.suppress(ExhaustedError):
+                desk.submit(f"{i}", prompt=prompt, session_id=chance.choice(["", *"abcd"]))
+                continue
+            del prompts[f"{i}"]
+        handler.continue_transfer()
+        n_answers += len(handler.pop_replies())
+        desk.step()
+    while n_answers < n_calls:
+        wait([transfer.work for transfer in handler._transfers], 30)
+        handler.continue_transfer()
+        n_answers += len(handler.pop_replies())
+        desk.engine.check()
+    desk.finish()
+    assert n_answers == n_calls
+    for name, prompt in prompts.items():
+        end = desk.ends[name]  # a restore that failed took its requests along
+        assert end.error is not None or desk.tokens[name] == core.answer(prompt, 10)
+    assert sum(end.error is None for end in desk.ends.values()) > len(prompts) / 2
+    for name in "abcd":
+        desk.begin("delete", name)
+    assert desk.engine.stats().kv_cells_session == desk.engine.stats().kv_cells_used == 0

@@ -1,0 +1,221 @@
+"""Bodies: each, all together, and the time that one takes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.routing import APIRoute
+from starlette.types import Message, Receive, Scope, Send
+
+from fakes.service import FakeService
+from llaisys.config import Config
+from llaisys.errors import QueueFullError
+from llaisys.registry import ModelRegistry
+from llaisys.server import app as application
+from llaisys.server.http_errors import ApiError
+from llaisys.server.middleware.body_limits import BodyLimitMiddleware, BodyLimits
+from llaisys.server.protocol import INLINE_BYTES_MAX, BodyRoute
+from llaisys.server.state import ServerState
+
+
+class Held:
+    """An application that reads its body and answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.have_read = asyncio.Semaphore(0)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 -- ASGI
+        try:
+            while (await receive()).get("more_body"):
+                pass
+            self.have_read.release()
+            await self.go.wait()
+            status = 200
+        except ApiError as e:
+            status = e.status_code
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def ask(gate: BodyLimitMiddleware, n_bytes: int, *, declared: bool) -> asyncio.Task[int]:
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(n_bytes):
+            yield b"x"
+
+    async def post() -> int:
+        content: Any = b"x" * n_bytes if declared else parts()
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://x") as client:
+            answer = await client.post("/", content=content)
+            return answer.status_code
+
+    return asyncio.ensure_future(post())
+
+
+@pytest.mark.parametrize("declared", [True, False])
+async def test_bodies_together_are_bounded_until_their_requests_end(declared: bool) -> None:
+    held = Held()
+    gate = BodyLimitMiddleware(held, BodyLimits(bytes_max=60, bytes_in_flight=100, upload_s=30))
+    first, second = ask(gate, 60, declared=declared), ask(gate, 40, declared=declared)
+    for _ in range(2):
+        await held.have_read.acquire()
+    assert await ask(gate, 1, declared=declared) == 429
+    assert await ask(gate, 61, declared=declared) == 413 if declared else 429
+    held.go.set()
+    assert (await first, await second) == (200, 200)
+    assert await ask(gate, 60, declared=declared) == 200
+    assert not gate._arrived
+    assert not gate._unsent
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    async def never() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    gate = BodyLimitMiddleware(Held(), BodyLimits(10, 10, 0.01))
+    scope: Scope = {"type": "http", "method": "POST", "headers": [(b"content-length", b"3")]}
+    await gate(scope, never, send)
+    assert sent[0]["status"] == 408
+    assert not gate._arrived
+    assert not gate._unsent
+
+
+async def test_bodies_of_one_client_leave_others_their_part() -> None:
+    """Of 64 bytes and two clients 16 are each one's own. Bytes that were declared and do not come are counted
+    in those of their client alone."""
+    never, gate = asyncio.Event(), BodyLimitMiddleware(Reading(), BodyLimits(16, 64, 30), n_clients=2)
+
+    async def post(client: str, declared: int, *parts: bytes) -> int:
+        """Its status; 0 while the rest of the body does not come."""
+        left, statuses = [*parts], []
+
+        async def receive() -> Message:
+            if not left:
+                await never.wait()
+            part = left.pop(0)
+            return {"type": "http.request", "body": part, "more_body": bool(left) or declared > len(part)}
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+
+        headers = [(b"content-length", f"{declared}".encode())] if declared else []
+        scope: Scope = {"type": "http", "method": "POST", "headers": headers, "state": {"client_id": client}}
+        tasks.append(asyncio.ensure_future(gate(scope, receive, send)))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return statuses[0] if statuses else 0
+
+    tasks: list[asyncio.Future[None]] = []
+    assert [await post("a", 16) for _ in range(4)] == [0, 0, 0, 429], "48 of 64 are the most"
+    assert [gate._counted(client) for client in "ab"] == [16, 0], "of 48 that do not come"
+    assert [await post("b", 16, b"x" * 8) for _ in range(3)] == [0, 0, 0], "none of them holds up another"
+    assert gate._counted("b") == 24 + 16
+    assert await post("b", 0, b"x" * 9, b"") == 429, "8 are left: 64 less 16 of a and 40 of b"
+    assert await post("b", 0, b"x" * 8, b"") == 200
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert not gate._arrived
+    assert not gate._unsent
+    assert await post("b", 3, b"xyz") == 200
+
+
+class Reading:
+    """An application that answers when it has read its body, or with the status of what refuses it."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 -- ASGI
+        status = 200
+        try:
+            while (await receive()).get("more_body"):
+                pass
+        except ApiError as e:
+            status = e.status_code
+        await send({"type": "http.response.start", "status": status, "headers": []})
+
+
+async def unread() -> AsyncIterator[bytes]:
+    raise AssertionError("the body was asked for")
+    yield b""
+
+
+async def test_with_a_full_queue_no_body_is_read(
+    engine: FakeService, make_client: Callable[..., httpx.AsyncClient]
+) -> None:
+    """429 on the head alone, where something would be queued; with room, and elsewhere, all goes on."""
+    other = FakeService(model_names=("other",))
+    state = ServerState(Config(max_body_bytes=100), models=ModelRegistry([engine, other]))  # type: ignore[list-item]  # as conftest's
+    client = make_client(state)
+    engine.full, other.full = QueueFullError("x", retry_after_s=1000), QueueFullError("x", retry_after_s=20)
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings"):
+        refused = await client.post(path, content=unread())
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (429, "server_overloaded")
+        assert 16 <= int(refused.headers["retry-after"]) <= 24, "the soonest, and a fifth by chance"
+    too_large = await client.post("/v1/completions", content=b"x" * 101)
+    assert too_large.status_code == 413
+    assert (await client.post("/tokenize", json={"prompt": "x"})).status_code == 200
+    assert (await client.get("/v1/models")).status_code == 200
+    counted = (await client.get("/metrics")).text
+    assert 'llaisys:rejected_total{reason="server_overloaded"} 3.0' in counted
+    other.full = None
+    assert (await client.post("/v1/completions", json={"prompt": "x", "model": "other"})).status_code == 200
+    engine.full, other.full = None, engine.full
+    assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+    engine.full, state.draining = other.full, True
+    assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 503
+
+
+@pytest.fixture
+def large(engine: FakeService, make_client: Callable[..., httpx.AsyncClient]) -> httpx.AsyncClient:
+    return make_client(ServerState(Config(), models=ModelRegistry([engine])))  # type: ignore[list-item]  # as conftest's
+
+
+@pytest.mark.parametrize("n_bytes", [0, INLINE_BYTES_MAX])
+async def test_small_and_large_bodies_are_answered_alike(
+    large: httpx.AsyncClient, engine: FakeService, n_bytes: int
+) -> None:
+    pad = "x" * n_bytes
+    headers = {"content-type": "application/json"}
+    answer = await large.post("/v1/completions", json={"prompt": pad + "Hi"})
+    assert answer.status_code == 200
+    assert engine.calls[-1].prompt == pad + "Hi"
+    for raw, code, words in (
+        (f'{{"prompt": "{pad}", x'.encode(), "invalid_json", f"at byte {n_bytes + 15}"),
+        (b'{"prompt": "' + pad.encode() + b'\xff"}', "invalid_request", "cannot be read"),
+        (b"[" * 5000 + pad.encode(), "invalid_request", "cannot be read"),
+        (f'{{"prompt": "{pad}", "x": {"[" * 40}{"]" * 40}}}'.encode(), "invalid_value", "x is nested"),
+        (f'"{pad}"'.encode(), "invalid_body", "JSON object"),
+        (f'{{"prompt": "{pad}", "n": "x"}}'.encode(), "invalid_type", "n: "),
+    ):
+        refused = await large.post("/v1/completions", content=raw, headers=headers)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (400, code), error
+        assert words in error["message"]
+
+
+def test_every_route_with_a_body_bounds_it(state: ServerState) -> None:
+    """`APIRouter(route_class=BodyRoute)`: its bodies are parsed off the event loop, and not too deep."""
+    routes = [route for route in flat(application._routes(state).routes) if isinstance(route, APIRoute)]
+    assert routes
+    unbounded = [route.path for route in routes if route.body_field and not isinstance(route, BodyRoute)]
+    assert not unbounded, f"these need APIRouter(route_class=BodyRoute): {unbounded}"
+
+
+def flat(routes: Any) -> list[Any]:
+    """Routes, those of included routers too."""
+    found = []
+    for route in routes:
+        router = getattr(route, "original_router", None)
+        found += [route] if router is None else flat(router.routes)
+    return found

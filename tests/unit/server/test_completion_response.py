@@ -1,0 +1,218 @@
+"""Clients that go away, in every phase and both modes: their requests end, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from starlette.types import ASGIApp, Message
+
+from fakes.service import FakeService, Piece
+from llaisys.config import Config
+from llaisys.errors import EngineDeadError
+from llaisys.server.app import create_app
+from llaisys.server.state import ServerState
+from waiting import until
+
+
+class Browser:
+    """One raw ASGI exchange whose client can leave at any moment."""
+
+    def __init__(self, app: ASGIApp, path: str, body: dict[str, Any]) -> None:
+        self._app = app
+        self._scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": [(b"host", b"127.0.0.1:8000"), (b"content-type", b"application/json")],
+            "client": ("127.0.0.1", 5),
+            "server": ("127.0.0.1", 8000),
+        }
+        self._body: Message | None = {
+            "type": "http.request",
+            "body": json.dumps(body).encode(),
+            "more_body": False,
+        }
+        self._gone = asyncio.Event()
+        self.sent: list[Message] = []
+        self.news = asyncio.Event()
+
+    async def receive(self) -> Message:
+        if self._body is not None:
+            message, self._body = self._body, None
+            return message
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        self.sent.append(message)
+        self.news.set()
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self._gone.set()  # as uvicorn: once the answer is whole, `receive` says "disconnect"
+            await asyncio.sleep(0)
+
+    def open(self) -> asyncio.Task[None]:
+        return asyncio.create_task(self._app(self._scope, self.receive, self.send))  # type: ignore[arg-type]
+
+    def leave(self) -> None:
+        self._gone.set()
+
+    def raw(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+
+@pytest.fixture
+def visit(app: ASGIApp) -> Callable[[str, dict[str, Any]], Browser]:
+    return lambda path, body: Browser(app, path, body)
+
+
+BODIES = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+    "/v1/completions": {"prompt": ["a", "b"]},
+}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", sorted(BODIES))
+async def test_leaving_before_the_first_token(
+    engine: FakeService, visit: Callable[[str, dict[str, Any]], Browser], path: str, stream: bool
+) -> None:
+    engine.script = [Piece(["never"], "stop", gate=asyncio.Event())]
+    browser = visit(path, {**BODIES[path], "stream": stream})
+    work = browser.open()
+    await until(lambda: bool(engine.calls))
+    browser.leave()
+    await work
+    assert all(call.ended for call in engine.calls)
+    assert browser.raw() == b""
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", sorted(BODIES))
+async def test_leaving_in_the_middle(
+    engine: FakeService, visit: Callable[[str, dict[str, Any]], Browser], path: str, stream: bool
+) -> None:
+    second = asyncio.Event()
+    engine.script = [
+        Piece(["Hel"]),
+        Piece(["lo"], gate=second),
+        Piece(["never"], "stop", gate=asyncio.Event()),
+    ]
+    browser = visit(path, {**BODIES[path], "stream": stream})
+    work = browser.open()
+    await until(lambda: bool(engine.calls))
+    if stream:
+        await until(lambda: b"Hel" in browser.raw())
+    second.set()
+    browser.leave()
+    await work
+    assert all(call.ended for call in engine.calls)
+    assert b"[DONE]" not in browser.raw()
+
+
+class Stalled(Browser):
+    """A client that takes nothing of its answer's body."""
+
+    async def send(self, message: Message) -> None:
+        await super().send(message)
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+
+async def test_a_stalled_stream_has_an_end_reason_and_is_counted(
+    engine: FakeService, state: ServerState, caplog: pytest.LogCaptureFixture
+) -> None:
+    impatient = ServerState(Config(send_timeout_s=0.01), models=state.models)
+    engine.script = [Piece(["Hel"]), Piece(["never"], "stop", gate=asyncio.Event())]
+    app = create_app(impatient, 8000)
+    with caplog.at_level("INFO", "llaisys.request"):
+        await Stalled(app, "/v1/chat/completions", {**BODIES["/v1/chat/completions"], "stream": True}).open()
+    (record,) = caplog.records
+    line = json.loads(record.getMessage())
+    assert (line["end_reason"], line["status"]) == ("send_timeout", 200)
+    counted = impatient.metrics.render(None).decode()
+    assert 'llaisys:rejected_total{reason="send_timeout"} 1.0' in counted
+    assert engine.calls[0].ended
+
+
+async def test_the_log_tells_who_left(
+    engine: FakeService,
+    visit: Callable[[str, dict[str, Any]], Browser],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine.script = [Piece(["Hel"]), Piece(["never"], "stop", gate=asyncio.Event())]
+    with caplog.at_level("INFO", "llaisys.request"):
+        browser = visit("/v1/chat/completions", {**BODIES["/v1/chat/completions"], "stream": True})
+        work = browser.open()
+        await until(lambda: b"Hel" in browser.raw())
+        browser.leave()
+        await work
+    (record,) = caplog.records
+    line = json.loads(record.getMessage())
+    assert (line["end_reason"], line["completion_tokens"], line["status"]) == ("client_gone", 1, 200)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_got_everything_did_not_leave(
+    engine: FakeService,
+    visit: Callable[[str, dict[str, Any]], Browser],
+    caplog: pytest.LogCaptureFixture,
+    stream: bool,
+) -> None:
+    engine.script = [Piece(["Hello"], "stop")]
+    with caplog.at_level("INFO", "llaisys.request"):
+        await visit("/v1/chat/completions", {**BODIES["/v1/chat/completions"], "stream": stream}).open()
+    (record,) = caplog.records
+    assert json.loads(record.getMessage())["end_reason"] == "stop"
+
+
+async def test_nothing_is_left_running(
+    engine: FakeService, visit: Callable[[str, dict[str, Any]], Browser]
+) -> None:
+    before = asyncio.all_tasks()
+    engine.script = [Piece(["a"], gate=asyncio.Event())]
+    works = []
+    for stream in (True, False):
+        for path, body in BODIES.items():
+            browser = visit(path, {**body, "stream": stream})
+            works.append(browser.open())
+            await until(lambda: len({c.request_id.split("-")[1] for c in engine.calls}) == len(works))
+            browser.leave()
+    await asyncio.gather(*works)
+    await until(lambda: asyncio.all_tasks() == before)
+
+
+async def test_ending_with_the_server(
+    state: ServerState, engine: FakeService, visit: Callable[[str, dict[str, Any]], Browser]
+) -> None:
+    """What the engine says of streams that a shutdown cuts becomes `shutting_down` and a terminator."""
+    end = asyncio.Event()
+    engine.script = [Piece(["Hel"]), Piece(gate=end), EngineDeadError("shutting down")]
+    browser = visit("/v1/chat/completions", {**BODIES["/v1/chat/completions"], "stream": True})
+    work = browser.open()
+    await until(lambda: bool(engine.calls))
+    state.draining = True
+    end.set()
+    await work
+    assert b'"code":"shutting_down"' in browser.raw()
+    assert browser.raw().endswith(b"data: [DONE]\n\n")
+    assert browser.raw().count(b"[DONE]") == 1
+
+
+async def test_a_bug_of_ours_is_a_500_with_the_request_id(
+    state: ServerState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llaisys.server.routes.chat.served_name", lambda *_: 1 / 0)
+    browser = Browser(create_app(state, 8000), "/v1/chat/completions", BODIES["/v1/chat/completions"])
+    await browser.open()
+    assert browser.sent[0]["status"] == 500
+    request_id = dict(browser.sent[0]["headers"])[b"x-request-id"].decode()
+    error = json.loads(browser.raw())["error"]
+    assert request_id in error["message"]
+    assert error["code"] == "internal_error"

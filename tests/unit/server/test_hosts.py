@@ -1,0 +1,293 @@
+"""Who may talk to the server: names, origins, keys, sizes, over every route."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from fakes.service import FakeService
+from llaisys.config import Config
+from llaisys.errors import RejectedError
+from llaisys.registry import ModelRegistry
+from llaisys.server.app import create_app
+from llaisys.server.middleware.auth import Keyring
+from llaisys.server.middleware.body_limits import BodyLimitMiddleware, BodyLimits
+from llaisys.server.middleware.hosts import HostRule, check_exposure, is_loopback
+from llaisys.server.state import ServerState
+
+KEYS = ("secret-1", "schlüssel")
+GOOD = "Bearer secret-1"
+OPEN = ["/livez", "/health", "/ready", "/"]
+CLOSED = [
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/tiny"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/embeddings"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/metrics"),
+    ("GET", "/version"),
+    ("GET", "/docs"),
+    ("GET", "/openapi.json"),
+    ("GET", "/nothing"),
+    ("DELETE", "/v1/models"),
+    ("POST", "/"),
+    ("OPTIONS", "/v1/models"),
+    ("GET", "//v1/models"),
+    ("GET", "/V1/models"),
+    ("GET", "/v1/models/"),
+    ("GET", "/%76%31/models"),
+    ("GET", "/v1/../v1/models"),
+    ("GET", "/assets/../v1/models"),
+    ("GET", "/health/"),
+    ("GET", "/health%2f"),
+]
+
+
+@pytest.fixture
+async def locked(engine: FakeService, make_client: Any) -> AsyncIterator[httpx.AsyncClient]:
+    config = Config(api_key=KEYS, allowed_hosts=("llm.example", "edge.example:444"), host="127.0.0.1")
+    async with make_client(
+        ServerState(config, keys=Keyring.of(config), models=ModelRegistry([engine]))
+    ) as client:
+        yield client
+
+
+@pytest.mark.parametrize("path", OPEN)
+async def test_open_paths_ask_for_no_key(locked: httpx.AsyncClient, path: str) -> None:
+    for method in ("GET", "HEAD"):
+        assert (await locked.request(method, path)).status_code == 200
+
+
+@pytest.mark.parametrize(("method", "path"), CLOSED)
+async def test_every_other_path_asks_for_a_key(locked: httpx.AsyncClient, method: str, path: str) -> None:
+    for headers in ({}, {"authorization": "Bearer wrong"}):
+        answer = await locked.request(method, path, headers=headers)
+        assert answer.status_code == 401
+        assert answer.headers["www-authenticate"] == "Bearer"
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert (await locked.request(method, path, headers={"authorization": GOOD})).status_code != 401
+
+
+@pytest.mark.parametrize(
+    ("value", "ok"),
+    [
+        (b"Bearer secret-1", True),
+        (b"bearer secret-1", True),
+        ("Bearer schlüssel".encode(), True),
+        ("Bearer schlüssel".encode("latin-1"), False),
+        (b"Bearer secret-1 ", True),  # HTTP strips trailing blanks of a header
+        (b"Bearer  secret-1", False),
+        (b"Bearer secret", False),
+        (b"Bearer secret-12", False),
+        (b"secret-1", False),
+        (b"Basic secret-1", False),
+        (b"Bearer", False),
+        (b"Bearer " + b"x" * 10_000, False),
+        (b"Bearer \xff\xfe", False),
+    ],
+)
+async def test_keys(locked: httpx.AsyncClient, value: bytes, ok: bool) -> None:
+    stripped = value.rstrip() if ok else value
+    answer = await locked.get("/v1/models", headers=[(b"authorization", stripped)])
+    assert answer.status_code == (200 if ok else 401)
+
+
+async def test_a_key_in_the_query_is_no_key(locked: httpx.AsyncClient) -> None:
+    assert (await locked.get("/v1/models?api_key=secret-1")).status_code == 401
+
+
+async def test_two_authorizations_are_none(locked: httpx.AsyncClient) -> None:
+    answer = await locked.get("/v1/models", headers=[("authorization", GOOD), ("authorization", GOOD)])
+    assert answer.status_code == 401
+
+
+async def test_the_key_names_the_client(locked: httpx.AsyncClient, engine: FakeService) -> None:
+    for key in ("secret-1", "secret-1", "schlüssel"):
+        headers = [(b"authorization", f"Bearer {key}".encode())]
+        await locked.post("/v1/completions", json={"prompt": "Hi"}, headers=headers)
+    first, again, other = (call.client_id for call in engine.calls)
+    assert first == again != other
+    assert "secret" not in first
+
+
+@pytest.mark.parametrize(
+    ("host", "ok"),
+    [
+        ("127.0.0.1:8000", True),
+        ("127.0.0.1", True),
+        ("localhost:8000", True),
+        ("LOCALHOST:8000", True),
+        ("[::1]:8000", True),
+        ("llm.example", True),
+        ("llm.example:9999", True),
+        ("edge.example:444", True),
+        ("edge.example:445", False),
+        ("localhost:8001", False),
+        ("localhost.evil.example:8000", False),
+        ("127.0.0.1.evil.example:8000", False),
+        ("evil.example:8000", False),
+        ("192.168.1.7:8000", False),
+        (":8000", False),
+        ("", False),
+        ("127.0.0.1:", False),
+        ("[::1]8000", False),
+        ("llm.example:80x", False),
+    ],
+)
+async def test_hosts(locked: httpx.AsyncClient, host: str, ok: bool) -> None:
+    answer = await locked.get("/v1/models", headers={"host": host, "authorization": GOOD})
+    assert answer.status_code == (200 if ok else 400)
+    if not ok:
+        assert answer.json()["error"]["code"] == "invalid_host"
+        assert (await locked.get("/", headers={"host": host})).status_code == 400
+        assert (await locked.get("/health", headers={"host": host})).status_code == 200
+
+
+def test_a_server_on_every_address_takes_addresses_and_no_names() -> None:
+    rule = HostRule.of(Config(host="0.0.0.0", api_key=("k",)), 8000)
+    assert rule.allows("192.168.1.7:8000")
+    assert rule.allows("[fe80::1]:8000")
+    assert not rule.allows("evil.example:8000")
+    bound = HostRule.of(Config(host="::1"), 8000)
+    assert bound.allows("[::1]:8000")
+    assert not bound.allows("[fe80::1]:8000")
+
+
+@pytest.mark.parametrize(
+    ("headers", "ok"),
+    [
+        ({"origin": "http://127.0.0.1:8000"}, True),
+        ({"origin": "http://localhost:8000"}, True),
+        ({"origin": "https://llm.example"}, True),
+        ({"origin": "null"}, False),
+        ({"origin": "http://localhost:3000"}, False),
+        ({"origin": "http://evil.example"}, False),
+        ({"origin": "http://127.0.0.1.evil.example:8000"}, False),
+        ({"origin": "file://127.0.0.1:8000"}, False),
+        ({"origin": ""}, False),
+        ({"sec-fetch-site": "cross-site"}, False),
+        ({"sec-fetch-site": "same-origin"}, True),
+        ({"sec-fetch-site": "none"}, True),
+    ],
+)
+async def test_origins(locked: httpx.AsyncClient, headers: dict[str, str], ok: bool) -> None:
+    answer = await locked.get("/v1/models", headers={**headers, "authorization": GOOD})
+    assert answer.status_code == (200 if ok else 403)
+    assert "access-control-allow-origin" not in answer.headers
+    if not ok:
+        assert (await locked.get("/health", headers=headers)).status_code == 403
+
+
+async def test_a_link_from_another_site_opens_the_page_only(locked: httpx.AsyncClient) -> None:
+    link = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "authorization": GOOD}
+    assert (await locked.get("/", headers=link)).status_code == 200
+    assert (await locked.get("/v1/models", headers=link)).status_code == 403
+
+
+async def test_a_rebound_name_is_not_its_own_witness(locked: httpx.AsyncClient) -> None:
+    headers = {"host": "evil.example:8000", "origin": "http://evil.example:8000", "authorization": GOOD}
+    assert (await locked.get("/v1/models", headers=headers)).status_code == 400
+
+
+async def test_listed_origins_get_cors(engine: FakeService, make_client: Any) -> None:
+    config = Config(api_key=KEYS, allowed_origins=("http://app.example",))
+    async with make_client(
+        ServerState(config, keys=Keyring.of(config), models=ModelRegistry([engine]))
+    ) as client:
+        ask = {
+            "origin": "http://app.example",
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization, content-type, x-stainless-lang",
+        }
+        preflight = await client.options("/v1/chat/completions", headers=ask)
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == "http://app.example"
+        assert "x-stainless-lang" in preflight.headers["access-control-allow-headers"]
+        answer = await client.get(
+            "/v1/models",
+            headers={"origin": "http://app.example", "sec-fetch-site": "cross-site", "authorization": GOOD},
+        )
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == "http://app.example"
+        refused = await client.get("/v1/models", headers={"origin": "http://app.example"})
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (
+            401,
+            "http://app.example",
+        )
+        assert (
+            await client.get("/v1/models", headers={"origin": "http://b.example", "authorization": GOOD})
+        ).status_code == 403
+
+
+async def test_websockets_are_refused(state: ServerState) -> None:
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        return {"type": "websocket.connect"}
+
+    scope: Scope = {"type": "websocket", "path": "/v1/models", "headers": [(b"host", b"127.0.0.1:8000")]}
+    await create_app(state, 8000)(scope, receive, send)
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+
+
+async def test_a_declared_body_over_the_limit_is_not_read(
+    engine: FakeService, client: httpx.AsyncClient
+) -> None:
+    body = b'{"prompt": "' + b"x" * Config().max_body_bytes + b'"}'
+    answer = await client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+    assert not engine.calls
+
+
+async def test_a_body_without_a_length_is_counted(engine: FakeService, client: httpx.AsyncClient) -> None:
+    async def parts() -> AsyncIterator[bytes]:
+        yield b'{"prompt": "'
+        for _ in range(5):
+            yield b"x" * (Config().max_body_bytes // 4)
+
+    answer = await client.post(
+        "/v1/completions", content=parts(), headers={"content-type": "application/json"}
+    )
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+    assert not engine.calls
+
+
+@pytest.mark.parametrize(("n_bytes", "status"), [(10, 200), (11, 413)])
+async def test_the_limit_itself(n_bytes: int, status: int) -> None:
+    async def read(scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    transport = httpx.ASGITransport(BodyLimitMiddleware(read, BodyLimits(10, 1000, 30)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        assert (await client.post("/", content=b"x" * n_bytes)).status_code == status
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "llm.example", ""])
+def test_an_exposed_server_needs_a_key(host: str) -> None:
+    with pytest.raises(RejectedError, match="API key") as caught:
+        check_exposure(Config(host=host))
+    assert caught.value.param == "host"
+    check_exposure(Config(host=host, api_key=("k",)))
+
+
+def test_loopback_needs_none() -> None:
+    for host in ("127.0.0.1", "127.8.8.8", "localhost", "::1", "[::1]"):
+        assert is_loopback(host)
+        check_exposure(Config(host=host))
+
+
+def test_any_origin_is_refused_at_the_start() -> None:
+    with pytest.raises(RejectedError, match="allowed_origins"):
+        check_exposure(Config(allowed_origins=("*",)))

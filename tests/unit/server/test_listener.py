@@ -1,0 +1,195 @@
+"""Where the server listens: what is taken, what is refused by name, who may use a socket, TLS files."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import socket
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+
+from llaisys.config import Config
+from llaisys.errors import RejectedError
+from llaisys.server import listener
+from llaisys.server.listener import SEND_BYTES, address_of, bind, listening, tls_options
+
+
+def test_a_taken_port_says_what_to_do() -> None:
+    with bind(Config(port=0)) as taken, pytest.raises(RejectedError, match=r"is taken.*--port"):
+        bind(Config(port=taken.getsockname()[1]))
+
+
+def test_an_address_that_is_not_ours() -> None:
+    with pytest.raises(RejectedError, match=r"cannot listen on 192\.0\.2\.1"):
+        bind(Config(host="192.0.2.1", port=0))
+    with pytest.raises(RejectedError, match="cannot listen on no-such-host"):
+        bind(Config(host="no-such-host.invalid", port=0))
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000"),
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::", "http://[::1]:8000"),
+        ("[::1]", "http://[::1]:8000"),
+        ("llm.example", "http://llm.example:8000"),
+    ],
+)
+def test_the_address_to_open(host: str, address: str) -> None:
+    assert address_of(Config(host=host), 8000) == address
+
+
+def test_the_address_says_how_it_is_reached() -> None:
+    assert address_of(Config(ssl_certfile="c.pem"), 8443) == "https://127.0.0.1:8443"
+    assert address_of(Config(uds="/run/llaisys.sock"), 8000) == "unix:/run/llaisys.sock"
+
+
+async def test_small_frames_are_not_held_back() -> None:
+    """A connection of the server's listening socket has TCP_NODELAY: a stream is many small writes. And the
+    kernel holds no megabytes for a reader that does not read."""
+    seen: asyncio.Queue[int] = asyncio.Queue()
+
+    def on_connection(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = writer.get_extra_info("socket")
+        seen.put_nowait(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        seen.put_nowait(connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))
+        writer.close()
+
+    with bind(Config(port=0)) as listener:
+        server = await asyncio.start_server(on_connection, sock=listener)
+        _, writer = await asyncio.open_connection(*listener.getsockname())
+        assert await seen.get()
+        assert await seen.get() <= 2 * SEND_BYTES
+        writer.close()
+        server.close()
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o000, 0o660), (0o007, 0o660), (0o022, 0o640), (0o077, 0o600)])
+def test_strangers_never_get_at_a_unix_socket(tmp_path: Path, umask: int, mode: int) -> None:
+    """Connecting needs the right to write: with a umask of 022 the owner alone has it."""
+    path = tmp_path / "s"
+    before = os.umask(umask)
+    try:
+        with listening(Config(uds=path)):
+            assert stat.S_IMODE(path.stat().st_mode) == mode
+        assert os.umask(umask) == umask
+    finally:
+        os.umask(before)
+    assert not path.exists()
+
+
+def test_a_socket_that_a_killed_server_left_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(path))
+    assert path.exists()
+    with listening(Config(uds=path)), socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+
+
+def test_a_socket_in_use_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with listening(Config(uds=path)):
+        with pytest.raises(RejectedError, match=r"another server listens on .*; stop it or choose"):
+            listening(Config(uds=path)).__enter__()
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+
+
+def test_a_file_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "precious"
+    path.write_text("precious")
+    with pytest.raises(RejectedError, match="is not a socket"):
+        listening(Config(uds=path)).__enter__()
+    assert path.read_text() == "precious"
+
+
+def test_a_socket_of_another_server_outlives_ours(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with listening(Config(uds=path)):
+        path.unlink()
+        with socket.socket(socket.AF_UNIX) as other:
+            other.bind(str(path))
+    assert path.exists()
+
+
+@pytest.mark.parametrize("name", ["x" * 200, "nowhere/s"])
+def test_a_place_that_takes_no_socket(tmp_path: Path, name: str) -> None:
+    with pytest.raises(RejectedError, match="cannot listen on the socket") as refused:
+        listening(Config(uds=tmp_path / name)).__enter__()
+    assert refused.value.param == "uds"
+
+
+@pytest.fixture
+def pem(tmp_path: Path) -> dict[str, Path]:
+    """A certificate, its key, its authority, another key, and a file that is none of these."""
+    authority, other = trustme.CA(), trustme.CA()
+    issued, foreign = authority.issue_cert("localhost"), other.issue_cert("localhost")
+    files = {name: tmp_path / f"{name}.pem" for name in ("cert", "key", "ca", "other", "text", "absent")}
+    issued.cert_chain_pems[0].write_to_path(files["cert"])
+    issued.private_key_pem.write_to_path(files["key"])
+    authority.cert_pem.write_to_path(files["ca"])
+    foreign.private_key_pem.write_to_path(files["other"])
+    files["text"].write_text("no certificate")
+    return files
+
+
+def test_tls_as_uvicorn_wants_it(pem: dict[str, Path]) -> None:
+    assert tls_options(Config()) == {}
+    files = {"ssl_certfile": pem["cert"], "ssl_keyfile": pem["key"], "ssl_ca_certs": pem["ca"]}
+    assert tls_options(Config(**files, ssl_cert_reqs=2)) == {**files, "ssl_cert_reqs": 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "param"),
+    [
+        ({"ssl_certfile": "cert"}, "ssl_keyfile"),
+        ({"ssl_keyfile": "key"}, "ssl_certfile"),
+        ({"ssl_ca_certs": "ca"}, "ssl_certfile"),
+        ({"ssl_certfile": "absent", "ssl_keyfile": "key"}, "ssl_certfile"),
+        ({"ssl_certfile": "cert", "ssl_keyfile": "other"}, "ssl_keyfile"),
+        ({"ssl_certfile": "cert", "ssl_keyfile": "text"}, "ssl_keyfile"),
+        ({"ssl_certfile": "cert", "ssl_keyfile": "key", "ssl_ca_certs": "text"}, "ssl_ca_certs"),
+        ({"ssl_certfile": "cert", "ssl_keyfile": "key", "ssl_cert_reqs": 2}, "ssl_ca_certs"),
+        ({"ssl_cert_reqs": 1}, "ssl_certfile"),
+    ],
+)
+def test_tls_files_that_do_not_fit_are_named(
+    pem: dict[str, Path], settings: dict[str, Any], param: str
+) -> None:
+    config = Config(**{name: pem.get(value, value) for name, value in settings.items()})
+    with pytest.raises(RejectedError, match=param) as refused:
+        tls_options(config)
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "then", "n_connections"),
+    [
+        (1024, 4096, 4096, 1056),
+        (1024, 1100, 1100, 588),
+        (4096, 4096, 4096, 1056),
+        (1024, resource.RLIM_INFINITY, 65536, 1056),
+        (100, 100, 100, 32),
+    ],
+)
+def test_the_limit_of_files_is_raised_and_bounds_the_connections(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    soft: int,
+    hard: int,
+    then: int,
+    n_connections: int,
+) -> None:
+    now = [(soft, hard)]
+    monkeypatch.setattr(listener.resource, "getrlimit", lambda _: now[-1])
+    monkeypatch.setattr(listener.resource, "setrlimit", lambda _, limits: now.append(limits))
+    assert listener.raise_file_limit() == n_connections
+    assert now[-1] == (then, hard)
+    assert bool(caplog.records) == (n_connections < 1056)

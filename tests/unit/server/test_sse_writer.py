@@ -1,0 +1,118 @@
+"""The writer of event streams: truthful status, pings, stalls, one terminator."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from starlette.types import Message
+
+from llaisys.server.http_errors import ApiError
+from llaisys.server.streaming import SseWriter
+
+ERROR = ApiError(503, "gone", code="engine_dead")
+
+
+class Client:
+    """Takes what is sent; `closed` makes the next body hang, as a client that does not read does."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.news = asyncio.Event()
+        self.hangs = False
+        self.stall_s = 30.0
+        self.stalled = asyncio.Event()
+
+    async def send(self, message: Message) -> None:
+        if self.hangs:
+            await asyncio.Event().wait()
+        self.sent.append(message)
+        self.news.set()
+
+    def writer(self) -> SseWriter:
+        return SseWriter(self.send, {"x-extra": "1"}, [{"opening": 1}], self.stalled.set, self.stall_s)
+
+    def raw(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+
+@pytest.fixture
+async def client() -> Client:
+    return Client()
+
+
+async def test_headers_and_opening_go_out_with_the_first_frame(client: Client) -> None:
+    writer = client.writer()
+    assert client.sent == []
+    await writer.frames([{"a": 1}, {"b": "天"}])
+    assert client.sent[0]["status"] == 200
+    assert (b"x-extra", b"1") in client.sent[0]["headers"]
+    assert client.raw().decode() == 'data: {"opening":1}\n\ndata: {"a":1}\n\ndata: {"b":"天"}\n\n'
+    await writer.finish([{"c": 1}])
+    assert client.raw().endswith(b'data: {"c":1}\n\ndata: [DONE]\n\n')
+    assert client.sent[-1]["more_body"] is False
+
+
+async def test_no_byte_after_the_terminator(client: Client) -> None:
+    writer = client.writer()
+    await writer.finish([])
+    n_sent = len(client.sent)
+    await writer.finish([])
+    await writer.frames([{"late": 1}])
+    await writer.fail(ERROR)
+    assert len(client.sent) == n_sent
+    assert client.raw().count(b"[DONE]") == 1
+
+
+async def test_an_error_first_is_a_plain_answer(client: Client) -> None:
+    writer = client.writer()
+    await writer.fail(ERROR)
+    await writer.frames([{"late": 1}])
+    await writer.fail(ERROR)
+    assert [message["type"] for message in client.sent] == ["http.response.start", "http.response.body"]
+    assert client.sent[0]["status"] == 503
+    assert b"[DONE]" not in client.raw()
+
+
+async def test_an_error_later_is_a_frame_and_the_terminator(client: Client) -> None:
+    writer = client.writer()
+    await writer.frames([{"a": 1}])
+    await writer.fail(ERROR)
+    assert client.raw().endswith(b'"code":"engine_dead"}}\n\ndata: [DONE]\n\n')
+
+
+async def test_headers_do_not_wait_for_ever_and_silence_is_broken(client: Client) -> None:
+    writer = client.writer()
+    keeper = asyncio.create_task(writer.keep_alive(headers_wait_s=0, ping_interval_s=0))
+    while client.raw().count(b": ping\n\n") < 3:
+        client.news.clear()
+        await client.news.wait()
+    assert client.sent[0]["status"] == 200
+    assert client.raw().startswith(b'data: {"opening":1}\n\n: ping\n\n')
+    await writer.finish([])
+    n_sent = len(client.sent)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert len(client.sent) == n_sent
+    keeper.cancel()
+
+
+async def test_no_ping_before_the_silence_is_long_enough(client: Client) -> None:
+    writer = client.writer()
+    keeper = asyncio.create_task(writer.keep_alive(headers_wait_s=0, ping_interval_s=3600))
+    await client.news.wait()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert b"ping" not in client.raw()
+    keeper.cancel()
+
+
+async def test_a_client_that_stops_reading_is_noticed(client: Client) -> None:
+    client.stall_s = 0.0
+    writer = client.writer()
+    await writer.frames([{"a": 1}])
+    client.hangs = True
+    stuck = asyncio.create_task(writer.frames([{"b": 1}]))
+    await client.stalled.wait()
+    assert not stuck.done()
+    stuck.cancel()

@@ -1,0 +1,99 @@
+"""The page: which files are served, with which headers, and what is said where it is not built."""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from llaisys.server.webui.static import CONTENT_SECURITY_POLICY, load_webui, router
+
+SCRIPT = "console.log('a script of the page');\n" * 20
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> Path:
+    """A page as a build leaves it."""
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "index.html").write_text('<script type="module" src="/assets/app-1.js"></script>', "utf-8")
+    (tmp_path / "assets" / "app-1.js").write_text(SCRIPT, "utf-8")
+    (tmp_path / "assets" / "icon-2.svg").write_text("<svg/>", "utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+async def of_built(built: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a server with that page and nothing else."""
+    app = FastAPI()
+    app.include_router(router)
+    app.state.webui = load_webui(built)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://page") as made:
+        yield made
+
+
+async def test_the_page_and_its_headers(client: httpx.AsyncClient) -> None:
+    for method in ("GET", "HEAD"):
+        answer = await client.request(method, "/")
+        assert answer.status_code == 200
+        assert answer.headers["content-type"] == "text/html; charset=utf-8"
+        assert answer.headers["content-security-policy"] == CONTENT_SECURITY_POLICY
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["referrer-policy"] == "no-referrer"
+        assert answer.headers["cache-control"] == "no-cache"
+
+
+def test_the_policy() -> None:
+    """The rule of reliability.md R10, and which policies may make HTML."""
+    assert CONTENT_SECURITY_POLICY == (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+        "trusted-types svelte-trusted-html dompurify"
+    )
+
+
+async def test_every_file_of_the_build_is_served(of_built: httpx.AsyncClient) -> None:
+    names = re.findall(r'"(/assets/[^"]+)"', (await of_built.get("/")).text)
+    assert names == ["/assets/app-1.js"]
+    script = await of_built.get(names[0])
+    assert script.text == SCRIPT
+    assert script.headers["content-type"].startswith("text/javascript")
+    assert script.headers["cache-control"] == "public, max-age=31536000, immutable"
+    icon = await of_built.get("/assets/icon-2.svg")
+    assert icon.headers["content-type"].startswith("image/svg+xml")
+
+
+async def test_files_are_compressed_for_those_who_take_it(of_built: httpx.AsyncClient) -> None:
+    async with of_built.stream("GET", "/assets/app-1.js", headers={"accept-encoding": "br, gzip"}) as answer:
+        raw = b"".join([part async for part in answer.aiter_raw()])
+    assert answer.headers["content-encoding"] == "gzip"
+    assert answer.headers["vary"] == "accept-encoding"
+    assert gzip.decompress(raw) == SCRIPT.encode()
+    plain = await of_built.get("/assets/app-1.js", headers={"accept-encoding": "identity"})
+    assert "content-encoding" not in plain.headers
+    assert plain.content == SCRIPT.encode()
+    small = await of_built.get("/assets/icon-2.svg")
+    assert "content-encoding" not in small.headers
+
+
+@pytest.mark.parametrize(
+    "path", ["/assets/..%2findex.html", "/assets/%2e%2e/index.html", "/index.html", "/assets/"]
+)
+async def test_nothing_else_is_served(client: httpx.AsyncClient, path: str) -> None:
+    assert (await client.get(path)).status_code == 404
+
+
+def test_without_a_build_the_page_says_what_to_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        page = load_webui(tmp_path / "nowhere")
+    assert set(page) == {"/"}
+    text = page["/"].content.decode()
+    for part in ("wheel", "Node.js", "/v1"):
+        assert part in text
+    assert "not built" in caplog.text
+    assert not re.search(r"<script|<style|\sstyle=|https?://", text)

@@ -1,0 +1,68 @@
+"""Errors of invalid parameters name the field and the bound; valid ones are kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llaisys.errors import RejectedError
+from llaisys.outputs import CompletionOutput
+from llaisys.sampling_params import SamplingParams
+
+
+def test_defaults_are_vllms() -> None:
+    params = SamplingParams()
+    assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (1.0, 1.0, 0, 16)
+
+
+def test_spellings_that_mean_the_same() -> None:
+    assert SamplingParams(stop="x").stop == ("x",)
+    assert SamplingParams(top_k=-1).top_k == 0
+
+
+@pytest.mark.parametrize(
+    ("bad", "param", "says"),
+    [
+        ({"n": 257}, "n", "1 to 256"),
+        ({"max_tokens": 0}, "max_tokens", "1 to"),
+        ({"max_tokens": 2.5}, "max_tokens", "whole number"),
+        ({"max_tokens": True}, "max_tokens", "whole number"),
+        ({"min_tokens": -1}, "min_tokens", "0 to"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "max_tokens 8"),
+        ({"temperature": -0.1}, "temperature", "0.0 to 2.0"),
+        ({"temperature": float("nan")}, "temperature", "nan"),
+        ({"temperature": "hot"}, "temperature", "'hot'"),
+        ({"temperature": None}, "temperature", "None"),
+        ({"top_p": 0.0}, "top_p", "1.0"),
+        ({"top_k": -2}, "top_k", "-2"),
+        ({"min_p": 1.1}, "min_p", "0.0 to 1.0"),
+        ({"typical_p": 0}, "typical_p", "1.0"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "10.0"),
+        ({"presence_penalty": 2.1}, "presence_penalty", "2.0"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty", "2.0"),
+        ({"seed": 2**63}, "seed", "9223372036854775807"),
+        ({"logprobs": 21}, "logprobs", "20"),
+        ({"stop": [""]}, "stop", "1 to 1024"),
+        ({"stop": ["x" * 1025]}, "stop", "1025"),
+        ({"stop": [3]}, "stop", "expected strings"),
+        ({"stop": ["x"] * 17}, "stop", "at most 16"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids", "-1"),
+        ({"stop_token_ids": [1] * 257}, "stop_token_ids", "at most 256"),
+        ({"logit_bias": {5: 101.0}}, "logit_bias[5]", "100.0"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias", "'5'"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias", "at most 1024"),
+    ],
+)
+def test_bad_values_name_the_field_and_the_bound(bad: dict[str, Any], param: str, says: str) -> None:
+    with pytest.raises(RejectedError) as caught:
+        SamplingParams(**bad)
+    assert caught.value.param == param
+    assert param.split("[")[0] in str(caught.value)
+    assert says in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_a_completion_is_finished_with_its_reason() -> None:
+    assert not CompletionOutput(0, "", []).finished()
+    assert CompletionOutput(0, "", [], finish_reason="stop").finished()
