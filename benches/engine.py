@@ -23,7 +23,7 @@ from llaisys.engine.executor import Executor
 from llaisys.engine.limits import Limits
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.worker import Worker
-from llaisys.types import SamplingParams
+from llaisys.sampling_params import SamplingParams
 
 VOCAB_SIZE = 1000
 

@@ -1,7 +1,7 @@
-"""How long a model takes to load and what it weighs, each load in a process of its own. `make bench-load`.
+"""Load time and memory of a model, each load in a separate process. `make bench-load`.
 
-Peak memory is VmHWM; RssAnon at the end, compared with it, shows what only the load needs. Appends to
-benches/results/load.jsonl.
+Peak memory is VmHWM; RssAnon at the end, compared with it, shows the memory that only the load needs. Appends
+to benches/results/load.jsonl.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ print(json.dumps({
 
 
 def load(path: Path, dtype: str, n_threads: int) -> dict[str, Any]:
-    """One load in a fresh process."""
+    """Load once in a new process."""
     command = [sys.executable, "-c", CHILD, str(path), dtype, str(n_threads)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     measured: dict[str, Any] = json.loads(done.stdout)
@@ -51,7 +51,7 @@ def load(path: Path, dtype: str, n_threads: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures and prints one line a dtype."""
+    """Measure and print one line per dtype."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", nargs="+", default=["auto", "bfloat16", "float32"])

@@ -1,9 +1,8 @@
-"""Mutation testing of the cells' bookkeeping: each named mutant of `kv/`, `seq` and `books` must fail one of
-their tests.
+"""Mutation testing of the KV cache: each named mutant of `kv/` must fail one of its tests.
 
 The files and their tests are copied into a small crate of the same name, so that a mutant builds in seconds.
-A mutant is a place in a file (found exactly once) and what stands there instead. Exit code 1: one
-survived, or is not found.
+A mutant is a text in a file (found exactly once) and its replacement. Exit code 1: a mutant survived,
+or its text was not found.
 
     python benches/mutants_core.py [--out benches/results/mutants-rust.txt] [--only NAME ...]
 """
@@ -19,9 +18,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "crates" / "llaisys-core"
-SOURCES = ["batch.rs", "books.rs", "dtype.rs", "error.rs", "kv", "seq.rs", "tensor.rs"]
-TESTS = ["exhaustive", "books", "reserve_model", "seq_pool", "cells_model"]  # quick to build first
-HELPERS = ["kv_model", "seeded"]
+SOURCES = ["batch.rs", "dtype.rs", "error", "error.rs", "kv", "seq.rs", "tensor.rs"]
+TEST_FOLDERS = ["kv", "seeded"]
+TESTS = ["exhaustive", "kv_cache", "reserve", "seq_ids", "cells"]  # modules of the test `kv`
 MANIFEST = """
 [package]
 name = "llaisys-core"
@@ -45,21 +44,15 @@ debug = 0
 
 [workspace]
 """
-# The errors that `error.rs` gathers from rooms that are not here.
+# The errors that `error.rs` takes from modules that are not here.
 LIB = """
 pub mod batch;
-pub mod books;
 pub mod dtype;
 pub mod error;
 pub mod kv;
 pub mod seq;
 pub mod tensor;
 pub use error::{Error, Result};
-pub mod formats {
-    #[derive(Debug, thiserror::Error)]
-    #[error("format")]
-    pub struct FormatError;
-}
 pub mod sample {
     #[derive(Debug, thiserror::Error)]
     #[error("sampling")]
@@ -73,105 +66,100 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "summary bits never set": ("kv/free.rs", "if *word != u64::MAX {", "if true {"),
     "summary bits never cleared": ("kv/free.rs", "if !was_full {", "if true {"),
     "lowest clear bit from the wrong end": ("kv/free.rs", "word.trailing_ones()", "word.leading_ones()"),
-    "taking does not count": ("kv/free.rs", "self.n_free -= 1;", ""),
-    "giving back does not count": ("kv/free.rs", "self.n_free += 1;", ""),
-    "giving back leaves the bit": ("kv/free.rs", "self.used.clear(cell);", ""),
+    "allocating does not count": ("kv/free.rs", "self.n_free -= 1;", ""),
+    "freeing does not count": ("kv/free.rs", "self.n_free += 1;", ""),
+    "freeing leaves the bit": ("kv/free.rs", "self.used.clear(cell);", ""),
     "blocks are never touched": ("kv/free.rs", "self.touched.set(cell / BLOCK_CELLS);", ""),
     "blocks stay touched": ("kv/free.rs", "self.touched.clear(block);", ""),
-    "runs grow into used blocks": ("kv/free.rs", "(!next.is_multiple_of(BLOCK_CELLS) || ", "(true || "),
-    "runs grow over used cells": ("kv/free.rs", "|| self.used.get(next) {", "{"),
+    "ranges grow into used blocks": ("kv/free.rs", "(!next.is_multiple_of(BLOCK_CELLS) || ", "(true || "),
+    "ranges grow over used cells": ("kv/free.rs", "|| self.used.get(next) {", "{"),
     "the stack is a queue": ("kv/free.rs", "stack.push(cell)", "stack.insert(0, cell)"),
     "the stack starts at the end": (
         "kv/free.rs",
         "(base..base + n).rev().collect()",
         "(base..base + n).collect()",
     ),
-    "arenas lend the first one's cells": ("kv/free.rs", "Some(self.base + u32", "Some(u32"),
-    "retained cells are freed": ("kv/table.rs", "if self.is_retained(cell) || ", "if "),
-    "only 64 sequences count": ("kv/table.rs", ".iter().any(|word| *word != 0)", "[0] != 0"),
-    "a freed cell keeps its position": ("kv/table.rs", "self.position[cell as usize] = 0;", ""),
-    "one retained bit a word": ("kv/table.rs", "|= 1 << (cell % 64)", "|= 1"),
-    "a cell is retained for ever": ("kv/table.rs", "&= !(1 << (cell % 64));", "&= u64::MAX;"),
-    "every cell is in arena 0": ("kv/table.rs", "cell / self.per_arena", "0 * cell"),
-    "a link replaces the others": ("kv/table.rs", "64] |= 1 << (slot % 64);", "64] = 1 << (slot % 64);"),
-    "runs join whatever the cells": ("kv/runs.rs", "&& self.cells().end == next.cell", ""),
-    "a range may end early": ("kv/runs.rs", "if next == hi { Ok", "if next <= hi { Ok"),
-    "a range may have gaps": ("kv/runs.rs", "if piece.position != next {", "if false {"),
-    "an empty range touches": ("kv/runs.rs", "let end = if lo < hi {", "let end = if lo <= hi {"),
-    "no join in front": ("kv/runs.rs", "self.join(at);", ""),
-    "no join behind": ("kv/runs.rs", "self.join(after);", ""),
-    "empty runs stay": ("kv/runs.rs", "if last.len == 0 {", "if false {"),
-    "a shift may overlap": ("kv/runs.rs", "> next.position\n", "> next.position + 1\n"),
-    "a segment's cells can be shifted": ("kv/cells.rs", " || self.table.is_retained(cell)", ""),
-    "shared cells can be shifted": ("kv/cells.rs", "self.table.n_seqs(cell) > 1 || ", ""),
-    "arenas share without a copy": ("kv/cells.rs", "if stream == home {", "if true {"),
-    "copies are not counted": ("kv/cells.rs", "self.check_room(home, from.len())?;", ""),
-    "copies do not lie together": ("kv/cells.rs", "last = Some(cell);", ""),
-    "keep forgets all": ("kv/cells.rs", ".filter(|(other, _)| *other != slot)", ".filter(|_| true)"),
-    "one cell is always left": ("kv/cells.rs", "if needed > free {", "if needed >= free {"),
-    "one arena too many": ("kv/cells.rs", "(stream as usize) < n_streams", "(stream as usize) <= n_streams"),
+    "streams allocate the first one's cells": ("kv/free.rs", "Some(self.base + u32", "Some(u32"),
+    "cached cells are freed": ("kv/cells.rs", "if self.is_cached(cell) || ", "if "),
+    "only 64 sequences count": ("kv/cells.rs", ".iter().any(|word| *word != 0)", "[0] != 0"),
+    "a freed cell keeps its position": ("kv/cells.rs", "self.position[cell as usize] = 0;", ""),
+    "one cached bit per word": ("kv/cells.rs", "|= 1 << (cell % 64)", "|= 1"),
+    "a cell is cached forever": ("kv/cells.rs", "&= !(1 << (cell % 64));", "&= u64::MAX;"),
+    "every cell is in stream 0": ("kv/cells.rs", "cell / self.stream_len", "0 * cell"),
+    "a link replaces the others": ("kv/cells.rs", "64] |= 1 << (slot % 64);", "64] = 1 << (slot % 64);"),
+    "ranges join whatever the cells": ("kv/ranges.rs", "&& self.cells().end == next.cell", ""),
+    "a range may end early": ("kv/ranges.rs", "if next == hi { Ok", "if next <= hi { Ok"),
+    "a range may have gaps": ("kv/ranges.rs", "if piece.position != next {", "if false {"),
+    "an empty range touches": ("kv/ranges.rs", "let end = if lo < hi {", "let end = if lo <= hi {"),
+    "no join in front": ("kv/ranges.rs", "self.join(at);", ""),
+    "no join behind": ("kv/ranges.rs", "self.join(after);", ""),
+    "empty ranges stay": ("kv/ranges.rs", "if last.len == 0 {", "if false {"),
+    "a shift may overlap": ("kv/ranges.rs", "> next.position\n", "> next.position + 1\n"),
+    "a node's cells can be shifted": ("kv/mod.rs", " || self.cells.is_cached(cell)", ""),
+    "shared cells can be shifted": ("kv/mod.rs", "self.cells.n_seqs(cell) > 1 || ", ""),
+    "streams share without a copy": ("kv/mod.rs", "if stream == own_stream {", "if true {"),
+    "copies are not counted": ("kv/mod.rs", "self.check_free(own_stream, from.len())?;", ""),
+    "copies do not lie together": ("kv/mod.rs", "last = Some(cell);", ""),
+    "keep forgets all": ("kv/mod.rs", ".filter(|(other, _)| *other != slot)", ".filter(|_| true)"),
+    "one cell is always left": ("kv/mod.rs", "if needed > free {", "if needed >= free {"),
+    "one stream too many": ("kv/mod.rs", "(stream as usize) < n_streams", "(stream as usize) <= n_streams"),
     "copies overwrite": (
-        "kv/cells.rs",
+        "kv/mod.rs",
         ".pieces(lo, hi).next() {",
         ".pieces(lo, hi).next().filter(|_| false) {",
     ),
-    "sequences move with their cells": (
-        "kv/cells.rs",
-        "if let Some(position) = self.index[slot as usize].start() {",
-        "if let Some(position) = self.index[slot as usize].start().filter(|_| false) {",
-    ),
-    "two segments hold a cell": (
-        "kv/segments.rs",
-        "cells().find(|&cell| self.table.is_retained(cell))",
+    "two nodes cache a cell": (
+        "kv/nodes.rs",
+        "cells().find(|&cell| self.cells.is_cached(cell))",
         "cells().find(|_| false)",
     ),
-    "attach leaves a gap": ("kv/segments.rs", "if p0 != expected {", "if p0 < expected {"),
-    "a split leaves nothing": ("kv/segments.rs", "at <= start || at >= end", "at < start || at >= end"),
-    "a split gives nothing": ("kv/segments.rs", "at <= start || at >= end", "at <= start || at > end"),
-    "a split into a known segment": ("kv/segments.rs", "self.check_new(tail)?;", ""),
-    "an empty segment stays": ("kv/segments.rs", "if at == start {", "if false {"),
-    "trimmed cells stay retained": ("kv/segments.rs", "self.table.let_go(cell);", "let _ = cell;"),
-    "a trim past the end": ("kv/segments.rs", "if at < start || at > end {", "if at < start {"),
-    "a created segment is not counted": ("kv/segments.rs", "self.check_room(stream, n)?;", ""),
-    "a created segment holds nothing": (
-        "kv/segments.rs",
-        "self.table.retain(cell);\n            runs",
-        "runs",
+    "attach leaves a gap": ("kv/nodes.rs", "if p0 != expected {", "if p0 < expected {"),
+    "a split leaves nothing": ("kv/nodes.rs", "at <= start || at >= end", "at < start || at >= end"),
+    "a split gives nothing": ("kv/nodes.rs", "at <= start || at >= end", "at <= start || at > end"),
+    "a split into an existing node": ("kv/nodes.rs", "self.check_new(tail)?;", ""),
+    "an empty node stays": ("kv/nodes.rs", "if at == start {", "if false {"),
+    "trimmed cells stay cached": ("kv/nodes.rs", "self.cells.release(cell);", "let _ = cell;"),
+    "a trim past the end": ("kv/nodes.rs", "if at < start || at > end {", "if at < start {"),
+    "a created node is not counted": ("kv/nodes.rs", "self.check_free(stream, n)?;", ""),
+    "a created node caches nothing": (
+        "kv/nodes.rs",
+        "self.cells.cache(cell);\n            ranges",
+        "ranges",
     ),
-    "negative positions in segments": ("kv/segments.rs", "if 0 <= p0 && p0 < p1", "if p0 < p1"),
-    "empty segments": ("kv/segments.rs", "0 <= p0 && p0 < p1", "0 <= p0 && p0 <= p1"),
-    "every row counts in every arena": ("kv/reserve.rs", "home(row) == stream", "home(row) <= stream"),
-    "arenas are coupled": ("kv/reserve.rs", "self.streams[a] == self.streams[b]", "true"),
+    "negative positions in nodes": ("kv/nodes.rs", "if 0 <= p0 && p0 < p1", "if p0 < p1"),
+    "empty nodes": ("kv/nodes.rs", "0 <= p0 && p0 < p1", "0 <= p0 && p0 <= p1"),
+    "rows count in every stream": ("kv/reserve.rs", "stream_of(row) == stream", "stream_of(row) <= stream"),
+    "streams are coupled": ("kv/reserve.rs", "self.streams[a] == self.streams[b]", "true"),
     "rows after a faulty one stay": (
         "kv/reserve.rs",
-        "lost_slots[slot as usize] = culprit",
-        "lost_slots[slot as usize] = None",
+        "fault_of_slot[slot] = culprit",
+        "fault_of_slot[slot] = None",
     ),
     "a dropped reservation stays": (
         "kv/reserve.rs",
-        "unplace(self.cells, cell);\n        }",
+        "self.kv.unplace(cell);\n        }",
         "let _ = cell;\n        }",
     ),
-    "a rollback keeps the runs": ("kv/reserve.rs", "index[slot as usize].pop();", ""),
+    "a rollback keeps the ranges": ("kv/reserve.rs", "self.index[slot].pop();", ""),
     "rows may leave gaps": (
         "kv/reserve.rs",
         "filter(|next| *next != position)",
         "filter(|next| *next > position)",
     ),
     "a sequence twice in a row": ("kv/reserve.rs", "if mark.last_row == last_row {", "if false {"),
-    "a forgotten reservation": ("kv/reserve.rs", "assert!(self.placed.is_empty()", "assert!(true"),
-    "generations stand still": ("seq.rs", "wrapping_add(1)", "wrapping_add(0)"),
-    "a released slot stays lent": ("seq.rs", "self.lent[slot] = false;", ""),
-    "two releases": ("seq.rs", "        self.check_lent(id)?;\n        let slot", "        let slot"),
-    "old leases pass": ("seq.rs", "&& self.generations[slot] == id.generation", ""),
-    "last in, first out": ("seq.rs", "if self.lifo {", "if !self.lifo {"),
-    "lent slots are not marked": ("seq.rs", "self.lent[usize::from(slot)] = true;", ""),
-    "release keeps the cells": ("books.rs", "self.cells.seq_rm(id.slot(), -1, -1)?;\n        self", "self"),
-    "release keeps the arena": ("books.rs", "self.cells.set_stream(id.slot(), 0)?;", ""),
-    "every lease in arena 0": ("books.rs", "self.cells.set_stream(id.slot(), stream)?;", ""),
-    "a refused lease is lent": ("books.rs", "self.cells.n_free_in(stream)?;", ""),
-    "stale rows": ("books.rs", "for &id in &batch.seqs {\n            self.check_lent(id)?;\n        }", ""),
-    "the digest forgets leases": ("books.rs", "self.seqs.lent().for_each(|id| id.hash(&mut hasher));", ""),
+    "a forgotten reservation": ("kv/reserve.rs", "assert!(self.reserved.is_empty()", "assert!(true"),
+    "generations stand still": ("kv/seq_pool.rs", "wrapping_add(1)", "wrapping_add(0)"),
+    "a released slot stays acquired": ("kv/seq_pool.rs", "self.is_acquired[slot] = false;", ""),
+    "two releases": ("kv/seq_pool.rs", "self.is_acquired.get(slot) == Some(&true) && ", ""),
+    "old ids pass": ("kv/seq_pool.rs", "&& self.generations[slot] == id.generation()", ""),
+    "last in, first out": ("kv/seq_pool.rs", "if self.lifo {", "if !self.lifo {"),
+    "acquired slots are not marked": ("kv/seq_pool.rs", "self.is_acquired[usize::from(slot)] = true;", ""),
+    "release keeps the cells": ("kv/mod.rs", "self.remove(slot, 0, i32::MAX);", ""),
+    "release keeps the stream": ("kv/mod.rs", "self.streams[slot] = 0;", ""),
+    "every id in stream 0": ("kv/mod.rs", "self.streams[id.slot() as usize] = stream;", ""),
+    "a rejected id is acquired": ("kv/mod.rs", "self.check_stream(stream)?;\n        let id", "let id"),
+    "stale rows": ("kv/reserve.rs", "self.acquired(id)?;", ""),
+    "the digest omits ids": ("kv/check.rs", "self.seqs.acquired().for_each(|id| id.hash(&mut hasher));", ""),
 }
 
 
@@ -179,7 +167,7 @@ def crate(folder: Path) -> None:
     """The small crate, unchanged."""
     (folder / "Cargo.toml").write_text(MANIFEST)
     shutil.copy(ROOT / "Cargo.lock", folder / "Cargo.lock")
-    for kind, names in (("src", SOURCES), ("tests", [*(f"{test}.rs" for test in TESTS), *HELPERS])):
+    for kind, names in (("src", SOURCES), ("tests", TEST_FOLDERS)):
         (folder / kind).mkdir()
         for name in names:
             source = CORE / kind / name
@@ -199,11 +187,11 @@ def cargo(folder: Path, *arguments: str) -> bool:
 
 
 def failing(folder: Path) -> str | None:
-    """The first test that fails, or `build`."""
+    """The first test module that fails, or `build`."""
+    if not cargo(folder, "--no-run", "--test", "kv"):
+        return "build"
     for test in TESTS:
-        if not cargo(folder, "--no-run", "--test", test):
-            return "build"
-        if not cargo(folder, "--test", test):
+        if not cargo(folder, "--test", "kv", f"{test}::"):
             return test
     return None
 

@@ -1,7 +1,7 @@
-"""Two builds of the step bench, measured in turn.
+"""Compare two builds of the step bench in alternating rounds.
 
-`pairs.py OLD NEW [--out FILE] [--rows 1,16] -- ARGUMENTS OF BOTH`. Both processes hold the same model; each
-round asks one, then the other, the order changing. Printed: for each number of rows the medians of the
+`pairs.py OLD NEW [--out FILE] [--rows 1,16] -- ARGUMENTS OF BOTH`. Both processes load the same model; each
+round measures one, then the other, in alternating order. Printed: for each number of rows the medians of the
 rounds' ratios old/new (above 1: new is faster), of the step and of each kind of op, with new's
 microseconds. `--out` appends the raw rounds as a line of JSON.
 """
@@ -14,24 +14,24 @@ import sys
 
 
 class Build:
-    """One running step bench."""
+    """One running step bench process."""
 
     def __init__(self, path: str, arguments: list[str]) -> None:
         command = [path, *arguments, "--rows", "-", "--json"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, n_rows: int) -> dict[str, float]:
-        """One measurement of `n_rows`."""
+        """Return one measurement of `n_rows`."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{n_rows}\n")
         self.process.stdin.flush()
-        answer: dict[str, float] = json.loads(self.process.stdout.readline())
-        return answer
+        result: dict[str, float] = json.loads(self.process.stdout.readline())
+        return result
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -48,8 +48,8 @@ def main() -> None:
     for n_rows in (int(n) for n in args.rows.split(",")):
         pairs = []
         for i in range(args.rounds + 1):
-            answers = {build: build.ask(n_rows) for build in ((old, new) if i % 2 else (new, old))}
-            pairs.append((answers[old], answers[new]))
+            results = {build: build.ask(n_rows) for build in ((old, new) if i % 2 else (new, old))}
+            pairs.append((results[old], results[new]))
         pairs = pairs[1:]  # the first round warms both up
         table = {
             kind: (
@@ -60,10 +60,10 @@ def main() -> None:
             if kind not in ("rows", "read_gb_s", "tokens_per_second")
         }
         rates = [
-            statistics.median(answer["tokens_per_second"] for answer in side)
+            statistics.median(result["tokens_per_second"] for result in side)
             for side in zip(*pairs, strict=True)
         ]
-        reads = [answer["read_gb_s"] for pair in pairs for answer in pair]
+        reads = [result["read_gb_s"] for pair in pairs for result in pair]
         print(
             f"{n_rows} rows: {rates[0]:.1f} -> {rates[1]:.1f} tokens/s, x{table['step_us'][0]:.3f};"
             f" memory {min(reads):.0f}-{max(reads):.0f} GB/s"

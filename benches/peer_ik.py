@@ -1,7 +1,7 @@
-"""ik_llama.cpp as a peer: answers timing commands on standard input. Runs in the peers' environment.
+"""ik_llama.cpp as a peer: it executes timing commands from standard input. Runs in the peers' environment.
 
 usage: peer_ik.py MODEL.gguf N_THREADS; then lines `decode STREAMS CONTEXT NEW` or `prefill TOKENS`, each
-answered with one line of JSON with the `seconds`.
+with one line of JSON as the result, with the `seconds`.
 
 A step is one `llama_decode` of the C API with one token of each sequence, as its own llama-batched-bench
 does (the Python package has the library and not that tool): no sampling, the next tokens are given. The
@@ -22,7 +22,7 @@ from ik_llama_cpp import _ctypes_api as api
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
 def _silent(_level: int, _text: bytes, _data: object) -> None:
-    """Its log goes nowhere."""
+    """Discard its log."""
 
 
 class Peer:
@@ -86,7 +86,7 @@ class Peer:
 
 
 def main() -> None:
-    """Loads, says `ready`, answers. What the library prints goes to standard error."""
+    """Load, print `ready`, execute commands. The library's own output goes to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     peer = Peer(sys.argv[1], int(sys.argv[2]))

@@ -1,7 +1,7 @@
-"""OpenVINO GenAI as a peer: answers timing commands on standard input. Runs in the peers' environment.
+"""OpenVINO GenAI as a peer: it executes timing commands from standard input. Runs in the peers' environment.
 
 usage: peer_openvino.py FOLDER N_THREADS; then lines `decode STREAMS CONTEXT NEW` or `prefill TOKENS`, each
-answered with one line of JSON with the `seconds`.
+with one line of JSON as the result, with the `seconds`.
 
 The continuous batching pipeline (paged attention, gathers the rows of the head), stepped until every
 sequence has its first token, then timed for NEW steps; prompts of `decode` are in the prefix cache from
@@ -81,7 +81,7 @@ class Peer:
 
 
 def main() -> None:
-    """Loads, says `ready`, answers."""
+    """Load, print `ready`, execute commands."""
     peer = Peer(sys.argv[1], int(sys.argv[2]))
     print("ready", flush=True)
     for line in sys.stdin:

@@ -1,12 +1,12 @@
-"""Ours as a peer: answers timing commands on standard input, through `LLM.generate`.
+"""LLAISYS as a peer: it executes timing commands from standard input through `LLM.generate`.
 
 usage: peer_ours.py MODEL N_THREADS [--quantization int8|int4] [--timed]; then lines
-`decode STREAMS CONTEXT NEW` or `prefill TOKENS`, each answered with one line of JSON.
+`decode STREAMS CONTEXT NEW` or `prefill TOKENS`, each with one line of JSON as the result.
 
-`decode`: seconds of NEW steps of STREAMS sequences that begin with CONTEXT tokens: the difference of two
-calls with the same prompts, one of which gives NEW tokens more, so scheduling, sampling and making the
-answers are in it and the prompts are not (they are in the prefix cache). `--timed` adds `core_s`, the part
-spent in the core.
+`decode`: seconds of NEW steps of STREAMS sequences that start with CONTEXT tokens: the difference of two
+calls with the same prompts, one of which generates NEW tokens more. So scheduling, sampling and output
+processing are included, and the prompts are not (they are in the prefix cache). `--timed` adds `core_s`, the
+part spent in the core.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TimedContext:
 
 
 def time_the_core() -> None:
-    """From now on workers count the seconds that they spend in the core."""
+    """Make workers count the seconds that they spend in the core."""
     make = worker.Worker.__init__
 
     def timed(self: worker.Worker, context: Any, *others: Any) -> None:
@@ -68,7 +68,7 @@ class Ours:
         self.n_prefills = 0
 
     def generate(self, prompts: list[list[int]], n_new: int) -> tuple[float, float]:
-        """Seconds of a call, and those of them in the core."""
+        """Return the seconds of a call, and the part spent in the core."""
         params = SamplingParams(temperature=0.0, max_tokens=n_new, ignore_eos=True)
         start, core = time.perf_counter(), TimedContext.seconds
         outputs = self.llm.generate(prompts, params)
@@ -86,7 +86,7 @@ class Ours:
         return {"seconds": long - short, "core_s": long_core - short_core}
 
     def prefill(self, n_tokens: int) -> dict[str, float]:
-        """Seconds of a prompt that no earlier one begins like, with the sampling of one token."""
+        """Return the seconds of a prompt without a cached prefix, including one sampled token."""
         self.n_prefills += 1
         random.seed(-self.n_prefills)
         seconds, core = self.generate([[random.randrange(VOCAB) for _ in range(n_tokens)]], 1)
@@ -94,7 +94,7 @@ class Ours:
 
 
 def main() -> None:
-    """Loads, says `ready`, answers."""
+    """Load, print `ready`, execute commands."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("threads", type=int)

@@ -1,14 +1,13 @@
-"""Ours beside llama.cpp, ik_llama.cpp and OpenVINO: rows measured in rounds, engines in turn, ratios by
-round.
+"""Compare LLAISYS with llama.cpp, ik_llama.cpp and OpenVINO: rounds of alternating engines, ratios per round.
 
 usage: peers.py [--only PATTERN ...] [--rounds 7] [--budget-s SECONDS] [--fresh] [--report] [--list] [--smoke]
 
-A round of a row measures every engine once, beginning with another one each round, with a read of the
-memory before and after each. Rounds are kept in benches/results/peers-rounds.jsonl, so a run goes on where
-the one before ended (exit status 3: rows are left); rounds of another build of the core are thrown away
+A round of a row measures every engine once, starting with another one each round, with a memory bandwidth
+measurement before and after each. Rounds are kept in benches/results/peers-rounds.jsonl, so a run continues
+where the previous one ended (exit status 3: rows remain). Rounds of another build of the core are discarded
 when their row is measured. PATTERN is a row, a glob (`decode-1-*`, see --list) or `targets`: the rows that
-issue 5 sets a target for. After each run the table, the JSON and the plot are written anew. Build the peers
-first: `make bench-peers` does.
+issue 5 sets a target for. Each run rewrites the table, the JSON and the plot. Build the peers first: `make
+bench-peers` does.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ Engine = Resident | LlamaTools | Server
 
 
 class Bench:
-    """The rounds so far, and the engines that are loaded."""
+    """The measured rounds, and the loaded engines."""
 
     def __init__(self, budget_s: float) -> None:
         self.end = time.monotonic() + budget_s
@@ -56,7 +55,7 @@ class Bench:
         return [r for r in self.rounds if r["row"] == row.name and r["build"] == self.build]
 
     def drop(self, row: Row, *, fresh: bool) -> None:
-        """Forgets the row's rounds of other builds, or all."""
+        """Discard the row's rounds of other builds, or all."""
         kept = [] if fresh else self.of(row)
         self.rounds = [r for r in self.rounds if r["row"] != row.name] + kept
 
@@ -67,7 +66,7 @@ class Bench:
         part.replace(ROUNDS)
 
     def engine(self, row: Row, name: str) -> Engine:
-        """Loaded once for all rows of its model; a server is one for a row."""
+        """Return the engine, loaded once for all rows of its model; a server is started per row."""
         key = (name, row.engines[name], row.kind if row.kind in ("http", "overhead") else "")
         key += (row.name,) if row.kind == "http" else ()
         if key not in self.engines:
@@ -88,7 +87,7 @@ class Bench:
         return self.bandwidth.read()
 
     def measure(self, row: Row, n_done: int) -> dict[str, Any]:
-        """One round."""
+        """Measure one round."""
         names = [name for name in row.engines if is_available(name)]
         first = n_done % len(names)
         order = names[first:] + names[:first]
@@ -109,11 +108,11 @@ class Bench:
         }
 
     def run(self, row: Row, n_rounds: int) -> bool:
-        """Rounds until there are so many; False if the time is over before."""
+        """Measure rounds up to the number required; return False if the time budget ends first."""
         names = [name for name in row.engines if is_available(name)]
         done = self.of(row)
         if len(done) < n_rounds:
-            for name in names:  # loading and the first steps are nobody's figure
+            for name in names:  # loading and the first steps are not measured
                 if time.monotonic() > self.end:
                     return False
                 begun = time.monotonic()
@@ -133,7 +132,7 @@ class Bench:
 
 
 def rate(engine: Engine, row: Row) -> dict[str, float]:
-    """Tokens a second (overhead: a share) by context, 0 where there is none."""
+    """Return tokens per second (overhead: a fraction) by context, 0 for none."""
     if isinstance(engine, Server):
         return engine.http(row.n)
     if row.kind == "prefill":
@@ -145,7 +144,7 @@ def rate(engine: Engine, row: Row) -> dict[str, float]:
 
 
 def is_available(engine: str) -> bool:
-    """Our settings for a model count from the version that has them on."""
+    """Return whether this version supports the engine's settings."""
     from llaisys.config import Config
 
     setting = engine.partition("/")[2] if is_ours(engine) else ""
@@ -153,14 +152,14 @@ def is_available(engine: str) -> bool:
 
 
 def build_id() -> str:
-    """Which compiled core is measured: the begin of its hash."""
+    """Return the start of the compiled core's hash."""
     from llaisys import _core
 
     return hashlib.sha256(Path(str(_core.__file__)).read_bytes()).hexdigest()[:12]
 
 
 def cpu_name() -> str:
-    """As the kernel names it."""
+    """Return the CPU's name from the kernel."""
     lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return named[0] if named else platform.processor()
@@ -196,7 +195,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=["*"])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--budget-s", type=float, default=float("inf"))
-    parser.add_argument("--fresh", action="store_true", help="drop the rows' rounds and begin anew")
+    parser.add_argument("--fresh", action="store_true", help="discard the rows' rounds and start over")
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--smoke", action="store_true", help="check parsing and arithmetic; needs no peer")

@@ -1,7 +1,7 @@
-"""The engines behind one face: `decode`, `prefill` and `http` give rates in tokens a second.
+"""The engines behind one interface: `decode`, `prefill` and `http` return tokens per second.
 
-llama.cpp is measured by its own tools, one process a measurement, which warm up themselves; the others by
-processes that stay. All use the same threads. Settings that differ from a peer's defaults
+llama.cpp is measured by its own tools, one process per measurement, which warm up themselves; the others by
+resident processes. All use the same threads. Settings that differ from a peer's defaults
 are those that were fastest on the machine of the committed results (benches/results/README.md).
 """
 
@@ -26,16 +26,16 @@ SCRIPTS = {"ik_llama.cpp": "peer_ik.py", "openvino": "peer_openvino.py"}
 
 
 class PeerError(Exception):
-    """A peer that did not run, or whose output is not understood."""
+    """A peer that did not run, or unexpected output of a peer."""
 
 
 def environment(engine: str) -> dict[str, str]:
-    """A peer's tools find their libraries beside them, wherever those were built."""
+    """Return an environment in which a peer's tools find the libraries next to them."""
     return {**os.environ, "LD_LIBRARY_PATH": str(BUILDS[engine])}
 
 
 class Talker:
-    """A process that answers each line with one line."""
+    """A process that returns one line for each input line."""
 
     def __init__(self, command: list[str]) -> None:
         self.command = command
@@ -63,7 +63,7 @@ class Talker:
 
 
 class Bandwidth:
-    """Reads of memory, 10^9 bytes a second."""
+    """Memory read bandwidth in 10^9 bytes per second."""
 
     def __init__(self) -> None:
         self.talker = Talker([str(PEERS / "bin" / "machine_speed"), str(THREADS)])
@@ -73,7 +73,7 @@ class Bandwidth:
 
 
 class Resident:
-    """An engine in a process of its own that stays loaded."""
+    """An engine in a separate process that stays loaded."""
 
     def __init__(self, command: list[str]) -> None:
         self.talker = Talker(command)
@@ -85,7 +85,7 @@ class Resident:
         return answer
 
     def decode(self, row: Row) -> dict[str, float]:
-        """Tokens a second at each context."""
+        """Return tokens per second at each context."""
         seconds = {c: self.ask("decode", row.n, c, row.n_new)["seconds"] for c in row.contexts}
         return {str(c): row.n * row.n_new / s for c, s in seconds.items()}
 
@@ -93,7 +93,7 @@ class Resident:
         return {"0": n_tokens / self.ask("prefill", n_tokens)["seconds"]}
 
     def overhead(self, row: Row) -> dict[str, float]:
-        """Share of the time of a step that is not the core's (`--timed`), at each context."""
+        """Return the fraction of a step's time outside the core (`--timed`), at each context."""
         parts = {c: self.ask("decode", row.n, c, row.n_new) for c in row.contexts}
         return {str(c): 1 - part["core_s"] / part["seconds"] for c, part in parts.items()}
 
@@ -116,7 +116,8 @@ class LlamaTools:
         return done.stdout + done.stderr
 
     def decode(self, row: Row) -> dict[str, float]:
-        """Tokens a second at each context; the prompt is computed once and copied to the other sequences."""
+        """Return tokens per second at each context; the prompt is computed once and copied to the other
+        sequences."""
         cells = row.n * (max(row.contexts) + row.n_new + 16)
         contexts = ",".join(map(str, row.contexts))
         shape = ["-c", str(cells), "-npp", contexts, "-ntg", str(row.n_new), "-npl", str(row.n), "-pps"]
@@ -128,11 +129,11 @@ class LlamaTools:
         return {"0": bench_rate(self.run("llama-bench", *shape))}
 
     def close(self) -> None:
-        """Nothing stays."""
+        """Nothing to release."""
 
 
 def batched_bench_rates(output: str) -> dict[tuple[int, int], float]:
-    """Tokens a second of the generation by (context, streams), from the table of llama-batched-bench."""
+    """Return tokens per second of generation by (context, streams), from the table of llama-batched-bench."""
     rates = {}
     for line in output.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
@@ -144,7 +145,7 @@ def batched_bench_rates(output: str) -> dict[tuple[int, int], float]:
 
 
 def bench_rate(output: str) -> float:
-    """Tokens a second, from the JSON list of llama-bench (log lines may surround it)."""
+    """Return tokens per second from the JSON list of llama-bench (log lines may surround it)."""
     found = re.search(r"^\[$.*?^\]$", output, re.DOTALL | re.MULTILINE)
     if not found:
         raise PeerError(f"no JSON in the output of llama-bench: {output[-300:]!r}")
@@ -167,6 +168,6 @@ def start(engine: str, file: str, *, timed: bool = False) -> Resident | LlamaToo
 
 
 def versions() -> dict[str, str]:
-    """What is measured, as scripts/build-peers.sh wrote it down."""
+    """Return the versions that scripts/build-peers.sh recorded."""
     found: dict[str, str] = json.loads((PEERS / "versions.json").read_text("utf-8"))
     return found

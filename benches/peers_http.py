@@ -1,7 +1,6 @@
-"""The same load on any server of OpenAI's API: N clients, each one streamed request, one small client for
-all.
+"""The same load on any OpenAI-compatible server: N streamed requests from one small client.
 
-The client only looks for the stream's frames, so that it takes little of the processors it shares with the
+The client only searches for event boundaries, so that it uses little of the CPU that it shares with the
 server.
 """
 
@@ -19,7 +18,7 @@ import urllib.request
 from itertools import count
 
 from peers_engines import BUILDS, MODELS, PeerError, environment
-from peers_rows import ANSWER, PROMPT, THREADS
+from peers_rows import OUTPUT, PROMPT, THREADS
 
 VOCAB = 49000
 START_TIMEOUT_S = 60
@@ -27,12 +26,13 @@ _seeds = count(1)
 
 
 async def one(port: int) -> float:
-    """Sends a request with a prompt of its own; seconds to its first frame. The answer has ANSWER tokens."""
+    """Send a request with a unique prompt; return the seconds to its first event. It generates OUTPUT
+    tokens."""
     drawn = random.Random(next(_seeds))
     body = json.dumps(
         {
             "prompt": [drawn.randrange(VOCAB) for _ in range(PROMPT)],
-            "max_tokens": ANSWER,
+            "max_tokens": OUTPUT,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
@@ -52,13 +52,13 @@ async def one(port: int) -> float:
         if not first and b"data: {" in text:
             first = time.perf_counter() - sent
     writer.close()
-    if f'"completion_tokens":{ANSWER}'.encode() not in text.replace(b" ", b""):
-        raise PeerError(f"the answer has not {ANSWER} tokens: {text[-300:]!r}")
+    if f'"completion_tokens":{OUTPUT}'.encode() not in text.replace(b" ", b""):
+        raise PeerError(f"the completion does not have {OUTPUT} tokens: {text[-300:]!r}")
     return first
 
 
 async def burst(port: int, n_streams: int) -> tuple[float, list[float]]:
-    """Seconds until all clients have their answers, and each one's seconds to the first frame."""
+    """Return the seconds until all completions end, and each one's seconds to the first event."""
     start = time.perf_counter()
     firsts = await asyncio.gather(*(one(port) for _ in range(n_streams)))
     return time.perf_counter() - start, sorted(firsts)
@@ -83,7 +83,7 @@ class Server:
             setting = engine.partition("/")[2]
             command += ["--quantization", setting] if setting else []
         else:
-            cells = n_streams * (PROMPT + ANSWER + 16)
+            cells = n_streams * (PROMPT + OUTPUT + 16)
             command = [str(BUILDS[engine] / "llama-server"), "-m", model, *common, "-np", n, "-c", str(cells)]
             command += ["-fa", "on", "-b", "2048", "-ub", "512", "--cache-ram", "0"]
         env = None if engine.startswith("llaisys") else environment(engine)
@@ -104,9 +104,9 @@ class Server:
         self.http(n_streams)
 
     def http(self, n_streams: int) -> dict[str, float]:
-        """Output tokens a second, and the median seconds to the first frame."""
+        """Return output tokens per second, and the median seconds to the first event."""
         seconds, firsts = asyncio.run(burst(self.port, n_streams))
-        return {"0": n_streams * ANSWER / seconds, "first_s": firsts[len(firsts) // 2]}
+        return {"0": n_streams * OUTPUT / seconds, "first_s": firsts[len(firsts) // 2]}
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -4,8 +4,8 @@ usage: .venv-peers/bin/python benches/peers_models.py FOLDER
 
 Writes FOLDER/q05 (a Hugging Face folder in BF16), q05-{bf16,f16,q8_0,q4_0}.gguf and q05-ov-{bf16,int8,int4}
 (OpenVINO, which reads no BF16 file: made from the F16 one and run in bf16). The weights are a function of a
-seed, so every machine makes the same files; the speed of a dense model does not depend on its weights
-(but how many rows of a screened lm_head are read does: decision 0043).
+seed, so every machine creates the same files; the speed of a dense model does not depend on its weights
+(except for the rows that pruned argmax reads).
 Nothing is fetched: the tokenizer is the test data's. What is there is kept. The 4-bit files keep the
 embedding, which is the head too, in 8 bits, for every engine.
 """
@@ -168,7 +168,7 @@ def write_openvino(folder: Path) -> None:
 
 
 def main() -> None:
-    """Makes what is missing."""
+    """Create missing files."""
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "q05" / "model.safetensors").exists():

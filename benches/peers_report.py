@@ -1,4 +1,4 @@
-"""From rounds to medians of ratios: the table, the JSON and the plot of benches/results."""
+"""Compute medians of ratios from rounds; write the table, the JSON and the plot of benches/results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Round = dict[str, Any]
 
 # Weights that a step of one stream reads (all: the head is the embedding), and bytes of K and V of one
 # cell: 24 layers x 2 heads x 64 numbers, twice, in bf16. Of a head in bf16 a greedy step reads the copy in 8
-# bits with two lengths a row (`screen_lm_head`); the few rows that decide are left out.
+# bits with two norms per row (`screen_lm_head`); the few exact rows are not counted.
 PARAMETERS, VOCAB_SIZE, HEAD = 494_032_768, 151_936, 151_936 * 896
 KV_BYTES = 24 * 2 * 64 * 2 * 2
 WEIGHT_BYTES = {
@@ -34,7 +34,7 @@ WEIGHT_BYTES = {
 
 
 def tokens_per_s(by_context: dict[str, float]) -> float:
-    """Of a measurement: the rate over its contexts, each with as many tokens (a harmonic mean)."""
+    """Return the rate over all contexts of a measurement (a harmonic mean)."""
     rates = [rate for context, rate in by_context.items() if context.isdigit()]
     return statistics.harmonic_mean(rates)
 
@@ -57,8 +57,8 @@ def best_of_ours(summary: dict[str, Any]) -> str:
     return max(ours, key=ours.__getitem__)
 
 
-def summarise(found: list[Round]) -> dict[str, Any]:
-    """Of one row's rounds: medians of rates, of bandwidth, and of our ratios to every peer."""
+def summarize(found: list[Round]) -> dict[str, Any]:
+    """Summarize one row's rounds: medians of rates, of bandwidth, and of our ratios to every peer."""
     engines: dict[str, Any] = {}
     for name in found[-1]["rates"]:
         of_engine = [r["rates"][name] for r in found if name in r["rates"]]
@@ -76,23 +76,24 @@ def summarise(found: list[Round]) -> dict[str, Any]:
 
 
 def bandwidth_share(found: list[Round]) -> float | None:
-    """Of one stream of ours: bytes a second that its steps must read, over the reads before and after it."""
+    """Return the bandwidth that the steps of one stream need, relative to the bandwidth measured around
+    it."""
     n_bytes = WEIGHT_BYTES.get(found[0]["row"])
     if n_bytes is None:
         return None
     shares = []
     for each in found:
         place = each["order"].index("llaisys")
-        beside = (each["gb_s"][place] + each["gb_s"][place + 1]) / 2
+        around = (each["gb_s"][place] + each["gb_s"][place + 1]) / 2
         read = statistics.mean(
             rate * (n_bytes + KV_BYTES * int(context)) for context, rate in each["rates"]["llaisys"].items()
         )
-        shares.append(read / 1e9 / beside)
+        shares.append(read / 1e9 / around)
     return statistics.median(shares)
 
 
-def verdicts(table: dict[str, Any]) -> list[tuple[str, str, float, float, bool]]:
-    """Each target that was measured: row, against what, what it is, what it has to be, whether it is."""
+def targets_met(table: dict[str, Any]) -> list[tuple[str, str, float, float, bool]]:
+    """Return each measured target: row, peer, value, required value, whether it is met."""
     made = []
     for row, (peer, least) in TARGETS.items():
         if row in table:
@@ -124,12 +125,12 @@ def verdicts(table: dict[str, Any]) -> list[tuple[str, str, float, float, bool]]
 
 
 def overhead(summary: dict[str, Any]) -> float:
-    """The share of a step that is not the core's, the mean over the contexts."""
+    """Return the fraction of a step outside the core, the mean over contexts."""
     return statistics.mean(summary["engines"]["llaisys"]["by_context"].values())
 
 
 def round_line(each: Round) -> str:
-    """One round for the eye."""
+    """Format one round."""
     parts = [f"{name} {tokens_per_s(r):.4g}" for name, r in each["rates"].items()]
     return f"{each['row']:22} {'  '.join(parts)}  ({statistics.median(each['gb_s']):.1f} GB/s)"
 
@@ -139,18 +140,18 @@ def table_of(found: list[Round]) -> dict[str, Any]:
     by_row: dict[str, list[Round]] = {}
     for each in found:
         by_row.setdefault(each["row"], []).append(each)
-    return {row.name: summarise(by_row[row.name]) for row in rows() if row.name in by_row}
+    return {row.name: summarize(by_row[row.name]) for row in rows() if row.name in by_row}
 
 
 def markdown(table: dict[str, Any], about: dict[str, Any]) -> str:
-    """The page."""
+    """Format the Markdown page."""
     peers = ["llama.cpp", "ik_llama.cpp", "openvino"]
     lines = [
-        "# Ours beside the peers",
+        "# LLAISYS compared with peers",
         "",
         f"{about['machine']}, {about['threads']} threads; {about['date']}; core build {about['build']}.",
         "Versions: " + ", ".join(f"{name} {v}" for name, v in about["versions"].items()) + ".",
-        "Tokens a second (medians); in brackets the median of our ratio to it, round by round. Bold: our",
+        "Tokens per second (medians); in brackets the median of our ratio to it, round by round. Bold: our",
         "ratio to the best peer of each round. GB/s: the read bandwidth between the engines (median).",
         "",
         "| row | ours | " + " | ".join(peers) + " | to the best | GB/s | rounds |",
@@ -173,39 +174,39 @@ def markdown(table: dict[str, Any], about: dict[str, Any]) -> str:
         cells += [f"**{own['ratios'][BEST]:.2f}x**", f"{summary['gb_s']:.1f}", str(summary["rounds"])]
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", "| target | against | measured | wanted | |", "| --- " * 5 + "|"]
-    for row, peer, value, wanted, met in verdicts(table):
+    for row, peer, value, wanted, met in targets_met(table):
         lines.append(f"| {row} | {peer} | {value:.3g} | {wanted:g} | {'met' if met else 'missed'} |")
     return "\n".join(lines) + "\n"
 
 
 BAR, GAP, LEFT, WIDE, FULL = 16, 6, 150, 820, 560
-COLOURS = {"llaisys": "#1f6feb", "llama.cpp": "#9a9a9a", "ik_llama.cpp": "#c2a15a", "openvino": "#7f6bb3"}
+COLORS = {"llaisys": "#1f6feb", "llama.cpp": "#9a9a9a", "ik_llama.cpp": "#c2a15a", "openvino": "#7f6bb3"}
 
 
 def plot(table: dict[str, Any]) -> str:
-    """Bars of decode and prefill as an SVG: each row's rates, as shares of its fastest engine."""
+    """Draw decode and prefill as an SVG: each row's rates relative to its fastest engine."""
     parts: list[str] = []
     y = 46
     shown = [row for row in table if row.split("-")[0] in ("decode", "prefill", "http")]
     for row in shown:
         engines = table[row]["engines"]
         ours = best_of_ours(table[row])
-        shown_as = {name: ours if name == "llaisys" else name for name in COLOURS}
+        shown_as = {name: ours if name == "llaisys" else name for name in COLORS}
         rates = {name: engines[e]["tokens_per_s"] for name, e in shown_as.items() if e in engines}
         fastest = max(rates.values())
         parts.append(_text(8, y + len(rates) * BAR / 2 + 4, row))
         for name, value in rates.items():
             width = FULL * value / fastest
             parts.append(
-                f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR - 3}" fill="{COLOURS[name]}"/>'
+                f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR - 3}" fill="{COLORS[name]}"/>'
             )
             parts.append(_text(LEFT + width + 5, y + BAR - 5, f"{value:.0f}"))
             y += BAR
         y += GAP
     legend = "".join(
-        f'<rect x="{LEFT + 150 * i}" y="14" width="12" height="12" fill="{colour}"/>'
+        f'<rect x="{LEFT + 150 * i}" y="14" width="12" height="12" fill="{color}"/>'
         + _text(LEFT + 150 * i + 17, 24, name)
-        for i, (name, colour) in enumerate(COLOURS.items())
+        for i, (name, color) in enumerate(COLORS.items())
     )
     font = 'font-family="sans-serif" font-size="12"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {y}" {font}>'
@@ -218,7 +219,7 @@ def _text(x: float, y: float, words: str) -> str:
 
 
 def write(found: list[Round], folder: Path, machine: str, versions: dict[str, str]) -> None:
-    """peers.json, peers.md and peers.svg of all rounds; says the targets."""
+    """Write peers.json, peers.md and peers.svg of all rounds; print the targets."""
     if not found:
         return
     table = table_of(found)
@@ -231,7 +232,7 @@ def write(found: list[Round], folder: Path, machine: str, versions: dict[str, st
     }
     targets = [
         {"row": row, "against": peer, "measured": value, "wanted": wanted, "met": met}
-        for row, peer, value, wanted, met in verdicts(table)
+        for row, peer, value, wanted, met in targets_met(table)
     ]
     pages = {
         "peers.json": json.dumps(about | {"targets": targets, "rows": table}, indent=1) + "\n",
@@ -240,5 +241,5 @@ def write(found: list[Round], folder: Path, machine: str, versions: dict[str, st
     }
     for name, text in pages.items():
         (folder / name).write_text(text, encoding="utf-8")
-    for row, peer, value, wanted, met in verdicts(table):
+    for row, peer, value, wanted, met in targets_met(table):
         print(f"{'met   ' if met else 'missed'} {row:22} {peer:16} {value:6.3g} of {wanted:g}")

@@ -1,4 +1,4 @@
-"""What is compared: rows, the engines of each with their settings, and the targets (issue 5)."""
+"""The rows of the comparison, their engines with settings, and the targets (issue 5)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 # Steps of a few streams begin at both ends of the contexts 64 to 512, those of many in the middle, as their
 # prompts take long. A step's time grows linearly with the context: both are the mean over all of 64 to 512.
 ENDS, MIDDLE = (64, 480), (280,)
-PROMPT, ANSWER = 128, 64  # tokens of a request over HTTP
+PROMPT, OUTPUT = 128, 64  # tokens of a request over HTTP
 THREADS = 2
 BEST = "best peer"
 
@@ -79,12 +79,12 @@ class Row:
 
     @property
     def contexts(self) -> tuple[int, ...]:
-        """Tokens that the sequences of `decode` begin with."""
+        """Context lengths of the sequences of `decode`."""
         return ENDS if self.n <= 4 else MIDDLE
 
     @property
     def n_new(self) -> int:
-        """Timed steps at each of the contexts: enough to last, few enough for seven rounds."""
+        """Timed steps at each context: enough for a stable time, few enough for seven rounds."""
         return 24 if self.n == 1 else 16
 
 
@@ -103,5 +103,5 @@ def rows() -> list[Row]:
 
 
 def is_ours(engine: str) -> bool:
-    """An engine of this project, in whatever setting."""
+    """Return whether the engine is LLAISYS, with any settings."""
     return engine.split("/")[0] == "llaisys"

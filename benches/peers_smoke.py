@@ -69,15 +69,15 @@ def check_parsing() -> None:
 
 
 def check_arithmetic() -> None:
-    # 100 steps at 25 a second and 100 at 100 a second take 5 s: 40 a second.
+    # 100 steps at 25 per second and 100 at 100 per second take 5 s: 40 per second.
     assert abs(peers_report.tokens_per_s({"64": 25.0, "480": 100.0, "first_s": 9.0}) - 40.0) < 1e-9
     found = [a_round("decode-16-bf16", *r) for r in ((30, 10, 20), (20, 20, 10), (90, 30, 15))]
     # The best peer changes from round to round; the ratios' median is not the medians' ratio (30 / 20).
     assert peers_report.ratios(found, "llaisys", BEST) == [1.5, 1.0, 3.0]
-    summary = peers_report.summarise(found)["engines"]["llaisys"]
+    summary = peers_report.summarize(found)["engines"]["llaisys"]
     assert summary["ratios"] == {BEST: 1.5, "llama.cpp": 3.0, "openvino": 2.0}
     assert summary["tokens_per_s"] == 30.0
-    # 40 and 60 GB/s beside our turn: 50; a step at no context reads 0.862 GB.
+    # 40 and 60 GB/s around the measurement: 50; a step at no context reads 0.862 GB.
     one = a_round("decode-1-bf16", 50.0, 1.0, 1.0)
     one["rates"]["llaisys"] = {"0": 50.0}
     share = peers_report.bandwidth_share([one])
@@ -90,8 +90,8 @@ def check_report() -> None:
     assert len(set(names)) == len(names)
     assert set(TARGETS) <= set(names)
     found = [a_round("decode-16-bf16", 30.0, 10.0, 15.0)] * 7
-    (verdict,) = peers_report.verdicts(peers_report.table_of(found))
-    assert verdict == ("decode-16-bf16", "openvino", 2.0, 1.5, True)
+    (target,) = peers_report.targets_met(peers_report.table_of(found))
+    assert target == ("decode-16-bf16", "openvino", 2.0, 1.5, True)
     with tempfile.TemporaryDirectory() as folder:
         peers_report.write(found, Path(folder), "a machine", {"openvino": "1"})
         assert (

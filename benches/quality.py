@@ -1,14 +1,15 @@
-"""What quantising costs, beside llama.cpp: mean KL divergence to float32, teacher-forced over 5,120 tokens.
+"""The loss of quantization, compared with llama.cpp: mean KL divergence to float32 over 5,120 teacher-forced
+tokens.
 
 usage: quality.py [--peer-python .venv-peers/bin/python] [--threads N] [--out FILE]
 
 Three sources, each compared with its own weights in float32:
 - `file`: SmolLM2's GGUF as it is, in the default mode of either engine.
-- `bf16`: its weights dequantised to BF16, then quantised by each engine. They lie near the grid of the file
-  that they come from (Q4_1, 32 inputs a group; the head Q8_0), which a quantiser with groups of 32 can find
-  again: this flatters it.
+- `bf16`: its weights dequantized to BF16, then quantized by each engine. They are close to the grid of the
+  original file (Q4_1 with groups of 32 inputs; the head Q8_0), which a quantizer with groups of 32 can
+  recover: this favors it.
 - `shuffled`: the same function with the channels between the matrices permuted, so that no group of 32 is one
-  of the file's. Nothing is near a grid there: what a quantiser does to weights that were never quantised.
+  of the file's. No weight is close to a grid there, as in weights that were never quantized.
 
 The interval is the 95 % bootstrap interval of the mean over tokens (2,000 resamples). `make bench-quality`.
 """
@@ -61,7 +62,7 @@ def read_windows(model: Path) -> NDArray[np.int32]:
 
 
 def our_logits(model: Path, mode: str, windows: NDArray[np.int32], out: Path, n_threads: int) -> float:
-    """Writes the logits `[windows, tokens, vocab]`; returns bits a weight."""
+    """Write the logits `[windows, tokens, vocab]`; return bits per weight."""
     info = inspect_model(str(model))
     shape = (*windows.shape, info.vocab_size)
     logits = np.lib.format.open_memmap(out, "w+", np.float32, shape)
@@ -79,7 +80,7 @@ def our_logits(model: Path, mode: str, windows: NDArray[np.int32], out: Path, n_
 
 
 def divergence(reference: Path, other: Path) -> tuple[NDArray[np.float64], float]:
-    """KL(reference || other) of every token, and how often both have the same best token."""
+    """Return KL(reference || other) of every token, and the fraction with the same best token."""
     kl, same = [], []
     pair = (np.load(path, mmap_mode="r") for path in (reference, other))
     for p, q in zip(*pair, strict=True):
@@ -132,7 +133,7 @@ def main() -> None:
                 own, scratch / "shuffled.gguf", shuffled(tensors, inspect_model(str(own)))
             ),
         }
-        reference, logits, quantised = (scratch / name for name in ("ref.npy", "logits.npy", "q.gguf"))
+        reference, logits, quantized = (scratch / name for name in ("ref.npy", "logits.npy", "q.gguf"))
         of = None
         for source, mode, kind in PAIRS:
             model = sources[source]
@@ -144,8 +145,8 @@ def main() -> None:
             rows.append({"source": source, "engine": "llaisys", "format": mode, **ours})
             print(rows[-1], flush=True)
             if kind is not None:
-                peer("quantize", model, quantised, f"MOSTLY_{kind}", args.threads)
-                model = quantised
+                peer("quantize", model, quantized, f"MOSTLY_{kind}", args.threads)
+                model = quantized
             version = peer("logits", model, scratch / "ids.npy", logits, args.threads)
             info = inspect_model(str(model))
             bits = info.weight_bytes * 8 / info.n_parameters

@@ -1,4 +1,4 @@
-"""llama.cpp's logits and its quantiser, for `quality.py`. Runs in the peers' environment.
+"""llama.cpp's logits and its quantizer, for `quality.py`. Runs in the peers' environment.
 
 usage: quality_llama_cpp.py logits MODEL.gguf IDS.npy OUT.npy N_THREADS
        quality_llama_cpp.py quantize SOURCE.gguf TARGET.gguf FTYPE N_THREADS
@@ -18,7 +18,7 @@ import numpy as np
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
 def _SILENT(_level: int, _text: bytes, _data: object) -> None:
-    """llama.cpp's log goes nowhere."""
+    """Discard llama.cpp's log."""
 
 
 def logits(path: str, ids_file: str, out_file: str, n_threads: str) -> None:

@@ -1,13 +1,13 @@
-"""Each product of `cargo bench --bench kernels` beside what the machine allows: its share of the roofline.
+"""Compare each matrix product of `cargo bench --bench kernels` with the roofline of the machine.
 
 usage: roofline.py [--criterion target/criterion] [--speed FILE]
 
 A product of n rows cannot be faster than reading its weights, nor than its operations at the peak rate; the
-greater of these times over the measured one is the share. The read bandwidth and the f32 rate are those of
-`machine_speed`, now; dot instructions of bf16 make twice, those of 8-bit integers four times as many
-operations as f32 ones of the same width (so on Zen 4 and 5; where it is less, the share reads too low). Bytes
-of weights are the benchmark's own. A share above 1: the weights were in a cache, or the machine was not quiet
-when one of the two was measured.
+larger of these times divided by the measured time is the fraction of the roofline. The read bandwidth and the
+f32 rate are those of `machine_speed`, now; dot instructions of bf16 do twice, those of 8-bit integers four
+times the operations of f32 ones of the same width (as on Zen 4 and 5; elsewhere the fraction may be too low).
+Bytes of weights are the benchmark's own. A fraction above 1 means that the weights were cached, or that the
+machine was busy during one of the measurements.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TIMED_BY_BYTES = 16  # rows below which the benchmark's throughput is bytes, and
 
 @dataclass(frozen=True)
 class Product:
-    """One shape in one format with so many rows: median seconds, bytes of weights, operations."""
+    """One shape, format and number of rows: median seconds, bytes of weights, operations."""
 
     group: str
     rows: int
@@ -38,14 +38,14 @@ class Product:
     n_operations: float
 
     def share(self, gb_s: float, gflops: float) -> float:
-        """Of the roofline: 1 is as fast as the machine allows."""
+        """Fraction of the roofline: 1 is the machine's limit."""
         rate = RATE.get(self.group.split("-")[1], INTEGERS)
         least_s = max(self.n_bytes / gb_s, self.n_operations / (gflops * rate)) / 1e9
         return least_s / self.seconds
 
 
 def products(criterion: Path) -> Iterator[Product]:
-    """What criterion left, by group and rows."""
+    """Read criterion's results by group and rows."""
     for group in sorted(criterion.glob("linear-*")):
         runs = {}
         for path in group.glob("*/new/benchmark.json"):
@@ -61,7 +61,7 @@ def products(criterion: Path) -> Iterator[Product]:
 
 
 def machine_speed(tool: Path) -> tuple[float, float]:
-    """10^9 bytes and 10^9 f32 operations a second, of all usable CPUs."""
+    """Return 10^9 bytes and 10^9 f32 operations per second, of all usable CPUs."""
     n_threads = re.findall(r"^processor", Path("/proc/cpuinfo").read_text("utf-8"), re.MULTILINE)
     asked = subprocess.run(
         [str(tool), str(len(n_threads))], input="read\nflops\n", capture_output=True, text=True, check=True
@@ -71,7 +71,7 @@ def machine_speed(tool: Path) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -20,9 +20,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from llaisys.bench.client import Target, send, session_of
-from llaisys.bench.record import RequestRecord
-from llaisys.bench.serve import ServeBench
+from llaisys.bench.http_client import Target, send, session_of
+from llaisys.bench.request_record import RequestRecord
+from llaisys.bench.serve_benchmark import ServeBenchmark
 from llaisys.bench.workload import Workload
 from peers import cpu_name
 from server_health import health
@@ -72,7 +72,7 @@ def _rows(url: str, concurrencies: list[int]) -> list[dict[str, Any]]:
 
 def _bench(url: str, concurrency: int, workload: Workload) -> dict[str, Any]:
     target = Target(base_url=url, fields=GREEDY)
-    return ServeBench(target=target, workload=workload, max_concurrency=concurrency).run()[0]
+    return ServeBenchmark(target=target, workload=workload, max_concurrency=concurrency).run()[0]
 
 
 STEPS: Mapping[str, Callable[[argparse.Namespace], dict[str, Any]]] = {

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from llaisys.bench.client import Target, session_of
+from llaisys.bench.http_client import Target, session_of
 from server_process import on_client_core, own_server
 
 N_SENDERS, PROBES_A_SECOND, BODY_BYTES, RAISED_BYTES = 4, 20, 27_000_000, 32 * 2**20

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from llaisys.bench.client import Target
-from llaisys.bench.serve import ServeBench
+from llaisys.bench.http_client import Target
+from llaisys.bench.serve_benchmark import ServeBenchmark
 from llaisys.bench.workload import Workload
 from server_process import on_client_core, own_server
 
@@ -49,7 +49,7 @@ def mask() -> dict[str, Any]:
 
 
 def _tpot_ms(url: str, fields: dict[str, Any], concurrency: int, seed: int) -> float:
-    bench = ServeBench(
+    bench = ServeBenchmark(
         target=Target(base_url=url, fields={"temperature": 0, **fields}),
         workload=Workload(num_prompts=max(2, concurrency), input_len=16, output_len=N_OUTPUT),
         seed=seed,

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from llaisys.bench.client import Target, session_of
-from llaisys.bench.load import Run, run_load
+from llaisys.bench.http_client import Target, session_of
+from llaisys.bench.load_generator import Run, run_load
 from llaisys.bench.workload import Workload, arrival_times
 from server_process import OwnServer, on_client_core, own_server
 

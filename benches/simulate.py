@@ -1,8 +1,8 @@
-"""Simulated requests a minute on one core: the real scheduler, prefix index and books, null kernels.
+"""Simulated requests per minute on one core: real scheduler, prefix cache and KvCache, no kernels.
 
     python benches/simulate.py [--requests 20000]
 
-The mix is that of tests/sim: prompts of 1 to 256 tokens, answers of 1 to 64, half of the seeds short of
+The mix is that of tests/sim: prompts of 1 to 256 tokens, outputs of 1 to 64, half of the seeds short of
 cells, with aborts, timeouts, priorities, choices, shared prefixes and failures, and every plan checked.
 Prints one JSON line; the time is the process's own: other work on the machine does not count. Goal: 100,000.
 """

@@ -32,7 +32,7 @@ import aiohttp
 import numpy as np
 import psutil
 
-from llaisys.bench.client import KEEP_IDLE_S
+from llaisys.bench.http_client import KEEP_IDLE_S
 from peers import cpu_name
 from server_process import OwnServer, own_server
 from soak_traffic import BUSY, N_GRAMMARS, Visitor, available, bad, burst, grammar, structured

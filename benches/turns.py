@@ -17,10 +17,10 @@ import statistics
 import time
 from typing import Any
 
+from llaisys.async_llm import AsyncLLM
 from llaisys.config import load_config
 from llaisys.engine.worker import Batch, StepResult, Worker
-from llaisys.service import AsyncLLM
-from llaisys.types import SamplingParams
+from llaisys.sampling_params import SamplingParams
 from peers import cpu_name
 
 N_CHAT, N_ANSWER, N_NEW, N_STREAMS = 1500, 32, 20, 8
@@ -30,7 +30,7 @@ steps_ms: list[float] = []
 
 def watch() -> None:
     """Notes when the engine thread gives a sequence and its cells back, and how long the core computes."""
-    close, run = Worker.close_sequence, Worker.run
+    close, run = Worker.close_sequence, Worker.execute_model
 
     def timed_close(self: Worker, seq_id: int) -> None:
         close(self, seq_id)
@@ -42,7 +42,7 @@ def watch() -> None:
         steps_ms.append(1e3 * (time.perf_counter() - start_s))
         return result
 
-    Worker.close_sequence, Worker.run = timed_close, timed_run  # type: ignore[method-assign]
+    Worker.close_sequence, Worker.execute_model = timed_close, timed_run  # type: ignore[method-assign]
 
 
 def ids(rng: random.Random, n: int) -> list[int]:

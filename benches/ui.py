@@ -1,10 +1,10 @@
-"""The page in Chromium, on a server that replays a recorded answer at 200 tokens a second.
+"""Benchmark the web UI in Chromium, on a server that replays a recorded completion at 200 tokens per second.
 
 usage: ui.py [--runs 7]
 
 Each run is a new browser profile. Measured: first paint and bytes of the first load; opening a session of
-2,000 messages; while the answer streams: long tasks (the browser's own entries, over 50 ms), frames a second,
-shares of the page's thread that script and layout take. Writes benches/results/ui.json.
+2,000 messages; while a completion streams: long tasks (the browser's own entries, over 50 ms), frames per
+second, and the main thread's time in script and layout. Writes benches/results/ui.json.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ def long_chat() -> str:
 
 
 def one_run(browser: Browser, url: str) -> dict[str, Any]:
-    """Every figure once, in a new profile."""
+    """Measure everything once, in a new profile."""
     context = browser.new_context(viewport={"width": 1280, "height": 800})
     context.set_default_timeout(60_000)
     chat = Chat.open(context, url)
     painted = "() => performance.getEntriesByName('first-contentful-paint').length > 0"
-    chat.page.wait_for_function(painted)  # what is in the tree need not be on the screen yet
+    chat.page.wait_for_function(painted)  # an element in the DOM may not be painted yet
     figures: dict[str, Any] = chat.page.evaluate(
         """() => {
             const files = ["navigation", "resource"].flatMap((type) => performance.getEntriesByType(type));
@@ -128,14 +128,14 @@ def one_run(browser: Browser, url: str) -> dict[str, Any]:
 
 
 def busy(metrics: dict[str, Any]) -> dict[str, float]:
-    """Seconds that the page's thread has spent on script and on layout and style."""
+    """Return the main thread's seconds in script and in layout and style."""
     values = {entry["name"]: entry["value"] for entry in metrics["metrics"]}
     layout = values["LayoutDuration"] + values["RecalcStyleDuration"]
     return {"script": values["ScriptDuration"], "layout": layout}
 
 
 def main() -> None:
-    """Prints medians; writes every run."""
+    """Print medians; write every run."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Says, for each tool that a build needs and this machine lacks, what to do about it. Exit 1 if any is missing.
-# Node.js is not among them: scripts/build-page.sh does without.
+# Print how to install each tool that a build needs and this machine lacks. Exit 1 if any is missing.
+# Node.js is optional: scripts/build-page.sh skips the web UI without it.
 set -u
 missing=0
 

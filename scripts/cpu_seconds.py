@@ -1,7 +1,7 @@
 """Writes the CPU seconds that a command and all its descendants had to a file: cpu_seconds.py FILE COMMAND...
 
 Those that outlive their parents count too: this process is their reaper (prctl(2), PR_SET_CHILD_SUBREAPER).
-Adds to what the file says already. Exits with the command's status.
+Add to the number in the file. Exits with the command's status.
 """
 
 from __future__ import annotations

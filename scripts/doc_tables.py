@@ -1,4 +1,4 @@
-"""Writes the tables of docs/api.md and docs/configuration.md from the code; --check says if they differ."""
+"""Write the tables of docs/api.md and docs/configuration.md from the code; --check reports differences."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import Any
 from pydantic import BaseModel
 
 from llaisys.config import Config
-from llaisys.server import bodies, protocol
+from llaisys.server import protocol, request_schemas
 
 ROOT = Path(__file__).parents[1]
 ROUTES: dict[str, tuple[type[BaseModel], Mapping[str, tuple[Any, ...]]]] = {
-    "/v1/chat/completions": (bodies.ChatCompletionRequest, protocol.CHAT_NEUTRAL),
-    "/v1/completions": (bodies.CompletionRequest, protocol.COMPLETION_NEUTRAL),
-    "/v1/embeddings": (bodies.EmbeddingRequest, protocol.EMBEDDING_NEUTRAL),
-    "/tokenize": (bodies.TokenizeRequest, protocol.TOKENS_NEUTRAL),
-    "/detokenize": (bodies.DetokenizeRequest, protocol.TOKENS_NEUTRAL),
+    "/v1/chat/completions": (request_schemas.ChatCompletionRequest, protocol.CHAT_NEUTRAL),
+    "/v1/completions": (request_schemas.CompletionRequest, protocol.COMPLETION_NEUTRAL),
+    "/v1/embeddings": (request_schemas.EmbeddingRequest, protocol.EMBEDDING_NEUTRAL),
+    "/tokenize": (request_schemas.TokenizeRequest, protocol.TOKENS_NEUTRAL),
+    "/detokenize": (request_schemas.DetokenizeRequest, protocol.TOKENS_NEUTRAL),
 }
 
 
 def fields() -> str:
-    """For each route a row a field: served, or refused but for the values that ask for nothing."""
+    """Return one row per field for each route: supported, or rejected except for no-op values."""
     parts = []
     for path, (model, neutral) in ROUTES.items():
         rows = [f"| `{name}` | served |" for name in sorted(model.model_fields)]
         for name in sorted(neutral):
             values = ", ".join(f"`{json.dumps(value)}`" for value in (None, *neutral[name]))
-            rows.append(f"| `{name}` | 400, but for {values} |")
+            rows.append(f"| `{name}` | 400, except {values} |")
         parts.append(f"### `{path}`\n\n| field | |\n|---|---|\n" + "\n".join(rows))
     no_effect = ", ".join(f"`{name}`" for name in sorted(protocol.NO_EFFECT))
     return "\n\n".join([f"Without effect everywhere: {no_effect}.", *parts])
@@ -55,7 +55,7 @@ def _cell(text: str | None) -> str:
 
 
 def rendered(page: str, name: str, table: str) -> str:
-    """The page with the table between its marks."""
+    """Return the page with the table between its marks."""
     begin, end = f"<!-- {name}: made by scripts/doc_tables.py -->\n", f"\n<!-- end of {name} -->"
     assert begin in page, name
     assert end in page, name

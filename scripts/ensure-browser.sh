@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The page is tested in a real Chromium: an installed one, else Playwright's own; else says what to install.
+# The web UI is tested in a real Chromium: an installed one, else Playwright's. Without either, print how to install it.
 set -u
 python=${1:-python3}
 for name in chromium chromium-browser google-chrome; do
@@ -12,7 +12,7 @@ with sync_playwright() as playwright:
     sys.exit(not os.path.exists(playwright.chromium.executable_path))
 PY
 cat >&2 <<'MSG'
-llaisys: the tests of the page need a Chromium, and there is none on this machine.
+llaisys: the tests of the web UI need Chromium, which is not installed.
          Debian and Ubuntu: apt-get install chromium
          Anywhere else: .venv/bin/playwright install chromium; then run make test again.
 MSG

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Fuzzes each parser for so many CPU-minutes with AFL++, on the stable toolchain: fuzz.sh [MINUTES [TARGET...]].
-# A run that was stopped goes on where it was; FRESH=1 begins anew.
-# Writes one line a target to benches/results/fuzz.txt; exit 1 if anything was found (it stays in target/fuzz).
+# Fuzz each parser for the given CPU minutes with AFL++, on the stable toolchain: fuzz.sh [MINUTES [TARGET...]].
+# A stopped run continues where it was; FRESH=1 starts over.
+# Write one line per target to benches/results/fuzz.txt; exit 1 if anything was found (it stays in target/fuzz).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 minutes=${1:-10}
@@ -26,9 +26,9 @@ trap 'rm -rf "$memory"' EXIT
 export AFL_NO_UI=1 AFL_SKIP_CPUFREQ=1 AFL_I_DONT_CARE_ABOUT_MISSING_CRASHES=1 AFL_NO_AFFINITY=1
 results=benches/results/fuzz.txt
 stat() { awk -F' *: *' -v key="$2" '$1 == key { print $2 }' "$home/out-$1/default/fuzzer_stats"; }
-cpu_s() { cat "$home/$1.cpu_s" 2>/dev/null || echo 0; } # what the target has had so far
+cpu_s() { cat "$home/$1.cpu_s" 2>/dev/null || echo 0; } # CPU time of the target so far
 
-# A hang is real if the input takes a second of its own again: AFL++ measures on a machine that others share.
+# A hang is real if the input takes a second of CPU time again: AFL++ measures on a shared machine.
 hangs() {
   local n=0 file
   for file in "$home/out-$1/default/hangs"/id*; do
@@ -52,7 +52,7 @@ fuzz() { # target, CPU-seconds
 }
 
 FRESH=1 fuzz canary 1
-[ "$(stat canary saved_crashes)" != 0 ] || { echo "the canary lives: failures are not noticed" >&2; exit 1; }
+[ "$(stat canary saved_crashes)" != 0 ] || { echo "the canary did not crash: failures are not detected" >&2; exit 1; }
 {
   echo "# make fuzz MINUTES=$minutes (of CPU time a target): AFL++; a run fails on a panic, a second, or an allocation"
   echo "# of more than 4 times the input and 64 MiB. $(rustc --version), $(date -u +%F), $(uname -m), commit $(git rev-parse --short HEAD)"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Prints the exact versions in the virtual environment of $1, as requirements.lock wants them.
+# Print the exact versions in the virtual environment of $1, in the format of requirements.lock.
 set -eu
 echo "# Exact versions that 'make setup' installs and CI tests. Made by 'make lock'."
 "$1" -m pip list --format=freeze | grep -vE '^(pip|setuptools|llaisys)==' \

@@ -48,15 +48,16 @@ class Target:
 
 TARGETS = {
     "prefix": Target(
-        ("prefix.py", "radix.py"), ("unit/engine/test_prefix.py", "unit/engine/test_prefix_model.py")
+        ("prefix_cache.py",),
+        ("unit/engine/test_prefix_cache.py", "unit/engine/test_prefix_cache_model.py"),
     ),
     "scheduler": Target(
-        ("scheduler.py", "budget.py", "cells.py", "fairness.py"),
+        ("scheduler.py", "kv_cache_planner.py", "queue_limits.py", "request_queue.py"),
         (
             "unit/engine/test_scheduler.py",
-            "unit/engine/test_fairness.py",
-            "unit/engine/test_cells.py",
-            "unit/engine/test_prefix_cache.py",
+            "unit/engine/test_request_queue.py",
+            "unit/engine/test_kv_cache_planner.py",
+            "unit/engine/test_kv_cache_manager.py",
             "unit/engine/test_choices.py",
             "sim/test_steps.py",
             "sim/test_simulation.py::test_equal_seeds_give_equal_traces",

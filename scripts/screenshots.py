@@ -1,4 +1,4 @@
-"""The README's pictures of the page: SmolLM2 answers for real, greedily, in a few sessions. Look at them."""
+"""Make the README's screenshots of the web UI: SmolLM2 generates greedily in a few sessions. Review them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def shoot(chat: Chat, name: str) -> None:
 
 
 def ask(chat: Chat, question: str, max_tokens: int) -> None:
-    """A greedy answer, waited for."""
+    """Send a message and wait for its greedy completion."""
     chat.reach_server()
     chat.with_fields(temperature=0, max_tokens=max_tokens)
     chat.send(question)
@@ -61,7 +61,7 @@ def desktop(browser: Browser, server: Server) -> None:
 
 
 def phone(browser: Browser, server: Server) -> None:
-    """One conversation on a narrow screen."""
+    """Take a screenshot of one conversation on a narrow screen."""
     context = browser.new_context(
         viewport={"width": 390, "height": 780}, device_scale_factor=2, has_touch=True, is_mobile=True
     )
@@ -72,7 +72,7 @@ def phone(browser: Browser, server: Server) -> None:
 
 
 def main() -> None:
-    """Makes all pictures anew."""
+    """Make all screenshots."""
     OUT.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=find_browser(), args=FLAGS)

@@ -66,9 +66,8 @@ def install(wheel: Path, site: Path) -> None:
 def copy_tests(folder: Path) -> None:
     """The parity tests, and the checkpoint that one of them reads, where `golden` looks for it."""
     folder.mkdir()
-    for name, program in parity_tests.build(parity_tests.names(), "parity").items():
-        shutil.copy2(program, folder / name)
-    sources = (ROOT / "crates" / "llaisys-core" / "tests").glob("cuda_*.rs")
+    shutil.copy2(parity_tests.build("parity"), folder / parity_tests.BINARY)
+    sources = parity_tests.SOURCES.glob("*.rs")
     used = {name for path in sources for name in re.findall(r'golden\("([\w-]+)"\)', path.read_text("utf-8"))}
     for name in used:
         shutil.copytree(GOLDENS / name, folder / "goldens" / name)

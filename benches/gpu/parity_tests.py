@@ -1,4 +1,4 @@
-"""The Rust parity tests as programs: which test files they are, how they are built, what they print."""
+"""The Rust parity tests as a program: how it is built, which tests are in it, what they print."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# A device that is no GPU has this name (crates/llaisys-core/tests/cuda_emu/mod.rs).
+# The name of a device that is not a GPU (crates/llaisys-core/tests/cuda/emulator/mod.rs).
 EMULATOR = "emulator"
+# The test binary, and the module of the tests that run on the emulator or on a GPU.
+BINARY, PARITY = "cuda", "parity::"
+SOURCES = ROOT / "crates" / "llaisys-core" / "tests" / "cuda" / "parity"
 
 
-def names(root: Path = ROOT) -> list[str]:
-    """Test files that run on whatever device there is: those that ask `cuda_emu/pick.rs` for it."""
-    files = (root / "crates" / "llaisys-core" / "tests").glob("cuda_*.rs")
-    return sorted(path.stem for path in files if "test_device()" in path.read_text("utf-8"))
-
-
-def build(tests: list[str], profile: str, root: Path = ROOT) -> dict[str, Path]:
-    """The programs of these tests, built if need be; `dev` is what `cargo test` builds."""
+def build(profile: str, root: Path = ROOT) -> Path:
+    """Build the test program if it is not up to date, and return its path. `cargo test` builds `test`."""
     command = [
         "cargo",
         "test",
@@ -31,18 +28,19 @@ def build(tests: list[str], profile: str, root: Path = ROOT) -> dict[str, Path]:
         profile,
         "--no-run",
         "--message-format=json",
+        "--test",
+        BINARY,
     ]
-    for name in tests:
-        command += ["--test", name]
     ran = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
     messages = [json.loads(line) for line in ran.stdout.splitlines()]
     made = [m for m in messages if m["reason"] == "compiler-artifact" and m["target"]["kind"] == ["test"]]
-    return {m["target"]["name"]: Path(m["executable"]) for m in made if m["executable"]}
+    return next(Path(m["executable"]) for m in made if m["executable"] and m["target"]["name"] == BINARY)
 
 
 def list_tests(program: Path) -> list[str]:
-    """The tests in a program."""
-    ran = subprocess.run([program, "--list", "--format", "terse"], capture_output=True, text=True, check=True)
+    """The parity tests in a program, as `parity::OP::TEST`."""
+    command = [program, PARITY, "--list", "--format", "terse"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
     return [line.removesuffix(": test") for line in ran.stdout.splitlines() if line.endswith(": test")]
 
 

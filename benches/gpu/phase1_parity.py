@@ -1,10 +1,10 @@
 """Phase 1: the parity table on a GPU, graphs beside eager passes, compute-sanitizer over the small cases.
 
-usage: phase1_parity.py --out DIR [--tests DIR] [--only TEXT] [--dry-run] [--budget-s 240]
+usage: phase1_parity.py --out DIR [--tests PROGRAM] [--only TEXT] [--dry-run] [--budget-s 240]
 
-The rows are the Rust parity tests of crates/llaisys-core/tests, prebuilt (bundle.py), each a process of its
-own: a fault that ends the context of one ends no other. A dry run takes the emulator for the GPU, or what
-LLAISYS_TEST_DEVICE names. Exit status as in common.py.
+The rows are the Rust parity tests of crates/llaisys-core/tests/cuda/parity, prebuilt (bundle.py). Each runs
+in its own process, so that a fault in one cannot break another's CUDA context. A dry run uses the emulator
+instead of the GPU, or the device that LLAISYS_TEST_DEVICE names. Exit status as in common.py.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from common import Column, Failure, Phase, Row, Skip, arguments
-from parity_tests import EMULATOR, Outcome, list_tests
+from parity_tests import EMULATOR, PARITY, Outcome, list_tests
 
 # A test takes seconds; on a GPU that hangs it takes this long.
 TEST_S = 100
 SANITIZER_S = 90
 # Kernels with shared memory or barriers of several warps; the others' tools have nothing to look at.
-WITH_BARRIERS = ("cuda_attention", "cuda_gemv", "cuda_rows", "cuda_sampling")
+WITH_BARRIERS = ("attention", "gemv", "rows", "sampling")
 # What compute-sanitizer says where it cannot work, as on some virtual machines.
 CANNOT = ("Device not supported", "Unable to find injection", "did not launch", "Internal Sanitizer Error")
 
@@ -54,11 +54,10 @@ class ParityPhase(Phase):
 
 
 class Tests:
-    """The programs, and how they are run."""
+    """The test program, and how its tests are run."""
 
-    def __init__(self, folder: Path, dry_run: bool) -> None:
-        self.folder, self.dry_run = folder, dry_run
-        self.programs = sorted(path for path in folder.iterdir() if path.is_file() and path.suffix == "")
+    def __init__(self, program: Path, dry_run: bool) -> None:
+        self.program, self.dry_run = program, dry_run
 
     def environment(self, device: str) -> dict[str, str]:
         """Of a test's process: the device, and where PyTorch's packages have NVRTC and cublasLt."""
@@ -67,9 +66,9 @@ class Tests:
         named = os.environ.get("LLAISYS_CUDA_LIB_DIR") or os.pathsep.join(map(str, library_folders()))
         return {**os.environ, "LLAISYS_TEST_DEVICE": device, "LLAISYS_CUDA_LIB_DIR": named}
 
-    def run(self, program: Path, name: str) -> dict[str, Any]:
+    def run(self, name: str) -> dict[str, Any]:
         """One test. Raises Failure with the case that failed."""
-        command = [str(program), name, "--exact", "--nocapture", "--test-threads=1"]
+        command = [str(self.program), name, "--exact", "--nocapture", "--test-threads=1"]
         try:
             ran = subprocess.run(
                 command,
@@ -92,15 +91,15 @@ class Tests:
             raise Failure("it ran on the emulator")
         return values_of(said, True)
 
-    def sanitize(self, tool: str, program: Path) -> dict[str, Any]:
-        """The small cases of a program under a tool of compute-sanitizer."""
+    def sanitize(self, tool: str, module: str) -> dict[str, Any]:
+        """Run the small cases of a test module under a tool of compute-sanitizer."""
         sanitizer = find_sanitizer()
         if self.dry_run or sanitizer is None:
             raise Skip("a dry run has no GPU" if self.dry_run else "compute-sanitizer is not installed")
         command = [sanitizer, "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "99"]
         try:
             ran = subprocess.run(
-                [*command, str(program), "--nocapture", "--test-threads=1"],
+                [*command, str(self.program), f"{PARITY}{module}::", "--nocapture", "--test-threads=1"],
                 env=self.environment("gpu-small"),
                 capture_output=True,
                 text=True,
@@ -149,24 +148,23 @@ def find_sanitizer() -> str | None:
 
 
 def rows_of(tests: Tests, only: str) -> list[Row]:
-    """Each test, then each program under each tool."""
-    rows = [
-        Row(f"{program.name}::{name}", partial(tests.run, program, name), expected_s=5)
-        for program in tests.programs
-        for name in list_tests(program)
-    ]
+    """Return a row for each test, then one for each test module under each tool."""
+    names = list_tests(tests.program)
+    rows = [Row(name.removeprefix(PARITY), partial(tests.run, name), expected_s=5) for name in names]
+    modules = sorted({name.split("::")[1] for name in names})
     for tool in ("memcheck", "racecheck", "synccheck"):
-        for program in tests.programs:
-            if tool == "memcheck" or program.name in WITH_BARRIERS:
-                run = partial(tests.sanitize, tool, program)
-                rows.append(Row(f"{tool} {program.name}", run, expected_s=60))
+        for module in modules:
+            if tool == "memcheck" or module in WITH_BARRIERS:
+                run = partial(tests.sanitize, tool, module)
+                rows.append(Row(f"{tool} {module}", run, expected_s=60))
     return [row for row in rows if only in row.name]
 
 
 def main(given: Sequence[str] | None = None) -> int:
     """Reads the flags and runs what is left."""
     parser = arguments(__doc__)
-    parser.add_argument("--tests", type=Path, default=Path(__file__).parent / "tests", help="the programs")
+    program = Path(__file__).parent / "tests" / "cuda"
+    parser.add_argument("--tests", type=Path, default=program, help="the test program")
     parser.add_argument("--only", default="", help="rows whose name has this in it")
     options: argparse.Namespace = parser.parse_args(given)
     columns = [
