@@ -21,8 +21,6 @@ STILL_CYCLIC: set[Module] = {
     ("cuda",),
     ("cuda", "driver"),
     ("cuda", "ops"),
-    ("ops",),
-    ("ops", "cpu", "isa"),
 }
 
 

@@ -7,7 +7,6 @@
 pub mod argmax_bounds;
 pub mod cases;
 mod cpu;
-pub mod dispatch;
 pub mod packed;
 pub mod reference;
 
@@ -22,6 +21,7 @@ use std::sync::Arc;
 pub use cpu::add::add;
 pub use cpu::argmax::{argmax, argmax_finite, largest};
 pub use cpu::attention::{AttentionRow, AttentionRows, MAX_D_HEAD, Queries, Scoring, attention, window_span};
+pub use cpu::dispatch;
 pub use cpu::embed::embed;
 pub use cpu::gate::{Gate, gate_up_row, gate_up_rows};
 pub use cpu::gather::gather;

@@ -4,6 +4,7 @@ pub(super) mod activations;
 pub(super) mod add;
 pub(super) mod argmax;
 pub(super) mod attention;
+pub mod dispatch;
 pub(super) mod embed;
 pub(super) mod gate;
 pub(super) mod gather;

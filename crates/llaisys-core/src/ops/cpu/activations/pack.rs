@@ -240,8 +240,7 @@ impl Round for Portable {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ops::cpu::isa::detect;
-    use crate::ops::dispatch::IsaName;
+    use crate::ops::cpu::isa::{IsaName, detect};
 
     /// Integers and groups of `n_rows` rows, as `isa` packs them.
     fn packed(isa: Isa, values: &[f32], n_rows: usize) -> (Vec<u32>, Vec<GroupInput>) {

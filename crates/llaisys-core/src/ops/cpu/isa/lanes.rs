@@ -4,7 +4,6 @@
 //! set that has lanes of its own (VNNI adds nothing to them), inside one function that has the features switched on;
 //! everything below that function is `#[inline(always)]`, so that it becomes part of it.
 
-use super::Isa;
 use half::f16;
 
 /// Most lanes of any instruction set: the length of arrays that hold one vector per lane.
@@ -119,25 +118,6 @@ pub(crate) trait Lanes: Copy {
 pub(crate) trait Kernel {
     /// Does the work.
     fn run<L: Lanes>(self, lanes: L);
-}
-
-impl Isa {
-    /// Runs `kernel` compiled for this instruction set.
-    pub(crate) fn run<K: Kernel>(self, kernel: K) {
-        match self {
-            Isa::Scalar => kernel.run(super::scalar::Scalar),
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx2(proof) => proof.enter(kernel),
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx2Vnni(proof) => proof.base().enter(kernel),
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx512(proof) => proof.enter(kernel),
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx512Vnni(proof) => proof.base().enter(kernel),
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx512Bf16(proof) => proof.enter(kernel),
-        }
-    }
 }
 
 /// [`Lanes::dot_pairs`] of sets without an instruction for it.

@@ -11,7 +11,8 @@ mod avx512;
 pub(crate) mod lanes;
 mod scalar;
 
-use crate::ops::dispatch::IsaName;
+use crate::error::Unsupported;
+use lanes::Kernel;
 
 /// The features that every `avx2` function is compiled for; `#[target_feature]` takes only literals, so the
 /// attribute is repeated and [`Avx2::detect`] asks for the same list: avx2, fma, f16c.
@@ -168,6 +169,23 @@ impl Isa {
             Isa::Avx512Bf16(_) => IsaName::Avx512Bf16,
         }
     }
+
+    /// Runs `kernel` compiled for this instruction set.
+    pub(crate) fn run<K: Kernel>(self, kernel: K) {
+        match self {
+            Isa::Scalar => kernel.run(scalar::Scalar),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2(proof) => proof.enter(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2Vnni(proof) => proof.base().enter(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512(proof) => proof.enter(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Vnni(proof) => proof.base().enter(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Bf16(proof) => proof.enter(kernel),
+        }
+    }
 }
 
 /// `isa` with its proof, or `None` if the machine lacks it.
@@ -187,4 +205,63 @@ pub(crate) fn detect(isa: IsaName) -> Option<Isa> {
         #[cfg(not(target_arch = "x86_64"))]
         _ => None,
     }
+}
+
+/// An instruction set by name, as configuration and health reports spell it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum IsaName {
+    /// AVX-512 F, BW, VL, DQ with VNNI and BF16.
+    Avx512Bf16,
+    /// AVX-512 F, BW, VL, DQ with VNNI.
+    Avx512Vnni,
+    /// AVX-512 F, BW, VL, DQ.
+    Avx512,
+    /// AVX2 with FMA, F16C and VNNI of 256 bits (AVX-VNNI, or AVX-512 VNNI and VL).
+    Avx2Vnni,
+    /// AVX2 with FMA and F16C.
+    Avx2,
+    /// Plain loops; everywhere.
+    Scalar,
+}
+
+impl IsaName {
+    /// Every set, best first.
+    pub const ALL: [IsaName; 6] = [
+        IsaName::Avx512Bf16,
+        IsaName::Avx512Vnni,
+        IsaName::Avx512,
+        IsaName::Avx2Vnni,
+        IsaName::Avx2,
+        IsaName::Scalar,
+    ];
+
+    /// The set spelled `name`.
+    ///
+    /// Errors: [`Unsupported::Isa`] for a name that is not in the list.
+    pub fn parse(name: &str) -> Result<Self, Unsupported> {
+        Self::ALL.into_iter().find(|isa| isa.name() == name).ok_or_else(|| unsupported(name))
+    }
+
+    /// As configuration spells it: `"avx512_bf16"`, `"avx512_vnni"`, `"avx512"`, `"avx2_vnni"`, `"avx2"` or `"scalar"`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            IsaName::Avx512Bf16 => "avx512_bf16",
+            IsaName::Avx512Vnni => "avx512_vnni",
+            IsaName::Avx512 => "avx512",
+            IsaName::Avx2Vnni => "avx2_vnni",
+            IsaName::Avx2 => "avx2",
+            IsaName::Scalar => "scalar",
+        }
+    }
+
+    /// The sets that this machine runs, best first; never empty.
+    pub fn available() -> Vec<IsaName> {
+        Self::ALL.into_iter().filter(|&isa| detect(isa).is_some()).collect()
+    }
+}
+
+/// The error for an instruction set that this machine lacks or that does not exist, with the available ones.
+pub(super) fn unsupported(name: &str) -> Unsupported {
+    let available: Vec<&str> = IsaName::available().into_iter().map(IsaName::name).collect();
+    Unsupported::Isa { name: name.to_owned(), available: available.join(", ") }
 }

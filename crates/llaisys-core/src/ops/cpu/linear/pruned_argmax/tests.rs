@@ -3,8 +3,8 @@
 use super::*;
 use crate::dtype::DType;
 use crate::ops::cases::{Size, SplitMix64};
+use crate::ops::cpu::dispatch::{IsaName, Kernels};
 use crate::ops::cpu::linear::{LinearPart, linear};
-use crate::ops::dispatch::{IsaName, Kernels};
 use crate::ops::packed::PackedFormat;
 use crate::tensor::RowView;
 use crate::threads::Pool;
