@@ -1,5 +1,4 @@
-"""The engine's client among several clients: the open requests and calls of one leave the others their
-share."""
+"""EngineClient with several API clients: each client has its share of open requests and session calls."""
 
 from __future__ import annotations
 
@@ -26,26 +25,28 @@ class Silent(EngineClient):
         self.sent.append(message)
 
     def _stop(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
 
-def fill(take: Callable[[int], Any], error: type[Exception]) -> int:
-    """Return how often a call succeeds."""
+def fill(call: Callable[[int], Any], error: type[Exception]) -> int:
+    """Return how many calls succeed before `error`."""
     for n in range(1000):
         try:
-            take(n)
+            call(n)
         except error:
             return n
-    raise AssertionError("it has no bound")
+    raise AssertionError("the call has no bound")
 
 
-def test_open_requests() -> None:
+def test_each_client_has_its_share_of_open_requests() -> None:
     client = Silent(max_num_seqs=4, max_num_queued_reqs=8, n_clients=2)
 
     def submit(name: str) -> Callable[[int], None]:
         return lambda n: client.submit(ask(f"{name}{n}", client_id=name))
 
-    assert fill(submit("a"), QueueFullError) == 12, "of 4 that run, 4 that were preempted, and 8 that wait"
+    assert fill(submit("a"), QueueFullError) == 12, (
+        "4 running, 4 preempted and 8 waiting requests, less the other client's share"
+    )
     assert client.queue_full_error("a") is not None
     assert client.queue_full_error("b") is None
     assert fill(submit("b"), QueueFullError) == 4
@@ -53,13 +54,13 @@ def test_open_requests() -> None:
     assert len(client.sent) <= client._inbox_max
 
 
-def test_a_single_client_may_open_all_requests() -> None:
+def test_without_shares_one_client_may_open_all_requests() -> None:
     client = Silent(max_num_seqs=4, max_num_queued_reqs=8)
     assert fill(lambda n: client.submit(ask(f"{n}", client_id=f"{n % 3}")), QueueFullError) == 12
     assert client.queue_full_error("new") is not None
 
 
-def test_calls() -> None:
+def test_each_client_has_its_share_of_session_calls() -> None:
     client = Silent(n_clients=2)
 
     def call(name: str) -> Callable[[int], Any]:

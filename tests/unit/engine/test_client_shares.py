@@ -1,4 +1,4 @@
-"""Shares of sequence ids, cells, prompt tokens, queue places and sessions among clients, on the fake core."""
+"""Client shares of sequence ids, cells, prompt tokens, queue slots and sessions, on the fake core."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def running_of(engine: Engine, client: str) -> int:
     return sum(r.source.client_id == client for r in engine.engine.requests.running)
 
 
-# --- who is above a share ---
+# --- which requests are above a share ---
 
 
-def test_the_newest_of_a_client_are_above_its_share() -> None:
+def test_the_newest_requests_of_a_client_are_above_its_share() -> None:
     shares = shares_of([running(i, "a") for i in range(6)] + [running(9, "b")], waiting="b")
     assert (shares.n_ids, shares.is_contended) == (4, True)
     assert ordinals(shares.order) == [0, 1, 2, 3, 9, 4, 5]
@@ -57,7 +57,7 @@ def test_the_newest_of_a_client_are_above_its_share() -> None:
     assert ordinals(shares.preemptible(head)) == [5, 4]
 
 
-def test_the_oldest_and_the_reserved_count_first() -> None:
+def test_the_oldest_and_the_reserved_requests_count_first() -> None:
     requests = [running(i, "a", preempted=PREEMPTIONS_MAX * (i > 4)) for i in range(7)]
     shares = shares_of(requests, waiting="b")
     assert [shares.level(r) for r in requests] == [WITHIN, WITHIN, ABOVE_IDS, ABOVE_IDS, ABOVE_IDS, 0, 0]
@@ -72,25 +72,27 @@ def test_a_client_with_few_requests_may_be_above_its_cells() -> None:
     assert not shares.is_below(running(5, "a", 60))
 
 
-def test_a_better_priority_is_not_preempted_for_a_share() -> None:
+def test_a_request_of_better_priority_is_not_preempted_for_a_share() -> None:
     shares = shares_of([running(i, "a", priority=i % 2) for i in range(6)], waiting="b")
     assert ordinals(shares.preemptible(running(10, "b", priority=1))) == [5, 3]
 
 
-def test_without_others_or_without_shares_nothing_is_above() -> None:
+def test_without_contention_or_shares_no_request_is_above() -> None:
     requests = [running(i, "a") for i in range(8)]
     for shares in (shares_of(requests), shares_of(requests, waiting="b", n_clients=1)):
         assert not shares.is_contended
         assert shares.order == requests
 
 
-def test_reserved_requests_leave_others_their_part() -> None:
-    """Of eight ids and two clients three: a fourth that is above the share can still be preempted."""
+def test_reservations_leave_other_clients_their_share() -> None:
+    """With eight ids and two clients, three may be reserved; a fourth above the share stays preemptible."""
     reserved = [running(i, "a", preempted=PREEMPTIONS_MAX) for i in range(4)]
     for n, may in ((0, True), (2, True), (3, False)):
         assert shares_of(reserved[:n], n_clients=2, n_cells=1000).may_reserve(reserved[3]) == may
     assert not shares_of(reserved[:2], n_clients=2, n_cells=2 * 3 * 64 - 2).may_reserve(reserved[3])
-    assert shares_of([], n_clients=2, n_cells=64).may_reserve(reserved[3]), "alone, always"
+    assert shares_of([], n_clients=2, n_cells=64).may_reserve(reserved[3]), (
+        "a lone request may always reserve"
+    )
 
 
 clients_of_requests = st.lists(
@@ -99,10 +101,8 @@ clients_of_requests = st.lists(
 
 
 @given(clients_of_requests, st.sampled_from(["", "a", "bc"]))
-def test_what_is_above_a_share_is_what_the_share_does_not_cover(
-    facts: list[tuple[str, bool, int]], waiting: str
-) -> None:
-    """The slow model: of each client so many requests are within the share as it has ids, if cells allow."""
+def test_requests_above_a_share_match_a_slow_model(facts: list[tuple[str, bool, int]], waiting: str) -> None:
+    """Slow model: each client has as many requests within its share as it has ids, if cells allow."""
     requests = [running(i, c, n, preempted=3 * reserved) for i, (c, reserved, n) in enumerate(facts)]
     shares = shares_of(requests, waiting, n_cells=10_000)
     clients = {c for c, _, _ in facts} | set(waiting)
@@ -120,11 +120,11 @@ def test_what_is_above_a_share_is_what_the_share_does_not_cover(
     assert all(not r.worst_case_reserved and r is not requests[0] for r in victims)
 
 
-# --- what runs ---
+# --- running requests ---
 
 
-def test_choices_of_one_client_do_not_hold_all_ids() -> None:
-    """Eight choices, and the other client's request is computed in the step after it came."""
+def test_choices_of_one_client_do_not_keep_all_sequence_ids() -> None:
+    """One client has eight choices; the other client's request runs in the step after its arrival."""
     engine = made()
     engine.submit("flood", prompt=[1, 2], n=8, max_tokens=40, client_id="a")
     engine.step(9)
@@ -139,7 +139,7 @@ def test_choices_of_one_client_do_not_hold_all_ids() -> None:
     assert all(engine.tokens["flood", i] == core.answer([1, 2], 40) for i in range(1, 8))
 
 
-def test_a_client_gets_up_to_its_share_a_request_a_step_and_no_more() -> None:
+def test_a_client_gains_one_request_per_step_up_to_its_share() -> None:
     engine = made(max_num_queued_reqs=64)
     engine.submit(*(f"a{i}" for i in range(12)), max_tokens=60, client_id="a")
     engine.step(4)
@@ -155,7 +155,7 @@ def test_a_client_gets_up_to_its_share_a_request_a_step_and_no_more() -> None:
     assert all(engine.tokens[f"a{i}"] == core.answer([1, 2, 3], 60) for i in range(12))
 
 
-def test_a_client_that_is_alone_has_everything() -> None:
+def test_a_lone_client_uses_all_ids() -> None:
     engine = made()
     engine.submit(*"abcdefgh", max_tokens=20, client_id="a")
     engine.step(3)
@@ -164,8 +164,8 @@ def test_a_client_that_is_alone_has_everything() -> None:
     assert engine.engine.stats().num_preempted == 0
 
 
-def test_cells_of_one_client_leave_others_their_part() -> None:
-    """Few requests have all cells, although ids are free: the newest make way, not the oldest."""
+def test_a_client_above_its_cells_is_preempted_newest_first() -> None:
+    """A few requests use all cells while ids are free: the newest are preempted, not the oldest."""
     engine = made(n_cells=128)
     for i in range(4):
         engine.submit(f"a{i}", prompt=[i] * 20, max_tokens=20, client_id="a")
@@ -178,7 +178,7 @@ def test_cells_of_one_client_leave_others_their_part() -> None:
     engine.finish()
 
 
-def test_sessions_keep_their_pins_when_only_an_id_is_wanted() -> None:
+def test_sessions_keep_their_pins_when_only_an_id_is_needed() -> None:
     engine = made()
     engine.submit("chat", session_id="s", client_id="a")
     engine.finish()
@@ -191,23 +191,23 @@ def test_sessions_keep_their_pins_when_only_an_id_is_wanted() -> None:
     assert engine.engine.stats().kv_cells_session == n_pinned > 0
 
 
-def test_long_prompts_leave_others_their_part_of_a_step() -> None:
+def test_long_prompts_leave_other_clients_their_share_of_a_step() -> None:
     engine = made(max_num_batched_tokens=8, max_model_len=64, n_cells=512)
     engine.submit("a0", "a1", "a2", prompt=[1] * 50, client_id="a")
     engine.step()
     engine.submit("b", prompt=[2, 3, 4], max_tokens=1, client_id="b")
     engine.step()
     assert "b" in engine.ends
-    assert engine.engine.stats().step_prefill_tokens == 8, "what one does not need the other gets"
+    assert engine.engine.stats().step_prefill_tokens == 8, "one client uses what the other does not need"
     engine.finish()
 
 
-# --- what waits ---
+# --- waiting requests ---
 
 
-def test_queue_places_of_one_client_leave_others_theirs() -> None:
+def test_queue_slots_are_shared_among_clients() -> None:
     engine = made(max_num_seqs=2, max_num_queued_reqs=8)
-    for i in range(2 + 6):  # two are let in, and six of eight may wait
+    for i in range(2 + 6):  # two are admitted, and six of the eight slots may be used
         engine.submit(f"a{i}", max_tokens=30, client_id="a")
     with pytest.raises(QueueFullError, match="of this client wait already"):
         engine.submit("a8", client_id="a")
@@ -218,7 +218,7 @@ def test_queue_places_of_one_client_leave_others_theirs() -> None:
     engine.finish()
 
 
-def test_queued_tokens_of_one_client_leave_others_theirs() -> None:
+def test_queued_tokens_are_shared_among_clients() -> None:
     engine = made(max_num_seqs=2, max_num_queued_tokens=80, max_num_queued_reqs=64)
     engine.submit("a0", "a1", max_tokens=30, client_id="a")
     engine.step()
@@ -233,7 +233,7 @@ def test_queued_tokens_of_one_client_leave_others_theirs() -> None:
 # --- sessions ---
 
 
-def test_sessions_of_one_client_leave_others_theirs() -> None:
+def test_sessions_are_shared_among_clients() -> None:
     desk = Desk(max_sessions=8, n_clients=2)
     for i in range(6):
         desk.call("create", f"s{i}", client_id="a")
@@ -247,7 +247,7 @@ def test_sessions_of_one_client_leave_others_theirs() -> None:
         desk.end()
 
 
-def test_pins_of_one_client_do_not_push_another_s_out() -> None:
+def test_session_pins_of_one_client_do_not_evict_those_of_another() -> None:
     desk = Desk(n_cells=200, session_kv_share=0.3, n_clients=2)
     desk.run("b", [9] * 20, max_tokens=1, session_id="mine", client_id="b", cache_salt="b/")
     for i in range(4):

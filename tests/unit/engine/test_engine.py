@@ -1,4 +1,7 @@
-"""LLMEngine on the fake core: one end for each request, cells and ids back, tokens as if alone."""
+"""LLMEngine on the fake core.
+
+Each request ends once and returns its cells and sequence ids; its tokens equal those of a lone run.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from llaisys.errors import (
 from llaisys.outputs import FinishReason
 
 
-def test_one_request_from_prompt_to_length() -> None:
+def test_a_request_runs_from_prompt_to_max_tokens() -> None:
     made = Engine()
     made.submit("a")
     made.finish()
@@ -29,7 +32,7 @@ def test_one_request_from_prompt_to_length() -> None:
     assert not made.engine.has_work()
 
 
-def test_requests_of_one_batch_do_not_mix_and_prompts_are_cut() -> None:
+def test_batched_requests_keep_their_tokens_with_chunked_prompts() -> None:
     made = Engine()
     prompts = {"a": [1, 2, 3], "b": [9] * 40, "c": [4], "d": list(range(20)), "e": [5, 5]}
     for name, prompt in prompts.items():
@@ -55,7 +58,7 @@ def test_eos_stop_ids_and_ignore_eos() -> None:
     assert made.tokens == {"eos": greedy[:5], "ignored": greedy, "id": greedy[:3]}
 
 
-def test_no_max_tokens_goes_on_to_the_end_of_the_context() -> None:
+def test_without_max_tokens_a_request_runs_to_the_end_of_the_context() -> None:
     made = Engine(max_model_len=20)
     made.submit("a", max_tokens=None)
     made.finish()
@@ -63,22 +66,22 @@ def test_no_max_tokens_goes_on_to_the_end_of_the_context() -> None:
     assert made.ends["a"].finish_reason is FinishReason.LENGTH
 
 
-def test_seeds_come_from_the_engine_and_the_ordinal_if_not_given() -> None:
-    def answers(seed: int) -> dict[str, list[int]]:
+def test_default_seeds_come_from_the_engine_seed_and_the_ordinal() -> None:
+    def tokens_of(seed: int) -> dict[str, list[int]]:
         made = Engine(seed)
         made.submit("a", "b", temperature=1.0)
         made.submit("own", temperature=1.0, seed=-1)
         made.finish()
         return made.tokens
 
-    first, again, other = answers(0), answers(0), answers(1)
+    first, again, other = tokens_of(0), tokens_of(0), tokens_of(1)
     assert first == again
     assert first["a"] != first["b"]
     assert first["a"] != other["a"]
     assert first["own"] == other["own"]
 
 
-def test_logprobs_are_aligned_with_ids() -> None:
+def test_logprobs_are_aligned_with_token_ids() -> None:
     made = Engine()
     made.submit("a", logprobs=2, max_tokens=1)
     (output,) = made.engine.step(NOW)
@@ -86,7 +89,7 @@ def test_logprobs_are_aligned_with_ids() -> None:
     assert [entry.token_id for entry in output.new_logprobs] == output.new_token_ids
 
 
-def test_what_can_never_run_is_refused_and_leaves_nothing() -> None:
+def test_a_rejected_request_has_no_side_effects() -> None:
     made = Engine()
     for changes, error in (
         ({"prompt": [1] * 60}, ContextLengthError),
@@ -102,7 +105,7 @@ def test_what_can_never_run_is_refused_and_leaves_nothing() -> None:
     made.finish()
 
 
-def test_a_full_queue_refuses_and_a_free_place_does_not_count() -> None:
+def test_a_full_queue_rejects_and_a_free_sequence_id_makes_space() -> None:
     made = Engine(max_num_seqs=1, max_num_queued_reqs=2)
     made.submit("a", "b", "c")
     with pytest.raises(QueueFullError, match="at most 2"):
@@ -117,7 +120,7 @@ def test_a_full_queue_refuses_and_a_free_place_does_not_count() -> None:
     assert set(made.ends) == {"a", "b", "c", "d"}
 
 
-def test_a_queue_of_none_still_takes_who_can_run() -> None:
+def test_a_queue_of_size_zero_accepts_requests_that_can_run() -> None:
     made = Engine(max_num_seqs=2, max_num_queued_reqs=0)
     made.submit("a", "b")
     with pytest.raises(QueueFullError):
@@ -126,7 +129,7 @@ def test_a_queue_of_none_still_takes_who_can_run() -> None:
 
 
 @pytest.mark.parametrize("n_steps", [0, 1, 3])
-def test_cancel_ends_once_and_gives_everything_back(n_steps: int) -> None:
+def test_cancel_ends_a_request_once_and_frees_its_cells(n_steps: int) -> None:
     made = Engine(max_num_seqs=1)
     made.submit("a", "b", prompt=[1] * 20)
     made.step(n_steps)
@@ -140,7 +143,7 @@ def test_cancel_ends_once_and_gives_everything_back(n_steps: int) -> None:
     assert not made.engine.has_work()
 
 
-def test_the_deadline_counts_waiting_and_running() -> None:
+def test_a_deadline_includes_waiting_and_running_time() -> None:
     made = Engine(max_num_seqs=1)
     made.submit("runs", deadline_s=NOW + 5)
     made.submit("waits", deadline_s=NOW + 5)
@@ -155,7 +158,7 @@ def test_the_deadline_counts_waiting_and_running() -> None:
 
 
 @pytest.mark.parametrize("trouble", [core.NON_FINITE, core.REFUSED])
-def test_a_bad_row_fails_its_request_only(trouble: int) -> None:
+def test_a_faulty_row_fails_only_its_request(trouble: int) -> None:
     made = Engine()
     made.submit("a", "b")
     made.submit("bad", prompt=[1, trouble, 2])
@@ -165,7 +168,7 @@ def test_a_bad_row_fails_its_request_only(trouble: int) -> None:
     assert made.tokens["a"] == made.tokens["b"] == core.answer([1, 2, 3], 10)
 
 
-def test_a_sampler_that_the_core_refuses_fails_at_admission() -> None:
+def test_a_sampler_rejected_by_the_core_fails_its_request_at_admission() -> None:
     made = Engine()
     made.submit("bad", logit_bias={core.REFUSED: 1.0})
     made.submit("good")
@@ -174,7 +177,7 @@ def test_a_sampler_that_the_core_refuses_fails_at_admission() -> None:
     assert made.tokens["good"] == core.answer([1, 2, 3], 10)
 
 
-def test_more_run_than_can_finish_and_who_gives_way_loses_nothing() -> None:
+def test_preempted_requests_keep_their_tokens() -> None:
     made = Engine(n_cells=64, max_num_queued_reqs=20)
     prompts = {name: [i] * 12 for i, name in enumerate("abcdefgh")}
     for name, prompt in prompts.items():
@@ -184,7 +187,7 @@ def test_more_run_than_can_finish_and_who_gives_way_loses_nothing() -> None:
     assert made.tokens == {name: core.answer(prompt, 40) for name, prompt in prompts.items()}
 
 
-def test_who_was_preempted_waits_with_its_tokens_and_nothing_else() -> None:
+def test_a_preempted_request_waits_without_sequence_id_or_cells() -> None:
     made = Engine(n_cells=64)
     made.submit("a", prompt=[1] * 20, max_tokens=40)
     made.submit("b", prompt=[2] * 20, max_tokens=40)
@@ -195,7 +198,7 @@ def test_who_was_preempted_waits_with_its_tokens_and_nothing_else() -> None:
     assert made.context.n_seq_free == 3
     had = len(made.tokens["b"])
     made.step(2)
-    assert len(made.tokens["b"]) == had, "the second in order waits until the first needs less"
+    assert len(made.tokens["b"]) == had, "the newer request waits until the older one needs fewer cells"
     made.finish()
     assert made.tokens["b"] == core.answer([2] * 20, 40)
 
@@ -207,7 +210,7 @@ def test_a_dead_core_ends_the_engine() -> None:
         made.step()
 
 
-def test_broken_books_are_noticed() -> None:
+def test_check_detects_inconsistent_kv_accounting() -> None:
     made = Engine()
     made.submit("a")
     made.step()
@@ -219,7 +222,7 @@ def test_broken_books_are_noticed() -> None:
         made.engine.check()
 
 
-def test_close_is_the_contexts() -> None:
+def test_close_closes_the_context_once() -> None:
     made = Engine()
     made.engine.close()
     made.engine.close()
@@ -227,7 +230,7 @@ def test_close_is_the_contexts() -> None:
         made.context.seq_acquire()
 
 
-def test_a_lost_sequence_id_is_noticed_by_the_books() -> None:
+def test_check_detects_a_lost_sequence_id() -> None:
     made = Engine()
     made.submit("a")
     made.context.seq_acquire()
@@ -235,7 +238,7 @@ def test_a_lost_sequence_id_is_noticed_by_the_books() -> None:
         made.finish()
 
 
-def test_an_id_that_cannot_be_had_ends_the_engine_without_the_books() -> None:
+def test_a_missing_sequence_id_ends_the_engine_even_without_checks() -> None:
     made = Engine(max_num_seqs=1)
     made.engine.check = lambda: None  # type: ignore[method-assign]
     made.context.seq_acquire()
@@ -244,8 +247,8 @@ def test_an_id_that_cannot_be_had_ends_the_engine_without_the_books() -> None:
         made.step()
 
 
-def test_who_cannot_run_although_nothing_does_is_given_up_once_then_the_engine() -> None:
-    """The zero-running lemma, with books that do not see what is wrong."""
+def test_an_idle_engine_fails_one_unschedulable_request_then_itself() -> None:
+    """With nothing running, any request must fit. The invariant checks are off, so only this rule is left."""
     made = Engine(max_num_seqs=2, max_num_queued_reqs=8)
     made.engine.check = lambda: None  # type: ignore[method-assign]
     made.context._refs = [1] * 256
@@ -258,7 +261,7 @@ def test_who_cannot_run_although_nothing_does_is_given_up_once_then_the_engine()
     assert set(made.ends) == {"a", "b"}
 
 
-def test_the_books_are_checked_every_so_often_and_when_idle() -> None:
+def test_invariants_are_checked_periodically_and_when_idle() -> None:
     made = Engine()
     checked: list[int] = []
     made.engine.check = lambda: checked.append(made.engine.stats().num_steps)  # type: ignore[method-assign]
@@ -273,7 +276,7 @@ def test_the_books_are_checked_every_so_often_and_when_idle() -> None:
     assert checked == [3, 1024]
 
 
-def test_stats_tell_what_waits_and_what_was_computed() -> None:
+def test_stats_count_waiting_requests_and_computed_tokens() -> None:
     made = Engine(max_num_seqs=2)
     made.submit("a", "b", "c", prompt=[1] * 6, max_tokens=3)
     made.step(1, NOW)
@@ -301,7 +304,7 @@ def test_stats_tell_what_waits_and_what_was_computed() -> None:
 # --- restores ---
 
 
-def test_who_waits_for_a_restore_blocks_nobody() -> None:
+def test_a_request_that_waits_for_a_restore_blocks_no_other() -> None:
     made = Engine(max_num_seqs=1)
     chat = made.engine.sessions.create("", "chat")
     made.engine.begin_restore(chat)
@@ -319,7 +322,7 @@ def test_who_waits_for_a_restore_blocks_nobody() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_restore_that_fails_ends_its_requests(n: int) -> None:
+def test_a_failed_restore_ends_its_requests(n: int) -> None:
     made = Engine()
     chat = made.engine.sessions.create("", "chat")
     made.engine.begin_restore(chat)
@@ -332,7 +335,7 @@ def test_a_restore_that_fails_ends_its_requests(n: int) -> None:
     assert made.ends["b"].finish_reason is FinishReason.LENGTH
 
 
-def test_a_restore_has_the_deadline_and_can_be_cancelled() -> None:
+def test_a_request_that_waits_for_a_restore_can_expire_or_be_cancelled() -> None:
     made = Engine()
     chat = made.engine.sessions.create("", "chat")
     made.engine.begin_restore(chat)
@@ -343,7 +346,7 @@ def test_a_restore_has_the_deadline_and_can_be_cancelled() -> None:
     assert made.reasons() == {"a": FinishReason.TIMEOUT, "b": FinishReason.ABORT}
 
 
-def test_the_first_output_alone_says_how_long_it_waited() -> None:
+def test_only_the_first_output_has_the_queue_time() -> None:
     made = Engine(max_num_seqs=1)
     made.submit("a", "b", max_tokens=2)
     waited = [

@@ -1,5 +1,7 @@
-"""A stalled engine: the log names the resource, every open request ends once, and nothing waits for the
-engine."""
+"""A stalled engine: the log names the resource and every open request ends once.
+
+Nothing waits for the engine.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,12 @@ from llaisys.errors import EngineDeadError
 pytestmark = pytest.mark.usefixtures("fake_core")
 
 
-class Held:
-    """A watched engine inside a decode, with one running and one waiting request, until `go`."""
+class BlockedClient:
+    """A watched engine that blocks inside a decode until `go` is set."""
 
     def __init__(self) -> None:
         self.outputs: list[EngineOutput] = []
-        self.told, self.inside, self.go = threading.Event(), threading.Event(), threading.Event()
+        self.failed, self.inside, self.go = threading.Event(), threading.Event(), threading.Event()
         bounds = limits(max_num_seqs=1)
         self.watch = EngineWatchdog(30.0, exits=True)
         self.client = InprocClient(self.build, bounds, self.deliver, lambda: 1000.0, watchdog=self.watch)
@@ -43,30 +45,30 @@ class Held:
         )
         decode = context.decode
 
-        def held(*arrays: Any) -> Any:
+        def wait_then_decode(*arrays: Any) -> Any:
             self.inside.set()
             self.go.wait(30)
             return decode(*arrays)
 
-        context.decode = held  # type: ignore[method-assign]
+        context.decode = wait_then_decode  # type: ignore[method-assign]
         return LLMEngine(Executor(Worker(context, core.SamplerSpec)), bounds, 0)  # type: ignore[arg-type]
 
     def deliver(self, outputs: list[EngineOutput]) -> None:
         self.outputs += outputs
         if any(output.error is not None for output in outputs):
-            self.told.set()
+            self.failed.set()
 
 
 @pytest.fixture
-def held() -> Iterator[Held]:
-    made = Held()
+def blocked() -> Iterator[BlockedClient]:
+    made = BlockedClient()
     yield made
     made.go.set()
     made.client.close()
 
 
 @pytest.mark.parametrize(
-    ("verdict", "resource"),
+    ("reason", "resource"),
     [
         ("V1", "the core"),
         ("V2", "sequence ids or KV cells"),
@@ -75,26 +77,26 @@ def held() -> Iterator[Held]:
         ("V5", "the event loop"),
     ],
 )
-def test_a_stall_ends_every_request_once_and_never_waits(
-    held: Held, verdict: str, resource: str, caplog: pytest.LogCaptureFixture
+def test_a_stall_ends_every_request_once_without_waiting_for_the_engine(
+    blocked: BlockedClient, reason: str, resource: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    held.client.submit(ask("runs", prompt=[7, 7, 7]))
-    assert held.inside.wait(30)
-    held.client.submit(ask("waits"))
+    blocked.client.submit(ask("runs", prompt=[7, 7, 7]))
+    assert blocked.inside.wait(30)
+    blocked.client.submit(ask("waits"))
     with caplog.at_level(logging.CRITICAL):
-        held.watchdog.tell(verdict)
-        assert held.told.wait(30)
-    assert sorted(output.request_id for output in held.outputs) == ["runs", "waits"]
-    assert all(isinstance(o.error, EngineDeadError) and verdict in str(o.error) for o in held.outputs)
-    assert all(o.last for o in held.outputs)
-    assert held.client.is_stuck
-    assert held.client.error is not None
-    with pytest.raises(EngineDeadError, match=verdict):
-        held.client.submit(ask("late"))
-    held.client.close()  # the engine is still in there
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert f"stuck ({verdict})" in said
-    assert resource in said.splitlines()[0]
+        blocked.watchdog.tell(reason)
+        assert blocked.failed.wait(30)
+    assert sorted(output.request_id for output in blocked.outputs) == ["runs", "waits"]
+    assert all(isinstance(o.error, EngineDeadError) and reason in str(o.error) for o in blocked.outputs)
+    assert all(o.last for o in blocked.outputs)
+    assert blocked.client.is_stuck
+    assert blocked.client.error is not None
+    with pytest.raises(EngineDeadError, match=reason):
+        blocked.client.submit(ask("late"))
+    blocked.client.close()  # the engine thread is still inside the decode
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert f"stuck ({reason})" in message
+    assert resource in message.splitlines()[0]
     for line in (
         "acquired by running requests: 1",
         "request 0: Running",
@@ -102,29 +104,29 @@ def test_a_stall_ends_every_request_once_and_never_waits(
         "KV cells: 256",
         "newest step",
     ):
-        assert line in said
-    held.go.set()
-    held.client._loop._thread.join(30)
-    assert len(held.outputs) == 2, "nothing follows the end"
+        assert line in message
+    blocked.go.set()
+    blocked.client._loop._thread.join(30)
+    assert len(blocked.outputs) == 2, "no output follows the error"
 
 
-def test_the_numbers_are_reported_after_each_iteration(held: Held) -> None:
-    held.go.set()
+def test_progress_is_reported_after_each_iteration(blocked: BlockedClient) -> None:
+    blocked.go.set()
     done = threading.Event()
-    held.deliver = lambda outputs: done.set() if outputs[-1].last else None  # type: ignore[method-assign]
-    held.client._deliver = held.deliver
-    held.client.submit(ask("a", max_tokens=3))
+    blocked.deliver = lambda outputs: done.set() if outputs[-1].last else None  # type: ignore[method-assign]
+    blocked.client._deliver = blocked.deliver
+    blocked.client.submit(ask("a", max_tokens=3))
     assert done.wait(30)
-    held.client.close()
-    assert {k: held.watchdog.reports[0][k] for k in ("waiting", "running")} == {"waiting": 0, "running": 1}
-    assert held.watchdog.reports[-1]["running"] == 0
-    held.client.beat()
-    assert held.watchdog.n_beats == 1
-    assert not held.client.is_stuck
+    blocked.client.close()
+    assert {k: blocked.watchdog.reports[0][k] for k in ("waiting", "running")} == {"waiting": 0, "running": 1}
+    assert blocked.watchdog.reports[-1]["running"] == 0
+    blocked.client.beat()
+    assert blocked.watchdog.n_beats == 1
+    assert not blocked.client.is_stuck
 
 
-def test_all_windows_follow_one_setting(held: Held) -> None:
-    assert held.watchdog.windows == {
+def test_all_watchdog_windows_follow_one_setting(blocked: BlockedClient) -> None:
+    assert blocked.watchdog.windows == {
         "period_s": 0.25,
         "step_s": 30.0,
         "commit_s": 30.0,
@@ -137,7 +139,7 @@ def test_all_windows_follow_one_setting(held: Held) -> None:
 
 
 def test_closing_stops_the_watchdog() -> None:
-    made = Held()
+    made = BlockedClient()
     made.client.close()
     for thread in threading.enumerate():
         if thread.name == "llaisys-watchdog":
@@ -145,50 +147,50 @@ def test_closing_stops_the_watchdog() -> None:
     assert not made.watch.is_stuck
 
 
-def test_a_late_loop_is_reported_with_its_stack_and_nothing_ends(held: Held) -> None:
-    """Late twice, two reports; a stall reason still follows."""
-    said: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
-    handler = QueueHandler(said)
+def test_a_late_event_loop_is_logged_with_its_stack_and_ends_no_request(blocked: BlockedClient) -> None:
+    """Each delay is logged once, and a later stall is still detected."""
+    records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+    handler = QueueHandler(records)
     logging.getLogger("llaisys.engine.watchdog").addHandler(handler)
     try:
-        held.client.submit(ask("runs"))
+        blocked.client.submit(ask("runs"))
         for _ in range(2):
-            held.client.beat()
-            held.watchdog.tell_late()
-            record = said.get(timeout=30)
+            blocked.client.beat()
+            blocked.watchdog.tell_late()
+            record = records.get(timeout=30)
             assert record.levelname == "WARNING"
             assert "the event loop is late" in record.getMessage()
             assert "after 30 s" in record.getMessage()
-            assert "in test_a_late_loop_is_reported_with_its_stack" in record.getMessage()
-        assert said.empty()
-        assert not held.client.is_stuck
-        assert held.outputs == []
-        held.watchdog.tell("V5")
-        assert held.told.wait(30)
-        assert held.client.is_stuck
+            assert "in test_a_late_event_loop_is_logged_with_its_stack" in record.getMessage()
+        assert records.empty()
+        assert not blocked.client.is_stuck
+        assert blocked.outputs == []
+        blocked.watchdog.tell("V5")
+        assert blocked.failed.wait(30)
+        assert blocked.client.is_stuck
     finally:
         logging.getLogger("llaisys.engine.watchdog").removeHandler(handler)
 
 
 def test_an_event_loop_is_watched_without_an_engine(caplog: pytest.LogCaptureFixture) -> None:
-    told: list[EngineDeadError] = []
-    heard = threading.Event()
+    errors: list[EngineDeadError] = []
+    failed = threading.Event()
 
-    def hear(error: EngineDeadError) -> None:
-        told.append(error)
-        heard.set()
+    def on_stall(error: EngineDeadError) -> None:
+        errors.append(error)
+        failed.set()
 
     watch = EngineWatchdog(30.0, exits=False)
-    watch.start_for_event_loop(hear)
+    watch.start_for_event_loop(on_stall)
     watch.beat()
     assert core.Watchdog.newest.n_beats == 1
     assert core.Watchdog.newest.windows["exit_after_s"] is None
     with caplog.at_level(logging.CRITICAL):
         core.Watchdog.newest.tell("V5")
-        assert heard.wait(30)
+        assert failed.wait(30)
     assert watch.is_stuck
-    assert [str(error) for error in told] == ["the engine is stuck: V5"]
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert "stuck (V5): the event loop" in said
-    assert "in the engine process" in said
+    assert [str(error) for error in errors] == ["the engine is stuck: V5"]
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "stuck (V5): the event loop" in message
+    assert "in the engine process" in message
     watch.stop()

@@ -1,4 +1,4 @@
-"""A failing step ends the request that is to blame; the others get the tokens they would have had."""
+"""A failing step ends only the request at fault; the others get the tokens of a lone run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOW = 1000.0
 
 
 def step(last_tokens: list[int], name: str = "r{}") -> tuple[core.Context, Executor, Batch]:
-    """One sequence of three tokens for each last token, of a request each."""
+    """Return a context, an executor and a batch with one three-token prompt per last token."""
     n = len(last_tokens)
     context = core.Context("fake", n_cells=3 * n, n_seq_max=n, max_model_len=8)
     worker = Worker(context, core.SamplerSpec)  # type: ignore[arg-type]
@@ -32,39 +32,39 @@ def step(last_tokens: list[int], name: str = "r{}") -> tuple[core.Context, Execu
 
 
 @given(st.integers(1, 40), st.data())
-def test_the_culprits_fail_and_the_innocent_do_not_notice(n: int, data: st.DataObject) -> None:
+def test_only_faulty_requests_fail(n: int, data: st.DataObject) -> None:
     most = min(4, n if n < 4 else (n - 1) // 2)
-    culprits = data.draw(st.sets(st.integers(0, n - 1), max_size=most))
-    context, executor, batch = step([core.REFUSED if i in culprits else 5 for i in range(n)])
+    faulty = data.draw(st.sets(st.integers(0, n - 1), max_size=most))
+    context, executor, batch = step([core.REFUSED if i in faulty else 5 for i in range(n)])
     result = executor.execute_model(batch, NOW)
-    assert result.errors.keys() == culprits == set(result.refused)
+    assert result.errors.keys() == faulty == set(result.refused)
     assert all(isinstance(error, RequestFailedError) for error in result.errors.values())
-    want = [-1 if i in culprits else core.answer([1, i, 5], 1)[0] for i in range(n)]
+    want = [-1 if i in faulty else core.answer([1, i, 5], 1)[0] for i in range(n)]
     assert result.token_ids == want
-    assert context.n_cells_free == 3 * len(culprits)
+    assert context.n_cells_free == 3 * len(faulty)
     executor.check()
 
 
-def test_one_culprit_costs_a_bisection() -> None:
+def test_one_faulty_request_costs_one_bisection() -> None:
     context, executor, batch = step([core.REFUSED] + [5] * 63)
     executor.execute_model(batch, NOW)
-    assert context.n_decodes == 6  # the good half of each of six splits
+    assert context.n_decodes == 6  # the good half of each of six bisection steps
 
 
-def test_beyond_the_cap_each_is_run_alone() -> None:
+def test_beyond_the_bisection_limit_each_request_runs_alone() -> None:
     context, executor, batch = step([core.REFUSED if i in (0, 21, 42, 63) else 5 for i in range(64)])
-    asked = []
+    sizes = []
     run = executor.worker.execute_model
-    executor.worker.execute_model = lambda part: asked.append(len(part)) or run(part)  # type: ignore[method-assign,func-returns-value]
+    executor.worker.execute_model = lambda part: sizes.append(len(part)) or run(part)  # type: ignore[method-assign,func-returns-value]
     result = executor.execute_model(batch, NOW)
     assert result.refused == [0, 21, 42, 63]
-    together = sum(n > 1 for n in asked)
+    together = sum(n > 1 for n in sizes)
     assert together <= 1 + 2 * 6
-    assert len(asked) <= 1 + 2 * 6 + 64
+    assert len(sizes) <= 1 + 2 * 6 + 64
     assert context.n_decodes <= 64
 
 
-def test_a_batch_that_fails_together_and_not_in_parts_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_batch_that_fails_only_as_a_whole_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     context, executor, batch = step([5] * 8)
     decode = context.decode
 
@@ -79,14 +79,14 @@ def test_a_batch_that_fails_together_and_not_in_parts_is_told(caplog: pytest.Log
     assert "8 items failed as a whole but not in parts: 24 rows" in caplog.text
 
 
-def test_half_of_a_batch_refused_is_the_engines_fault() -> None:
+def test_refusing_half_of_a_batch_ends_the_engine() -> None:
     _, executor, batch = step([core.REFUSED, 5, core.REFUSED, 5])
     with pytest.raises(EngineDeadError, match="2 of 4"):
         executor.execute_model(batch, NOW)
 
 
 @pytest.mark.parametrize("seconds", [14.9, 15.1])
-def test_five_refusals_within_a_minute_are_the_engines_fault(seconds: float) -> None:
+def test_five_refusals_within_a_minute_end_the_engine(seconds: float) -> None:
     _, executor, batch = step([core.REFUSED] * 5)
     for i in range(4):
         executor.execute_model(batch.part(i, i + 1), NOW + i * seconds)
@@ -98,13 +98,13 @@ def test_five_refusals_within_a_minute_are_the_engines_fault(seconds: float) -> 
             executor.execute_model(last, NOW + 4 * seconds)
 
 
-def test_refused_choices_of_one_request_are_one_refusal() -> None:
+def test_refused_choices_of_one_request_count_once() -> None:
     _, executor, batch = step([core.REFUSED] * 8, name="one")
     for i in range(8):
         assert executor.execute_model(batch.part(i, i + 1), NOW).refused == [0]
 
 
-def test_rows_that_came_out_wrong_are_their_requests_affair() -> None:
+def test_non_finite_rows_fail_only_their_requests() -> None:
     _, executor, batch = step([core.NON_FINITE] * 4)
     result = executor.execute_model(batch, NOW)
     assert len(result.errors) == 4
@@ -112,7 +112,7 @@ def test_rows_that_came_out_wrong_are_their_requests_affair() -> None:
 
 
 @pytest.mark.parametrize(("trouble", "error"), [(core.DEADLY, EngineDeadError), (core.PANICS, core.Panic)])
-def test_a_lost_core_is_not_bisected(trouble: int, error: type[BaseException]) -> None:
+def test_a_dead_core_is_not_bisected(trouble: int, error: type[BaseException]) -> None:
     context, executor, batch = step([5, 5, trouble, 5])
     with pytest.raises(error):
         executor.execute_model(batch, NOW)

@@ -1,4 +1,4 @@
-"""Compiling grammars: what is accepted and rejected, what matchers cost, and the thread pool."""
+"""Grammar compilation: accepted and rejected grammars, the cost of matchers, and the thread pool."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def grammars() -> GrammarCompiler:
         ({"json": {"enum": []}}, "Unsatisfiable"),
         ({"json": {"type": "object", "x-guidance": {"lenient": True}, "not": {}}}, "Unimplemented keys"),
         ({"json": {"$ref": "https://example.org/schema"}}, "does not fetch"),
-        ({"grammar": "start: nobody"}, "unknown name"),
+        ({"grammar": "start: undefined"}, "unknown name"),
         ({"grammar": 'begin: "a"'}, "no start rule"),
     ],
 )
@@ -99,10 +99,10 @@ def test_a_schema_is_nested_at_most_64_deep() -> None:
 
 
 @pytest.mark.parametrize("seed", range(0, 200, 10))
-def test_ordinary_schemas_need_less_than_half_of_the_bounds(
+def test_ordinary_schemas_stay_below_half_of_the_limits(
     grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    halve_the_bounds(monkeypatch)
+    halve_the_limits(monkeypatch)
     for spec in (Spec(json=schema(each)) for each in range(seed, seed + 10)):
         try_grammar(grammars, spec)
 
@@ -132,14 +132,14 @@ WORDS = [f"{i * 7919:x}-street" for i in range(3000)]
         Spec(grammar='start: e\ne: t (("+" | "-") t)*\nt: f (("*" | "/") f)*\nf: /[0-9]+/ | "(" e ")"\n'),
     ],
 )
-def test_ordinary_grammars_need_less_than_half_of_the_bounds(
+def test_ordinary_grammars_stay_below_half_of_the_limits(
     grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, spec: Spec
 ) -> None:
-    halve_the_bounds(monkeypatch)
+    halve_the_limits(monkeypatch)
     try_grammar(grammars, spec)
 
 
-def halve_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def halve_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     names = (
         *("initial_lexer_fuel", "max_grammar_size", "max_lexer_states"),
         *("step_lexer_fuel", "step_max_items", "max_items_in_row"),
@@ -171,7 +171,7 @@ print("alive")
 
 
 def test_thousands_of_levels_do_not_crash_the_process() -> None:
-    """In a process of its own, because the process would crash."""
+    """Runs in its own process, because a stack overflow would end it."""
     done = subprocess.run(
         [sys.executable, "-c", DEEP], capture_output=True, text=True, cwd=TESTS, check=False
     )
@@ -209,7 +209,7 @@ print(-bytes_after(300) + bytes_after(600))
 
 
 def test_a_grammar_leaks_no_memory_after_its_completion() -> None:
-    """Bytes allocated by the C library, in a process of its own. One grammar takes up to 40 KB."""
+    """Counts the bytes that the C library allocates, in its own process. One grammar takes up to 40 KB."""
     done = subprocess.run([sys.executable, "-c", USES], capture_output=True, text=True, cwd=TESTS, check=True)
     assert int(done.stdout) < 200_000
 
@@ -221,7 +221,7 @@ def test_a_grammar_that_continues_after_the_end_is_rejected(field: str) -> None:
     assert error.value.param == field
 
 
-def test_a_spec_is_sent_as_plain_data() -> None:
+def test_a_structured_outputs_spec_survives_a_message() -> None:
     for spec in (JSON, Spec(choice=["a", "b"]), Spec(json_object=True)):
         message = decode_to_engine(encode(Submit(ask("a", structured_outputs=spec))))
         assert isinstance(message, Submit)
@@ -229,7 +229,7 @@ def test_a_spec_is_sent_as_plain_data() -> None:
         assert hash(message.request.params.structured_outputs) == hash(spec)
 
 
-def test_clients_are_served_in_turn() -> None:
+def test_the_pool_serves_clients_round_robin() -> None:
     threads, order = FairThreadPool(1, "test"), list[str]()
     begun, gate = threading.Event(), threading.Event()
     threads.submit("a", lambda: begun.set() or gate.wait())  # type: ignore[func-returns-value]
@@ -245,15 +245,15 @@ def test_clients_are_served_in_turn() -> None:
     assert order == ["a1", "b1", "c1", "a2", "b2", "a3"]
 
 
-def test_an_exception_of_the_work_is_in_its_future() -> None:
+def test_an_exception_of_a_job_is_raised_by_its_future() -> None:
     threads = FairThreadPool(1, "test")
 
-    def leave() -> None:
+    def exit_thread() -> None:
         raise SystemExit(1)
 
     with pytest.raises(SystemExit):
-        threads.submit("a", leave).result()
-    assert threads.submit("a", lambda: 1).result() == 1, "the thread goes on"
+        threads.submit("a", exit_thread).result()
+    assert threads.submit("a", lambda: 1).result() == 1, "the thread continues"
     threads.close()
 
 

@@ -1,4 +1,4 @@
-"""Memory and cores, read from made-up /proc and cgroup trees."""
+"""Available memory and CPU cores, read from fake /proc and cgroup trees."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def tree(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_without_cgroups_the_kernels_estimate_counts(tmp_path: Path) -> None:
+def test_without_cgroups_available_memory_is_the_kernels_estimate(tmp_path: Path) -> None:
     assert available_bytes(tree(tmp_path, {})) == 8 * GIB
 
 
-def test_version_2_the_tightest_ancestor_counts(tmp_path: Path) -> None:
+def test_cgroup_v2_uses_the_tightest_ancestor(tmp_path: Path) -> None:
     files = {
         "proc/self/cgroup": "0::/a/b\n",
         "sys/fs/cgroup/a/memory.max": f"{4 * GIB}\n",
@@ -46,7 +46,7 @@ def test_version_2_the_tightest_ancestor_counts(tmp_path: Path) -> None:
     assert available_bytes(tree(tmp_path, files)) == 2 * GIB
 
 
-def test_version_1_and_a_container_that_sees_its_own_root(tmp_path: Path) -> None:
+def test_cgroup_v1_in_a_container_that_sees_its_own_root(tmp_path: Path) -> None:
     files = {
         "proc/self/cgroup": "5:cpu,cpuacct:/docker/x\n4:memory:/docker/x\n0::/docker/x\n",
         "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{GIB}\n",
@@ -55,7 +55,7 @@ def test_version_1_and_a_container_that_sees_its_own_root(tmp_path: Path) -> Non
     assert available_bytes(tree(tmp_path, files)) == GIB - GIB // 4
 
 
-def test_a_group_above_its_limit_leaves_nothing(tmp_path: Path) -> None:
+def test_a_cgroup_above_its_limit_has_no_available_memory(tmp_path: Path) -> None:
     files = {
         "proc/self/cgroup": "0::/\n",
         "sys/fs/cgroup/memory.max": "100\n",
@@ -77,7 +77,7 @@ def test_a_group_above_its_limit_leaves_nothing(tmp_path: Path) -> None:
         ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, 8),
     ],
 )
-def test_cores_are_the_mask_and_the_quota(
+def test_usable_cores_respect_the_affinity_mask_and_the_cpu_quota(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cores: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
@@ -86,7 +86,7 @@ def test_cores_are_the_mask_and_the_quota(
     assert usable_cpus(root=tree(tmp_path, files)) == Cpus(cores, ids)
 
 
-def test_one_thread_for_each_physical_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_thread_per_physical_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Cores 0 to 3 have the CPUs n and n + 4; the mask leaves out CPU 1, so core 1 is CPU 5.
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 3, 4, 5, 6})
     siblings = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
@@ -120,22 +120,22 @@ def test_an_invalid_list_of_cpus_is_rejected(monkeypatch: pytest.MonkeyPatch, bi
     assert caught.value.param == "cpu_threads_bind"
 
 
-def test_threads_that_are_not_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobind_does_not_pin_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     assert usable_cpus("nobind", root=tmp_path) == Cpus(8, (), pins=False)
 
 
-def test_a_list_for_each_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_has_its_own_cpu_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     assert usable_cpus("0-1,3|4,6-7", 2, tmp_path) == Cpus(6, (0, 1, 3, 4, 6, 7))
     assert usable_cpus("0-3", 2, tmp_path) == Cpus(4, (0, 1, 2, 3))
 
 
-def test_memory_is_interleaved_over_the_nodes_of_the_cpus(
+def test_memory_is_interleaved_over_the_numa_nodes_of_the_cpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    # Nodes 0, 2 and 10 have CPUs, 1 has memory alone.
+    # Nodes 0, 2 and 10 have CPUs; node 1 has only memory.
     lists = {0: "0-1,4-5", 1: "", 2: "2-3", 10: "6-7"}
     files = {f"sys/devices/system/node/node{node}/cpulist": f"{text}\n" for node, text in lists.items()}
     root = tree(tmp_path, {**files, "sys/devices/system/node/online": "0-2,10\n"})
@@ -146,21 +146,21 @@ def test_memory_is_interleaved_over_the_nodes_of_the_cpus(
     assert usable_cpus(root=tree(tmp_path / "one", {})).memory_nodes == ()
 
 
-def test_the_arguments_of_set_mempolicy() -> None:
-    """MPOL_INTERLEAVE is 3; the kernel reads one bit less than the given number."""
+def test_set_mempolicy_arguments() -> None:
+    """MPOL_INTERLEAVE is 3. The kernel reads one bit fewer than `maxnode`."""
     assert mempolicy((0, 2)) == (3, [0b101], 65)
     assert mempolicy((1, 64)) == (3, [0b10, 0b1], 129)
 
 
-def test_a_rejected_policy_is_only_logged(
+def test_a_rejected_memory_policy_is_only_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = []
+    calls = []
 
     class Libc:
         @staticmethod
         def syscall(*arguments: Any) -> int:
-            asked.append((arguments[0].value, arguments[1].value, list(arguments[2]), arguments[3].value))
+            calls.append((arguments[0].value, arguments[1].value, list(arguments[2]), arguments[3].value))
             ctypes.set_errno(errno.EPERM)
             return -1
 
@@ -169,7 +169,7 @@ def test_a_rejected_policy_is_only_logged(
     with caplog.at_level(logging.WARNING):
         host.bind_thread((), (0, 1))
         host.bind_thread((), ())
-    assert asked == [(238, 3, [0b11], 65)]
+    assert calls == [(238, 3, [0b11], 65)]
     assert [record.getMessage() for record in caplog.records] == [
         "memory is not interleaved over the NUMA nodes [0, 1]: Operation not permitted"
     ]

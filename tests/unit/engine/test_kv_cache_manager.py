@@ -1,4 +1,4 @@
-"""The engine with its prefix cache: what is computed again, cached and evicted; tokens never change."""
+"""The engine with its prefix cache: recomputed, cached and evicted tokens. Output tokens never change."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from llaisys.outputs import FinishReason
 CHAT = list(range(1, 41))
 
 
-def roomy(**changes: Any) -> Engine:
+def engine_of(**changes: Any) -> Engine:
     return Engine(**{"max_num_batched_tokens": 64, **changes})
 
 
 def rows_of(made: Engine, name: str, prompt: list[int], **changes: Any) -> int:
-    """Rows that the core computed for one request that runs alone to its end."""
+    """Return the number of rows that the core computed for one request that runs alone."""
     before = made.context.n_rows
     made.submit(name, prompt=prompt, max_tokens=1, **changes)
     made.finish()
@@ -26,49 +26,49 @@ def rows_of(made: Engine, name: str, prompt: list[int], **changes: Any) -> int:
     return made.context.n_rows - before
 
 
-def test_a_second_turn_computes_what_is_new() -> None:
-    made = roomy()
+def test_a_second_turn_computes_only_the_new_tokens() -> None:
+    made = engine_of()
     made.submit("a", prompt=CHAT, max_tokens=10)
     made.finish()
     turn = CHAT + made.tokens["a"] + [7, 8, 9]
-    assert rows_of(made, "b", turn) == 4, "the last answer token was never computed, and three are new"
+    assert rows_of(made, "b", turn) == 4, "the last output token was never computed, and three tokens are new"
     assert (made.cached["a"], made.cached["b"]) == (0, 49)
 
 
-def test_an_edit_computes_from_the_edit_on() -> None:
-    made = roomy()
+def test_an_edited_prompt_is_computed_from_the_edit_on() -> None:
+    made = engine_of()
     assert rows_of(made, "a", CHAT) == 40
     assert rows_of(made, "b", [*CHAT[:25], 99, *CHAT[26:]]) == 15
-    assert rows_of(made, "again", CHAT) == 1, "the last token is always computed: its logits are wanted"
+    assert rows_of(made, "again", CHAT) == 1, "the last token is always computed for its logits"
     assert rows_of(made, "end", CHAT[:20]) == 1
 
 
-def test_salts_do_not_share() -> None:
-    made = roomy()
+def test_cache_salts_do_not_share_prefixes() -> None:
+    made = engine_of()
     rows_of(made, "a", CHAT, cache_salt="x")
     assert rows_of(made, "b", CHAT, cache_salt="y") == 40
     assert rows_of(made, "c", CHAT, cache_salt="x") == 1
 
 
-def test_those_who_run_share_too() -> None:
-    made = roomy()
+def test_running_requests_share_their_prefix() -> None:
+    made = engine_of()
     made.submit("a", prompt=CHAT, max_tokens=20)
     made.step(2)
     assert rows_of(made, "b", CHAT) == 1 + 18
     assert made.cached["b"] == 39
 
 
-def test_equal_prompts_of_one_step_end_up_in_the_same_cells() -> None:
-    made = roomy(max_num_batched_tokens=100)
+def test_equal_prompts_in_one_step_are_stored_once() -> None:
+    made = engine_of(max_num_batched_tokens=100)
     made.submit("a", "b", prompt=CHAT, max_tokens=20)
     made.step()
-    assert made.engine.stats().kv_cells_used == 40, "computed twice, kept once"
+    assert made.engine.stats().kv_cells_used == 40, "computed twice, stored once"
     made.finish()
     assert made.tokens == dict.fromkeys("ab", core.answer(CHAT, 20))
 
 
-def test_half_equal_prompts_of_one_step() -> None:
-    made = roomy(max_num_batched_tokens=100)
+def test_prompts_in_one_step_share_their_common_prefix() -> None:
+    made = engine_of(max_num_batched_tokens=100)
     other = [*CHAT[:20], *range(100, 120)]
     made.submit("a", prompt=CHAT, max_tokens=20)
     made.submit("b", prompt=other, max_tokens=20)
@@ -78,25 +78,27 @@ def test_half_equal_prompts_of_one_step() -> None:
     assert made.tokens == {"a": core.answer(CHAT, 20), "b": core.answer(other, 20)}
 
 
-def test_off_means_that_nothing_is_kept() -> None:
-    made = roomy(enable_prefix_caching=False)
+def test_without_prefix_caching_no_cells_are_retained() -> None:
+    made = engine_of(enable_prefix_caching=False)
     assert rows_of(made, "a", CHAT) == rows_of(made, "b", CHAT) == 40
     assert made.engine.stats().kv_cells_free == made.engine.stats().kv_cells
 
 
-def test_what_nobody_uses_makes_room_the_oldest_first() -> None:
-    made = roomy(n_cells=100)
+def test_unused_cells_are_evicted_least_recently_used_first() -> None:
+    made = engine_of(n_cells=100)
     rows_of(made, "a", CHAT)
     rows_of(made, "b", CHAT[::-1])
     rows_of(made, "c", [50] * 30)
     stats = made.engine.stats()
     assert (stats.kv_cells_free, stats.kv_cells_retained, stats.num_evicted_cells) == (0, 100, 10)
     assert rows_of(made, "b2", CHAT[::-1]) == 1
-    assert rows_of(made, "a2", CHAT) == 11, "its tail went first: 10 for c, and one for b2's last token"
+    assert rows_of(made, "a2", CHAT) == 11, (
+        "its tail was evicted first: 10 cells for c, and one for the last token of b2"
+    )
 
 
-def test_what_a_running_request_uses_is_never_evicted() -> None:
-    made = roomy(n_cells=64)
+def test_cells_of_a_running_request_are_never_evicted() -> None:
+    made = engine_of(n_cells=64)
     rows_of(made, "a", CHAT)
     made.submit("b", prompt=CHAT, max_tokens=20)
     made.step()
@@ -105,8 +107,8 @@ def test_what_a_running_request_uses_is_never_evicted() -> None:
     assert made.tokens["b"] == core.answer(CHAT, 20)
 
 
-def test_who_was_preempted_finds_its_prefix_again() -> None:
-    made = roomy(n_cells=64)
+def test_a_preempted_request_finds_its_cached_prefix() -> None:
+    made = engine_of(n_cells=64)
     made.submit("a", prompt=[1] * 20, max_tokens=20)
     made.submit("b", prompt=[2] * 20, max_tokens=40)
     made.finish()
@@ -116,8 +118,8 @@ def test_who_was_preempted_finds_its_prefix_again() -> None:
     assert made.tokens == {"a": core.answer([1] * 20, 20), "b": core.answer([2] * 20, 40)}
 
 
-def test_preemption_without_a_cache_computes_all_again() -> None:
-    made = roomy(n_cells=64, enable_prefix_caching=False)
+def test_without_a_cache_a_preempted_request_is_recomputed() -> None:
+    made = engine_of(n_cells=64, enable_prefix_caching=False)
     made.submit("a", prompt=[1] * 20, max_tokens=20)
     made.submit("b", prompt=[2] * 20, max_tokens=40)
     made.finish()
@@ -125,8 +127,8 @@ def test_preemption_without_a_cache_computes_all_again() -> None:
     assert made.tokens == {"a": core.answer([1] * 20, 20), "b": core.answer([2] * 20, 40)}
 
 
-def test_nobody_is_preempted_for_ever() -> None:
-    made = roomy(n_cells=64, max_num_seqs=4, max_num_queued_reqs=40, enable_prefix_caching=False)
+def test_preemptions_per_request_are_bounded() -> None:
+    made = engine_of(n_cells=64, max_num_seqs=4, max_num_queued_reqs=40, enable_prefix_caching=False)
     prompts = {f"{i}": [i] * 8 for i in range(12)}
     for name, prompt in prompts.items():
         made.submit(name, prompt=prompt, max_tokens=50)
@@ -138,8 +140,8 @@ def test_nobody_is_preempted_for_ever() -> None:
     assert made.tokens == {name: core.answer(prompt, 50) for name, prompt in prompts.items()}
 
 
-def test_what_a_faulty_request_cached_is_dropped() -> None:
-    made = roomy()
+def test_cells_of_a_faulty_request_are_invalidated() -> None:
+    made = engine_of()
     rows_of(made, "a", CHAT)
     made.submit("bad", prompt=[*CHAT, core.NON_FINITE, 5])
     made.finish()
@@ -149,8 +151,8 @@ def test_what_a_faulty_request_cached_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("n_steps", [1, 2, 5])
-def test_a_cancelled_request_leaves_what_it_computed(n_steps: int) -> None:
-    made = roomy(max_num_batched_tokens=16)
+def test_a_cancelled_request_leaves_its_tokens_in_the_cache(n_steps: int) -> None:
+    made = engine_of(max_num_batched_tokens=16)
     made.submit("a", prompt=CHAT)
     made.step(n_steps)
     made.engine.cancel("a")
@@ -158,20 +160,20 @@ def test_a_cancelled_request_leaves_what_it_computed(n_steps: int) -> None:
     assert (stats.kv_cells_used, stats.kv_cells_retained) == (0, min(40, 16 * n_steps) + max(0, n_steps - 3))
 
 
-def test_the_cache_is_cut_to_its_threshold_every_so_often() -> None:
-    made = roomy(n_cells=100, kv_eviction_threshold=0.5, kv_cleanup_interval_s=1.0)
+def test_the_cache_is_evicted_to_its_threshold_once_per_interval() -> None:
+    made = engine_of(n_cells=100, kv_eviction_threshold=0.5, kv_cleanup_interval_s=1.0)
     made.submit("a", prompt=CHAT, max_tokens=1)
     made.step(1, NOW)
     made.submit("b", prompt=CHAT[::-1], max_tokens=3)
     made.step(1, NOW + 0.9)
     assert made.engine.stats().kv_cells_free == 20
     made.step(1, NOW + 1.0)
-    assert made.engine.stats().kv_cells_free == 49, "down to the threshold, then one more token"
+    assert made.engine.stats().kv_cells_free == 49, "the threshold, less one more token"
     made.finish()
 
 
-def test_an_idle_engine_wakes_once_to_cut_its_cache() -> None:
-    made = roomy(n_cells=100, kv_eviction_threshold=0.5, kv_cleanup_interval_s=1.0)
+def test_an_idle_engine_wakes_once_to_evict_to_the_threshold() -> None:
+    made = engine_of(n_cells=100, kv_eviction_threshold=0.5, kv_cleanup_interval_s=1.0)
     made.submit("a", prompt=CHAT, max_tokens=1)
     made.step(1, NOW)
     made.submit("b", prompt=CHAT[::-1], max_tokens=1)
@@ -182,8 +184,8 @@ def test_an_idle_engine_wakes_once_to_cut_its_cache() -> None:
     assert (made.engine.stats().kv_cells_free, made.engine.wait_s()) == (50, None)
 
 
-def test_an_idle_engine_sleeps_where_sessions_keep_the_cache_above_its_threshold() -> None:
-    made = roomy(n_cells=100, kv_eviction_threshold=0.25, kv_cleanup_interval_s=1.0)
+def test_an_idle_engine_sleeps_if_session_pins_exceed_the_threshold() -> None:
+    made = engine_of(n_cells=100, kv_eviction_threshold=0.25, kv_cleanup_interval_s=1.0)
     made.submit("a", prompt=CHAT, max_tokens=1, session_id="s")
     made.step(1, NOW)
     assert (made.engine.stats().kv_cells_free, made.engine.wait_s()) == (60, None)
@@ -193,7 +195,7 @@ def test_an_idle_engine_sleeps_where_sessions_keep_the_cache_above_its_threshold
 
 
 @pytest.mark.parametrize("n_streams", [1, 2, 4])
-def test_tokens_do_not_depend_on_the_streams(n_streams: int) -> None:
+def test_tokens_do_not_depend_on_the_number_of_kv_streams(n_streams: int) -> None:
     made = Engine(n_cells=256, n_streams=n_streams, max_num_seqs=6, max_num_queued_reqs=40)
     prompts = {f"{i}": CHAT[: 10 + i] + [i] * (i % 5) for i in range(24)}
     for name, prompt in prompts.items():
@@ -202,8 +204,8 @@ def test_tokens_do_not_depend_on_the_streams(n_streams: int) -> None:
     assert made.tokens == {name: core.answer(prompt, 12) for name, prompt in prompts.items()}
 
 
-def test_a_request_goes_where_its_prefix_lies_else_to_the_emptiest_stream() -> None:
-    made = roomy(n_cells=128, n_streams=2)
+def test_a_request_runs_in_the_kv_stream_of_its_prefix_or_the_emptiest() -> None:
+    made = engine_of(n_cells=128, n_streams=2)
     made.submit("a", prompt=CHAT, max_tokens=10)
     made.step()
     made.submit("b", prompt=[7] * 20, max_tokens=10)
@@ -215,8 +217,8 @@ def test_a_request_goes_where_its_prefix_lies_else_to_the_emptiest_stream() -> N
     made.finish()
 
 
-def test_a_prefix_is_copied_where_its_own_stream_is_full() -> None:
-    made = roomy(n_cells=128, n_streams=2)
+def test_a_prefix_is_copied_if_its_kv_stream_is_full() -> None:
+    made = engine_of(n_cells=128, n_streams=2)
     made.submit("a", prompt=CHAT, max_tokens=24)
     made.step(8)
     made.submit("b", prompt=[*CHAT[:30], *[9] * 10], max_tokens=20)
@@ -229,9 +231,9 @@ def test_a_prefix_is_copied_where_its_own_stream_is_full() -> None:
     assert made.tokens["b"] == core.answer([*CHAT[:30], *[9] * 10], 20)
 
 
-def test_a_prefix_is_computed_anew_where_its_stream_cannot_keep_it_until_the_copy() -> None:
-    """All that can be evicted there is the prefix, and who runs there needs a cell in this very step."""
-    made = roomy(n_cells=128, n_streams=2)
+def test_a_prefix_that_cannot_stay_until_the_copy_is_recomputed() -> None:
+    """Only the prefix is evictable in that stream, and its running request needs a cell in this step."""
+    made = engine_of(n_cells=128, n_streams=2)
     rows_of(made, "prefix", CHAT)
     made.submit("a", prompt=[7] * 20, max_tokens=30)
     made.step(5)

@@ -1,6 +1,6 @@
-"""Models whose every layer has a sliding window: cells that no later row sees go back, tokens never change.
+"""Models with a sliding window in every layer: cells behind the window are reclaimed, tokens never change.
 
-The fake refuses a row that lacks a cell it sees; `Engine` checks the books after every step.
+The fake core rejects a row that lacks a visible cell; `Engine` checks the invariants after every step.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from llaisys.engine.kv_cache_planner import RECLAIM_TOKENS
 
 WINDOW = 20
 STEP = 16
-# Cells that one request holds at most: what its window sees, what waits to go back, and a step's tokens.
-MOST = WINDOW + RECLAIM_TOKENS + STEP
+# The most cells of one request: its window, those not reclaimed yet, and the tokens of a step.
+CELLS_MAX = WINDOW + RECLAIM_TOKENS + STEP
 
 
 def windowed(window: int | None = WINDOW, **changes: Any) -> Engine:
@@ -30,66 +30,66 @@ def prompt(n: int, seed: int = 0) -> list[int]:
 
 
 def run(made: Engine) -> int:
-    """To the end; the most cells that were held, those of the cache that can be evicted left out."""
-    n_held = 0
+    """Run to the end. Return the largest number of used cells; evictable cells do not count."""
+    n_used = 0
     while made.engine.has_work():
         made.step()
-        n_held = max(n_held, made.engine.stats().kv_cells_used)
+        n_used = max(n_used, made.engine.stats().kv_cells_used)
     made.finish()
-    return n_held
+    return n_used
 
 
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("n_prompt", [1, 10, STEP, WINDOW + 1, 90, 230])
-def test_cells_stay_within_the_window_however_long_the_request(n_prompt: int, caching: bool) -> None:
+def test_used_cells_stay_within_the_window_for_any_length(n_prompt: int, caching: bool) -> None:
     made = windowed(enable_prefix_caching=caching)
     made.submit("a", prompt=prompt(n_prompt), max_tokens=150)
-    pinned = WINDOW if caching else 0  # a cached prompt stays until the window has left it
-    assert run(made) <= MOST + pinned
+    pinned = WINDOW if caching else 0  # a cached prompt stays until the window has passed it
+    assert run(made) <= CELLS_MAX + pinned
     assert made.tokens["a"] == core.answer(prompt(n_prompt), 150, window=WINDOW)
 
 
-def test_without_a_window_nothing_goes_back() -> None:
+def test_without_a_window_no_cell_is_reclaimed() -> None:
     made = windowed(window=None)
     made.submit("a", prompt=prompt(90), max_tokens=150)
-    assert run(made) == 90 + 148, "the step that ends it gives all back"
+    assert run(made) == 90 + 148, "the step that ends it frees all cells"
 
 
-def test_cells_go_back_in_lots_and_none_too_early() -> None:
+def test_cells_are_reclaimed_in_batches_and_none_too_early() -> None:
     made = windowed(enable_prefix_caching=False)
     made.submit("a", prompt=prompt(1), max_tokens=200)
     (request,) = made.engine.requests.by_ordinal.values()
-    n_gone = set()
+    n_reclaimed = set()
     while made.engine.has_work():
         made.step()
-        n_gone.add(request.num_reclaimed)
-    assert n_gone == {0, 64, 128}, "200 tokens, of which the last 20 are in sight"
+        n_reclaimed.add(request.num_reclaimed)
+    assert n_reclaimed == {0, 64, 128}, "200 tokens, of which the last 20 are visible"
 
 
-def test_a_prompt_that_was_cached_stays_cached_and_can_be_evicted() -> None:
+def test_a_cached_prompt_stays_cached_and_evictable() -> None:
     made = windowed()
     made.submit("a", prompt=prompt(STEP), max_tokens=100)
     run(made)
-    assert made.engine.stats().kv_cells_retained == STEP, "the prompt's cells stay"
+    assert made.engine.stats().kv_cells_retained == STEP, "the cells of the prompt stay cached"
     made.submit("b", prompt=prompt(STEP), max_tokens=100)
     run(made)
     assert made.cached == {"a": 0, "b": STEP - 1}
     assert made.tokens["a"] == made.tokens["b"]
 
 
-def test_a_pinned_prompt_is_let_go_while_the_request_runs() -> None:
+def test_a_pinned_prompt_behind_the_window_becomes_evictable() -> None:
     made = windowed()
     made.submit("a", prompt=prompt(STEP), max_tokens=150)
     made.step(100)
     stats = made.engine.stats()
     assert (stats.num_running, stats.kv_cells_retained) == (1, STEP)
-    assert stats.kv_cells_used < stats.kv_cells - stats.kv_cells_free, "the prompt's cells can be evicted"
+    assert stats.kv_cells_used < stats.kv_cells - stats.kv_cells_free, "the cells of the prompt are evictable"
     made.submit("b", prompt=prompt(300, 5), max_tokens=10)
     run(made)
     assert made.tokens["a"] == core.answer(prompt(STEP), 150, window=WINDOW)
 
 
-def test_what_lacks_its_first_cells_is_not_cached() -> None:
+def test_a_sequence_without_its_first_cells_is_not_cached() -> None:
     made = windowed()
     made.submit("a", prompt=prompt(200), max_tokens=5)
     run(made)
@@ -101,7 +101,7 @@ def test_what_lacks_its_first_cells_is_not_cached() -> None:
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_more_long_requests_run_together_than_their_tokens_have_cells(caching: bool) -> None:
+def test_concurrent_requests_may_have_more_tokens_than_cells(caching: bool) -> None:
     made = windowed(n_cells=500, max_model_len=400, enable_prefix_caching=caching)
     for i in range(4):
         made.submit(f"r{i}", prompt=prompt(300, i), max_tokens=60)
@@ -110,13 +110,13 @@ def test_more_long_requests_run_together_than_their_tokens_have_cells(caching: b
         made.step()
         n_together = max(n_together, made.engine.stats().num_running)
     made.finish()
-    assert n_together == 4, "1,440 tokens in 500 cells"
+    assert n_together == 4, "1,440 tokens fit in 500 cells"
     assert made.engine.stats().num_preempted == 0
     for i in range(4):
         assert made.tokens[f"r{i}"] == core.answer(prompt(300, i), 60, window=WINDOW)
 
 
-def test_who_gives_way_after_it_has_reclaimed_starts_again() -> None:
+def test_a_request_preempted_after_reclaiming_is_recomputed() -> None:
     made = windowed(100, n_cells=256, max_model_len=256, max_num_seqs=3)
     made.submit("late", prompt=prompt(5), max_tokens=240)
     made.step(160)
@@ -124,7 +124,7 @@ def test_who_gives_way_after_it_has_reclaimed_starts_again() -> None:
     assert late.num_reclaimed == 64
     made.submit("a", prompt=prompt(6, 3), max_tokens=240, priority=-1)
     made.submit("b", prompt=prompt(7, 9), max_tokens=240, priority=-1)
-    for _ in range(60):  # before it gives back more
+    for _ in range(60):  # before it reclaims more cells
         if not late.num_preempted:
             assert late.num_reclaimed == 64
             made.step()
@@ -135,7 +135,7 @@ def test_who_gives_way_after_it_has_reclaimed_starts_again() -> None:
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_choices_fork_before_the_prompt_goes(caching: bool) -> None:
+def test_choices_fork_before_the_prompt_is_reclaimed(caching: bool) -> None:
     made = windowed(max_num_seqs=3, enable_prefix_caching=caching)
     made.submit("a", prompt=prompt(100), n=3, temperature=1.0, seed=5, max_tokens=150)
     run(made)
@@ -148,7 +148,7 @@ def test_choices_fork_before_the_prompt_goes(caching: bool) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_tokens_are_those_of_a_lone_request(data: st.DataObject) -> None:
+def test_tokens_equal_those_of_a_lone_request(data: st.DataObject) -> None:
     window = data.draw(st.integers(1, 90))
     n_streams = data.draw(st.sampled_from([1, 1, 2]))
     n_cells = n_streams * data.draw(st.integers(160, 260))
@@ -161,19 +161,19 @@ def test_tokens_are_those_of_a_lone_request(data: st.DataObject) -> None:
         max_num_batched_tokens=data.draw(st.sampled_from([5, 16, 64])),
         max_num_queued_reqs=50,
     )
-    asked = {}
+    submitted = {}
     for i in range(data.draw(st.integers(1, 8))):
-        # Some prompts begin alike.
+        # Some prompts share a prefix.
         text = prompt(data.draw(st.integers(1, 100)), data.draw(st.integers(0, 2)))
         n_tokens, n = data.draw(st.integers(1, 160 - len(text))), data.draw(st.sampled_from([1, 1, 2, 3]))
         made.submit(f"r{i}", prompt=text, max_tokens=n_tokens, n=n, temperature=1.0, seed=i)
-        asked[f"r{i}"] = text, n_tokens, n
+        submitted[f"r{i}"] = text, n_tokens, n
         made.step(data.draw(st.integers(0, 60)))
         if data.draw(st.integers(0, 9)) == 0:
             made.engine.cancel(f"r{i}")
-            del asked[f"r{i}"]
+            del submitted[f"r{i}"]
     made.finish()
-    for name, (text, n_tokens, n) in asked.items():
+    for name, (text, n_tokens, n) in submitted.items():
         for index in range(n):
             spec = core.SamplerSpec(temperature=1.0, seed=int(name[1:]), choice=index)
             got = made.tokens[(name, index) if index else name]

@@ -1,4 +1,4 @@
-"""What can never run is refused with its numbers; what fits by one token is not."""
+"""Requests that can never run are rejected with their numbers; those that just fit are accepted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llaisys.sampling_params import SamplingParams
 @pytest.mark.parametrize(
     ("n_prompt", "max_tokens", "limit"), [(1, 1, 2), (54, 10, 64), (63, 1, 64), (63, None, 64), (1, None, 64)]
 )
-def test_the_limit_is_prompt_and_answer(n_prompt: int, max_tokens: int | None, limit: int) -> None:
+def test_the_token_limit_is_prompt_plus_output(n_prompt: int, max_tokens: int | None, limit: int) -> None:
     params = SamplingParams(max_tokens=max_tokens)
     assert token_limit([1] * n_prompt, params, limits()) == limit
 
@@ -23,7 +23,7 @@ def test_the_limit_is_prompt_and_answer(n_prompt: int, max_tokens: int | None, l
 @pytest.mark.parametrize(
     ("n_prompt", "max_tokens", "param"), [(55, 10, "max_tokens"), (64, None, "prompt"), (64, 1, "max_tokens")]
 )
-def test_one_token_too_many_is_refused_with_both_numbers(
+def test_one_token_above_the_context_is_rejected_with_both_numbers(
     n_prompt: int, max_tokens: int | None, param: str
 ) -> None:
     with pytest.raises(ContextLengthError, match=rf"64 tokens.*{n_prompt} in the prompt") as caught:
@@ -42,13 +42,13 @@ def test_one_token_too_many_is_refused_with_both_numbers(
     ],
 )
 def test_ids_outside_the_vocabulary_are_named(changes: dict[str, object], param: str, says: str) -> None:
-    asked = ask(**changes)
+    source = ask(**changes)
     with pytest.raises(RejectedError, match=says) as caught:
-        token_limit(asked.prompt_token_ids, asked.params, limits())
+        token_limit(source.prompt_token_ids, source.params, limits())
     assert caught.value.param == param
 
 
-def test_a_lone_request_always_fits_the_cells_of_an_stream() -> None:
+def test_one_kv_stream_has_cells_for_a_whole_context() -> None:
     with pytest.raises(RejectedError, match="64 is more than the 63"):
         limits(n_cells=63)
     with pytest.raises(RejectedError, match="64 is more than the 60 KV cells of one of 4 KV streams"):
@@ -58,7 +58,7 @@ def test_a_lone_request_always_fits_the_cells_of_an_stream() -> None:
     assert limits(n_cells=256, n_streams=4).n_cells_per_stream == 64
 
 
-def test_an_absent_max_tokens_is_clamped_and_an_excess_is_refused() -> None:
+def test_a_missing_max_tokens_is_clamped_and_a_large_one_rejected() -> None:
     bounds = limits(max_output_tokens=20)
     assert token_limit([1] * 3, SamplingParams(max_tokens=None), bounds) == 23
     assert token_limit([1] * 60, SamplingParams(max_tokens=None), bounds) == 64
@@ -68,7 +68,7 @@ def test_an_absent_max_tokens_is_clamped_and_an_excess_is_refused() -> None:
     assert caught.value.param == "max_tokens"
 
 
-def test_a_prompt_has_its_own_bound() -> None:
+def test_max_input_tokens_bounds_the_prompt() -> None:
     bounds = limits(max_input_tokens=5)
     assert token_limit([1] * 5, SamplingParams(max_tokens=1), bounds) == 6
     with pytest.raises(ContextLengthError, match="has 6 tokens, max_input_tokens allows at most 5") as caught:
@@ -76,13 +76,13 @@ def test_a_prompt_has_its_own_bound() -> None:
     assert caught.value.param == "prompt"
 
 
-def test_no_more_choices_than_may_run() -> None:
+def test_n_is_bounded_by_max_num_seqs() -> None:
     assert token_limit([1], SamplingParams(n=4, max_tokens=1), limits()) == 2
     with pytest.raises(RejectedError, match="n is 5, 4 choices"):
         token_limit([1], SamplingParams(n=5, max_tokens=1), limits())
 
 
-def test_seats_of_a_step() -> None:
+def test_batch_slots_of_a_step() -> None:
     assert limits().n_batch_slots == 4
     assert limits(max_batch_size=2).n_batch_slots == 2
     assert limits(max_num_batched_tokens=1).n_batch_slots == 1
@@ -92,7 +92,7 @@ EOS = (9,)
 
 
 @pytest.mark.parametrize(
-    ("changes", "words", "is_refused"),
+    ("changes", "words", "is_rejected"),
     [
         ({"allowed_token_ids": [3, 4], "bad_words": ["a", "b"]}, ((3,), (4,), (5, 6)), True),
         ({"allowed_token_ids": [3, 4], "bad_words": ["a"]}, ((3,), (4, 4)), False),
@@ -103,9 +103,9 @@ EOS = (9,)
         ({"bad_words": ["a"], "min_tokens": 1}, ((3,),), False),
     ],
 )
-def test_what_leaves_no_first_token_is_refused(changes: Any, words: Any, is_refused: bool) -> None:
+def test_settings_that_allow_no_first_token_are_rejected(changes: Any, words: Any, is_rejected: bool) -> None:
     source = ask(bad_word_ids=words, eos_token_ids=EOS, **changes)
-    if not is_refused:
+    if not is_rejected:
         check_first_token(source)
         return
     with pytest.raises(RejectedError, match="leave no token") as caught:

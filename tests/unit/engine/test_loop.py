@@ -1,4 +1,4 @@
-"""The engine thread and its client: starts, ends, deaths; every request gets exactly one end."""
+"""The engine thread and its client: start, shutdown and failure; every request ends exactly once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from llaisys.stats import EngineStats
 
 
 class Client:
-    """A client whose outputs are collected; `gate` holds the engine before each decode while it is closed."""
+    """A client that collects its outputs. The engine blocks before each decode while `gate` is not set."""
 
     def __init__(self, **changes: Any) -> None:
         self.bounds = limits(**changes)
@@ -63,12 +63,12 @@ class Client:
         )
         decode = context.decode
 
-        def held(*arrays: Any) -> Any:
+        def wait_then_decode(*arrays: Any) -> Any:
             self.stepping.set()
             self.gate.wait(30)
             return decode(*arrays)
 
-        context.decode = held  # type: ignore[method-assign]
+        context.decode = wait_then_decode  # type: ignore[method-assign]
         self.engine = LLMEngine(Executor(Worker(context, core.SamplerSpec)), self.bounds, 0)  # type: ignore[arg-type]
         return self.engine
 
@@ -76,18 +76,18 @@ class Client:
         for output in outputs:
             self.outputs.put(output)
 
-    def hold(self) -> None:
+    def block(self) -> None:
         """Wait until the engine is inside a step, which continues after `gate.set()`."""
         self.gate.clear()
         self.stepping.clear()
-        self.client.submit(ask("held", prompt=[1]))
+        self.client.submit(ask("blocked", prompt=[1]))
         assert self.stepping.wait(30)
 
     def end_of(self, *names: str) -> list[EngineOutput]:
         """Wait for the last outputs of these requests and return them; each request has one."""
         while not self.ends.keys() >= set(names):
             output = self.outputs.get(timeout=30)
-            assert output.request_id not in self.ends, "an output after the end"
+            assert output.request_id not in self.ends, "an output after the last one"
             self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
             if output.finish_reason is not None:
                 self.ends[output.request_id] = output
@@ -102,7 +102,7 @@ def made() -> Iterator[Client]:
     client.client.close()
 
 
-def test_requests_run_on_the_engines_own_thread(made: Client) -> None:
+def test_requests_run_on_the_engine_thread(made: Client) -> None:
     for name in "abc":
         made.client.submit(ask(name))
     made.end_of(*"abc")
@@ -110,7 +110,7 @@ def test_requests_run_on_the_engines_own_thread(made: Client) -> None:
     assert made.thread == "llaisys-engine"
 
 
-def test_a_request_that_can_never_run_is_rejected_at_once(made: Client) -> None:
+def test_a_request_that_can_never_run_is_rejected_by_submit(made: Client) -> None:
     with pytest.raises(ContextLengthError):
         made.client.submit(ask("a", prompt=[1] * 64))
     with pytest.raises(RejectedError, match="300"):
@@ -118,22 +118,22 @@ def test_a_request_that_can_never_run_is_rejected_at_once(made: Client) -> None:
 
 
 def test_an_id_in_use_is_rejected_until_its_request_ends(made: Client) -> None:
-    made.hold()
-    made.client.cancel("held")
+    made.block()
+    made.client.cancel("blocked")
     with pytest.raises(RejectedError, match="in use"):
-        made.client.submit(ask("held"))
+        made.client.submit(ask("blocked"))
     made.gate.set()
-    assert made.end_of("held")[0].finish_reason is FinishReason.ABORT
+    assert made.end_of("blocked")[0].finish_reason is FinishReason.ABORT
     made.ends.clear()
     made.tokens.clear()
-    made.client.submit(ask("held"))
-    made.end_of("held")
-    assert made.tokens == {"held": core.answer([1, 2, 3], 10)}
+    made.client.submit(ask("blocked"))
+    made.end_of("blocked")
+    assert made.tokens == {"blocked": core.answer([1, 2, 3], 10)}
 
 
-def test_a_full_queue_raises_or_is_the_only_output() -> None:
+def test_a_full_queue_raises_in_submit_or_ends_the_request() -> None:
     made = Client(max_num_seqs=2, max_num_queued_reqs=1, n_cells=64)
-    made.hold()
+    made.block()
     made.client.submit(ask("a", prompt=[1] * 60, max_tokens=4))
     assert made.client.queue_full_error() is None
     made.client.submit(ask("b"))
@@ -141,33 +141,36 @@ def test_a_full_queue_raises_or_is_the_only_output() -> None:
     with pytest.raises(QueueFullError, match="2 requests may run and 1 may wait"):
         made.client.submit(ask("c"))
     made.gate.set()
-    a, b = made.end_of("a", "b")  # `a` needs all cells and waits: one waits already
+    a, b = made.end_of("a", "b")  # `a` needs all cells, so it still waits
     assert isinstance(b.error, QueueFullError)
     assert a.finish_reason is FinishReason.LENGTH
     assert made.client.queue_full_error() is None
-    made.client._receive_step([], EngineStats(num_queued=1, queue_s=6.5))  # one lacks cells, with places left
+    # The queue has space, but a request waits for cells.
+    made.client._receive_step([], EngineStats(num_queued=1, queue_s=6.5))
     full = made.client.queue_full_error()
     assert full is not None
     assert full.retry_after_s == 7
     made.client.close()
-    assert made.client.queue_full_error() is None, "503 is for somebody else to say"
+    assert made.client.queue_full_error() is None, (
+        "a closed client reports no full queue: the server answers 503 itself"
+    )
 
 
 def test_a_cancel_applies_once_after_the_step_in_progress(made: Client) -> None:
-    made.hold()
+    made.block()
     for _ in range(100):
-        made.client.cancel("held")
+        made.client.cancel("blocked")
         made.client.cancel("unknown")
     made.gate.set()
-    assert made.end_of("held")[0].finish_reason is FinishReason.ABORT
-    assert made.tokens["held"] == core.answer([1], 1)
+    assert made.end_of("blocked")[0].finish_reason is FinishReason.ABORT
+    assert made.tokens["blocked"] == core.answer([1], 1)
     took = made.client.stats().seconds_of_cancels
-    assert took.count == 1, "of those that ended something"
+    assert took.count == 1, "only cancels that ended a request count"
     assert took.sum > 0
 
 
-def test_a_storm_of_submits_and_cancels_stays_within_the_inbox(made: Client) -> None:
-    made.hold()
+def test_many_submits_and_cancels_stay_within_the_inbox_bound(made: Client) -> None:
+    made.block()
     accepted = []
     for i in range(1000):
         with contextlib.suppress(QueueFullError):
@@ -176,19 +179,19 @@ def test_a_storm_of_submits_and_cancels_stays_within_the_inbox(made: Client) -> 
         made.client.cancel(f"{i}")
     assert len(accepted) == 11
     made.gate.set()
-    made.end_of("held", *accepted)
-    assert made.tokens["held"] == core.answer([1], 10)
+    made.end_of("blocked", *accepted)
+    assert made.tokens["blocked"] == core.answer([1], 10)
     assert {made.ends[name].finish_reason for name in accepted} == {FinishReason.ABORT}
 
 
-def test_the_inbox_takes_all_messages_of_requests_with_the_most_choices() -> None:
+def test_the_inbox_accepts_all_messages_of_requests_with_most_choices() -> None:
     """Each of 32 requests sends a Submit, a Cancel for each of its 32 choices and one for all of them."""
     made = Client(max_num_seqs=32, max_num_queued_reqs=0, n_cells=64)
-    made.hold()
+    made.block()
     names = [f"{i}" for i in range(31)]
     for name in names:
         made.client.submit(ask(name, n=32, temperature=1.0))
-    for name in ["held", *names]:
+    for name in ["blocked", *names]:
         for index in [*range(32), None]:
             made.client.cancel(name, index)
     n_sent = 31 + 32 * 33
@@ -203,30 +206,30 @@ def test_the_inbox_takes_all_messages_of_requests_with_the_most_choices() -> Non
     assert not made.client._open
 
 
-def test_deadlines_follow_the_clients_clock(made: Client) -> None:
-    made.hold()
+def test_deadlines_use_the_clock_of_the_client(made: Client) -> None:
+    made.block()
     made.now_s += 600.0
     made.gate.set()
-    (end,) = made.end_of("held")
+    (end,) = made.end_of("blocked")
     assert end.finish_reason is FinishReason.TIMEOUT
     assert isinstance(end.error, RequestTimeoutError)
 
 
 @pytest.mark.parametrize(
-    ("trouble", "says"), [(core.DEADLY, "device is lost"), (core.PANICS, "index out of bounds")]
+    ("token", "message"), [(core.DEADLY, "device is lost"), (core.PANICS, "index out of bounds")]
 )
-def test_death_ends_every_open_request_once_and_rejects_later_ones(trouble: int, says: str) -> None:
+def test_a_dead_engine_ends_every_open_request_once_and_rejects_later_ones(token: int, message: str) -> None:
     made = Client(max_num_seqs=2)
-    made.hold()
+    made.block()
     for name in "abc":
-        made.client.submit(ask(name, prompt=[trouble]))
+        made.client.submit(ask(name, prompt=[token]))
     made.gate.set()
-    ends = made.end_of("held", *"abc")
+    ends = made.end_of("blocked", *"abc")
     made.client.close()
     assert made.outputs.empty()
-    assert all(isinstance(end.error, EngineDeadError) and says in str(end.error) for end in ends)
-    assert len({id(end.error) for end in ends}) == 4, "a raised error belongs to one request"
-    with pytest.raises(EngineDeadError, match=says):
+    assert all(isinstance(end.error, EngineDeadError) and message in str(end.error) for end in ends)
+    assert len({id(end.error) for end in ends}) == 4, "each request has its own error object"
+    with pytest.raises(EngineDeadError, match=message):
         made.client.submit(ask("late"))
     made.client.cancel("a")
     assert made.context is not None
@@ -234,33 +237,33 @@ def test_death_ends_every_open_request_once_and_rejects_later_ones(trouble: int,
 
 
 @pytest.mark.parametrize(
-    ("error", "count"), [(BrokenInvariant("7 cells are held, the requests own 3"), 1), (OSError("device"), 0)]
+    ("error", "count"), [(BrokenInvariant("7 cells are used, the requests own 3"), 1), (OSError("device"), 0)]
 )
 def test_invariant_violations_are_counted(made: Client, error: Exception, count: int) -> None:
-    """They end the engine, and are counted apart from other deaths."""
+    """They end the engine and are counted separately from other failures."""
 
     def check() -> None:
         raise error
 
-    made.hold()
+    made.block()
     assert made.engine is not None
     made.engine.check = check  # type: ignore[method-assign]
     assert made.client.num_violations == 0
     made.gate.set()
-    made.end_of("held")
+    made.end_of("blocked")
     made.client.close()
     assert made.client.num_violations == count
     assert str(error) in str(made.client.error)
 
 
-def test_close_ends_what_is_open_and_is_idempotent(made: Client) -> None:
-    made.hold()
+def test_close_ends_open_requests_and_is_idempotent(made: Client) -> None:
+    made.block()
     made.client.submit(ask("waits", prompt=[1] * 40))
     closer = threading.Thread(target=made.client.close)
     closer.start()
     made.gate.set()
     closer.join(30)
-    made.end_of("held", "waits")
+    made.end_of("blocked", "waits")
     assert all(end.error is None or "shutting down" in str(end.error) for end in made.ends.values())
     made.client.close()
     with pytest.raises(EngineDeadError, match="shutting down"):
@@ -284,7 +287,7 @@ def _gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fake_core")
-def test_auto_uses_a_gpu_which_reports_how_many_cells_fit(
+def test_device_auto_uses_a_gpu_which_reports_how_many_cells_fit(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     _gpus(monkeypatch)
@@ -316,7 +319,7 @@ def test_auto_uses_a_gpu_which_reports_how_many_cells_fit(
 
 
 @pytest.mark.usefixtures("fake_core")
-def test_auto_is_the_cpu_where_the_gpu_does_not_compute_the_model(
+def test_device_auto_uses_the_cpu_if_the_gpu_does_not_support_the_model(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Narrow(core.Context):
@@ -340,7 +343,7 @@ def test_auto_is_the_cpu_where_the_gpu_does_not_compute_the_model(
 
 
 @pytest.mark.usefixtures("fake_core")
-def test_start_sizes_and_loads(caplog: pytest.LogCaptureFixture) -> None:
+def test_start_sizes_the_kv_cache_and_loads_the_model(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         client = start_engine(Config(num_kv_cells=96), inspect_model(Path("fake")), lambda _: None)
     assert (client.limits.n_cells, client.limits.max_model_len) == (96, 96)

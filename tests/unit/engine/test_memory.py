@@ -1,4 +1,4 @@
-"""KV cells and context from a machine's memory: the sum, the limits, and what is rejected."""
+"""Number of KV cells and context length from the available memory, and rejected settings."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from llaisys.errors import RejectedError
 from llaisys.model_info import ModelInfo
 
 MIB = 2**20
-# Of the fake model: 512 rows of ten sizes that are 1, 64 rows of 300 logits.
+# Workspace of the fake model, float32: 512 rows of ten dimensions of 1, and 64 rows of 300 logits.
 WORKSPACE = 4 * (512 * 10 + 64 * 300)
 
 
 @pytest.fixture(autouse=True)
 def _fake(fake_core: None) -> None:
-    """`inspect_model` gives the fake model: 1,000 parameters, 4, 8 or 10 bytes a cell, 128 positions."""
+    """`inspect_model` returns the fake model: 1,000 parameters, 4, 8 or 10 bytes per cell, 128 positions."""
 
 
 def sized(memory_bytes: int = 100 * MIB, **settings: Any) -> Capacity:
     return size_engine(Config(**settings), inspect_model(Path("fake")), memory_bytes, Cpus(2))
 
 
-def weighing(auto: int, float32: int = 0, bfloat16: int = 0) -> ModelInfo:
-    """The fake model with this many MiB of packed weights."""
+def model_of(auto: int, float32: int = 0, bfloat16: int = 0) -> ModelInfo:
+    """Return the fake model with this many MiB of packed weights."""
     mib = {"auto": auto, "float32": float32, "bfloat16": bfloat16, "int8": 20, "int4": 10}
     packed_bytes = {dtype: n * MIB for dtype, n in mib.items()}
     return replace(inspect_model(Path("fake")), weight_bytes=MIB, packed_bytes=packed_bytes)
 
 
-def test_no_more_cells_than_the_requests_can_use() -> None:
+def test_cells_are_bounded_by_what_the_requests_can_use() -> None:
     made = sized()
     assert (made.limits.n_cells, made.limits.max_model_len) == (64 * 128, 128)
     assert "64 requests of 128 tokens" in made.summary
@@ -45,14 +45,14 @@ def test_no_more_cells_than_the_requests_can_use() -> None:
 
 
 @pytest.mark.parametrize("name", ["int8", "int8_per_token_head"])
-def test_int8_cells_by_our_name_and_by_vllms(name: str) -> None:
+def test_int8_cells_under_our_name_and_that_of_vllm(name: str) -> None:
     made = sized(kv_cache_memory_bytes=4 * 333, kv_cache_dtype=name)
     assert made.settings.kv_dtype == "int8"
-    assert made.limits.n_cells == 133  # of 10 bytes
+    assert made.limits.n_cells == 133  # cells of 10 bytes
     assert "133 cells x 10 B (int8)" in made.summary
 
 
-def test_a_fifth_of_the_remaining_memory_in_whole_ranges() -> None:
+def test_the_kv_cache_uses_a_fifth_of_the_remaining_memory() -> None:
     made = sized(memory_bytes=WORKSPACE + 4000 + 5 * 1000 * 4)
     assert made.limits.n_cells == 992
     assert "a fifth" in made.summary
@@ -60,7 +60,7 @@ def test_a_fifth_of_the_remaining_memory_in_whole_ranges() -> None:
     assert sized(memory_bytes=WORKSPACE + 2000 + 5 * 1000 * 4, dtype="bfloat16").limits.n_cells == 992
 
 
-def test_little_memory_shortens_the_context_and_the_summary_reports_it() -> None:
+def test_too_little_memory_shortens_the_context_and_the_summary_reports_it() -> None:
     made = sized(memory_bytes=WORKSPACE + 4000 + 5 * 100 * 4)
     assert (made.limits.n_cells, made.limits.max_model_len) == (96, 96)
     assert made.settings.max_model_len == 96
@@ -68,7 +68,7 @@ def test_little_memory_shortens_the_context_and_the_summary_reports_it() -> None
     assert sized(memory_bytes=WORKSPACE + 4000 + 5 * 20 * 4).limits.n_cells == 20
 
 
-def test_settings_override_the_sum() -> None:
+def test_settings_override_the_computed_sizes() -> None:
     assert sized(num_kv_cells=100_000).limits.n_cells == 100_000
     assert sized(num_kv_cells=50).limits.max_model_len == 50
     assert sized(kv_cache_memory_bytes=4 * 333).limits.n_cells == 333
@@ -77,7 +77,7 @@ def test_settings_override_the_sum() -> None:
     assert sized(num_threads=7).settings.n_threads == 7
 
 
-def test_threads_are_kept_to_cpus_while_there_are_enough() -> None:
+def test_threads_are_pinned_if_there_are_enough_cpus() -> None:
     def cpu_ids(num_threads: int | None) -> tuple[int, ...]:
         config, info = Config(num_threads=num_threads), inspect_model(Path("fake"))
         return size_engine(config, info, 200 * MIB, Cpus(2, (4, 6))).settings.cpu_ids
@@ -102,15 +102,15 @@ def test_a_setting_that_cannot_be_satisfied_is_named(
     assert caught.value.param == param
 
 
-def test_a_larger_model_leaves_less() -> None:
-    info = replace(weighing(50), kv_bytes_per_cell={"bfloat16": MIB})
+def test_a_larger_model_leaves_fewer_cells() -> None:
+    info = replace(model_of(50), kv_bytes_per_cell={"bfloat16": MIB})
     assert size_engine(Config(), info, 100 * MIB + WORKSPACE, Cpus(1)).limits.n_cells == 10
 
 
-def test_a_model_larger_than_the_memory_is_rejected_with_the_sum() -> None:
-    info = replace(weighing(90), d_ff=4096, vocab_size=16384)
+def test_a_model_larger_than_the_memory_is_rejected_with_its_sizes() -> None:
+    info = replace(model_of(90), d_ff=4096, vocab_size=16384)
     config = Config(kv_cache_memory_bytes=8 * MIB)
-    # 512 rows of 3 * 4096 numbers and a few; 64 rows of logits.
+    # 512 rows of about 3 * 4096 floats, and 64 rows of logits.
     assert size_engine(config, info, 200 * MIB, Cpus(1)).limits.n_cells == 2 * MIB
     words = (
         r"weights 90\.0 MiB \+ KV cache 8\.0 MiB \+ workspace 28\.0 MiB = 126\.0 MiB, "
@@ -124,8 +124,8 @@ def test_a_model_larger_than_the_memory_is_rejected_with_the_sum() -> None:
     assert size_engine(Config(), info, 130 * MIB, Cpus(1)).limits.n_cells * 4 < 12 * MIB / 4
 
 
-def test_the_weights_are_counted_as_they_are_packed() -> None:
-    info = weighing(auto=30, float32=80, bfloat16=40)
+def test_weights_are_counted_at_their_packed_size() -> None:
+    info = model_of(auto=30, float32=80, bfloat16=40)
     for mode, n_mib in info.packed_bytes.items():
         config = Config(quantization=mode) if mode.startswith("int") else Config(dtype=mode)
         sized = size_engine(config, info, n_mib + MIB, Cpus(1))
@@ -135,8 +135,8 @@ def test_the_weights_are_counted_as_they_are_packed() -> None:
             size_engine(config, info, n_mib, Cpus(1))
 
 
-def test_the_weights_of_pruned_argmax_are_counted_where_it_is_on() -> None:
-    info = replace(weighing(auto=30), screen_bytes={"auto": 5 * MIB})
+def test_the_weights_of_pruned_argmax_are_counted_if_it_is_enabled() -> None:
+    info = replace(model_of(auto=30), screen_bytes={"auto": 5 * MIB})
     for n_mib, config in [
         (35, Config()),
         (30, Config(screen_lm_head=False)),
@@ -147,13 +147,13 @@ def test_the_weights_of_pruned_argmax_are_counted_where_it_is_on() -> None:
         assert sized.settings.prune_argmax is (n_mib == 35)
 
 
-def test_a_type_and_a_quantization_contradict_each_other() -> None:
+def test_dtype_and_quantization_must_not_contradict_each_other() -> None:
     with pytest.raises(RejectedError, match="dtype float32 and quantization int8 contradict") as caught:
         sized(dtype="float32", quantization="int8")
     assert caught.value.param == "quantization"
 
 
-def test_the_messages_between_ranks_are_counted() -> None:
+def test_the_buffers_between_ranks_are_counted() -> None:
     made = sized(tensor_parallel_size=2, num_threads=6)
     assert (made.settings.n_ranks, made.settings.n_threads) == (2, 6)
     assert made.summary.endswith("split over 2 ranks")
@@ -162,11 +162,11 @@ def test_the_messages_between_ranks_are_counted() -> None:
     assert "rank" not in sized().summary
 
 
-def test_on_a_gpu_the_core_counts_the_cells_unless_configured() -> None:
+def test_on_a_gpu_the_core_sizes_the_kv_cache_unless_configured() -> None:
     gpu = GpuSettings(ordinal=0, memory_share=0.9, synchronous=False, overlap=True)
 
     def on_gpu(**settings: Any) -> Capacity:
-        # The host's memory is not where weights and cells are.
+        # Host memory is 0: weights and cells are on the GPU.
         return size_engine(Config(**settings), inspect_model(Path("fake")), 0, Cpus(2), gpu=gpu)
 
     made = on_gpu(num_kv_streams=2)
@@ -174,7 +174,7 @@ def test_on_a_gpu_the_core_counts_the_cells_unless_configured() -> None:
     assert made.limits.max_model_len == made.settings.max_model_len == 128
     assert "as many as fit on the GPU" in made.summary
     assert on_gpu(num_kv_cells=50).settings.n_cells == 50
-    assert on_gpu(kv_cache_dtype="int8_per_token_head").settings.kv_dtype == "int8"  # which the core refuses
+    assert on_gpu(kv_cache_dtype="int8_per_token_head").settings.kv_dtype == "int8"  # the core rejects it
     few = made.limits.with_cells(60)
     assert (few.n_cells, few.max_model_len) == (60, 30)
     assert made.limits.with_cells(10_000).max_model_len == 128

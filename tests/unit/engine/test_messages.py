@@ -1,4 +1,4 @@
-"""Messages survive encoding unchanged; invalid ones are rejected."""
+"""Messages between client and engine: they survive encoding unchanged, and invalid ones are rejected."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ OUTPUT = EngineOutput(
     num_cached_tokens=3,
     queued_s=0.5,
 )
-STORY = Timeline(
+TIMELINE = Timeline(
     1.0, 3.0, (Span(1.0, 3.0, SpanKind.QUEUED, ("b", ("c", 2))),), {SpanKind.QUEUED: 2.0}, is_over=True
 )
 SCORED = EngineOutput("a", [1], new_prompt_logprobs=[TokenLogprobs(4, -2.5, 3, [(5, -0.5)])])
@@ -83,7 +83,7 @@ SCORED = EngineOutput("a", [1], new_prompt_logprobs=[TokenLogprobs(4, -2.5, 3, [
         Shutdown(),
     ],
 )
-def test_messages_to_the_engine(message: ToEngine) -> None:
+def test_messages_to_the_engine_survive_encoding(message: ToEngine) -> None:
     assert encode(decode_to_engine(encode(message))) == encode(message)
     assert type(decode_to_engine(encode(message))) is type(message)
 
@@ -94,19 +94,19 @@ def test_messages_to_the_engine(message: ToEngine) -> None:
         Started(limits(session_store=Path("/a/store"))),
         StepOutputs([OUTPUT, SCORED], STATS),
         SessionReply(7, [SessionInfo("a", 3, 2, 1, True)]),
-        TimelineReply(7, {1: STORY}),
+        TimelineReply(7, {1: TIMELINE}),
     ],
 )
-def test_messages_from_the_engine(message: FromEngine) -> None:
+def test_messages_from_the_engine_survive_encoding(message: FromEngine) -> None:
     assert decode_from_engine(encode(message)) == message
 
 
-def sent_error(error: errors.LlaisysError) -> errors.LlaisysError:
-    came = decode_from_engine(encode(StartFailed(error)))
-    assert isinstance(came, StartFailed)
-    assert type(came.error) is type(error)
-    assert str(came.error) == str(error)
-    return came.error
+def send_error(error: errors.LlaisysError) -> errors.LlaisysError:
+    decoded = decode_from_engine(encode(StartFailed(error)))
+    assert isinstance(decoded, StartFailed)
+    assert type(decoded.error) is type(error)
+    assert str(decoded.error) == str(error)
+    return decoded.error
 
 
 CLASSES = [
@@ -116,27 +116,27 @@ CLASSES = [
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_an_error_keeps_its_class_and_text(kind: type[errors.LlaisysError]) -> None:
-    sent_error(kind("so it is"))
+    send_error(kind("a message"))
 
 
 def test_the_error_of_a_session_reply_keeps_its_class() -> None:
-    came = decode_from_engine(encode(SessionReply(7, [], errors.RejectedError("no such", param="x"))))
-    assert isinstance(came, SessionReply)
-    assert isinstance(came.error, errors.RejectedError)
-    assert (came.call_id, came.error.param) == (7, "x")
+    decoded = decode_from_engine(encode(SessionReply(7, [], errors.RejectedError("no such", param="x"))))
+    assert isinstance(decoded, SessionReply)
+    assert isinstance(decoded.error, errors.RejectedError)
+    assert (decoded.call_id, decoded.error.param) == (7, "x")
 
 
 def test_an_error_keeps_its_fields() -> None:
-    assert sent_error(errors.ContextLengthError("x", param="prompt")).param == "prompt"
-    full = sent_error(errors.QueueFullError("x", retry_after_s=7))
+    assert send_error(errors.ContextLengthError("x", param="prompt")).param == "prompt"
+    full = send_error(errors.QueueFullError("x", retry_after_s=7))
     assert isinstance(full, errors.QueueFullError)
     assert full.retry_after_s == 7
 
 
-def test_the_end_of_an_engine() -> None:
-    came = decode_from_engine(encode(EngineEnded(errors.EngineDeadError("a panic"))))
-    assert isinstance(came, EngineEnded)
-    assert isinstance(came.error, errors.EngineDeadError)
+def test_an_engine_error_keeps_its_class() -> None:
+    decoded = decode_from_engine(encode(EngineEnded(errors.EngineDeadError("a panic"))))
+    assert isinstance(decoded, EngineEnded)
+    assert isinstance(decoded.error, errors.EngineDeadError)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_invalid_messages_are_rejected(raw: bytes) -> None:
         decode_to_engine(raw)
 
 
-def test_a_value_that_is_not_plain_fails_at_the_sender() -> None:
+def test_a_value_that_is_not_plain_data_fails_at_the_sender() -> None:
     with pytest.raises(TypeError, match="object cannot be sent"):
         encode(Submit(ask(prompt=[object()])))  # type: ignore[list-item]
 

@@ -1,4 +1,4 @@
-"""Embeddings in the engine: each hidden state once, whatever the chunks, the company and the preemptions."""
+"""Pooling requests in the engine: each hidden state counts once for any chunking, batch and preemption."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPT = list(range(1, 31))
 
 
 def embedding(prompt: list[int], pooling: Pooling) -> list[float]:
-    """By the definition, in Python's own floats, row after row."""
+    """Return the embedding by its definition, in Python floats, one row after the other."""
     rows = [core.hidden_of(prompt[: i + 1]) for i in range(len(prompt))]
     rows = [np.array(row, np.float32).tolist() for row in (rows if pooling == "mean" else rows[-1:])]
     total = [0.0] * core.D_MODEL
@@ -33,7 +33,7 @@ def embedding(prompt: list[int], pooling: Pooling) -> list[float]:
     return np.array([x / length for x in mean], np.float32).tolist()
 
 
-def given(made: Engine, name: str) -> list[float]:
+def embedding_of(made: Engine, name: str) -> list[float]:
     end = made.ends[name]
     assert (end.finish_reason, end.last, end.new_token_ids) == (FinishReason.STOP, True, [])
     assert end.embedding is not None
@@ -43,30 +43,30 @@ def given(made: Engine, name: str) -> list[float]:
 BUDGETS: list[dict[str, Any]] = [
     {"max_num_batched_tokens": 64},
     {"max_num_batched_tokens": 7},
-    {"max_num_batched_tokens": 29},  # the last token of the prompt comes alone
+    {"max_num_batched_tokens": 29},  # the last token of the prompt is a chunk of its own
     {"max_num_batched_tokens": 7, "enable_prefix_caching": False},
 ]
 
 
 @pytest.mark.parametrize("changes", BUDGETS)
 @pytest.mark.parametrize("pooling", ["mean", "last"])
-@pytest.mark.parametrize("company", [False, True])
-def test_the_same_bits_in_chunks_and_in_company(
-    changes: dict[str, Any], pooling: Pooling, company: bool
+@pytest.mark.parametrize("others", [False, True])
+def test_embeddings_do_not_depend_on_chunks_or_the_batch(
+    changes: dict[str, Any], pooling: Pooling, others: bool
 ) -> None:
     made = Engine(**changes)
-    if company:
+    if others:
         made.submit("x", prompt=[9, 8, 7])
         made.step()
         made.submit("y", prompt=PROMPT[:20])
     made.submit("a", prompt=PROMPT, pooling=pooling)
     made.submit("b", prompt=PROMPT[:1], pooling=pooling)
     made.finish()
-    assert given(made, "a") == embedding(PROMPT, pooling)
-    assert given(made, "b") == embedding(PROMPT[:1], pooling)
+    assert embedding_of(made, "a") == embedding(PROMPT, pooling)
+    assert embedding_of(made, "b") == embedding(PROMPT[:1], pooling)
 
 
-def test_a_cached_prompt_gives_its_last_state_and_is_computed_again_for_the_mean() -> None:
+def test_a_cached_prompt_serves_last_pooling_and_is_recomputed_for_the_mean() -> None:
     made = Engine()
     made.submit("a", prompt=PROMPT, max_tokens=1)
     made.finish()
@@ -79,11 +79,11 @@ def test_a_cached_prompt_gives_its_last_state_and_is_computed_again_for_the_mean
     made.finish()
     assert made.context.n_rows == n_rows + 1 + len(PROMPT)
     assert made.cached["mean"] == 0
-    assert given(made, "last") == embedding(PROMPT, "last")
-    assert given(made, "mean") == embedding(PROMPT, "mean")
+    assert embedding_of(made, "last") == embedding(PROMPT, "last")
+    assert embedding_of(made, "mean") == embedding(PROMPT, "mean")
 
 
-def test_what_it_computed_is_cached_for_others() -> None:
+def test_pooled_prompts_are_cached_for_other_requests() -> None:
     made = Engine()
     made.submit("a", prompt=PROMPT, pooling="mean")
     made.finish()
@@ -94,8 +94,8 @@ def test_what_it_computed_is_cached_for_others() -> None:
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])
-def test_a_preempted_prompt_goes_on_where_it_was(pooling: Pooling) -> None:
-    """Two answers take all cells but one a step, which the prompt gets; then it gives way."""
+def test_a_preempted_prompt_continues_from_the_pooled_rows(pooling: Pooling) -> None:
+    """Two decodes leave the prompt one token per step, until the prompt is preempted."""
     made = Engine(n_cells=96, max_model_len=64, max_num_batched_tokens=3)
     made.submit("a", prompt=[7] * 20, max_tokens=40)
     made.submit("b", prompt=[8] * 20, max_tokens=40)
@@ -107,31 +107,31 @@ def test_a_preempted_prompt_goes_on_where_it_was(pooling: Pooling) -> None:
     if pooling == "mean":
         assert 0 < pooled.pool.next < len(PROMPT)
     made.finish()
-    assert given(made, "c") == embedding(PROMPT, pooling)
+    assert embedding_of(made, "c") == embedding(PROMPT, pooling)
 
 
-def test_a_number_that_is_not_finite_ends_its_request_alone_and_is_not_cached() -> None:
+def test_a_non_finite_hidden_state_fails_only_its_request_and_is_not_cached() -> None:
     made = Engine()
-    spoilt = [1, 2, core.NON_FINITE, 4]
-    made.submit("a", prompt=spoilt, pooling="mean")
+    faulty = [1, 2, core.NON_FINITE, 4]
+    made.submit("a", prompt=faulty, pooling="mean")
     made.submit("b", prompt=PROMPT, pooling="mean")
     made.finish()
     assert made.ends["a"].finish_reason is FinishReason.ERROR
     assert made.ends["a"].embedding is None
-    assert given(made, "b") == embedding(PROMPT, "mean")
+    assert embedding_of(made, "b") == embedding(PROMPT, "mean")
     assert made.engine.stats().kv_cells_retained == len(PROMPT)
 
 
-def test_a_row_that_the_core_refuses_ends_its_request_alone() -> None:
+def test_a_row_rejected_by_the_core_fails_only_its_request() -> None:
     made = Engine()
     made.submit("a", prompt=[1, core.REFUSED, 4], pooling="mean")
     made.submit("b", prompt=PROMPT, pooling="last")
     made.finish()
     assert made.ends["a"].finish_reason is FinishReason.ERROR
-    assert given(made, "b") == embedding(PROMPT, "last")
+    assert embedding_of(made, "b") == embedding(PROMPT, "last")
 
 
-def test_cancel_and_timeout_end_it_once() -> None:
+def test_cancel_and_timeout_end_a_pooling_request_once() -> None:
     made = Engine(max_num_batched_tokens=4)
     made.submit("a", prompt=PROMPT, pooling="mean")
     made.submit("b", prompt=PROMPT[::-1], pooling="mean", deadline_s=NOW + 5)
@@ -143,16 +143,16 @@ def test_cancel_and_timeout_end_it_once() -> None:
     assert made.over == {"a", "b"}
 
 
-def test_a_prompt_may_fill_the_context() -> None:
+def test_a_pooled_prompt_may_fill_the_context() -> None:
     made = Engine()
     made.submit("a", prompt=[5] * 64, pooling="last")
     made.finish()
-    assert given(made, "a") == embedding([5] * 64, "last")
+    assert embedding_of(made, "a") == embedding([5] * 64, "last")
     with pytest.raises(ContextLengthError, match="65 tokens, the context is 64"):
         made.submit("b", prompt=[5] * 65, pooling="last")
 
 
-def test_its_limits_are_those_of_a_prompt() -> None:
+def test_a_pooling_request_has_the_limits_of_a_prompt() -> None:
     params = SamplingParams()
     assert token_limit([1, 2], params, limits(), pooling="mean") == 2
     with pytest.raises(ContextLengthError, match="3 tokens, max_input_tokens allows at most 2"):
@@ -164,8 +164,8 @@ def test_its_limits_are_those_of_a_prompt() -> None:
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_in_a_crowd_that_is_short_of_cells(seed: int) -> None:
-    """Answers and embeddings of related prompts, preempted and cancelled at random: the definition's bits."""
+def test_embeddings_under_random_preemptions_and_cancels(seed: int) -> None:
+    """Completions and embeddings of related prompts: embeddings equal the definition bit for bit."""
     rng = random.Random(seed)
     n_streams = 1 + seed % 2
     made = Engine(
@@ -178,13 +178,13 @@ def test_in_a_crowd_that_is_short_of_cells(seed: int) -> None:
         enable_prefix_caching=seed % 4 != 0,
     )
     heads = [[rng.randrange(1, 250) for _ in range(30)] for _ in range(2)]
-    asked: dict[str, tuple[list[int], Pooling]] = {}
+    pooled: dict[str, tuple[list[int], Pooling]] = {}
     for i in range(30):
         head = rng.choice(heads)
         prompt = head[: rng.randint(1, 30)] + [rng.randrange(1, 250) for _ in range(rng.randint(0, 12))]
         if rng.random() < 0.6:
             pooling: Pooling = "mean" if rng.random() < 0.6 else "last"
-            asked[f"{i}"] = prompt, pooling
+            pooled[f"{i}"] = prompt, pooling
             made.submit(f"{i}", prompt=prompt, pooling=pooling, priority=1)
         else:
             made.submit(f"{i}", prompt=prompt[:20], max_tokens=rng.randint(9, 27), ignore_eos=True)
@@ -193,6 +193,6 @@ def test_in_a_crowd_that_is_short_of_cells(seed: int) -> None:
             made.engine.cancel(f"{rng.randint(0, i)}")
     made.finish()
     assert len(made.over) == 30
-    for name, (prompt, pooling) in asked.items():
+    for name, (prompt, pooling) in pooled.items():
         if made.ends[name].finish_reason is not FinishReason.ABORT:
-            assert given(made, name) == embedding(prompt, pooling), (seed, name)
+            assert embedding_of(made, name) == embedding(prompt, pooling), (seed, name)

@@ -1,4 +1,4 @@
-"""The prefix index: hits, misses with their reasons, pins, edits; and that a question costs its own path."""
+"""The prefix cache: hits, misses with reasons, pins, edits, and the cost of each call."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ from llaisys.engine.request import BrokenInvariant
 
 
 def cache(index: PrefixCache, tokens: list[int], salt: str = "", stream: int = 0) -> tuple[Any, ...]:
-    """A sequence that computed `tokens` and ended; the edits."""
+    """Cache the tokens of a finished sequence and return the edits."""
     pin, edits = index.insert(salt, tokens, stream)
     index.unpin(pin)
     index.check()
     return edits
 
 
-def lines_run(question: Callable[[], object]) -> int:
-    """Lines of ours that a call runs: a cost that no clock is asked for. Garbage collected meanwhile runs
-    callbacks of others."""
+def lines_run(call: Callable[[], object]) -> int:
+    """Return how many lines of llaisys a call executes: a cost without a clock.
+
+    Other lines do not count, because garbage collection may run foreign callbacks meanwhile.
+    """
     n_lines = 0
 
     def trace(frame: FrameType, event: str, _argument: object) -> Any:
@@ -47,7 +49,7 @@ def lines_run(question: Callable[[], object]) -> int:
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        question()
+        call()
     finally:
         sys.settrace(before)
     return n_lines
@@ -56,7 +58,7 @@ def lines_run(question: Callable[[], object]) -> int:
 # --- hits ---
 
 
-def test_what_a_sequence_computed_is_found_again() -> None:
+def test_cached_tokens_are_a_hit() -> None:
     index = PrefixCache()
     (retain,) = cache(index, [1, 2, 3, 4])
     assert retain == AddNode(retain.node_id, 0, 4)
@@ -65,7 +67,7 @@ def test_what_a_sequence_computed_is_found_again() -> None:
     assert match.parts == ((retain.node_id, 0, 4),)
 
 
-def test_a_hit_ends_at_any_token_without_a_change() -> None:
+def test_a_hit_may_end_at_any_token_without_an_edit() -> None:
     index = PrefixCache()
     (retain,) = cache(index, [1, 2, 3, 4])
     for n in range(4):
@@ -75,7 +77,7 @@ def test_a_hit_ends_at_any_token_without_a_change() -> None:
     assert len(index.dump()) == 1
 
 
-def test_an_edited_question_shares_all_before_the_edit() -> None:
+def test_an_edited_prompt_shares_the_tokens_before_the_edit() -> None:
     index = PrefixCache()
     chat = [*range(100)]
     cache(index, chat)
@@ -90,7 +92,7 @@ def test_an_edited_question_shares_all_before_the_edit() -> None:
         assert index.match("", tokens, limit=100).n_tokens == 100
 
 
-def test_a_longer_chat_adds_only_its_end() -> None:
+def test_a_longer_chat_adds_only_its_new_tokens() -> None:
     index = PrefixCache()
     cache(index, [1, 2, 3])
     (retain,) = cache(index, [1, 2, 3, 4, 5])
@@ -98,7 +100,7 @@ def test_a_longer_chat_adds_only_its_end() -> None:
     assert [p[1:] for p in index.match("", [1, 2, 3, 4, 5], limit=5).parts] == [(0, 3), (3, 5)]
 
 
-def test_inserting_twice_or_a_part_retains_nothing_more() -> None:
+def test_inserting_cached_tokens_adds_no_cells() -> None:
     index = PrefixCache()
     cache(index, [1, 2, 3])
     assert cache(index, [1, 2, 3]) == ()
@@ -108,7 +110,7 @@ def test_inserting_twice_or_a_part_retains_nothing_more() -> None:
     assert index.n_cached() == 3
 
 
-def test_the_limit_bounds_a_hit() -> None:
+def test_limit_bounds_a_hit() -> None:
     index = PrefixCache()
     cache(index, [1, 2, 3])
     match = index.match("", [1, 2, 3], limit=2)
@@ -117,7 +119,7 @@ def test_the_limit_bounds_a_hit() -> None:
     assert index.match("", [1, 2, 3], limit=3).miss is None
 
 
-def test_no_tokens_no_hit() -> None:
+def test_an_empty_prompt_has_no_hit_and_no_node() -> None:
     index = PrefixCache()
     assert index.match("", [], limit=0).n_tokens == 0
     assert index.match("", [], limit=0).miss is None
@@ -128,7 +130,7 @@ def test_no_tokens_no_hit() -> None:
     assert index.dump() == []
 
 
-def test_tokens_may_come_as_an_array() -> None:
+def test_tokens_may_be_an_array() -> None:
     index = PrefixCache()
     cache(index, [1, 2, 3])
     assert index.match("", array("i", [1, 2, 4]), limit=3).n_tokens == 2
@@ -137,7 +139,7 @@ def test_tokens_may_come_as_an_array() -> None:
 # --- misses ---
 
 
-def test_a_miss_says_why() -> None:
+def test_a_miss_has_its_reason() -> None:
     index = PrefixCache()
     assert index.match("a", [1, 2], limit=2).miss == Miss("empty", 0, 1)
     cache(index, [1, 2, 3], salt="b")
@@ -150,13 +152,13 @@ def test_a_miss_says_why() -> None:
     assert index.match("a", [1, 2, 3, 4], limit=4).miss == Miss("differs", 3, 4, cached=5)
 
 
-def test_ones_own_salt_in_another_stream_is_not_another_salt() -> None:
+def test_the_same_salt_in_another_stream_is_no_salt_miss() -> None:
     index = PrefixCache(2)
     cache(index, [1, 2], salt="a", stream=1)
     assert index.match("a", [1, 2], limit=2, stream=0).miss == Miss("empty", 0, 1)
 
 
-def test_a_miss_remembers_what_made_room() -> None:
+def test_a_miss_names_evicted_tokens() -> None:
     index = PrefixCache()
     cache(index, [1, 2, 3])
     cache(index, [1, 2, 3, 4, 5])
@@ -170,7 +172,7 @@ def test_a_miss_remembers_what_made_room() -> None:
     assert index.match("", [2], limit=1).miss == Miss("empty", 0, 2)
 
 
-def test_the_memory_of_what_made_room_is_bounded() -> None:
+def test_remembered_evictions_are_bounded() -> None:
     index = PrefixCache()
     for i in range(N_EVICTED_REMEMBERED_MAX + 1):
         cache(index, [i])
@@ -179,10 +181,10 @@ def test_the_memory_of_what_made_room_is_bounded() -> None:
     assert [miss.reason for miss in reasons if miss is not None] == ["empty", "evicted", "evicted"]
 
 
-# --- tenants and KV streams ---
+# --- salts and KV streams ---
 
 
-def test_salts_do_not_share() -> None:
+def test_cache_salts_do_not_share_prefixes() -> None:
     index = PrefixCache()
     cache(index, [1, 2, 3], salt="a")
     assert index.match("b", [1, 2, 3], limit=3).n_tokens == 0
@@ -190,7 +192,7 @@ def test_salts_do_not_share() -> None:
     assert index.n_cached() == 6
 
 
-def test_the_longest_hit_of_all_streams_is_found() -> None:
+def test_match_finds_the_longest_hit_of_all_streams() -> None:
     index = PrefixCache(3)
     for stream, n in ((0, 1), (1, 3), (2, 3)):
         cache(index, [1, 2, 3][:n], stream=stream)
@@ -206,7 +208,7 @@ def test_the_longest_hit_of_all_streams_is_found() -> None:
 # --- pins ---
 
 
-def test_a_locked_path_is_not_evicted() -> None:
+def test_a_pinned_path_is_not_evicted() -> None:
     index = PrefixCache()
     cache(index, [1, 2, 3, 4])
     pin, edits = index.pin("", [1, 2, 3, 9], 3)
@@ -222,7 +224,7 @@ def test_a_locked_path_is_not_evicted() -> None:
     assert index.dump() == []
 
 
-def test_a_lock_goes_as_far_as_the_cache_does() -> None:
+def test_a_pin_ends_where_the_cached_tokens_end() -> None:
     index = PrefixCache()
     cache(index, [1, 2])
     assert index.pin("", [1, 2, 3], 3)[0].n_tokens == 2
@@ -230,7 +232,7 @@ def test_a_lock_goes_as_far_as_the_cache_does() -> None:
     index.check()
 
 
-def test_the_parts_of_a_match_outlive_the_lock_that_splits_them() -> None:
+def test_the_parts_of_a_match_stay_valid_after_the_pin_splits_them() -> None:
     index = PrefixCache()
     cache(index, [1, 2, 3, 4])
     match = index.match("", [1, 2, 9], limit=2)
@@ -239,7 +241,7 @@ def test_the_parts_of_a_match_outlive_the_lock_that_splits_them() -> None:
     assert (split.node_id, split.at) == (match.parts[0][0], match.parts[0][2])
 
 
-def test_a_lock_stays_with_its_end_when_its_path_is_split() -> None:
+def test_a_pin_keeps_its_last_node_when_its_path_is_split() -> None:
     index = PrefixCache()
     pin, _ = index.insert("", [1, 2, 3, 4])
     cache(index, [1, 2, 7])
@@ -250,7 +252,7 @@ def test_a_lock_stays_with_its_end_when_its_path_is_split() -> None:
     assert index.n_evictable() == 4
 
 
-def test_private_cells_are_those_of_no_other_lock() -> None:
+def test_private_cells_are_pinned_by_one_pin_only() -> None:
     index = PrefixCache()
     first, _ = index.insert("", [1, 2, 3, 4])
     second, _ = index.insert("", [1, 2, 5])
@@ -262,7 +264,7 @@ def test_private_cells_are_those_of_no_other_lock() -> None:
     assert index.n_private(first) == 4
 
 
-def test_an_insert_takes_the_old_locks_place() -> None:
+def test_insert_replaces_the_previous_pin() -> None:
     index = PrefixCache()
     first, _ = index.insert("", [1, 2])
     second, _ = index.insert("", [1, 2, 3], pin=first)
@@ -274,7 +276,7 @@ def test_an_insert_takes_the_old_locks_place() -> None:
     assert index.n_evictable() == 3
 
 
-def test_a_lock_is_given_back_once() -> None:
+def test_a_pin_is_released_once() -> None:
     index = PrefixCache()
     pin, _ = index.insert("", [1])
     index.unpin(pin)
@@ -287,7 +289,7 @@ def test_a_lock_is_given_back_once() -> None:
 # --- eviction ---
 
 
-def test_the_least_recently_used_goes_first_from_its_end() -> None:
+def test_the_least_recently_used_path_is_evicted_from_its_end() -> None:
     index = PrefixCache()
     (first,) = cache(index, [1, 2, 3])
     (second,) = cache(index, [4, 5, 6])
@@ -296,18 +298,18 @@ def test_the_least_recently_used_goes_first_from_its_end() -> None:
     assert index.evict(0) == (0, ())
 
 
-def test_a_use_renews_the_whole_path() -> None:
+def test_a_use_refreshes_the_whole_path() -> None:
     index = PrefixCache()
     cache(index, [1, 2, 3])
     cache(index, [4, 5, 6])
     pin, _ = index.pin("", [1, 2], 2)
     index.unpin(pin)
     index.check()
-    index.evict(4)  # the tail that was not used, then the other path
+    index.evict(4)  # the unused tail, then the other path
     assert [tokens for *_, tokens, _ in index.dump()] == [[1, 2]]
 
 
-def test_a_shared_head_outlives_its_branches() -> None:
+def test_a_shared_prefix_is_evicted_after_its_branches() -> None:
     index = PrefixCache()
     for last in (3, 4, 5):
         cache(index, [1, 2, last])
@@ -315,10 +317,10 @@ def test_a_shared_head_outlives_its_branches() -> None:
     assert [tokens for *_, tokens, _ in index.dump()] == [[1, 2]]
 
 
-# --- what is not to be trusted ---
+# --- invalidation ---
 
 
-def test_drop_forgets_a_requests_own_and_what_was_built_on_it() -> None:
+def test_invalidate_removes_tokens_and_their_continuations() -> None:
     index = PrefixCache()
     cache(index, [1, 2, 3, 4])
     cache(index, [1, 2, 3, 4, 5, 6])
@@ -331,7 +333,7 @@ def test_drop_forgets_a_requests_own_and_what_was_built_on_it() -> None:
     assert index.n_cached() == index.n_evictable() == 4
 
 
-def test_drop_leaves_what_a_lock_pins() -> None:
+def test_invalidate_keeps_pinned_tokens() -> None:
     index = PrefixCache()
     pin, _ = index.insert("", [1, 2])
     cache(index, [1, 2, 3])
@@ -343,7 +345,7 @@ def test_drop_leaves_what_a_lock_pins() -> None:
     assert index.dump() == []
 
 
-def test_drop_of_what_is_not_cached_is_nothing() -> None:
+def test_invalidate_of_tokens_that_are_not_cached_does_nothing() -> None:
     index = PrefixCache()
     assert index.invalidate("", [1, 2]) == ()
     cache(index, [1, 2])
@@ -352,43 +354,43 @@ def test_drop_of_what_is_not_cached_is_nothing() -> None:
     assert index.n_cached() == 2
 
 
-# --- the alarm is alive ---
+# --- check() detects corruption ---
 
 
-def _spoil_count(index: PrefixCache) -> None:
+def _corrupt_pin_count(index: PrefixCache) -> None:
     index._n_pins_given = 0
 
 
-def _spoil_start(index: PrefixCache) -> None:
+def _corrupt_start(index: PrefixCache) -> None:
     _leaf(index).start += 1
 
 
-def _spoil_key(index: PrefixCache) -> None:
+def _corrupt_key(index: PrefixCache) -> None:
     _leaf(index).tokens[0] = 9
 
 
-def _spoil_parent(index: PrefixCache) -> None:
+def _corrupt_parent(index: PrefixCache) -> None:
     _leaf(index).parent = _leaf(index)
 
 
-def _spoil_pins(index: PrefixCache) -> None:
+def _corrupt_node_pins(index: PrefixCache) -> None:
     root = index._roots["", 0]
     root.n_pins = 0
 
 
-def _spoil_order(index: PrefixCache) -> None:
+def _corrupt_eviction_list(index: PrefixCache) -> None:
     index._unpinned[0].popitem()
 
 
-def _spoil_turns(index: PrefixCache) -> None:
+def _corrupt_eviction_order(index: PrefixCache) -> None:
     index._unpinned[0].move_to_end(next(iter(index._unpinned[0])))
 
 
-def _spoil_cells(index: PrefixCache) -> None:
+def _corrupt_cell_count(index: PrefixCache) -> None:
     index._n_cached[0] += 1
 
 
-def _spoil_root(index: PrefixCache) -> None:
+def _corrupt_root(index: PrefixCache) -> None:
     index._roots["b", 0] = Node(("b", 0), 99, 0, array("i"))
 
 
@@ -397,27 +399,27 @@ def _leaf(index: PrefixCache) -> Node:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "alarm"),
+    ("corrupt", "message"),
     [
-        (_spoil_count, "count 1 pins, the cache counts 0"),
-        (_spoil_start, "node 4 has the wrong parent"),
-        (_spoil_key, "node 4 has the wrong parent"),
-        (_spoil_parent, "node 4 has the wrong parent"),
-        (_spoil_pins, "has fewer pins than its children"),
-        (_spoil_order, "node 3 is wrongly listed"),
-        (_spoil_turns, "KV stream 0 would evict a node before its children"),
-        (_spoil_cells, r"the cell counts of KV stream 0 are wrong: \(4, 2\)"),
-        (_spoil_root, "an empty tree was not removed"),
+        (_corrupt_pin_count, "count 1 pins, the cache counts 0"),
+        (_corrupt_start, "node 4 has the wrong parent"),
+        (_corrupt_key, "node 4 has the wrong parent"),
+        (_corrupt_parent, "node 4 has the wrong parent"),
+        (_corrupt_node_pins, "has fewer pins than its children"),
+        (_corrupt_eviction_list, "node 3 is wrongly listed"),
+        (_corrupt_eviction_order, "KV stream 0 would evict a node before its children"),
+        (_corrupt_cell_count, r"the cell counts of KV stream 0 are wrong: \(4, 2\)"),
+        (_corrupt_root, "an empty tree was not removed"),
     ],
 )
-def test_check_sees_what_is_wrong(spoil: Callable[[PrefixCache], None], alarm: str) -> None:
+def test_check_detects_corruption(corrupt: Callable[[PrefixCache], None], message: str) -> None:
     index = PrefixCache()
     index.insert("", [1, 2])
     cache(index, [5])
     cache(index, [5, 6])
     index.check()
-    spoil(index)
-    with pytest.raises(BrokenInvariant, match=alarm):
+    corrupt(index)
+    with pytest.raises(BrokenInvariant, match=message):
         index.check()
 
 
@@ -425,7 +427,7 @@ def test_check_sees_what_is_wrong(spoil: Callable[[PrefixCache], None], alarm: s
 
 
 def grown(n_paths: int, n_tokens: int) -> tuple[PrefixCache, Pin]:
-    """An index with many paths, and a pin on the one that starts with 0."""
+    """Return a cache with many paths, and a pin on the path that starts with 0."""
     index = PrefixCache()
     for i in range(1, n_paths):
         cache_quietly(index, [i] * n_tokens)
@@ -437,7 +439,7 @@ def cache_quietly(index: PrefixCache, tokens: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "question",
+    "call",
     [
         lambda index, _: index.match("", [0] * 64 + [7], limit=99),
         lambda index, _: index.unpin(index.pin("", [0] * 64 + [7], 64)[0]),
@@ -448,16 +450,18 @@ def cache_quietly(index: PrefixCache, tokens: list[int]) -> None:
     ],
     ids=["match", "pin", "insert", "evict", "n_private", "n_evictable"],
 )
-def test_a_call_costs_its_path_and_not_the_tree(question: Callable[[PrefixCache, Pin], object]) -> None:
+def test_the_cost_of_a_call_does_not_depend_on_the_tree_size(
+    call: Callable[[PrefixCache, Pin], object],
+) -> None:
     costs = []
     for n_paths in (10, 1000):
         index, pin = grown(n_paths, 64)
-        costs.append(lines_run(lambda index=index, pin=pin: question(index, pin)))  # type: ignore[misc]
+        costs.append(lines_run(lambda index=index, pin=pin: call(index, pin)))  # type: ignore[misc]
     assert costs[0] == costs[1]
 
 
-def test_a_match_costs_the_logarithm_of_its_tokens() -> None:
-    """4 lines for each halving: 64 times the tokens are six halvings more."""
+def test_the_cost_of_a_match_is_logarithmic_in_its_tokens() -> None:
+    """A binary search runs 4 lines per halving, and 64 times the tokens need six more halvings."""
     costs = []
     for n_tokens in (128, 128 * 64):
         index = PrefixCache()
@@ -466,7 +470,7 @@ def test_a_match_costs_the_logarithm_of_its_tokens() -> None:
     assert costs[1] - costs[0] <= 6 * 4
 
 
-def test_the_common_head_of_two_lists() -> None:
+def test_common_prefix_of_two_lists() -> None:
     for n in range(20):
         for m in range(20):
             a, b = array("i", [1] * 20), array("i", [1] * m + [2] * (20 - m))

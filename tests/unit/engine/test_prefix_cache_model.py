@@ -1,7 +1,7 @@
-"""The prefix index against a naive model: every cached token is one entry, looked up by all tokens up to it.
+"""The prefix cache compared with a naive model, in which every cached token is one entry of a dict.
 
-Hypothesis drives both with the same calls and shrinks what differs. The edits go to a naive core, which knows
-what each cell was computed from, so a node_id that holds the wrong cells is seen too.
+Hypothesis drives both with the same calls and shrinks a difference. A naive core applies the edits and
+records from which tokens each cell was computed, so a node with the wrong cells is detected too.
 """
 
 from __future__ import annotations
@@ -17,78 +17,80 @@ from llaisys.engine.prefix_cache import AddNode, CacheEdit, Match, Pin, PrefixCa
 N_STREAMS = 2
 TOKENS = st.lists(st.integers(0, 2), max_size=6)
 
-# What a cell was computed from: salt, KV stream, and all tokens up to its own.
+# The origin of a cell: salt, KV stream, and all tokens up to its own.
 Cell = tuple[str, int, tuple[int, ...]]
 
 
 @dataclass
 class Running:
-    """A sequence that runs, and the pin that it holds on its first `n_locked` tokens."""
+    """A running sequence and its pin on the first `n_pinned` tokens."""
 
     salt: str
     stream: int
     tokens: list[int]
-    n_locked: int
+    n_pinned: int
     pin: Pin
 
     def cells(self, n: int) -> list[Cell]:
-        """The cells of its first `n` tokens."""
+        """Return the cells of its first `n` tokens."""
         return [(self.salt, self.stream, tuple(self.tokens[: p + 1])) for p in range(n)]
 
 
-class Segments:
-    """The core's side: which node_id holds which cell at which position. Refuses what the core refuses."""
+class NodeStore:
+    """A naive core: the cells of each node by position. Asserts the preconditions of the real core."""
 
     def __init__(self) -> None:
-        self.held: dict[int, dict[int, Cell]] = {}
+        self.nodes: dict[int, dict[int, Cell]] = {}
 
     def apply(self, edits: tuple[CacheEdit, ...], inserted: list[Cell]) -> None:
-        """Carries edits out; `inserted` are the cells of the sequence that is being inserted."""
+        """Apply edits; `inserted` are the cells of the sequence that is being inserted."""
         for edit in edits:
             match edit:
                 case AddNode(node_id, p0, p1):
-                    assert node_id not in self.held
+                    assert node_id not in self.nodes
                     assert 0 <= p0 < p1 <= len(inserted)
                     new = {p: inserted[p] for p in range(p0, p1)}
-                    assert not set(new.values()) & {c for cells in self.held.values() for c in cells.values()}
-                    self.held[node_id] = new
+                    assert not set(new.values()) & {
+                        c for cells in self.nodes.values() for c in cells.values()
+                    }
+                    self.nodes[node_id] = new
                 case SplitNode(node_id, at, tail):
-                    assert tail not in self.held
-                    cells = self.held[node_id]
+                    assert tail not in self.nodes
+                    cells = self.nodes[node_id]
                     assert min(cells) < at <= max(cells)
-                    self.held[tail] = {p: cells.pop(p) for p in sorted(cells) if p >= at}
+                    self.nodes[tail] = {p: cells.pop(p) for p in sorted(cells) if p >= at}
                 case TrimNode(node_id, at):
-                    cells = self.held[node_id]
+                    cells = self.nodes[node_id]
                     assert min(cells) <= at <= max(cells)
-                    self.held[node_id] = kept = {p: c for p, c in cells.items() if p < at}
+                    self.nodes[node_id] = kept = {p: c for p, c in cells.items() if p < at}
                     if not kept:
-                        del self.held[node_id]
+                        del self.nodes[node_id]
 
-    def seen(self, match: Match) -> list[Cell]:
-        """What a sequence sees after attaching the parts of a match."""
+    def attached(self, match: Match) -> list[Cell]:
+        """Return the cells of a sequence after it has attached the parts of a match."""
         cells: list[Cell] = []
         for node_id, p0, p1 in match.parts:
             assert p0 == len(cells) < p1
-            cells += [self.held[node_id][p] for p in range(p0, p1)]
+            cells += [self.nodes[node_id][p] for p in range(p0, p1)]
         return cells
 
 
 class PrefixMachine(RuleBasedStateMachine):
-    """`cached`: each cached cell with the turn of its last use."""
+    """The state machine. `cached` maps each cached cell to the time of its last use."""
 
     def __init__(self) -> None:
         super().__init__()
         self.index = PrefixCache(N_STREAMS)
-        self.core = Segments()
+        self.core = NodeStore()
         self.cached: dict[Cell, int] = {}
         self.lost: set[Cell] = set()
         self.running: list[Running] = []
-        self.turn = 0
+        self.clock = 0
 
     # --- the model ---
 
     def pinned(self) -> set[Cell]:
-        return {cell for r in self.running for cell in r.cells(r.n_locked)}
+        return {cell for r in self.running for cell in r.cells(r.n_pinned)}
 
     def lose(self, cells: set[Cell]) -> None:
         for cell in cells:
@@ -96,29 +98,29 @@ class PrefixMachine(RuleBasedStateMachine):
         self.lost |= cells
 
     def release(self, running: Running) -> None:
-        """The pin goes; what it alone pinned was used now."""
+        """Release the pin; cells that only it pinned count as used now."""
         self.running.remove(running)
         self.index.unpin(running.pin)
-        self.turn += 1
-        for cell in set(running.cells(running.n_locked)) - self.pinned():
-            self.cached[cell] = self.turn
+        self.clock += 1
+        for cell in set(running.cells(running.n_pinned)) - self.pinned():
+            self.cached[cell] = self.clock
 
     def insert(self, running: Running) -> None:
         running.pin, edits = self.index.insert(running.salt, running.tokens, running.stream, running.pin)
-        running.n_locked = len(running.tokens)
-        cells = running.cells(running.n_locked)
+        running.n_pinned = len(running.tokens)
+        cells = running.cells(running.n_pinned)
         self.core.apply(edits, cells)
         for cell in cells:
-            self.cached.setdefault(cell, self.turn)
-        assert running.pin.n_tokens == running.n_locked
+            self.cached.setdefault(cell, self.clock)
+        assert running.pin.n_tokens == running.n_pinned
 
-    def first_to_go(self, stream: int) -> Cell | None:
-        """The least recently used of the cells that nothing cached continues and no pin pins."""
+    def next_evicted(self, stream: int) -> Cell | None:
+        """Return the least recently used unpinned cell that no cached cell continues."""
         continued = {(salt, s, tokens[:-1]) for salt, s, tokens in self.cached}
         free = [c for c in self.cached if c[1] == stream and c not in continued and c not in self.pinned()]
         return min(free, key=lambda cell: self.cached[cell], default=None)
 
-    # --- what happens ---
+    # --- rules ---
 
     @rule(
         salt=st.sampled_from("ab"),
@@ -133,13 +135,13 @@ class PrefixMachine(RuleBasedStateMachine):
         while n_found < min(limit, len(tokens)) and cells[n_found] in self.cached:
             n_found += 1
         assert match.n_tokens == n_found
-        assert self.core.seen(match) == cells[:n_found]
+        assert self.core.attached(match) == cells[:n_found]
         assert match.n_evictable == len(set(cells[:n_found]) - self.pinned())
         self.check_miss(match, salt, tokens, limit)
         pin, edits = self.index.pin(salt, tokens, n_found, stream)
         self.core.apply(edits, [])
         assert pin.n_tokens == n_found
-        assert self.core.seen(match) == cells[:n_found]
+        assert self.core.attached(match) == cells[:n_found]
         self.running.append(Running(salt, stream, tokens, n_found, pin))
 
     def check_miss(self, match: Match, salt: str, tokens: list[int], limit: int) -> None:
@@ -167,7 +169,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), more=TOKENS)
     def compute(self, data: st.DataObject, more: list[int]) -> None:
-        """A sequence grows, and shares what it has computed while it runs on."""
+        """A running sequence grows and caches its computed tokens."""
         running = data.draw(st.sampled_from(self.running))
         running.tokens = [*running.tokens, *more]
         self.insert(running)
@@ -175,16 +177,16 @@ class PrefixMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
-        """Another sequence sees the same cells."""
+        """Another sequence shares the same cells."""
         first = data.draw(st.sampled_from(self.running))
-        pin, edits = self.index.pin(first.salt, first.tokens, first.n_locked, first.stream)
+        pin, edits = self.index.pin(first.salt, first.tokens, first.n_pinned, first.stream)
         assert edits == ()
-        self.running.append(Running(first.salt, first.stream, first.tokens, first.n_locked, pin))
+        self.running.append(Running(first.salt, first.stream, first.tokens, first.n_pinned, pin))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), keeps=st.booleans())
     def end(self, data: st.DataObject, keeps: bool) -> None:
-        """A sequence ends; a finished or preempted one leaves its tokens to the cache."""
+        """A sequence ends; a finished or preempted one caches its tokens."""
         running = data.draw(st.sampled_from(self.running))
         if keeps:
             self.insert(running)
@@ -195,15 +197,15 @@ class PrefixMachine(RuleBasedStateMachine):
         n_trimmed, edits = self.index.evict(n_cells, stream)
         self.core.apply(edits, [])
         for _ in range(n_trimmed):
-            cell = self.first_to_go(stream)
+            cell = self.next_evicted(stream)
             assert cell is not None
             self.lose({cell})
-        assert n_trimmed == n_cells or self.first_to_go(stream) is None
+        assert n_trimmed == n_cells or self.next_evicted(stream) is None
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), start=st.integers(0, 4))
     def fail(self, data: st.DataObject, start: int) -> None:
-        """A faulty sequence ends, and nothing that it computed from `start` on is used again."""
+        """A faulty sequence ends; its cells from `start` on are invalidated."""
         running = data.draw(st.sampled_from(self.running))
         self.release(running)
         self.core.apply(self.index.invalidate(running.salt, running.tokens, running.stream, start), [])
@@ -212,13 +214,13 @@ class PrefixMachine(RuleBasedStateMachine):
             below = {c for c in self.cached if c[:2] == key and c[2][: start + 1] == first}
             self.lose(below - self.pinned())
 
-    # --- after each ---
+    # --- invariants ---
 
     @invariant()
-    def both_hold_the_same(self) -> None:
+    def cache_and_model_are_equal(self) -> None:
         self.index.check()
-        held = [cell for cells in self.core.held.values() for cell in cells.values()]
-        assert sorted(held) == sorted(self.cached)
+        stored = [cell for cells in self.core.nodes.values() for cell in cells.values()]
+        assert sorted(stored) == sorted(self.cached)
         for stream in range(N_STREAMS):
             here = {cell for cell in self.cached if cell[1] == stream}
             assert self.index.n_cached(stream) == len(here)
@@ -227,8 +229,8 @@ class PrefixMachine(RuleBasedStateMachine):
     @invariant()
     def private_cells_are_counted(self) -> None:
         for running in self.running:
-            others = {c for r in self.running if r is not running for c in r.cells(r.n_locked)}
-            mine = set(running.cells(running.n_locked))
+            others = {c for r in self.running if r is not running for c in r.cells(r.n_pinned)}
+            mine = set(running.cells(running.n_pinned))
             assert self.index.n_private(running.pin) == len(mine - others)
 
 

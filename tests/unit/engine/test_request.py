@@ -1,4 +1,4 @@
-"""Every pair of state and event has its answer; what ends an answer; seeds."""
+"""Request states: every pair of state and event, finish reasons, and seeds."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ MOVES: dict[tuple[State, Event], State] = {
 
 @pytest.mark.parametrize("state", STATES, ids=lambda s: type(s).__name__)
 @pytest.mark.parametrize("event", EVENTS, ids=str)
-def test_every_pair_is_answered(state: State, event: Event) -> None:
+def test_every_transition_is_defined_or_rejected(state: State, event: Event) -> None:
     if isinstance(event, Expired) and not isinstance(state, Finished):
         end = advance(state, event)
         assert isinstance(end, Finished)
@@ -99,13 +99,13 @@ def made(limit: int = 100, **changes: object) -> Request:
         ({"limit": 5}, 9, None),
     ],
 )
-def test_what_ends_an_answer(changes: dict[str, object], token: int, end: Completed | None) -> None:
+def test_finish_reason_of_each_token(changes: dict[str, object], token: int, end: Completed | None) -> None:
     request = made(**changes)
     assert request.append_token(token) == end
     assert (request.token_ids.tolist(), request.num_output) == ([1, 2, 3, token], 1)
 
 
-def test_counts_and_stop_ids() -> None:
+def test_token_counts_and_stop_ids() -> None:
     request = made(stop_token_ids=[4])
     assert (request.num_missing, request.num_output, request.stop_ids) == (3, 0, {256, 257, 4})
     assert made(stop_token_ids=[4], ignore_eos=True).stop_ids == {4}
@@ -115,13 +115,13 @@ def test_counts_and_stop_ids() -> None:
     assert request.source.prompt_token_ids == [1, 2, 3]
 
 
-def test_seeds_are_those_of_splitmix64() -> None:
-    """The generator's published first outputs for seed 1234567."""
+def test_derived_seeds_are_splitmix64() -> None:
+    """Compares with the published first outputs of the generator for seed 1234567."""
     want = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     assert [derive_seed(1234567, i) for i in range(3)] == want
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 2**40))
-def test_seeds_are_64_bits_and_differ_by_ordinal(seed: int, ordinal: int) -> None:
+def test_derived_seeds_have_64_bits_and_differ_by_ordinal(seed: int, ordinal: int) -> None:
     assert 0 <= derive_seed(seed, ordinal) < 2**64
     assert derive_seed(seed, ordinal) != derive_seed(seed, ordinal + 1)

@@ -1,4 +1,4 @@
-"""Order among those who wait: priority, clients in turn by tokens, arrival."""
+"""Order of waiting requests: priority, then deficit round robin over clients, then arrival."""
 
 from __future__ import annotations
 
@@ -24,85 +24,85 @@ def queue_of(*requests: Request) -> WaitingQueue:
     return queue
 
 
-def walk(queue: WaitingQueue, fair: RoundRobinState | None = None, quantum: int = 10) -> list[int]:
-    """Everybody, in the order in which they go."""
-    turns = DeficitRoundRobin(queue, fair or RoundRobinState(), quantum, NEVER)
+def drain(queue: WaitingQueue, fair: RoundRobinState | None = None, quantum: int = 10) -> list[int]:
+    """Return the ordinals of all requests in the order in which they leave the queue."""
+    round_robin = DeficitRoundRobin(queue, fair or RoundRobinState(), quantum, NEVER)
     order = []
-    while (head := turns.peek_next()) is not None:
-        assert turns.peek_next() is head, "asking changes nothing"
-        turns.pop(head, len(head.token_ids))
+    while (head := round_robin.peek_next()) is not None:
+        assert round_robin.peek_next() is head, "peek_next has no side effects"
+        round_robin.pop(head, len(head.token_ids))
         order.append(head.ordinal)
-    assert turns.state() == RoundRobinState()
+    assert round_robin.state() == RoundRobinState()
     return order
 
 
-def test_one_client_is_first_come_first_served() -> None:
-    assert walk(queue_of(*(request(i, n_prompt=50 - i) for i in (3, 1, 4, 2)))) == [1, 2, 3, 4]
+def test_requests_of_one_client_are_first_come_first_served() -> None:
+    assert drain(queue_of(*(request(i, n_prompt=50 - i) for i in (3, 1, 4, 2)))) == [1, 2, 3, 4]
 
 
-def test_clients_take_turns_by_tokens() -> None:
+def test_clients_are_served_round_robin_by_tokens() -> None:
     flood = [request(i, "flood", 10) for i in range(8)]
-    assert walk(queue_of(*flood, request(8, "x", 20), request(9, "y", 10))) == [0, 9, 1, 8, 2, 3, 4, 5, 6, 7]
+    assert drain(queue_of(*flood, request(8, "x", 20), request(9, "y", 10))) == [0, 9, 1, 8, 2, 3, 4, 5, 6, 7]
 
 
-def test_priority_comes_before_turns() -> None:
+def test_priority_precedes_round_robin() -> None:
     waiting = [request(0, "a"), request(1, "a"), request(2, "b", priority=1), request(3, "c", priority=-1)]
-    assert walk(queue_of(*waiting)) == [3, 0, 1, 2]
+    assert drain(queue_of(*waiting)) == [3, 0, 1, 2]
 
 
-def test_who_was_preempted_is_older_and_stands_at_the_head() -> None:
+def test_a_preempted_request_is_older_and_leads_its_queue() -> None:
     queue = queue_of(request(5), request(7))
     queue.add(request(2))
-    assert walk(queue) == [2, 5, 7]
+    assert drain(queue) == [2, 5, 7]
 
 
-def test_what_was_generated_is_charged_while_others_wait() -> None:
+def test_generated_tokens_are_charged_while_other_clients_wait() -> None:
     queue = queue_of(request(0, "a"), request(1, "a"), request(2, "b"), request(3, "b"))
-    turns = DeficitRoundRobin(queue, RoundRobinState(), 10, NEVER)
+    round_robin = DeficitRoundRobin(queue, RoundRobinState(), 10, NEVER)
     taken = []
     for _ in range(2):
-        head = turns.peek_next()
+        head = round_robin.peek_next()
         assert head is not None
-        turns.pop(head, 10)
+        round_robin.pop(head, 10)
         taken.append(head)
     assert [r.ordinal for r in taken] == [0, 2]
-    fair, queue = turns.state(), queue.without(taken)
-    assert walk(queue, fair) == [1, 3]
+    fair, queue = round_robin.state(), queue.without(taken)
+    assert drain(queue, fair) == [1, 3]
     charged = fair.charge(request(0, "a"), 1000)
-    assert walk(queue, charged) == [3, 1]
+    assert drain(queue, charged) == [3, 1]
     assert RoundRobinState().charge(request(0, "a"), 1000) == RoundRobinState()
 
 
-def test_a_client_that_is_passed_over_comes_again() -> None:
-    turns = DeficitRoundRobin(
+def test_a_skipped_client_keeps_its_deficit() -> None:
+    round_robin = DeficitRoundRobin(
         queue_of(request(0, "a"), request(1, "a"), request(2, "b")), RoundRobinState(), 10, NEVER
     )
-    first = turns.peek_next()
+    first = round_robin.peek_next()
     assert first is not None
-    turns.skip_client(first)
-    second = turns.peek_next()
+    round_robin.skip_client(first)
+    second = round_robin.peek_next()
     assert second is not None
     assert (first.ordinal, second.ordinal) == (0, 2)
-    turns.pop(second, 10)
-    assert turns.peek_next() is None
-    assert {key for key, _ in turns.state().deficits} == {(0, "a")}
+    round_robin.pop(second, 10)
+    assert round_robin.peek_next() is None
+    assert {key for key, _ in round_robin.state().deficits} == {(0, "a")}
 
 
-def test_who_has_waited_too_long_goes_before_all() -> None:
+def test_overdue_requests_precede_all_others() -> None:
     queue = queue_of(
         request(0, "a", priority=-1, arrival_s=100.0),
         request(1, "b", arrival_s=50.0),
         request(2, "c", arrival_s=40.0),
     )
-    turns = DeficitRoundRobin(queue, RoundRobinState(), 10, overdue_before_s=50.0)
+    round_robin = DeficitRoundRobin(queue, RoundRobinState(), 10, overdue_before_s=50.0)
     order = []
-    while (head := turns.peek_next()) is not None:
-        turns.pop(head, 10)
+    while (head := round_robin.peek_next()) is not None:
+        round_robin.pop(head, 10)
         order.append(head.ordinal)
     assert order == [2, 1, 0]
 
 
-def test_the_queue_keeps_no_empty_line() -> None:
+def test_the_queue_removes_empty_client_queues() -> None:
     first, second = request(0, "a"), request(1, "b")
     queue = queue_of(first, second)
     assert [r.ordinal for r in queue.without([first])] == [1]
@@ -114,55 +114,55 @@ requests = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 60)), max_s
 
 
 @given(requests, st.integers(1, 40), st.lists(st.booleans(), min_size=40, max_size=40))
-def test_nobody_is_served_more_than_a_quantum_and_a_request_ahead(
-    asked: list[tuple[str, int]], quantum: int, cuts: list[bool]
+def test_clients_differ_by_at_most_a_quantum_and_a_request(
+    arrivals: list[tuple[str, int]], quantum: int, cuts: list[bool]
 ) -> None:
-    """The bound of deficit round robin, with the state carried over plans or not."""
-    most = max((n for _, n in asked), default=0)
-    queue = queue_of(*(request(i, client, n) for i, (client, n) in enumerate(asked)))
+    """Checks the bound of deficit round robin, also when its state passes from plan to plan."""
+    most = max((n for _, n in arrivals), default=0)
+    queue = queue_of(*(request(i, client, n) for i, (client, n) in enumerate(arrivals)))
     served = dict.fromkeys("abc", 0)
     order = []
-    turns = DeficitRoundRobin(queue, RoundRobinState(), quantum, NEVER)
-    while (head := turns.peek_next()) is not None:
-        turns.pop(head, len(head.token_ids))
+    round_robin = DeficitRoundRobin(queue, RoundRobinState(), quantum, NEVER)
+    while (head := round_robin.peek_next()) is not None:
+        round_robin.pop(head, len(head.token_ids))
         order.append(head)
         served[head.source.client_id] += len(head.token_ids)
         left = queue.without(order)
         if cuts[len(order) - 1]:
-            turns = DeficitRoundRobin(left, turns.state(), quantum, NEVER)
+            round_robin = DeficitRoundRobin(left, round_robin.state(), quantum, NEVER)
             queue = left
         backlogged = [served[client] for _, client in left.client_queues]
-        if len(backlogged) == len({client for client, _ in asked}):
+        if len(backlogged) == len({client for client, _ in arrivals}):
             assert max(backlogged) - min(backlogged) <= 2 * (quantum + most)
-    assert sorted(r.ordinal for r in order) == list(range(len(asked)))
+    assert sorted(r.ordinal for r in order) == list(range(len(arrivals)))
     for client in "abc":
         mine = [r.ordinal for r in order if r.source.client_id == client]
         assert mine == sorted(mine)
 
 
 @given(requests, st.integers(1, 7))
-def test_skipping_whole_rounds_gives_the_order_of_walking_them(
-    asked: list[tuple[str, int]], quantum: int
-) -> None:
-    queue = queue_of(*(request(i, client, n) for i, (client, n) in enumerate(asked)))
-    lines = {client: [(i, n) for i, (c, n) in enumerate(asked) if c == client] for client, _ in asked}
-    turn = list(lines)
+def test_skipping_whole_rounds_keeps_the_order(arrivals: list[tuple[str, int]], quantum: int) -> None:
+    queue = queue_of(*(request(i, client, n) for i, (client, n) in enumerate(arrivals)))
+    client_queues = {
+        client: [(i, n) for i, (c, n) in enumerate(arrivals) if c == client] for client, _ in arrivals
+    }
+    turn = list(client_queues)
     deficits = dict.fromkeys(turn, 0)
     if turn:
         deficits[turn[0]] = quantum
     want = []
     while turn:
         client = turn[0]
-        ordinal, cost = lines[client][0]
+        ordinal, cost = client_queues[client][0]
         if deficits[client] >= cost:
             deficits[client] -= cost
             want.append(ordinal)
-            lines[client].pop(0)
-            if not lines[client]:
+            client_queues[client].pop(0)
+            if not client_queues[client]:
                 turn.pop(0)
                 if turn:
                     deficits[turn[0]] += quantum
         else:
             turn.append(turn.pop(0))
             deficits[turn[0]] += quantum
-    assert walk(queue, quantum=quantum) == want
+    assert drain(queue, quantum=quantum) == want

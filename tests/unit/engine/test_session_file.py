@@ -1,4 +1,4 @@
-"""The file of a saved session: what was written is read back, and everything else is rejected."""
+"""The file of a saved session: a valid file is read back, and every other file is rejected."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def refusal(path: Path, raw: bytes | bytearray, facts: SessionFileSpec = FACTS) -> LlaisysError:
+def rejection(path: Path, raw: bytes | bytearray, facts: SessionFileSpec = FACTS) -> LlaisysError:
     n_open = len(os.listdir("/proc/self/fd"))
     path.write_bytes(raw)
     with pytest.raises((RejectedError, UnsupportedError)) as caught:
         read(path, facts)
     assert caught.value.param == "file"
     assert "'chat'" in str(caught.value)
-    assert str(path.parent) not in str(caught.value), "a client learns no path of the machine"
+    assert str(path.parent) not in str(caught.value), "an error shows no server path"
     assert len(os.listdir("/proc/self/fd")) == n_open
     return caught.value
 
@@ -87,7 +87,7 @@ def refusal(path: Path, raw: bytes | bytearray, facts: SessionFileSpec = FACTS) 
 @pytest.mark.parametrize(
     ("tokens", "pieces"), [(TOKENS, PIECES), (TOKENS, []), ([], []), (list(range(20)), [(1, b"123456")] * 20)]
 )
-def test_what_was_written_comes_back(tmp_path: Path, tokens: list[int], pieces: Any) -> None:
+def test_a_written_file_is_read_back(tmp_path: Path, tokens: list[int], pieces: Any) -> None:
     write(tmp_path / "x.kv", tokens, pieces)
     assert read(tmp_path / "x.kv") == (tokens, pieces)
 
@@ -97,15 +97,15 @@ def test_a_change_of_any_byte_is_detected(path: Path) -> None:
     for at in range(len(raw)):
         damaged = bytearray(raw)
         damaged[at] ^= 1 << (at % 8)
-        refusal(path, damaged)
+        rejection(path, damaged)
 
 
 def test_every_truncation_and_addition_is_detected(path: Path) -> None:
     raw = path.read_bytes()
     for n_bytes in range(len(raw)):
-        refusal(path, raw[:n_bytes])
-    assert "1 bytes follow" in str(refusal(path, raw + b"\0"))
-    assert "too many" in str(refusal(path, raw + bytes(1000)))
+        rejection(path, raw[:n_bytes])
+    assert "1 bytes follow" in str(rejection(path, raw + b"\0"))
+    assert "too many" in str(rejection(path, raw + bytes(1000)))
 
 
 def test_pieces_in_another_order_or_of_another_file_are_detected(tmp_path: Path, path: Path) -> None:
@@ -120,9 +120,9 @@ def test_pieces_in_another_order_or_of_another_file_are_detected(tmp_path: Path,
         raw[-n_end - n_piece : -n_end],
         raw[-n_end:],
     )
-    assert "checksum" in str(refusal(path, head + second + first + end))
-    assert "checksum" in str(refusal(path, head + other[len(head) :]))
-    assert "checksum" in str(refusal(path, head + first + end)), "a piece is missing"
+    assert "checksum" in str(rejection(path, head + second + first + end))
+    assert "checksum" in str(rejection(path, head + other[len(head) :]))
+    assert "checksum" in str(rejection(path, head + first + end)), "a piece is missing"
 
 
 def test_a_file_of_another_model_or_version_is_rejected(path: Path) -> None:
@@ -130,15 +130,15 @@ def test_a_file_of_another_model_or_version_is_rejected(path: Path) -> None:
     foreign = SessionFileSpec(
         **{**{name: getattr(FACTS, name) for name in FACTS.__slots__}, "fingerprint": "cd" * 16}
     )
-    assert "another model" in str(refusal(path, raw, foreign))
-    newer = refusal(path, raw[:8] + struct.pack("<I", VERSION + 1) + raw[12:])
+    assert "another model" in str(rejection(path, raw, foreign))
+    newer = rejection(path, raw[:8] + struct.pack("<I", VERSION + 1) + raw[12:])
     assert isinstance(newer, UnsupportedError)
     assert f"version {VERSION + 1}, this build reads {VERSION}" in str(newer)
-    assert "is not a saved session" in str(refusal(path, b"GGUF" + raw[4:]))
+    assert "is not a saved session" in str(rejection(path, b"GGUF" + raw[4:]))
 
 
 def forged(header: Any, body: bytes = b"", n_header: int | None = None) -> bytes:
-    """A file with valid checksums, whatever its content."""
+    """Return a file with valid checksums around any content."""
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     fixed = struct.pack("<8sII", MAGIC, VERSION, len(raw) if n_header is None else n_header)
     digest = hashlib.blake2b(fixed + raw, digest_size=DIGEST_BYTES).digest()
@@ -165,18 +165,18 @@ def forged(header: Any, body: bytes = b"", n_header: int | None = None) -> bytes
     ],
 )
 def test_forged_headers_are_rejected(path: Path, header: Any, says: str) -> None:
-    assert says in str(refusal(path, forged(header)))
+    assert says in str(rejection(path, forged(header)))
 
 
 def test_sizes_are_checked_before_anything_is_allocated(path: Path) -> None:
     good = {"fingerprint": FACTS.fingerprint, "token_ids": TOKENS}
-    assert "ends too early" in str(refusal(path, forged(b"{}", n_header=1000)))
-    assert "too long" in str(refusal(path, forged(b"{}", n_header=2**32 - 1)))
+    assert "ends too early" in str(rejection(path, forged(b"{}", n_header=1000)))
+    assert "too long" in str(rejection(path, forged(b"{}", n_header=2**32 - 1)))
     for n in (5, 2**32 - 1):
-        assert f"a piece has {n} positions" in str(refusal(path, forged(good, struct.pack("<I", n))))
+        assert f"a piece has {n} positions" in str(rejection(path, forged(good, struct.pack("<I", n))))
     few = {"fingerprint": FACTS.fingerprint, "token_ids": [1, 2]}
     assert "a piece has 3 positions, at most 2 are possible" in str(
-        refusal(path, forged(few, struct.pack("<I", 3)))
+        rejection(path, forged(few, struct.pack("<I", 3)))
     )
 
 
@@ -184,7 +184,7 @@ def test_noise_is_rejected(path: Path) -> None:
     chance = random.Random(7)
     for _ in range(500):
         raw = forged(chance.randbytes(chance.randrange(60)), chance.randbytes(chance.randrange(200)))
-        refusal(path, raw if chance.random() < 0.5 else chance.randbytes(chance.randrange(100)))
+        rejection(path, raw if chance.random() < 0.5 else chance.randbytes(chance.randrange(100)))
 
 
 def test_only_regular_files_are_read(tmp_path: Path, path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_file_gets_its_name_only_when_it_is_complete(path: Path) -> None:
     assert read(path) == ([1], [])
 
 
-def test_files_are_counted(path: Path) -> None:
+def test_the_number_of_files_is_bounded(path: Path) -> None:
     for name in ("b", "c"):
         write(path.with_name(f"{name}.kv"))
     with pytest.raises(ExhaustedError, match="3 saved sessions"):
@@ -234,12 +234,12 @@ def largest_file(n_bytes: int) -> Iterator[None]:
 def test_a_full_disk_leaves_only_the_previous_file(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = path.read_bytes()
     n_open = len(os.listdir("/proc/self/fd"))
-    # The header, the first piece, the second, the end: whichever write meets the bound.
+    # The header, the first piece, the second piece, the end: each write meets the limit once.
     for n_bytes in (10, 200, len(before) - 50, len(before) - 1):
         for target in (path, path.with_name("new.kv")):
             with largest_file(n_bytes), pytest.raises(StorageFullError, match="': File too large") as caught:
                 write(target)
-            assert str(path.parent) not in str(caught.value), "a client learns no path of the machine"
+            assert str(path.parent) not in str(caught.value), "an error shows no server path"
     assert [*path.parent.iterdir()] == [path]
     assert path.read_bytes() == before
     assert len(os.listdir("/proc/self/fd")) == n_open
@@ -247,7 +247,7 @@ def test_a_full_disk_leaves_only_the_previous_file(path: Path, caplog: pytest.Lo
 
 
 def test_a_device_without_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`/dev/full` fails a write with the error of a full disk."""
+    """Writes to `/dev/full` fail like writes to a full disk."""
 
     def full(**_: Any) -> tuple[int, str]:
         return os.open("/dev/full", os.O_WRONLY), str(tmp_path / "part")

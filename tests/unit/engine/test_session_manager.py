@@ -1,4 +1,4 @@
-"""Sessions on the fake core: their owners, what they keep, and when they lose their pins."""
+"""Sessions on the fake core: ownership, kept tokens, and when pins are released."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def desk() -> Desk:
     return Desk()
 
 
-def test_a_session_keeps_what_its_last_request_computed(desk: Desk) -> None:
+def test_a_session_keeps_the_tokens_of_its_last_request(desk: Desk) -> None:
     desk.run("a", CHAT, session_id="chat")
     assert desk.call("list") == SessionInfo("chat", 49, 49, 49)
     desk.flood()
@@ -150,10 +150,10 @@ def test_without_a_prefix_cache_there_are_no_sessions() -> None:
     assert desk.end() == []
 
 
-# --- which ends count ---
+# --- which completions update a session ---
 
 
-def test_a_cut_off_completion_counts_and_a_cut_off_prompt_does_not(desk: Desk) -> None:
+def test_a_cancelled_decode_updates_the_session_and_a_cancelled_prompt_does_not(desk: Desk) -> None:
     desk = Desk(max_num_batched_tokens=16)
     desk.run("a", CHAT, session_id="chat", max_tokens=1)
     desk.submit("b", prompt=[9] * 50, session_id="chat")
@@ -168,7 +168,7 @@ def test_a_cut_off_completion_counts_and_a_cut_off_prompt_does_not(desk: Desk) -
     assert desk.call("list").num_tokens == 20 + len(desk.tokens["c"]) - 1
 
 
-def test_a_failed_completion_does_not_count(desk: Desk) -> None:
+def test_a_failed_completion_does_not_update_the_session(desk: Desk) -> None:
     desk.run("a", CHAT, session_id="chat", max_tokens=1)
     desk.submit("bad", session_id="chat", logit_bias={core.NON_FINITE: 100.0})
     desk.finish()
@@ -177,7 +177,7 @@ def test_a_failed_completion_does_not_count(desk: Desk) -> None:
     assert desk.call("list") == SessionInfo("chat", 40, 40, 40)
 
 
-def test_of_several_choices_the_first_counts(desk: Desk) -> None:
+def test_the_first_of_several_choices_updates_the_session(desk: Desk) -> None:
     desk.submit("a", prompt=CHAT, session_id="chat", n=3, temperature=1.0, seed=3)
     desk.finish()
     first = CHAT + desk.tokens["a"]
@@ -237,7 +237,7 @@ def test_pins_never_block_an_admission() -> None:
     assert desk.reasons()["whole"] is FinishReason.LENGTH
     assert desk.engine.stats().kv_cells_session == 0
     again = desk.run("again", [1] * 20 + [5], session_id="s1", max_tokens=1)
-    assert again == 21, "never wrong, only slower"
+    assert again == 21, "the result is right, and the prompt is recomputed"
 
 
 def test_all_pins_together_are_bounded() -> None:
@@ -250,7 +250,7 @@ def test_all_pins_together_are_bounded() -> None:
     desk.begin("list")
     assert [session.num_pinned_tokens for session in desk.end()] == [20, 0, 20]
     desk.run("long", [7] * 51, session_id="long", max_tokens=1)
-    assert desk.engine.stats().kv_cells_session == 0, "it alone is too much"
+    assert desk.engine.stats().kv_cells_session == 0, "the session alone exceeds its share"
 
 
 def test_cells_that_sessions_share_count_once() -> None:

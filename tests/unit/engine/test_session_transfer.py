@@ -1,4 +1,4 @@
-"""Saved and restored sessions on the fake core: what is restored, what waits, and what is rejected."""
+"""Saving and restoring sessions on the fake core: restored tokens, waiting requests and rejected files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def desk() -> Desk:
 
 
 def saved(tmp_path: Path, **changes: Any) -> tuple[Desk, Path]:
-    """A desk whose session `chat` is saved as `file` in pieces of 8 positions, and the file."""
+    """Return a desk whose session `chat` is saved in pieces of 8 positions, and the path of its file."""
     desk = Desk(session_store=tmp_path, **changes)
     desk.run("a", CHAT, session_id="chat")
     assert desk.call("save", "chat", "file").num_tokens == 49
@@ -49,7 +49,7 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("n_streams", [1, 2])
-def test_a_restored_session_computes_what_is_new(tmp_path: Path, n_streams: int) -> None:
+def test_a_restored_session_computes_only_new_tokens(tmp_path: Path, n_streams: int) -> None:
     first, _ = saved(tmp_path)
     desk = Desk(session_store=tmp_path, n_streams=n_streams)
     assert desk.call("restore", "again", "file") == SessionInfo("again", 49, 49, 49)
@@ -101,10 +101,10 @@ def test_a_request_waits_for_its_restore_while_others_run(
     assert desk.cached["mine"] == 49
 
 
-def test_a_damaged_file_ends_the_waiting_requests_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_damaged_file_ends_the_waiting_requests_and_frees_everything(tmp_path: Path) -> None:
     _, file = saved(tmp_path)
     raw = bytearray(file.read_bytes())
-    raw[-40] ^= 1  # in the last checksum but one: everything was read, most of it imported
+    raw[-40] ^= 1  # in the second-last checksum: everything was read and most of it imported
     file.write_bytes(raw)
     desk = Desk(session_store=tmp_path)
     n_open = len(os.listdir("/proc/self/fd"))
@@ -126,7 +126,7 @@ def test_a_restore_takes_no_cell_that_a_request_needs(tmp_path: Path) -> None:
     desk.step(5)
     session = desk.call("restore", "chat", "file")
     assert session.num_tokens == 49
-    assert session.num_cached_tokens == 16, "30 cells are free, it needs 9 of them soon, pieces are of 8"
+    assert session.num_cached_tokens == 16, "30 cells are free, 9 are needed soon, a piece has 8"
     desk.finish()
     assert desk.engine.stats().num_preempted == 0
     turn = CHAT + first.tokens["a"]
@@ -178,12 +178,12 @@ def test_the_engine_has_work_when_file_work_is_done(tmp_path: Path) -> None:
     desk, _ = saved(tmp_path)
     desk.begin("save", "chat", "one")
     desk.begin("save", "chat", "two")
-    handler, n_answers = desk.engine.session_requests, 0
-    while n_answers < 2:
+    handler, n_replies = desk.engine.session_requests, 0
+    while n_replies < 2:
         wait([transfer.work for transfer in handler._transfers], 30)
         assert desk.engine.wait_s() == 0.0
         handler.continue_transfer()
-        n_answers += len(handler.pop_replies())
+        n_replies += len(handler.pop_replies())
     assert desk.engine.wait_s() is None
 
 
@@ -199,7 +199,7 @@ def test_a_session_that_lost_its_cells_is_saved_as_tokens(tmp_path: Path) -> Non
 
 
 def test_a_save_has_the_state_of_its_start(tmp_path: Path) -> None:
-    """Edited, split and used while it is written."""
+    """The session is forked and deleted while the file is written."""
     desk = Desk(session_store=tmp_path)
     desk.run("a", CHAT, session_id="chat")
     desk.begin("save", "chat", "file")
@@ -237,7 +237,7 @@ def test_a_failed_export_fails_only_its_request(tmp_path: Path, monkeypatch: pyt
         patch.setattr(desk.context, "kv_node_export", fails)
         with pytest.raises(RequestFailedError, match="could not be read: a panic"):
             desk.call("save", "chat", "file")
-    assert [*tmp_path.glob("*/*")] == [], "nothing half written is left"
+    assert [*tmp_path.glob("*/*")] == [], "no partial file is left"
     assert first
     assert desk.call("save", "chat", "file").num_tokens == 49
 
@@ -275,42 +275,42 @@ def test_a_restore_that_waits_has_its_requests_deadline(
 @pytest.mark.parametrize("seed", range(12))
 def test_random_session_requests_change_no_completion_and_no_invariant(tmp_path: Path, seed: int) -> None:
     """Requests, forks, trims, saves and restores at random, under pressure; checked after every step."""
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     desk = Desk(
-        n_cells=chance.choice([64, 96, 160]),
-        n_streams=chance.choice([1, 1, 2]),
+        n_cells=rng.choice([64, 96, 160]),
+        n_streams=rng.choice([1, 1, 2]),
         max_model_len=32,
         max_sessions=6,
-        session_kv_share=chance.choice([0.3, 0.5, 1.0]),
+        session_kv_share=rng.choice([0.3, 0.5, 1.0]),
         session_store=tmp_path,
         max_num_queued_reqs=100,
     )
-    handler, prompts, n_answers, n_calls = desk.engine.session_requests, {}, 0, 0
+    handler, prompts, n_replies, n_calls = desk.engine.session_requests, {}, 0, 0
     for i in range(250):
-        if chance.random() < 0.3:
-            kind = chance.choice(["create", "fork", "trim", "delete", "save", "restore", "list"])
-            n_tokens = chance.choice([None, 0, 5, 12])
-            desk.begin(kind, chance.choice("abcd"), chance.choice("abcd"), n_tokens)
+        if rng.random() < 0.3:
+            kind = rng.choice(["create", "fork", "trim", "delete", "save", "restore", "list"])
+            n_tokens = rng.choice([None, 0, 5, 12])
+            desk.begin(kind, rng.choice("abcd"), rng.choice("abcd"), n_tokens)
             n_calls += 1
         elif len(prompts) - len(desk.ends) < 12:
-            prompt = [chance.randrange(3)] * chance.randrange(1, 12) + [chance.randrange(5)] * 5
+            prompt = [rng.randrange(3)] * rng.randrange(1, 12) + [rng.randrange(5)] * 5
             prompts[f"{i}"] = prompt
             with contextlib.suppress(ExhaustedError):
-                desk.submit(f"{i}", prompt=prompt, session_id=chance.choice(["", *"abcd"]))
+                desk.submit(f"{i}", prompt=prompt, session_id=rng.choice(["", *"abcd"]))
                 continue
             del prompts[f"{i}"]
         handler.continue_transfer()
-        n_answers += len(handler.pop_replies())
+        n_replies += len(handler.pop_replies())
         desk.step()
-    while n_answers < n_calls:
+    while n_replies < n_calls:
         wait([transfer.work for transfer in handler._transfers], 30)
         handler.continue_transfer()
-        n_answers += len(handler.pop_replies())
+        n_replies += len(handler.pop_replies())
         desk.engine.check()
     desk.finish()
-    assert n_answers == n_calls
+    assert n_replies == n_calls
     for name, prompt in prompts.items():
-        end = desk.ends[name]  # a restore that failed took its requests along
+        end = desk.ends[name]  # a failed restore ends its requests
         assert end.error is not None or desk.tokens[name] == core.answer(prompt, 10)
     assert sum(end.error is None for end in desk.ends.values()) > len(prompts) / 2
     for name in "abcd":

@@ -1,4 +1,4 @@
-"""Grammars in the engine, on the fake core: real matchers; the fake samples among the allowed tokens."""
+"""Grammars in the engine: real matchers, and a fake core that samples among the allowed tokens."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def shown(ids: list[int]) -> str:
     return text.tokenizer().decode([id for id in ids if id not in TOKENS.eos_token_ids], False)
 
 
-def asked(spec: Spec, **changes: Any) -> dict[str, Any]:
+def constrained(spec: Spec, **changes: Any) -> dict[str, Any]:
     return {"structured_outputs": spec, "temperature": 1.0, "max_tokens": 200, **changes}
 
 
@@ -54,7 +54,7 @@ def no_threads_are_left() -> Iterator[None]:
 
 
 def engine(grammars: GrammarCompiler | None, **changes: Any) -> Engine:
-    """Large enough for long completions."""
+    """Return an engine with cells for long completions."""
     made = Engine(grammars=grammars, **{"max_model_len": 512, "n_cells": 2048, **changes})
     ENGINES.append(made)
     return made
@@ -73,11 +73,11 @@ def alone(grammars: GrammarCompiler, **changes: Any) -> list[int]:
 @pytest.mark.parametrize("seed", range(20))
 def test_a_completion_follows_its_schema(grammars: GrammarCompiler, seed: int) -> None:
     made = engine(grammars)
-    made.submit("a", **asked(JSON, seed=seed))
+    made.submit("a", **constrained(JSON, seed=seed))
     made.finish()
     assert made.ends["a"].finish_reason is FinishReason.STOP
     jsonschema.validate(json.loads(shown(made.tokens["a"])), SCHEMA)
-    assert made.tokens["a"][-1] in TOKENS.eos_token_ids, "the end is sampled as any other token"
+    assert made.tokens["a"][-1] in TOKENS.eos_token_ids, "the end token is sampled like any other token"
 
 
 @pytest.mark.parametrize(
@@ -91,41 +91,41 @@ def test_a_completion_follows_its_schema(grammars: GrammarCompiler, seed: int) -
         (Spec(grammar='start: "x" ("1" | "2")'), {"x1", "x2"}),
     ],
 )
-def test_exactly_the_completions_of_a_small_grammar(
+def test_sampling_finds_exactly_the_completions_of_a_small_grammar(
     grammars: GrammarCompiler, spec: Spec, answers: set[str]
 ) -> None:
-    found = {shown(alone(grammars, **asked(spec, seed=seed))) for seed in range(60)}
+    found = {shown(alone(grammars, **constrained(spec, seed=seed))) for seed in range(60)}
     assert found == answers
 
 
 def test_a_completion_that_could_end_may_continue(grammars: GrammarCompiler) -> None:
-    found = {shown(alone(grammars, **asked(Spec(regex="a{1,3}"), seed=seed))) for seed in range(40)}
+    found = {shown(alone(grammars, **constrained(Spec(regex="a{1,3}"), seed=seed))) for seed in range(40)}
     assert found == {"a", "aa", "aaa"}
 
 
-def test_any_json_object(grammars: GrammarCompiler) -> None:
-    ids = alone(grammars, **asked(Spec(json_object=True), seed=3, max_tokens=500))
+def test_json_object_starts_an_object(grammars: GrammarCompiler) -> None:
+    ids = alone(grammars, **constrained(Spec(json_object=True), seed=3, max_tokens=500))
     assert shown(ids).startswith("{")
 
 
-def test_requests_of_a_batch_are_as_if_alone(grammars: GrammarCompiler) -> None:
+def test_batched_requests_equal_lone_requests(grammars: GrammarCompiler) -> None:
     plain = {"temperature": 1.0, "seed": 4, "max_tokens": 30}
     want = {
         "free": core.answer([1, 2, 3], 30, core.SamplerSpec(seed=4)),
-        "b": alone(grammars, **asked(JSON, seed=9)),
+        "b": alone(grammars, **constrained(JSON, seed=9)),
     }
     made = engine(grammars)
     made.submit("free", **plain)
     made.step(3)
-    made.submit("a", **asked(Spec(regex="[ab]{20}"), seed=1))
-    made.submit("b", **asked(JSON, seed=9))
+    made.submit("a", **constrained(Spec(regex="[ab]{20}"), seed=1))
+    made.submit("b", **constrained(JSON, seed=9))
     made.finish()
     assert {name: made.tokens[name] for name in want} == want
 
 
 def test_each_choice_follows_the_grammar_by_itself(grammars: GrammarCompiler) -> None:
     made = engine(grammars)
-    made.submit("a", **asked(JSON, seed=2, n=4))
+    made.submit("a", **constrained(JSON, seed=2, n=4))
     made.finish()
     answers = [shown(ids) for ids in made.tokens.values()]
     assert len(set(answers)) > 1
@@ -137,22 +137,23 @@ def test_each_choice_follows_the_grammar_by_itself(grammars: GrammarCompiler) ->
 def test_preemption_changes_nothing(grammars: GrammarCompiler, caching: bool) -> None:
     spec = Spec(regex="[a-z]{40}!")
     want = {
-        f"r{i}": alone(grammars, **asked(spec, seed=i, prompt=[10 + i] * 20, max_tokens=60)) for i in range(4)
+        f"r{i}": alone(grammars, **constrained(spec, seed=i, prompt=[10 + i] * 20, max_tokens=60))
+        for i in range(4)
     }
     made = engine(grammars, n_cells=96, max_model_len=96, max_num_seqs=4, enable_prefix_caching=caching)
     for i, name in enumerate(want):
-        made.submit(name, **asked(spec, seed=i, prompt=[10 + i] * 20, max_tokens=60))
+        made.submit(name, **constrained(spec, seed=i, prompt=[10 + i] * 20, max_tokens=60))
     made.finish()
     assert made.engine.stats().num_preempted > 0
     assert made.tokens == want
 
 
-def test_the_mask_is_for_the_row_that_samples(grammars: GrammarCompiler) -> None:
-    """Not the rows of the same prompt that are only scored."""
-    want = alone(grammars, **asked(JSON, seed=9, prompt=[7] * 24))
+def test_the_mask_applies_only_to_the_row_that_samples(grammars: GrammarCompiler) -> None:
+    """Rows of the same prompt that are only scored have no mask."""
+    want = alone(grammars, **constrained(JSON, seed=9, prompt=[7] * 24))
     made = engine(grammars)
     made.submit("free", prompt=[5] * 20, max_tokens=30)
-    made.submit("a", **asked(JSON, seed=9, prompt=[7] * 24, prompt_logprobs=0))
+    made.submit("a", **constrained(JSON, seed=9, prompt=[7] * 24, prompt_logprobs=0))
     made.finish()
     assert made.tokens["a"] == want
 
@@ -166,7 +167,7 @@ class Broken(GrammarCompiler):
     def compile(self, spec: Spec) -> Any:
         match spec.regex:
             case "refused":
-                raise RejectedError("it is gone", param="structured_outputs.regex")
+                raise RejectedError("a rejection", param="structured_outputs.regex")
             case "bug":
                 raise TypeError("a bug")
         return super().compile(spec)
@@ -175,10 +176,10 @@ class Broken(GrammarCompiler):
 @pytest.mark.parametrize(("regex", "kind"), [("refused", RejectedError), ("bug", RequestFailedError)])
 def test_a_grammar_that_fails_ends_its_request_alone(regex: str, kind: type[Exception]) -> None:
     grammars = Broken(TOKENS)
-    want = alone(grammars, **asked(JSON, seed=9))
+    want = alone(grammars, **constrained(JSON, seed=9))
     made = engine(grammars)
-    made.submit("b", **asked(JSON, seed=9))
-    made.submit("a", **asked(Spec(regex=regex)))
+    made.submit("b", **constrained(JSON, seed=9))
+    made.submit("a", **constrained(Spec(regex=regex)))
     made.finish()
     assert made.tokens["b"] == want
     assert made.ends["a"].finish_reason is FinishReason.ERROR
@@ -188,8 +189,8 @@ def test_a_grammar_that_fails_ends_its_request_alone(regex: str, kind: type[Exce
 def test_a_completion_that_violates_its_grammar_fails_alone(grammars: GrammarCompiler) -> None:
     """This is a bug of the engine; only the request ends."""
     made = engine(grammars)
-    made.submit("b", **asked(JSON, seed=9))
-    made.submit("a", **asked(Spec(regex="abc")))
+    made.submit("b", **constrained(JSON, seed=9))
+    made.submit("a", **constrained(Spec(regex="abc")))
     while not made.tokens.get("a"):
         made.step()
     (request,) = (r for r in made.engine.requests.running if r.request_id == "a")
@@ -206,8 +207,10 @@ def test_a_completion_that_violates_its_grammar_fails_alone(grammars: GrammarCom
 def test_a_grammar_ends_its_request_at_the_same_token_whatever_else_runs(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
-    """With a bound on the lexer's states that some completions reach. Each choice counts only its own
-    states, and a preempted choice does not restart its count."""
+    """Some completions reach a bound on lexer states.
+
+    Each choice counts only its own states, and a preempted choice does not restart its count.
+    """
     limits = LLParserLimits(max_lexer_states=70, verbose_errors=False)
     monkeypatch.setattr("llaisys.engine.grammar.LIMITS", limits)
     spec = Spec(regex="[ab]*a[ab]{12}c")
@@ -217,7 +220,7 @@ def test_a_grammar_ends_its_request_at_the_same_token_whatever_else_runs(
         return {name: (str(end.error), tokens) for name, end, tokens in ended}
 
     def submit(made: Engine, seed: int) -> None:
-        made.submit(f"{seed}", **asked(spec, seed=seed, prompt=[10 + seed] * 20, max_tokens=60))
+        made.submit(f"{seed}", **constrained(spec, seed=seed, prompt=[10 + seed] * 20, max_tokens=60))
 
     each = [engine(GrammarCompiler(TOKENS)) for _ in range(12)]
     for seed, made in enumerate(each):
@@ -235,7 +238,7 @@ def test_a_grammar_ends_its_request_at_the_same_token_whatever_else_runs(
 
 def test_a_grammar_that_exceeds_its_limits_later_names_the_field(grammars: GrammarCompiler) -> None:
     made = engine(grammars, max_model_len=2048, n_cells=4096)
-    made.submit("a", **asked(Spec(regex="b{40}(a{1000}){1000}"), max_tokens=1000))
+    made.submit("a", **constrained(Spec(regex="b{40}(a{1000}){1000}"), max_tokens=1000))
     made.finish()
     error = made.ends["a"].error
     assert isinstance(error, RejectedError)
@@ -246,7 +249,7 @@ def test_a_grammar_that_exceeds_its_limits_later_names_the_field(grammars: Gramm
 def test_an_engine_without_a_tokenizer_rejects_grammars() -> None:
     made = engine(None)
     with pytest.raises(UnsupportedError, match="no tokenizer for structured outputs"):
-        made.submit("a", **asked(JSON))
+        made.submit("a", **constrained(JSON))
 
 
 def test_a_model_without_an_end_token_is_rejected() -> None:
@@ -254,7 +257,7 @@ def test_a_model_without_an_end_token_is_rejected() -> None:
         GrammarCompiler(GrammarTokenizer(TOKENS.tokenizer_json, (), core.VOCAB_SIZE)).compile(JSON)
 
 
-def test_no_grammar_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_grammar_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = GrammarCompiler(TOKENS)
     monkeypatch.setattr(grammars, "compile", None)
     made = engine(grammars)
@@ -265,7 +268,7 @@ def test_no_grammar_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_matchers_are_dropped_with_their_choices(grammars: GrammarCompiler) -> None:
     made = engine(grammars)
-    made.submit("a", "b", **asked(Spec(regex="[ab]{100}"), n=2))
+    made.submit("a", "b", **constrained(Spec(regex="[ab]{100}"), n=2))
     made.step(5)
     assert len(made.engine._structured) == 4
     made.engine.cancel("a")
@@ -293,10 +296,10 @@ class Gated(GrammarCompiler):
 def test_other_rows_run_while_a_grammar_is_compiled() -> None:
     grammars = Gated()
     made = engine(grammars)
-    made.submit("b", **asked(Spec(regex="[ab]{20}"), seed=1))
-    while "b" not in made.tokens:  # its own grammar is compiled: there is one thread
+    made.submit("b", **constrained(Spec(regex="[ab]{20}"), seed=1))
+    while "b" not in made.tokens:  # its own grammar occupies the only thread
         made.step()
-    made.submit("a", **asked(Spec(regex="slow")))
+    made.submit("a", **constrained(Spec(regex="slow")))
     made.submit("free", max_tokens=30)
     while not {"b", "free"} <= set(made.ends):
         made.step()
@@ -310,7 +313,7 @@ def test_other_rows_run_while_a_grammar_is_compiled() -> None:
 def test_an_engine_whose_rows_all_wait_for_a_grammar_is_not_stuck() -> None:
     grammars = Gated()
     made = engine(grammars)
-    made.submit("a", **asked(Spec(regex="slow")))
+    made.submit("a", **constrained(Spec(regex="slow")))
     made.step(3)
     assert not made.ends
     grammars.gate.set()
@@ -321,10 +324,10 @@ def test_an_engine_whose_rows_all_wait_for_a_grammar_is_not_stuck() -> None:
 def test_a_cancelled_compile_changes_nothing() -> None:
     grammars = Gated()
     made = engine(grammars)
-    made.submit("a", **asked(Spec(regex="slow")))
+    made.submit("a", **constrained(Spec(regex="slow")))
     made.step(2)
     made.engine.cancel("a")
-    made.submit("b", **asked(JSON, seed=9))
+    made.submit("b", **constrained(JSON, seed=9))
     made.step()
     assert made.ends["a"].finish_reason is FinishReason.ABORT
     grammars.gate.set()  # the thread is free for the other grammar
@@ -337,11 +340,11 @@ def test_a_cancelled_compile_changes_nothing() -> None:
 def test_masks_of_the_pool_equal_those_of_the_engine_thread(
     grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:
-    want = {f"{seed}": alone(grammars, **asked(JSON, seed=seed)) for seed in range(4)}
+    want = {f"{seed}": alone(grammars, **constrained(JSON, seed=seed)) for seed in range(4)}
     monkeypatch.setattr(f"llaisys.engine.structured_output.{bound}", -1.0)
     made = engine(grammars)
     for seed in range(4):
-        made.submit(f"{seed}", **asked(JSON, seed=seed))
+        made.submit(f"{seed}", **constrained(JSON, seed=seed))
     made.submit("free", max_tokens=30)
     made.finish()
     assert {name: made.tokens[name] for name in want} == want

@@ -1,4 +1,4 @@
-"""Timelines: the spans cover a request's time exactly, and each has its kind; alone, and on an engine."""
+"""Timelines: spans cover the time of a request exactly and have their kinds."""
 
 from __future__ import annotations
 
@@ -111,9 +111,9 @@ def test_a_late_event_is_ignored() -> None:
     timeline.end("r", 1)
     timeline.record("r", 2, SpanKind.DECODE)
     timeline.end("r", 3)
-    timeline.record("nobody", 2, SpanKind.DECODE)
+    timeline.record("unknown", 2, SpanKind.DECODE)
     assert timeline_of(timeline, "r").end_s == 1
-    assert timeline.timeline("nobody", 0) is None
+    assert timeline.timeline("unknown", 0) is None
 
 
 def test_the_middle_of_a_long_timeline_is_folded() -> None:
@@ -275,7 +275,7 @@ def test_a_preemption_names_its_cause() -> None:
     kinds = [(kind, by) for _, _, kind, by in spans(made, "b")]
     assert kinds[0] == (SpanKind.OWN_CHUNK, ())
     assert (SpanKind.PREEMPTED, ("a",)) in kinds
-    assert SpanKind.KV_WAIT in {kind for kind, _ in kinds}, "its way back was barred by cells alone"
+    assert SpanKind.KV_WAIT in {kind for kind, _ in kinds}, "only missing cells delayed its readmission"
     assert kinds[-1] == (SpanKind.DECODE, ())
 
 

@@ -1,4 +1,4 @@
-"""Flat arrays in, ids out; nothing stays lent after a refusal."""
+"""The worker: flat arrays in, token ids out; a rejected call keeps no sequence id."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ def request(**changes: Any) -> Request:
 
 
 def opened(worker: Worker, **changes: Any) -> Request:
-    """A request with a sequence."""
+    """Return a request with a sequence."""
     made = request(**changes)
     made.state = Running(worker.open_sequence(made))
     return made
 
 
 def computed(made: Request, n: int, token: int) -> None:
-    """As the engine settles: `n` tokens are computed, and `token` was sampled."""
+    """Update a request as the engine does after a step: `n` tokens computed, `token` sampled."""
     made.num_computed += n
     made.append_token(token)
 
 
-def test_a_step_that_cannot_be_a_graph_is_told(
+def test_a_step_that_cannot_be_a_cuda_graph_is_logged(
     worker: Worker, context: core.Context, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = opened(worker)
@@ -77,7 +77,7 @@ def test_chunks_of_two_sequences_in_one_decode(worker: Worker, context: core.Con
     assert (worker.n_cells_used, worker.n_seq_free) == (0, 2)
 
 
-def test_a_batch_is_cut_between_items(worker: Worker) -> None:
+def test_a_batch_is_split_between_items(worker: Worker) -> None:
     a, b = opened(worker), opened(worker)
     chunks = [Chunk(b, 0, [1], samples=True), Chunk(b, 1, [2], samples=True)]
     batch = Batch([a], chunks)
@@ -93,7 +93,7 @@ def test_a_request_without_a_sequence_has_no_rows(worker: Worker) -> None:
         worker.execute_model(Batch([request()], []))
 
 
-def test_the_index_s_edits_reach_the_cells(worker: Worker, context: core.Context) -> None:
+def test_prefix_cache_edits_change_the_cells(worker: Worker, context: core.Context) -> None:
     a = opened(worker)
     worker.execute_model(Batch([], [Chunk(a, 0, [1, 2, 3, 4, 5, 6], samples=False)]))
     worker.edit_cache([AddNode(1, 0, 6), SplitNode(1, 4, 2), TrimNode(2, 5)], a.seq_id)
@@ -110,7 +110,7 @@ def test_the_index_s_edits_reach_the_cells(worker: Worker, context: core.Context
     worker.check()
 
 
-def test_streams_are_copied_between(context: core.Context) -> None:
+def test_fork_copies_between_kv_streams(context: core.Context) -> None:
     context = core.Context("fake", n_cells=64, n_seq_max=2, max_model_len=32, n_streams=2)
     worker = Worker(context, core.SamplerSpec, 2)  # type: ignore[arg-type]
     a, b = request(), request()
@@ -120,8 +120,8 @@ def test_streams_are_copied_between(context: core.Context) -> None:
     assert worker.n_cells_free == (29, 30)
 
 
-def test_the_request_becomes_the_samplers_spec(worker: Worker, context: core.Context) -> None:
-    asked = request(
+def test_a_request_becomes_a_sampler_spec(worker: Worker, context: core.Context) -> None:
+    source = request(
         temperature=0.5,
         top_k=3,
         logit_bias={4: 1.5},
@@ -132,8 +132,8 @@ def test_the_request_becomes_the_samplers_spec(worker: Worker, context: core.Con
         bad_word_ids=((3, 4), (5,)),
         prompt_logprobs=0,
     )
-    asked.index = 3
-    seq = worker.open_sequence(asked)
+    source.index = 3
+    seq = worker.open_sequence(source)
     want = core.SamplerSpec(
         temperature=0.5,
         top_k=3,
@@ -150,7 +150,7 @@ def test_the_request_becomes_the_samplers_spec(worker: Worker, context: core.Con
     assert context._lent[seq].spec == want
 
 
-def test_logprobs_go_to_the_row_that_asked(worker: Worker) -> None:
+def test_logprobs_belong_to_the_row_that_requested_them(worker: Worker) -> None:
     a, b = opened(worker), opened(worker, logprobs=2)
     result = worker.execute_model(Batch([], [Chunk(a, 0, [1], samples=True), Chunk(b, 0, [1], samples=True)]))
     (item,) = result.logprobs
@@ -160,7 +160,7 @@ def test_logprobs_go_to_the_row_that_asked(worker: Worker) -> None:
     assert len(entry.top) == 2
 
 
-def test_a_faulty_row_is_its_own_error(worker: Worker) -> None:
+def test_a_faulty_row_fails_alone(worker: Worker) -> None:
     a, b = opened(worker), opened(worker)
     bad = Chunk(a, 0, [1, core.NON_FINITE], samples=True)
     result = worker.execute_model(Batch([], [bad, Chunk(b, 0, [1], samples=True)]))
@@ -169,7 +169,7 @@ def test_a_faulty_row_is_its_own_error(worker: Worker) -> None:
     assert result.token_ids[1] == core.answer([1], 1)[0]
 
 
-def test_a_refused_sampler_gives_its_id_back(worker: Worker, context: core.Context) -> None:
+def test_a_rejected_sampler_releases_its_sequence_id(worker: Worker, context: core.Context) -> None:
     with pytest.raises(RejectedError, match="logit_bias"):
         worker.open_sequence(request(logit_bias={core.REFUSED: 1.0}))
     assert context.n_seq_free == 2
@@ -180,7 +180,7 @@ def test_a_refused_sampler_gives_its_id_back(worker: Worker, context: core.Conte
 
 
 @pytest.mark.usefixtures("fake_core")
-def test_open_describe_close() -> None:
+def test_open_describe_and_close_a_worker() -> None:
     settings = WorkerSettings(
         path=Path("fake"),
         dtype="auto",
@@ -197,12 +197,12 @@ def test_open_describe_close() -> None:
     assert worker.describe() == "fake, 0 MiB of weights, 8 KV cells"
     refused: list[Exception] = []
 
-    def elsewhere() -> None:
+    def use_from_another_thread() -> None:
         with pytest.raises(RejectedError, match="thread") as caught:
             worker.open_sequence(request())
         refused.append(caught.value)
 
-    thread = threading.Thread(target=elsewhere)
+    thread = threading.Thread(target=use_from_another_thread)
     thread.start()
     thread.join()
     assert len(refused) == 1
@@ -213,7 +213,7 @@ def test_open_describe_close() -> None:
 
 
 @pytest.mark.usefixtures("fake_core")
-def test_facts_come_from_the_core() -> None:
+def test_model_info_comes_from_the_core() -> None:
     info = inspect_model(Path("fake"))
     assert (info.path, info.eos_token_ids, info.tokenizer) == ("fake", [256, 257], None)
     assert available_isas() == ["fake"]

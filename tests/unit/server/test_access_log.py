@@ -1,4 +1,4 @@
-"""Request ids in and out, and the one log line."""
+"""Request ids, and one log line per request."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from llaisys.server.state import ServerState
         (None, ""),
     ],
 )
-def test_labels_are_cleaned(sent: str | None, kept: str) -> None:
+def test_request_ids_are_cleaned(sent: str | None, kept: str) -> None:
     assert clean_request_id(sent) == kept
 
 
-async def test_the_id_comes_back(client: httpx.AsyncClient) -> None:
+async def test_the_request_id_is_returned(client: httpx.AsyncClient) -> None:
     for path in ("/v1/models", "/nothing"):
         assert (await client.get(path, headers={"x-request-id": "mine-1"})).headers[
             "x-request-id"
@@ -45,14 +45,14 @@ async def test_the_id_comes_back(client: httpx.AsyncClient) -> None:
 
 
 def line_of(record: logging.LogRecord) -> dict[str, Any]:
-    """A record as JSON; it must be one line."""
+    """Parse a log record as JSON, after checking that it is one line."""
     text = record.getMessage()
     assert "\n" not in text
     made: dict[str, Any] = json.loads(text)
     return made
 
 
-async def test_one_line_a_request_and_no_secrets(
+async def test_one_log_line_per_request_without_secrets(
     make_client: Callable[..., httpx.AsyncClient], state: ServerState, caplog: pytest.LogCaptureFixture
 ) -> None:
     state.keys = Keyring.of(Config(api_key=("canary-4",)))
@@ -61,7 +61,7 @@ async def test_one_line_a_request_and_no_secrets(
     async with make_client(state, **headers) as client:
         with caplog.at_level(logging.DEBUG, "llaisys"):
             await client.post("/v1/completions?api_key=canary-1", json=body)
-    (line,) = map(line_of, caplog.records)
+    (line,) = map(line_of, (r for r in caplog.records if r.name == "llaisys.request"))
     assert "canary" not in caplog.text
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", line.pop("time"))
     assert re.fullmatch(r"[0-9a-f]{16}", line.pop("key"))
@@ -84,7 +84,7 @@ async def test_one_line_a_request_and_no_secrets(
     }
 
 
-async def test_what_a_client_writes_cannot_forge_a_line(
+async def test_a_client_cannot_forge_a_log_line(
     client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.DEBUG, "llaisys.request"):
@@ -102,7 +102,7 @@ async def test_what_a_client_writes_cannot_forge_a_line(
         ([EngineDeadError("gone")], "engine_dead"),
     ],
 )
-async def test_the_line_says_how_it_ended(
+async def test_the_log_line_has_the_end_reason(
     client: httpx.AsyncClient,
     engine: FakeService,
     caplog: pytest.LogCaptureFixture,
@@ -117,14 +117,18 @@ async def test_the_line_says_how_it_ended(
         assert (line["end_reason"], line["stream"]) == (reason, stream)
 
 
-async def test_a_refusal_is_told_too(client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_rejected_request_is_logged(
+    client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, "llaisys.request"):
         await client.post("/v1/completions", json={"prompt": []})
     (line,) = map(line_of, caplog.records)
     assert (line["status"], line["end_reason"]) == (400, "invalid_value")
 
 
-async def test_reading_is_logged_quietly(client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
+async def test_reads_are_logged_at_debug_level(
+    client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.DEBUG, "llaisys.request"):
         await client.get("/health")
     assert [record.levelno for record in caplog.records] == [logging.DEBUG]

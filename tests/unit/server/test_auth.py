@@ -1,4 +1,4 @@
-"""Keys: where they come from, what is kept of them, and what a bad keys file says."""
+"""API keys: their sources, the stored hashes, and the errors of an invalid keys file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def keyring(tmp_path: Path, text: str, *keys: str) -> Keyring:
     return Keyring.of(Config(api_key=keys, api_key_file=path))
 
 
-def test_a_file_names_its_clients(tmp_path: Path) -> None:
+def test_a_keys_file_names_its_clients(tmp_path: Path) -> None:
     text = f"# ours\n\nalice {hashed('a1')}\nalice\t{hashed('a2').upper()}\n  bob.2 {hashed('schlüssel')}\n"
     keys = keyring(tmp_path, text, "plain")
     assert [keys.client_of(key.encode()) for key in ("a1", "a2", "schlüssel")] == ["alice", "alice", "bob.2"]
@@ -44,8 +44,8 @@ def test_clients_are_counted_by_name(tmp_path: Path) -> None:
     assert Keyring().n_clients == 0
 
 
-def test_salts_and_ids_of_different_clients_never_meet() -> None:
-    """Whatever salt a client brings: names hold no slash."""
+def test_cache_salts_and_request_ids_of_different_clients_never_collide() -> None:
+    """Client names contain no slash, so no salt of a client can imitate another client."""
     salts = {
         (c, s): cache_salt(c, s, "per-key") for c in ("a", "b", "a-b") for s in ("", "b/", "/", "a/x", "x")
     }
@@ -55,11 +55,11 @@ def test_salts_and_ids_of_different_clients_never_meet() -> None:
     assert engine_id("", "cmpl-a") == "cmpl-a"
 
 
-def test_without_keys_there_is_nothing_to_ask_for() -> None:
+def test_without_keys_the_keyring_is_empty() -> None:
     assert not Keyring.of(Config())
 
 
-def test_only_hashes_are_kept(tmp_path: Path) -> None:
+def test_only_hashes_of_keys_are_stored(tmp_path: Path) -> None:
     keys = keyring(tmp_path, f"a {hashed('in-the-file')}\n", "canary-key")
     assert "canary-key" not in repr(vars(keys))
     assert "canary-key" not in repr(Config(api_key=("canary-key",)))
@@ -79,14 +79,14 @@ def test_only_hashes_are_kept(tmp_path: Path) -> None:
         ("a" * (FILE_BYTES_MAX + 1), "larger than"),
     ],
 )
-def test_a_bad_file_stops_the_start_and_shows_no_key(tmp_path: Path, text: str, says: str) -> None:
+def test_an_invalid_keys_file_stops_the_start_and_shows_no_key(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(RejectedError, match=says) as caught:
         keyring(tmp_path, text)
     assert caught.value.param == "api_key_file"
     assert "canary-key" not in str(caught.value)
 
 
-def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
+def test_a_keys_file_that_is_missing_or_not_text_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(RejectedError, match=r"missing.*No such file"):
         Keyring.of(Config(api_key_file=tmp_path / "missing"))
     (tmp_path / "keys.txt").write_bytes(b"\xff\xfe")
@@ -94,14 +94,14 @@ def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
         Keyring.of(Config(api_key_file=tmp_path / "keys.txt"))
 
 
-def test_a_bad_key_in_the_configuration_is_not_shown(tmp_path: Path) -> None:
+def test_an_invalid_key_in_the_configuration_is_not_shown(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("api_key: [[canary-key]]\n")
     with pytest.raises(RejectedError, match="api_key") as caught:
         load_config(yaml_path=tmp_path / "c.yaml")
     assert "canary-key" not in str(caught.value)
 
 
-def test_a_keys_file_opens_other_addresses(tmp_path: Path) -> None:
+def test_a_keys_file_allows_other_addresses(tmp_path: Path) -> None:
     check_exposure(Config(host="0.0.0.0", api_key_file=tmp_path / "keys.txt"))
 
 

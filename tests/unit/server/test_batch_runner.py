@@ -1,4 +1,4 @@
-"""A batch on a scripted engine: every line its result, in order, by the handlers of the server."""
+"""`run-batch` on a scripted engine: one result per line, in order, from the handlers of the server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 
 @pytest.fixture
 def configs(monkeypatch: pytest.MonkeyPatch, engine: FakeService) -> list[Config]:
-    """The scripted engine in place of a loaded one; the configurations that one was asked for with."""
+    """Replace the loaded engine by the scripted one; return the configurations used to start it."""
     asked: list[Config] = []
 
     async def start(config: Config) -> ModelRegistry:
@@ -46,7 +46,7 @@ async def answers(lines: list[str], config: Config | None = None) -> tuple[Batch
 
 
 @pytest.mark.usefixtures("configs")
-async def test_the_three_endpoints_answer_as_they_do_over_http() -> None:
+async def test_the_three_endpoints_give_the_results_of_http() -> None:
     lines = [
         line("a", "/v1/chat/completions", CHAT),
         "\n",
@@ -81,7 +81,9 @@ async def test_the_three_endpoints_answer_as_they_do_over_http() -> None:
         (line("x", "/v1/completions", {"prompt": "Hi", "stream": True}), "x", "invalid_body"),
     ],
 )
-async def test_a_bad_line_is_answered_and_stops_nobody(bad: str, custom_id: str | None, code: str) -> None:
+async def test_an_invalid_line_gets_an_error_and_the_others_continue(
+    bad: str, custom_id: str | None, code: str
+) -> None:
     good = line("good", "/v1/completions", {"prompt": "Hi"})
     report, results = await answers([good, bad, good])
     assert report == BatchReport(3, 1)
@@ -91,7 +93,7 @@ async def test_a_bad_line_is_answered_and_stops_nobody(bad: str, custom_id: str 
 
 
 @pytest.mark.usefixtures("configs")
-async def test_a_refused_request_has_the_servers_own_answer() -> None:
+async def test_a_rejected_request_has_the_error_of_the_server() -> None:
     report, results = await answers(
         [
             line("a", "/v1/completions", {"prompt": "Hi", "temperature": 9}),
@@ -105,12 +107,12 @@ async def test_a_refused_request_has_the_servers_own_answer() -> None:
     assert [error["param"] for error in errors] == ["temperature", "model", "prompt"]
 
 
-async def test_order_is_kept_and_so_many_are_under_way(engine: FakeService, configs: list[Config]) -> None:
+async def test_order_is_kept_and_concurrency_is_bounded(engine: FakeService, configs: list[Config]) -> None:
     gate = asyncio.Event()
     engine.script = [Piece(["x"], "stop", gate=gate)]
     lines = [line(f"{i}", "/v1/completions", {"prompt": f"{i}"}) for i in range(9)]
     running = asyncio.ensure_future(answers(lines, Config(max_num_seqs=4)))
-    for _ in range(200):  # turns of the loop, of which a line needs some twenty
+    for _ in range(200):  # iterations of the event loop; a line needs about twenty
         await asyncio.sleep(0)
     assert len(engine.calls) == 4
     gate.set()
@@ -123,8 +125,8 @@ async def test_order_is_kept_and_so_many_are_under_way(engine: FakeService, conf
 
 
 @pytest.mark.usefixtures("configs")
-async def test_a_large_answer_is_written_in_pieces(engine: FakeService) -> None:
-    """A piece may end inside a character. Lines together have no bound: none is refused for the others."""
+async def test_a_large_response_is_written_in_pieces(engine: FakeService) -> None:
+    """A piece may end inside a character. The response bytes of all lines together are not bounded."""
     engine.script = [Piece(["x漢😀"] * 10_000)] * 3 + [Piece(["x"], "stop")]
     lines = [line(f"{i}", "/v1/completions", {"prompt": "Hi"}) for i in range(3)]
     report, results = await answers(lines, Config(max_response_bytes_in_flight=1))
@@ -134,7 +136,7 @@ async def test_a_large_answer_is_written_in_pieces(engine: FakeService) -> None:
 
 
 @pytest.mark.usefixtures("configs")
-async def test_a_dead_engine_ends_it_after_the_last_line(engine: FakeService) -> None:
+async def test_a_dead_engine_fails_the_batch_after_the_last_line(engine: FakeService) -> None:
     engine.dead = True
     out = io.StringIO()
     with pytest.raises(EngineDeadError):
@@ -143,7 +145,7 @@ async def test_a_dead_engine_ends_it_after_the_last_line(engine: FakeService) ->
 
 
 @pytest.mark.usefixtures("configs")
-async def test_a_cancelled_batch_cancels_what_is_under_way(engine: FakeService) -> None:
+async def test_cancelling_a_batch_cancels_its_running_requests(engine: FakeService) -> None:
     engine.script = [Piece(["x"], "stop", gate=asyncio.Event())]
     running = asyncio.ensure_future(answers([line("a", "/v1/completions", {"prompt": "Hi"})]))
     for _ in range(200):  # as above
@@ -153,7 +155,9 @@ async def test_a_cancelled_batch_cancels_what_is_under_way(engine: FakeService) 
     assert engine.calls[0].ended
 
 
-def test_files_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusable_input_and_output_files_are_rejected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     there = tmp_path / "in.jsonl"
     there.write_text("", "utf-8")
     for source, target, words in (

@@ -1,4 +1,4 @@
-"""Bodies: each, all together, and the time that one takes."""
+"""Request body limits: bytes of one body, bytes of all bodies, and upload time."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from llaisys.server.protocol import INLINE_BYTES_MAX, BodyRoute
 from llaisys.server.state import ServerState
 
 
-class Held:
-    """An application that reads its body and answers when it is told to."""
+class BlockedApp:
+    """An application that reads its body and responds once `go` is set."""
 
     def __init__(self) -> None:
         self.go = asyncio.Event()
@@ -57,22 +57,22 @@ def ask(gate: BodyLimitMiddleware, n_bytes: int, *, declared: bool) -> asyncio.T
 
 
 @pytest.mark.parametrize("declared", [True, False])
-async def test_bodies_together_are_bounded_until_their_requests_end(declared: bool) -> None:
-    held = Held()
-    gate = BodyLimitMiddleware(held, BodyLimits(bytes_max=60, bytes_in_flight=100, upload_s=30))
+async def test_bytes_of_all_bodies_are_bounded_until_their_requests_end(declared: bool) -> None:
+    app = BlockedApp()
+    gate = BodyLimitMiddleware(app, BodyLimits(bytes_max=60, bytes_in_flight=100, upload_s=30))
     first, second = ask(gate, 60, declared=declared), ask(gate, 40, declared=declared)
     for _ in range(2):
-        await held.have_read.acquire()
+        await app.have_read.acquire()
     assert await ask(gate, 1, declared=declared) == 429
     assert await ask(gate, 61, declared=declared) == 413 if declared else 429
-    held.go.set()
+    app.go.set()
     assert (await first, await second) == (200, 200)
     assert await ask(gate, 60, declared=declared) == 200
     assert not gate._arrived
     assert not gate._unsent
 
 
-async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+async def test_an_upload_that_stalls_times_out() -> None:
     async def never() -> Message:
         await asyncio.Event().wait()
         raise AssertionError
@@ -82,7 +82,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     async def send(message: Message) -> None:
         sent.append(message)
 
-    gate = BodyLimitMiddleware(Held(), BodyLimits(10, 10, 0.01))
+    gate = BodyLimitMiddleware(BlockedApp(), BodyLimits(10, 10, 0.01))
     scope: Scope = {"type": "http", "method": "POST", "headers": [(b"content-length", b"3")]}
     await gate(scope, never, send)
     assert sent[0]["status"] == 408
@@ -90,13 +90,15 @@ async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     assert not gate._unsent
 
 
-async def test_bodies_of_one_client_leave_others_their_part() -> None:
-    """Of 64 bytes and two clients 16 are each one's own. Bytes that were declared and do not come are counted
-    in those of their client alone."""
-    never, gate = asyncio.Event(), BodyLimitMiddleware(Reading(), BodyLimits(16, 64, 30), n_clients=2)
+async def test_body_bytes_are_shared_among_clients() -> None:
+    """Of 64 bytes, 16 are reserved for each of two clients.
+
+    Declared bytes that never arrive count only against their client.
+    """
+    never, gate = asyncio.Event(), BodyLimitMiddleware(ReadingApp(), BodyLimits(16, 64, 30), n_clients=2)
 
     async def post(client: str, declared: int, *parts: bytes) -> int:
-        """Its status; 0 while the rest of the body does not come."""
+        """Return the status, or 0 while the rest of the body is missing."""
         left, statuses = [*parts], []
 
         async def receive() -> Message:
@@ -117,11 +119,13 @@ async def test_bodies_of_one_client_leave_others_their_part() -> None:
         return statuses[0] if statuses else 0
 
     tasks: list[asyncio.Future[None]] = []
-    assert [await post("a", 16) for _ in range(4)] == [0, 0, 0, 429], "48 of 64 are the most"
-    assert [gate._counted(client) for client in "ab"] == [16, 0], "of 48 that do not come"
-    assert [await post("b", 16, b"x" * 8) for _ in range(3)] == [0, 0, 0], "none of them holds up another"
+    assert [await post("a", 16) for _ in range(4)] == [0, 0, 0, 429], "one client gets at most 48 of 64 bytes"
+    assert [gate._counted(client) for client in "ab"] == [16, 0], "48 declared bytes that never arrive"
+    assert [await post("b", 16, b"x" * 8) for _ in range(3)] == [0, 0, 0], (
+        "declared bytes of one client do not block the other"
+    )
     assert gate._counted("b") == 24 + 16
-    assert await post("b", 0, b"x" * 9, b"") == 429, "8 are left: 64 less 16 of a and 40 of b"
+    assert await post("b", 0, b"x" * 9, b"") == 429, "8 bytes are left: 64 - 16 of a - 40 of b"
     assert await post("b", 0, b"x" * 8, b"") == 200
     for task in tasks:
         task.cancel()
@@ -131,8 +135,8 @@ async def test_bodies_of_one_client_leave_others_their_part() -> None:
     assert await post("b", 3, b"xyz") == 200
 
 
-class Reading:
-    """An application that answers when it has read its body, or with the status of what refuses it."""
+class ReadingApp:
+    """An application that responds once it has read its body, with the status of the rejection if any."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 -- ASGI
         status = 200
@@ -145,14 +149,14 @@ class Reading:
 
 
 async def unread() -> AsyncIterator[bytes]:
-    raise AssertionError("the body was asked for")
+    raise AssertionError("the body was read")
     yield b""
 
 
 async def test_with_a_full_queue_no_body_is_read(
     engine: FakeService, make_client: Callable[..., httpx.AsyncClient]
 ) -> None:
-    """429 on the head alone, where something would be queued; with room, and elsewhere, all goes on."""
+    """Routes that queue requests answer 429 before the body; other routes and free queues work."""
     other = FakeService(model_names=("other",))
     state = ServerState(Config(max_body_bytes=100), models=ModelRegistry([engine, other]))  # type: ignore[list-item]  # as conftest's
     client = make_client(state)
@@ -161,7 +165,7 @@ async def test_with_a_full_queue_no_body_is_read(
         refused = await client.post(path, content=unread())
         error = refused.json()["error"]
         assert (refused.status_code, error["code"]) == (429, "server_overloaded")
-        assert 16 <= int(refused.headers["retry-after"]) <= 24, "the soonest, and a fifth by chance"
+        assert 16 <= int(refused.headers["retry-after"]) <= 24, "the soonest time, within 20 % jitter"
     too_large = await client.post("/v1/completions", content=b"x" * 101)
     assert too_large.status_code == 413
     assert (await client.post("/tokenize", json={"prompt": "x"})).status_code == 200
@@ -182,7 +186,7 @@ def large(engine: FakeService, make_client: Callable[..., httpx.AsyncClient]) ->
 
 
 @pytest.mark.parametrize("n_bytes", [0, INLINE_BYTES_MAX])
-async def test_small_and_large_bodies_are_answered_alike(
+async def test_small_and_large_bodies_get_equal_responses(
     large: httpx.AsyncClient, engine: FakeService, n_bytes: int
 ) -> None:
     pad = "x" * n_bytes
@@ -204,8 +208,8 @@ async def test_small_and_large_bodies_are_answered_alike(
         assert words in error["message"]
 
 
-def test_every_route_with_a_body_bounds_it(state: ServerState) -> None:
-    """`APIRouter(route_class=BodyRoute)`: its bodies are parsed off the event loop, and not too deep."""
+def test_every_route_with_a_body_limits_it(state: ServerState) -> None:
+    """`APIRouter(route_class=BodyRoute)` parses bodies off the event loop and bounds their nesting."""
     routes = [route for route in flat(application._routes(state).routes) if isinstance(route, APIRoute)]
     assert routes
     unbounded = [route.path for route in routes if route.body_field and not isinstance(route, BodyRoute)]
@@ -213,7 +217,7 @@ def test_every_route_with_a_body_bounds_it(state: ServerState) -> None:
 
 
 def flat(routes: Any) -> list[Any]:
-    """Routes, those of included routers too."""
+    """Return all routes, including those of included routers."""
     found = []
     for route in routes:
         router = getattr(route, "original_router", None)

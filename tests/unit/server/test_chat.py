@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions on a scripted engine: shapes, byte for byte where clients depend on it."""
+"""POST /v1/chat/completions on a scripted engine: response shapes, and exact bytes of a stream."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def stream_of(client: httpx.AsyncClient, body: dict[str, Any]) -> httpx.Re
     return await client.post(URL, json={**body, "stream": True})
 
 
-async def test_whole_answer(client: httpx.AsyncClient, chat_body: dict[str, Any]) -> None:
+async def test_response_without_streaming(client: httpx.AsyncClient, chat_body: dict[str, Any]) -> None:
     answer = await client.post(URL, json=chat_body)
     assert answer.status_code == 200
     body = answer.json()
@@ -50,7 +50,7 @@ async def test_whole_answer(client: httpx.AsyncClient, chat_body: dict[str, Any]
     }
 
 
-async def test_stream_is_right_to_the_byte(client: httpx.AsyncClient, chat_body: dict[str, Any]) -> None:
+async def test_stream_bytes(client: httpx.AsyncClient, chat_body: dict[str, Any]) -> None:
     answer = await stream_of(client, chat_body)
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -118,7 +118,7 @@ async def test_logprobs(client: httpx.AsyncClient, chat_body: dict[str, Any]) ->
     assert joined == content
 
 
-async def test_logprobs_of_the_sampled_token_alone(
+async def test_logprobs_of_only_the_sampled_token(
     client: httpx.AsyncClient, chat_body: dict[str, Any]
 ) -> None:
     answer = await client.post(URL, json={**chat_body, "logprobs": True})
@@ -129,7 +129,7 @@ async def test_logprobs_of_the_sampled_token_alone(
     ]
 
 
-async def test_a_part_of_a_character_has_no_bytes(
+async def test_a_partial_character_has_no_bytes(
     engine: FakeService, client: httpx.AsyncClient, chat_body: dict[str, Any]
 ) -> None:
     engine.script = [Piece(["\ufffd"], "length")]
@@ -137,7 +137,7 @@ async def test_a_part_of_a_character_has_no_bytes(
     assert answer.json()["choices"][0]["logprobs"]["content"][0]["bytes"] is None
 
 
-async def test_stream_and_whole_agree(
+async def test_stream_equals_the_whole_response(
     engine: FakeService, client: httpx.AsyncClient, chat_body: dict[str, Any]
 ) -> None:
     engine.script = [Piece(["天", "\n"]), Piece(), Piece(["🙂"]), Piece([], "length", 7)]
@@ -163,7 +163,7 @@ async def test_stream_and_whole_agree(
         (KeyError("a bug"), 500, "internal_error", {"x-should-retry": "false"}),
     ],
 )
-async def test_an_error_before_the_first_token_is_a_plain_answer(
+async def test_an_error_before_the_first_token_is_a_json_response(
     engine: FakeService,
     client: httpx.AsyncClient,
     chat_body: dict[str, Any],
@@ -183,7 +183,7 @@ async def test_an_error_before_the_first_token_is_a_plain_answer(
         assert "a bug" not in answer.text
 
 
-async def test_an_error_in_a_stream_is_a_frame_and_done(
+async def test_an_error_in_a_stream_is_a_frame_followed_by_done(
     engine: FakeService, client: httpx.AsyncClient, chat_body: dict[str, Any]
 ) -> None:
     engine.script = [Piece(["Hel"]), RequestTimeoutError("600 s")]
@@ -198,7 +198,7 @@ async def test_an_error_in_a_stream_is_a_frame_and_done(
     assert (await client.post(URL, json=chat_body)).status_code == 408
 
 
-async def test_an_abort_is_no_answer(
+async def test_an_aborted_request_is_an_error(
     engine: FakeService, client: httpx.AsyncClient, chat_body: dict[str, Any]
 ) -> None:
     engine.script = [Piece(["Hel"]), Piece([], "abort")]
@@ -226,7 +226,7 @@ async def test_the_conversation_reaches_the_template(engine: FakeService, client
     }
 
 
-async def test_a_prompt_that_will_be_cut_may_be_of_any_length(
+async def test_a_prompt_to_be_truncated_may_have_any_length(
     engine: FakeService, client: httpx.AsyncClient, chat_body: dict[str, Any]
 ) -> None:
     await client.post(URL, json={**chat_body, "truncate_prompt_tokens": 2})
@@ -242,7 +242,7 @@ async def test_a_prompt_that_will_be_cut_may_be_of_any_length(
         ({"add_generation_prompt": False, "continue_final_message": True}, (False, True)),
     ],
 )
-async def test_how_the_prompt_ends(
+async def test_the_end_of_the_prompt(
     engine: FakeService,
     client: httpx.AsyncClient,
     chat_body: dict[str, Any],
@@ -264,7 +264,7 @@ async def test_how_the_prompt_ends(
         ({"messages": [{"role": "user", "content": "x"}] * 2049}, "messages"),
     ],
 )
-async def test_what_a_template_may_not_be_told(
+async def test_reserved_template_arguments_are_rejected(
     client: httpx.AsyncClient, chat_body: dict[str, Any], fields: dict[str, Any], param: str
 ) -> None:
     answer = await client.post(URL, json={**chat_body, **fields})

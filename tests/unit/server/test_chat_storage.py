@@ -1,4 +1,4 @@
-"""The chat store on disks that fail, under locks of other processes, and at its bounds."""
+"""The chat store with disk failures, locks of other processes, and at its limits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def store(path: Path) -> Iterator[ChatStore]:
 async def chats(
     state: ServerState, store: ChatStore, make_client: Callable[..., httpx.AsyncClient]
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a server with this store."""
+    """Return a client of a server with this store."""
     state.chats = store
     async with make_client(state) as made:
         yield made
@@ -45,13 +45,13 @@ async def chats(
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Another process has begun to write."""
+    """Simulate another process that has begun to write."""
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         yield
 
 
-def _take_away(path: Path, is_replaced: bool) -> None:
+def _make_unavailable(path: Path, is_replaced: bool) -> None:
     path.rename(path.with_name("elsewhere.db"))
     if is_replaced:
         path.write_bytes(b"")
@@ -61,10 +61,10 @@ def put(client: httpx.AsyncClient, base: int = 0, text: str = "x") -> Any:
     return client.put("/v1/chats/one", json={"base": base, "chat": {"text": text}})
 
 
-async def test_a_full_disk_is_a_507_and_changes_nothing(
+async def test_a_full_disk_is_a_507_without_side_effects(
     chats: httpx.AsyncClient, store: ChatStore, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """SQLite's own bound on the pages of a file fails as a disk without space does."""
+    """The page limit of SQLite fails like a full disk."""
     assert (await put(chats)).status_code == 200
     n_pages = store._writer.now(lambda db: db.execute("PRAGMA page_count").fetchone()[0])
     store._writer.now(lambda db: db.execute(f"PRAGMA max_page_count = {n_pages}").fetchall())
@@ -74,7 +74,7 @@ async def test_a_full_disk_is_a_507_and_changes_nothing(
     ):
         assert (refused.status_code, refused.json()["error"]["code"]) == (507, "storage_full")
         assert refused.headers["x-should-retry"] == "false"
-        assert str(path) not in refused.text, "a client learns no path of the machine"
+        assert str(path) not in refused.text, "an error shows no server path"
     assert caplog.messages.count(f"the chat store {path}: database or disk is full") == 2
     assert await store.changes("", 0) == [Change("one", 1, False)]
     assert (await chats.get("/v1/chats/one")).json()["chat"] == {"text": "x"}
@@ -83,18 +83,18 @@ async def test_a_full_disk_is_a_507_and_changes_nothing(
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
-async def test_a_file_that_vanished_is_an_error_and_not_a_loss(
+async def test_a_missing_file_is_an_error_not_an_empty_store(
     chats: httpx.AsyncClient, path: Path, caplog: pytest.LogCaptureFixture, is_replaced: bool
 ) -> None:
     assert (await put(chats)).status_code == 200
-    _take_away(path, is_replaced)
+    _make_unavailable(path, is_replaced)
     for refused in (await put(chats, 1), await chats.get("/v1/chats/one"), await chats.get("/v1/chats")):
         assert (refused.status_code, refused.json()["error"]["code"]) == (500, "storage_error")
         assert str(path) not in refused.text
     assert sum(str(path) in message for message in caplog.messages) == 3
 
 
-async def test_a_lock_of_another_process_is_a_503_and_readers_do_not_wait(
+async def test_a_lock_of_another_process_is_a_503_for_writers_only(
     chats: httpx.AsyncClient, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await put(chats)
@@ -111,13 +111,13 @@ async def test_a_lock_of_another_process_is_a_503_and_readers_do_not_wait(
     assert (await waiting).json() == {"id": "one", "revision": 2}
 
 
-async def test_the_calls_that_wait_are_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_calls_are_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_store, "CALLS_MAX", 3)
     monkeypatch.setattr(chat_store, "WAIT_S", 600.0)
     with closing(ChatStore(path, BYTES_MAX)) as store:
         with locked(path):
             waiting = [asyncio.ensure_future(store.put("", f"c{i}", 0, {})) for i in range(3)]
-            await asyncio.sleep(0)  # each has begun
+            await asyncio.sleep(0)  # each call has begun
             with pytest.raises(StorageBusyError, match="3 calls wait"):
                 await store.put("", "c3", 0, {})
             assert await store.changes("", 0) == []
@@ -125,7 +125,7 @@ async def test_the_calls_that_wait_are_bounded(path: Path, monkeypatch: pytest.M
         assert await store.put("", "c3", 0, {}) == 4
 
 
-async def test_the_bytes_of_an_owner_are_bounded(path: Path) -> None:
+async def test_chat_bytes_per_owner_are_bounded(path: Path) -> None:
     def chat(n_bytes: int) -> dict[str, str]:
         return {"t": "天" * ((n_bytes - 8) // 3)}  # stored as {"t":"..."}, three bytes for each character
 
@@ -137,16 +137,16 @@ async def test_the_bytes_of_an_owner_are_bounded(path: Path) -> None:
         assert caught.value.param == "chat"
         with pytest.raises(RejectedError):
             await store.put("a", "two", 2, chat(608))
-        assert await store.put("b", "three", 0, chat(908)) == 3, "each owner has its own"
-    with closing(ChatStore(path, 500)) as store:  # a smaller bound than is used
-        assert await store.put("a", "one", 1, chat(308)) == 4, "less than before"
+        assert await store.put("b", "three", 0, chat(908)) == 3, "each owner has its own limit"
+    with closing(ChatStore(path, 500)) as store:  # a limit below the current use
+        assert await store.put("a", "one", 1, chat(308)) == 4, "a smaller chat is accepted"
         with pytest.raises(RejectedError):
             await store.put("a", "two", 2, chat(311))
         assert await store.delete("a", "one", 4) == 5
         assert await store.put("a", "three", 0, chat(158)) == 6
 
 
-async def test_one_chat_is_a_body(
+async def test_one_chat_is_bounded_like_a_body(
     store: ChatStore, state: ServerState, make_client: Callable[..., httpx.AsyncClient]
 ) -> None:
     small = ServerState(Config(max_body_bytes=1000), models=state.models, chats=store)
@@ -155,7 +155,7 @@ async def test_one_chat_is_a_body(
         assert (await put(client, 1, "x" * 1000)).status_code == 413
 
 
-async def test_chats_of_an_older_file_are_counted(path: Path) -> None:
+async def test_chats_of_an_older_file_count(path: Path) -> None:
     with closing(sqlite3.connect(path)) as db:
         db.executescript(f"{MIGRATIONS[0]} PRAGMA user_version = 1;")
         db.execute("INSERT INTO chats VALUES ('a', 'one', 7, '{\"t\":\"\\u5929\"}')")
@@ -167,7 +167,7 @@ async def test_chats_of_an_older_file_are_counted(path: Path) -> None:
         assert await store.put("a", "two", 0, {"t": "xxxxxxxx"}) == 8
 
 
-async def test_two_servers_of_one_file_do_not_overwrite_each_other(store: ChatStore, path: Path) -> None:
+async def test_two_servers_with_one_file_do_not_overwrite_each_other(store: ChatStore, path: Path) -> None:
     with closing(ChatStore(path, BYTES_MAX)) as other:
         assert await store.put("", "one", 0, {"from": 1}) == 1
         assert await other.put("", "one", 0, {"from": 2}) == Conflict(1)
@@ -175,7 +175,7 @@ async def test_two_servers_of_one_file_do_not_overwrite_each_other(store: ChatSt
         assert await store.get("", "one") == (2, '{"from":2}')
 
 
-def test_what_cannot_be_a_store_is_refused_at_start(tmp_path: Path, path: Path) -> None:
+def test_an_unusable_chat_store_is_rejected_at_start(tmp_path: Path, path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for wrong in (tmp_path, tmp_path / "fifo", Path("/proc/chats.db"), tmp_path / "no" / "chats.db"):
         with pytest.raises(RejectedError, match=f"{wrong} cannot be used as a chat store") as caught:

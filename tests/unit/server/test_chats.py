@@ -1,4 +1,4 @@
-"""The chat store: revisions, conflicts, owners, files of other versions. Disks: `test_chat_storage.py`."""
+"""The chat store: revisions, conflicts, owners and file versions. Disk failures: `test_chat_storage.py`."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def store(tmp_path: Path) -> Iterator[ChatStore]:
 async def chats(
     state: ServerState, store: ChatStore, make_client: Callable[..., httpx.AsyncClient]
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a server with a store."""
+    """Return a client of a server with a store."""
     state.chats = store
     async with make_client(state) as made:
         yield made
 
 
-async def test_a_chat_goes_in_and_comes_out(chats: httpx.AsyncClient, store: ChatStore) -> None:
+async def test_a_chat_is_written_and_read_back(chats: httpx.AsyncClient, store: ChatStore) -> None:
     chat = {"title": "天 😀", "messages": [1, {"a": None}]}
     written = await chats.put("/v1/chats/one", json={"base": 0, "chat": chat})
     assert written.json() == {"id": "one", "revision": 1}
@@ -55,7 +55,7 @@ async def test_a_chat_goes_in_and_comes_out(chats: httpx.AsyncClient, store: Cha
     }
 
 
-async def test_half_a_character_goes_through(chats: httpx.AsyncClient) -> None:
+async def test_a_lone_surrogate_is_kept(chats: httpx.AsyncClient) -> None:
     raw = rb'{"base":0,"chat":{"text":"\ud800"}}'
     headers = {"content-type": "application/json"}
     assert (await chats.put("/v1/chats/one", content=raw, headers=headers)).status_code == 200
@@ -63,7 +63,7 @@ async def test_half_a_character_goes_through(chats: httpx.AsyncClient) -> None:
     assert rb'"text":"\ud800"' in read.content
 
 
-async def test_a_write_on_an_old_revision_changes_nothing(chats: httpx.AsyncClient) -> None:
+async def test_a_write_on_an_old_revision_is_a_conflict(chats: httpx.AsyncClient) -> None:
     for title in ("first", "second"):
         base = 0 if title == "first" else 1
         await chats.put("/v1/chats/one", json={"base": base, "chat": {"title": title}})
@@ -103,7 +103,7 @@ async def test_a_deleted_chat_leaves_a_tombstone(chats: httpx.AsyncClient) -> No
         ("GET", "/v1/chats", {"params": {"since": 2**64}}),
     ],
 )
-async def test_what_is_wrong_is_a_400(
+async def test_invalid_chats_are_a_400(
     chats: httpx.AsyncClient, method: str, path: str, sent: dict[str, Any]
 ) -> None:
     answer = await chats.request(method, path, **sent)
@@ -111,7 +111,7 @@ async def test_what_is_wrong_is_a_400(
     assert answer.json()["error"]["message"]
 
 
-async def test_without_a_store_there_is_nothing(client: httpx.AsyncClient) -> None:
+async def test_without_a_chat_store_the_routes_are_not_found(client: httpx.AsyncClient) -> None:
     listed = await client.get("/v1/chats")
     assert listed.json() == {"object": "list", "store": None, "data": [], "has_more": False}
     for answer in (
@@ -140,7 +140,7 @@ async def test_each_key_has_its_own_chats(
         assert (await client.get("/v1/chats/one", headers=mine)).json()["chat"] == {"of": "a"}
 
 
-async def test_changes_come_in_pages(store: ChatStore, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_changes_are_paginated(store: ChatStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_store, "CHANGES_PER_PAGE", 2)
     for i in range(5):
         await store.put("", f"c{i}", 0, {})
@@ -150,8 +150,8 @@ async def test_changes_come_in_pages(store: ChatStore, monkeypatch: pytest.Monke
     assert await store.changes("", 5) == [Change("c0", 6, False)]
 
 
-async def test_writers_at_once_never_lose_a_write(store: ChatStore) -> None:
-    """Of 20 writers on one revision exactly one gets through; the others are told where the chat is."""
+async def test_concurrent_writers_never_lose_a_write(store: ChatStore) -> None:
+    """Of 20 writers on one revision exactly one succeeds; the others get the current revision."""
     done = await asyncio.gather(*(store.put("", "one", 0, {"writer": i}) for i in range(20)))
     assert sorted(map(str, done)) == sorted(["1"] + [str(Conflict(1))] * 19)
 
@@ -166,7 +166,7 @@ async def test_the_number_of_chats_is_bounded(store: ChatStore, monkeypatch: pyt
     assert await store.put("b", "c2", 0, {}) == 4
 
 
-async def test_a_file_is_kept_and_has_a_name(tmp_path: Path) -> None:
+async def test_a_store_file_persists_and_has_an_application_id(tmp_path: Path) -> None:
     first = opened(tmp_path / "chats.db")
     await first.put("", "one", 0, {"kept": True})
     first.close()
@@ -179,7 +179,7 @@ async def test_a_file_is_kept_and_has_a_name(tmp_path: Path) -> None:
     other.close()
 
 
-def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
+def test_files_of_other_kinds_are_rejected(tmp_path: Path) -> None:
     newer = tmp_path / "newer.db"
     with sqlite3.connect(newer) as db:
         db.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
@@ -193,7 +193,7 @@ def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
         opened(tmp_path / "no" / "such" / "folder.db")
 
 
-async def test_a_migration_that_fails_leaves_the_file_as_it_was(
+async def test_a_failed_migration_leaves_the_file_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "chats.db"
@@ -209,6 +209,6 @@ async def test_a_migration_that_fails_leaves_the_file_as_it_was(
 
 
 @pytest.mark.parametrize("since", ["+0.0", " 1", "1.0", "x", "-1", ""])
-async def test_a_revision_is_digits(client: httpx.AsyncClient, since: str) -> None:
+async def test_a_revision_must_be_digits(client: httpx.AsyncClient, since: str) -> None:
     answer = await client.get("/v1/chats", params={"since": since})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "since")

@@ -1,4 +1,4 @@
-"""Clients that go away, in every phase and both modes: their requests end, and nothing is left behind."""
+"""Clients that disconnect in every phase, with and without streaming: their requests end completely."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from llaisys.server.state import ServerState
 from waiting import until
 
 
-class Browser:
-    """One raw ASGI exchange whose client can leave at any moment."""
+class AsgiClient:
+    """One raw ASGI exchange whose client can disconnect at any moment."""
 
     def __init__(self, app: ASGIApp, path: str, body: dict[str, Any]) -> None:
         self._app = app
@@ -54,13 +54,13 @@ class Browser:
         self.sent.append(message)
         self.news.set()
         if message["type"] == "http.response.body" and not message.get("more_body", False):
-            self._gone.set()  # as uvicorn: once the answer is whole, `receive` says "disconnect"
+            self._gone.set()  # as uvicorn does: after the whole response, `receive` returns "disconnect"
             await asyncio.sleep(0)
 
     def open(self) -> asyncio.Task[None]:
         return asyncio.create_task(self._app(self._scope, self.receive, self.send))  # type: ignore[arg-type]
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         self._gone.set()
 
     def raw(self) -> bytes:
@@ -68,8 +68,8 @@ class Browser:
 
 
 @pytest.fixture
-def visit(app: ASGIApp) -> Callable[[str, dict[str, Any]], Browser]:
-    return lambda path, body: Browser(app, path, body)
+def connect(app: ASGIApp) -> Callable[[str, dict[str, Any]], AsgiClient]:
+    return lambda path, body: AsgiClient(app, path, body)
 
 
 BODIES = {
@@ -80,23 +80,23 @@ BODIES = {
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("path", sorted(BODIES))
-async def test_leaving_before_the_first_token(
-    engine: FakeService, visit: Callable[[str, dict[str, Any]], Browser], path: str, stream: bool
+async def test_disconnect_before_the_first_token(
+    engine: FakeService, connect: Callable[[str, dict[str, Any]], AsgiClient], path: str, stream: bool
 ) -> None:
     engine.script = [Piece(["never"], "stop", gate=asyncio.Event())]
-    browser = visit(path, {**BODIES[path], "stream": stream})
-    work = browser.open()
+    client = connect(path, {**BODIES[path], "stream": stream})
+    work = client.open()
     await until(lambda: bool(engine.calls))
-    browser.leave()
+    client.disconnect()
     await work
     assert all(call.ended for call in engine.calls)
-    assert browser.raw() == b""
+    assert client.raw() == b""
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("path", sorted(BODIES))
-async def test_leaving_in_the_middle(
-    engine: FakeService, visit: Callable[[str, dict[str, Any]], Browser], path: str, stream: bool
+async def test_disconnect_during_the_response(
+    engine: FakeService, connect: Callable[[str, dict[str, Any]], AsgiClient], path: str, stream: bool
 ) -> None:
     second = asyncio.Event()
     engine.script = [
@@ -104,20 +104,20 @@ async def test_leaving_in_the_middle(
         Piece(["lo"], gate=second),
         Piece(["never"], "stop", gate=asyncio.Event()),
     ]
-    browser = visit(path, {**BODIES[path], "stream": stream})
-    work = browser.open()
+    client = connect(path, {**BODIES[path], "stream": stream})
+    work = client.open()
     await until(lambda: bool(engine.calls))
     if stream:
-        await until(lambda: b"Hel" in browser.raw())
+        await until(lambda: b"Hel" in client.raw())
     second.set()
-    browser.leave()
+    client.disconnect()
     await work
     assert all(call.ended for call in engine.calls)
-    assert b"[DONE]" not in browser.raw()
+    assert b"[DONE]" not in client.raw()
 
 
-class Stalled(Browser):
-    """A client that takes nothing of its answer's body."""
+class StalledClient(AsgiClient):
+    """A client that never reads the response body."""
 
     async def send(self, message: Message) -> None:
         await super().send(message)
@@ -132,8 +132,10 @@ async def test_a_stalled_stream_has_an_end_reason_and_is_counted(
     engine.script = [Piece(["Hel"]), Piece(["never"], "stop", gate=asyncio.Event())]
     app = create_app(impatient, 8000)
     with caplog.at_level("INFO", "llaisys.request"):
-        await Stalled(app, "/v1/chat/completions", {**BODIES["/v1/chat/completions"], "stream": True}).open()
-    (record,) = caplog.records
+        await StalledClient(
+            app, "/v1/chat/completions", {**BODIES["/v1/chat/completions"], "stream": True}
+        ).open()
+    (record,) = (r for r in caplog.records if r.name == "llaisys.request")
     line = json.loads(record.getMessage())
     assert (line["end_reason"], line["status"]) == ("send_timeout", 200)
     counted = impatient.metrics.render(None).decode()
@@ -141,78 +143,78 @@ async def test_a_stalled_stream_has_an_end_reason_and_is_counted(
     assert engine.calls[0].ended
 
 
-async def test_the_log_tells_who_left(
+async def test_a_disconnect_is_logged(
     engine: FakeService,
-    visit: Callable[[str, dict[str, Any]], Browser],
+    connect: Callable[[str, dict[str, Any]], AsgiClient],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine.script = [Piece(["Hel"]), Piece(["never"], "stop", gate=asyncio.Event())]
     with caplog.at_level("INFO", "llaisys.request"):
-        browser = visit("/v1/chat/completions", {**BODIES["/v1/chat/completions"], "stream": True})
-        work = browser.open()
-        await until(lambda: b"Hel" in browser.raw())
-        browser.leave()
+        client = connect("/v1/chat/completions", {**BODIES["/v1/chat/completions"], "stream": True})
+        work = client.open()
+        await until(lambda: b"Hel" in client.raw())
+        client.disconnect()
         await work
-    (record,) = caplog.records
+    (record,) = (r for r in caplog.records if r.name == "llaisys.request")
     line = json.loads(record.getMessage())
     assert (line["end_reason"], line["completion_tokens"], line["status"]) == ("client_gone", 1, 200)
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_got_everything_did_not_leave(
+async def test_a_complete_response_is_not_logged_as_a_disconnect(
     engine: FakeService,
-    visit: Callable[[str, dict[str, Any]], Browser],
+    connect: Callable[[str, dict[str, Any]], AsgiClient],
     caplog: pytest.LogCaptureFixture,
     stream: bool,
 ) -> None:
     engine.script = [Piece(["Hello"], "stop")]
     with caplog.at_level("INFO", "llaisys.request"):
-        await visit("/v1/chat/completions", {**BODIES["/v1/chat/completions"], "stream": stream}).open()
-    (record,) = caplog.records
+        await connect("/v1/chat/completions", {**BODIES["/v1/chat/completions"], "stream": stream}).open()
+    (record,) = (r for r in caplog.records if r.name == "llaisys.request")
     assert json.loads(record.getMessage())["end_reason"] == "stop"
 
 
-async def test_nothing_is_left_running(
-    engine: FakeService, visit: Callable[[str, dict[str, Any]], Browser]
+async def test_no_task_is_left_after_disconnects(
+    engine: FakeService, connect: Callable[[str, dict[str, Any]], AsgiClient]
 ) -> None:
     before = asyncio.all_tasks()
     engine.script = [Piece(["a"], gate=asyncio.Event())]
     works = []
     for stream in (True, False):
         for path, body in BODIES.items():
-            browser = visit(path, {**body, "stream": stream})
-            works.append(browser.open())
+            client = connect(path, {**body, "stream": stream})
+            works.append(client.open())
             await until(lambda: len({c.request_id.split("-")[1] for c in engine.calls}) == len(works))
-            browser.leave()
+            client.disconnect()
     await asyncio.gather(*works)
     await until(lambda: asyncio.all_tasks() == before)
 
 
-async def test_ending_with_the_server(
-    state: ServerState, engine: FakeService, visit: Callable[[str, dict[str, Any]], Browser]
+async def test_a_shutdown_ends_a_stream_with_an_error_and_a_terminator(
+    state: ServerState, engine: FakeService, connect: Callable[[str, dict[str, Any]], AsgiClient]
 ) -> None:
-    """What the engine says of streams that a shutdown cuts becomes `shutting_down` and a terminator."""
+    """The engine error of a stream that a shutdown ends becomes `shutting_down` and a terminator."""
     end = asyncio.Event()
     engine.script = [Piece(["Hel"]), Piece(gate=end), EngineDeadError("shutting down")]
-    browser = visit("/v1/chat/completions", {**BODIES["/v1/chat/completions"], "stream": True})
-    work = browser.open()
+    client = connect("/v1/chat/completions", {**BODIES["/v1/chat/completions"], "stream": True})
+    work = client.open()
     await until(lambda: bool(engine.calls))
     state.draining = True
     end.set()
     await work
-    assert b'"code":"shutting_down"' in browser.raw()
-    assert browser.raw().endswith(b"data: [DONE]\n\n")
-    assert browser.raw().count(b"[DONE]") == 1
+    assert b'"code":"shutting_down"' in client.raw()
+    assert client.raw().endswith(b"data: [DONE]\n\n")
+    assert client.raw().count(b"[DONE]") == 1
 
 
-async def test_a_bug_of_ours_is_a_500_with_the_request_id(
+async def test_an_internal_error_is_a_500_with_the_request_id(
     state: ServerState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("llaisys.server.routes.chat.served_name", lambda *_: 1 / 0)
-    browser = Browser(create_app(state, 8000), "/v1/chat/completions", BODIES["/v1/chat/completions"])
-    await browser.open()
-    assert browser.sent[0]["status"] == 500
-    request_id = dict(browser.sent[0]["headers"])[b"x-request-id"].decode()
-    error = json.loads(browser.raw())["error"]
+    client = AsgiClient(create_app(state, 8000), "/v1/chat/completions", BODIES["/v1/chat/completions"])
+    await client.open()
+    assert client.sent[0]["status"] == 500
+    request_id = dict(client.sent[0]["headers"])[b"x-request-id"].decode()
+    error = json.loads(client.raw())["error"]
     assert request_id in error["message"]
     assert error["code"] == "internal_error"

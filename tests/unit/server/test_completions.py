@@ -25,7 +25,7 @@ URL = "/v1/completions"
         (["Hi", [7]], ["Hi", [7]]),
     ],
 )
-async def test_forms_of_the_prompt(
+async def test_all_forms_of_the_prompt(
     engine: FakeService, client: httpx.AsyncClient, prompt: Any, submitted: list[Any]
 ) -> None:
     answer = await client.post(URL, json={"prompt": prompt})
@@ -49,7 +49,7 @@ async def test_forms_of_the_prompt(
         ({"text": "Hi"}, "prompt"),
     ],
 )
-async def test_wrong_prompts_are_named(
+async def test_invalid_prompts_are_rejected_by_position(
     engine: FakeService, client: httpx.AsyncClient, prompt: Any, param: str
 ) -> None:
     answer = await client.post(URL, json={"prompt": prompt})
@@ -57,7 +57,7 @@ async def test_wrong_prompts_are_named(
     assert not engine.calls
 
 
-async def test_half_a_surrogate_pair_is_no_text(client: httpx.AsyncClient) -> None:
+async def test_a_lone_surrogate_is_rejected(client: httpx.AsyncClient) -> None:
     for body in (
         rb'{"prompt": "\ud800"}',
         rb'{"prompt": ["\ud800"]}',
@@ -68,14 +68,14 @@ async def test_half_a_surrogate_pair_is_no_text(client: httpx.AsyncClient) -> No
         assert "surrogate" in answer.json()["error"]["message"]
 
 
-async def test_a_name_with_half_a_surrogate_pair_is_only_unknown(client: httpx.AsyncClient) -> None:
+async def test_a_model_name_with_a_lone_surrogate_is_unknown(client: httpx.AsyncClient) -> None:
     answer = await client.post(
         URL, content=rb'{"prompt": "a", "model": "\ud800"}', headers={"content-type": "application/json"}
     )
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 
 
-async def test_whole_answer(client: httpx.AsyncClient) -> None:
+async def test_response_without_streaming(client: httpx.AsyncClient) -> None:
     body = (await client.post(URL, json={"prompt": [5, 6]})).json()
     assert body["id"].startswith("cmpl-")
     assert body["object"] == "text_completion"
@@ -86,7 +86,7 @@ async def test_whole_answer(client: httpx.AsyncClient) -> None:
     assert body["usage"]["completion_tokens"] == 3
 
 
-async def test_sixteen_tokens_unless_asked(engine: FakeService, client: httpx.AsyncClient) -> None:
+async def test_max_tokens_defaults_to_16(engine: FakeService, client: httpx.AsyncClient) -> None:
     await client.post(URL, json={"prompt": "Hi"})
     await client.post(URL, json={"prompt": "Hi", "max_tokens": 3})
     assert [call.params.max_tokens for call in engine.calls] == [16, 3]
@@ -122,7 +122,7 @@ async def test_logprobs(engine: FakeService, client: httpx.AsyncClient) -> None:
     assert offsets == [0, 3, 5]
 
 
-async def test_one_refused_prompt_ends_all(engine: FakeService, client: httpx.AsyncClient) -> None:
+async def test_one_rejected_prompt_ends_all(engine: FakeService, client: httpx.AsyncClient) -> None:
     engine.script = [QueueFullError("full")]
     assert (await client.post(URL, json={"prompt": ["a", "b", "c"]})).status_code == 429
     engine.script = [Piece(["a"]), QueueFullError("full")]
@@ -133,7 +133,7 @@ async def test_one_refused_prompt_ends_all(engine: FakeService, client: httpx.As
 
 
 @pytest.mark.parametrize("field", ["suffix", "best_of", "prompt_embeds"])
-async def test_fields_of_old_clients(client: httpx.AsyncClient, field: str) -> None:
+async def test_legacy_fields(client: httpx.AsyncClient, field: str) -> None:
     value = {"suffix": "end", "best_of": 2, "prompt_embeds": "AA=="}[field]
     answer = await client.post(URL, json={"prompt": "Hi", field: value})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)

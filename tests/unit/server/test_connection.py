@@ -1,5 +1,7 @@
-"""Connections of a real server on a real socket: what is refused and how, how much is parsed and when, who
-makes way for whom, clients that half-close. The application is a few lines, so that a test can hold it."""
+"""Connections of a real server on a real socket: rejected input, parsing limits, eviction and half-close.
+
+The application is small, so that a test can block it.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ class App:
     """`/echo` sends the body back once it is whole, `/wait` and `/stream` respond (again) at each `go`."""
 
     go: asyncio.Queue[None] = field(default_factory=asyncio.Queue)
-    seen: asyncio.Queue[str] = field(default_factory=asyncio.Queue)  # a path, then perhaps `gone`
+    seen: asyncio.Queue[str] = field(default_factory=asyncio.Queue)  # a path, then `gone` after a disconnect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.seen.put_nowait(scope["path"])
@@ -87,7 +89,7 @@ class App:
 
 @dataclass
 class Served:
-    """A server that runs."""
+    """A running server."""
 
     app: App
     listener: Listener
@@ -102,7 +104,7 @@ class Served:
         return await asyncio.open_connection(*self.listener.getsockname())
 
     async def responses(self, *parts: bytes, half_close: bool = False) -> bytes:
-        """All that comes on one connection, until the server closes it."""
+        """Return all bytes received on one connection until the server closes it."""
         reader, writer = await self.connect()
         for part in parts:
             writer.write(part)
@@ -130,12 +132,12 @@ async def serving(maximum: int = 64, requests: int = 32, **tls: Any) -> AsyncIte
             server.close()
         for each in [*web.server_state.connections]:
             each.transport.abort()
-        while web.server_state.connections or web.server_state.tasks:  # noqa: ASYNC110 -- it yields only
+        while web.server_state.connections or web.server_state.tasks:  # noqa: ASYNC110 -- yields only
             await asyncio.sleep(0)
 
 
 @pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_poll(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HALF_CLOSED_POLL_S", 0.01)
 
 
@@ -145,8 +147,8 @@ async def served() -> AsyncIterator[Served]:
         yield made
 
 
-def refusal(raw: bytes) -> tuple[int, str]:
-    """Status and message of the last response, which closes the connection and has the form of all errors."""
+def rejection(raw: bytes) -> tuple[int, str]:
+    """Return status and message of the last response, which must close the connection and be an API error."""
     head, _, body = raw.rpartition(b"\r\n\r\n")
     assert b"connection: close" in head.lower()
     error = json.loads(body)["error"]
@@ -155,7 +157,7 @@ def refusal(raw: bytes) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("sent", "status", "says"),
+    ("sent", "status", "words"),
     [
         (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a:\r\n" * 28_000 + b"\r\n", 431, "larger than 32768 bytes"),
         (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a:\r\n" * HEADERS_MAX + b"\r\n", 431, "more than 100 headers"),
@@ -177,24 +179,24 @@ def refusal(raw: bytes) -> tuple[int, str]:
         (CHUNKED + b"x\r\n", 400, "illegal chunk header"),
     ],
 )
-async def test_what_is_refused_gets_a_json_error_and_is_closed(
-    served: Served, sent: bytes, status: int, says: str
+async def test_rejected_input_gets_a_json_error_and_closes_the_connection(
+    served: Served, sent: bytes, status: int, words: str
 ) -> None:
-    found, message = refusal(await served.responses(sent))
-    assert (found, says in message) == (status, True), message
+    found, message = rejection(await served.responses(sent))
+    assert (found, words in message) == (status, True), message
     assert served.stats.bad_requests == 1
-    assert served.stats.headers <= 3, "what was refused for its size was not parsed before"
+    assert served.stats.headers <= 3, "oversized input is rejected before it is parsed"
 
 
-async def test_as_many_headers_and_bytes_as_are_allowed(served: Served) -> None:
+async def test_the_largest_allowed_head_is_accepted(served: Served) -> None:
     lines = b"".join(b"a%d: %s\r\n" % (i, b"x" * 300) for i in range(HEADERS_MAX - 3))
     head = HEAD % b"echo" + lines + b"Connection: close\r\nContent-Length: 2\r\n\r\n"
     assert (await served.responses(head + b"{}")).endswith(b"\r\n\r\n{}")
     assert served.stats.headers == HEADERS_MAX
 
 
-async def test_a_refusal_after_a_response_sends_no_second_one(served: Served) -> None:
-    """The application responded without reading the body; then the body turns out to be no chunks."""
+async def test_a_rejection_after_a_response_sends_no_second_response(served: Served) -> None:
+    """The application responds without reading the body; later the body is not valid chunks."""
     reader, writer = await served.connect()
     writer.write(CHUNKED.replace(b"echo", b"early"))
     assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK")
@@ -205,8 +207,8 @@ async def test_a_refusal_after_a_response_sends_no_second_one(served: Served) ->
 
 
 @pytest.mark.parametrize("size", [97, 2048, 2049, 5000])
-async def test_pieces_of_any_size_make_the_same_body(served: Served, size: int) -> None:
-    """Chunked bodies with empty lines in the content, pipelined; boundaries fall anywhere."""
+async def test_a_body_does_not_depend_on_packet_boundaries(served: Served, size: int) -> None:
+    """Pipelined chunked bodies with empty lines in their content, cut at any position."""
     content = b"".join(b"%d\n\n\r\n\r\n" % i for i in range(2000))
     chunks = b"".join(
         b"%x\r\n%s\r\n" % (len(piece), piece)
@@ -225,19 +227,19 @@ async def test_pieces_of_any_size_make_the_same_body(served: Served, size: int) 
     writer.close()
 
 
-async def test_a_turn_of_the_loop_parses_a_bounded_number_of_events(served: Served) -> None:
-    """Sixteen clients at once: pipelined requests, and chunks as small as they may be."""
+async def test_one_iteration_of_the_loop_parses_a_bounded_number_of_events(served: Served) -> None:
+    """Sixteen concurrent clients send pipelined requests and chunks of the smallest allowed size."""
     chunks = CHUNKED + b"6\r\nabcdef\r\n" * 3000 + b"0\r\n\r\n" + LAST
     sent = [LIVEZ * 200 + LAST, chunks] * 8
     raws = await asyncio.gather(*(served.responses(each) for each in sent))
     assert [raw.count(b"HTTP/1.1 200 OK") for raw in raws] == [201, 2] * 8
     assert served.stats.events > 8 * (201 * 64 + 3000)
-    # The last piece of a turn may go beyond: 2 KiB of chunks of one byte are 342 events.
+    # The last piece of an iteration may exceed the bound: 2 KiB of one-byte chunks are 342 events.
     assert EVENTS_PER_ITERATION <= served.http.queue.most_events <= EVENTS_PER_ITERATION + 342
 
 
-async def test_input_that_cannot_be_parsed_yet_stays_with_the_kernel(served: Served) -> None:
-    """A client goes on sending behind an open request: the server reads its bound and once 256 KiB."""
+async def test_input_behind_an_open_request_stays_in_the_kernel(served: Served) -> None:
+    """A client keeps sending during an open request: the server reads its limit and at most 256 KiB more."""
     _, writer = await served.connect()
     writer.write(HEAD % b"wait" + b"Content-Length: 0\r\n\r\n")
     assert await served.app.seen.get() == "/wait"
@@ -251,8 +253,8 @@ async def test_input_that_cannot_be_parsed_yet_stays_with_the_kernel(served: Ser
     writer.transport.abort()
 
 
-async def test_idle_connections_make_way_for_new_ones(served: Served) -> None:
-    """First those that never sent a request, oldest first, then those between two; open requests stay."""
+async def test_idle_connections_are_evicted_for_new_ones(served: Served) -> None:
+    """Connections without a request are evicted first, oldest first, then idle ones. Open requests stay."""
     waiting = await served.connect()
     waiting[1].write(HEAD % b"wait" + b"Content-Length: 1\r\n\r\nx")
     assert await served.app.seen.get() == "/wait"
@@ -263,9 +265,9 @@ async def test_idle_connections_make_way_for_new_ones(served: Served) -> None:
     assert served.stats.evicted == 0
     more = [await served.connect() for _ in range(30)]
     assert [await reader.read() for reader, _ in idle[:30]] == [b""] * 30
-    more[0][1].write(LIVEZ)  # a probe among them is answered
+    more[0][1].write(LIVEZ)  # a probe among them gets a response
     assert (await more[0][0].readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK")
-    more += [await served.connect() for _ in range(61)]  # all of the others that have sent nothing
+    more += [await served.connect() for _ in range(61)]  # evicts all others that have sent nothing
     assert [await reader.read() for reader, _ in idle[30:] + more[1:30]] == [b""] * 61
     more += [await served.connect() for _ in range(62)]
     assert served.stats.evicted == 153
@@ -276,8 +278,8 @@ async def test_idle_connections_make_way_for_new_ones(served: Served) -> None:
         writer.close()
 
 
-async def test_connections_that_never_finish_their_handshake_make_way(tmp_path: Path) -> None:
-    """They count from `accept` on, before there is an HTTP connection."""
+async def test_connections_without_a_finished_handshake_are_evicted(tmp_path: Path) -> None:
+    """They count from `accept` on, before an HTTP connection exists."""
     authority = trustme.CA()
     pem = tmp_path / "cert.pem"
     authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(pem)
@@ -294,8 +296,8 @@ async def test_connections_that_never_finish_their_handshake_make_way(tmp_path: 
             each.transport.abort()
 
 
-async def test_connections_above_the_bound_are_closed_where_all_are_busy() -> None:
-    """A probe has a place until then: requests have a lower bound of their own."""
+async def test_connections_above_the_limit_are_closed_if_all_are_busy() -> None:
+    """A probe is still accepted before that, because open requests have a lower limit."""
     async with serving(maximum=8, requests=6) as served:
         busy = [await served.connect() for _ in range(6)]
         for _, writer in busy:
@@ -307,7 +309,7 @@ async def test_connections_above_the_bound_are_closed_where_all_are_busy() -> No
         assert json.loads(raw.rpartition(b"\r\n\r\n")[2])["error"]["code"] == "server_overloaded"
         probes = [await served.connect() for _ in range(2)]
         for _, writer in probes:
-            writer.write(HEAD % b"livez" + b"Content-Length: 1\r\n\r\n")  # open: the body does not come
+            writer.write(HEAD % b"livez" + b"Content-Length: 1\r\n\r\n")  # stays open: the body never arrives
             assert await served.app.seen.get() == "/livez"
         for _ in range(3):
             reader, writer = await served.connect()
@@ -317,7 +319,7 @@ async def test_connections_above_the_bound_are_closed_where_all_are_busy() -> No
         assert (served.stats.refused, served.stats.evicted, served.stats.requests_refused) == (3, 0, 1)
         for _, writer in busy + probes:
             writer.transport.abort()
-        while len(served.web.server_state.tasks):  # noqa: ASYNC110 -- it yields, it does not wait for time
+        while len(served.web.server_state.tasks):  # noqa: ASYNC110 -- yields only
             await asyncio.sleep(0)
         assert (await served.responses(LAST)).startswith(b"HTTP/1.1 200 OK")
 
@@ -330,12 +332,12 @@ async def test_a_client_that_half_closes_gets_its_whole_response(served: Served)
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP", HEAD % b"echo" + b"Content-Length: 9\r\n\r\nx"])
-async def test_half_a_request_is_not_waited_for_behind_its_end(served: Served, sent: bytes) -> None:
+async def test_a_partial_request_before_a_half_close_is_dropped(served: Served, sent: bytes) -> None:
     assert await served.responses(sent, half_close=True) == b""
 
 
-async def test_a_half_closed_client_is_asked_once_whether_it_is_there(served: Served) -> None:
-    """`100 Continue` goes out before a response that takes long, which then is whole."""
+async def test_a_half_closed_client_is_probed_once(served: Served) -> None:
+    """The server sends `100 Continue` before a slow response, and then the whole response."""
     reader, writer = await served.connect()
     writer.write(HEAD % b"wait" + b"Content-Length: 2\r\n\r\n{}")
     writer.write_eof()
@@ -348,8 +350,10 @@ async def test_a_half_closed_client_is_asked_once_whether_it_is_there(served: Se
 
 @pytest.mark.parametrize("path", ["/wait", "/stream"])
 @pytest.mark.parametrize("is_reset", [True, False])
-async def test_a_client_that_is_gone_ends_its_request(served: Served, path: str, is_reset: bool) -> None:
-    """It closed the connection, which looks like half of that, or reset it."""
+async def test_a_closed_or_reset_connection_ends_its_request(
+    served: Served, path: str, is_reset: bool
+) -> None:
+    """A close looks like a half-close until the server writes."""
     reader, writer = await served.connect()
     writer.write(HEAD % path[1:].encode() + b"Content-Length: 2\r\n\r\n{}")
     assert await served.app.seen.get() == path
@@ -362,6 +366,6 @@ async def test_a_client_that_is_gone_ends_its_request(served: Served, path: str,
     seen = asyncio.ensure_future(served.app.seen.get())
     while not seen.done():
         if path == "/stream" and not is_reset:
-            served.app.go.put_nowait(None)  # what tells is that something is written
+            served.app.go.put_nowait(None)  # only a write reveals the close
         await asyncio.sleep(0)
     assert seen.result() == "gone"

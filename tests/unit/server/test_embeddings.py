@@ -1,4 +1,4 @@
-"""POST /v1/embeddings on a scripted engine, whose vectors are the prompts' ids: forms, fields, refusals."""
+"""POST /v1/embeddings on a scripted engine whose vectors are the prompt ids: forms, fields and rejections."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_the_four_forms_of_input(client: httpx.AsyncClient, given: Any, wa
     assert await vectors(client, given) == want
 
 
-async def test_the_whole_answer(client: httpx.AsyncClient) -> None:
+async def test_the_whole_response(client: httpx.AsyncClient) -> None:
     answer = await client.post(URL, json={"input": ["Hi", "i"], "model": "alias/of-tiny"})
     assert answer.json() == {
         "object": "list",
@@ -63,7 +63,7 @@ async def test_base64_is_little_endian_float32(client: httpx.AsyncClient) -> Non
     assert await vectors(client, "Hi", encoding_format="float") == [HI]
 
 
-async def test_a_long_list_keeps_its_order_and_leaves_room_in_the_engine(
+async def test_a_long_list_keeps_its_order_and_bounds_its_open_requests(
     engine: FakeService, client: httpx.AsyncClient
 ) -> None:
     given = [[i] for i in range(INPUTS_MAX)]
@@ -96,7 +96,7 @@ def test_every_known_field_is_in_one_table() -> None:
 
 
 @pytest.mark.parametrize("field", SERVED)
-async def test_a_served_field(engine: FakeService, client: httpx.AsyncClient, field: str) -> None:
+async def test_a_supported_field(engine: FakeService, client: httpx.AsyncClient, field: str) -> None:
     value, shows, want = SERVED[field]
     answer = await client.post(URL, json={"input": "Hi", field: value})
     assert answer.status_code == 200, answer.text
@@ -108,7 +108,7 @@ async def test_a_served_field(engine: FakeService, client: httpx.AsyncClient, fi
 
 
 @pytest.mark.parametrize("field", EMBEDDING_NEUTRAL)
-async def test_a_refused_field(client: httpx.AsyncClient, field: str) -> None:
+async def test_an_unsupported_field_is_rejected(client: httpx.AsyncClient, field: str) -> None:
     for neutral in (None, *EMBEDDING_NEUTRAL[field]):
         assert (await client.post(URL, json={"input": "Hi", field: neutral})).status_code == 200
     answer = await client.post(URL, json={"input": "Hi", field: {"asks": "for something"}})
@@ -132,7 +132,7 @@ async def test_a_refused_field(client: httpx.AsyncClient, field: str) -> None:
         ({"input": "Hi", "request_id": "a b"}, "request_id"),
     ],
 )
-async def test_a_wrong_value_is_named(
+async def test_an_invalid_value_is_rejected_by_name(
     engine: FakeService, client: httpx.AsyncClient, body: dict[str, Any], param: str
 ) -> None:
     answer = await client.post(URL, content=json.dumps(body), headers=JSON)
@@ -141,9 +141,7 @@ async def test_a_wrong_value_is_named(
     assert not engine.calls
 
 
-async def test_what_the_engine_refuses_is_said_of_the_input(
-    engine: FakeService, client: httpx.AsyncClient
-) -> None:
+async def test_an_engine_rejection_names_the_input(engine: FakeService, client: httpx.AsyncClient) -> None:
     engine.embedding_error = ContextLengthError("the prompt has 9 tokens, the context is 8", param="prompt")
     error = (await client.post(URL, json={"input": ["Hi", "i"]})).json()["error"]
     assert error["message"] == "the input has 9 tokens, the context is 8"
@@ -153,7 +151,7 @@ async def test_what_the_engine_refuses_is_said_of_the_input(
     assert all(call.ended for call in engine.calls)
 
 
-async def test_a_model_that_is_pooled_otherwise_is_refused(
+async def test_a_model_with_another_pooling_type_is_rejected(
     engine: FakeService, client: httpx.AsyncClient
 ) -> None:
     engine.embedding_error = UnsupportedError("tiny makes embeddings with cls")

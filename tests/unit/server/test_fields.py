@@ -1,7 +1,7 @@
-"""Every field of both request types: served (a case below), without effect, or refused by name.
+"""Every field of both request types: supported (with a case below), ignored, or rejected by name.
 
-The lists come from the pinned `openai` package and from vLLM's extras, so a field that appears there and in
-no table of ours fails here, and so does a served field without a case.
+The lists come from the pinned `openai` package and from vLLM's extra fields. A field that is in none of our
+tables fails here, and so does a supported field without a case.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ OPENAI = {
 
 @dataclass(frozen=True)
 class Case:
-    """A body that uses a field, and what shows in the engine's call or in the answer that it was used."""
+    """A body that uses a field, and its effect on the engine call or on the response."""
 
     body: Mapping[str, Any]
     shows: Callable[[Call, httpx.Response], Any]
@@ -71,17 +71,17 @@ class Case:
 
 
 def sampling(name: str, value: Any) -> Case:
-    """A field that goes to the sampling parameters as it is."""
+    """Return a case of a field that becomes a sampling parameter."""
     return Case({name: value}, lambda call, _: getattr(call.params, name), value)
 
 
-def told(name: str, value: Any) -> Case:
-    """A field that the engine is told beside them."""
+def call_argument(name: str, value: Any) -> Case:
+    """Return a case of a field that is another argument of the engine call."""
     return Case({name: value}, lambda call, _: call.options[name], value)
 
 
 def grammar(name: str, value: Any, spec: Spec) -> Case:
-    """A field that asks for a grammar."""
+    """Return a case of a field that sets a grammar."""
     return Case({name: value}, lambda call, _: call.params.structured_outputs, spec)
 
 
@@ -122,9 +122,9 @@ SHARED = {
     "return_token_ids": Case(
         {"return_token_ids": True}, lambda _, a: choice(a)["token_ids"], [100, 101, 102]
     ),
-    "priority": told("priority", -3),
-    "cache_salt": told("cache_salt", "mine"),
-    "session_id": told("session_id", "chat-1"),
+    "priority": call_argument("priority", -3),
+    "cache_salt": call_argument("cache_salt", "mine"),
+    "session_id": call_argument("session_id", "chat-1"),
     "request_id": Case({"request_id": "my-1"}, lambda _, a: a.json()["id"].endswith("-my-1")),
     "response_format": grammar("response_format", {"type": "json_object"}, Spec(json_object=True)),
     "structured_outputs": grammar("structured_outputs", {"regex": "a+"}, Spec(regex="a+")),
@@ -137,7 +137,7 @@ TOOL = {"type": "function", "function": {"name": "add"}}
 
 
 def calls(call: Call) -> str | None:
-    """The grammar of an answer that calls tools."""
+    """Return the grammar of a completion that calls tools."""
     spec = call.params.structured_outputs
     return None if spec is None else spec.grammar
 
@@ -178,14 +178,14 @@ SERVED: dict[str, dict[str, Case]] = {
             lambda _, a: choice(a)["message"]["content"],
             "So: Hello!",
         ),
-        # `test_structured.py` has more of these.
+        # `test_structured_outputs.py` has more of these.
         "tools": Case({"tools": [TOOL], "tool_choice": "required"}, lambda c, _: "add" in str(calls(c))),
         "tool_choice": Case({"tools": [TOOL], "tool_choice": "none"}, lambda c, _: calls(c), None),
         "parallel_tool_calls": Case(
             {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False},
             lambda c, _: "{0,15}" not in str(calls(c)),
         ),
-        # These go to the template: `test_chat.py` looks at what arrives there.
+        # These are arguments of the template: `test_chat.py` checks their values.
         "add_generation_prompt": Case({"add_generation_prompt": False}, lambda _, a: a.status_code, 200),
         "continue_final_message": Case({"continue_final_message": True}, lambda _, a: a.status_code, 200),
         "chat_template_kwargs": Case({"chat_template_kwargs": {"x": 1}}, lambda _, a: a.status_code, 200),
@@ -207,7 +207,7 @@ SERVED: dict[str, dict[str, Case]] = {
         ),
         "echo": Case({"echo": True}, lambda _, a: choice(a)["text"], "HiHello!"),
         "best_of": Case({"best_of": 1}, lambda _, a: a.status_code, 200),
-        "add_special_tokens": told("add_special_tokens", False),
+        "add_special_tokens": call_argument("add_special_tokens", False),
     },
 }
 
@@ -228,13 +228,15 @@ def test_every_stream_option_is_in_one_table() -> None:
 
 
 @pytest.mark.parametrize("url", MODELS)
-def test_every_served_field_has_a_case(url: str) -> None:
+def test_every_supported_field_has_a_case(url: str) -> None:
     assert set(SERVED[url]) == set(MODELS[url].model_fields)
     assert all(field in case.body or field in BASES[url] for field, case in SERVED[url].items())
 
 
 @pytest.mark.parametrize(("url", "field"), [(url, field) for url in SERVED for field in SERVED[url]])
-async def test_a_served_field(engine: FakeService, client: httpx.AsyncClient, url: str, field: str) -> None:
+async def test_a_supported_field(
+    engine: FakeService, client: httpx.AsyncClient, url: str, field: str
+) -> None:
     case = SERVED[url][field]
     answer = await client.post(url, json={**BASES[url], **case.body})
     assert answer.status_code == 200, answer.text
@@ -245,7 +247,9 @@ async def test_a_served_field(engine: FakeService, client: httpx.AsyncClient, ur
 
 
 @pytest.mark.parametrize(("url", "field"), [(url, field) for url in NEUTRALS for field in NEUTRALS[url]])
-async def test_a_refused_field(engine: FakeService, client: httpx.AsyncClient, url: str, field: str) -> None:
+async def test_an_unsupported_field_is_rejected(
+    engine: FakeService, client: httpx.AsyncClient, url: str, field: str
+) -> None:
     for neutral in (None, *NEUTRALS[url][field]):
         assert (await client.post(url, json={**BASES[url], field: neutral})).status_code == 200
     engine.calls.clear()
@@ -276,7 +280,7 @@ async def test_a_refused_field(engine: FakeService, client: httpx.AsyncClient, u
         (COMPLETIONS, {"request_id": "x" * 65}, "request_id"),
     ],
 )
-async def test_a_value_out_of_bounds(
+async def test_a_value_out_of_bounds_is_rejected(
     engine: FakeService, client: httpx.AsyncClient, url: str, body: dict[str, Any], param: str
 ) -> None:
     answer = await client.post(url, json={**BASES[url], **body})
@@ -285,7 +289,7 @@ async def test_a_value_out_of_bounds(
     assert not engine.calls
 
 
-def test_a_priority_above_other_clients_is_refused() -> None:
+def test_a_priority_above_other_clients_is_rejected() -> None:
     body = CompletionRequest(prompt="Hi", priority=-1)
     assert engine_options(body, "")["priority"] == -1
     with pytest.raises(RejectedError, match="priority is -1, allowed are 0"):
@@ -298,7 +302,7 @@ TWO = [Piece(["a"]), Piece(["x"], index=1), Piece(["y"], "length", index=1), Pie
 
 
 def joined(parts: list[dict[str, Any]], url: str) -> dict[int, tuple[str, str]]:
-    """Text and finish reason by choice; nothing follows a finish reason."""
+    """Return text and finish reason by choice, after checking that no text follows a finish reason."""
     texts: dict[int, str] = {}
     ends: dict[int, str] = {}
     for part in parts:
@@ -313,7 +317,9 @@ def joined(parts: list[dict[str, Any]], url: str) -> dict[int, tuple[str, str]]:
 
 
 @pytest.mark.parametrize("url", MODELS)
-async def test_choices_streamed_and_whole(engine: FakeService, client: httpx.AsyncClient, url: str) -> None:
+async def test_streamed_choices_equal_whole_choices(
+    engine: FakeService, client: httpx.AsyncClient, url: str
+) -> None:
     engine.script = TWO
     body = {**BASES[url], "n": 2, "return_token_ids": True}
     whole = (await client.post(url, json=body)).json()
@@ -378,7 +384,7 @@ async def test_an_echoed_prompt_has_logprobs(engine: FakeService, client: httpx.
         ({"prompt": "Hi", "truncate_prompt_tokens": 9}, "Hi"),
     ],
 )
-async def test_what_is_echoed_is_what_was_used(
+async def test_the_echoed_prompt_is_the_truncated_one(
     client: httpx.AsyncClient, body: dict[str, Any], text: str
 ) -> None:
     answer = await client.post(COMPLETIONS, json={**body, "echo": True})

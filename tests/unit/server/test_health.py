@@ -1,4 +1,4 @@
-"""The probes over the server's life, and what else answers before a model is there."""
+"""Health probes over the life of the server, and other routes before a model is loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OK = (200, None)
 
 
 async def probes(client: httpx.AsyncClient) -> dict[str, tuple[int, str | None]]:
-    """Status and error code of each; the head alone has the same status."""
+    """Return status and error code of each probe, after checking that HEAD has the same status."""
     found = {}
     for name in ("livez", "health", "ready"):
         answer = await client.get(f"/{name}")
@@ -28,7 +28,9 @@ async def probes(client: httpx.AsyncClient) -> dict[str, tuple[int, str | None]]
     return found
 
 
-async def test_probes(state: ServerState, engine: FakeService, client: httpx.AsyncClient) -> None:
+async def test_probes_over_the_life_of_the_server(
+    state: ServerState, engine: FakeService, client: httpx.AsyncClient
+) -> None:
     """Only `/livez` is liveness: the others are 503 whenever a request would be."""
 
     def expected(code: str) -> dict[str, tuple[int, str | None]]:
@@ -44,7 +46,7 @@ async def test_probes(state: ServerState, engine: FakeService, client: httpx.Asy
     assert await probes(client) == expected("model_loading")
 
 
-async def test_a_200_of_a_probe_is_as_before(client: httpx.AsyncClient) -> None:
+async def test_the_body_of_a_successful_probe(client: httpx.AsyncClient) -> None:
     for name in ("livez", "health", "ready"):
         assert (await client.get(f"/{name}")).json() == {"status": "ok"}
 
@@ -52,7 +54,7 @@ async def test_a_200_of_a_probe_is_as_before(client: httpx.AsyncClient) -> None:
 @pytest.mark.parametrize(
     ("life", "code"), [("loading", "model_loading"), ("draining", "shutting_down"), ("dead", "engine_dead")]
 )
-async def test_requests_are_told_why_not(
+async def test_requests_get_the_reason_of_a_503(
     state: ServerState,
     engine: FakeService,
     client: httpx.AsyncClient,

@@ -1,4 +1,4 @@
-"""Who may talk to the server: names, origins, keys, sizes, over every route."""
+"""Access rules over every route: Host, Origin, API key and body size."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ async def locked(engine: FakeService, make_client: Any) -> AsyncIterator[httpx.A
 
 
 @pytest.mark.parametrize("path", OPEN)
-async def test_open_paths_ask_for_no_key(locked: httpx.AsyncClient, path: str) -> None:
+async def test_open_paths_need_no_key(locked: httpx.AsyncClient, path: str) -> None:
     for method in ("GET", "HEAD"):
         assert (await locked.request(method, path)).status_code == 200
 
 
 @pytest.mark.parametrize(("method", "path"), CLOSED)
-async def test_every_other_path_asks_for_a_key(locked: httpx.AsyncClient, method: str, path: str) -> None:
+async def test_every_other_path_needs_a_key(locked: httpx.AsyncClient, method: str, path: str) -> None:
     for headers in ({}, {"authorization": "Bearer wrong"}):
         answer = await locked.request(method, path, headers=headers)
         assert answer.status_code == 401
@@ -92,22 +92,22 @@ async def test_every_other_path_asks_for_a_key(locked: httpx.AsyncClient, method
         (b"Bearer \xff\xfe", False),
     ],
 )
-async def test_keys(locked: httpx.AsyncClient, value: bytes, ok: bool) -> None:
+async def test_authorization_headers(locked: httpx.AsyncClient, value: bytes, ok: bool) -> None:
     stripped = value.rstrip() if ok else value
     answer = await locked.get("/v1/models", headers=[(b"authorization", stripped)])
     assert answer.status_code == (200 if ok else 401)
 
 
-async def test_a_key_in_the_query_is_no_key(locked: httpx.AsyncClient) -> None:
+async def test_a_key_in_the_query_is_ignored(locked: httpx.AsyncClient) -> None:
     assert (await locked.get("/v1/models?api_key=secret-1")).status_code == 401
 
 
-async def test_two_authorizations_are_none(locked: httpx.AsyncClient) -> None:
+async def test_two_authorization_headers_are_rejected(locked: httpx.AsyncClient) -> None:
     answer = await locked.get("/v1/models", headers=[("authorization", GOOD), ("authorization", GOOD)])
     assert answer.status_code == 401
 
 
-async def test_the_key_names_the_client(locked: httpx.AsyncClient, engine: FakeService) -> None:
+async def test_the_key_determines_the_client_id(locked: httpx.AsyncClient, engine: FakeService) -> None:
     for key in ("secret-1", "secret-1", "schlüssel"):
         headers = [(b"authorization", f"Bearer {key}".encode())]
         await locked.post("/v1/completions", json={"prompt": "Hi"}, headers=headers)
@@ -140,7 +140,7 @@ async def test_the_key_names_the_client(locked: httpx.AsyncClient, engine: FakeS
         ("llm.example:80x", False),
     ],
 )
-async def test_hosts(locked: httpx.AsyncClient, host: str, ok: bool) -> None:
+async def test_host_headers(locked: httpx.AsyncClient, host: str, ok: bool) -> None:
     answer = await locked.get("/v1/models", headers={"host": host, "authorization": GOOD})
     assert answer.status_code == (200 if ok else 400)
     if not ok:
@@ -149,7 +149,7 @@ async def test_hosts(locked: httpx.AsyncClient, host: str, ok: bool) -> None:
         assert (await locked.get("/health", headers={"host": host})).status_code == 200
 
 
-def test_a_server_on_every_address_takes_addresses_and_no_names() -> None:
+def test_a_server_on_all_interfaces_allows_addresses_and_no_names() -> None:
     rule = HostRule.of(Config(host="0.0.0.0", api_key=("k",)), 8000)
     assert rule.allows("192.168.1.7:8000")
     assert rule.allows("[fe80::1]:8000")
@@ -176,7 +176,7 @@ def test_a_server_on_every_address_takes_addresses_and_no_names() -> None:
         ({"sec-fetch-site": "none"}, True),
     ],
 )
-async def test_origins(locked: httpx.AsyncClient, headers: dict[str, str], ok: bool) -> None:
+async def test_origin_headers(locked: httpx.AsyncClient, headers: dict[str, str], ok: bool) -> None:
     answer = await locked.get("/v1/models", headers={**headers, "authorization": GOOD})
     assert answer.status_code == (200 if ok else 403)
     assert "access-control-allow-origin" not in answer.headers
@@ -184,18 +184,18 @@ async def test_origins(locked: httpx.AsyncClient, headers: dict[str, str], ok: b
         assert (await locked.get("/health", headers=headers)).status_code == 403
 
 
-async def test_a_link_from_another_site_opens_the_page_only(locked: httpx.AsyncClient) -> None:
+async def test_a_link_from_another_site_opens_only_the_web_ui(locked: httpx.AsyncClient) -> None:
     link = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "authorization": GOOD}
     assert (await locked.get("/", headers=link)).status_code == 200
     assert (await locked.get("/v1/models", headers=link)).status_code == 403
 
 
-async def test_a_rebound_name_is_not_its_own_witness(locked: httpx.AsyncClient) -> None:
+async def test_dns_rebinding_is_rejected(locked: httpx.AsyncClient) -> None:
     headers = {"host": "evil.example:8000", "origin": "http://evil.example:8000", "authorization": GOOD}
     assert (await locked.get("/v1/models", headers=headers)).status_code == 400
 
 
-async def test_listed_origins_get_cors(engine: FakeService, make_client: Any) -> None:
+async def test_allowed_origins_get_cors_headers(engine: FakeService, make_client: Any) -> None:
     config = Config(api_key=KEYS, allowed_origins=("http://app.example",))
     async with make_client(
         ServerState(config, keys=Keyring.of(config), models=ModelRegistry([engine]))
@@ -225,7 +225,7 @@ async def test_listed_origins_get_cors(engine: FakeService, make_client: Any) ->
         ).status_code == 403
 
 
-async def test_websockets_are_refused(state: ServerState) -> None:
+async def test_websockets_are_rejected(state: ServerState) -> None:
     sent: list[Message] = []
 
     async def send(message: Message) -> None:
@@ -262,7 +262,7 @@ async def test_a_body_without_a_length_is_counted(engine: FakeService, client: h
 
 
 @pytest.mark.parametrize(("n_bytes", "status"), [(10, 200), (11, 413)])
-async def test_the_limit_itself(n_bytes: int, status: int) -> None:
+async def test_a_body_at_the_limit_is_accepted(n_bytes: int, status: int) -> None:
     async def read(scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"
         await receive()
@@ -282,12 +282,12 @@ def test_an_exposed_server_needs_a_key(host: str) -> None:
     check_exposure(Config(host=host, api_key=("k",)))
 
 
-def test_loopback_needs_none() -> None:
+def test_loopback_needs_no_key() -> None:
     for host in ("127.0.0.1", "127.8.8.8", "localhost", "::1", "[::1]"):
         assert is_loopback(host)
         check_exposure(Config(host=host))
 
 
-def test_any_origin_is_refused_at_the_start() -> None:
+def test_a_wildcard_origin_is_rejected_at_start() -> None:
     with pytest.raises(RejectedError, match="allowed_origins"):
         check_exposure(Config(allowed_origins=("*",)))

@@ -1,4 +1,4 @@
-"""The table of errors covers the tree, and every error that leaves has OpenAI's shape."""
+"""The error table covers every error class, and every error response has the shape of OpenAI errors."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def tree() -> set[type[errors.LlaisysError]]:
     }
 
 
-def test_every_class_has_its_row() -> None:
+def test_every_error_class_has_a_row() -> None:
     assert set(TABLE) == tree()
 
 
 @pytest.mark.parametrize("cls", sorted(TABLE, key=lambda c: c.__name__))
-def test_rows(cls: type[errors.LlaisysError]) -> None:
+def test_status_and_code_of_each_row(cls: type[errors.LlaisysError]) -> None:
     answer = to_api_error(cls("the words"), "req-1")
     assert 400 <= answer.status_code < 600
     shown = answer.body()["error"]
@@ -33,7 +33,7 @@ def test_rows(cls: type[errors.LlaisysError]) -> None:
     assert ("retry-after" in (answer.headers or {})) == (answer.status_code in (429, 503))
 
 
-def test_a_subclass_is_answered_as_its_base() -> None:
+def test_a_subclass_has_the_status_of_its_base() -> None:
     class Finer(errors.ContextLengthError):
         pass
 
@@ -41,18 +41,18 @@ def test_a_subclass_is_answered_as_its_base() -> None:
     assert to_api_error(Finer("x"), "r").code == "context_length_exceeded"
 
 
-def test_what_is_no_error_of_ours_says_nothing() -> None:
+def test_an_unknown_exception_shows_no_details() -> None:
     answer = to_api_error(ValueError("/secret/path"), "req-1")
     assert answer.status_code == 500
     assert "/secret/path" not in answer.message
 
 
-def test_an_api_error_stays_itself() -> None:
+def test_an_api_error_is_unchanged() -> None:
     error = ApiError(418, "short and stout", code="teapot")
     assert to_api_error(error, "r") is error
 
 
-def test_json_can_always_be_sent() -> None:
+def test_any_string_can_be_encoded_as_json() -> None:
     text = 'half \ud800 pair, 天, "quoted"\n'
     raw = to_json({"text": text})
     raw.decode("utf-8")
@@ -80,14 +80,14 @@ async def test_errors_of_the_framework(
     assert ("allow" in answer.headers) == (status == 405)
 
 
-def test_when_to_come_back_is_bounded_and_spread() -> None:
-    def told(estimate_s: int) -> set[int]:
+def test_retry_after_is_bounded_and_jittered() -> None:
+    def retry_after_values(estimate_s: int) -> set[int]:
         error = errors.QueueFullError("full", retry_after_s=estimate_s)
         answers = (to_api_error(error, "") for _ in range(200))
         return {int((answer.headers or {})["retry-after"]) for answer in answers}
 
-    assert told(0) == told(1) == {1}
-    assert told(1000) == {60}
-    spread = told(20)
+    assert retry_after_values(0) == retry_after_values(1) == {1}
+    assert retry_after_values(1000) == {60}
+    spread = retry_after_values(20)
     assert len(spread) > 1
     assert 16 <= min(spread) <= max(spread) <= 24

@@ -1,4 +1,4 @@
-"""The server's life in this process, on a real socket: loading, serving, signals, exit codes."""
+"""The server in this process on a real socket: loading, serving, signals and exit codes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from waiting import until
 
 
 class Loader:
-    """Stands for `ModelRegistry.start`: waits to be let through, then gives the engine or raises."""
+    """Replaces `ModelRegistry.start`: waits until released, then returns the engine or raises."""
 
     def __init__(self) -> None:
         self.go = asyncio.Event()
@@ -38,10 +38,6 @@ class Loader:
 
     async def close(self, drain_s: float = 0.0) -> None:
         self.closed_with.append(drain_s)
-
-
-class Left(BaseException):
-    """What `os._exit` does here."""
 
 
 @pytest.fixture
@@ -85,7 +81,7 @@ async def test_probes_answer_while_the_model_loads(
     assert loader.closed_with == [30.0]
 
 
-async def test_a_model_that_cannot_be_loaded(loader: Loader, listener: Listener) -> None:
+async def test_a_model_that_fails_to_load_ends_the_server(loader: Loader, listener: Listener) -> None:
     loader.error = RejectedError("no such model", param="model")
     loader.go.set()
     with pytest.raises(RejectedError, match="no such model"):
@@ -106,7 +102,7 @@ async def test_a_signal_while_loading_does_not_wait_for_the_model(
     assert not loader.go.is_set()
 
 
-async def test_a_dead_engine_is_told_by_the_exit_code(loader: Loader, listener: Listener) -> None:
+async def test_a_dead_engine_sets_the_exit_code(loader: Loader, listener: Listener) -> None:
     loader.go.set()
     life = asyncio.create_task(Lifecycle(Config(port=0), listener).run())
     async with client_of(listener) as client:
@@ -118,7 +114,7 @@ async def test_a_dead_engine_is_told_by_the_exit_code(loader: Loader, listener: 
     assert await life == 70
 
 
-async def test_a_stuck_engine_ends_the_server_by_itself(loader: Loader, listener: Listener) -> None:
+async def test_a_stuck_engine_ends_the_server(loader: Loader, listener: Listener) -> None:
     loader.go.set()
     life = asyncio.create_task(Lifecycle(Config(port=0, watchdog_window_s=0.1), listener).run())
     await until(lambda: loader.engine.n_beats > 3)
@@ -126,10 +122,10 @@ async def test_a_stuck_engine_ends_the_server_by_itself(loader: Loader, listener
     assert await life == 70
 
 
-async def test_an_engine_that_is_dead_for_good_ends_the_server_by_itself(
+async def test_an_engine_that_cannot_restart_ends_the_server(
     loader: Loader, listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Open requests of other models go on, and the watchdogs still hear the loop meanwhile."""
+    """Open requests of other models continue, and the watchdogs keep getting heartbeats of the loop."""
 
     async def close(drain_s: float = 0.0) -> None:
         loader.closed_with.append(drain_s)
@@ -146,7 +142,7 @@ async def test_an_engine_that_is_dead_for_good_ends_the_server_by_itself(
     assert loader.closed_with == [9.0]
 
 
-async def test_the_watchdogs_hear_the_loop_while_open_requests_go_on(
+async def test_the_watchdogs_get_heartbeats_during_a_drain(
     loader: Loader, listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beats: list[int] = []
@@ -166,7 +162,7 @@ async def test_the_watchdogs_hear_the_loop_while_open_requests_go_on(
     assert beats == [4]
 
 
-async def test_a_third_signal_ends_at_once(
+async def test_a_third_signal_exits_immediately(
     loader: Loader, listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[int] = []

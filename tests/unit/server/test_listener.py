@@ -1,4 +1,4 @@
-"""Where the server listens: what is taken, what is refused by name, who may use a socket, TLS files."""
+"""The listening socket: taken ports, rejected addresses, permissions of a Unix socket, and TLS files."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from llaisys.server import listener
 from llaisys.server.listener import SEND_BYTES, address_of, bind, listening, tls_options
 
 
-def test_a_taken_port_says_what_to_do() -> None:
+def test_a_taken_port_names_the_flag_to_change() -> None:
     with bind(Config(port=0)) as taken, pytest.raises(RejectedError, match=r"is taken.*--port"):
         bind(Config(port=taken.getsockname()[1]))
 
 
-def test_an_address_that_is_not_ours() -> None:
+def test_an_address_of_another_machine_is_rejected() -> None:
     with pytest.raises(RejectedError, match=r"cannot listen on 192\.0\.2\.1"):
         bind(Config(host="192.0.2.1", port=0))
     with pytest.raises(RejectedError, match="cannot listen on no-such-host"):
@@ -41,18 +41,20 @@ def test_an_address_that_is_not_ours() -> None:
         ("llm.example", "http://llm.example:8000"),
     ],
 )
-def test_the_address_to_open(host: str, address: str) -> None:
+def test_the_url_to_open(host: str, address: str) -> None:
     assert address_of(Config(host=host), 8000) == address
 
 
-def test_the_address_says_how_it_is_reached() -> None:
+def test_the_url_has_the_scheme_and_host() -> None:
     assert address_of(Config(ssl_certfile="c.pem"), 8443) == "https://127.0.0.1:8443"
     assert address_of(Config(uds="/run/llaisys.sock"), 8000) == "unix:/run/llaisys.sock"
 
 
-async def test_small_frames_are_not_held_back() -> None:
-    """A connection of the server's listening socket has TCP_NODELAY: a stream is many small writes. And the
-    kernel holds no megabytes for a reader that does not read."""
+async def test_connections_have_tcp_nodelay_and_small_send_buffers() -> None:
+    """Accepted connections have TCP_NODELAY, because a stream is many small writes.
+
+    The kernel buffers no megabytes for a client that does not read.
+    """
     seen: asyncio.Queue[int] = asyncio.Queue()
 
     def on_connection(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -71,8 +73,8 @@ async def test_small_frames_are_not_held_back() -> None:
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o000, 0o660), (0o007, 0o660), (0o022, 0o640), (0o077, 0o600)])
-def test_strangers_never_get_at_a_unix_socket(tmp_path: Path, umask: int, mode: int) -> None:
-    """Connecting needs the right to write: with a umask of 022 the owner alone has it."""
+def test_other_users_cannot_connect_to_a_unix_socket(tmp_path: Path, umask: int, mode: int) -> None:
+    """Connecting needs write permission, which only the owner has with a umask of 022."""
     path = tmp_path / "s"
     before = os.umask(umask)
     try:
@@ -84,7 +86,7 @@ def test_strangers_never_get_at_a_unix_socket(tmp_path: Path, umask: int, mode: 
     assert not path.exists()
 
 
-def test_a_socket_that_a_killed_server_left_is_replaced(tmp_path: Path) -> None:
+def test_the_socket_of_a_killed_server_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(str(path))
@@ -93,7 +95,7 @@ def test_a_socket_that_a_killed_server_left_is_replaced(tmp_path: Path) -> None:
         client.connect(str(path))
 
 
-def test_a_socket_in_use_is_left_alone(tmp_path: Path) -> None:
+def test_a_socket_in_use_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with listening(Config(uds=path)):
         with pytest.raises(RejectedError, match=r"another server listens on .*; stop it or choose"):
@@ -110,7 +112,7 @@ def test_a_file_is_not_overwritten(tmp_path: Path) -> None:
     assert path.read_text() == "precious"
 
 
-def test_a_socket_of_another_server_outlives_ours(tmp_path: Path) -> None:
+def test_close_does_not_remove_the_socket_of_another_server(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with listening(Config(uds=path)):
         path.unlink()
@@ -120,7 +122,7 @@ def test_a_socket_of_another_server_outlives_ours(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x" * 200, "nowhere/s"])
-def test_a_place_that_takes_no_socket(tmp_path: Path, name: str) -> None:
+def test_a_path_that_cannot_hold_a_socket_is_rejected(tmp_path: Path, name: str) -> None:
     with pytest.raises(RejectedError, match="cannot listen on the socket") as refused:
         listening(Config(uds=tmp_path / name)).__enter__()
     assert refused.value.param == "uds"
@@ -128,7 +130,7 @@ def test_a_place_that_takes_no_socket(tmp_path: Path, name: str) -> None:
 
 @pytest.fixture
 def pem(tmp_path: Path) -> dict[str, Path]:
-    """A certificate, its key, its authority, another key, and a file that is none of these."""
+    """Return paths of a certificate, its key, its authority, another key, and an invalid file."""
     authority, other = trustme.CA(), trustme.CA()
     issued, foreign = authority.issue_cert("localhost"), other.issue_cert("localhost")
     files = {name: tmp_path / f"{name}.pem" for name in ("cert", "key", "ca", "other", "text", "absent")}
@@ -140,7 +142,7 @@ def pem(tmp_path: Path) -> dict[str, Path]:
     return files
 
 
-def test_tls_as_uvicorn_wants_it(pem: dict[str, Path]) -> None:
+def test_tls_settings_for_uvicorn(pem: dict[str, Path]) -> None:
     assert tls_options(Config()) == {}
     files = {"ssl_certfile": pem["cert"], "ssl_keyfile": pem["key"], "ssl_ca_certs": pem["ca"]}
     assert tls_options(Config(**files, ssl_cert_reqs=2)) == {**files, "ssl_cert_reqs": 2}
@@ -160,7 +162,7 @@ def test_tls_as_uvicorn_wants_it(pem: dict[str, Path]) -> None:
         ({"ssl_cert_reqs": 1}, "ssl_certfile"),
     ],
 )
-def test_tls_files_that_do_not_fit_are_named(
+def test_invalid_tls_files_are_rejected_by_name(
     pem: dict[str, Path], settings: dict[str, Any], param: str
 ) -> None:
     config = Config(**{name: pem.get(value, value) for name, value in settings.items()})
@@ -179,7 +181,7 @@ def test_tls_files_that_do_not_fit_are_named(
         (100, 100, 100, 32),
     ],
 )
-def test_the_limit_of_files_is_raised_and_bounds_the_connections(
+def test_the_file_limit_is_raised_and_bounds_the_connections(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     soft: int,

@@ -1,4 +1,4 @@
-"""Freed memory goes back to the system."""
+"""Freed memory is returned to the system."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 from llaisys.server.lifecycle import trim_memory
 
-# 100 MB in pieces for the C library, all freed but the last: it keeps what lies below that.
+# 100 MB in small allocations, all freed except the last one, so the C library keeps the memory below it.
 FRAGMENTS = """
 import ctypes, resource
 from llaisys.server.lifecycle import trim
@@ -30,12 +30,12 @@ print(kept - held())
 """
 
 
-def test_what_was_freed_goes_back() -> None:
+def test_freed_memory_is_returned_to_the_system() -> None:
     done = subprocess.run([sys.executable, "-c", FRAGMENTS], capture_output=True, text=True, check=True)
     assert int(done.stdout) > 50_000_000
 
 
-async def test_it_is_done_again_and_again() -> None:
+async def test_memory_is_trimmed_repeatedly() -> None:
     loop, again = asyncio.get_running_loop(), asyncio.Event()
     n_done = 0
 

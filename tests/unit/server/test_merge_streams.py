@@ -1,4 +1,4 @@
-"""Several streams as one: order within each, errors, closing."""
+"""Merging several streams: order within each stream, errors, and closing."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ async def collected(*streams: AsyncIterator[RequestOutput]) -> dict[int, str]:
     return texts
 
 
-async def test_all_of_each_in_order() -> None:
+async def test_deltas_of_each_stream_keep_their_order() -> None:
     assert await collected(plays("a", "1", "2", "3")) == {0: "123"}
     assert await collected(plays("a", "1", "2"), plays("b"), plays("c", "3", "4", "5")) == {0: "12", 2: "345"}
     assert sorted(CLOSED) == ["a", "a", "b", "c"]
 
 
 @pytest.mark.parametrize("n_others", [0, 2])
-async def test_the_first_error_ends_all(n_others: int) -> None:
+async def test_the_first_error_ends_all_streams(n_others: int) -> None:
     others = [plays(f"o{i}", "x", hangs=True) for i in range(n_others)]
     with pytest.raises(ValueError, match="broken"):
         await collected(plays("bad", "1", error=ValueError("broken")), *others)
@@ -65,6 +65,6 @@ async def test_closing_closes_every_stream(n_streams: int) -> None:
     async with aclosing(merge_streams(streams)) as deltas:
         async for _ in deltas:
             break
-    # Streams that were never asked for anything have nothing to close.
+    # Streams that never started have nothing to close.
     assert len(CLOSED) >= 1
     assert len([t for t in asyncio.all_tasks() if t is not asyncio.current_task()]) == 0

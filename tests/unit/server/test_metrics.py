@@ -1,4 +1,4 @@
-"""GET /metrics: names, labels and buckets that vLLM's dashboards ask for."""
+"""GET /metrics: the names, labels and buckets that vLLM dashboards query."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ async def samples(client: httpx.AsyncClient) -> dict[tuple[str, frozenset[tuple[
         ("llaisys:kv_cells", {"state": "free"}, 30),
     ],
 )
-async def test_engine_figures(
+async def test_metrics_of_the_engine(
     client: httpx.AsyncClient, name: str, labels: dict[str, str], value: float
 ) -> None:
     found = await samples(client)
     assert found[name, frozenset({**LABELS, **labels}.items())] == value
 
 
-async def test_refusals_and_answers_are_counted_by_route(client: httpx.AsyncClient) -> None:
+async def test_rejections_and_responses_are_counted_by_route(client: httpx.AsyncClient) -> None:
     await client.post("/v1/completions", json={"prompt": []})
     for path in ("/nothing/1", "/nothing/2"):
         await client.get(path)
@@ -104,7 +104,7 @@ async def test_refusals_and_answers_are_counted_by_route(client: httpx.AsyncClie
     assert found["http_request_duration_seconds_count", route] == 2
 
 
-def test_buckets_add_up() -> None:
+def test_histogram_buckets_are_cumulative() -> None:
     assert list(cumulative(HistogramData((1.0, 2.0), (1, 0, 2), 7.0))) == [
         ("1.0", 1),
         ("2.0", 1),

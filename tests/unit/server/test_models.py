@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 
 
-async def test_every_name_is_listed(client: httpx.AsyncClient) -> None:
+async def test_every_served_model_name_is_listed(client: httpx.AsyncClient) -> None:
     body = (await client.get("/v1/models")).json()
     assert body["object"] == "list"
     assert [card["id"] for card in body["data"]] == ["tiny", "alias/of-tiny"]
@@ -14,6 +14,6 @@ async def test_every_name_is_listed(client: httpx.AsyncClient) -> None:
     assert isinstance(card["created"], int)
 
 
-async def test_a_name_may_hold_a_slash(client: httpx.AsyncClient) -> None:
+async def test_a_model_name_may_contain_a_slash(client: httpx.AsyncClient) -> None:
     answer = await client.get("/v1/models/alias/of-tiny")
     assert answer.json()["id"] == "alias/of-tiny"

@@ -1,4 +1,4 @@
-"""Values, bounds and names of a request; `test_fields.py` goes through every field."""
+"""Values, bounds and model names of a request. `test_fields.py` covers every field."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llaisys.server.state import ServerState
 CHAT = "/v1/chat/completions"
 
 
-async def test_request_over_model_over_defaults(
+async def test_request_values_override_model_defaults_override_defaults(
     engine: FakeService, client: httpx.AsyncClient, chat_body: dict[str, Any]
 ) -> None:
     engine.default_sampling_params = {"temperature": 0.2, "top_p": 0.9}
@@ -49,7 +49,7 @@ async def test_request_over_model_over_defaults(
         ({"seed": 2**63}, "seed"),
     ],
 )
-async def test_bad_values_are_named(
+async def test_invalid_values_are_rejected_by_name(
     engine: FakeService,
     client: httpx.AsyncClient,
     chat_body: dict[str, Any],
@@ -74,12 +74,14 @@ async def test_bad_values_are_named(
         (b"[" * 100_000, "invalid_request"),
     ],
 )
-async def test_bodies_that_are_no_request(client: httpx.AsyncClient, raw: bytes, code: str) -> None:
+async def test_bodies_that_are_not_requests_are_rejected(
+    client: httpx.AsyncClient, raw: bytes, code: str
+) -> None:
     answer = await client.post(CHAT, content=raw, headers={"content-type": "application/json"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
 
 
-async def test_a_form_is_no_request(client: httpx.AsyncClient) -> None:
+async def test_a_form_is_rejected(client: httpx.AsyncClient) -> None:
     answer = await client.post(CHAT, content=b'{"messages": []}', headers={"content-type": "text/plain"})
     assert answer.status_code == 400
 
@@ -90,7 +92,9 @@ async def test_input_is_never_echoed(client: httpx.AsyncClient, chat_body: dict[
 
 
 @pytest.mark.parametrize("name", sorted(NO_EFFECT - {"stream_options.include_obfuscation"}))
-async def test_fields_without_effect(client: httpx.AsyncClient, chat_body: dict[str, Any], name: str) -> None:
+async def test_ignored_fields_are_accepted(
+    client: httpx.AsyncClient, chat_body: dict[str, Any], name: str
+) -> None:
     answer = await client.post(CHAT, json={**chat_body, name: "x"})
     assert answer.status_code == 200
     assert "x-llaisys-ignored-fields" not in answer.headers
@@ -134,7 +138,7 @@ async def test_names_of_the_first_model(
     assert answer.json()["model"] == "tiny"
 
 
-async def test_another_name_is_answered_as_it_was_asked(
+async def test_the_response_has_the_requested_model_name(
     client: httpx.AsyncClient, chat_body: dict[str, Any]
 ) -> None:
     assert (await client.post(CHAT, json={**chat_body, "model": "alias/of-tiny"})).json()[

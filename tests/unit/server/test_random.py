@@ -1,4 +1,4 @@
-"""Random bodies and texts: no body is a 500, and a stream reads back as written however it is cut."""
+"""Random bodies and texts: no body causes a 500, and a stream parses alike however it is split."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ VALUES = st.recursive(
 
 
 @cache
-def app_for(path: str) -> ASGIApp:  # noqa: ARG001 -- one for each test, and so for each event loop
-    """The application on a scripted engine. Making one takes longer than an example."""
+def app_for(path: str) -> ASGIApp:  # noqa: ARG001 -- one per test, and so per event loop
+    """Return the application on a scripted engine. Creating it takes longer than one example."""
     return create_app(ServerState(Config(), models=ModelRegistry([FakeService()])), 8000)  # type: ignore[list-item]
 
 
 def bodies(path: str) -> st.SearchStrategy[Any]:
-    """Objects of the route's own fields with any values, many on a base that is good; or any value."""
+    """Generate objects of the route's fields with any values, many based on a valid body; or any value."""
     base = {"messages": [{"role": "user", "content": "Hi"}], "prompt": "Hi", "input": "Hi", "tokens": [1]}
     served = MODELS[path].model_fields
     good = {name: value for name, value in base.items() if name in served}
@@ -64,7 +64,7 @@ def bodies(path: str) -> st.SearchStrategy[Any]:
 @pytest.mark.parametrize("path", MODELS)
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(data=st.data())
-async def test_no_body_is_a_server_error(path: str, data: st.DataObject) -> None:
+async def test_no_body_causes_a_server_error(path: str, data: st.DataObject) -> None:
     body = data.draw(bodies(path))
     transport = httpx.ASGITransport(app_for(path), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as http:
@@ -82,7 +82,7 @@ async def test_no_body_is_a_server_error(path: str, data: st.DataObject) -> None
     ),
     cuts=st.lists(st.integers(1, 40), min_size=1, max_size=12),
 )
-async def test_a_stream_reads_back_however_it_is_cut(texts: list[str], cuts: list[int]) -> None:
+async def test_a_stream_parses_alike_however_it_is_split(texts: list[str], cuts: list[int]) -> None:
     sent: list[bytes] = []
 
     async def send(message: Any) -> None:

@@ -1,4 +1,4 @@
-"""Bodies of wrong types: every list and object has a bound, and one error is all that a body can cost."""
+"""Bodies of wrong types: every list and object has a bound, and validation stops at the first error."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ BASES = {
     "/detokenize": {},
 }
 JSON = {"content-type": "application/json"}
-# Wrong items of one field: enough for a body that is not read on the event loop.
+# Invalid items of one field: enough for a body that is validated off the event loop.
 N_WRONG = 40_000
 
 
 @pytest.fixture
 def routes(monkeypatch: pytest.MonkeyPatch, state: ServerState) -> list[APIRoute]:
-    """Every route of the application."""
+    """Return every route of the application."""
     found: list[FastAPI] = []
     make = application.AccessLogMiddleware
     monkeypatch.setattr(
@@ -59,7 +59,7 @@ def routes(monkeypatch: pytest.MonkeyPatch, state: ServerState) -> list[APIRoute
 
 
 def all_routes(app: Any) -> Iterator[Any]:
-    """FastAPI keeps included routers as they are."""
+    """Yield all routes. FastAPI does not flatten included routers."""
     for route in app.routes:
         inner = getattr(route, "original_router", None)
         yield from [route] if inner is None else all_routes(inner)
@@ -70,7 +70,7 @@ def models_of(routes: list[APIRoute]) -> set[type[BaseModel]]:
 
 
 def schemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """Every part of a core schema that validates something."""
+    """Yield every part of a core schema that validates a value."""
     if isinstance(schema, dict):
         if isinstance(schema.get("type"), str):
             yield schema
@@ -83,7 +83,7 @@ def schemas(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def unbounded(model: type[BaseModel]) -> list[str]:
-    """What of a model has no bound, by kind."""
+    """Return the unbounded parts of a model, by kind."""
     found = []
     for schema in schemas(model.__pydantic_core_schema__):
         match schema["type"]:
@@ -136,7 +136,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("url", "field", "items", "most"), WRONG)
-async def test_too_many_are_counted_and_not_looked_at(
+async def test_too_many_items_are_rejected_without_validating_them(
     engine: FakeService, client: httpx.AsyncClient, url: str, field: str, items: Any, most: int
 ) -> None:
     value = items * N_WRONG if items else {f"k{i}": "x" for i in range(N_WRONG)}
@@ -152,7 +152,7 @@ def shortened(value: Any, n: int) -> Any:
     return value[:n] if isinstance(value, list) else dict(list(value.items())[:n])
 
 
-async def test_the_first_wrong_one_is_named(client: httpx.AsyncClient) -> None:
+async def test_the_first_invalid_item_is_named(client: httpx.AsyncClient) -> None:
     for url, fields, param in (
         (CHAT, {"messages": [{"role": "user", "content": "Hi"}] * 3 + [5]}, "messages[3]"),
         (CHAT, {"tools": [{}, 5]}, "tools[1]"),
@@ -172,7 +172,7 @@ async def test_the_first_wrong_one_is_named(client: httpx.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("n_fields", [FIELDS_MAX, FIELDS_MAX + 1])
-async def test_fields_are_bounded(
+async def test_the_number_of_fields_is_bounded(
     client: httpx.AsyncClient, chat_body: dict[str, Any], n_fields: int
 ) -> None:
     more = {f"field{i}": 1 for i in range(n_fields - len(chat_body))}
@@ -193,14 +193,14 @@ async def test_fields_are_bounded(
     ],
 )
 def test_validation_stops_at_the_first_error(model: type[BaseModel], body: dict[str, Any]) -> None:
-    """A field of several types has one for each."""
+    """A field of several types has one error per type."""
     with pytest.raises(ValidationError) as caught:
         model.model_validate(body)
     assert caught.value.error_count() <= 2
 
 
 @pytest.mark.parametrize("n_over", [0, 1])
-async def test_large_bodies_are_validated_elsewhere(
+async def test_large_bodies_are_validated_off_the_event_loop(
     engine: FakeService, make_client: Any, monkeypatch: pytest.MonkeyPatch, n_over: int
 ) -> None:
     registry = ModelRegistry([engine])  # type: ignore[list-item]  # the fake has AsyncLLM's surface
@@ -221,7 +221,7 @@ async def test_large_bodies_are_validated_elsewhere(
     assert models == ["llaisys.server.request_schemas:CompletionRequest"] * 2 * n_over
 
 
-def test_the_bound_of_a_field_is_named_before_that_of_the_body() -> None:
+def test_the_bound_of_a_field_is_reported_before_that_of_the_body() -> None:
     raw = json.dumps({"messages": [], "stop": [1] * (OTHER_VALUES_MAX + 1)}).encode()
     _, flaw = read_body(raw, "llaisys.server.request_schemas:ChatCompletionRequest")
     assert flaw is not None
@@ -229,8 +229,8 @@ def test_the_bound_of_a_field_is_named_before_that_of_the_body() -> None:
 
 
 @pytest.mark.parametrize("field", ["prompt", "x"])
-def test_values_have_a_bound_of_their_own_kind(field: str) -> None:
-    """Token ids, and all else."""
+def test_token_ids_and_other_values_have_their_own_bounds(field: str) -> None:
+    """Token ids have one bound, all other values another."""
     most = VALUES_MAX if field == "prompt" else OTHER_VALUES_MAX
     raw = json.dumps({field: [1] * most})
     assert read_body(raw.encode(), None)[1] is None
@@ -238,13 +238,13 @@ def test_values_have_a_bound_of_their_own_kind(field: str) -> None:
         read_body(raw.replace("[1", "[1, 1").encode(), None)
 
 
-def test_a_text_process_needs_nothing_of_the_server_for_it() -> None:
+def test_a_tokenizer_worker_does_not_import_the_server() -> None:
     code = "import sys, llaisys.server.request_schemas; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert not {"fastapi", "starlette", "numpy", "llaisys.engine", "llaisys._core"} & set(loaded.split())
 
 
-async def test_a_value_that_an_error_shows_is_cut(client: httpx.AsyncClient) -> None:
+async def test_a_value_in_an_error_message_is_truncated(client: httpx.AsyncClient) -> None:
     for fields in (
         {"request_id": "x" * 50_000},
         {"encoding_format": "x" * 50_000},
@@ -256,7 +256,7 @@ async def test_a_value_that_an_error_shows_is_cut(client: httpx.AsyncClient) -> 
         assert len(answer.content) < MESSAGE_CHARS_MAX + 500
 
 
-async def test_the_document_states_the_bounds(app: ASGIApp) -> None:
+async def test_the_openapi_document_states_the_bounds(app: ASGIApp) -> None:
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
         parts = (await client.get("/openapi.json")).json()["components"]["schemas"]

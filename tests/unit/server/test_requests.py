@@ -1,4 +1,4 @@
-"""Cancelling answers and telling where their time went, over the real service on the fake core."""
+"""Cancelling requests and their timelines, over the real service on the fake core."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ pytestmark = pytest.mark.usefixtures("fake_model")
 
 
 class Gate:
-    """Holds the engine inside a decode, after `n_free` of them, until it is opened."""
+    """Blocks the engine inside a decode, after `n_free` decodes, until `opened` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.inside, self.opened = threading.Event(), threading.Event()
         self.n_free = 0
         decode = core.Context.decode
 
-        def held(context: core.Context, *arrays: Any) -> Any:
+        def wait_then_continue(context: core.Context, *arrays: Any) -> Any:
             self.n_free -= 1
             if self.n_free < 0:
                 self.inside.set()
                 self.opened.wait(30)
             return decode(context, *arrays)
 
-        monkeypatch.setattr(core.Context, "decode", held)
+        monkeypatch.setattr(core.Context, "decode", wait_then_continue)
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch, fake_core: None) -> Iterator[Gate]:  # noqa: ARG001 -- its effect is needed
+def gate(monkeypatch: pytest.MonkeyPatch, fake_core: None) -> Iterator[Gate]:  # noqa: ARG001 -- used for its effect
     made = Gate(monkeypatch)
     yield made
     made.opened.set()
@@ -91,20 +91,20 @@ def services(state: ServerState) -> Sequence[AsyncLLM]:
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
-    """Set when a stream has written frames."""
+    """Return an event that is set when a stream has written frames."""
     event, frames = asyncio.Event(), SseWriter.frames
 
-    async def spied(writer: SseWriter, values: Sequence[Any]) -> None:
+    async def recorded(writer: SseWriter, values: Sequence[Any]) -> None:
         await frames(writer, values)
         event.set()
 
-    monkeypatch.setattr(SseWriter, "frames", spied)
+    monkeypatch.setattr(SseWriter, "frames", recorded)
     return event
 
 
 @pytest.mark.parametrize("form", ["whole", "stream", "stream that has begun"])
 @pytest.mark.parametrize(("path", "id"), [(CHAT, "chatcmpl-mine"), (COMPLETIONS, "cmpl-mine")])
-async def test_a_cancelled_answer_gets_its_one_end(
+async def test_a_cancelled_request_ends_once(
     http: httpx.AsyncClient, gate: Gate, written: asyncio.Event, path: str, id: str, form: str
 ) -> None:
     gate.n_free = 3 if form == "stream that has begun" else 0
@@ -113,8 +113,8 @@ async def test_a_cancelled_answer_gets_its_one_end(
     await asyncio.to_thread(gate.inside.wait, 30)
     if form == "stream that has begun":
         await written.wait()
-    for stranger in (f"/v1/requests/{id}", "/v1/requests/unknown"):
-        refused = await http.post(f"{stranger}/cancel", headers=TWO)
+    for url in (f"/v1/requests/{id}", "/v1/requests/unknown"):
+        refused = await http.post(f"{url}/cancel", headers=TWO)
         assert code(refused) == (404, "not_found")
         assert "mine" not in refused.text
     assert not work.done()
@@ -133,7 +133,7 @@ async def test_a_cancelled_answer_gets_its_one_end(
     assert again.json()["status"] == "ended"
 
 
-async def test_a_cancelled_answer_leaves_nothing_running(
+async def test_a_cancelled_request_leaves_no_choice_running(
     http: httpx.AsyncClient, gate: Gate, state: ServerState
 ) -> None:
     work = asyncio.create_task(http.post(COMPLETIONS, json={**BODIES[COMPLETIONS], "request_id": "m"}))
@@ -147,18 +147,18 @@ async def test_a_cancelled_answer_leaves_nothing_running(
 
 
 @pytest.mark.parametrize("state", [{"preload": False}], indirect=True)
-async def test_an_answer_is_cancelled_while_its_model_is_loaded(
+async def test_a_request_is_cancelled_while_its_model_is_loaded(
     http: httpx.AsyncClient, state: ServerState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine never sees it."""
+    """The engine never gets the request."""
     loading, go, made = asyncio.Event(), asyncio.Event(), LazyEngine._load
 
-    async def held(engine: LazyEngine) -> None:
+    async def wait_then_continue(engine: LazyEngine) -> None:
         loading.set()
         await go.wait()
         await made(engine)
 
-    monkeypatch.setattr(LazyEngine, "_load", held)
+    monkeypatch.setattr(LazyEngine, "_load", wait_then_continue)
     work = asyncio.create_task(http.post(COMPLETIONS, json={**BODIES[COMPLETIONS], "request_id": "m"}))
     await loading.wait()
     assert (await http.post("/v1/requests/cmpl-m/cancel")).status_code == 200
@@ -167,8 +167,10 @@ async def test_an_answer_is_cancelled_while_its_model_is_loaded(
     assert services(state)[0].stats().engine.num_submitted == 0
 
 
-async def test_an_id_is_its_keys_alone(http: httpx.AsyncClient, gate: Gate, state: ServerState) -> None:
-    """One key is refused an id that it has open; another may use it, and cancels and sees its own answer."""
+async def test_a_request_id_belongs_to_its_key(
+    http: httpx.AsyncClient, gate: Gate, state: ServerState
+) -> None:
+    """A key may not reuse its open id. Another key may use that id, and it cancels only its own request."""
     body = {**BODIES[CHAT], "request_id": "mine"}
     one = asyncio.create_task(http.post(CHAT, json=body))
     await asyncio.to_thread(gate.inside.wait, 30)
@@ -183,15 +185,15 @@ async def test_an_id_is_its_keys_alone(http: httpx.AsyncClient, gate: Gate, stat
     assert code(await two) == (499, "cancelled")
     answer = await one
     assert (answer.status_code, answer.json()["id"]) == (200, "chatcmpl-mine")
-    await until(lambda: not client._open)  # the engine, too, has ended what was cancelled
+    await until(lambda: not client._open)  # the engine has ended the cancelled request too
     for _ in range(2):
         assert (await http.post(CHAT, json={**body, "n": 2}, headers=TWO)).status_code == 200
     for headers, n in ((ONE, 1), (TWO, 2)):
-        told = await http.get("/v1/requests/chatcmpl-mine/timeline", headers=headers)
-        assert (told.json()["id"], len(told.json()["choices"])) == ("chatcmpl-mine", n)
+        reply = await http.get("/v1/requests/chatcmpl-mine/timeline", headers=headers)
+        assert (reply.json()["id"], len(reply.json()["choices"])) == ("chatcmpl-mine", n)
 
 
-async def test_an_id_of_inputs_is_its_keys_alone(http: httpx.AsyncClient, gate: Gate) -> None:
+async def test_a_request_id_of_embeddings_belongs_to_its_key(http: httpx.AsyncClient, gate: Gate) -> None:
     body = {"input": "Hi", "request_id": "mine"}
     one = asyncio.create_task(http.post("/v1/embeddings", json=body))
     await asyncio.to_thread(gate.inside.wait, 30)
@@ -203,10 +205,10 @@ async def test_an_id_of_inputs_is_its_keys_alone(http: httpx.AsyncClient, gate: 
     assert [(await each).status_code for each in (one, two)] == [200, 200]
 
 
-async def test_a_timeline_has_every_gap_and_no_other_keys_ids(
+async def test_a_timeline_has_no_gaps_and_no_ids_of_other_keys(
     http: httpx.AsyncClient, gate: Gate, state: ServerState
 ) -> None:
-    """Two's choices take every sequence, so one's requests wait behind them, and one behind the other."""
+    """The choices of key `two` use every sequence id, so the requests of key `one` wait for them."""
     works = [
         asyncio.create_task(
             http.post(CHAT, json={**BODIES[CHAT], "n": 4, "request_id": "theirs"}, headers=TWO)
@@ -224,10 +226,10 @@ async def test_a_timeline_has_every_gap_and_no_other_keys_ids(
         assert (await work).status_code == 200
     seen: set[str] = set()
     for name in ("a", "b"):
-        told = (await http.get(f"/v1/requests/chatcmpl-{name}/timeline")).json()
-        (choice,) = told["choices"]
+        reply = (await http.get(f"/v1/requests/chatcmpl-{name}/timeline")).json()
+        (choice,) = reply["choices"]
         spans = choice["spans"]
-        assert (told["id"], choice["index"], choice["is_over"]) == (f"chatcmpl-{name}", 0, True)
+        assert (reply["id"], choice["index"], choice["is_over"]) == (f"chatcmpl-{name}", 0, True)
         assert (spans[0]["start_s"], spans[-1]["end_s"]) == (0.0, choice["total_s"])
         assert all(a["end_s"] == b["start_s"] for a, b in itertools.pairwise(spans))
         assert sum(choice["seconds"].values()) == pytest.approx(choice["total_s"])
@@ -240,7 +242,7 @@ async def test_a_timeline_has_every_gap_and_no_other_keys_ids(
         assert code(await http.get(f"/v1/requests/{path}/timeline")) == (404, "not_found")
 
 
-async def test_what_another_request_of_the_same_id_left_is_not_told(
+async def test_a_rejected_request_hides_the_timeline_of_its_reused_id(
     http: httpx.AsyncClient, gate: Gate
 ) -> None:
     gate.opened.set()
@@ -248,14 +250,14 @@ async def test_what_another_request_of_the_same_id_left_is_not_told(
     assert (await http.post(CHAT, json={**body, "n": 3})).status_code == 200
     refused = {**body, "max_tokens": 10**6}
     assert (await http.post(CHAT, json=refused)).status_code == 400
-    told = (await http.get("/v1/requests/chatcmpl-same/timeline")).json()
-    assert told["choices"] == []
+    reply = (await http.get("/v1/requests/chatcmpl-same/timeline")).json()
+    assert reply["choices"] == []
 
 
-async def test_a_slow_reader_is_in_its_timeline(
+async def test_a_slow_reader_appears_in_the_timeline(
     state: ServerState, gate: Gate, http: httpx.AsyncClient
 ) -> None:
-    """Its client takes the first bytes and no more until the engine has given the whole answer."""
+    """The client reads the first bytes, and the rest only after the engine has finished."""
     sent: list[Message] = []
     blocked, go = asyncio.Event(), asyncio.Event()
 
@@ -289,29 +291,29 @@ async def test_a_slow_reader_is_in_its_timeline(
     id = events(raw)[0]["id"]
     (choice,) = (await http.get(f"/v1/requests/{id}/timeline")).json()["choices"]
     assert choice["seconds"]["slow_reader"] > 0
-    assert choice["spans"][-1]["kind"] == "slow_reader", "it lasted longer than the engine's part"
+    assert choice["spans"][-1]["kind"] == "slow_reader", "the slow reader outlasted the engine"
     assert choice["spans"][-1]["end_s"] == choice["total_s"]
 
 
-def test_the_book_keeps_the_newest_ended_ones() -> None:
-    book = RequestRegistry()
+def test_the_registry_keeps_the_newest_ended_requests() -> None:
+    registry = RequestRegistry()
     for i in range(N_ENDED_MAX + 10):
-        with book.open(RequestEntry(f"{i}", "k", None, [f"{i}-0", f"{i}-1"], 1), lambda: None):  # type: ignore[arg-type]  # not used
-            assert book.find(f"{i}", "k").cancel is not None
-    assert len(book._entries) == len(book._ended) == N_ENDED_MAX
-    assert len(book._by_request) == 2 * N_ENDED_MAX
+        with registry.open(RequestEntry(f"{i}", "k", None, [f"{i}-0", f"{i}-1"], 1), lambda: None):  # type: ignore[arg-type]  # not used
+            assert registry.find(f"{i}", "k").cancel is not None
+    assert len(registry._entries) == len(registry._ended) == N_ENDED_MAX
+    assert len(registry._by_request) == 2 * N_ENDED_MAX
     with pytest.raises(ApiError):
-        book.find("9", "k")
-    assert book.find("10", "k").cancel is None
-    assert [book.name(request, "k") for request in ("9-0", "10-1")] == ["other", "10"]
-    assert book.name("10-1", "x") == "other"
-    with book.open(RequestEntry("10", "x", None, ["x/10-0"], 1), lambda: None):  # type: ignore[arg-type]  # not used
-        assert book.find("10", "k").cancel is None, "it is another key's id, which replaces nothing"
+        registry.find("9", "k")
+    assert registry.find("10", "k").cancel is None
+    assert [registry.name(request, "k") for request in ("9-0", "10-1")] == ["other", "10"]
+    assert registry.name("10-1", "x") == "other"
+    with registry.open(RequestEntry("10", "x", None, ["x/10-0"], 1), lambda: None):  # type: ignore[arg-type]  # not used
+        assert registry.find("10", "k").cancel is None, "an id of another key replaces nothing"
         with (
             pytest.raises(RejectedError, match="in use"),
-            book.open(RequestEntry("10", "x", None, [], 1), lambda: None),  # type: ignore[arg-type]  # not used
+            registry.open(RequestEntry("10", "x", None, [], 1), lambda: None),  # type: ignore[arg-type]  # not used
         ):
             pass
-    with book.open(RequestEntry("20", "k", None, ["20-0"], 1), lambda: None):  # type: ignore[arg-type]  # not used
-        assert book.name("20-1", "k") == "other", "the old one is forgotten"
-    assert len(book._entries) == N_ENDED_MAX
+    with registry.open(RequestEntry("20", "k", None, ["20-0"], 1), lambda: None):  # type: ignore[arg-type]  # not used
+        assert registry.name("20-1", "k") == "other", "the replaced request is gone"
+    assert len(registry._entries) == N_ENDED_MAX

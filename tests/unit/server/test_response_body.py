@@ -1,4 +1,4 @@
-"""Answers that are not streams: made and sent in pieces, counted, and the same as the stream's chunks."""
+"""Responses that are not streams: encoded and sent in pieces, counted, and equal to the streamed chunks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_lists_and_texts_grow() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[0], [1, 0, 2], [PIECE_BYTES], [5 * PIECE_BYTES + 3, 7], [1000] * 300])
-async def test_pieces_are_small_and_together_all(sizes: list[int]) -> None:
+async def test_pieces_are_small_and_add_up(sizes: list[int]) -> None:
     parts = [bytes([i % 256]) * n for i, n in enumerate(sizes)]
     made = [*pieces(parts)]
     assert b"".join(made) == b"".join(parts)
@@ -63,13 +63,13 @@ async def test_pieces_are_small_and_together_all(sizes: list[int]) -> None:
     counter = asyncio.ensure_future(count_turns())
     await send_parts(send, {"x": "1"}, parts)
     counter.cancel()
-    assert n_turns >= len(made) - 1, "no other task runs between two pieces"
+    assert n_turns >= len(made) - 1, "other tasks run between two pieces"
     start, *bodies = sent
     assert dict(start["headers"])[b"content-length"] == str(sum(sizes)).encode()
     assert [body["more_body"] for body in bodies] == [True] * (len(bodies) - 1) + [False] * bool(bodies)
 
 
-async def test_long_values_are_made_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_values_are_encoded_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = list(range(3 * SLICE_ITEMS + 1))
     text = "a\n😀" * PIECE_BYTES
     sizes: list[int] = []
@@ -81,7 +81,7 @@ async def test_long_values_are_made_in_slices(monkeypatch: pytest.MonkeyPatch) -
     assert sizes == [*[SLICE_ITEMS] * 3, 1, *[PIECE_BYTES] * 3]
 
 
-def test_bytes_are_counted() -> None:
+def test_response_bytes_are_counted() -> None:
     made = ResponseBytes(10, 15)
     made.add(6, 0)
     made.add(4, 6)
@@ -95,7 +95,7 @@ def test_bytes_are_counted() -> None:
     assert made.n_in_flight == 6
 
 
-def test_bytes_of_one_client_leave_others_their_part() -> None:
+def test_response_bytes_are_shared_among_clients() -> None:
     made = ResponseBytes(64, 64, n_clients=2)
     made.add(48, 0, "a")
     with pytest.raises(ExhaustedError, match="those of one client more than 48"):
@@ -108,7 +108,7 @@ def test_bytes_of_one_client_leave_others_their_part() -> None:
 
 @pytest.fixture
 def talkative(engine: FakeService) -> FakeService:
-    """A model that goes on for long."""
+    """Return an engine with long completions."""
     engine.script = [Piece([f"word {i} "] * 10) for i in range(200)] + [Piece(["!"], "stop")]
     return engine
 
@@ -122,7 +122,7 @@ def talkative(engine: FakeService) -> FakeService:
         ({}, 200, None),
     ],
 )
-async def test_an_answer_that_gets_too_large_ends(
+async def test_a_response_that_grows_too_large_fails(
     talkative: FakeService,
     make_client: Any,
     chat_body: dict[str, Any],
@@ -142,13 +142,13 @@ async def test_an_answer_that_gets_too_large_ends(
         if code is not None:
             assert "5000 bytes" in answer.json()["error"]["message"]
         stream = await client.post(url, json={**(chat_body if url == CHAT else {}), **fields, "stream": True})
-        assert "error" not in stream.text, "a stream is not kept, and has no such bound"
+        assert "error" not in stream.text, "a stream is not buffered and has no such limit"
     assert all(call.ended for call in talkative.calls)
     assert state.response_bytes.n_in_flight == 0
 
 
 @pytest.mark.usefixtures("talkative")
-async def test_what_is_counted_is_what_is_sent(
+async def test_counted_bytes_equal_sent_bytes(
     state: ServerState, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = 0
@@ -172,7 +172,7 @@ async def test_what_is_counted_is_what_is_sent(
 
 @pytest.mark.parametrize("fields", [{}, {"logprobs": 2}, {"logprobs": 0, "return_token_ids": True}])
 @pytest.mark.parametrize("n", [1, 2])
-async def test_a_long_echo_comes_in_chunks(
+async def test_a_long_echo_is_streamed_in_chunks(
     engine: FakeService, client: httpx.AsyncClient, n: int, fields: dict[str, Any]
 ) -> None:
     engine.script = [Piece(["a"], "stop", index=i) for i in range(n)]

@@ -20,7 +20,7 @@ from llaisys.server.state import ServerState
 KEYS = ("one", "two")
 ONE, TWO = ({"authorization": f"Bearer {key}"} for key in KEYS)
 PROMPT = [*range(1, 31)]
-# Five tokens of answer; the last has no K and V yet.
+# Five output tokens; the last one has no K and V yet.
 N_TOKENS = len(PROMPT) + 4
 BAD_NAMES = ("..", "../up", "a/b", "%2e%2e%2fup", ".hidden", "-x", "a" * 65, "a b", "é", "a%00")
 
@@ -60,7 +60,7 @@ def error(answer: httpx.Response) -> tuple[int, str, str | None]:
     return answer.status_code, told["code"], told["param"]
 
 
-async def test_a_sessions_life(http: httpx.AsyncClient) -> None:
+async def test_create_list_trim_and_delete_a_session(http: httpx.AsyncClient) -> None:
     assert (await http.get("/v1/sessions")).json() == {"object": "list", "data": []}
     assert (await http.post("/v1/sessions", json={"session_id": "empty"})).json() == shown("empty", 0)
     assert (await generate(http, "chat")).status_code == 200
@@ -78,7 +78,7 @@ async def test_a_sessions_life(http: httpx.AsyncClient) -> None:
     assert error(await http.get("/v1/sessions/twin")) == (404, "not_found", "session_id")
 
 
-async def test_a_saved_session_comes_back(http: httpx.AsyncClient, tmp_path: Path) -> None:
+async def test_a_saved_session_is_restored(http: httpx.AsyncClient, tmp_path: Path) -> None:
     first = (await generate(http, "chat")).json()
     saved = await http.post("/v1/sessions/chat/save", json={"file": "monday"})
     assert saved.json() == shown("chat", N_TOKENS)
@@ -94,7 +94,7 @@ async def test_a_saved_session_comes_back(http: httpx.AsyncClient, tmp_path: Pat
     assert error(lost) == (404, "not_found", "file")
 
 
-async def test_the_chat_endpoint_takes_a_session(http: httpx.AsyncClient) -> None:
+async def test_the_chat_endpoint_accepts_a_session_id(http: httpx.AsyncClient) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "session_id": "chat"}
     n = (await http.post("/v1/chat/completions", json=body)).json()["usage"]["total_tokens"]
     assert (await http.get("/v1/sessions/chat")).json() == shown("chat", n - 1)
@@ -102,7 +102,7 @@ async def test_the_chat_endpoint_takes_a_session(http: httpx.AsyncClient) -> Non
 
 @pytest.mark.parametrize("sharing", ["per-key", "all"])
 async def test_cached_prefixes_are_shared_by_requests_of_one_key(sharing: str) -> None:
-    """The attack: a key that guesses another's prompt sees in `cached_tokens` how much of it is right."""
+    """Otherwise `cached_tokens` would tell a key how much of another key's prompt it has guessed."""
     service = await AsyncLLM.start(Config(num_kv_cells=512), n_clients=2)
     config = Config(api_key=KEYS, prefix_cache_sharing=sharing)
     app = create_app(ServerState(config, models=ModelRegistry([service])), 8000)
@@ -130,7 +130,7 @@ async def test_cached_prefixes_are_shared_by_requests_of_one_key(sharing: str) -
     await service.close()
 
 
-async def test_a_restored_session_is_its_keys_alone(http: httpx.AsyncClient) -> None:
+async def test_a_restored_session_belongs_to_its_key(http: httpx.AsyncClient) -> None:
     await generate(http, "chat", cache_salt="x")
     await http.post("/v1/sessions/chat/save", json={"file": "monday"})
     assert (await http.delete("/v1/sessions/chat")).status_code == 200
@@ -160,7 +160,9 @@ async def test_a_key_has_its_own_sessions_and_files(http: httpx.AsyncClient) -> 
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
-async def test_no_name_leads_out_of_the_store(http: httpx.AsyncClient, tmp_path: Path, name: str) -> None:
+async def test_no_name_leads_outside_the_session_store(
+    http: httpx.AsyncClient, tmp_path: Path, name: str
+) -> None:
     await generate(http, "chat")
     for path, body in (
         ("/v1/sessions/chat/save", {"file": name}),
@@ -178,7 +180,7 @@ async def test_no_name_leads_out_of_the_store(http: httpx.AsyncClient, tmp_path:
 
 
 @pytest.mark.parametrize("http", [{"session_store": None}], indirect=True)
-async def test_without_a_store_saving_is_refused_by_name(http: httpx.AsyncClient) -> None:
+async def test_without_a_session_store_saving_names_the_setting(http: httpx.AsyncClient) -> None:
     await generate(http, "chat")
     for path in ("chat/save", "new/restore"):
         answer = await http.post(f"/v1/sessions/{path}", json={"file": "a"})
@@ -187,7 +189,7 @@ async def test_without_a_store_saving_is_refused_by_name(http: httpx.AsyncClient
 
 
 @pytest.mark.parametrize("http", [{"enable_prefix_caching": False}], indirect=True)
-async def test_without_the_prefix_cache_sessions_are_refused(http: httpx.AsyncClient) -> None:
+async def test_without_the_prefix_cache_sessions_are_rejected(http: httpx.AsyncClient) -> None:
     assert error(await generate(http, "chat"))[0] == 400
     created = await http.post("/v1/sessions", json={"session_id": "a"})
     assert error(created) == (400, "unsupported_value", "session_id")
@@ -219,28 +221,28 @@ async def test_too_many_sessions_are_429(http: httpx.AsyncClient) -> None:
         ("/new/restore", {"file": "a", "cache_salt": "\ud800"}, "cache_salt"),
     ],
 )
-async def test_bodies_are_checked(
+async def test_invalid_session_bodies_are_rejected(
     http: httpx.AsyncClient, path: str, body: dict[str, Any], param: str
 ) -> None:
     await generate(http, "chat")
-    raw = json.dumps(body)  # httpx cannot write half a surrogate pair
+    raw = json.dumps(body)  # httpx cannot encode a lone surrogate
     headers = {"content-type": "application/json"}
     answer = await http.post(f"/v1/sessions{path}", content=raw, headers=headers)
     assert error(answer)[::2] == (400, param)
 
 
-async def test_a_session_goes_with_one_prompt(http: httpx.AsyncClient) -> None:
+async def test_a_session_needs_exactly_one_prompt(http: httpx.AsyncClient) -> None:
     assert error(await generate(http, "chat", ["a", "b"]))[::2] == (400, "session_id")
     assert (await http.get("/v1/sessions")).json()["data"] == []
 
 
-async def test_models_have_their_own(http: httpx.AsyncClient) -> None:
+async def test_each_model_has_its_own_sessions(http: httpx.AsyncClient) -> None:
     for method, path in (("GET", ""), ("GET", "/a"), ("DELETE", "/a")):
         answer = await http.request(method, f"/v1/sessions{path}", params={"model": "other"})
         assert error(answer) == (404, "model_not_found", "model")
 
 
-def test_all_of_it_is_in_the_schema() -> None:
+def test_the_openapi_document_has_all_session_routes() -> None:
     schema = _routes(ServerState(Config())).openapi()
     paths = {path for path in schema["paths"] if path.startswith(("/v1/sessions", "/v1/requests"))}
     assert paths == {

@@ -1,4 +1,4 @@
-"""The size of an answer before it is admitted: about right, and refused with its numbers if too large."""
+"""The estimated size of a response: accurate to 10 %, and rejected with its numbers if too large."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def candidates(n_top: int) -> dict[int, Logprob]:
 
 
 @pytest.mark.parametrize("n_top", [0, 5, 20])
-def test_bytes_of_a_token(n_top: int) -> None:
-    """Within a tenth of what is written for tokens of 4 characters."""
-    ids, given = [10_000] * N_TOKENS, [candidates(n_top)] * N_TOKENS
+def test_bytes_per_token(n_top: int) -> None:
+    """The estimates are within 10 % of the encoded size of tokens of 4 characters."""
+    ids, logprobs = [10_000] * N_TOKENS, [candidates(n_top)] * N_TOKENS
     made: list[tuple[Any, float]] = [
-        (CompletionLogprobs(n_top + 1).delta(ids, given), TOKEN_BYTES + CANDIDATE_BYTES * (n_top + 1)),
-        (chat_logprobs(ids, given, n_top), CHAT_TOKEN_BYTES + CHAT_CANDIDATE_BYTES * (n_top + 1)),
-        (prompt_logprobs(given), PROMPT_CANDIDATE_BYTES * (n_top + 1)),
+        (CompletionLogprobs(n_top + 1).delta(ids, logprobs), TOKEN_BYTES + CANDIDATE_BYTES * (n_top + 1)),
+        (chat_logprobs(ids, logprobs, n_top), CHAT_TOKEN_BYTES + CHAT_CANDIDATE_BYTES * (n_top + 1)),
+        (prompt_logprobs(logprobs), PROMPT_CANDIDATE_BYTES * (n_top + 1)),
         (ids, ID_BYTES),
         ([0.012345678901234567] * N_TOKENS, FLOAT_BYTES),
     ]
@@ -58,28 +58,28 @@ def options(n_top: int | None, **more: Any) -> ResponseOptions:
 
 
 @pytest.mark.parametrize(
-    ("n_tokens", "asked", "more", "is_chat"),
+    ("n_tokens", "fields", "more", "is_chat"),
     [
         ([8192], {"logprobs": 20, "n": 8, "max_tokens": None}, {}, True),
         ([131_072], {"logprobs": 20, "n": 8, "max_tokens": 32_768}, {}, False),
         ([8192], {"logprobs": 20, "max_tokens": 8192, "ignore_eos": True}, {}, True),
-        # lm-eval scores answers so.
+        # lm-eval scores completions this way.
         ([2048] * 128, {"logprobs": 5, "prompt_logprobs": 5, "max_tokens": 1}, {"echo": True}, False),
         ([6000], {"prompt_logprobs": 20}, {"prompt_logprobs": True}, False),
         ([100] * 128, {"n": 8, "max_tokens": 4096}, {}, False),
-        # A stream goes on as long as it likes.
+        # The size of a stream is not bounded.
         ([8192], {"logprobs": 20, "max_tokens": 10**6, "ignore_eos": True}, {"stream": True}, False),
     ],
 )
-def test_what_is_honest_is_taken(
-    n_tokens: list[int], asked: dict[str, Any], more: dict[str, Any], is_chat: bool
+def test_ordinary_requests_are_accepted(
+    n_tokens: list[int], fields: dict[str, Any], more: dict[str, Any], is_chat: bool
 ) -> None:
-    params = SamplingParams(**asked)
+    params = SamplingParams(**fields)
     check_response_size(N_MOST, n_tokens, params, options(params.logprobs, **more), is_chat=is_chat)
 
 
 @pytest.mark.parametrize(
-    ("n_tokens", "asked", "more", "param"),
+    ("n_tokens", "fields", "more", "param"),
     [
         ([1100] * 40, {"n": 8, "logprobs": 20, "prompt_logprobs": 20}, {"echo": True}, "logprobs"),
         (
@@ -93,10 +93,10 @@ def test_what_is_honest_is_taken(
         ([100] * 128, {"n": 8, "min_tokens": 10**5, "max_tokens": None}, {}, "n"),
     ],
 )
-def test_what_is_too_large_is_named(
-    n_tokens: list[int], asked: dict[str, Any], more: dict[str, Any], param: str
+def test_too_large_responses_are_rejected_with_their_numbers(
+    n_tokens: list[int], fields: dict[str, Any], more: dict[str, Any], param: str
 ) -> None:
-    params = SamplingParams(**asked)
+    params = SamplingParams(**fields)
     with pytest.raises(
         RejectedError, match=rf"{len(n_tokens)} prompts.*max_response_bytes allows {N_MOST}"
     ) as caught:
@@ -104,7 +104,7 @@ def test_what_is_too_large_is_named(
     assert caught.value.param == param
 
 
-def test_embeddings() -> None:
+def test_size_of_embeddings() -> None:
     check_embeddings_size(N_MOST, 2048, 4096, as_base64=True)
     check_embeddings_size(N_MOST, 2048, 3072, as_base64=False)
     with pytest.raises(RejectedError, match=r"2048 vectors of 4096 numbers.*or encoding_format base64"):
@@ -112,10 +112,10 @@ def test_embeddings() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_forty_prompts_with_all_logprobs_are_refused_before_they_run(
+async def test_forty_prompts_with_all_logprobs_are_rejected_before_they_run(
     engine: FakeService, client: httpx.AsyncClient, stream: bool
 ) -> None:
-    """The body that once became 169 MB."""
+    """The response to this body once had 169 MB."""
     prompts = [f"{i:04}" * 1100 for i in range(40)]
     body = {"prompt": prompts, "n": 8, "echo": True, "logprobs": 20, "max_tokens": 1, "stream": stream}
     assert 170_000 < len(json.dumps(body)) < 190_000

@@ -1,4 +1,4 @@
-"""The writer of event streams: truthful status, pings, stalls, one terminator."""
+"""The writer of event streams: status, pings, stalled clients, and exactly one terminator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ERROR = ApiError(503, "gone", code="engine_dead")
 
 
 class Client:
-    """Takes what is sent; `closed` makes the next body hang, as a client that does not read does."""
+    """Collects sent messages. If `closed` is set, the next body blocks like a client that does not read."""
 
     def __init__(self) -> None:
         self.sent: list[Message] = []
@@ -41,7 +41,7 @@ async def client() -> Client:
     return Client()
 
 
-async def test_headers_and_opening_go_out_with_the_first_frame(client: Client) -> None:
+async def test_headers_are_sent_with_the_first_frame(client: Client) -> None:
     writer = client.writer()
     assert client.sent == []
     await writer.frames([{"a": 1}, {"b": "天"}])
@@ -53,7 +53,7 @@ async def test_headers_and_opening_go_out_with_the_first_frame(client: Client) -
     assert client.sent[-1]["more_body"] is False
 
 
-async def test_no_byte_after_the_terminator(client: Client) -> None:
+async def test_nothing_is_sent_after_the_terminator(client: Client) -> None:
     writer = client.writer()
     await writer.finish([])
     n_sent = len(client.sent)
@@ -64,7 +64,7 @@ async def test_no_byte_after_the_terminator(client: Client) -> None:
     assert client.raw().count(b"[DONE]") == 1
 
 
-async def test_an_error_first_is_a_plain_answer(client: Client) -> None:
+async def test_an_error_before_the_first_frame_is_a_json_response(client: Client) -> None:
     writer = client.writer()
     await writer.fail(ERROR)
     await writer.frames([{"late": 1}])
@@ -74,14 +74,14 @@ async def test_an_error_first_is_a_plain_answer(client: Client) -> None:
     assert b"[DONE]" not in client.raw()
 
 
-async def test_an_error_later_is_a_frame_and_the_terminator(client: Client) -> None:
+async def test_a_later_error_is_a_frame_and_the_terminator(client: Client) -> None:
     writer = client.writer()
     await writer.frames([{"a": 1}])
     await writer.fail(ERROR)
     assert client.raw().endswith(b'"code":"engine_dead"}}\n\ndata: [DONE]\n\n')
 
 
-async def test_headers_do_not_wait_for_ever_and_silence_is_broken(client: Client) -> None:
+async def test_pings_are_sent_while_there_is_no_output(client: Client) -> None:
     writer = client.writer()
     keeper = asyncio.create_task(writer.keep_alive(headers_wait_s=0, ping_interval_s=0))
     while client.raw().count(b": ping\n\n") < 3:
@@ -97,7 +97,7 @@ async def test_headers_do_not_wait_for_ever_and_silence_is_broken(client: Client
     keeper.cancel()
 
 
-async def test_no_ping_before_the_silence_is_long_enough(client: Client) -> None:
+async def test_no_ping_before_the_ping_interval(client: Client) -> None:
     writer = client.writer()
     keeper = asyncio.create_task(writer.keep_alive(headers_wait_s=0, ping_interval_s=3600))
     await client.news.wait()
@@ -107,7 +107,7 @@ async def test_no_ping_before_the_silence_is_long_enough(client: Client) -> None
     keeper.cancel()
 
 
-async def test_a_client_that_stops_reading_is_noticed(client: Client) -> None:
+async def test_a_client_that_stops_reading_times_out(client: Client) -> None:
     client.stall_s = 0.0
     writer = client.writer()
     await writer.frames([{"a": 1}])

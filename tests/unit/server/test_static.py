@@ -1,4 +1,4 @@
-"""The page: which files are served, with which headers, and what is said where it is not built."""
+"""Static files of the web UI: served files, headers, and the response if it is not built."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCRIPT = "console.log('a script of the page');\n" * 20
 
 @pytest.fixture
 def built(tmp_path: Path) -> Path:
-    """A page as a build leaves it."""
+    """Return a web UI folder like that of a build."""
     (tmp_path / "assets").mkdir()
     (tmp_path / "index.html").write_text('<script type="module" src="/assets/app-1.js"></script>', "utf-8")
     (tmp_path / "assets" / "app-1.js").write_text(SCRIPT, "utf-8")
@@ -29,7 +29,7 @@ def built(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def of_built(built: Path) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a server with that page and nothing else."""
+    """Return a client of a server that has only this web UI."""
     app = FastAPI()
     app.include_router(router)
     app.state.webui = load_webui(built)
@@ -37,7 +37,7 @@ async def of_built(built: Path) -> AsyncIterator[httpx.AsyncClient]:
         yield made
 
 
-async def test_the_page_and_its_headers(client: httpx.AsyncClient) -> None:
+async def test_the_index_page_and_its_headers(client: httpx.AsyncClient) -> None:
     for method in ("GET", "HEAD"):
         answer = await client.request(method, "/")
         assert answer.status_code == 200
@@ -48,8 +48,8 @@ async def test_the_page_and_its_headers(client: httpx.AsyncClient) -> None:
         assert answer.headers["cache-control"] == "no-cache"
 
 
-def test_the_policy() -> None:
-    """The rule of reliability.md R10, and which policies may make HTML."""
+def test_the_content_security_policy() -> None:
+    """Checks rule R10 of reliability.md and the trusted-types policies."""
     assert CONTENT_SECURITY_POLICY == (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
@@ -57,7 +57,7 @@ def test_the_policy() -> None:
     )
 
 
-async def test_every_file_of_the_build_is_served(of_built: httpx.AsyncClient) -> None:
+async def test_every_built_file_is_served(of_built: httpx.AsyncClient) -> None:
     names = re.findall(r'"(/assets/[^"]+)"', (await of_built.get("/")).text)
     assert names == ["/assets/app-1.js"]
     script = await of_built.get(names[0])
@@ -68,7 +68,7 @@ async def test_every_file_of_the_build_is_served(of_built: httpx.AsyncClient) ->
     assert icon.headers["content-type"].startswith("image/svg+xml")
 
 
-async def test_files_are_compressed_for_those_who_take_it(of_built: httpx.AsyncClient) -> None:
+async def test_files_are_compressed_if_the_client_accepts_it(of_built: httpx.AsyncClient) -> None:
     async with of_built.stream("GET", "/assets/app-1.js", headers={"accept-encoding": "br, gzip"}) as answer:
         raw = b"".join([part async for part in answer.aiter_raw()])
     assert answer.headers["content-encoding"] == "gzip"
@@ -84,11 +84,13 @@ async def test_files_are_compressed_for_those_who_take_it(of_built: httpx.AsyncC
 @pytest.mark.parametrize(
     "path", ["/assets/..%2findex.html", "/assets/%2e%2e/index.html", "/index.html", "/assets/"]
 )
-async def test_nothing_else_is_served(client: httpx.AsyncClient, path: str) -> None:
+async def test_other_files_are_not_served(client: httpx.AsyncClient, path: str) -> None:
     assert (await client.get(path)).status_code == 404
 
 
-def test_without_a_build_the_page_says_what_to_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_build_the_index_page_has_instructions(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         page = load_webui(tmp_path / "nowhere")
     assert set(page) == {"/"}

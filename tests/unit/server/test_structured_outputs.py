@@ -26,7 +26,7 @@ AUTO = Config(enable_auto_tool_choice=True, tool_call_parser="hermes")
 
 
 def message_of(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The message that the deltas of a stream add up to."""
+    """Return the message that the deltas of a stream add up to."""
     whole = ChatChoiceBuilder(0)
     for delta in deltas:
         whole.add({"delta": delta, "logprobs": None, "finish_reason": None, "stop_reason": None})
@@ -60,7 +60,7 @@ def bodies(chat_body: dict[str, Any], **fields: Any) -> list[tuple[str, dict[str
         ({"guided_grammar": 'start: "a"'}, Spec(grammar='start: "a"')),
     ],
 )
-async def test_each_way_to_ask(
+async def test_all_ways_to_request_a_grammar(
     client: httpx.AsyncClient,
     engine: FakeService,
     chat_body: dict[str, Any],
@@ -117,7 +117,7 @@ async def test_a_400_names_the_field(
         ({"guided_json": SCHEMA}, "guided_json"),
     ],
 )
-async def test_what_does_not_compile_is_told_in_the_words_of_the_request(
+async def test_a_grammar_error_uses_the_field_names_of_the_request(
     client: httpx.AsyncClient,
     engine: FakeService,
     chat_body: dict[str, Any],
@@ -221,7 +221,7 @@ async def test_one_call_or_several(
         ),
     ],
 )
-async def test_bad_tools_are_named(
+async def test_invalid_tools_are_rejected_by_name(
     client: httpx.AsyncClient,
     engine: FakeService,
     chat_body: dict[str, Any],
@@ -237,14 +237,14 @@ async def test_bad_tools_are_named(
 async def both(
     client: httpx.AsyncClient, body: dict[str, Any]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The choice of a whole answer, and those of a stream's chunks."""
+    """Return the choice of a whole response, and the choices of the stream's chunks."""
     whole = (await client.post(CHAT, json=body)).json()["choices"][0]
     stream = await client.post(CHAT, json={**body, "stream": True})
     return whole, [choice for chunk in chunks(stream.content) for choice in chunk["choices"]]
 
 
 def without_ids(message: dict[str, Any]) -> dict[str, Any]:
-    """The message; the ids of its calls are checked and taken out."""
+    """Return the message without the ids of its calls, after checking them."""
     calls = [dict(call) for call in message.get("tool_calls", [])]
     ids = [call.pop("id") for call in calls]
     assert len(set(ids)) == len(ids)
@@ -252,7 +252,7 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": calls} if calls else message
 
 
-async def test_calls_in_openais_shape(
+async def test_tool_calls_have_the_openai_shape(
     client: httpx.AsyncClient, engine: FakeService, chat_body: dict[str, Any]
 ) -> None:
     engine.config = AUTO
@@ -270,7 +270,7 @@ async def test_calls_in_openais_shape(
     assert second == {"index": 0, "function": {"arguments": '{"a": 1}'}}
 
 
-async def test_only_the_first_call(
+async def test_without_parallel_calls_only_the_first_call_is_returned(
     client: httpx.AsyncClient, engine: FakeService, chat_body: dict[str, Any]
 ) -> None:
     engine.config = AUTO
@@ -280,7 +280,7 @@ async def test_only_the_first_call(
     assert whole["message"]["content"] is None
 
 
-async def test_each_choice_has_its_own_calls(
+async def test_each_choice_has_its_own_tool_calls(
     client: httpx.AsyncClient, engine: FakeService, chat_body: dict[str, Any]
 ) -> None:
     engine.config = AUTO
@@ -308,10 +308,10 @@ async def test_each_choice_has_its_own_calls(
 
 
 @pytest.mark.parametrize("n_calls", [0, 1])
-async def test_a_call_that_max_tokens_cut_is_left_out(
+async def test_a_tool_call_truncated_by_max_tokens_is_dropped(
     client: httpx.AsyncClient, engine: FakeService, chat_body: dict[str, Any], n_calls: int
 ) -> None:
-    """Neither a call nor content; what came before it stays."""
+    """It is neither a call nor content; text before it is kept."""
     engine.config = AUTO
     engine.script = [Piece(["Let me. ", *[CALL] * n_calls]), Piece(list(CALL[:30])), Piece(finish="length")]
     whole, stream = await both(client, {**chat_body, "tools": [ADD]})
@@ -320,7 +320,7 @@ async def test_a_call_that_max_tokens_cut_is_left_out(
         assert (message["content"].strip(), len(message.get("tool_calls", ()))) == ("Let me.", n_calls)
 
 
-async def test_a_call_that_the_model_left_open_is_content(
+async def test_an_unfinished_tool_call_is_content(
     client: httpx.AsyncClient, engine: FakeService, chat_body: dict[str, Any]
 ) -> None:
     engine.config = AUTO
@@ -342,7 +342,7 @@ async def test_without_tools_the_text_is_content(
 # --- reasoning ---
 
 
-async def test_reasoning_under_both_names(
+async def test_reasoning_is_returned_under_both_names(
     client: httpx.AsyncClient, engine: FakeService, chat_body: dict[str, Any]
 ) -> None:
     engine.config = Config(reasoning_parser="deepseek_r1")

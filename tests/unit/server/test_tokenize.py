@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize on a scripted engine; `test_tokens.py` of e2e has a real one."""
+"""POST /tokenize and /detokenize on a scripted engine; `tests/e2e/test_embeddings.py` uses a real one."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ async def post(client: httpx.AsyncClient, url: str = "/tokenize", **body: Any) -
     return answer.json()
 
 
-async def test_a_prompt(client: httpx.AsyncClient) -> None:
+async def test_a_prompt_is_tokenized(client: httpx.AsyncClient) -> None:
     want = {"count": 3, "max_model_len": 64, "tokens": [7, 72, 105], "token_strs": None}
     assert await post(client, prompt="Hi") == want
     plain = await post(client, prompt="Hi", add_special_tokens=False, return_token_strs=True, model="tiny")
     assert plain == {**want, "count": 2, "tokens": [72, 105], "token_strs": ["<72>", "<105>"]}
 
 
-async def test_messages_become_what_a_chat_would_be(engine: FakeService, client: httpx.AsyncClient) -> None:
+async def test_messages_are_tokenized_like_a_chat_request(
+    engine: FakeService, client: httpx.AsyncClient
+) -> None:
     fields = {
         "messages": MESSAGES,
         "add_generation_prompt": False,
@@ -40,10 +42,10 @@ async def test_messages_become_what_a_chat_would_be(engine: FakeService, client:
     assert (await post(client, **fields))["tokens"] == [1, 2, 3]
     await post(client, "/v1/chat/completions", **fields)
     as_tokens, as_chat = engine.chats
-    # But that any length is shown, and only what fits is answered.
+    # Except that /tokenize accepts any length, and a chat must fit the context.
     assert (as_tokens[1].pop("n_tokens_max"), as_chat[1].pop("n_tokens_max")) == (None, engine.max_model_len)
     assert as_tokens == as_chat
-    # Tools are shown whatever the server does with a model's calls.
+    # Tools are rendered for any tool parser of the server.
     await post(client, messages=MESSAGES, tools=[TOOL])
     assert engine.chats[-1][1]["tools"] == [TOOL]
 
@@ -64,20 +66,20 @@ async def test_messages_become_what_a_chat_would_be(engine: FakeService, client:
         *(({"prompt": "Hi", name: {"asks": "for something"}}, name) for name in TOKENS_NEUTRAL),
     ],
 )
-async def test_a_wrong_request_to_tokenize(
+async def test_invalid_tokenize_requests_are_rejected(
     client: httpx.AsyncClient, body: dict[str, Any], param: str
 ) -> None:
     answer = await client.post("/tokenize", content=json.dumps(body), headers=JSON)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-async def test_ids_become_text(client: httpx.AsyncClient) -> None:
+async def test_ids_are_detokenized(client: httpx.AsyncClient) -> None:
     assert await post(client, "/detokenize", tokens=[72, 105]) == {"prompt": "Hi"}
     assert await post(client, "/detokenize", tokens=[]) == {"prompt": ""}
 
 
 @pytest.mark.parametrize("tokens", [[VOCAB_SIZE], [-1], ["a"], None])
-async def test_ids_that_are_none(client: httpx.AsyncClient, tokens: Any) -> None:
+async def test_invalid_ids_are_rejected(client: httpx.AsyncClient, tokens: Any) -> None:
     answer = await client.post("/detokenize", json={"tokens": tokens})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"].startswith("tokens")

@@ -1,4 +1,4 @@
-"""Traces: what a collector gets of a request, over real HTTP, and what who cannot have them is told."""
+"""OpenTelemetry traces: the spans that a collector receives over HTTP, and configuration errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 class Collector:
-    """An OTLP/HTTP collector that keeps what it gets, as (path, request)."""
+    """An OTLP/HTTP collector that records its requests as (path, request)."""
 
     def __init__(self) -> None:
         self.got: list[tuple[str, ExportTraceServiceRequest]] = []
@@ -67,7 +67,7 @@ def attributes(span: Span) -> dict[str, Any]:
     return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes}
 
 
-async def test_a_request_is_a_span_below_its_callers(
+async def test_the_span_of_a_request_has_the_callers_span_as_parent(
     collector: Collector, state: ServerState, make_client: Callable[..., httpx.AsyncClient]
 ) -> None:
     with closing(RequestTracer.to(collector.url)) as state.tracer:
@@ -120,7 +120,7 @@ async def test_a_failed_request_is_a_failed_span(
 
 
 @pytest.mark.parametrize("endpoint", ["grpc://localhost:4317", "localhost:4317", "http://", "ftp://x/v1"])
-def test_an_endpoint_that_is_none(endpoint: str) -> None:
+def test_an_invalid_endpoint_is_rejected(endpoint: str) -> None:
     with pytest.raises(RejectedError, match=r"OTLP/HTTP only; give an address such as http://") as refused:
         RequestTracer.to(endpoint)
     assert refused.value.param == "otlp_traces_endpoint"
@@ -132,10 +132,10 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         RequestTracer.to("http://localhost:4318")
 
 
-async def test_a_collector_that_does_not_answer_holds_nobody_up(
+async def test_an_unresponsive_collector_delays_no_request(
     monkeypatch: pytest.MonkeyPatch, state: ServerState, make_client: Callable[..., httpx.AsyncClient]
 ) -> None:
-    """It takes the connection and says nothing; the end of the server waits for it FLUSH_S at most."""
+    """The collector accepts the connection and never responds; shutdown waits at most FLUSH_S for it."""
     monkeypatch.setattr(tracing, "FLUSH_S", 0.05)
     monkeypatch.setattr(tracing, "EXPORT_TIMEOUT_S", 600)
     with socket.create_server(("127.0.0.1", 0)) as silent:
