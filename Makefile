@@ -81,7 +81,8 @@ test: lint model browser faults-core $(STAMPS)/node-clients ## every test except
 	cargo test -p llaisys-core --quiet
 	npm --prefix webui test --silent
 	cargo test -p llaisys-core --quiet --features faults --test faults
-	$(VENV)/bin/pytest -q tests --ignore=tests/house -m "not long"
+	$(VENV)/bin/pytest -q tests --ignore=tests/house -m "not long and not two_cpus" -n 2 --dist loadfile
+	$(VENV)/bin/pytest -q tests --ignore=tests/house -m "not long and two_cpus"
 else
 test: model browser
 	$(VENV)/bin/pytest -q tests/acceptance -m "$(SUITE)"

@@ -27,6 +27,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure() -> None:
+    """Pin each of several test workers (`-n`) to one CPU: the engines that it starts then run one kernel thread."""
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+        cpus = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cpus[int(worker.removeprefix("gw")) % len(cpus)]})
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests that need `--model-path` if it is not given."""
     if config.getoption("--model-path") is None:

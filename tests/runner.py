@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -36,7 +37,7 @@ class Runner:
             "n_seq_max": 8,
             "n_batch": 128,
             "max_model_len": 512,
-            "n_threads": 2,
+            "n_threads": min(2, len(os.sched_getaffinity(0))),
         }
         self.context = Context(str(path), **{**defaults, **settings})
 
