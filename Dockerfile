@@ -1,7 +1,7 @@
-# LLAISYS from its own sources: the wheel is built in one stage and installed in another.
+# Builds the web UI and the wheel from this source tree, then installs the wheel in a slim image.
 #   docker build -t llaisys .
 #   docker run --rm -p 127.0.0.1:8000:8000 -e LLAISYS_API_KEY=... -v llaisys:/var/cache/llaisys llaisys
-FROM node:22-bookworm-slim AS page
+FROM node:22-bookworm-slim AS webui
 WORKDIR /src
 COPY webui/package.json webui/package-lock.json webui/
 RUN npm ci --prefix webui
@@ -9,7 +9,7 @@ COPY webui webui
 RUN npm run --prefix webui build
 
 FROM rust:1.95-slim-bookworm AS wheel
-# The distribution's own versions: nothing of these two is in the last stage.
+# The distribution's versions are fine: the last stage contains neither package.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --no-install-recommends -y python3-dev python3-venv \
@@ -17,7 +17,7 @@ RUN apt-get update \
 RUN python3 -m venv /venv && /venv/bin/pip install --no-cache-dir "maturin==1.*"
 WORKDIR /src
 COPY . .
-COPY --from=page /src/python/llaisys/webui python/llaisys/webui
+COPY --from=webui /src/python/llaisys/webui python/llaisys/webui
 RUN /venv/bin/maturin build --release --out /wheels
 
 FROM python:3.12-slim-bookworm
@@ -33,9 +33,9 @@ ENV LLAISYS_HOME=/var/cache/llaisys \
 VOLUME /var/cache/llaisys
 EXPOSE 8000
 STOPSIGNAL SIGTERM
-# 503 while the model is loaded, and before that perhaps downloaded: failures do not count until the first 200.
+# /health is 503 while the model downloads and loads: failures do not count before the first 200.
 HEALTHCHECK --interval=10s --timeout=3s --start-period=1h \
     CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=2)"]
-# Without a key the server refuses to listen on all addresses.
+# Without an API key the server refuses to listen on all addresses.
 ENTRYPOINT ["llaisys"]
 CMD ["serve"]
