@@ -120,9 +120,12 @@ async def serving(maximum: int = 64, requests: int = 32, **tls: Any) -> AsyncIte
     app = App()
     with bind(Config(port=0)) as listener:
         listener.limit.maximum = maximum
-        http = connection_class(30.0, listener.limit)
+        # No timeout ends a connection: a loaded machine may take long for any test.
+        http = connection_class(3600.0, listener.limit)
         bound = OpenRequestLimitMiddleware(app, listener.limit.stats, requests)
-        config = uvicorn.Config(bound, http=http, ws="none", lifespan="off", log_config=None, **tls)
+        config = uvicorn.Config(
+            bound, http=http, ws="none", lifespan="off", log_config=None, timeout_keep_alive=3600, **tls
+        )
         config.load()
         web = _Uvicorn(config)
         web.lifespan = config.lifespan_class(config)
