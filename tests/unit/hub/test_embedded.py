@@ -234,12 +234,12 @@ def test_rm_deletes_a_pulled_model(home: Path) -> None:
 
 
 @pytest.mark.usefixtures("pretend")
-@pytest.mark.parametrize("name", ["models/pretend", "models/pretend/pretend.gguf", "..", "/", ""])
-def test_rm_rejects_paths(name: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rm_rejects_paths(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = pull("pretend", progress=False)
     monkeypatch.chdir(home)
-    with pytest.raises(RejectedError, match="is not the name of a cached model; cached are: pretend"):
-        remove_model(name)
+    for name in ("models/pretend", "models/pretend/pretend.gguf", "..", "/", ""):
+        with pytest.raises(RejectedError, match="is not the name of a cached model; cached are: pretend"):
+            remove_model(name)
     assert path.exists()
 
 
