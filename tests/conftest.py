@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Pin each of several test workers (`-n`) to one CPU: the engines that it starts then run one kernel thread."""
+    """Pin each of several test workers (`-n`) to one CPU, so that its engines run one kernel thread."""
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         cpus = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cpus[int(worker.removeprefix("gw")) % len(cpus)]})

@@ -52,6 +52,7 @@ def test_ubatches_and_chunks_give_the_same_bits(golden: Golden, n_batch: int) ->
         np.testing.assert_array_equal(np.concatenate(got), want)
 
 
+@pytest.mark.two_cpus
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_neither_threads_nor_scattered_cells_change_a_bit(golden: Golden, dtype: str) -> None:
     prompt = golden.prompts[2]

@@ -24,7 +24,7 @@ from llaisys.engine.worker import Worker
 from llaisys.sampling_params import SamplingParams
 from llaisys.stats import EngineStats
 
-pytestmark = pytest.mark.stage1
+pytestmark = [pytest.mark.stage1, pytest.mark.two_cpus]
 SEED = 20261121
 N_REQUESTS = 200
 MAX_LEN = 112

@@ -24,7 +24,7 @@ status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text
 print(json.dumps([context.weight_bytes, int(status["VmHWM"].split()[0]) * 1024]))
 """
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.two_cpus]
 
 
 def test_the_smollm2_server_stays_under_600_mb(smollm2_process: psutil.Process, smollm2_server: str) -> None:

@@ -14,6 +14,8 @@ import llaisys
 from golden import FOLDER
 from llaisys.errors import CoreFaultError, EngineDeadError, RejectedError
 
+pytestmark = pytest.mark.two_cpus
+
 PROMPT = [5, 6, 7, 8, 9]
 LOST = ("kv.change", "kv.prepare", "kv.commit")
 

@@ -17,6 +17,8 @@ from llaisys.engine.worker import Worker, open_worker
 from parity.numpy_forward import Shape
 from parity.random_model import random_weights, write_model
 
+pytestmark = pytest.mark.two_cpus
+
 WINDOW, STEP, N_TOKENS = 33, 32, 250
 # Two layers: a token depends on up to 65 before it, so one wrong cell shows.
 SHAPE = Shape(
