@@ -1,5 +1,7 @@
-//! The bounds behind pruned argmax, which finds the largest output of a matrix while it reads little of the matrix: a copy
-//! in 8 bits, and for each output a bound of the error of the copy. `ops/cpu/linear/pruned_argmax.rs` uses them and derives the bounds.
+//! The bounds of pruned argmax, which finds the largest output of a matrix and reads only a small part of the matrix:
+//! a copy in 8 bits, and for each output a bound on the error of the copy.
+//!
+//! `ops/cpu/linear/pruned_argmax.rs` uses them and derives the formula.
 
 use super::packed::{PANEL, PackedFormat, PackedMatrix};
 use crate::error::DeviceError;
@@ -7,12 +9,12 @@ use crate::threads::Pool;
 
 /// The format of the copy.
 const FORMAT: PackedFormat = PackedFormat::Q8_0;
-/// Inputs up to which the rounding of sums stays a small part of them: 2^18 of 2^-24 each.
+/// The largest number of inputs at which the rounding of a sum stays a small part of it: 2^18 roundings of 2^-24.
 const MAX_COLUMNS: usize = 1 << 18;
-/// Rows and inputs of at least this length (in the Euclidean norm) are not pruned: below, no sum overflows.
+/// Rows and inputs whose Euclidean norm is this large are not pruned. Below it no sum overflows.
 pub(crate) const MAX_NORM: f64 = (1_u64 << 60) as f64;
 
-/// A copy of a matrix `[n, k]` in 8 bits with the lengths (Euclidean norms) that bound its error.
+/// A copy of a matrix `[n, k]` in 8 bits, with the Euclidean norms that bound its error.
 #[derive(Debug)]
 pub struct ArgmaxBounds {
     copy: PackedMatrix,
@@ -20,17 +22,17 @@ pub struct ArgmaxBounds {
     longest: f64,
 }
 
-/// Of the 32 outputs of a panel, each rounded up; zeros past the last output.
+/// The norms of the 32 outputs of a panel, each rounded up; zeros after the last output.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Lengths {
-    /// Of `row - copied row`.
+    /// Norms of `row - copied row`.
     pub(crate) errors: [f32; PANEL],
-    /// Of the copied rows.
+    /// Norms of the copied rows.
     pub(crate) copies: [f32; PANEL],
 }
 
 impl ArgmaxBounds {
-    /// Whether a matrix in this format with `n_columns` inputs can have bounds: one in 16 or 32 bits.
+    /// Whether a matrix in `format` with `n_columns` inputs can have bounds: only 16-bit and 32-bit formats can.
     pub const fn can_have(format: PackedFormat, n_columns: usize) -> bool {
         !format.is_grouped() && PackedMatrix::can_pack(FORMAT, n_columns) && n_columns <= MAX_COLUMNS
     }
@@ -41,7 +43,7 @@ impl ArgmaxBounds {
         FORMAT.matrix_bytes(n_rows, n_columns).saturating_add(lengths)
     }
 
-    /// The bounds of `matrix`; None if one of its numbers is huge or not finite, or [`Self::can_have`] is false.
+    /// The bounds of `matrix`. `None` if an element is huge or not finite, or if [`Self::can_have`] is false.
     ///
     /// Errors: [`DeviceError::Allocation`].
     pub fn new(pool: &Pool, matrix: &PackedMatrix) -> Result<Option<Self>, DeviceError> {
@@ -56,13 +58,13 @@ impl ArgmaxBounds {
         })?;
         let pairs = lengths.iter().flat_map(|of| of.errors.iter().zip(&of.copies));
         let sums = pairs.map(|(error, copy)| f64::from(*error) + f64::from(*copy));
-        // A NaN is not below, either, and stays infinity.
+        // NaN fails the comparison too and becomes infinity.
         let longest =
             sums.fold(0.0, |longest, sum| if sum < MAX_NORM { sum.max(longest) } else { f64::INFINITY });
         Ok((longest < MAX_NORM).then_some(Self { copy, lengths, longest }))
     }
 
-    /// Bytes of memory.
+    /// Bytes of memory that the bounds take.
     pub fn n_bytes(&self) -> usize {
         self.copy.n_bytes() + size_of_val(&self.lengths[..])
     }
@@ -72,23 +74,23 @@ impl ArgmaxBounds {
         &self.copy
     }
 
-    /// Upper bounds of panel `p`.
+    /// The norms of panel `p`.
     pub(crate) fn lengths(&self, p: usize) -> &Lengths {
         &self.lengths[p]
     }
 
-    /// No row is longer, nor a copied one.
+    /// An upper bound for the norm of every row and of every copied row.
     pub(crate) fn longest(&self) -> f64 {
         self.longest
     }
 }
 
-/// The Euclidean norm, rounded up; NaN if an element is.
+/// The Euclidean norm, rounded up; NaN if an element is NaN.
 fn length_above(values: impl Iterator<Item = f64>) -> f32 {
     round_up(values.map(|x| x * x).sum::<f64>().sqrt())
 }
 
-/// An f32 that is not below `x >= 0`, even if `x` carries the rounding of a sum of 2^18 f64s.
+/// An f32 that is at least `x >= 0`, even if `x` has the rounding error of a sum of 2^18 f64 numbers.
 pub(crate) fn round_up(x: f64) -> f32 {
     const SLACK: f64 = 1.0 + 1.0 / (1 << 20) as f64;
     (x * SLACK + f64::from(f32::MIN_POSITIVE)) as f32

@@ -1,16 +1,16 @@
-//! The cases with which each op is tested and timed: shapes with odd sizes and tails, numbers of ordinary, tiny and huge
-//! size, and the tolerance of each result against the reference, with its derivation.
+//! The cases with which each op is tested and timed: shapes with odd sizes and tails, and numbers of ordinary, tiny and
+//! huge size. Each result has a tolerance against the reference, with its derivation.
 //!
-//! Cases depend on nothing but themselves: the same numbers on every machine and in every run.
+//! Cases are deterministic: every machine and every run gets the same numbers.
 
 pub mod attention;
 
-/// Half the distance of f32 numbers at 1: the relative error of one rounding.
+/// The relative error of one rounding to f32: half the distance between f32 numbers at 1.
 pub const ROUNDING: f64 = 1.0 / (1 << 24) as f64;
-/// Error allowed where a result is too small for a normal f32.
+/// Error allowed where a result is below the normal numbers of f32.
 const UNDERFLOW: f64 = f32::MIN_POSITIVE as f64;
 
-/// Numbers that follow from a seed (the splitmix64 sequence, doi:10.1145/2714064.2660195).
+/// Random numbers from a seed (the splitmix64 sequence, doi:10.1145/2714064.2660195).
 #[derive(Debug, Clone)]
 pub struct SplitMix64(u64);
 
@@ -33,7 +33,7 @@ impl SplitMix64 {
         (self.bits() % n as u64) as usize
     }
 
-    /// `n` numbers of a size.
+    /// `n` numbers of a given size.
     pub fn values(&mut self, size: Size, n: usize) -> Vec<f32> {
         (0..n).map(|_| self.value(size)).collect()
     }
@@ -54,7 +54,7 @@ impl SplitMix64 {
             Size::Tiny => unit * 1e-30,
             Size::Huge => unit * 1e15,
             Size::Zero => 0.0,
-            // Single outliers among small numbers, as activations of trained models have them.
+            // Single outliers among small numbers, as in the activations of trained models.
             Size::Outliers if self.below(50) == 0 => unit * 1e3,
             Size::Outliers => unit * 1e-2,
         }
@@ -88,14 +88,14 @@ pub struct RowsCase {
     pub n: usize,
     /// Elements of a row.
     pub width: usize,
-    /// Of the input.
+    /// Size of the input's numbers.
     pub size: Size,
 }
 
-/// Widths around every vector length and unrolling (8, 16, x 4), and those of models.
+/// Widths around every vector length and unrolling (8, 16, x 4), and widths of real models.
 const WIDTHS: [usize; 20] = [1, 2, 7, 8, 9, 15, 16, 17, 24, 31, 33, 63, 64, 65, 80, 129, 576, 577, 896, 1536];
 
-/// Cases of row-wise ops: every width and size with few rows, none, and enough to be spread over threads.
+/// Cases of row-wise ops: every width and size with few rows, no rows, and enough rows to use several threads.
 pub fn rows_cases() -> Vec<RowsCase> {
     let mut cases = Vec::new();
     for size in Size::ALL {
@@ -110,11 +110,11 @@ pub fn rows_cases() -> Vec<RowsCase> {
     cases
 }
 
-/// How far `rms_norm` may be from `want`, over a row of `width`.
+/// The largest error of `rms_norm` against `want`, over a row of `width`.
 ///
-/// The squares go through `width / 32` additions in a row (32 partial sums on the narrowest lanes) and at most
-/// 13 more (the tail's vectors, the final tree), two roundings each where nothing is fused; the root halves
-/// their relative error. Mean, sum with eps, root, quotient and two products round once each.
+/// Each square passes through `width / 32` additions (32 partial sums on the narrowest lanes) and at most 13 more (the
+/// tail's vectors, the final tree). Each addition rounds twice where nothing is fused. The root halves the relative
+/// error. Mean, sum with eps, root, quotient and two products round once each.
 pub fn rms_norm_tolerance(width: usize, want: f64) -> f64 {
     ((width / 32 + 13) as f64 + 6.0) * ROUNDING * want.abs() + UNDERFLOW
 }
@@ -130,7 +130,7 @@ pub struct RopeCase {
     pub d_head: usize,
 }
 
-/// Head sizes of models and odd ones, few rows and enough to be spread over threads.
+/// Head sizes of real models and odd ones, with few rows and with enough rows to use several threads.
 pub fn rope_cases() -> Vec<RopeCase> {
     let shapes = [
         (1, 1, 2),
@@ -150,54 +150,55 @@ pub fn rope_cases() -> Vec<RopeCase> {
     shapes.map(|(n, n_heads, d_head)| RopeCase { n, n_heads, d_head }).to_vec()
 }
 
-/// How far a rotated number may be from the reference, given the sizes of its two products: each is rounded,
-/// then their sum.
+/// The largest error of a rotated number against the reference, given the sizes of its two products. Each product is
+/// rounded, then their sum.
 pub fn rope_tolerance(products: f64) -> f64 {
     2.0 * ROUNDING * products + UNDERFLOW
 }
 
-/// How far cosine and sine may be off at an angle: exponent, power, reciprocal and angle are rounded (the
-/// exponent's rounding counts `ln theta` times, 14 for a theta of 1e6), and the result once.
+/// The largest error of cosine and sine at an angle. Exponent, power, reciprocal and angle are rounded, and the result
+/// once. The exponent's rounding counts `ln theta` times, which is 14 for a theta of 1e6.
 pub fn angle_tolerance(theta: f64, angle: f64) -> f64 {
     (theta.ln().abs() + 4.0) * ROUNDING * angle.abs() + ROUNDING
 }
 
-/// `d_ff` of the feed-forward cases: around half panels, and those of models.
+/// `d_ff` of the feed-forward cases: around half panels, and those of real models.
 pub fn swiglu_widths() -> Vec<usize> {
     vec![1, 7, 8, 15, 16, 17, 31, 32, 33, 48, 100, 1536, 4864]
 }
 
-/// How far `swiglu` may be from `want`, given its `up`.
+/// The largest error of `swiglu` against `want`, given its `up`.
 ///
-/// e^-g is right to 2e-7 (argued where it is computed); the sum, the quotient and the product round once each.
-/// Where e^-g overflows (g < -88.73) the result is zero instead of up to 1e-36 times up.
+/// The relative error of e^-g is 2e-7 (derived at `exp`). The sum, the quotient and the product round once each.
+/// Where e^-g overflows (g < -88.73) the result is zero instead of at most 1e-36 times up.
 pub fn swiglu_tolerance(up: f64, want: f64) -> f64 {
     (2e-7 + 3.0 * ROUNDING) * want.abs() + 1e-36 * up.abs() + UNDERFLOW
 }
 
-/// How far `geglu` may be from `want`, given gate and up.
+/// The largest error of `geglu` against `want`, given gate and up.
 ///
-/// The exponent, of size `|x| (1.6 + 0.072 x^2)`, goes through three roundings besides those of its constants;
-/// its error is the relative error of e^.. . The rest as in [`swiglu_tolerance`].
+/// The exponent, of size `|x| (1.6 + 0.072 x^2)`, has three roundings besides those of its constants. Its absolute
+/// error is the relative error of the exponential. The rest is as in [`swiglu_tolerance`].
 pub fn geglu_tolerance(gate: f32, up: f32, want: f64) -> f64 {
     let x = f64::from(gate.abs());
     let exponent = (x * (1.6 + 0.072 * x * x)).min(110.0);
     (2e-7 + (3.0 + 5.0 * exponent) * ROUNDING) * want.abs() + 1e-36 * f64::from(up.abs()) + UNDERFLOW
 }
 
-/// How far `soft_cap` may be from `want`: tanh is right to 6e-7 (argued where it is computed), the quotient
+/// The largest error of `soft_cap` against `want`. The relative error of tanh is 6e-7 (derived at `tanh`); the quotient
 /// before it and the product after it round once each.
 pub fn soft_cap_tolerance(want: f64) -> f64 {
     (6e-7 + 2.0 * ROUNDING) * want.abs() + UNDERFLOW
 }
 
-/// How far the weight of an expert may be from `want`: differences of logits below 18 round once, which is the
-/// relative error of e^.. with its own rounding; so many are summed, and the quotient rounds once.
+/// The largest error of an expert's weight against `want`. Differences of logits below 18 round once, and this absolute
+/// error is the relative error of the exponential, which also rounds. `n_experts` terms are summed, and the quotient
+/// rounds once.
 pub fn route_tolerance(n_experts: usize, want: f64) -> f64 {
     (2.0 * (18.0 + 2.0) + n_experts as f64) * ROUNDING * want
 }
 
-/// Rows of logits whose largest value is once, twice, at the ends, in the last part of a search, absent.
+/// Rows of logits whose largest value occurs once, several times, at the ends, in the last part of a search, or never.
 pub fn argmax_cases() -> Vec<Vec<f32>> {
     let draw = &mut SplitMix64::new(31);
     let mut cases = vec![

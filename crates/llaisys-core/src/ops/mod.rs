@@ -1,8 +1,8 @@
-//! The ops of the forward pass. Each has one name everywhere: `reference/<op>.rs` defines it,
-//! `cpu/<op>.rs` computes it, and the functions here are what the decoder calls.
+//! The ops of the forward pass. An op has one name everywhere: `reference/<op>.rs` defines it,
+//! `cpu/<op>.rs` computes it, and the decoder calls the function exported here.
 //!
-//! All take the [`OpContext`] first. Arrays are row-major, one row per token; an op panics on arrays whose
-//! lengths disagree, since shapes follow from checked configuration and a mismatch is a bug.
+//! Each op takes the [`OpContext`] first. Arrays are row-major, one row per token. An op panics on arrays whose lengths
+//! disagree: shapes follow from checked configuration, so a mismatch is a bug.
 
 pub mod argmax_bounds;
 pub mod cases;
@@ -34,25 +34,25 @@ pub use cpu::scale::scale;
 pub use cpu::scatter_add::scatter_add;
 pub use cpu::soft_cap::soft_cap;
 
-/// What every op needs: the chosen kernels, the threads, and scratch memory sized at creation, so that no op
-/// allocates.
+/// What every op needs: the chosen kernels, the threads, and scratch memory. The memory is sized at creation, so that
+/// no op allocates.
 #[derive(Debug)]
 pub struct OpContext {
     /// The chosen instruction set.
     pub kernels: Kernels,
-    /// The worker threads; another model's context may have the same.
+    /// The worker threads; contexts of other models may share them.
     pub pool: Arc<Pool>,
-    /// The other ranks of a model that is split.
+    /// Exchange with the other ranks of a model that is split.
     pub collective: Box<dyn Collective>,
-    /// Inputs of the current product, as its kernel wants them.
+    /// Inputs of the current product, packed for its kernel.
     activations: Activations,
-    /// Where attention computes.
+    /// Scratch memory of attention.
     attention: AttentionScratch,
 }
 
 impl OpContext {
-    /// Alone, with scratch for products of up to `max_rows` rows and `max_columns` inputs; memory is touched only as it is
-    /// used.
+    /// A context of a single rank, with scratch for products of up to `max_rows` rows and `max_columns` inputs. Memory
+    /// is touched only when it is used.
     ///
     /// Errors: [`DeviceError::Allocation`].
     pub fn new(

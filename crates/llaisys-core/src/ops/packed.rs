@@ -1,23 +1,23 @@
-//! Weights packed once for the CPU, the same bytes for one row and for many.
+//! Weights packed for the CPU kernels. One layout serves a single row and many rows.
 //!
-//! The `n_rows` outputs of a matrix lie in panels of 32; a panel is one sequential stream of bytes and panels
-//! follow each other. Missing outputs of the last panel are zero weights with zero scales. With panel
-//! `p = n / 32`, column `c = n % 32`, and everything on 64-byte lines:
+//! The `n_rows` outputs of a matrix are stored in panels of 32. A panel is one sequential stream of bytes, and panels
+//! follow each other. Missing outputs of the last panel are zero weights with zero scales. Panel `p = n / 32`, column
+//! `c = n % 32`; every part starts on a 64-byte line:
 //!
 //! ```text
 //! F32   element (n, k) at (p*K + k)*32 + c                    one k = 128 bytes
-//! BF16  element (n, k) at ((p*(K'/2) + k/2)*32 + c)*2 + k%2   K' = K rounded up to even, the odd one zero
-//! Q*    per 32 k a group: f16 scale[32] for each half of the group that has its own, minima likewise, then the
-//!       integers, unsigned; i = k % 32, B bits:
+//! BF16  element (n, k) at ((p*(K'/2) + k/2)*32 + c)*2 + k%2   K' = K rounded up to even, the extra one zero
+//! Q*    per group of 32 k: f16 scale[32] for each half of the group that has its own scale, then the minima in the
+//!       same way, then unsigned integers; i = k % 32, B bits:
 //!   B = 8   byte (i/4)*128 + c*4 + i%4
 //!   B >= 4  low four bits: byte (i/8)*128 + c*4 + i%4, low nibble for even i/4, high for odd
-//!           then each higher bit a plane of 128 bytes: byte c*4 + i%4, bit i/4
-//!   B < 4   each bit such a plane, lowest first
-//! I*    per 32 k a group: u8 scale[32] (I4: then u8 zero[32]), then the integers as above; after the last group
-//!       f32 unit[32], by which the columns' sums are multiplied
+//!           then one plane of 128 bytes for each higher bit: byte c*4 + i%4, bit i/4
+//!   B < 4   one such plane for each bit, lowest first
+//! I*    per group of 32 k: u8 scale[32] (I4: then u8 zero[32]), then the integers as above; after the last group
+//!       f32 unit[32], which multiply the sums of the columns
 //! ```
 //!
-//! | format | B | scales, minima | value | lines a group | bits an element |
+//! | format | B | scales, minima | value | lines per group | bits per element |
 //! | --- | --- | --- | --- | --- | --- |
 //! | Q8_0 | 8 | 1, 0 | `scale * (q - 128)` | 17 | 8.5 |
 //! | Q4_0, Q4_1 | 4 | 1, 0 and 1, 1 | `scale * (q - 8)`, `scale * q + min` | 9, 10 | 4.5, 5 |
@@ -29,14 +29,14 @@
 //! | I6 | 6 | 1, 0 | `unit * scale * (q - 32)` | 12.5 | 6.25 |
 //! | I4 | 4 | 1, 1 | `unit * scale * (q - zero / 16)` | 9 | 4.5 |
 //!
-//! Integers are kept as the file has them. Scales and minima of the types with 32 elements are f16 in the file
-//! and kept too; those of the K types (and of Int4) are products of 15 to 19 significant bits and rounded to f16,
-//! each off by at most 2^-11 of itself. So no value is off by more than a 64th of the distance to its neighbor
-//! and 2^-11 of the minimum: a quarter of what rounding activations to 8 bits does. A product beyond f16's 65504
-//! becomes infinite, and so does what is computed from it.
+//! Integers are those of the file. So are the scales and minima of types with blocks of 32, which are f16 in the file.
+//! Those of the K types (and of Int4) are products of 15 to 19 significant bits, and are rounded to f16 with a relative
+//! error of at most 2^-11. The error of a value is then at most 1/64 of the distance to its neighbor plus 2^-11 of the
+//! minimum: a quarter of the error that rounding activations to 8 bits causes. A product beyond f16's 65504 becomes
+//! infinite, and so does everything computed from it.
 //!
-//! The I formats hold what `quant::quantize` made of plain weights while they were packed. Their scales and zero points
-//! take a byte each: as I4 has both in the two bytes of Q4_0's scale, it costs as much as Q4_0 and is as close as Q4_1.
+//! The I formats hold plain weights that `quant::quantize` quantized while they were packed. A scale and a zero point
+//! take one byte each. I4 therefore takes as many bytes as Q4_0, which has one f16 scale, and is as accurate as Q4_1.
 
 mod fill;
 mod pages;
@@ -52,13 +52,12 @@ use crate::tensor::{AlignedBuf, RowView};
 use crate::threads::Pool;
 use std::ops::Range;
 
-/// Outputs of a panel.
+/// Outputs in a panel.
 pub(crate) const PANEL: usize = 32;
 
-/// How a packed matrix holds its elements.
+/// The format in which a packed matrix stores its elements; the table above compares the formats.
 ///
-/// Grouped formats hold integers in groups of 32, and activations are rounded to 8 bits in groups of 32; the table
-/// above tells them apart.
+/// Grouped formats store integers in groups of 32, and their kernels round activations to 8 bits in groups of 32.
 #[allow(non_camel_case_types, reason = "the block types keep the names of DType, which are GGUF's")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum PackedFormat {
@@ -66,27 +65,27 @@ pub enum PackedFormat {
     F32,
     /// Pairs of bf16; activations are rounded to bf16, sums are f32.
     BF16,
-    /// 8-bit integers; IQ4_NL too, whose table holds 8-bit numbers.
+    /// 8-bit integers. Also stores IQ4_NL, whose table has 8-bit numbers.
     Q8_0,
-    /// 4-bit integers around 8.
+    /// 4-bit integers with offset 8.
     Q4_0,
-    /// 4-bit integers above a minimum; Q4_K and Int4 too.
+    /// 4-bit integers and a minimum. Also stores Q4_K and Int4.
     Q4_1,
-    /// 5-bit integers around 16.
+    /// 5-bit integers with offset 16.
     Q5_0,
-    /// 5-bit integers above a minimum; Q5_K too.
+    /// 5-bit integers and a minimum. Also stores Q5_K.
     Q5_1,
-    /// 6-bit integers around 32, a scale for each half group.
+    /// 6-bit integers with offset 32, one scale for each half group.
     Q6_K,
-    /// 3-bit integers around 4, a scale for each half group.
+    /// 3-bit integers with offset 4, one scale for each half group.
     Q3_K,
-    /// 2-bit integers, scale and minimum for each half group.
+    /// 2-bit integers, one scale and minimum for each half group.
     Q2_K,
-    /// Plain weights fitted with 8-bit integers.
+    /// Plain weights quantized to 8-bit integers.
     I8,
-    /// Plain weights fitted with 6-bit integers.
+    /// Plain weights quantized to 6-bit integers.
     I6,
-    /// Plain weights fitted with 4-bit integers above a zero point.
+    /// Plain weights quantized to 4-bit integers with a zero point.
     I4,
 }
 
@@ -108,8 +107,8 @@ impl PackedFormat {
         PackedFormat::I4,
     ];
 
-    /// The format that holds a type as it is: the same integers, scales and minima (those of K types and Int4
-    /// rounded to f16).
+    /// The format that stores a type without quantizing it again: the same integers, scales and minima (those of
+    /// K types and Int4 are rounded to f16).
     pub const fn of(dtype: DType) -> Self {
         match dtype {
             DType::F32 | DType::F16 | DType::I32 => PackedFormat::F32,
@@ -125,7 +124,7 @@ impl PackedFormat {
         }
     }
 
-    /// The type after which the format is named; F32 for those that fit plain weights.
+    /// The type after which the format is named; F32 for the formats of quantized plain weights.
     pub const fn dtype(self) -> DType {
         match self {
             PackedFormat::F32 => DType::F32,
@@ -152,7 +151,7 @@ impl PackedFormat {
         }
     }
 
-    /// How plain weights are fitted, in the formats that do.
+    /// How plain weights are quantized; `None` for formats that store them otherwise.
     pub const fn grid(self) -> Option<Grid> {
         match self {
             PackedFormat::I8 => Some(Grid::Symmetric { bits: 8 }),
@@ -162,7 +161,7 @@ impl PackedFormat {
         }
     }
 
-    /// True for the formats of integers in groups.
+    /// True for formats that store integers in groups.
     pub const fn is_grouped(self) -> bool {
         self.bits() > 0
     }
@@ -180,7 +179,7 @@ impl PackedFormat {
         }
     }
 
-    /// The integer that stands for zero, or for the minimum.
+    /// The integer that represents zero, or the minimum.
     pub(crate) const fn offset(self) -> u8 {
         match self {
             PackedFormat::Q3_K | PackedFormat::Q4_0 | PackedFormat::Q5_0 => 1 << (self.bits() - 1),
@@ -196,7 +195,7 @@ impl PackedFormat {
         self.is_grouped() && self.offset() == 0
     }
 
-    /// Scales of a column in a group: 2 if each half has its own. As many minima, if there are any.
+    /// Scales per column and group: 2 if each half has its own. Minima, if there are any, are as many.
     pub(crate) const fn n_scales(self) -> usize {
         match self {
             PackedFormat::Q6_K | PackedFormat::Q3_K | PackedFormat::Q2_K => 2,
@@ -204,17 +203,17 @@ impl PackedFormat {
         }
     }
 
-    /// Bytes of a scale, and of a minimum or zero point.
+    /// Bytes of a scale; a minimum or zero point has the same size.
     const fn number_bytes(self) -> usize {
         if self.has_units() { 1 } else { 2 }
     }
 
-    /// True if scales are small integers of a unit that a column has, and a minimum is a zero point in 16ths.
+    /// True if scales are small integers in units of their column, and minima are zero points in 16ths.
     pub(crate) const fn has_units(self) -> bool {
         self.grid().is_some()
     }
 
-    /// Bytes of scales and minima in front of a group's integers; 0 for plain formats.
+    /// Bytes of scales and minima before a group's integers; 0 for plain formats.
     pub(crate) const fn header_bytes(self) -> usize {
         let n_numbers = if self.has_min() { 2 * self.n_scales() } else { self.n_scales() };
         if self.is_grouped() { PANEL * self.number_bytes() * n_numbers } else { 0 }
@@ -243,7 +242,7 @@ impl PackedFormat {
         }
     }
 
-    /// Where the units of a panel's columns lie in its bytes, `f32[32]`: behind the last group.
+    /// Offset of the units of a panel's columns, `f32[32]`: after the last group.
     pub(crate) const fn units_at(self, n_columns: usize) -> usize {
         n_columns / BLOCK_LEN * self.group_bytes()
     }
@@ -259,18 +258,20 @@ pub struct PackedMatrix {
 }
 
 impl PackedMatrix {
-    /// Whether a matrix of `n_columns` inputs can have this format: groups take whole blocks of 32.
+    /// Whether a matrix with `n_columns` inputs can have this format: grouped formats need whole groups of 32.
     pub const fn can_pack(format: PackedFormat, n_columns: usize) -> bool {
         !format.is_grouped() || n_columns.is_multiple_of(BLOCK_LEN)
     }
 
-    /// Packs a matrix, its panels in parallel. `source(n)` is the stored row of output `n`; a row without bytes
-    /// stands for zeros (padding). Plain types convert to either plain format (to bf16 rounding to nearest
-    /// even), block types dequantize to them, and a grouped format takes only the types that it is
-    /// [`PackedFormat::of`], or if it [fits](PackedFormat::grid) (Q8_0 does too), plain types of finite values.
+    /// Packs a matrix, one panel per job of the pool.
     ///
-    /// Errors: [`DeviceError::Allocation`]. Panics if [`Self::can_pack`] says no, if a row has another length,
-    /// or a grouped format another type: the loader has chosen the format by the tensor's type.
+    /// `source(n)` returns the stored row of output `n`; a row without bytes means zeros (padding). Plain types convert
+    /// to both plain formats, rounding to nearest even for bf16, and block types are dequantized to them. A grouped
+    /// format accepts the block types for which it is [`PackedFormat::of`]. Formats with a [`PackedFormat::grid`], and
+    /// Q8_0, also accept plain types with finite values.
+    ///
+    /// Errors: [`DeviceError::Allocation`]. Panics if [`Self::can_pack`] is false, if a row has another length, or if a
+    /// grouped format does not accept its type: the loader has chosen the format by the tensor's type.
     pub fn pack<'s>(
         pool: &Pool,
         format: PackedFormat,
@@ -283,16 +284,16 @@ impl PackedMatrix {
         Ok(matrix)
     }
 
-    /// A matrix of zeros, to be packed by [`Self::fill`]. Errors and panics: as [`Self::pack`].
+    /// A matrix of zeros, to be packed with [`Self::fill`]. Errors and panics: as [`Self::pack`].
     pub fn zeroed(format: PackedFormat, n_rows: usize, n_columns: usize) -> Result<Self, DeviceError> {
-        assert!(Self::can_pack(format, n_columns), "{format:?} cannot hold rows of {n_columns}");
+        assert!(Self::can_pack(format, n_columns), "{format:?} cannot store rows of {n_columns}");
         let panels = AlignedBuf::zeroed("packed weights", format.matrix_bytes(n_rows, n_columns))?;
         Ok(Self { format, n_rows, n_columns, panels })
     }
 
-    /// Packs `rows` as [`Self::pack`] does, each row once and the last one last.
+    /// Packs `rows` as [`Self::pack`] does. Each row is packed once, and the last row of the matrix in the last call.
     ///
-    /// Panics as it does, and if `rows` do not begin with a panel, or end neither with one nor with the matrix.
+    /// Panics as [`Self::pack`] does, and if `rows` are not whole panels. The last panel of the matrix may be shorter.
     pub fn fill<'s>(
         &mut self,
         pool: &Pool,
@@ -328,22 +329,22 @@ impl PackedMatrix {
         self.n_columns
     }
 
-    /// How elements are held.
+    /// The format of the elements.
     pub fn format(&self) -> PackedFormat {
         self.format
     }
 
-    /// Bytes held, padding included.
+    /// Bytes of memory, padding included.
     pub fn n_bytes(&self) -> usize {
         self.panels.len()
     }
 
-    /// Panels of 32 outputs.
+    /// Number of panels of 32 outputs.
     pub(crate) fn n_panels(&self) -> usize {
         self.n_rows.div_ceil(PANEL)
     }
 
-    /// The bytes from panel `p` to the end of the matrix, on a 64-byte boundary; the panel itself comes first.
+    /// The bytes from panel `p` to the end of the matrix, on a 64-byte boundary.
     pub(crate) fn panels_from(&self, p: usize) -> &[u8] {
         &self.panels.as_slice()[p * self.panel_bytes()..]
     }

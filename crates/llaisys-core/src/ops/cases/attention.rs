@@ -1,4 +1,4 @@
-//! Cases of attention: sequences in cells that lie anywhere among cells that must not be read.
+//! Cases of attention: sequences in arbitrary cells, between cells that must not be read.
 
 use super::{ROUNDING, Size, SplitMix64};
 use crate::dtype::KvDType;
@@ -8,53 +8,53 @@ use crate::ops::reference::kv_store::{bf16, encode, stored};
 use crate::ops::{AttentionRow, AttentionRows, Scoring, window_span};
 use crate::tensor::{AlignedBuf, KvLayer};
 
-/// One sequence: how long it is, and how many of its last positions are rows of the batch.
+/// One sequence: its length, and how many of its last positions are rows of the batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sequence {
-    /// Cells, the new rows' included.
+    /// Cells, those of the new rows included.
     pub len: usize,
-    /// Rows, `1..=len`; row i sees the cells up to its own, or the last of them that a window leaves.
+    /// Rows, `1..=len`. Row i sees the cells up to its own, or the last `window` of them.
     pub n_rows: usize,
 }
 
 /// A batch.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AttentionCase {
-    /// Query heads, heads of K and V.
+    /// Number of query heads, and number of heads of K and V.
     pub heads: (usize, usize),
     /// Elements of a head.
     pub d_head: usize,
-    /// Of K and V.
+    /// Element type of K and V.
     pub dtype: KvDType,
-    /// What is attended to.
+    /// The sequences of the batch.
     pub sequences: Vec<Sequence>,
-    /// Size of queries and keys; scores of huge ones pick single cells.
+    /// Size of queries and keys. With huge ones the softmax selects single cells.
     pub size: Size,
-    /// Cells that a row sees at most.
+    /// The sliding window: the largest number of cells that a row sees.
     pub window: Option<usize>,
-    /// Of scores.
+    /// Soft cap of the scores.
     pub soft_cap: Option<f32>,
 }
 
-/// Where cells lie.
+/// The placement of cells.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Placement {
     /// One sequence after the other, in position order.
     InOrder,
-    /// Anywhere, in an order of this seed.
+    /// In random order; the number is the seed.
     Shuffled(u64),
 }
 
 impl AttentionCase {
-    /// Every head size and grouping, list lengths around the borders of vectors, blocks and spans, single rows
-    /// and prompts, every type.
+    /// Every head size and grouping, list lengths around the borders of vectors, blocks and spans, single rows and
+    /// prompts, every type.
     pub fn all() -> Vec<Self> {
         let one = |len, n_rows| vec![Sequence { len, n_rows }];
         let mixed = vec![(1, 1), (40, 3), (129, 1), (300, 17), (16, 16)];
         let mixed: Vec<Sequence> = mixed.into_iter().map(|(len, n_rows)| Sequence { len, n_rows }).collect();
         let mut cases = Vec::new();
         let mut add = |heads, d_head, sequences: &Vec<Sequence>| {
-            // f16 differs from f32 in how words are loaded alone, so every head size does.
+            // f16 differs from f32 only in how words are loaded, so it runs with every head size.
             let f16 = sequences.len() > 1 && heads == (6, 2);
             for dtype in KvDType::ALL.into_iter().filter(|&dtype| dtype != KvDType::Float16 || f16) {
                 let sequences = sequences.clone();
@@ -70,7 +70,7 @@ impl AttentionCase {
         for len in [1, 2, 8, 15, 16, 17, 63, 64, 65, 127, 128, 129, 256, 257, 2048, 2049, 2300] {
             add((3, 1), 16, &one(len, 1));
         }
-        // Enough sequences for one thread to take all heads of a row at once.
+        // Enough sequences that one thread computes all heads of a row in one item.
         let lens = [1, 15, 16, 33, 64, 65, 100, 127, 128, 129, 200, 257, 300];
         let rows = lens.iter().map(|&len| Sequence { len, n_rows: 1 });
         let crowd: Vec<Sequence> = rows.chain([Sequence { len: 40, n_rows: 7 }]).collect();
@@ -81,7 +81,7 @@ impl AttentionCase {
         add((3, 1), 16, &one(2100, 70));
         add((4, 2), 16, &vec![]);
         for size in [Size::Zero, Size::Tiny, Size::Outliers] {
-            // f16 ends at 65504, and becomes zero where the others are tiny.
+            // f16 overflows above 65504 and is zero where the others are tiny.
             let wide = KvDType::ALL.into_iter().filter(|&dtype| dtype != KvDType::Float16);
             for dtype in wide {
                 cases.push(Self { heads: (6, 2), dtype, sequences: mixed.clone(), size, ..Self::plain() });
@@ -95,8 +95,8 @@ impl AttentionCase {
         cases
     }
 
-    /// Windows of one position, around blocks and spans, and longer than any sequence; soft caps of scores that
-    /// reach far beyond them and of some that do not.
+    /// Windows of one position, around blocks and spans, and longer than every sequence; soft caps far below the scores
+    /// and above them.
     fn with_windows(mixed: &[Sequence]) -> Vec<Self> {
         let one = |len, n_rows| vec![Sequence { len, n_rows }];
         let mut cases = Vec::new();
@@ -117,7 +117,7 @@ impl AttentionCase {
         cases
     }
 
-    /// Two kv heads of three query heads each, f32, no window, no cap.
+    /// Two KV heads of three query heads each, f32, no window, no cap.
     pub fn plain() -> Self {
         Self {
             heads: (6, 2),
@@ -130,13 +130,13 @@ impl AttentionCase {
         }
     }
 
-    /// Rows of the batch.
+    /// Number of rows in the batch.
     pub fn n_rows(&self) -> usize {
         self.sequences.iter().map(|sequence| sequence.n_rows).sum()
     }
 
-    /// The batch's tensors. Queries, keys and values depend on the case alone; every cell that no sequence has
-    /// is NaN.
+    /// Builds the batch's tensors. Queries, keys and values depend only on the case. Every cell that belongs to no
+    /// sequence is NaN.
     ///
     /// Errors: [`DeviceError::Allocation`].
     pub fn build(&self, placement: Placement) -> Result<AttentionInput, DeviceError> {
@@ -157,8 +157,8 @@ impl AttentionCase {
         AttentionInput::new(self, q, k, v, cells)
     }
 
-    /// The list of cells that the rows are given, and what each sees of it. With a window the list begins
-    /// at the last multiple of the span before it.
+    /// The list of cells that the rows get, and the part of it that each row sees. With a window the list begins at the
+    /// last multiple of the span before the window.
     fn lists(&self, cells: &[u32]) -> (Vec<u32>, Vec<AttentionRow>) {
         let (mut listed, mut rows) = (Vec::new(), Vec::new());
         let mut cells = cells;
@@ -183,7 +183,7 @@ impl AttentionCase {
     }
 }
 
-/// Puts consecutive rows into cells; the rest is NaN.
+/// Writes consecutive rows into cells; the other cells are NaN.
 fn spread(rows: &[f32], cells: &[u32], len: usize) -> Vec<f32> {
     let mut out = vec![f32::NAN; len];
     let width = rows.len() / cells.len().max(1);
@@ -201,9 +201,9 @@ pub struct AttentionInput {
     cells: Vec<u32>,
     rows: Vec<AttentionRow>,
     window: Option<usize>,
-    /// How scores come about.
+    /// How scores are computed.
     pub scoring: Scoring,
-    /// The numbers that the cells hold.
+    /// The keys and values as numbers.
     numbers: (Vec<f32>, Vec<f32>),
     tensors: (AlignedBuf, AlignedBuf),
     dtype: KvDType,
@@ -234,25 +234,25 @@ impl AttentionInput {
         })
     }
 
-    /// Keys and values as the op reads them.
+    /// Keys and values in the layout that the op reads.
     pub fn layer(&self) -> KvLayer<'_> {
         let (k, v) = (&self.tensors.0, &self.tensors.1);
         KvLayer { dtype: self.dtype, n_kv_heads: self.n_kv_heads, d_head: self.d_head, k, v }
     }
 
-    /// Keys and values as the reference reads them.
+    /// Keys and values in the layout that the reference reads.
     pub fn numbers(&self) -> Cells<'_> {
         let (k, v) = (&self.numbers.0[..], &self.numbers.1[..]);
         Cells { n_kv_heads: self.n_kv_heads, d_head: self.d_head, k, v }
     }
 
-    /// What the batch's rows see.
+    /// The cells that the batch's rows see.
     pub fn rows(&self) -> AttentionRows<'_> {
         AttentionRows { cells: &self.cells, rows: &self.rows, window: self.window }
     }
 
-    /// Queries as they are multiplied: times the scale, then rounded to bf16 if keys are multiplied as bf16. With the
-    /// scoring that is left.
+    /// Queries as the op multiplies them: times the scale, then rounded to bf16 if keys are multiplied as bf16. Returns
+    /// them with the part of the scoring that remains to be applied.
     pub fn queries(&self) -> (Vec<f32>, Scoring) {
         let factor = |q: f32| if self.in_pairs() { bf16(q) } else { q };
         let q = self.q.iter().map(|q| factor(q * self.scoring.scale)).collect();
@@ -264,7 +264,7 @@ impl AttentionInput {
         matches!(self.dtype, KvDType::Bfloat16 | KvDType::Int8)
     }
 
-    /// Makes every key and value of `cell` equal to `x`.
+    /// Overwrites every key and value of `cell` with `x`.
     pub fn corrupt(&mut self, cell: usize, x: f32) {
         let (dtype, d, n_heads) = (self.dtype, self.d_head, self.n_kv_heads);
         let numbers = vec![x; n_heads * d];
@@ -276,18 +276,20 @@ impl AttentionInput {
         }
     }
 
-    /// How far outputs may be from the reference of [`AttentionInput::queries`]: six standard deviations of roundings that are uniform and
-    /// independent (3.5 roundings times the root of their number), since the bound for roundings that all
-    /// conspire would let a cell in a thousand be missed.
+    /// The largest error of outputs against the reference of [`AttentionInput::queries`]: six standard deviations of
+    /// roundings that are uniform and independent (3.5 roundings times the root of their number). A worst-case bound
+    /// would be so wide that one missing cell in a thousand would pass.
     ///
-    /// A score goes through `2 d + 2` roundings (the products' and the sums', the scaled q's), of partial sums
-    /// that are below `4 sqrt(d) rms(q) rms(k)` (a random walk) plus the largest single product. Its error and
-    /// the maximum's enter each weight; e^x adds 2e-7; both count once in the weighted values and once in their
-    /// sum. Weighted values are sums over blocks of 128 cells, two roundings each, and three for every block
-    /// and span that is added. All relative to the largest value, which bounds any weighted mean. With bf16 cells
-    /// each weight but the largest, which is 1, is rounded to bf16 too, by at most 2^-8 of itself and half of that in the
-    /// mean (not at all if all scores are equal). With int8 cells it is the weight times its value's scale, so the
-    /// largest is rounded as well; and a key's number is a rounded product here: d roundings and the scale's are added.
+    /// A score has `2 d + 2` roundings (of the products, the sums and the scaled q). They are roundings of partial sums
+    /// that are below `4 sqrt(d) rms(q) rms(k)` (a random walk) plus the largest single product. The score's error and
+    /// the maximum's enter each weight, and e^x adds 2e-7. Both count once in the weighted values and once in their
+    /// sum. Weighted values are sums over blocks of 128 cells with two roundings each, and three for every block and
+    /// span that is added. All errors are relative to the largest value, which bounds any weighted mean.
+    ///
+    /// With bf16 cells each weight except the largest, which is 1, is rounded to bf16 too. That error is at most 2^-8
+    /// of the weight, half of that in the mean, and zero if all scores are equal. With int8 cells the rounded number is
+    /// the weight times its value's scale, so the largest is rounded as well. A key's number is then a rounded product:
+    /// d roundings and the scale's are added.
     pub fn tolerance(&self) -> f64 {
         let (q, (k, v)) = (Spread::of(&self.q), (Spread::of(&self.numbers.0), Spread::of(&self.numbers.1)));
         let (d, n) = (self.d_head as f64, self.rows.iter().map(|row| row.n_visible).max().unwrap_or(0));
@@ -295,7 +297,7 @@ impl AttentionInput {
         let is_int8 = self.dtype == KvDType::Int8;
         let n_roundings = 2.0 * d + 2.0 + if is_int8 { d + 1.0 } else { 0.0 };
         let score = 3.5 * n_roundings.sqrt() * ROUNDING * partial_sum / d.sqrt();
-        // A cap's own error is relative to the capped score.
+        // The cap's own error is relative to the capped score.
         let capped = self.scoring.soft_cap.map_or(0.0, |cap| f64::from(cap).min(partial_sum / d.sqrt()));
         let score = score + 6e-7 * capped;
         let sums = 3.5 * (2.0 * 128.0 + 3.0 * f64::from(n / 128 + 16)).sqrt() * ROUNDING;
@@ -308,7 +310,7 @@ impl AttentionInput {
     }
 }
 
-/// How large numbers are; NaN (cells that nobody has) left out.
+/// Sizes of numbers; NaN (cells that belong to no sequence) is skipped.
 struct Spread {
     largest: f64,
     rms: f64,
@@ -322,7 +324,7 @@ impl Spread {
     }
 }
 
-/// Rows of heads as the op reads them.
+/// Rows of heads in the layout that the op reads.
 fn tensor(dtype: KvDType, d_head: usize, numbers: &[f32]) -> Result<AlignedBuf, DeviceError> {
     let bytes: Vec<u8> = numbers.chunks(d_head).flat_map(|head| encode(dtype, head)).collect();
     let mut tensor = AlignedBuf::zeroed("keys and values", bytes.len())?;

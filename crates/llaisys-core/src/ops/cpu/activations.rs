@@ -1,22 +1,22 @@
 //! Inputs of a product, packed once for all its panels.
 //!
-//! Rows are cut into blocks of `R` rows, as high as the kernel's tile, and columns into runs of 32. Within a block
-//! the `R` rows' parts of a run lie one after the other, so a kernel reads one stream, and packing writes whole
-//! cache lines: the block that starts at row `s` begins at `s * (words of a row)` and holds
+//! Rows are cut into blocks of `R` rows, the height of the kernel's tile, and columns into runs of 32. In a block the
+//! parts of the `R` rows in one run follow each other, so that a kernel reads one stream and packing writes whole
+//! cache lines. The block whose first row is `s` begins at `s * (words of a row)` and has this layout:
 //!
 //! ```text
 //! Plain    f32      [k/32][r][k%32]      the inputs
 //! Rounded  f32      [k/32][r][k%32]      the inputs rounded to bf16
 //! Pairs    2 x bf16 [k/32][r][k%32/2]    the inputs rounded to bf16, even k in the low half
-//! Groups   4 x i8   [k/32][r][k%32/4]    the inputs rounded to 8 bits with one scale for 32 neighbours,
+//! Groups   4 x i8   [k/32][r][k%32/4]    the inputs rounded to 8 bits with one scale for each 32 neighbors,
 //!          GroupInput [k/32][r]          and that scale
 //! ```
 //!
-//! Zeros follow the last column of a row up to a whole run.
+//! The last run of a row is padded with zeros.
 //!
-//! Rounding is the same on every instruction set: bf16 to nearest even; 8 bits as `round(x * (127 / absmax))`,
-//! nearest even, value `q * (absmax / 127)`. A group with a number that is not finite gets a NaN scale: the
-//! row's results are NaN and no other row's are.
+//! Rounding is the same on every instruction set. To bf16 it is to nearest even. To 8 bits it is
+//! `round(x * (127 / absmax))`, to nearest even, with the value `q * (absmax / 127)`. A group with a number that is not
+//! finite gets a NaN scale: the results of its row are NaN, and no other row is affected.
 
 #![allow(unsafe_code, reason = "workers pack disjoint blocks of one buffer")]
 
@@ -30,16 +30,16 @@ use crate::threads::{Disjoint, Pool, share};
 use pack::{Item, Outputs};
 use std::ops::Range;
 
-/// Elements from which packing is spread over the threads; below, a region costs more than it saves.
+/// Elements from which packing is spread over the threads; with fewer, a region costs more than it saves.
 const PARALLEL_ELEMENTS: usize = 1 << 13;
 
-/// Blocks a thread from which they are dealt out whole.
+/// Blocks per thread from which whole blocks are distributed.
 const EVEN_BLOCKS: usize = 8;
 
-/// In which form a kernel reads its inputs; the layouts are drawn above.
+/// The form in which a kernel reads its inputs; the layouts are shown above.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Form {
-    /// f32 as given.
+    /// f32, unchanged.
     Plain,
     /// f32 rounded to bf16.
     Rounded,
@@ -50,12 +50,12 @@ pub(crate) enum Form {
 }
 
 impl Form {
-    /// Words of a row of `n_columns` inputs.
+    /// Words in a row of `n_columns` inputs.
     fn row_words(self, n_columns: usize) -> usize {
         n_columns.div_ceil(BLOCK_LEN) * self.run_words()
     }
 
-    /// Words of a run of 32 inputs.
+    /// Words in a run of 32 inputs.
     const fn run_words(self) -> usize {
         match self {
             Form::Plain | Form::Rounded => BLOCK_LEN,
@@ -65,23 +65,23 @@ impl Form {
     }
 }
 
-/// What a kernel must know of one row's group of 32 inputs besides the integers. Sums are what an offset or a
-/// minimum of the weights is multiplied by; they are held as kernels use them, so that those only load.
+/// What a kernel needs from one row's group of 32 inputs besides the integers. The sums are multiplied by an offset or
+/// a minimum of the weights; they are stored in the form that kernels load.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
 pub(crate) struct GroupInput {
-    /// The integers' unit: absmax / 127.
+    /// The scale of the integers: absmax / 127.
     pub(crate) scale: f32,
-    /// The sum of the integers, times -1: of all, of the first half, of the second.
+    /// The sum of the integers, times -1: of all, of the first half, of the second half.
     pub(crate) minus_sums: [i32; 3],
-    /// The unit times the sum of the integers, likewise.
+    /// The scale times the sum of the integers: of all, of the first half, of the second half.
     pub(crate) scaled_sums: [f32; 3],
-    /// To 32 bytes.
+    /// Extends the size to 32 bytes.
     padding: u32,
 }
 
 impl GroupInput {
-    /// The group of integers with this unit and these sums of each half.
+    /// A group of integers with this scale and these sums of its halves.
     pub(crate) fn new(scale: f32, [first, second]: [i32; 2]) -> Self {
         let sums = [first + second, first, second];
         let (minus_sums, scaled_sums) = (sums.map(|sum| -sum), sums.map(|sum| scale * sum as f32));
@@ -92,7 +92,7 @@ impl GroupInput {
 // SAFETY: eight 4-byte numbers without padding between them, any bits allowed, alignment 4.
 unsafe impl Plain for GroupInput {}
 
-/// How rows are cut into blocks of nearly equal height: 16 rows of at most 12 make 8 + 8, not 12 + 4.
+/// Cuts rows into blocks of nearly equal height: 16 rows with a limit of 12 become 8 + 8, not 12 + 4.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RowBlocks {
     n_rows: usize,
@@ -100,7 +100,7 @@ pub(crate) struct RowBlocks {
 }
 
 impl RowBlocks {
-    /// `n_rows` in blocks of at most `rows_max`.
+    /// `n_rows` rows in blocks of at most `rows_max`.
     pub(crate) fn new(n_rows: usize, rows_max: usize) -> Self {
         Self { n_rows, n_blocks: n_rows.div_ceil(rows_max) }
     }
@@ -116,24 +116,24 @@ impl RowBlocks {
     }
 }
 
-/// One block as a kernel reads it.
+/// One block in the form that a kernel reads.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Inputs<'a> {
     /// [`Form::Plain`] or [`Form::Rounded`].
     Plain(&'a [f32]),
     /// [`Form::Pairs`].
     Pairs(&'a [u32]),
-    /// [`Form::Groups`]: the integers, four to a word, and the groups.
+    /// [`Form::Groups`]: the integers, four per word, and the groups.
     Groups(&'a [u32], &'a [GroupInput]),
 }
 
-/// How inputs are packed.
+/// Parameters of packing.
 #[derive(Clone, Copy)]
 pub(crate) struct Packing<'a> {
     pub(crate) isa: Isa,
     pub(crate) pool: &'a Pool,
     pub(crate) form: Form,
-    /// Rows of a block, at most.
+    /// The most rows in a block.
     pub(crate) rows_max: usize,
 }
 
@@ -149,7 +149,7 @@ pub(crate) struct Activations {
 }
 
 impl Activations {
-    /// Capacity for `max_rows` rows of `max_columns` inputs.
+    /// Allocates capacity for `max_rows` rows of `max_columns` inputs.
     pub(crate) fn new(max_rows: usize, max_columns: usize) -> Result<Self, DeviceError> {
         let elements = max_rows.saturating_mul(max_columns.next_multiple_of(BLOCK_LEN));
         let zeroed = |bytes| AlignedBuf::zeroed("packed activations", bytes);
@@ -163,7 +163,7 @@ impl Activations {
         })
     }
 
-    /// Pack `x`. Panics if it exceeds the capacity.
+    /// Packs `x`. Panics if it exceeds the capacity.
     pub(crate) fn pack(&mut self, packing: Packing<'_>, x: Rows<'_>) {
         let Packing { isa, pool, form, rows_max } = packing;
         assert!(
@@ -177,7 +177,7 @@ impl Activations {
         let blocks = RowBlocks::new(x.n_rows, rows_max);
         let n_runs = x.n_columns.div_ceil(BLOCK_LEN);
         let serial = x.values.len() < PARALLEL_ELEMENTS;
-        // Few blocks do not occupy all threads evenly: cut their columns as well.
+        // A few blocks do not occupy all threads evenly, so their columns are cut as well.
         let is_even = blocks.len() >= EVEN_BLOCKS * pool.n_threads();
         let n_parts = if serial || is_even { 1 } else { pool.n_threads().min(n_runs) };
         let buffers = self.buffers(form);
@@ -205,7 +205,7 @@ impl Activations {
         Buffers { form, words: Disjoint::new(words), groups: Disjoint::new(self.groups.as_mut_slice()) }
     }
 
-    /// The rows `rows` (a block that was packed) of the current product in `form`.
+    /// The rows `rows` of the current product in `form`; they must be a packed block.
     pub(crate) fn block(&self, form: Form, n_columns: usize, rows: &Range<usize>) -> Inputs<'_> {
         let range = |words: usize| rows.start * words..rows.end * words;
         let words = range(form.row_words(n_columns));
@@ -221,7 +221,7 @@ impl Activations {
     }
 }
 
-/// The buffers of one form while it is packed. Words are the bits of f32 for the plain forms.
+/// The buffers of one form during packing. For the plain forms, words are the bits of f32.
 struct Buffers<'a> {
     form: Form,
     words: Disjoint<'a, u32>,
@@ -229,10 +229,10 @@ struct Buffers<'a> {
 }
 
 impl Buffers<'_> {
-    /// Where the runs `runs` of the block `rows` lie.
+    /// The place of the runs `runs` of the block `rows`.
     ///
     /// # Safety
-    /// While the result lives, nobody else may ask for runs of these rows that overlap.
+    /// While the result is in use, no other call may have runs of these rows that overlap.
     unsafe fn part(&self, n_columns: usize, rows: &Range<usize>, runs: &Range<usize>) -> Outputs<'_> {
         let place = |row_words: usize, run_words: usize| {
             let word = |run: usize| rows.start * row_words + rows.len() * run * run_words;
@@ -264,7 +264,7 @@ pub(crate) struct Rows<'a> {
 impl<'a> Rows<'a> {
     /// `values` in rows of `n_columns`.
     pub(crate) fn new(values: &'a [f32], n_columns: usize) -> Self {
-        assert!(n_columns > 0 && values.len().is_multiple_of(n_columns), "inputs are whole rows");
+        assert!(n_columns > 0 && values.len().is_multiple_of(n_columns), "inputs must be whole rows");
         Self { values, n_rows: values.len() / n_columns, n_columns }
     }
 

@@ -1,13 +1,13 @@
-//! `add`: x[i] = x[i] + y[i]. Meaning: `ops/reference/add.rs`.
+//! `add`: x[i] = x[i] + y[i]. Reference: `ops/reference/add.rs`.
 
 use super::rows::for_row_runs;
 use crate::ops::OpContext;
 
-/// Adds a branch to the residual stream, rounding once.
+/// Adds the output of a branch to the residual stream, rounding once.
 ///
-/// - `x`, `y`: the same shape. Panics if they have not.
+/// - `x`, `y`: the same shape; panics otherwise
 pub fn add(cx: &OpContext, x: &mut [f32], y: &[f32]) {
-    assert_eq!(x.len(), y.len(), "a branch of another shape");
+    assert_eq!(x.len(), y.len(), "x and y differ in shape");
     for_row_runs(&cx.pool, x, 1, &|first, x| {
         x.iter_mut().zip(&y[first..]).for_each(|(x, y)| *x += y);
     });

@@ -1,22 +1,22 @@
-//! `argmax`: the greedy choice. Meaning: `ops/reference/argmax.rs`.
+//! `argmax`: greedy sampling. Reference: `ops/reference/argmax.rs`.
 //!
-//! Needs no instruction set: comparing is exact, and one pass over the vocabulary is bound by memory. Each part is
-//! looked at while it is in the nearest cache; the value is searched in the part that holds it.
+//! It needs no instruction set: comparisons are exact, and one pass over the vocabulary is bound by memory. `look` sees
+//! each part while the part is in the first-level cache. The index is searched in the part with the largest value.
 
-/// Elements that are searched again once the largest value is known.
+/// Elements that are searched again after the largest value is found.
 const PART: usize = 1024;
-/// Numbers side by side, so that the compiler can use vector instructions.
+/// Independent maxima, so that the compiler can use vector instructions.
 const LANES: usize = 16;
 
-/// Index of the largest of `logits`, the lowest on ties (0 and -0 tie). NaN is never chosen, unless there is
-/// nothing else: then 0.
+/// Index of the largest of `logits`, the lowest of equal ones (0 and -0 are equal). NaN is never chosen; if all logits
+/// are NaN, returns 0.
 ///
 /// Panics if there are no logits.
 pub fn argmax(logits: &[f32]) -> usize {
     best_place(logits, |_| ())
 }
 
-/// As [`argmax`]; None if a logit is NaN or infinite. One pass does both.
+/// As [`argmax`]; `None` if a logit is NaN or infinite. One pass does both.
 ///
 /// Panics if there are no logits.
 pub fn argmax_finite(logits: &[f32]) -> Option<usize> {
@@ -25,9 +25,9 @@ pub fn argmax_finite(logits: &[f32]) -> Option<usize> {
     finite.then_some(best)
 }
 
-/// The place of the largest element; calls `look` with each part.
+/// Index of the largest element; calls `look` with each part.
 fn best_place(logits: &[f32], mut look: impl FnMut(&[f32])) -> usize {
-    assert!(!logits.is_empty(), "nothing to choose from");
+    assert!(!logits.is_empty(), "no logits");
     let (mut best, mut best_part) = (f32::NEG_INFINITY, None);
     for (i, part) in logits.chunks(PART).enumerate() {
         look(part);
@@ -41,7 +41,7 @@ fn best_place(logits: &[f32], mut look: impl FnMut(&[f32])) -> usize {
     place.map_or(0, |i| start + i)
 }
 
-/// Zero times a number is a zero if it is finite, and NaN otherwise, which a sum keeps.
+/// True if all elements are finite: `0 * x` is zero for a finite `x` and NaN otherwise, and a sum keeps NaN.
 fn all_finite(x: &[f32]) -> bool {
     let mut lanes = [0.0; LANES];
     let (groups, tail) = x.as_chunks::<LANES>();
@@ -53,7 +53,7 @@ fn all_finite(x: &[f32]) -> bool {
     lanes.iter().chain(tail).all(|x| x.is_finite())
 }
 
-/// The largest element that is not NaN; -infinity if there is none.
+/// Returns the largest element that is not NaN; -infinity if there is none.
 pub fn largest(x: &[f32]) -> f32 {
     let pick = |max: f32, x: f32| if x > max { x } else { max };
     let mut lanes = [f32::NEG_INFINITY; LANES];

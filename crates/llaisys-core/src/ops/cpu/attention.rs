@@ -1,26 +1,26 @@
 //! `attention`: out[t, h] = sum_j softmax_j(cap(scale * q[t, h] . K[j])) V[j] over the cells j that row t sees.
-//! Meaning: `ops/reference/attention.rs`.
+//! Reference: `ops/reference/attention.rs`.
 //!
-//! Arithmetic, all sums in f32, of one row and head; it depends on nothing but the row's own list of cells:
+//! Arithmetic of one row and head, with all sums in f32. It depends only on the row's own list of cells:
 //!
-//! 1. The list is cut into blocks of 128 from its start, and blocks into spans: at most 16 of equal length,
-//!    as many as the list's length asks for, or, with a window, of the length that [`window_span`] gives it.
-//!    With a window lists begin at multiples of that length, counted in the sequence, so that the cuts stay
-//!    where they are while the window moves on; what a row does not see of its first block is left out.
-//! 2. A score is one sum over the dimensions in ascending order, of q times the scale times k, then capped. With
-//!    bf16 cells, q times the scale is rounded to bf16, and two dimensions at a time are added. With int8 cells the
-//!    same is done with the bytes as bf16, and the sum is multiplied by the scale of k.
-//! 3. A span keeps a running maximum m, a sum l of e^(s - m) and the weighted values; each block rescales them
-//!    by e^(old m - new m) (online softmax, arXiv:1805.02867). Within a block, weights are summed in N lanes, and
-//!    each output is one sum over the cells in ascending order. With bf16 cells, weights are rounded to bf16 once
-//!    they are summed, and two cells at a time are added; one of a pair that the row does not see is left out. With
-//!    int8 cells weights are multiplied by the scales of the values before they are rounded.
-//! 4. Spans are merged in ascending order, by the same rescaling. The output is the weighted values over l.
+//! 1. The list is cut into blocks of 128 from its start, and the blocks are grouped into spans: at most 16 of equal
+//!    length, which depends on the list's length, or with a window on [`window_span`]. With a window, lists begin at
+//!    multiples of that length, counted in the sequence, so that the cuts do not move when the window moves. The cells
+//!    of the first block that a row does not see are skipped.
+//! 2. A score is one sum over the dimensions in ascending order, of q times the scale times k, then capped. With bf16
+//!    cells, q times the scale is rounded to bf16, and two dimensions are added at a time. With int8 cells the bytes
+//!    are converted to bf16 and treated likewise, and the sum is multiplied by the scale of k.
+//! 3. A span keeps a running maximum m, a sum l of e^(s - m) and the weighted values. Each block rescales them by
+//!    e^(old m - new m) (online softmax, arXiv:1805.02867). In a block, weights are summed in N lanes, and each output
+//!    is one sum over the cells in ascending order. With bf16 cells, weights are rounded to bf16 after they are summed,
+//!    and two cells are added at a time; a cell of a pair that the row does not see is skipped. With int8 cells,
+//!    weights are multiplied by the scales of the values before they are rounded.
+//! 4. Spans are merged in ascending order, with the same rescaling. The output is the weighted values divided by l.
 //!
-//! So which rows are computed together, on which thread, and where cells lie changes no bit. Work is cut into
-//! items: some rows of one sequence (chunk) x the query heads of one kv head; when there are few, single rows
-//! x kv heads x spans, and when there are many, single rows x all heads. Rows of a chunk share the turning of keys and values. Only listed cells are
-//! read.
+//! Therefore no bit depends on which rows are computed together, on which thread, or in which cells. Work is cut into
+//! items: some rows of one sequence (a chunk) x the query heads of one KV head. If there are few items, they are single
+//! rows x KV heads x spans; if there are many, single rows x all heads. Rows of a chunk share the transposed keys and
+//! the packed values. Only listed cells are read.
 
 #![allow(unsafe_code, reason = "workers write disjoint heads and scratch")]
 
@@ -47,40 +47,40 @@ pub(crate) use scratch::Scratch;
 
 /// Largest `d_head`.
 pub const MAX_D_HEAD: usize = 256;
-/// Cells of a block.
+/// Cells in a block.
 const BLOCK: usize = 128;
-/// Spans of a row at most.
+/// The most spans of a row.
 const MAX_SPANS: usize = 16;
-/// Query heads of one item at most; a kv head with more has several items a chunk.
+/// The most query heads in one item; a KV head with more has several items per chunk.
 const MAX_ITEM_HEADS: usize = 32;
-/// Rows x query heads of one item at most.
+/// The most rows x query heads in one item.
 const MAX_ITEM_ROWS: usize = 96;
-/// Items per thread that are worth having: with fewer, threads wait for the last one.
+/// Items per thread to aim for: with fewer, threads wait for the last one.
 const ITEMS_PER_THREAD: usize = 4;
-/// Rows whose spans may be computed apart.
+/// The most rows whose spans may be computed separately.
 const MAX_SPLIT_ROWS: usize = 16;
 
-/// What every row sees.
+/// The cells that each row sees.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionRows<'a> {
-    /// The cells of each sequence in position order, one sequence after the other. With a window the list of a
-    /// sequence begins at a multiple of its [`window_span`] (positions that lie before those seen repeat a cell
-    /// that is).
+    /// The cells of each sequence in position order, one sequence after the other. With a window, the list of a
+    /// sequence begins at a multiple of its [`window_span`]; positions before those that the rows see repeat one of the
+    /// cells that they see.
     pub cells: &'a [u32],
-    /// One per query row. Rows of one sequence that follow each other share work.
+    /// One entry per query row. Consecutive rows of one sequence share work.
     pub rows: &'a [AttentionRow],
-    /// The sliding window that the rows keep to; None: they see everything before them.
+    /// The sliding window of the rows; `None` if they see everything before them.
     pub window: Option<usize>,
 }
 
 /// A row sees `cells[start + n_hidden..start + n_visible]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AttentionRow {
-    /// Where the row's sequence begins in the list of cells.
+    /// Where the list of the row's sequence begins in `cells`.
     pub start: u32,
-    /// Cells of the sequence's list before those that the row sees; 0 without a window.
+    /// Cells of the list before those that the row sees; 0 without a window.
     pub n_hidden: u32,
-    /// Cells of the list up to the row's own, which is the last that it sees: more than `n_hidden`.
+    /// Cells of the list up to and including the row's own, which is the last that it sees; more than `n_hidden`.
     pub n_visible: u32,
 }
 
@@ -96,20 +96,20 @@ pub struct Queries<'a> {
 /// How scores are computed.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Scoring {
-    /// Products of queries and keys are multiplied by this.
+    /// Factor of the products of queries and keys.
     pub scale: f32,
-    /// Scores beyond are bent back: `cap * tanh(score / cap)`.
+    /// Soft cap: a score becomes `cap * tanh(score / cap)`.
     pub soft_cap: Option<f32>,
 }
 
-/// Cells of a span where a window of this many positions moves over a sequence: a power of two of blocks, so
-/// that a window, and some rows more, touch at most 16 spans.
+/// Number of cells in a span with a sliding window of this many positions: a power of two of blocks, chosen so that
+/// a window plus some rows touch at most 16 spans.
 pub fn window_span(window: usize) -> usize {
     BLOCK * window.div_ceil(BLOCK * MAX_SPANS / 2).next_power_of_two()
 }
 
 impl AttentionRow {
-    /// Cells of the list up to the row's own.
+    /// Cells of the list up to and including the row's own.
     fn n(self) -> usize {
         self.n_visible as usize
     }
@@ -121,7 +121,7 @@ impl AttentionRow {
 }
 
 impl AttentionRows<'_> {
-    /// Cells of a span of `row`: whole blocks, a power of two of them.
+    /// Cells in a span of `row`: a power of two of whole blocks.
     fn span_len(&self, row: AttentionRow) -> usize {
         match self.window {
             Some(window) => window_span(window),
@@ -129,7 +129,7 @@ impl AttentionRows<'_> {
         }
     }
 
-    /// The spans of its list that `row` sees.
+    /// The spans of the list that contain cells `row` sees.
     fn spans(&self, row: AttentionRow) -> Range<usize> {
         let len = self.span_len(row);
         row.hidden() / len..row.n().div_ceil(len)
@@ -138,11 +138,11 @@ impl AttentionRows<'_> {
 
 /// Attention of every row over the cells that it sees.
 ///
-/// - `queries`: n rows, as many as `rows` has; query head `h` reads KV head `h / (n_heads / n_kv_heads)`
-/// - `out`: as the queries
+/// - `queries`: one row for each of `rows`; query head `h` reads KV head `h / (n_heads / n_kv_heads)`
+/// - `out`: the shape of the queries
 ///
-/// Panics if shapes disagree, a row sees nothing or a cell that is not there, there are more rows than the
-/// context's scratch is for, or `d_head` is odd or above [`MAX_D_HEAD`].
+/// Panics if shapes disagree, if a row sees no cell or one that does not exist, if there are more rows than the
+/// context's scratch has capacity for, or if `d_head` is odd or above [`MAX_D_HEAD`].
 pub fn attention(
     cx: &mut OpContext,
     queries: Queries<'_>,
@@ -155,7 +155,10 @@ pub fn attention(
         return assert!(q.is_empty() && out.is_empty(), "queries without rows");
     }
     let heads = Heads::new(q.len() / rows.rows.len(), &layer);
-    assert!(q.len() == rows.rows.len() * heads.row_len() && out.len() == q.len(), "queries of another shape");
+    assert!(
+        q.len() == rows.rows.len() * heads.row_len() && out.len() == q.len(),
+        "queries or output of wrong shape"
+    );
     match layer.dtype {
         KvDType::Float32 => {
             let (k, v) = (layer.k.as_slice::<f32>(), layer.v.as_slice());
@@ -193,23 +196,23 @@ impl Heads {
         heads
     }
 
-    /// Elements of a query row.
+    /// Elements in a query row.
     fn row_len(self) -> usize {
         self.n_heads * self.d_head
     }
 
-    /// Query heads that read one kv head.
+    /// Query heads that read one KV head.
     fn group(self) -> usize {
         self.n_heads / self.n_kv_heads
     }
 
-    /// Items of a chunk, all spans together.
+    /// Items per chunk, without splitting by spans.
     fn items(self) -> usize {
         self.n_kv_heads * self.group().div_ceil(MAX_ITEM_HEADS)
     }
 }
 
-/// One call.
+/// One call of the op.
 #[derive(Clone, Copy)]
 struct Job<'a, T> {
     q: &'a [f32],
@@ -220,7 +223,7 @@ struct Job<'a, T> {
     rows: AttentionRows<'a>,
 }
 
-/// Computes all items on the pool, and merges the spans if they were computed apart.
+/// Computes all items on the pool, and merges the spans if they were computed separately.
 fn run<T: KvElement>(cx: &mut OpContext, job: &Job<'_, T>, out: &mut [f32]) {
     let isa = cx.kernels.proof();
     let Scratch { areas, chunks, partials, max_rows } = &mut cx.attention;
@@ -242,7 +245,7 @@ fn run<T: KvElement>(cx: &mut OpContext, job: &Job<'_, T>, out: &mut [f32]) {
         let take = || queue.take().map(|units| units.start);
         let (mut taken, mut is_first) = (take(), true);
         while let Some(unit) = taken {
-            // Taken early, so that its first keys can be fetched meanwhile.
+            // Taken before the current item is computed, so that its first keys can be prefetched meanwhile.
             taken = take();
             let n_items = cutting.n_items(job.heads, unit);
             for number in 0..n_items {
@@ -262,28 +265,28 @@ fn run<T: KvElement>(cx: &mut OpContext, job: &Job<'_, T>, out: &mut [f32]) {
     }
 }
 
-/// How the work of a call is handed out: in units of one item, or of all items of a chunk.
+/// How the work of a call is distributed: in units of one item, or of all items of a chunk.
 #[derive(Clone, Copy)]
 struct Cutting<'a> {
     chunks: &'a [Chunk],
-    /// Into how many spans items are cut; 1: not at all.
+    /// Number of spans into which items are cut; 1 if they are not cut.
     n_spans: usize,
     by_chunk: bool,
 }
 
 impl Cutting<'_> {
-    /// Units to hand out.
+    /// Number of units to distribute.
     fn n_units(&self, heads: Heads) -> usize {
         self.chunks.len() * if self.by_chunk { 1 } else { heads.items() * self.n_spans }
     }
 
-    /// True if all heads of unit `unit`, a single row, are one item: their keys and values lie side by side.
+    /// True if all heads of unit `unit`, a single row, are one item: their keys and values are contiguous.
     fn is_one_item(&self, heads: Heads, unit: usize) -> bool {
         let has_room = heads.group() <= MAX_ITEM_HEADS && heads.n_heads <= MAX_ITEM_ROWS;
         self.by_chunk && has_room && self.chunks[unit].n == 1
     }
 
-    /// Items of unit `unit`.
+    /// Items in unit `unit`.
     fn n_items(&self, heads: Heads, unit: usize) -> usize {
         if !self.by_chunk || self.is_one_item(heads, unit) { 1 } else { heads.items() }
     }
@@ -304,8 +307,8 @@ impl Cutting<'_> {
     }
 }
 
-/// Cuts the rows into chunks, longest work first. Returns into how many spans items are cut besides: 1 is not
-/// at all. Decides about time only.
+/// Cuts the rows into chunks, longest work first. Returns the number of spans into which items are also cut; 1 if they
+/// are not cut. The choice only affects the speed.
 fn cut<T>(job: &Job<'_, T>, n_threads: usize, n_partials: usize, chunks: &mut Vec<Chunk>) -> usize {
     let rows = job.rows.rows;
     let n_items = rows.len() * job.heads.items();
@@ -321,7 +324,7 @@ fn cut<T>(job: &Job<'_, T>, n_threads: usize, n_partials: usize, chunks: &mut Ve
     if split { n_spans } else { 1 }
 }
 
-/// Numbers that hold the spans of one row.
+/// Numbers in the partial results of one row.
 fn partials_of_row(heads: Heads) -> usize {
     heads.n_heads * MAX_SPANS * (heads.d_head + STATE)
 }

@@ -1,29 +1,29 @@
-//! The gate of a feed-forward block: y[t, f] = G(gate[t, f]) * up[t, f]. Meaning: `ops/reference/swiglu.rs` and
+//! The gate of a feed-forward block: y[t, f] = G(gate[t, f]) * up[t, f]. Reference: `ops/reference/swiglu.rs` and
 //! `ops/reference/geglu.rs`.
 //!
-//! Gate and up are one product whose panels of 32 outputs hold 16 of each, so `linear_gated` finds both in one tile.
+//! Gate and up are one product. Its panels of 32 outputs have 16 of each, so that `linear_gated` has both in one tile.
 //!
-//! silu(g) = g / (1 + e^-g): relative error below 6e-7 (e^-g: 2e-7; sum, quotient and product round once each); -0
-//! instead of a denormal below g = -88.73. gelu by its tanh form, x/2 (1 + tanh u), is x / (1 + e^-2u), which has no
-//! cancellation: with u = sqrt(2/pi) (x + 0.044715 x^3), the exponent is x (a + b x^2).
+//! silu(g) = g / (1 + e^-g) has a relative error below 6e-7 (e^-g: 2e-7; sum, quotient and product round once each).
+//! Below g = -88.73 it is -0 instead of a denormal. gelu in its tanh form, x/2 (1 + tanh u), equals x / (1 + e^-2u),
+//! which has no cancellation. With u = sqrt(2/pi) (x + 0.044715 x^3), the exponent is x (a + b x^2).
 
 use super::isa::lanes::{Lanes, exp};
 use crate::ops::packed::PANEL;
 
-/// Columns of gate, then of up, in one panel of the interleaved matrix.
+/// Columns of gate, and of up, in one panel of the interleaved matrix.
 pub(super) const HALF_PANEL: usize = PANEL / 2;
 
 /// -2 sqrt(2/pi)
 const GELU_A: f32 = -1.595_769_2;
-/// 0.044715 times that
+/// 0.044715 times [`GELU_A`]
 const GELU_B: f32 = -0.071_354_814;
 
-/// Rows of the interleaved gate-and-up matrix for `d_ff` features: both padded to whole half panels.
+/// Rows of the interleaved gate-and-up matrix for `d_ff` features, both padded to whole half panels.
 pub const fn gate_up_rows(d_ff: usize) -> usize {
     2 * d_ff.next_multiple_of(HALF_PANEL)
 }
 
-/// What row `n < gate_up_rows(d_ff)` of the interleaved matrix holds: row `.1` of up if `.0`, else of gate;
+/// The source of row `n < gate_up_rows(d_ff)` of the interleaved matrix: row `.1` of up if `.0`, of gate otherwise;
 /// `None` for padding (a row of zeros).
 pub fn gate_up_row(d_ff: usize, n: usize) -> Option<(bool, usize)> {
     let (panel, c) = (n / PANEL, n % PANEL);
@@ -31,7 +31,7 @@ pub fn gate_up_row(d_ff: usize, n: usize) -> Option<(bool, usize)> {
     (row < d_ff).then_some((c >= HALF_PANEL, row))
 }
 
-/// What a gate goes through.
+/// The activation function of a gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Gate {
     /// x / (1 + e^-x)
@@ -41,7 +41,7 @@ pub enum Gate {
 }
 
 impl Gate {
-    /// Puts the products into the first half of each row of sums, which holds gates, then ups.
+    /// Writes the products to the first half of each row of sums, which has the gates, then the ups.
     #[inline(always)]
     pub(super) fn apply<L: Lanes>(self, lanes: L, rows: &mut [[f32; PANEL]]) {
         match self {
@@ -52,7 +52,7 @@ impl Gate {
 }
 
 trait Function {
-    /// Of `N` gates.
+    /// Applies the function to `N` gates.
     fn of<L: Lanes>(lanes: L, x: L::F) -> L::F;
 }
 

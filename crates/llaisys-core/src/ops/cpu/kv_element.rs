@@ -1,4 +1,4 @@
-//! Element types of the KV tensors, as kernels read and write them.
+//! Element types of the KV tensors, with the operations that kernels read and write them with.
 
 #![allow(unsafe_code, reason = "views words as their halves")]
 
@@ -6,44 +6,45 @@ use super::isa::lanes::Lanes;
 use crate::tensor::Plain;
 use half::f16;
 
-/// f32, f16, the bits of bf16, or i8. Conversion to f32 is exact; an i8 counts times its head's scale.
+/// f32, f16, the bits of bf16, or i8. Conversion to f32 is exact. The value of an i8 is the number times its head's
+/// scale.
 ///
-/// Products are of words of 32 bits: one f32 (f32, f16), or two bf16 (bf16, and i8, all of which bf16 holds).
+/// Products work on words of 32 bits: one f32 (f32, f16), or two bf16 (bf16, and i8, which bf16 represents exactly).
 pub(super) trait KvElement: Plain + Send + Sync {
-    /// Elements that a head has besides its numbers: an f32 scale, behind them; 0 without one.
+    /// Elements of a head besides its numbers: an f32 scale after them, or 0 for types without one.
     const SCALE: usize = 0;
     /// Elements in a word.
     const PER_WORD: usize;
 
-    /// The first `min(N, len)` elements, then zeros.
+    /// Loads the first `min(N, len)` elements, then zeros.
     fn load_first<L: Lanes>(lanes: L, x: &[Self]) -> L::F;
     /// Writes the first `min(N, len)` elements, rounded to nearest even.
     fn store_first<L: Lanes>(lanes: L, v: L::F, out: &mut [Self]);
-    /// The first `N` words, not numbers yet; panics if there are fewer elements.
+    /// Loads the first `N` words without conversion. Panics if there are fewer elements.
     fn load_words<L: Lanes>(lanes: L, x: &[Self]) -> L::F;
-    /// The first `min(N, len / PER_WORD)` words, then zeros.
+    /// Loads the first `min(N, len / PER_WORD)` words, then zeros.
     fn load_words_first<L: Lanes>(lanes: L, x: &[Self]) -> L::F;
-    /// Rounds the first `n` of `words`, which are numbers, to the words' type, in place: they then fill the first
+    /// Rounds the first `n` of `words`, which are numbers, to the words' type in place. They then fill the first
     /// `n / PER_WORD` words (n even).
     fn round<L: Lanes>(lanes: L, words: &mut [f32], n: usize);
-    /// `acc + a * b`, for each element of the words.
+    /// `acc + a * b` for each element of the words.
     fn dot<L: Lanes>(lanes: L, a: L::F, b: L::F, acc: L::F) -> L::F;
     /// Number `j` of rounded `words`.
     fn number(words: &[f32], j: usize) -> f32;
     /// The words whose elements are the first `min(N, len)` of each of `PER_WORD` rows.
     fn zip_first<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> L::F;
-    /// As `zip_first`, of `2 N` elements: two vectors.
+    /// The first `2 N` elements of each row as two vectors of [`KvElement::zip_first`].
     fn zip_two<L: Lanes>(lanes: L, rows: [&[Self]; 2]) -> [L::F; 2];
-    /// As numbers, element `which` of each word.
+    /// Element `which` of each word, as a number.
     fn pick<L: Lanes>(lanes: L, words: L::F, which: usize) -> L::F;
 
-    /// By what the elements of a head are multiplied; `head` is the head with its scale.
+    /// The factor of the elements of a head; `head` includes its scale.
     #[inline(always)]
     fn scale(_head: &[Self]) -> f32 {
         1.0
     }
 
-    /// A stored head as numbers.
+    /// Loads a stored head as numbers.
     ///
     /// - `head`: `[d + SCALE]`; `out`: `[d]`
     #[inline(always)]
@@ -196,7 +197,7 @@ impl KvElement for u16 {
     #[inline(always)]
     fn round<L: Lanes>(lanes: L, words: &mut [f32], n: usize) {
         for at in (0..n).step_by(L::N) {
-            // Two bytes a number are written after four were read, so never over what is still to be read.
+            // A number is 2 bytes after it is rounded and 4 bytes before, so no write passes the reads.
             let numbers = lanes.load_first(&words[at..n]);
             lanes.store_bf16_first(numbers, &mut halves(words)[at..n]);
         }
@@ -287,7 +288,7 @@ impl KvElement for i8 {
 
     #[inline(always)]
     fn scale(head: &[Self]) -> f32 {
-        let [.., a, b, c, d] = head else { unreachable!("a head has its scale behind it") };
+        let [.., a, b, c, d] = head else { unreachable!("a head ends with its scale") };
         f32::from_le_bytes([*a, *b, *c, *d].map(|byte| byte as u8))
     }
 
@@ -299,7 +300,7 @@ impl KvElement for i8 {
         for x in x.chunks(L::N) {
             let x = lanes.load_first(x);
             largest = lanes.max(largest, lanes.max(x, lanes.sub(zero, x)));
-            // 0, or NaN: the maximum may have lost one.
+            // The sum is 0, or NaN if a number is not finite: the maximum may have dropped a NaN.
             not_finite = lanes.add(not_finite, lanes.mul(x, zero));
         }
         let scale = lanes.largest(largest) / 127.0 + lanes.sum(not_finite);
@@ -307,7 +308,8 @@ impl KvElement for i8 {
         let (divisor, most) = (lanes.splat(if scale > 0.0 { scale } else { 1.0 }), lanes.splat(127.0));
         for (x, out) in x.chunks(L::N).zip(elements.chunks_mut(L::N)) {
             let x = lanes.div(lanes.load_first(x), divisor);
-            // A scale that is denormal may be too small by half; beside one that is NaN, elements mean nothing.
+            // A denormal scale may be too small by half, so elements are clamped. If the scale is NaN, elements do not
+            // matter.
             let x = lanes.min(lanes.max(x, lanes.sub(zero, most)), most);
             Self::store_first(lanes, x, out);
         }
@@ -315,7 +317,7 @@ impl KvElement for i8 {
     }
 }
 
-/// The same memory as halves of its words.
+/// The same memory, viewed as the halves of its words.
 #[inline(always)]
 fn halves(words: &mut [f32]) -> &mut [u16] {
     // SAFETY: the same bytes, borrowed for as long; u16 needs less alignment, and both types take any bits.

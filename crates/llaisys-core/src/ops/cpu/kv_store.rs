@@ -1,4 +1,4 @@
-//! `kv_store`: the new rows' keys and values into their cells. Meaning: `ops/reference/kv_store.rs`.
+//! `kv_store`: writes the new rows' keys and values to their cells. Reference: `ops/reference/kv_store.rs`.
 
 #![allow(unsafe_code, reason = "workers write disjoint heads of one tensor")]
 
@@ -12,17 +12,17 @@ use crate::threads::{Disjoint, DisjointWriter, share};
 use half::f16;
 use std::ops::Range;
 
-/// `K[cells[t]] = k[t]`, `V[cells[t]] = v[t]`, rounded to the stored type (nearest, ties to even); int8 by the largest
-/// number of each head, as [`KvDType::Int8`] says.
+/// `K[cells[t]] = k[t]`, `V[cells[t]] = v[t]`, rounded to the stored type (to nearest, ties to even). For int8 the
+/// largest number of each head determines its scale, as described at [`KvDType::Int8`].
 ///
-/// - `cells`: `[n]`; `k`, `v`: `[n, n_kv_heads, d_head]`; of a cell named twice the last row stays
+/// - `cells`: `[n]`; `k`, `v`: `[n, n_kv_heads, d_head]`; the last row wins if a cell occurs twice
 ///
-/// Panics if shapes disagree or a cell is not there.
+/// Panics if shapes disagree or a cell does not exist.
 pub fn kv_store(cx: &OpContext, layer: KvLayerMut<'_>, cells: &[u32], k: &[f32], v: &[f32]) {
     let heads = KvHeads { n_heads: layer.n_kv_heads, d: layer.d_head };
     assert!(
         k.len() == cells.len() * heads.n_heads * heads.d && v.len() == k.len(),
-        "keys or values of another shape"
+        "keys or values of wrong shape"
     );
     let KvLayerMut { k: to_k, v: to_v, .. } = layer;
     match layer.dtype {
@@ -47,8 +47,8 @@ struct KvHeads {
     d: usize,
 }
 
-/// Splits the work by tensor and head, never by cells: so two threads write different elements whatever cells are
-/// named.
+/// Splits the work by tensor and head, never by cells. Two threads therefore write different elements even if a cell
+/// occurs twice.
 fn store<T: KvElement>(cx: &OpContext, cells: &[u32], heads: KvHeads, pairs: [(&[f32], &mut [T]); 2]) {
     let KvHeads { n_heads, d } = heads;
     let isa = cx.kernels.proof();
@@ -72,13 +72,13 @@ fn store<T: KvElement>(cx: &OpContext, cells: &[u32], heads: KvHeads, pairs: [(&
     });
 }
 
-/// Some heads of every row of one tensor.
+/// A range of heads of every row of one tensor.
 struct HeadsOf<'a, T> {
     cells: &'a [u32],
     rows: &'a [f32],
     /// Heads of a row and of a cell.
     n_heads: usize,
-    /// Numbers of a head.
+    /// Elements of a head.
     d: usize,
     heads: Range<usize>,
     out: DisjointWriter<'a, T>,

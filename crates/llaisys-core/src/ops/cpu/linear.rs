@@ -1,8 +1,8 @@
-//! `linear`: products with packed weights. Meaning: `ops/reference/linear.rs`.
+//! `linear`: products with packed weights. Reference: `ops/reference/linear.rs`.
 //!
-//! One sum per output runs over k in ascending order, whatever the number of rows. So a row's result is bitwise the
-//! same alone, in any batch, and on any number of threads (on one instruction set). Work is cut by panels of 32
-//! outputs; many rows are cut as well, so that a thread's inputs stay in its own cache while panels pass by.
+//! One sum per output runs over k in ascending order, whatever the number of rows. On one instruction set a row's
+//! result therefore has the same bits alone, in any batch, and on any number of threads. Work is cut by panels of 32
+//! outputs. Many rows are cut as well, so that a thread's inputs stay in its own cache while it passes over the panels.
 
 #![allow(unsafe_code, reason = "workers write disjoint columns of one product")]
 
@@ -33,32 +33,32 @@ use std::ops::Range;
 
 pub use pruned_argmax::{PrunedArgmaxScratch, pruned_argmax};
 
-/// Matrices of one call at most: query, key, value, and one to spare.
+/// The most matrices in one call: query, key, value, and one to spare.
 const MAX_PARTS: usize = 4;
-/// Rows from which panels are handed out in chunks; below, the weights' stream is all that counts, and each
-/// thread gets one.
+/// Rows from which panels are distributed in chunks. With fewer, only the stream of the weights matters, and each
+/// thread gets one contiguous share.
 const DYNAMIC_ROWS: usize = 32;
-/// Rows from which each thread has rows of its own, and all threads read all panels: inputs no longer fit a core's
-/// second-level cache, and panels cost little beside the products.
+/// Rows from which each thread has its own rows and all threads read all panels. From here on inputs no longer fit a
+/// core's second-level cache, and reading the panels costs little compared with the products.
 const SPLIT_ROWS: usize = 64;
-/// Chunks a thread gets on average.
+/// Average number of chunks per thread.
 const CHUNKS_PER_THREAD: usize = 8;
-/// Chunks of panels for each part of the rows: with more, threads end closer together.
+/// Chunks of panels for each part of the rows; a larger number lets the threads end closer together.
 const CHUNKS_PER_PART: usize = 32;
-/// Rows of the highest tile of any instruction set.
+/// Rows of the largest tile of any instruction set.
 const MAX_TILE_ROWS: usize = 12;
 
 /// A kernel's result: one row of 32 outputs for each row of its block.
 #[repr(C, align(64))]
 struct Tile([[f32; PANEL]; MAX_TILE_ROWS]);
 
-/// One panel's bytes for a kernel.
+/// The bytes of one panel for a kernel.
 #[derive(Clone, Copy)]
 struct Panel<'a> {
     format: PackedFormat,
     /// The panel itself, on a 64-byte boundary.
     bytes: &'a [u8],
-    /// What to prefetch while it is multiplied.
+    /// What to prefetch during the multiplication.
     prefetch: Prefetch,
 }
 
@@ -71,7 +71,7 @@ pub struct LinearPart<'a> {
     pub bias: Option<&'a [f32]>,
 }
 
-/// One matrix of a call and where its results go.
+/// One matrix of a call, with the place of its results.
 struct Target<'a> {
     weight: &'a PackedMatrix,
     epilogue: Epilogue<'a>,
@@ -80,7 +80,7 @@ struct Target<'a> {
     n_columns: usize,
 }
 
-/// A share of the rows: of so many parts, the one of this number.
+/// A share of the rows: part `number` of `n`.
 #[derive(Clone, Copy)]
 struct Part {
     number: usize,
@@ -89,7 +89,7 @@ struct Part {
 
 /// `outs[i] = x W_i^T + b_i` for every part, in one region of the pool.
 ///
-/// - `x`: `[n, K]`, the same K for all parts; rounded to what each part's format multiplies (see `PackedFormat`)
+/// - `x`: `[n, K]`, the same K for all parts; rounded as each part's format requires (see `PackedFormat`)
 /// - `outs[i]`: `[n, N_i]`
 ///
 /// Panics if shapes disagree, if there are more than 4 parts, or `x` exceeds the context's scratch.
@@ -107,7 +107,7 @@ pub fn linear(cx: &mut OpContext, x: &[f32], parts: &[LinearPart<'_>], outs: &mu
     product(cx, x, &targets);
 }
 
-/// `y += x W^T`: a product on top of the residual.
+/// `y += x W^T`: a product added to the residual stream.
 ///
 /// - `x`: `[n, K]`, `y`: `[n, N]`
 ///
@@ -117,18 +117,18 @@ pub fn linear_add(cx: &mut OpContext, x: &[f32], weight: &PackedMatrix, y: &mut 
     product(cx, x, &[Some(Target { weight, epilogue: Epilogue::Add, out: Disjoint::new(y), n_columns })]);
 }
 
-/// `inner = G(x gate^T) * (x up^T)`, the first half of a gated feed-forward block (arXiv:2002.05202): gates and ups
-/// never reach memory.
+/// `inner = G(x gate^T) * (x up^T)`, the first half of a gated feed-forward block (arXiv:2002.05202). Gates and ups
+/// are never written to memory.
 ///
-/// - `x`: `[n, K]`; `gate_up`: `[gate_up_rows(d_ff), K]`, interleaved as [`gate_up_row`](super::gate::gate_up_row)
-///   says; `inner`: `[n, d_ff]`
+/// - `x`: `[n, K]`; `gate_up`: `[gate_up_rows(d_ff), K]`, interleaved as in [`gate_up_row`](super::gate::gate_up_row);
+///   `inner`: `[n, d_ff]`
 ///
 /// Panics as [`linear`] does.
 pub fn linear_gated(cx: &mut OpContext, x: &[f32], gate_up: &PackedMatrix, gate: Gate, inner: &mut [f32]) {
     let n_rows = x.len() / gate_up.n_columns();
     let n_columns = inner.len().checked_div(n_rows).unwrap_or(0);
     let wide = n_rows == 0 || gate_up_rows(n_columns) == gate_up.n_rows();
-    assert!(wide, "{n_columns} outputs of {} rows", gate_up.n_rows());
+    assert!(wide, "{n_columns} outputs, but gate_up has {} rows", gate_up.n_rows());
     let (epilogue, out) = (Epilogue::Gate(gate), Disjoint::new(inner));
     product(cx, x, &[Some(Target { weight: gate_up, epilogue, out, n_columns })]);
 }
@@ -152,10 +152,10 @@ fn product(cx: &mut OpContext, x: &[f32], targets: &[Option<Target<'_>>]) {
 }
 
 fn check(target: &Target<'_>, x: Rows<'_>) {
-    assert_eq!(x.n_columns, target.weight.n_columns(), "inputs of another width than the weights");
-    assert_eq!(target.out.len(), x.n_rows * target.n_columns, "outputs of another shape");
+    assert_eq!(x.n_columns, target.weight.n_columns(), "inputs and weights differ in width");
+    assert_eq!(target.out.len(), x.n_rows * target.n_columns, "output of wrong shape");
     if let Epilogue::Bias(bias) = target.epilogue {
-        assert_eq!(bias.len(), target.n_columns, "bias of another length");
+        assert_eq!(bias.len(), target.n_columns, "bias of wrong length");
     }
 }
 
@@ -170,7 +170,7 @@ fn form(isa: Isa, format: PackedFormat) -> Form {
     }
 }
 
-/// Rows of the highest tile of `isa`'s kernels that read `form`.
+/// Rows of the largest tile of `isa`'s kernels that read `form`.
 fn rows_max(isa: Isa, form: Form) -> usize {
     match (isa, form) {
         (Isa::Scalar, _) => scalar::TILE_ROWS,
@@ -189,7 +189,7 @@ fn rows_max(isa: Isa, form: Form) -> usize {
     }
 }
 
-/// All panels of one call, to be computed by the threads of a pool.
+/// All panels of one call, which the threads of a pool compute.
 struct Region<'a> {
     isa: Isa,
     activations: &'a Activations,
@@ -227,10 +227,10 @@ impl Region<'_> {
         self.targets.iter().flatten()
     }
 
-    /// Compute `panels`, numbered through all targets, for a part of the rows.
+    /// Computes `panels`, numbered through all targets, for a part of the rows.
     ///
     /// # Safety
-    /// No other thread computes one of these panels for the same part meanwhile.
+    /// No other thread may compute one of these panels for the same part at the same time.
     unsafe fn panels(&self, panels: Range<usize>, part: Part) {
         let mut tile = Tile([[0.0; PANEL]; MAX_TILE_ROWS]);
         let mut first = 0;
@@ -244,10 +244,10 @@ impl Region<'_> {
         }
     }
 
-    /// Compute one panel for a part of the rows.
+    /// Computes one panel for a part of the rows.
     ///
     /// # Safety
-    /// No other thread computes the same panel for the same part meanwhile.
+    /// No other thread may compute the same panel for the same part at the same time.
     unsafe fn panel(&self, target: &Target<'_>, p: usize, part: Part, tile: &mut Tile) {
         let weight = target.weight;
         let form = form(self.isa, weight.format());
@@ -267,7 +267,7 @@ impl Region<'_> {
                 n_rows: rows.len(),
             });
             let panel = Panel { format: weight.format(), bytes, prefetch };
-            // The outputs' lines come while the kernel works: of many rows they lie in memory.
+            // Prefetch the output's lines while the kernel runs: with many rows they are in memory, not in a cache.
             for row in rows.clone() {
                 let first = row * target.n_columns + columns.start;
                 for line in (first..first + columns.len()).step_by(64 / size_of::<f32>()) {

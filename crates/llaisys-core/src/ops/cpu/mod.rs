@@ -1,4 +1,4 @@
-//! The CPU kernels: each op once, with a body per instruction set where that pays.
+//! The CPU kernels: each op once, with a body per instruction set where that is faster.
 
 pub(super) mod activations;
 pub(super) mod add;

@@ -1,24 +1,24 @@
-//! `rms_norm`: y[t, c] = x[t, c] / sqrt(mean_c(x[t, c]^2) + eps) * w[c]. Meaning: `ops/reference/rms_norm.rs`.
+//! `rms_norm`: y[t, c] = x[t, c] / sqrt(mean_c(x[t, c]^2) + eps) * w[c]. Reference: `ops/reference/rms_norm.rs`.
 //!
-//! f32 throughout. A row's sum has 4 x N partial sums: vector i of every whole group of 4 adds to sum i, the
-//! vectors after the last whole group to sum 0. That order depends on the row's length alone.
+//! All arithmetic is f32. A row has 4 x N partial sums: vector i of every whole group of 4 is added to sum i, and the
+//! vectors after the last whole group to sum 0. The order depends only on the row's length.
 
 use super::isa::lanes::{Kernel, Lanes};
 use super::rows::for_row_runs;
 use crate::ops::OpContext;
 
-/// Root-mean-square normalization of each row, times a weight per column.
+/// Root-mean-square normalization of each row, times one weight per column.
 ///
-/// - `x`, `out`: `[n, d]`; `weight`: `[d]`, d from its length
-/// - a row whose squares overflow f32 (elements above 1e19) gives zeros, as everywhere else that sums in f32
+/// - `x`, `out`: `[n, d]`; `weight`: `[d]`, which determines d
+/// - a row whose squares overflow f32 (elements above 1e19) becomes zeros, as in other implementations with f32 sums
 ///
 /// Panics if shapes disagree. Source: arXiv:1910.07467.
 pub fn rms_norm(cx: &OpContext, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
-    assert_eq!(x.len(), out.len(), "output of another shape");
+    assert_eq!(x.len(), out.len(), "output of wrong shape");
     normalize(cx, Some(x), weight, eps, out);
 }
 
-/// [`rms_norm`] with `x` as input and output: per head it is the norm of queries and keys (`x`:
+/// [`rms_norm`] with `x` as input and output. Applied per head, it is the norm of queries and keys (`x`:
 /// `[n * heads, d_head]`).
 pub fn rms_norm_in_place(cx: &OpContext, x: &mut [f32], weight: &[f32], eps: f32) {
     normalize(cx, None, weight, eps, x);
@@ -35,7 +35,7 @@ fn normalize(cx: &OpContext, x: Option<&[f32]>, weight: &[f32], eps: f32, out: &
 }
 
 struct Norm<'a> {
-    /// `None`: `out` holds the input.
+    /// `None` if `out` has the input.
     x: Option<&'a [f32]>,
     weight: &'a [f32],
     eps: f32,

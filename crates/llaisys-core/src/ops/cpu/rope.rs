@@ -1,4 +1,4 @@
-//! `rope`: rotary positions. Meaning: `ops/reference/rope.rs`.
+//! `rope`: rotary position embedding. Reference: `ops/reference/rope.rs`.
 //!
 //! Pairs are `(i, i + d_head/2)` (half-split): (a, b) becomes (a cos - b sin, b cos + a sin), in f32.
 
@@ -10,24 +10,24 @@ use crate::ops::OpContext;
 use crate::tensor::KvLayerMut;
 use half::f16;
 
-/// The frequencies of a model's rotary positions, and how much longer its rotated rows are.
+/// The frequencies of a model's rotary position embedding, and the factor of its rotated rows.
 #[derive(Debug, Clone)]
 pub struct RopeTable {
     /// Radians per position of each pair, `[d_head / 2]`.
     frequencies: Vec<f32>,
-    /// Cosine and sine of a row are multiplied by this.
+    /// Factor of cosine and sine.
     amplitude: f32,
 }
 
 impl RopeTable {
-    /// Pair `i` turns by `theta^(-2i / d_head)` radians per position.
+    /// The standard table: pair `i` rotates by `theta^(-2i / d_head)` radians per position.
     ///
-    /// The exponent, the power and its reciprocal are each rounded to f32, as transformers computes them, so
-    /// that angles far into a context agree with the reference.
+    /// The exponent, the power and its reciprocal are each rounded to f32 as in transformers, so that angles at large
+    /// positions agree with the reference.
     ///
-    /// Panics if `d_head` is odd (refused when a model's configuration is checked).
+    /// Panics if `d_head` is odd; the check of a model's configuration rejects that before.
     pub fn new(d_head: usize, theta: f64) -> Self {
-        assert!(d_head.is_multiple_of(2), "heads of {d_head} do not split into pairs");
+        assert!(d_head.is_multiple_of(2), "d_head is {d_head}, expected an even number");
         let frequency = |i: usize| {
             let exponent = (2 * i) as f32 / d_head as f32;
             1.0 / theta.powf(f64::from(exponent)) as f32
@@ -35,8 +35,8 @@ impl RopeTable {
         Self { frequencies: (0..d_head / 2).map(frequency).collect(), amplitude: 1.0 }
     }
 
-    /// The table whose pair `i` turns by `change(i, frequency)`, rounded once, and whose rows are `amplitude`
-    /// times as long.
+    /// Returns the table whose pair `i` rotates by `change(i, frequency)`, rounded once, and whose rotated rows are
+    /// multiplied by `amplitude`.
     pub fn scaled(mut self, amplitude: f32, change: impl Fn(usize, f64) -> f64) -> Self {
         for (i, frequency) in self.frequencies.iter_mut().enumerate() {
             *frequency = change(i, f64::from(*frequency)) as f32;
@@ -45,11 +45,11 @@ impl RopeTable {
         self
     }
 
-    /// Cosine and sine of every pair's angle at each position, times the amplitude.
+    /// Computes cosine and sine of every pair's angle at each position, times the amplitude.
     ///
     /// - `positions`: `[n]`; `cos`, `sin`: `[n, d_head / 2]`
-    /// - the angle is the f32 product of position and frequency, as transformers rounds it; its cosine and sine
-    ///   are taken in f64, and they and their product with the amplitude are rounded once
+    /// - the angle is the f32 product of position and frequency, rounded as in transformers. Its cosine and sine are
+    ///   computed in f64; they and their product with the amplitude are rounded once
     ///
     /// Panics if shapes disagree.
     pub fn angles(&self, positions: &[i32], cos: &mut [f32], sin: &mut [f32]) {
@@ -59,10 +59,13 @@ impl RopeTable {
         }
     }
 
-    /// As [`RopeTable::angles`] without the amplitude; a negative position turns back.
+    /// [`RopeTable::angles`] without the amplitude; a negative position rotates backwards.
     pub fn turns(&self, positions: &[i32], cos: &mut [f32], sin: &mut [f32]) {
         let half = self.frequencies.len();
-        assert!(cos.len() == positions.len() * half && sin.len() == cos.len(), "angles of another shape");
+        assert!(
+            cos.len() == positions.len() * half && sin.len() == cos.len(),
+            "cosines or sines of wrong shape"
+        );
         let rows = cos.chunks_exact_mut(half).zip(sin.chunks_exact_mut(half));
         for (position, (cos, sin)) in positions.iter().zip(rows) {
             for ((frequency, cos), sin) in self.frequencies.iter().zip(cos).zip(sin) {
@@ -77,7 +80,7 @@ impl RopeTable {
 ///
 /// - `x`: `[n, n_heads, d_head]`; `cos`, `sin`: `[n, d_head / 2]` from [`RopeTable::angles`]
 ///
-/// Panics if shapes disagree. Source: arXiv:2104.09864; the half-split order is the checkpoints'.
+/// Panics if shapes disagree. Source: arXiv:2104.09864; checkpoints store pairs in the half-split order.
 pub fn rope(cx: &OpContext, x: &mut [f32], d_head: usize, cos: &[f32], sin: &[f32]) {
     let half = d_head / 2;
     let n = cos.len() / half;
@@ -86,7 +89,7 @@ pub fn rope(cx: &OpContext, x: &mut [f32], d_head: usize, cos: &[f32], sin: &[f3
     }
     let row_len = x.len() / n;
     let whole = x.len() == n * row_len && row_len.is_multiple_of(d_head);
-    assert!(whole && cos.len() == n * half && sin.len() == cos.len(), "angles of another shape");
+    assert!(whole && cos.len() == n * half && sin.len() == cos.len(), "cosines or sines of wrong shape");
     let isa = cx.kernels.proof();
     for_row_runs(&cx.pool, x, row_len, &|first, x| {
         let (cos, sin) = (&cos[first * half..], &sin[first * half..]);
@@ -94,25 +97,25 @@ pub fn rope(cx: &OpContext, x: &mut [f32], d_head: usize, cos: &[f32], sin: &[f3
     });
 }
 
-/// Turns the stored keys of `cells` by `delta` positions: `seq_add` has moved them.
+/// Rotates the stored keys of `cells` by `delta` positions, after `seq_add` has moved them.
 ///
-/// Each key is rotated in f32 and stored again (f16, bf16: rounded to nearest even, so repeated shifts drift by half
-/// a unit in the last place each; int8: with a new scale, of at most sqrt 2 times the old one, of which each shift may
-/// add half to an element's error; values do not depend on positions and stay).
+/// Each key is rotated in f32 and stored again, which rounds it. With f16 and bf16 each shift rounds to nearest even
+/// and adds up to half a unit in the last place. With int8 the key gets a new scale, at most sqrt 2 times the old one,
+/// and each shift may add half of it to an element's error. Values do not depend on positions and are unchanged.
 ///
-/// - `cells`: `[n]`, a cell named twice turns twice
+/// - `cells`: `[n]`; a cell that occurs twice is rotated twice
 ///
-/// Panics if the table is for other heads, if heads exceed [`MAX_D_HEAD`](super::attention::MAX_D_HEAD) or if a
-/// cell is not there.
+/// Panics if the table has another `d_head`, if `d_head` exceeds [`MAX_D_HEAD`](super::attention::MAX_D_HEAD), or if a
+/// cell does not exist.
 pub fn rope_shift(cx: &OpContext, layer: KvLayerMut<'_>, cells: &[u32], delta: i32, table: &RopeTable) {
     let half = table.frequencies.len();
-    assert_eq!(layer.d_head, 2 * half, "table for other heads");
+    assert_eq!(layer.d_head, 2 * half, "the table has another d_head");
     let (mut cos, mut sin) = ([0.0; MAX_HALF], [0.0; MAX_HALF]);
     let (cos, sin) = (&mut cos[..half], &mut sin[..half]);
-    // The stored keys have the amplitude.
+    // The stored keys already include the amplitude.
     table.turns(&[delta], cos, sin);
     let n_heads = layer.n_kv_heads;
-    // On the calling thread: shifts are rare, and nothing here says that all cells differ.
+    // On the calling thread: shifts are rare, and `cells` may repeat a cell.
     let isa = cx.kernels.proof();
     match layer.dtype {
         KvDType::Float32 => {
@@ -159,7 +162,7 @@ impl Kernel for Rotate<'_> {
 
 struct Shift<'a, T> {
     keys: &'a mut [T],
-    /// Of a cell.
+    /// Heads of a cell.
     n_heads: usize,
     cells: &'a [u32],
     cos: &'a [f32],

@@ -1,10 +1,10 @@
-//! `route`: which experts compute a token, and with what weights. Meaning: `ops/reference/route.rs`.
+//! `route`: selects the experts of each token, and their weights. Reference: `ops/reference/route.rs`.
 //!
-//! A row is few numbers beside its matrices, so plain loops in f32 and on the calling thread.
+//! A row of logits is small compared with the experts' matrices, so plain f32 loops on the calling thread are enough.
 
 use std::cmp::Ordering;
 
-/// The experts of some rows, in memory that is kept from layer to layer.
+/// The experts of some rows. Its memory is reused from layer to layer.
 #[derive(Debug, Default)]
 pub struct Routes {
     /// Chosen experts, `[n, n_used]`, ascending.
@@ -23,10 +23,10 @@ impl Routes {
     }
 }
 
-/// Chooses for each row the `n_used` experts with the largest logits, of equal ones those with lower numbers.
-/// Their weights are the softmax over all experts, divided by their sum if `normalize`.
+/// Selects for each row the `n_used` experts with the largest logits; of equal ones those with lower numbers. Their
+/// weights are the softmax over all experts, divided by their sum if `normalize`.
 ///
-/// - `logits`: `[n, n_experts]`, n_experts at least `n_used`; NaN is chosen last
+/// - `logits`: `[n, n_experts]`, with `n_experts` at least `n_used`; NaN is selected last
 ///
 /// Source: arXiv:2401.04088.
 pub fn route(logits: &[f32], n_experts: usize, n_used: usize, normalize: bool, routes: &mut Routes) {

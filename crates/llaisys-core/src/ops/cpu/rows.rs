@@ -2,11 +2,11 @@
 
 use crate::threads::Pool;
 
-/// Elements above which rows are spread over the threads; below, a region costs more than it saves.
+/// Elements from which rows are spread over the threads; with fewer, a region costs more than it saves.
 pub(super) const PARALLEL_ELEMENTS: usize = 1 << 14;
 
-/// Calls `job(first_row, rows)` on runs of whole rows that together are `out`, each run on one thread. How the
-/// rows are cut changes nothing but the time: a row is computed alone.
+/// Calls `job(first_row, rows)` on groups of consecutive rows that together are `out`, each on one thread. The cuts
+/// only affect the speed, because each row is computed independently.
 pub(super) fn for_row_runs(
     pool: &Pool,
     out: &mut [f32],

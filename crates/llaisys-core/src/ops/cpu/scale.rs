@@ -1,4 +1,4 @@
-//! `scale`: x[i] = x[i] * factor. Meaning: `ops/reference/scale.rs`.
+//! `scale`: x[i] = x[i] * factor. Reference: `ops/reference/scale.rs`.
 
 use super::rows::for_row_runs;
 use crate::ops::OpContext;

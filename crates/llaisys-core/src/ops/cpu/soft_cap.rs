@@ -1,10 +1,10 @@
-//! `soft_cap`: x[i] = cap * tanh(x[i] / cap). Meaning: `ops/reference/soft_cap.rs`.
+//! `soft_cap`: x[i] = cap * tanh(x[i] / cap). Reference: `ops/reference/soft_cap.rs`.
 
 use super::isa::lanes::{Kernel, Lanes, tanh};
 use super::rows::for_row_runs;
 use crate::ops::OpContext;
 
-/// Keeps numbers within -cap..cap, those near zero as they are.
+/// Limits numbers smoothly to -cap..cap; numbers near zero hardly change.
 ///
 /// - `x`: any shape. Source: Gemma 2, arXiv:2408.00118.
 pub fn soft_cap(cx: &OpContext, x: &mut [f32], cap: f32) {
@@ -12,7 +12,7 @@ pub fn soft_cap(cx: &OpContext, x: &mut [f32], cap: f32) {
     for_row_runs(&cx.pool, x, 1, &|_, x| isa.run(Cap { x, cap }));
 }
 
-/// [`soft_cap`] of a slice, as part of another kernel.
+/// [`soft_cap`] of a slice, for use in other kernels.
 pub(super) struct Cap<'a> {
     pub(super) x: &'a mut [f32],
     pub(super) cap: f32,

@@ -1,4 +1,4 @@
-//! Stored rows into panels.
+//! Packing of stored rows into panels.
 
 use super::pages::use_huge_pages;
 use super::{PANEL, PackedFormat, PackedMatrix};
@@ -10,16 +10,16 @@ use crate::threads::Pool;
 use half::{bf16, f16};
 use std::ops::Range;
 
-/// The stored row of an output; `None` past the last output.
+/// Returns the stored row of an output; `None` past the last output.
 type Source<'a> = &'a (dyn Fn(usize) -> Option<RowView<'a>> + Sync);
 
-/// The panels `at` of a buffer, which are zero.
+/// The panels `at` of a buffer; they are zero before.
 pub(super) struct Panels<'a> {
     pub(super) panels: &'a mut AlignedBuf,
     pub(super) at: Range<usize>,
 }
 
-/// Fill the panels of `target` from `source`, spread over the threads of `pool`.
+/// Fills the panels of `target` from `source`, spread over the threads of `pool`.
 pub(super) fn fill(
     pool: &Pool,
     format: PackedFormat,
@@ -68,7 +68,7 @@ pub(super) fn fill(
                         assert_eq!(
                             format,
                             PackedFormat::Q8_0,
-                            "a grouped format takes its own block types only"
+                            "a grouped format accepts its own block types only"
                         );
                         let mut values = vec![0.0; n_columns];
                         dequantize_row(row, &mut values);
@@ -89,7 +89,7 @@ fn put_f32(panel: &mut [f32], c: usize, values: &[f32]) {
     }
 }
 
-/// Writes column `c` of a BF16 panel, rounding to nearest even.
+/// Writes column `c` of a BF16 panel, rounded to nearest even.
 fn put_bf16(panel: &mut [u16], c: usize, values: &[f32]) {
     for (line, pair) in panel.chunks_exact_mut(2 * PANEL).zip(values.chunks(2)) {
         for (slot, &value) in line[2 * c..].iter_mut().zip(pair) {
@@ -98,10 +98,10 @@ fn put_bf16(panel: &mut [u16], c: usize, values: &[f32]) {
     }
 }
 
-/// Writes column `c` of a grouped panel from a row of a type that the format is made for. The integers of the
-/// column are zero before.
+/// Writes column `c` of a grouped panel from a row of a type that the format stores. The integers of the column
+/// are zero before.
 fn put_blocks(format: PackedFormat, n_columns: usize, panel: &mut [u8], c: usize, row: RowView<'_>) {
-    assert_eq!(PackedFormat::of(row.dtype), format, "a grouped format takes its own block types only");
+    assert_eq!(PackedFormat::of(row.dtype), format, "a grouped format accepts its own block types only");
     assert_eq!(row.dtype.bytes_of(n_columns), Some(row.bytes.len()), "row of another length");
     Block::for_each(row, |g, block| put_block(format, panel, g, c, block));
 }
@@ -120,7 +120,7 @@ fn put_block(format: PackedFormat, panel: &mut [u8], g: usize, c: usize, block: 
     put_integers(format, integers, c, &block.q);
 }
 
-/// Writes column `c` of a panel from a fitted row. The integers of the column are zero before.
+/// Writes column `c` of a panel from a quantized row. The integers of the column are zero before.
 fn put_quantized(format: PackedFormat, panel: &mut [u8], c: usize, row: &QuantizedRow) {
     let groups = panel.chunks_exact_mut(format.group_bytes());
     for (group, fitted) in groups.zip(&row.groups) {
@@ -151,7 +151,7 @@ fn put_f16(header: &mut [u8], line: usize, c: usize, value: f32) {
     header[at..at + 2].copy_from_slice(&f16::from_f32(value).to_le_bytes());
 }
 
-/// The parts in which an integer is stored: the lowest bit of each and how many bits it has.
+/// The parts in which an integer is stored: the lowest bit of each and its number of bits.
 pub(super) fn digits(format: PackedFormat) -> impl Iterator<Item = (usize, usize)> {
     let whole = match format.bits() {
         8 => 8,
@@ -162,8 +162,8 @@ pub(super) fn digits(format: PackedFormat) -> impl Iterator<Item = (usize, usize
     (whole > 0).then_some((0, whole)).into_iter().chain(planes)
 }
 
-/// Where the part of an integer that starts at bit `low` lies, of element `i` of column `c`, in a group's
-/// integers: its byte, and the bits below it there.
+/// The place of one part of an integer in a group's integers: its byte, and the number of bits below it in that byte.
+/// The part starts at bit `low` of element `i` of column `c`.
 pub(super) const fn digit_place(format: PackedFormat, low: usize, c: usize, i: usize) -> (usize, usize) {
     const LINE: usize = 4 * PANEL;
     let at = c * 4 + i % 4;
@@ -178,12 +178,15 @@ pub(super) const fn digit_place(format: PackedFormat, low: usize, c: usize, i: u
 type RowCallback<'a, T> = dyn Fn(&mut T, usize, &[f32], &[f32]) + Sync + 'a;
 
 impl PackedMatrix {
-    /// A copy in Q8_0, its panels in parallel: each group of 32 rounded to nearest with the scale that reaches its
-    /// farthest number. Calls `on_row(of_panel, c, row, copied)` with each row, what was made of it, and the panel's entry
-    /// of `of_panels`, of whose outputs it is number `c`. What is not finite, or too large for the scale, becomes
-    /// anything.
+    /// Returns a copy in Q8_0, computed by panels in parallel: each group of 32 is rounded to nearest with the scale
+    /// that covers its largest magnitude.
     ///
-    /// Errors: [`DeviceError::Allocation`]. Panics if [`Self::can_pack`] says no, or there is another number of panels.
+    /// Calls `on_row(of_panel, c, row, copied)` for each row, with the row, its copy, the entry of its panel in
+    /// `of_panels`, and its column `c` in the panel. Values that are not finite, or too large for the scale, have
+    /// unspecified copies.
+    ///
+    /// Errors: [`DeviceError::Allocation`]. Panics if [`Self::can_pack`] is false, or `of_panels` has another length
+    /// than the number of panels.
     pub(crate) fn to_q8_0<T: Send>(
         &self,
         pool: &Pool,
@@ -217,11 +220,11 @@ impl PackedMatrix {
         Ok(Self { format, n_rows, n_columns, panels })
     }
 
-    /// Writes new values into rows (outputs) `rows`, in order: `values` is `[rows.len(), n_columns]`, rounded to
-    /// the matrix's format.
+    /// Overwrites rows (outputs) `rows`, in order. `values` is `[rows.len(), n_columns]`, rounded to the matrix's
+    /// format.
     ///
-    /// Panics if the format is grouped, a row is not there or the lengths disagree: the context has refused
-    /// such a replacement before.
+    /// Panics if the format is grouped, a row does not exist or the lengths disagree: the context rejects such a
+    /// replacement before.
     pub fn repack_rows(&mut self, rows: &[usize], values: &[f32]) {
         let (n_columns, n_bytes) = (self.n_columns, self.panel_bytes());
         assert_eq!(values.len(), rows.len() * n_columns, "values of another shape");

@@ -1,16 +1,16 @@
 //! Huge pages for weights.
 //!
-//! A decode step reads every weight once, so each 4 KiB page costs a walk of the page tables; under a hypervisor
-//! that is most expensive. With 2 MiB pages SmolLM2's products took 2.0 ms instead of 2.8 (Zen 4, 2 cores,
-//! nested paging). Matrices are often smaller than 2 MiB, but allocators place them side by side, and a block is
-//! collapsed as soon as it is covered, whoever owns its parts: to programs nothing changes but the speed.
+//! A decode step reads every weight once, so each 4 KiB page costs a walk of the page tables, which is slowest under a
+//! hypervisor. With 2 MiB pages the products of SmolLM2 took 2.0 ms instead of 2.8 (Zen 4, 2 cores, nested paging).
+//! Matrices are often smaller than 2 MiB, but allocators place them next to each other. The kernel collapses a block
+//! when all its pages are mapped, whichever buffers they belong to. Only the speed changes.
 
 #![allow(unsafe_code, reason = "advises the system about pages")]
 
 use crate::tensor::AlignedBuf;
 
-/// Asks the system to back the 2 MiB blocks that `buf` touches by one page each. What it refuses (an old kernel,
-/// a block that reaches beyond the process's memory, none free) stays as it is.
+/// Asks the system to back each 2 MiB block that `buf` touches with one page. If the system refuses (an old kernel,
+/// a block that extends beyond mapped memory, no free page), nothing changes.
 #[cfg(target_os = "linux")]
 pub(crate) fn use_huge_pages(buf: &AlignedBuf) {
     const HUGE: usize = 2 << 20;
@@ -23,6 +23,6 @@ pub(crate) fn use_huge_pages(buf: &AlignedBuf) {
     }
 }
 
-/// Other systems choose by themselves.
+/// Other systems choose page sizes themselves.
 #[cfg(not(target_os = "linux"))]
 pub(crate) fn use_huge_pages(_: &AlignedBuf) {}

@@ -1,4 +1,4 @@
-//! Values back out of panels.
+//! Reading values back from panels.
 
 use super::fill::{digit_place, digits};
 use super::{PANEL, PackedFormat, PackedMatrix};
@@ -6,11 +6,11 @@ use crate::quant::{BLOCK_LEN, Block};
 use half::{bf16, f16};
 
 impl PackedMatrix {
-    /// Row (output) `n` as f32 values: exactly those that the products use.
+    /// Reads row (output) `n` as f32: exactly the values that the products use.
     ///
     /// - `out`: `[n_columns]`
     ///
-    /// Panics if the row is not there or `out` has another length.
+    /// Panics if the row does not exist or `out` has another length.
     pub fn read_row(&self, n: usize, out: &mut [f32]) {
         assert!(n < self.n_rows, "row {n} of {}", self.n_rows);
         assert_eq!(out.len(), self.n_columns, "row of another length");
@@ -43,7 +43,7 @@ impl PackedMatrix {
     }
 }
 
-/// By what the values of column `c` of a panel are to be multiplied: 1 in formats without units.
+/// The factor of the values of column `c` of a panel; 1 in formats without units.
 pub(crate) fn read_unit(format: PackedFormat, panel: &[u8], n_columns: usize, c: usize) -> f32 {
     if !format.has_units() {
         return 1.0;
@@ -52,7 +52,7 @@ pub(crate) fn read_unit(format: PackedFormat, panel: &[u8], n_columns: usize, c:
     f32::from_le_bytes([panel[at], panel[at + 1], panel[at + 2], panel[at + 3]])
 }
 
-/// Column `c` of a group: the block that was packed there, without its unit.
+/// Column `c` of a group as a block, without its unit.
 pub(crate) fn read_block(format: PackedFormat, group: &[u8], c: usize) -> Block {
     let (header, integers) = group.split_at(format.header_bytes());
     let number = |line: usize| {
@@ -64,7 +64,7 @@ pub(crate) fn read_block(format: PackedFormat, group: &[u8], c: usize) -> Block 
         f16::from_le_bytes([header[at], header[at + 1]]).to_f32()
     };
     let n_scales = format.n_scales();
-    // The line of the number that a half has, of those that start at line `first`.
+    // The numbers of both halves; `first` is the line of the first half's number.
     let halves = |first: usize| [number(first), number(first + n_scales - 1)];
     let mut q = [0; BLOCK_LEN];
     for (low, bits) in digits(format) {

@@ -1,4 +1,4 @@
-//! What `add` means.
+//! Reference for `add`.
 
 /// `x[i] + y[i]`, in f64.
 pub fn add(x: &[f32], y: &[f32]) -> Vec<f64> {

@@ -1,6 +1,6 @@
-//! What `argmax` means.
+//! Reference for `argmax`.
 
-/// The lowest index of the largest value. NaN is smaller than everything.
+/// Returns the lowest index of the largest value. NaN is smaller than every number.
 pub fn argmax(logits: &[f32]) -> usize {
     let mut best = 0;
     for (i, &x) in logits.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! What `attention` means.
+//! Reference for `attention`.
 
 use crate::ops::{AttentionRows, Scoring};
 
@@ -16,7 +16,8 @@ pub struct Cells<'a> {
 }
 
 /// `y[t, h] = sum_j w_j V[j] / sum_j w_j` with `w_j = e^(cap(scale * q[t, h] . K[j]))` over the cells `j` that
-/// row `t` sees, in f64; `cap(s) = c tanh(s / c)`, or `s` without a soft cap c. Query head `h` reads kv head `h / (n_heads / n_kv_heads)`.
+/// row `t` sees, in f64. `cap(s) = c tanh(s / c)`, or `s` without a soft cap c. Query head `h` reads KV head
+/// `h / (n_heads / n_kv_heads)`.
 ///
 /// - `q`: `[n, n_heads, d_head]`; returns as `q`
 pub fn attention(q: &[f32], scoring: Scoring, cells: Cells<'_>, rows: AttentionRows<'_>) -> Vec<f64> {

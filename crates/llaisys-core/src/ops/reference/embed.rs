@@ -1,4 +1,4 @@
-//! What `embed` means.
+//! Reference for `embed`.
 
 /// `y[t] = table[tokens[t]]`, exactly.
 ///

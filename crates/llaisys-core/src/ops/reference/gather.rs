@@ -1,4 +1,4 @@
-//! What `gather` means.
+//! Reference for `gather`.
 
 /// `y[i] = x[rows[i]]`, exactly.
 ///

@@ -1,4 +1,4 @@
-//! What `geglu` means.
+//! Reference for `geglu`.
 
 /// `y[i] = gelu(gate[i]) * up[i]` with `gelu(x) = x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`, in f64.
 pub fn geglu(gate: &[f32], up: &[f32]) -> Vec<f64> {

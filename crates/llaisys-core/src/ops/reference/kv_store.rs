@@ -1,9 +1,9 @@
-//! What `kv_store` means: keys and values take the precision of their tensor.
+//! Reference for `kv_store`: keys and values are rounded to the type of their tensor.
 
 use crate::dtype::KvDType;
 use half::f16;
 
-/// The nearest bf16, of two the even one.
+/// The nearest bf16, ties to even.
 pub fn bf16(x: f32) -> f32 {
     if x.is_nan() {
         return x;
@@ -13,8 +13,8 @@ pub fn bf16(x: f32) -> f32 {
     f32::from_bits(below + if up { 0x1_0000 } else { 0 })
 }
 
-/// The bytes that keep one head of a cell, as [`KvDType`] says: its numbers, each the nearest of its type; for int8 the
-/// nearest whole multiples of the scale, then the scale.
+/// The stored bytes of one head of a cell, in the layout of [`KvDType`]. Each number is rounded to the nearest of its
+/// type. For int8 these are the nearest multiples of the scale, followed by the scale.
 ///
 /// - `head`: `[d_head]`
 pub fn encode(dtype: KvDType, head: &[f32]) -> Vec<u8> {
@@ -35,7 +35,7 @@ pub fn encode(dtype: KvDType, head: &[f32]) -> Vec<u8> {
     }
 }
 
-/// The numbers of a head that [`encode`] keeps so.
+/// The numbers of a head that [`encode`] wrote.
 pub fn decode(dtype: KvDType, bytes: &[u8]) -> Vec<f32> {
     let halves = || bytes.as_chunks().0.iter().map(|half| u16::from_le_bytes(*half));
     match dtype {
@@ -49,7 +49,7 @@ pub fn decode(dtype: KvDType, bytes: &[u8]) -> Vec<f32> {
     }
 }
 
-/// The numbers that are kept of rows of heads.
+/// Rows of heads after a round trip through their stored type.
 ///
 /// - `x`: `[n, d_head]`; returns as `x`
 pub fn stored(dtype: KvDType, d_head: usize, x: &[f32]) -> Vec<f32> {

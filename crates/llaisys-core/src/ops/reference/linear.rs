@@ -1,4 +1,4 @@
-//! What `linear` means, and what inputs are rounded to.
+//! Reference for `linear`, and for the rounding of its inputs.
 
 use half::bf16;
 
@@ -18,13 +18,13 @@ pub fn linear(x: &[f64], n_columns: usize, weight: &[f64], bias: &[f64]) -> Vec<
     y
 }
 
-/// The inputs as a bf16 product sees them: each the nearest bf16, ties to even.
+/// The inputs of a bf16 product: each rounded to the nearest bf16, ties to even.
 pub fn round_bf16(x: &[f32]) -> Vec<f64> {
     x.iter().map(|&x| bf16::from_f32(x).to_f64()).collect()
 }
 
-/// The inputs as a product with grouped weights sees them: in groups of 32 with `scale = absmax / 127`, each
-/// the nearest multiple of the scale.
+/// The inputs of a product with grouped weights: in groups of 32 with `scale = absmax / 127`, each rounded to the
+/// nearest multiple of the scale.
 pub fn round_groups(x: &[f32]) -> Vec<f64> {
     let mut out = Vec::with_capacity(x.len());
     for group in x.chunks(32) {

@@ -1,4 +1,4 @@
-//! The meaning of every op: plain loops, never optimised. Kernels are tested against these.
+//! Reference implementations: every op defined as plain loops, never optimized. Tests compare the kernels with them.
 
 pub mod add;
 pub mod argmax;

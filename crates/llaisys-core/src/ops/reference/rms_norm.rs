@@ -1,4 +1,4 @@
-//! What `rms_norm` means.
+//! Reference for `rms_norm`.
 
 /// `y[t, c] = x[t, c] / sqrt(mean_c(x[t, c]^2) + eps) * w[c]`, in f64.
 ///

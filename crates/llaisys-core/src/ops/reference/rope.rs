@@ -1,4 +1,4 @@
-//! What `rope` and its angles mean.
+//! Reference for `rope` and its angles.
 
 /// The angle of each pair at each position: `position * theta^(-2i / d_head)`, in f64.
 ///

@@ -1,7 +1,7 @@
-//! What `route` means.
+//! Reference for `route`.
 
-/// For each row the `n_used` experts with the largest logits (the lower of equal ones), ascending, and their
-/// share of the softmax over all experts, or over the chosen ones if `normalize`, in f64.
+/// For each row the `n_used` experts with the largest logits (of equal ones the lower), ascending. Their weights are
+/// their shares of the softmax over all experts, or over the chosen ones if `normalize`, in f64.
 ///
 /// - `logits`: `[n, n_experts]`; returns `[n][n_used]`
 pub fn route(logits: &[f32], n_experts: usize, n_used: usize, normalize: bool) -> Vec<Vec<(usize, f64)>> {

@@ -1,4 +1,4 @@
-//! What `scale` means.
+//! Reference for `scale`.
 
 /// `y[i] = x[i] * factor`, in f64.
 pub fn scale(x: &[f32], factor: f32) -> Vec<f64> {

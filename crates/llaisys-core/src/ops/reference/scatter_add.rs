@@ -1,4 +1,4 @@
-//! What `scatter_add` means.
+//! Reference for `scatter_add`.
 
 /// `y[rows[i]] + weights[i] * x[i]` over all `i`, in f64.
 ///

@@ -1,4 +1,4 @@
-//! What `soft_cap` means.
+//! Reference for `soft_cap`.
 
 /// `y[i] = cap * tanh(x[i] / cap)`, in f64.
 pub fn soft_cap(x: &[f32], cap: f32) -> Vec<f64> {

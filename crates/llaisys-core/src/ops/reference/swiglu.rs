@@ -1,4 +1,4 @@
-//! What `swiglu` means.
+//! Reference for `swiglu`.
 
 /// `y[i] = silu(gate[i]) * up[i]` with `silu(x) = x / (1 + e^-x)`, in f64.
 pub fn swiglu(gate: &[f32], up: &[f32]) -> Vec<f64> {

@@ -1,4 +1,4 @@
-//! Rounding and transposing one block of inputs.
+//! Rounding and reordering of one block of inputs.
 
 #![allow(unsafe_code, reason = "calls functions compiled for an instruction set")]
 
@@ -12,15 +12,15 @@ use crate::ops::cpu::isa::{Avx2, Avx512};
 use crate::quant::BLOCK_LEN;
 use std::ops::Range;
 
-/// What one call packs: runs of 32 columns of the rows of a block.
+/// The input of one call: runs of 32 columns of the rows of a block.
 pub(super) struct Item<'a> {
     /// All columns of the block's rows.
     pub(super) x: Rows<'a>,
-    /// The runs to pack, of `n_columns.div_ceil(32)`.
+    /// The runs to pack, out of `n_columns.div_ceil(32)`.
     pub(super) runs: Range<usize>,
 }
 
-/// Where an item goes, from its first run on: `[run][row][word of the run]`, and `[run][row]` for the groups.
+/// The output of an item, from its first run on: `[run][row][word of the run]`, and `[run][row]` for the groups.
 pub(super) enum Outputs<'a> {
     /// The inputs' bits.
     Plain(&'a mut [u32]),
@@ -28,11 +28,11 @@ pub(super) enum Outputs<'a> {
     Rounded(&'a mut [u32]),
     /// Pairs of bf16.
     Pairs(&'a mut [u32]),
-    /// Four integers a word, and what kernels must know of each group.
+    /// Four integers per word, and what kernels need to know of each group.
     Groups(&'a mut [u32], &'a mut [GroupInput]),
 }
 
-/// Packs one item, compiled for each instruction set.
+/// Packs one item with code compiled for the instruction set.
 pub(super) fn pack(isa: Isa, item: Item<'_>, out: Outputs<'_>) {
     match isa {
         Isa::Scalar => pack_lanes(Portable, item, out),
@@ -69,7 +69,8 @@ fn pack_avx512(token: Avx512, item: Item<'_>, out: Outputs<'_>) {
 /// The packing itself: plain loops that compilers turn into vector code. No closures here: they would be
 /// compiled without the set's features.
 ///
-/// Runs of 32 columns are taken for all rows in turn, four groups of a row together; zeros follow the last column.
+/// Runs of 32 columns are packed in order, each for all rows; groups are packed four runs at a time. Zeros follow the
+/// last column.
 #[inline(always)]
 fn pack_lanes<R: Round>(round: R, item: Item<'_>, mut out: Outputs<'_>) {
     let Item { x, runs } = item;
@@ -102,7 +103,7 @@ fn pack_lanes<R: Round>(round: R, item: Item<'_>, mut out: Outputs<'_>) {
     }
 }
 
-/// Fewer than 32 values, then zeros.
+/// Up to 32 values, padded with zeros.
 #[cold]
 fn padded(values: &[f32]) -> [f32; BLOCK_LEN] {
     let mut run = [0.0; BLOCK_LEN];
@@ -111,7 +112,7 @@ fn padded(values: &[f32]) -> [f32; BLOCK_LEN] {
 }
 
 impl Outputs<'_> {
-    /// Rounds one run of one row and puts it in its place, counted in runs.
+    /// Rounds one run of one row and writes it to its place, counted in runs.
     #[inline(always)]
     fn put<R: Round>(&mut self, round: R, place: usize, values: &[f32; BLOCK_LEN]) {
         match self {
@@ -139,7 +140,7 @@ fn run_at<const N: usize>(words: &mut [u32], place: usize) -> &mut [u32; N] {
     &mut words.as_chunks_mut().0[place]
 }
 
-/// The bf16 nearest to `value` (ties to even) in the low half of a word; a NaN stays one.
+/// The bf16 nearest to `value` (ties to even) in the low half of a word; NaN stays NaN.
 #[inline(always)]
 fn round_bf16(value: f32) -> u32 {
     let bits = value.to_bits();
@@ -154,40 +155,40 @@ fn round_group<R: Round>(
     values: &[f32; BLOCK_LEN],
     words: &mut [u32; BLOCK_LEN / 4],
 ) -> GroupInput {
-    // Bits of absolute values order like the values, infinities above all numbers and NaNs above those.
+    // The bits of absolute values are ordered as the values are, then infinity, then NaN.
     let max = f32::from_bits(round.largest_size(values));
     let inverse = 127.0 / max;
     if !max.is_finite() || !inverse.is_finite() {
-        // Not a number, or zeros, or so small that 127/max overflows: below 2^-120, nothing beside any weight.
+        // NaN or infinity, zeros, or so small that 127/max overflows: below 2^-120, negligible with any weight.
         words.fill(0);
         return GroupInput::new(if max.is_finite() { 0.0 } else { f32::NAN }, [0; 2]);
     }
     GroupInput::new(max / 127.0, round.integers(values, inverse, words))
 }
 
-/// Where rounded groups are written.
+/// The output of rounded groups.
 struct GroupOutputs<'a> {
     words: &'a mut [u32],
     groups: &'a mut [GroupInput],
 }
 
-/// Groups of a row that are rounded together: one vector then holds a number of each.
+/// Groups of a row that are rounded together: a vector then has numbers of each of them.
 const FOUR: usize = 4;
 
-/// The steps that compilers do not turn into good vector code. Every implementation gives the same bits.
+/// The steps that compilers do not turn into good vector code. Every implementation returns the same bits.
 trait Round: Copy {
-    /// The largest of the values' bits without sign.
+    /// The largest of the values' bits without the sign.
     fn largest_size(self, values: &[f32; BLOCK_LEN]) -> u32;
 
-    /// `values * inverse` (at most 127) rounded to nearest even, the bytes four to a word, first in the low byte;
-    /// returns the sum of each half.
+    /// Rounds `values * inverse` (at most 127) to nearest even and writes the bytes, four per word, the first in the
+    /// low byte. Returns the sum of each half.
     fn integers(self, values: &[f32; BLOCK_LEN], inverse: f32, words: &mut [u32; BLOCK_LEN / 4]) -> [i32; 2];
 
-    /// The values rounded to bf16, two to a word, first in the low half.
+    /// Rounds the values to bf16, two per word, the first in the low half.
     fn pairs(self, values: &[f32; BLOCK_LEN], words: &mut [u32; BLOCK_LEN / 2]);
 
-    /// What [`round_group`] makes of each of [`FOUR`] groups, put in the places `first + i * stride`. False if nothing
-    /// was done: there is no faster way, or a group is one of those that become zeros.
+    /// Rounds [`FOUR`] groups as [`round_group`] does and writes them to the places `first + i * stride`. Returns false
+    /// and does nothing if there is no faster way, or if a group is one that becomes zeros.
     fn four_groups(
         self,
         _values: &[[f32; BLOCK_LEN]],
@@ -215,7 +216,7 @@ impl Round for Portable {
 
     #[inline(always)]
     fn integers(self, values: &[f32; BLOCK_LEN], inverse: f32, words: &mut [u32; BLOCK_LEN / 4]) -> [i32; 2] {
-        // Adding 1.5 * 2^23 leaves the integer, rounded to nearest even, in the low bits of the sum.
+        // Adding 1.5 * 2^23 rounds to nearest even and leaves the integer in the low bits of the sum.
         const ROUND: f32 = 12_582_912.0;
         let mut sums = [0; 2];
         for (quad, values) in values.as_chunks::<4>().0.iter().enumerate() {
@@ -242,7 +243,7 @@ mod tests {
     use super::*;
     use crate::ops::cpu::isa::{IsaName, detect};
 
-    /// Integers and groups of `n_rows` rows, as `isa` packs them.
+    /// Integers and groups of `n_rows` rows, packed with `isa`.
     fn packed(isa: Isa, values: &[f32], n_rows: usize) -> (Vec<u32>, Vec<GroupInput>) {
         let x = Rows::new(values, values.len() / n_rows);
         let n_runs = x.n_columns / BLOCK_LEN;
@@ -260,7 +261,7 @@ mod tests {
             let mut values: Vec<f32> = (0..n_rows * N_RUNS * BLOCK_LEN)
                 .map(|i| ((i * 7919 % 1009) as f32 - 504.0) * [0.5, 1e-3, 3e5][i / 96 % 3])
                 .collect();
-            // Groups of zeros and of numbers near its ends, and one that is not finite, among others of a four.
+            // Groups of zeros, of numbers near the ends of f32, and one that is not finite, next to ordinary groups.
             for (i, odd) in odd.into_iter().enumerate() {
                 let at = (i * 2 + 1) * BLOCK_LEN % values.len();
                 values[at] = odd;
@@ -270,7 +271,7 @@ mod tests {
             }
             let (words, groups) = packed(Isa::Scalar, &values, n_rows);
             for name in IsaName::available() {
-                let isa = detect(name).expect("the machine has it");
+                let isa = detect(name).expect("an available set");
                 let (own_words, own_groups) = packed(isa, &values, n_rows);
                 assert_eq!(own_words, words, "integers of {n_rows} rows on {name:?}");
                 for (i, (own, group)) in own_groups.iter().zip(&groups).enumerate() {

@@ -1,21 +1,21 @@
-//! The cells of a block: where their keys and values lie, and those that are read later.
+//! The cells of a block: the places of their keys and values, and of those to prefetch.
 
 use super::{BLOCK, Job};
 use crate::ops::cpu::isa::lanes::{Lanes, prefetch_all};
 use crate::ops::cpu::kv_element::KvElement;
 use std::ops::Range;
 
-/// Cells between what is read and what is fetched: what memory brings while they are worked on. With more, a thread that
-/// has few cells in all fetches too late (Zen 4, one row: 64 are 1.1 times as fast as 256); with fewer, many rows wait
-/// for memory.
+/// Number of cells between the one that is read and the one that is prefetched. With more, the prefetches of a thread
+/// with few cells come too late (Zen 4, one row: 64 are 1.1 times as fast as 256). With fewer, many rows wait for
+/// memory.
 const AHEAD: usize = BLOCK / 2;
 
-/// What an item reads, in order: keys and values of cells.
+/// The cells whose keys and values an item reads, in order.
 #[derive(Clone, Copy)]
 pub(super) struct Reads<'a> {
-    /// From the start of a block on.
+    /// The cells, from the start of a block on.
     pub(super) cells: &'a [u32],
-    /// The first of the kv heads.
+    /// The first of the KV heads.
     pub(super) head: usize,
 }
 
@@ -23,19 +23,19 @@ pub(super) struct Reads<'a> {
 pub(super) struct Block<'a, T> {
     keys: &'a [T],
     values: &'a [T],
-    /// Numbers of a head.
+    /// Elements of a head, without its scale.
     d: usize,
-    /// The item's kv heads.
+    /// Number of KV heads of the item.
     n_heads: usize,
-    /// Elements before the item's part of each cell, in both tensors; past the last cell the first one's.
+    /// Offset of the item's part of each cell, in both tensors. Entries after the last cell repeat the first one.
     places: [usize; BLOCK],
-    /// The same of cells that are read later, to be fetched meanwhile.
+    /// Offsets of the cells to prefetch meanwhile.
     later: [usize; BLOCK],
 }
 
 impl<'a, T: KvElement> Block<'a, T> {
-    /// The `cells` (indices) of what the first of `reads` reads, `n_heads` KV heads of each. The second of `reads` is
-    /// what this thread reads next.
+    /// The block of `cells` (indices) of the first of `reads`, with `n_heads` KV heads of each. The second of `reads`
+    /// is what this thread reads next.
     #[inline(always)]
     pub(super) fn new(job: &Job<'a, T>, reads: [Reads<'a>; 2], n_heads: usize, cells: Range<usize>) -> Self {
         let ([own, next], first, n) = (reads, cells.start, cells.len());
@@ -60,7 +60,7 @@ impl<'a, T: KvElement> Block<'a, T> {
         Self { keys: job.k, values: job.v, d: job.heads.d_head, n_heads, places, later }
     }
 
-    /// Fetches the first of the block's cells, which no block before it has.
+    /// Prefetches the first cells of the block, which no earlier block has prefetched.
     #[inline(always)]
     pub(super) fn fetch_start<L: Lanes>(&self, lanes: L) {
         for data in [self.keys, self.values] {
@@ -70,13 +70,13 @@ impl<'a, T: KvElement> Block<'a, T> {
         }
     }
 
-    /// The keys of the item's kv head number `head`.
+    /// The keys of KV head number `head` of the item.
     #[inline(always)]
     pub(super) fn keys(&self, head: usize) -> HeadRows<'_, T> {
         self.head(self.keys, head)
     }
 
-    /// The values of the item's kv head number `head`.
+    /// The values of KV head number `head` of the item.
     #[inline(always)]
     pub(super) fn values(&self, head: usize) -> HeadRows<'_, T> {
         self.head(self.values, head)
@@ -88,7 +88,7 @@ impl<'a, T: KvElement> Block<'a, T> {
     }
 }
 
-/// The keys, or the values, of one kv head.
+/// The keys, or the values, of one KV head.
 pub(super) struct HeadRows<'b, T> {
     block: &'b Block<'b, T>,
     data: &'b [T],
@@ -105,19 +105,19 @@ impl<T> Clone for HeadRows<'_, T> {
 impl<T> Copy for HeadRows<'_, T> {}
 
 impl<'b, T: KvElement> HeadRows<'b, T> {
-    /// Numbers of a row.
+    /// Elements of a row.
     #[inline(always)]
     pub(super) fn d(self) -> usize {
         self.block.d
     }
 
-    /// The row of cell `i` of the block; of its first one if it has fewer. Panics if the cell is not there.
+    /// The row of cell `i` of the block, or of its first cell if it has fewer. Panics if the cell does not exist.
     #[inline(always)]
     pub(super) fn row(self, i: usize) -> &'b [T] {
         &self.from(i)[..self.block.d]
     }
 
-    /// By what the row of cell `i` is multiplied.
+    /// The factor of the row of cell `i`.
     #[inline(always)]
     pub(super) fn scale(self, i: usize) -> f32 {
         T::scale(&self.from(i)[..self.block.d + T::SCALE])
@@ -129,7 +129,7 @@ impl<'b, T: KvElement> HeadRows<'b, T> {
         &self.data[self.block.places[i] + self.offset..]
     }
 
-    /// Fetches elements `at..at + n` of the row that is as far behind cell `i` as all is fetched ahead.
+    /// Prefetches elements `at..at + n` of the row that is read [`AHEAD`] cells after cell `i`.
     #[inline(always)]
     pub(super) fn fetch<L: Lanes>(self, lanes: L, i: usize, at: usize, n: usize) {
         let start = self.data.as_ptr().wrapping_add(self.block.later[i] + self.offset + at);

@@ -11,19 +11,19 @@ use crate::threads::DisjointWriter;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// Numbers that a span computed apart gives besides its values: m and l, in front of them.
+/// Numbers in the result of a separately computed span before its values: m and l.
 pub(super) const STATE: usize = 2;
 
-/// What an item computes.
+/// The work of one item.
 pub(super) struct Item<'a> {
-    /// The first row's number.
+    /// Index of the first row.
     first_row: usize,
     rows: &'a [AttentionRow],
     /// More than one only if there is a single row.
     kv_heads: Range<usize>,
-    /// The query heads that read them.
+    /// The query heads that read `kv_heads`.
     heads: Range<usize>,
-    /// The only span to compute, to be merged later; `None`: all.
+    /// The only span to compute, to be merged later; `None` for all spans.
     span: Option<usize>,
 }
 
@@ -46,35 +46,35 @@ impl<'a> Item<'a> {
         Self { first_row, rows, kv_heads: 0..job.heads.n_kv_heads, heads: 0..job.heads.n_heads, span: None }
     }
 
-    /// Those of the rows x query heads that read the `i`th of the kv heads.
+    /// The rows x query heads that read number `i` of `kv_heads`.
     fn rows_of(&self, i: usize) -> Range<usize> {
         let n = self.n_rows() / self.kv_heads.len();
         i * n..(i + 1) * n
     }
 
-    /// Rows x query heads.
+    /// Number of rows x query heads.
     fn n_rows(&self) -> usize {
         self.rows.len() * self.heads.len()
     }
 
-    /// What row `i` of the rows x query heads sees.
+    /// The cells that row `i` of the rows x query heads sees.
     fn row(&self, i: usize) -> AttentionRow {
         self.rows[i / self.heads.len()]
     }
 
-    /// Which cells of the block that begins at `start` row `i` sees; an empty range if none.
+    /// The cells that row `i` sees in the block that begins at `start`; an empty range if none.
     fn seen(&self, i: usize, start: usize) -> Range<usize> {
         let row = self.row(i);
         let end = row.n().saturating_sub(start).min(BLOCK);
         row.hidden().saturating_sub(start).min(end)..end
     }
 
-    /// Cells of the list that no row sees.
+    /// Number of cells at the start of the list that no row sees.
     fn n_hidden(&self) -> usize {
         self.rows.iter().map(|row| row.hidden()).min().unwrap_or(0)
     }
 
-    /// The spans to compute, and the cells of each.
+    /// The spans to compute, and the number of cells in each.
     fn spans<T>(&self, job: &Job<'a, T>) -> (Range<usize>, usize) {
         let len = job.rows.span_len(self.rows[0]);
         let all = self.n_hidden() / len..self.cells(job).len().div_ceil(len);
@@ -82,7 +82,7 @@ impl<'a> Item<'a> {
         (spans, len)
     }
 
-    /// The keys and values that it reads.
+    /// The keys and values that the item reads.
     fn reads<T>(&self, job: &Job<'a, T>) -> Reads<'a> {
         let (spans, len) = self.spans(job);
         let cells = self.cells(job);
@@ -91,20 +91,20 @@ impl<'a> Item<'a> {
         Reads { cells: &cells[start..end], head: self.kv_heads.start }
     }
 
-    /// The cells that any row sees.
+    /// The cells of the list up to the last that a row sees.
     fn cells<T>(&self, job: &Job<'a, T>) -> &'a [u32] {
         let n = self.rows.iter().map(|row| row.n()).max().unwrap_or(0);
         &job.rows.cells[self.rows[0].start as usize..][..n]
     }
 }
 
-/// Computes an item, in one worker's area.
+/// Computes an item in one worker's area.
 pub(super) struct Compute<'a, T> {
     pub(super) job: &'a Job<'a, T>,
     pub(super) item: Item<'a>,
-    /// What this thread computes after it.
+    /// The item that this thread computes next.
     pub(super) next: Option<Item<'a>>,
-    /// This thread has computed none before it in this call.
+    /// True if this is the first item of this thread in this call.
     pub(super) is_first: bool,
     pub(super) area: &'a mut [f32],
     /// The output, or partials `[row][head][span][STATE + d_head]` if the item is a single span.
@@ -117,7 +117,7 @@ impl<T: KvElement> Kernel for Compute<'_, T> {
         let Compute { job, item, next, is_first, area, mut target } = self;
         let item = &item;
         let d = job.heads.d_head;
-        assert!(item.rows.iter().all(|row| row.n_visible > row.n_hidden), "a row that sees nothing");
+        assert!(item.rows.iter().all(|row| row.n_visible > row.n_hidden), "a row sees no cell");
         let area = Area::new(area, item.n_rows(), d, d.next_multiple_of(L::N));
         let n_cells = item.cells(job).len();
         let own = item.reads(job);
@@ -156,7 +156,7 @@ fn write_results(total: &State<'_>, heads: Heads, item: &Item<'_>, target: &mut 
     }
 }
 
-/// The output from the weighted values and the sum of weights.
+/// Computes the output from the weighted values and the sum of weights.
 #[inline(always)]
 fn finish(l: f32, v: &[f32], out: &mut [f32]) {
     let factor = 1.0 / l;
@@ -165,30 +165,30 @@ fn finish(l: f32, v: &[f32], out: &mut [f32]) {
     }
 }
 
-/// An item at work.
+/// The state of an item during its computation.
 struct Pass<'a, L, T> {
     lanes: L,
     job: &'a Job<'a, T>,
     item: &'a Item<'a>,
-    /// How many of the item's cells, from the first on, no row sees.
+    /// Number of cells at the start of the list that no row sees.
     n_hidden: usize,
-    /// What this item reads, and what the one after it.
+    /// The keys and values that this item reads, and those that the next one reads.
     reads: [Reads<'a>; 2],
-    /// Nothing of what it reads was fetched by an item before it.
+    /// True if no earlier item has prefetched for this one.
     is_first: bool,
-    /// How many cells of it are read.
+    /// Number of cells that have been read.
     n_read: usize,
     area: Area<'a>,
 }
 
 impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
-    /// Numbers of a head in whole vectors.
+    /// Numbers of a head, padded to whole vectors.
     #[inline(always)]
     fn padded(&self) -> usize {
         self.job.heads.d_head.next_multiple_of(L::N)
     }
 
-    /// Queries times the scale of scores, rounded to the type of keys.
+    /// Multiplies the queries by the scale of the scores and rounds them to the type of the keys.
     #[inline(always)]
     fn scale_queries(&mut self) {
         let (item, Job { q, scoring, heads, .. }) = (self.item, self.job);
@@ -203,14 +203,14 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
         }
     }
 
-    /// Computes the blocks of one span; merges it with the spans before, if any.
+    /// Computes the blocks of one span, and merges it with the earlier spans unless it is the `first`.
     #[inline(always)]
     fn span(&mut self, span: Range<usize>, first: bool) {
         if !first {
             std::mem::swap(&mut self.area.total, &mut self.area.span);
         }
         self.area.total.reset();
-        // From the first block on of which a row sees something.
+        // Start with the first block of which a row sees a cell.
         let first_block = self.n_hidden.max(span.start) / BLOCK * BLOCK;
         for start in (first_block..span.end).step_by(BLOCK) {
             self.block(start, span.end);
@@ -221,8 +221,8 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
         }
     }
 
-    /// Adds one block of cells to the running softmax in `total`: keys are scored, then values are summed. Wherever a
-    /// line is read, the line of a later cell is fetched, so that memory is not idle.
+    /// Adds one block of cells to the running softmax in `total`: scores the keys, then sums the values. Each read of a
+    /// line comes with a prefetch of a later cell's line, so that memory is never idle.
     #[inline(always)]
     fn block(&mut self, start: usize, span_end: usize) {
         let (lanes, n_heads) = (self.lanes, self.item.kv_heads.len());
@@ -260,7 +260,7 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
         }
     }
 
-    /// Scores of `rows` against the packed keys, which begin `offset` cells into the block.
+    /// Computes the scores of `rows` for the packed keys, which begin `offset` cells into the block.
     #[inline(always)]
     fn score(&mut self, start: usize, offset: usize, rows: Range<usize>) {
         let (item, d) = (self.item, self.job.heads.d_head);
@@ -277,8 +277,8 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
         }
     }
 
-    /// Multiplies the scores of `rows`, or their weights, by the scales of these `cells` of the block, if they have
-    /// any. What a row does not see is multiplied too, and means nothing before and after.
+    /// Multiplies the scores of `rows`, or their weights, by the scales of these `cells` of the block, if the type has
+    /// scales. Scores of cells that a row does not see are multiplied too; they are never used.
     #[inline(always)]
     fn apply_scales(&mut self, head: HeadRows<'_, T>, cells: Range<usize>, rows: Range<usize>) {
         if T::SCALE == 0 {
@@ -298,7 +298,7 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
         }
     }
 
-    /// Rounds the weights of `rows` to the type that values are multiplied in.
+    /// Rounds the weights of `rows` to the type in which values are multiplied.
     #[inline(always)]
     fn round_weights(&mut self, start: usize, rows: Range<usize>) {
         for i in rows {
@@ -307,7 +307,7 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
         }
     }
 
-    /// Turns scores into weights relative to the new maximum, and keeps by what the sums so far shrink.
+    /// Turns scores into weights relative to the new maximum, and stores the factors that rescale the earlier sums.
     #[inline(always)]
     fn weigh(&mut self, start: usize) {
         let (lanes, state) = (self.lanes, &mut self.area.total);
@@ -331,7 +331,7 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
         }
     }
 
-    /// Adds the weighted values of a block to `rows`, in tiles of rows that see the same part of it.
+    /// Adds the weighted values of a block to `rows`, in tiles of rows that see the same cells of it.
     #[inline(always)]
     fn add_values<V: Values<L, Element = T>>(&mut self, start: usize, values: &V, rows: Range<usize>) {
         let (lanes, item) = (self.lanes, self.item);
@@ -353,8 +353,8 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
         }
     }
 
-    /// Merges the span `cells` into `total`, for the rows that see some of it. A row that sees nothing before it
-    /// takes it as it is, as it does where the item begins with this span.
+    /// Merges the span `cells` into `total`, for the rows that see some of its cells. If a row sees nothing before the
+    /// span, the span becomes the row's total.
     #[inline(always)]
     fn merge(&mut self, cells: Range<usize>) {
         let padded = self.padded();
@@ -376,14 +376,14 @@ impl<L: Lanes, T: KvElement> Pass<'_, L, T> {
     }
 }
 
-/// Lanes `seen` of vector `v`, the others of `other`.
+/// The lanes of vector `v` that are in `seen` from `x`, the other lanes from `other`.
 #[inline(always)]
 fn keep<L: Lanes>(lanes: L, x: L::F, seen: &Range<usize>, v: usize, other: L::F) -> L::F {
     let x = lanes.keep_first(x, seen.end - v * L::N, other);
     if seen.start > v * L::N { lanes.keep_first(other, seen.start - v * L::N, x) } else { x }
 }
 
-/// The largest of the scores `seen`.
+/// The largest of the scores in `seen`.
 #[inline(always)]
 fn largest<L: Lanes>(lanes: L, scores: &[f32], seen: Range<usize>) -> f32 {
     let least = lanes.splat(f32::NEG_INFINITY);
@@ -394,7 +394,7 @@ fn largest<L: Lanes>(lanes: L, scores: &[f32], seen: Range<usize>) -> f32 {
     lanes.largest(max)
 }
 
-/// Replaces the scores `seen` by e^(score - m), the others by zeros; returns their sum.
+/// Replaces the scores in `seen` by e^(score - m), the others by zeros. Returns the sum.
 #[inline(always)]
 fn weights<L: Lanes>(lanes: L, scores: &mut [f32], seen: Range<usize>, m: f32) -> f32 {
     let (m, zero) = (lanes.splat(m), lanes.splat(0.0));
@@ -408,21 +408,21 @@ fn weights<L: Lanes>(lanes: L, scores: &mut [f32], seen: Range<usize>, m: f32) -
     lanes.sum(sum)
 }
 
-/// A running softmax: the maximum of the scores, the sum of the weights relative to it, the sum of the weighted values.
+/// A running softmax: the maximum score, the sum of the weights relative to it, the sum of the weighted values.
 struct Softmax<'a> {
     m: f32,
     l: f32,
     v: &'a [f32],
 }
 
-/// A [`Softmax`] to write.
+/// A mutable [`Softmax`].
 struct SoftmaxMut<'a> {
     m: &'a mut f32,
     l: &'a mut f32,
     v: &'a mut [f32],
 }
 
-/// Merge the softmax of later cells into that of earlier ones.
+/// Merges the softmax of later cells into that of earlier ones.
 #[inline(always)]
 fn merge<L: Lanes>(lanes: L, earlier: SoftmaxMut<'_>, later: Softmax<'_>) {
     let SoftmaxMut { m, l, v } = earlier;
@@ -438,7 +438,7 @@ fn merge<L: Lanes>(lanes: L, earlier: SoftmaxMut<'_>, later: Softmax<'_>) {
     }
 }
 
-/// Merges spans that were computed apart, in their order, and writes the output.
+/// Merges separately computed spans in their order, and writes the output.
 pub(super) struct MergeSpans<'a, T> {
     pub(super) job: &'a Job<'a, T>,
     /// `[row][head][span][STATE + d_head]`
@@ -455,7 +455,7 @@ impl<T> Kernel for MergeSpans<'_, T> {
         for (i, (out, spans)) in self.out.chunks_exact_mut(heads.d_head).zip(spans).enumerate() {
             let seen = self.job.rows.spans(rows[i / heads.n_heads]);
             let (total, later) = spans[seen.start * len..seen.end * len].split_at_mut(len);
-            let [m, l, v @ ..] = total else { unreachable!("a state is longer than two") };
+            let [m, l, v @ ..] = total else { unreachable!("a state has m, l and values") };
             for later in later.chunks_exact(len) {
                 let later = Softmax { m: later[0], l: later[1], v: &later[STATE..] };
                 merge(lanes, SoftmaxMut { m: &mut *m, l: &mut *l, v: &mut *v }, later);

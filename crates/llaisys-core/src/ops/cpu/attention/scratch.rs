@@ -1,4 +1,4 @@
-//! Memory that attention computes in, and how rows are cut into chunks.
+//! Scratch memory of attention, and the cutting of rows into chunks.
 
 use super::{AttentionRows, BLOCK, MAX_D_HEAD, MAX_ITEM_ROWS, MAX_SPANS, MAX_SPLIT_ROWS};
 use crate::error::DeviceError;
@@ -7,7 +7,7 @@ use crate::tensor::AlignedBuf;
 
 /// Vectors of keys that are scored together.
 pub(super) const TILE_VECTORS: usize = 4;
-/// f32 numbers of the largest area: the parts of [`Area`] in their order.
+/// f32 numbers in the largest area: the parts of [`Area`] in order.
 pub(super) const AREA: usize = MAX_ITEM_ROWS * MAX_D_HEAD
     + MAX_D_HEAD * TILE_VECTORS * MAX_LANES
     + MAX_ITEM_ROWS * BLOCK
@@ -15,30 +15,30 @@ pub(super) const AREA: usize = MAX_ITEM_ROWS * MAX_D_HEAD
     + MAX_ITEM_ROWS
     + 2 * MAX_ITEM_ROWS * (MAX_D_HEAD + 2);
 
-/// Rows of one sequence that follow each other: `rows[first..first + n]`.
+/// Consecutive rows of one sequence: `rows[first..first + n]`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Chunk {
     pub(super) first: u32,
     pub(super) n: u32,
 }
 
-/// Scratch of a context. Its pages are touched only as they are used.
+/// Scratch memory of a context. Its pages are touched only when they are used.
 #[derive(Debug)]
 pub(crate) struct Scratch {
     /// One area of [`AREA`] numbers per worker.
     pub(super) areas: AlignedBuf,
-    /// The current call's rows, cut.
+    /// The chunks of the current call's rows.
     pub(super) chunks: Vec<Chunk>,
-    /// Results of spans that are computed apart.
+    /// Results of spans that are computed separately.
     pub(super) partials: AlignedBuf,
-    /// Rows of one call at most.
+    /// The most rows in one call.
     pub(super) max_rows: usize,
 }
 
 impl Scratch {
-    /// For calls of up to `max_rows` rows of up to `max_columns` numbers on `n_threads` threads.
+    /// Allocates scratch for calls of up to `max_rows` rows of up to `max_columns` numbers on `n_threads` threads.
     pub(crate) fn new(n_threads: usize, max_rows: usize, max_columns: usize) -> Result<Self, DeviceError> {
-        // A head has at least 2 dimensions, so its m and l take no more room than its values.
+        // A head has at least 2 dimensions, so m and l need no more memory than the values.
         let n_partials = MAX_SPLIT_ROWS.min(max_rows) * MAX_SPANS * 2 * max_columns;
         Ok(Self {
             areas: AlignedBuf::zeroed("attention scratch", n_threads * AREA * size_of::<f32>())?,
@@ -49,8 +49,8 @@ impl Scratch {
     }
 }
 
-/// Cuts `rows` into runs of at most `highest` rows with the same list and the same spans, those with the most
-/// to do first.
+/// Cuts `rows` into chunks of at most `highest` consecutive rows with the same list and the same spans. The chunks with
+/// the most work come first.
 pub(super) fn cut_rows(all: AttentionRows<'_>, highest: usize, chunks: &mut Vec<Chunk>) {
     let rows = all.rows;
     chunks.clear();
@@ -72,21 +72,21 @@ pub(super) fn cut_rows(all: AttentionRows<'_>, highest: usize, chunks: &mut Vec<
     chunks.sort_unstable_by_key(|chunk| std::cmp::Reverse(chunk.n as usize * seen(chunk)));
 }
 
-/// The memory of one item: "rows" are its rows x query heads, in this order.
+/// The memory of one item. Here "row" means one of its rows x query heads, in this order.
 pub(super) struct Area<'a> {
-    /// Queries, scaled: `[row][d]`.
+    /// Scaled queries: `[row][d]`.
     pub(super) queries: &'a mut [f32],
     /// Keys of a part of a block: `[d][cell]`.
     pub(super) keys: &'a mut [f32],
-    /// Scores, then weights, by row.
+    /// Scores, then weights: `[row][cell]`.
     pub(super) scores: &'a mut [[f32; BLOCK]],
     /// Values of a block: `[cell][d padded]`.
     pub(super) values: &'a mut [f32],
-    /// By what a block rescales: `[row]`.
+    /// Factors by which a block rescales the sums: `[row]`.
     pub(super) rescale: &'a mut [f32],
     /// The merged spans.
     pub(super) total: State<'a>,
-    /// The current span, where it is not the first.
+    /// The current span, unless it is the first.
     pub(super) span: State<'a>,
 }
 
@@ -101,7 +101,7 @@ pub(super) struct State<'a> {
 }
 
 impl<'a> Area<'a> {
-    /// Cuts an area for heads of `d` dimensions, `padded` to whole vectors.
+    /// Divides an area for heads of `d` dimensions, `padded` to whole vectors.
     pub(super) fn new(mut rest: &'a mut [f32], n_rows: usize, d: usize, padded: usize) -> Self {
         let mut take = |n| {
             let (taken, left) = std::mem::take(&mut rest).split_at_mut(n);
@@ -121,7 +121,7 @@ impl<'a> Area<'a> {
 }
 
 impl State<'_> {
-    /// Nothing seen yet.
+    /// Resets to no cells.
     pub(super) fn reset(&mut self) {
         self.m.fill(f32::NEG_INFINITY);
         self.l.fill(0.0);

@@ -1,6 +1,6 @@
 //! The two products of attention, in tiles of rows (rows x query heads of an item) by vectors.
 //!
-//! An output's sum runs in one order whatever the tile's shape, so tiles can be cut as the rows at hand allow.
+//! An output's sum has the same order in every tile shape, so the tiles can follow the number of rows.
 
 use super::BLOCK;
 use super::block::HeadRows;
@@ -16,15 +16,14 @@ pub(super) trait Tile {
     fn run<const R: usize>(self);
 }
 
-/// Rows of the tiles that `n_rows` rows are cut into: all in one tall tile if that does it, so that what they read is
-/// read once.
+/// Height of the tiles into which `n_rows` rows are cut. If they fit in one tall tile, what they read is read once.
 #[inline(always)]
 pub(super) fn height<L: Lanes>(n_rows: usize) -> usize {
     if n_rows <= L::TALL_ROWS { n_rows.max(1) } else { L::TILE_ROWS }
 }
 
-/// Computes a tile of `n_rows <= L::TALL_ROWS` rows. The guards are constants: they keep code for tiles that
-/// do not occur from being made.
+/// Computes a tile of `n_rows <= L::TALL_ROWS` rows. The guards are constants, so that no code is compiled for tiles
+/// that do not occur.
 #[inline(always)]
 pub(super) fn run<L: Lanes, T: Tile>(n_rows: usize, tile: T) {
     match n_rows {
@@ -40,11 +39,11 @@ pub(super) fn run<L: Lanes, T: Tile>(n_rows: usize, tile: T) {
     }
 }
 
-/// Scores of some rows against up to `4 N` keys. A word holds an element of f32 or two of bf16.
+/// Scores of some rows for up to `4 N` keys. A word is one f32 element or two bf16 elements.
 pub(super) struct Scores<'a, L, T> {
     pub(super) lanes: L,
     pub(super) element: PhantomData<T>,
-    /// `[R][d]`, of which the words of a row come first.
+    /// `[R][d]`; the words of a row come first.
     pub(super) queries: &'a [f32],
     /// `[word of d][4 N]`
     pub(super) keys: &'a [f32],
@@ -52,7 +51,7 @@ pub(super) struct Scores<'a, L, T> {
     pub(super) n_vectors: usize,
     /// R rows.
     pub(super) out: &'a mut [[f32; BLOCK]],
-    /// Where the first of the keys is in a row.
+    /// Position of the first key in a row of scores.
     pub(super) offset: usize,
 }
 
@@ -107,21 +106,21 @@ impl<L: Lanes, T: KvElement> Scores<'_, L, T> {
     }
 }
 
-/// Where a tile finds the values of a block: words of one cell (f32) or of two neighbours (bf16), by dimension.
+/// Source of the values of a block: words of one cell (f32) or of two neighbors (bf16), by dimension.
 pub(super) trait Values<L: Lanes> {
-    /// Of the cells.
+    /// Element type of the cells.
     type Element: KvElement;
     /// Elements of a value.
     fn d(&self) -> usize;
-    /// The words of cells `PER_WORD * step` and so on: the first `N` from dimension `at` on, or as many as there are.
+    /// Words of the cells from `PER_WORD * step` on: the first `N` from dimension `at` on, or as many as there are.
     fn words(&self, lanes: L, step: usize, at: usize) -> L::F;
-    /// As `words`, the first `2 N`.
+    /// The first `2 N` words, as [`Values::words`].
     fn two_words(&self, lanes: L, step: usize, at: usize) -> [L::F; 2];
     /// Cell `j` as numbers, from dimension `at` on.
     fn cell(&self, lanes: L, j: usize, at: usize) -> L::F;
 }
 
-/// Values put into words beforehand: `[step][d padded]`.
+/// Values that were packed into words: `[step][d padded]`.
 pub(super) struct Packed<'a, T> {
     pub(super) values: &'a [f32],
     pub(super) padded: usize,
@@ -155,7 +154,7 @@ impl<L: Lanes, T: KvElement> Values<L> for Packed<'_, T> {
     }
 }
 
-/// Values where they are stored.
+/// Values in their cells.
 pub(super) struct Stored<'b, T>(pub(super) HeadRows<'b, T>);
 
 impl<'b, T: KvElement> Stored<'b, T> {
@@ -194,15 +193,15 @@ impl<L: Lanes, T: KvElement> Values<L> for Stored<'_, T> {
     }
 }
 
-/// Weighted values of some rows that see the same cells of a block, added to what they have.
+/// Adds the weighted values of a block to some rows that see the same cells of it.
 pub(super) struct Weighted<'a, L, V> {
     pub(super) lanes: L,
     pub(super) values: &'a V,
     /// R rows.
     pub(super) weights: &'a [[f32; BLOCK]],
-    /// Which cells of the block the rows see.
+    /// The cells of the block that the rows see.
     pub(super) seen: Range<usize>,
-    /// By what the sums so far are multiplied: `[R]`.
+    /// Factors of the earlier sums: `[R]`.
     pub(super) rescale: &'a [f32],
     /// R rows of whole vectors.
     pub(super) out: &'a mut [f32],
@@ -231,7 +230,7 @@ impl<L: Lanes, V: Values<L>> Tile for Weighted<'_, L, V> {
 }
 
 impl<L: Lanes, V: Values<L>> Weighted<'_, L, V> {
-    /// Cells in ascending order: whole words, and single cells where the rows see only one of a word's.
+    /// Adds cells in ascending order: whole words, and single cells where the rows see only one cell of a word.
     #[inline(always)]
     fn vectors<const R: usize, const C: usize>(&mut self, at: usize) {
         let (lanes, per_word) = (self.lanes, V::Element::PER_WORD);
@@ -287,7 +286,7 @@ impl<L: Lanes, V: Values<L>> Weighted<'_, L, V> {
         }
     }
 
-    /// Rescales what is there and adds `sums`.
+    /// Rescales the earlier sums and adds `sums`.
     #[inline(always)]
     fn add<const R: usize, const C: usize>(&mut self, at: usize, sums: &[[L::F; C]; R]) {
         let lanes = self.lanes;
@@ -302,8 +301,8 @@ impl<L: Lanes, V: Values<L>> Weighted<'_, L, V> {
     }
 }
 
-/// Keys of `cells` of the block (at most `4 N`) turned to `[word of d][4 N]`, so that a vector is one word of N cells.
-/// The last vector's places past the end of the block are of no meaning.
+/// Transposes the keys of `cells` of the block (at most `4 N`) to `[word of d][4 N]`, so that a vector is one word of N
+/// cells. Places of the last vector after the end of the block are unspecified.
 #[inline(always)]
 pub(super) fn pack_keys<L: Lanes, T: KvElement>(
     lanes: L,
@@ -311,7 +310,7 @@ pub(super) fn pack_keys<L: Lanes, T: KvElement>(
     cells: Range<usize>,
     out: &mut [f32],
 ) {
-    // Elements of N words, and where they go.
+    // Elements in N words, and the length of a line of the output.
     let (step, line_len, d) = (L::N * T::PER_WORD, TILE_VECTORS * L::N, keys.d());
     for (c, first) in cells.step_by(L::N).enumerate() {
         let mut rows = [&[][..]; MAX_LANES];
@@ -348,8 +347,8 @@ pub(super) fn pack_keys<L: Lanes, T: KvElement>(
     }
 }
 
-/// Values of the block's first `n` cells in words, `[step][d padded]`; a missing cell of the last word repeats the one
-/// before.
+/// Packs the values of the block's first `n` cells into words, `[step][d padded]`. A missing cell of the last word
+/// repeats the one before.
 #[inline(always)]
 pub(super) fn pack_values<L: Lanes, T: KvElement>(
     lanes: L,

@@ -1,4 +1,4 @@
-//! Lanes of 256 bits. The functions here are inlined into [`Avx2::enter`], which has the features on.
+//! Lanes of 256 bits. The functions here are inlined into [`Avx2::enter`], which has the features enabled.
 
 #![allow(unsafe_code, reason = "intrinsics")]
 
@@ -9,7 +9,7 @@ use std::arch::x86_64::*;
 
 const N: usize = 8;
 
-/// All bits set `N` times, then none: a mask of the first `n` lanes starts at `N - n`.
+/// `N` words with all bits set, then `N` zeros: a mask of the first `n` lanes starts at `N - n`.
 static MASKS: [i32; 2 * N] = [-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0];
 
 impl Avx2 {
@@ -27,7 +27,7 @@ unsafe fn entry<K: Kernel>(lanes: Avx2, kernel: K) {
     kernel.run(lanes);
 }
 
-/// Lane-wise operations that are one intrinsic each.
+/// Lane-wise operations of one intrinsic each.
 macro_rules! lanewise {
     ($($name:ident($($arg:ident),+) = $intrinsic:ident;)+) => {$(
         #[inline(always)]
@@ -129,7 +129,7 @@ impl Lanes for Avx2 {
         let mut rounded = [0_u16; N];
         // SAFETY: `rounded` has 8 elements of 16 bits; `self` proves the features.
         unsafe {
-            // Round by adding just below one half, and the last kept bit; NaN gets its quiet bit instead.
+            // Add just below one half, plus the last kept bit, to round to even. NaN gets its quiet bit instead.
             let bits = _mm256_castps_si256(v);
             let last = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
             let sum = _mm256_add_epi32(bits, _mm256_add_epi32(last, _mm256_set1_epi32(0x7fff)));

@@ -1,5 +1,5 @@
 //! Lanes of 512 bits, without and with the instructions for bf16. The functions here are inlined into
-//! [`Avx512::enter`] and [`Avx512Bf16::enter`], which have the features on.
+//! [`Avx512::enter`] and [`Avx512Bf16::enter`], which have the features enabled.
 
 #![allow(unsafe_code, reason = "intrinsics")]
 
@@ -10,7 +10,7 @@ use std::arch::x86_64::*;
 
 const N: usize = 16;
 
-/// Runs kernels compiled for a set's features.
+/// Defines the entry point that runs kernels compiled for the features of a set.
 macro_rules! entry {
     ($token:ident, $entry:ident, $features:literal) => {
         impl $token {
@@ -33,7 +33,7 @@ macro_rules! entry {
 entry!(Avx512, entry, "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c");
 entry!(Avx512Bf16, entry_bf16, "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx2,fma,f16c");
 
-/// Lane-wise operations that are one intrinsic each.
+/// Lane-wise operations of one intrinsic each.
 macro_rules! lanewise {
     ($($name:ident($($arg:ident),+) = $intrinsic:ident;)+) => {$(
         #[inline(always)]
@@ -50,7 +50,7 @@ fn mask(n: usize) -> __mmask16 {
     ((1_u32 << n.min(N)) - 1) as __mmask16
 }
 
-/// What the two do in ways of their own.
+/// The operations that differ between the two sets.
 pub(crate) trait Bf16Pairs: Copy {
     /// [`Lanes::dot_pairs`]
     fn dot(self, a: __m512, b: __m512, acc: __m512) -> __m512;
@@ -148,7 +148,7 @@ impl<S: Bf16Pairs> Lanes for S {
 
     #[inline(always)]
     fn store_first(self, v: __m512, out: &mut [f32]) {
-        // A store with a mask is slow (Zen 4) and hands nothing on to a load that follows.
+        // A masked store is slow (Zen 4), and its data cannot be forwarded to a load that follows.
         if out.len() >= N {
             return self.store(v, out);
         }
@@ -179,7 +179,7 @@ impl<S: Bf16Pairs> Lanes for S {
     fn store_bf16_first(self, v: __m512, out: &mut [u16]) {
         // SAFETY: only elements below `len` are written (the mask); `self` proves the features.
         unsafe {
-            // Round by adding just below one half, and the last kept bit; NaN gets its quiet bit instead.
+            // Add just below one half, plus the last kept bit, to round to even. NaN gets its quiet bit instead.
             // (vcvtneps2bf16 would flush denormals, which the other instruction sets keep.)
             let bits = _mm512_castps_si512(v);
             let last = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
@@ -229,7 +229,7 @@ impl<S: Bf16Pairs> Lanes for S {
         unsafe {
             let low = _mm512_loadu_si512(low.as_ptr().cast());
             let high = _mm512_loadu_si512(high.as_ptr().cast());
-            // Element i of `low` is i, of `high` 32 + i.
+            // Index i selects element i of `low`, index 32 + i element i of `high`.
             let places = _mm512_add_epi32(
                 _mm512_set1_epi32(32 << 16),
                 _mm512_mullo_epi32(

@@ -1,82 +1,81 @@
-//! Lanes: the vector operations that ops are written over, once for every instruction set.
+//! Lanes: the vector operations in which ops are written, once for every instruction set.
 //!
-//! A kernel is a [`Kernel`] whose `run` is generic over [`Lanes`]. [`Isa::run`] compiles it once for each instruction
-//! set that has lanes of its own (VNNI adds nothing to them), inside one function that has the features switched on;
-//! everything below that function is `#[inline(always)]`, so that it becomes part of it.
+//! A kernel is a [`Kernel`] whose `run` is generic over [`Lanes`]. [`Isa::run`](super::Isa::run) compiles it once for
+//! each instruction set that has its own lanes (VNNI adds nothing to them), inside one function with the features
+//! enabled. Everything called from that function is `#[inline(always)]`, so that it becomes part of it.
 
 use half::f16;
 
-/// Most lanes of any instruction set: the length of arrays that hold one vector per lane.
+/// The largest number of lanes of any instruction set: the length of arrays with one vector per lane.
 pub(crate) const MAX_LANES: usize = 16;
 
-/// `N` f32 numbers side by side, and what can be done with them. A value of the type proves that the machine
-/// has the instructions.
+/// Operations on vectors of `N` f32 numbers. A value of the type proves that the machine has the instructions.
 ///
-/// "First" operations work on the first `min(N, len)` elements: loads give zero in the other lanes, stores
-/// leave the rest of the slice alone. The plain ones panic on slices shorter than `N`.
+/// The `_first` operations work on the first `min(N, len)` elements: loads return zero in the other lanes, stores leave
+/// the rest of the slice unchanged. The other operations panic on slices shorter than `N`.
 pub(crate) trait Lanes: Copy {
-    /// `N` numbers.
+    /// A vector of `N` numbers.
     type F: Copy;
-    /// Lanes of a vector; at most [`MAX_LANES`].
+    /// Number of lanes of a vector; at most [`MAX_LANES`].
     const N: usize;
-    /// Rows of a tile of 4 vectors each whose sums stay in registers.
+    /// Rows of a tile with 4 vectors per row whose sums fit in registers.
     const TILE_ROWS: usize;
-    /// Rows of a tile of 2 vectors each whose sums stay in registers, at most 8.
+    /// Rows of a tile with 2 vectors per row whose sums fit in registers; at most 8.
     const TALL_ROWS: usize;
 
     /// `x` in every lane.
     fn splat(self, x: f32) -> Self::F;
-    /// The first `N` elements.
+    /// Loads the first `N` elements.
     fn load(self, x: &[f32]) -> Self::F;
-    /// The first `min(N, len)` elements, then zeros.
+    /// Loads the first `min(N, len)` elements, then zeros.
     fn load_first(self, x: &[f32]) -> Self::F;
     /// Writes `N` elements.
     fn store(self, v: Self::F, out: &mut [f32]);
     /// Writes the first `min(N, len)` elements.
     fn store_first(self, v: Self::F, out: &mut [f32]);
-    /// As `load`, of bf16 bits.
+    /// [`Lanes::load`] from bf16 bits.
     fn load_bf16(self, x: &[u16]) -> Self::F;
-    /// As `load_first`, of bf16 bits.
+    /// [`Lanes::load_first`] from bf16 bits.
     fn load_bf16_first(self, x: &[u16]) -> Self::F;
-    /// As `store_first`, rounded to bf16: nearest, ties to even; NaN stays NaN.
+    /// [`Lanes::store_first`] rounded to bf16: to nearest, ties to even; NaN stays NaN.
     fn store_bf16_first(self, v: Self::F, out: &mut [u16]);
-    /// As `load`, of pairs of bf16 kept as bits: a lane holds elements `2i` (low half) and `2i + 1`.
+    /// Loads `2 N` bf16 numbers as pairs, without conversion: lane `i` has elements `2i` (low half) and `2i + 1`.
     fn load_pairs(self, x: &[u16]) -> Self::F;
-    /// As `load_first`, of pairs of bf16 kept as bits.
+    /// Loads the first `min(2 N, len)` elements as in [`Lanes::load_pairs`], then zeros.
     fn load_pairs_first(self, x: &[u16]) -> Self::F;
-    /// The pairs of `load_pairs` as numbers: the even elements, the odd ones.
+    /// Converts the pairs of `load_pairs` to numbers: the even elements and the odd ones.
     fn split_pairs(self, v: Self::F) -> (Self::F, Self::F);
 
-    /// Pairs of bf16 as bits: element `i` of the first slice in the low half of lane `i`, of the second in the high
-    /// one; zeros past the ends.
+    /// Loads pairs of bf16 from two slices, without conversion. Lane `i` has element `i` of `low` in its low half and
+    /// of `high` in its high half; zeros follow the ends.
     fn zip_pairs_first(self, low: &[u16], high: &[u16]) -> Self::F;
-    /// As `zip_pairs_first`, of the first `2 N` elements of each: two vectors.
+    /// The first `2 N` elements of each slice as two vectors of [`Lanes::zip_pairs_first`].
     #[inline(always)]
     fn zip_pairs(self, low: &[u16], high: &[u16]) -> [Self::F; 2] {
         let (low, high) = (&low[..2 * Self::N], &high[..2 * Self::N]);
         [0, Self::N].map(|at| self.zip_pairs_first(&low[at..at + Self::N], &high[at..at + Self::N]))
     }
 
-    /// `acc` and the products of both elements of each pair of `a` and `b`, the odd ones first.
+    /// `acc` plus the products of both elements of each pair of `a` and `b`, the odd ones first.
     #[inline(always)]
     fn dot_pairs(self, a: Self::F, b: Self::F, acc: Self::F) -> Self::F {
         split_dot_pairs(self, a, b, acc)
     }
 
-    /// Pairs of bf16 as bits, of numbers that bf16 holds: `low` and `high`.
+    /// Pairs of bf16 from numbers that bf16 represents exactly: `low` and `high` of each lane.
     fn pair(self, low: Self::F, high: Self::F) -> Self::F;
-    /// As `load_first`, of IEEE binary16.
+    /// [`Lanes::load_first`] from IEEE binary16.
     fn load_f16_first(self, x: &[f16]) -> Self::F;
-    /// As `store_first`, rounded to binary16: nearest, ties to even; NaN stays NaN.
+    /// [`Lanes::store_first`] rounded to binary16: to nearest, ties to even; NaN stays NaN.
     fn store_f16_first(self, v: Self::F, out: &mut [f16]);
-    /// As `load_first`, of signed bytes as numbers.
+    /// [`Lanes::load_first`] from signed bytes.
     fn load_i8_first(self, x: &[i8]) -> Self::F;
-    /// As `store_first`, of numbers in -128..=127, rounded: nearest, ties to even.
+    /// [`Lanes::store_first`] of numbers in -128..=127, rounded to nearest, ties to even.
     fn store_i8_first(self, v: Self::F, out: &mut [i8]);
-    /// As `load_pairs`, of signed bytes that become bf16.
+    /// [`Lanes::load_pairs`] from signed bytes, converted to bf16.
     fn load_i8_pairs(self, x: &[i8]) -> Self::F;
 
-    /// As `load_pairs_first`, of signed bytes that become bf16.
+    /// [`Lanes::load_pairs_first`] from signed bytes, converted to bf16.
     #[inline(always)]
     fn load_i8_pairs_first(self, x: &[i8]) -> Self::F {
         let mut bytes = [0; 2 * MAX_LANES];
@@ -95,39 +94,39 @@ pub(crate) trait Lanes: Copy {
     fn div(self, a: Self::F, b: Self::F) -> Self::F;
     /// `a * b + c`; fused where the instruction set fuses.
     fn mul_add(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
-    /// The larger one; `b` if either is NaN.
+    /// The larger number; `b` if either is NaN.
     fn max(self, a: Self::F, b: Self::F) -> Self::F;
-    /// The smaller one; `b` if either is NaN.
+    /// The smaller number; `b` if either is NaN.
     fn min(self, a: Self::F, b: Self::F) -> Self::F;
-    /// `v * 2^n` for whole `n` in -200..=200, rounded once, with denormals, zero and infinity as results.
+    /// `v * 2^n` for integers `n` in -200..=200, rounded once; results may be denormal, zero or infinite.
     fn scale_pow2(self, v: Self::F, n: Self::F) -> Self::F;
-    /// Lanes below `n` of `v`, the rest of `other`.
+    /// The lanes below `n` from `v`, the rest from `other`.
     fn keep_first(self, v: Self::F, n: usize, other: Self::F) -> Self::F;
-    /// The sum of all lanes: halves are added lane by lane until one is left.
+    /// The sum of all lanes: the vector's halves are added until one lane is left.
     fn sum(self, v: Self::F) -> f32;
-    /// The largest lane, found in the same order with [`Lanes::max`].
+    /// The largest lane, reduced in the same order with [`Lanes::max`].
     fn largest(self, v: Self::F) -> f32;
-    /// Swaps rows and columns of the first `N` vectors; the others are of no meaning.
+    /// Transposes the first `N` vectors; the other vectors are unspecified.
     fn transpose(self, tile: [Self::F; MAX_LANES]) -> [Self::F; MAX_LANES];
-    /// Asks the second-level cache for the line at `at`; any address is allowed. (The first level waits for few lines
-    /// at once: on Zen 4 a core that asks it so gets two thirds of the bytes a second.)
+    /// Prefetches the cache line at `at` to the second-level cache; any address is allowed. (The first level waits for
+    /// few lines at a time. On Zen 4 a core that prefetches to it reaches two thirds of the bandwidth.)
     fn prefetch(self, at: *const u8);
 }
 
-/// Code written over lanes. `run` and what it calls must be `#[inline(always)]`.
+/// Code written with [`Lanes`]. `run` and what it calls must be `#[inline(always)]`.
 pub(crate) trait Kernel {
-    /// Does the work.
+    /// Runs the kernel.
     fn run<L: Lanes>(self, lanes: L);
 }
 
-/// [`Lanes::dot_pairs`] of sets without an instruction for it.
+/// [`Lanes::dot_pairs`] for sets without an instruction for it.
 #[inline(always)]
 pub(super) fn split_dot_pairs<L: Lanes>(lanes: L, a: L::F, b: L::F, acc: L::F) -> L::F {
     let ((a_even, a_odd), (b_even, b_odd)) = (lanes.split_pairs(a), lanes.split_pairs(b));
     lanes.mul_add(a_even, b_even, lanes.mul_add(a_odd, b_odd, acc))
 }
 
-/// Asks the cache for the lines of `n` elements at `start`; any address is allowed.
+/// Prefetches the cache lines of `n` elements at `start`; any address is allowed.
 #[inline(always)]
 pub(crate) fn prefetch_all<L: Lanes, T>(lanes: L, start: *const T, n: usize) {
     let mut at = 0;
@@ -138,20 +137,20 @@ pub(crate) fn prefetch_all<L: Lanes, T>(lanes: L, start: *const T, n: usize) {
 }
 
 const LOG2_E: f32 = std::f32::consts::LOG2_E;
-/// ln 2 in two parts: the first has 10 significant bits, so that its product with a whole number is exact.
+/// ln 2 in two parts. The first has 10 significant bits, so that its product with an integer is exact.
 const LN_2_HIGH: f32 = 0.693_359_4;
 const LN_2_LOW: f32 = -2.121_944_4e-4;
-/// Adding and taking away 1.5 * 2^23 rounds to a whole number (nearest, ties to even) below 2^22.
+/// Adding and subtracting 1.5 * 2^23 rounds numbers below 2^22 to an integer (to nearest, ties to even).
 const ROUND: f32 = 12_582_912.0;
 /// 1/7! to 1/2!.
 const TAYLOR: [f32; 6] = [1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5];
 
-/// `e^x`, relative error below 2e-7 (absolute below 1e-45 where the result is denormal); 0 below -104,
-/// infinity above 88.73, NaN for NaN.
+/// `e^x` with a relative error below 2e-7 (absolute below 1e-45 where the result is denormal). The result is 0 below
+/// -104, infinity above 88.73, and NaN for NaN.
 ///
-/// `x = n ln2 + r` with `|r| <= 0.347`, `e^r` by its Taylor series to `r^7`. The series is cut with an error of
-/// `r^8 / 8! < 6e-9`, `r` carries two roundings of 2^-26, and the last two steps of Horner's scheme round by
-/// 2^-24 and `r 2^-24` (and their products where nothing is fused): 1.6e-7 in all; scaling by `2^n` is exact.
+/// `x = n ln2 + r` with `|r| <= 0.347`, `e^r` by its Taylor series to `r^7`. The truncation error of the series is
+/// `r^8 / 8! < 6e-9`. `r` has two roundings of 2^-26. The last two steps of Horner's scheme round by 2^-24 and
+/// `r 2^-24` (and their products where nothing is fused): 1.6e-7 in all. Scaling by `2^n` is exact.
 #[inline(always)]
 pub(crate) fn exp<L: Lanes>(lanes: L, x: L::F) -> L::F {
     let (n, r) = split(lanes, x);
@@ -160,7 +159,7 @@ pub(crate) fn exp<L: Lanes>(lanes: L, x: L::F) -> L::F {
     lanes.scale_pow2(lanes.mul_add(p, r, one), n)
 }
 
-/// `x = n ln2 + r` with whole `n` and `|r| <= 0.347`, after `x` was brought within -110..89.
+/// Splits `x`, clamped to -110..89, into `n ln2 + r` with an integer `n` and `|r| <= 0.347`.
 #[inline(always)]
 fn split<L: Lanes>(lanes: L, x: L::F) -> (L::F, L::F) {
     let x = lanes.max(lanes.splat(-110.0), lanes.min(lanes.splat(89.0), x));
@@ -180,12 +179,12 @@ fn series<L: Lanes>(lanes: L, r: L::F) -> L::F {
     p
 }
 
-/// `tanh(x)`, relative error below 6e-7; NaN for NaN.
+/// `tanh(x)` with a relative error below 6e-7; NaN for NaN.
 ///
-/// `t / (t + 2)` with `t = e^2x - 1 = 2^n (e^r - 1) + (2^n - 1)`, both terms without cancellation near zero.
-/// `e^r - 1 = r (1 + r s)` is right to 2e-7; where `n` is not 0, `|t|` is at least 0.29 and the sum's rounding and
-/// the first term's error (of at most 0.42) come to 3e-7 of it. Sum and quotient round once each; the sum passes
-/// the error of `t` on at most once more. Beyond 10 the result is 1 to all digits.
+/// `t / (t + 2)` with `t = e^2x - 1 = 2^n (e^r - 1) + (2^n - 1)`; neither term has cancellation near zero.
+/// `e^r - 1 = r (1 + r s)` has a relative error of 2e-7. Where `n` is not 0, `|t|` is at least 0.29; the sum's rounding
+/// and the first term's error (of at most 0.42) add up to 3e-7 of it. Sum and quotient round once each, and the sum
+/// adds the error of `t` at most once more. Above 10 the result is 1 in every digit.
 #[inline(always)]
 pub(crate) fn tanh<L: Lanes>(lanes: L, x: L::F) -> L::F {
     let x = lanes.max(lanes.splat(-10.0), lanes.min(lanes.splat(10.0), x));

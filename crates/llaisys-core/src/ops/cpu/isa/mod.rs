@@ -1,8 +1,8 @@
-//! Proof tokens: a value of [`Avx2`], [`Avx512`] or one of the others exists only where the CPU has the set, so code
-//! that holds one may call the functions compiled for it without asking again.
+//! Instruction sets as proof tokens: a value of [`Avx2`], [`Avx512`] or another token exists only if the CPU has the
+//! set. Code that has a token may call the functions compiled for its set without another check.
 //!
-//! A function for a lower set is compiled without the features of a higher one: compilers use what they are allowed to
-//! (with VNNI on, `vpdpwssd` for a product and a sum).
+//! A function for a lower set is compiled without the features of a higher one, because compilers use every feature
+//! that is enabled (with VNNI, `vpdpwssd` for a product and a sum).
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -14,15 +14,15 @@ mod scalar;
 use crate::error::Unsupported;
 use lanes::Kernel;
 
-/// The features that every `avx2` function is compiled for; `#[target_feature]` takes only literals, so the
-/// attribute is repeated and [`Avx2::detect`] asks for the same list: avx2, fma, f16c.
+/// AVX2 with the features that every `avx2` function is compiled for: avx2, fma, f16c. `#[target_feature]` accepts
+/// only literals, so each function repeats the list that [`Avx2::detect`] checks.
 #[cfg(target_arch = "x86_64")]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Avx2(());
 
 #[cfg(target_arch = "x86_64")]
 impl Avx2 {
-    /// The token, if the CPU and the system have avx2, fma and f16c.
+    /// Returns the token if the CPU and the system have avx2, fma and f16c.
     pub(crate) fn detect() -> Option<Self> {
         let has = is_x86_feature_detected!("avx2")
             && is_x86_feature_detected!("fma")
@@ -31,7 +31,7 @@ impl Avx2 {
     }
 }
 
-/// As [`Avx2`], and `vpdpbusd` of 256 bits.
+/// [`Avx2`] and 256-bit `vpdpbusd`.
 #[cfg(target_arch = "x86_64")]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Avx2Vnni {
@@ -39,19 +39,19 @@ pub(crate) struct Avx2Vnni {
     encoding: Encoding,
 }
 
-/// The two encodings of `vpdpbusd` of 256 bits.
+/// The two encodings of 256-bit `vpdpbusd`.
 #[cfg(target_arch = "x86_64")]
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Encoding {
-    /// As AVX2's instructions are, in CPUs with AVX-VNNI: avxvnni.
+    /// The encoding of AVX2's instructions, in CPUs with AVX-VNNI: avxvnni.
     Vex,
-    /// As those of AVX-512 are, in CPUs with that: avx512f, avx512vl, avx512vnni.
+    /// The encoding of AVX-512's instructions, in CPUs with AVX-512: avx512f, avx512vl, avx512vnni.
     Evex,
 }
 
 #[cfg(target_arch = "x86_64")]
 impl Avx2Vnni {
-    /// The token, if the CPU and the system have the features of [`Avx2`] and of an encoding.
+    /// Returns the token if the CPU and the system have the features of [`Avx2`] and of an encoding.
     pub(crate) fn detect() -> Option<Self> {
         let base = Avx2::detect()?;
         if is_x86_feature_detected!("avxvnni") {
@@ -68,20 +68,20 @@ impl Avx2Vnni {
         self.base
     }
 
-    /// The encoding that the CPU has; VEX of both.
+    /// The encoding that the CPU has; VEX if it has both.
     pub(crate) fn encoding(self) -> Encoding {
         self.encoding
     }
 }
 
-/// As [`Avx2`], for: avx512f, avx512bw, avx512vl, avx512dq (and avx2, fma, f16c).
+/// AVX-512: avx512f, avx512bw, avx512vl, avx512dq (and avx2, fma, f16c).
 #[cfg(target_arch = "x86_64")]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Avx512(());
 
 #[cfg(target_arch = "x86_64")]
 impl Avx512 {
-    /// The token, if the CPU and the system have every feature of the list.
+    /// Returns the token if the CPU and the system have every feature of the list.
     pub(crate) fn detect() -> Option<Self> {
         let has = Avx2::detect().is_some()
             && is_x86_feature_detected!("avx512f")
@@ -92,14 +92,14 @@ impl Avx512 {
     }
 }
 
-/// As [`Avx512`], and avx512vnni.
+/// [`Avx512`] and avx512vnni.
 #[cfg(target_arch = "x86_64")]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Avx512Vnni(Avx512);
 
 #[cfg(target_arch = "x86_64")]
 impl Avx512Vnni {
-    /// The token, if the CPU and the system have every feature of the list.
+    /// Returns the token if the CPU and the system have every feature of the list.
     pub(crate) fn detect() -> Option<Self> {
         let base = Avx512::detect()?;
         is_x86_feature_detected!("avx512vnni").then_some(Self(base))
@@ -111,14 +111,14 @@ impl Avx512Vnni {
     }
 }
 
-/// As [`Avx512Vnni`], and avx512bf16.
+/// [`Avx512Vnni`] and avx512bf16.
 #[cfg(target_arch = "x86_64")]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Avx512Bf16(Avx512Vnni);
 
 #[cfg(target_arch = "x86_64")]
 impl Avx512Bf16 {
-    /// The token, if the CPU and the system have every feature of the list.
+    /// Returns the token if the CPU and the system have every feature of the list.
     pub(crate) fn detect() -> Option<Self> {
         let base = Avx512Vnni::detect()?;
         is_x86_feature_detected!("avx512bf16").then_some(Self(base))
@@ -130,24 +130,24 @@ impl Avx512Bf16 {
     }
 }
 
-/// The set that an op runs on; each op matches on it once.
+/// The instruction set that an op runs on, with its token; each op matches on it once.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Isa {
-    /// Plain loops.
+    /// Plain loops, on every machine.
     Scalar,
-    /// 256-bit.
+    /// 256-bit vectors.
     #[cfg(target_arch = "x86_64")]
     Avx2(Avx2),
-    /// 256-bit, with sums of products of bytes.
+    /// 256-bit vectors with dot products of bytes.
     #[cfg(target_arch = "x86_64")]
     Avx2Vnni(Avx2Vnni),
-    /// 512-bit.
+    /// 512-bit vectors.
     #[cfg(target_arch = "x86_64")]
     Avx512(Avx512),
-    /// 512-bit, with sums of products of bytes.
+    /// 512-bit vectors with dot products of bytes.
     #[cfg(target_arch = "x86_64")]
     Avx512Vnni(Avx512Vnni),
-    /// 512-bit, with sums of products of bytes and of bf16.
+    /// 512-bit vectors with dot products of bytes and of bf16.
     #[cfg(target_arch = "x86_64")]
     Avx512Bf16(Avx512Bf16),
 }
@@ -188,7 +188,7 @@ impl Isa {
     }
 }
 
-/// `isa` with its proof, or `None` if the machine lacks it.
+/// Returns `isa` with its token, or `None` if the machine lacks the set.
 pub(crate) fn detect(isa: IsaName) -> Option<Isa> {
     match isa {
         IsaName::Scalar => Some(Isa::Scalar),
@@ -207,7 +207,7 @@ pub(crate) fn detect(isa: IsaName) -> Option<Isa> {
     }
 }
 
-/// An instruction set by name, as configuration and health reports spell it.
+/// The name of an instruction set, as used in configuration and health reports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum IsaName {
     /// AVX-512 F, BW, VL, DQ with VNNI and BF16.
@@ -216,11 +216,11 @@ pub enum IsaName {
     Avx512Vnni,
     /// AVX-512 F, BW, VL, DQ.
     Avx512,
-    /// AVX2 with FMA, F16C and VNNI of 256 bits (AVX-VNNI, or AVX-512 VNNI and VL).
+    /// AVX2 with FMA, F16C and 256-bit VNNI (AVX-VNNI, or AVX-512 VNNI and VL).
     Avx2Vnni,
     /// AVX2 with FMA and F16C.
     Avx2,
-    /// Plain loops; everywhere.
+    /// Plain loops, on every machine.
     Scalar,
 }
 
@@ -235,14 +235,14 @@ impl IsaName {
         IsaName::Scalar,
     ];
 
-    /// The set spelled `name`.
+    /// Parses a name.
     ///
     /// Errors: [`Unsupported::Isa`] for a name that is not in the list.
     pub fn parse(name: &str) -> Result<Self, Unsupported> {
         Self::ALL.into_iter().find(|isa| isa.name() == name).ok_or_else(|| unsupported(name))
     }
 
-    /// As configuration spells it: `"avx512_bf16"`, `"avx512_vnni"`, `"avx512"`, `"avx2_vnni"`, `"avx2"` or `"scalar"`.
+    /// The name in configuration: `"avx512_bf16"`, `"avx512_vnni"`, `"avx512"`, `"avx2_vnni"`, `"avx2"` or `"scalar"`.
     pub const fn name(self) -> &'static str {
         match self {
             IsaName::Avx512Bf16 => "avx512_bf16",
@@ -254,13 +254,13 @@ impl IsaName {
         }
     }
 
-    /// The sets that this machine runs, best first; never empty.
+    /// The sets that this machine has, best first; never empty.
     pub fn available() -> Vec<IsaName> {
         Self::ALL.into_iter().filter(|&isa| detect(isa).is_some()).collect()
     }
 }
 
-/// The error for an instruction set that this machine lacks or that does not exist, with the available ones.
+/// The error for a set that does not exist or that this machine lacks; it lists the available ones.
 pub(super) fn unsupported(name: &str) -> Unsupported {
     let available: Vec<&str> = IsaName::available().into_iter().map(IsaName::name).collect();
     Unsupported::Isa { name: name.to_owned(), available: available.join(", ") }

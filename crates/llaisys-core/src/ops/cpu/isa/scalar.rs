@@ -1,4 +1,4 @@
-//! Lanes as plain arrays: everywhere, and in the interpreter that checks memory use.
+//! Lanes as plain arrays, for every machine.
 
 use super::lanes::{Lanes, MAX_LANES};
 use half::{bf16, f16};
@@ -14,7 +14,7 @@ fn zip(a: [f32; N], b: [f32; N], f: impl Fn(f32, f32) -> f32) -> [f32; N] {
     std::array::from_fn(|i| f(a[i], b[i]))
 }
 
-/// `2^n` as a number, for `n` in -126..=127.
+/// `2^n` for `n` in -126..=127.
 #[inline(always)]
 fn pow2(n: i32) -> f32 {
     f32::from_bits(((n + 127) as u32) << 23)
@@ -150,7 +150,7 @@ impl Lanes for Scalar {
 
     #[inline(always)]
     fn mul_add(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F {
-        // Not fused: without the instruction that is a call of some hundred cycles.
+        // Not fused: without the instruction, `f32::mul_add` is a call of some hundred cycles.
         std::array::from_fn(|i| a[i] * b[i] + c[i])
     }
 

@@ -1,7 +1,8 @@
-//! The products with 256-bit vectors, for CPUs without AVX-512; groups in `groups.rs`.
+//! Products with 256-bit vectors, for CPUs without AVX-512; grouped formats are in `groups.rs`.
 //!
-//! A panel is four vectors wide; 16 registers do not hold a tile of all four, so a tile takes `T` vectors of
-//! columns at a time and passes over the panel `4 / T` times. Each tile is a function of its own, as in `avx512.rs`.
+//! A panel is four vectors wide. The sums of a tile with all four do not fit in 16 registers, so a tile has `T` vectors
+//! of columns and the kernel passes over the panel `4 / T` times. Each tile is a function of its own, as in
+//! `avx512.rs`.
 
 #![allow(unsafe_code, reason = "intrinsics")]
 
@@ -20,17 +21,17 @@ use std::arch::x86_64::*;
 pub(super) const PLAIN_ROWS: usize = 6;
 /// Rows of a tile of a grouped format: 4 x 8 columns, 2 x 16 or 1 x 32.
 pub(super) const PAIR_ROWS: usize = 4;
-/// As `PAIR_ROWS`, with VNNI, which needs fewer registers: 3 x 16 columns, 2 x 16 or 1 x 32.
+/// Rows of a tile of a grouped format with VNNI, which needs fewer registers: 3 x 16 columns, 2 x 16 or 1 x 32.
 pub(super) const VNNI_ROWS: usize = 3;
 
-/// Vectors of a panel.
+/// Vectors in a panel.
 const VECTORS: usize = 4;
-/// Bytes of one vector of weights.
+/// Bytes in one vector of weights.
 const LANE: usize = 32;
-/// Bytes of a panel's four vectors.
+/// Bytes in a panel's four vectors.
 const STEP: usize = VECTORS * LANE;
 
-/// Calls the instance of a plain kernel for the number of rows: one or two read the panel once.
+/// Calls the instance of a plain kernel for the number of rows. With one or two rows it reads the panel once.
 macro_rules! plain_rows {
     ($n_rows:expr, $kernel:ident $args:tt) => {
         match $n_rows {
@@ -58,7 +59,7 @@ pub(super) fn tile(_: Avx2, panel: &Panel<'_>, n_rows: usize, inputs: Inputs<'_>
     }
 }
 
-/// As [`tile`], groups by VNNI.
+/// As [`tile`], with VNNI for grouped formats.
 pub(super) fn tile_vnni(
     token: Avx2Vnni,
     panel: &Panel<'_>,
@@ -89,7 +90,7 @@ fn plain_tile(panel: &Panel<'_>, n_rows: usize, inputs: Inputs<'_>, out: &mut Ti
         (PackedFormat::BF16, Inputs::Plain(x)) => {
             plain_rows!(n_rows, bf16_tile(panel, x, out));
         }
-        (format, _) => unreachable!("`form` gives {format:?} another form of inputs"),
+        (format, _) => unreachable!("`form` returns another form for {format:?}"),
     }
 }
 
@@ -102,7 +103,7 @@ fn load<const T: usize>(step: &[u8; STEP], first: usize) -> [__m256i; T] {
     std::array::from_fn(|t| unsafe { _mm256_loadu_si256(vectors[t].as_ptr().cast()) })
 }
 
-/// Eight columns of a header of f16 numbers, starting at vector `first`, as f32.
+/// Eight columns per vector of a header of f16 numbers, from vector `first` on, as f32.
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
 fn load_f16<const T: usize>(header: &[u8; 2 * PANEL], first: usize) -> [__m256; T] {
@@ -111,7 +112,7 @@ fn load_f16<const T: usize>(header: &[u8; 2 * PANEL], first: usize) -> [__m256; 
     std::array::from_fn(|t| _mm256_cvtph_ps(unsafe { _mm_loadu_si128(vectors[t].as_ptr().cast()) }))
 }
 
-/// Eight columns of a header of bytes, starting at vector `first`, as f32.
+/// Eight columns per vector of a header of bytes, from vector `first` on, as f32.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn load_u8<const T: usize>(header: &[u8; PANEL], first: usize) -> [__m256; T] {
@@ -182,7 +183,7 @@ fn f32_tile<const R: usize, const T: usize>(panel: &Panel<'_>, x: &[f32], out: &
     }
 }
 
-/// BF16: weights widened by shift and mask, one fused multiply-add for each k.
+/// BF16: weights are widened with shift and mask, then one fused multiply-add for each k.
 #[inline(never)]
 #[target_feature(enable = "avx2,fma")]
 fn bf16_tile<const R: usize, const T: usize>(panel: &Panel<'_>, x: &[f32], out: &mut Tile) {

@@ -1,9 +1,9 @@
-//! The products with 512-bit vectors. BF16 by `vdpbf16ps` or, where the CPU has none, by one fused multiply-add for each
-//! k; groups in `groups.rs`.
+//! Products with 512-bit vectors. BF16 uses `vdpbf16ps` or, where the CPU lacks it, one fused multiply-add for each k;
+//! grouped formats are in `groups.rs`.
 //!
-//! A panel is two vectors wide. A tile keeps two accumulators a row (groups: two of integers and two of f32),
-//! so 12 rows of plain formats and 6 of grouped ones fill the 32 registers. Each tile is a function of its own: in a
-//! common one compilers keep a sum of every tile in one place on the stack, and each step waits for it.
+//! A panel is two vectors wide. A tile needs two accumulators per row (grouped formats: two of integers and two of
+//! f32), so 12 rows of plain formats and 6 of grouped ones fill the 32 registers. Each tile is a function of its own:
+//! in a common function compilers spill one sum of every tile to the same stack slot, and each step waits for it.
 
 #![allow(unsafe_code, reason = "intrinsics")]
 
@@ -22,10 +22,10 @@ use std::arch::x86_64::*;
 pub(super) const PLAIN_ROWS: usize = 12;
 /// Rows of a tile of a grouped format with VNNI.
 pub(super) const VNNI_ROWS: usize = 6;
-/// Rows of a tile of a grouped format without, which takes more registers a row.
+/// Rows of a tile of a grouped format without VNNI, which needs more registers per row.
 pub(super) const PAIR_ROWS: usize = 4;
 
-/// Bytes of two vectors: what a panel holds for one k (F32), two (BF16), four (8 bit) or eight (4 bit).
+/// Bytes in two vectors: what a panel has for one k (F32), two (BF16), four (8 bit) or eight (4 bit).
 const STEP: usize = 128;
 
 /// Calls the instance of a plain kernel for the number of rows.
@@ -51,7 +51,7 @@ pub(super) fn tile(_: Avx512, panel: &Panel<'_>, n_rows: usize, inputs: Inputs<'
     }
 }
 
-/// As [`tile`], groups by VNNI.
+/// As [`tile`], with VNNI for grouped formats.
 pub(super) fn tile_vnni(_: Avx512Vnni, panel: &Panel<'_>, n_rows: usize, inputs: Inputs<'_>, out: &mut Tile) {
     // SAFETY: as in `tile`.
     unsafe {
@@ -64,7 +64,7 @@ pub(super) fn tile_vnni(_: Avx512Vnni, panel: &Panel<'_>, n_rows: usize, inputs:
     }
 }
 
-/// As [`tile_vnni`], pairs of bf16 by `vdpbf16ps`.
+/// As [`tile_vnni`], with `vdpbf16ps` for pairs of bf16.
 pub(super) fn tile_bf16(
     token: Avx512Bf16,
     panel: &Panel<'_>,
@@ -88,7 +88,7 @@ fn plain_tile(panel: &Panel<'_>, n_rows: usize, inputs: Inputs<'_>, out: &mut Ti
         (PackedFormat::BF16, Inputs::Plain(x)) => {
             plain_rows!(n_rows, [1 2 3 4 5 6 7 8 9 10 11 12], widened_tile(panel, x, out));
         }
-        (format, _) => unreachable!("`form` gives {format:?} another form of inputs"),
+        (format, _) => unreachable!("`form` returns another form for {format:?}"),
     }
 }
 
@@ -97,7 +97,7 @@ fn pairs_tile(panel: &Panel<'_>, n_rows: usize, x: &[u32], out: &mut Tile) {
     plain_rows!(n_rows, [1 2 3 4 5 6 7 8 9 10 11 12], bf16_tile(panel, x, out));
 }
 
-/// Two neighbouring vectors of weights.
+/// Two consecutive vectors of weights.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn load(bytes: &[u8; STEP]) -> [__m512i; 2] {
@@ -173,7 +173,7 @@ fn f32_tile<const R: usize>(panel: &Panel<'_>, x: &[f32], out: &mut Tile) {
     store(sums, out);
 }
 
-/// BF16: weights widened by shift and mask, one fused multiply-add for each k.
+/// BF16: weights are widened with shift and mask, then one fused multiply-add for each k.
 #[inline(never)]
 #[target_feature(enable = "avx512f")]
 fn widened_tile<const R: usize>(panel: &Panel<'_>, x: &[f32], out: &mut Tile) {

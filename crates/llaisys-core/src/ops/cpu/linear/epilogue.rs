@@ -1,4 +1,4 @@
-//! What becomes of a tile's sums.
+//! What is computed from a tile's sums, and where it is written.
 
 use super::pruned_argmax::Bounds;
 use crate::ops::cpu::gate::{Gate, HALF_PANEL};
@@ -7,20 +7,20 @@ use crate::ops::packed::PANEL;
 use crate::threads::DisjointWriter;
 use std::ops::Range;
 
-/// What happens to sums.
+/// The last step of a product.
 #[derive(Clone, Copy)]
 pub(super) enum Epilogue<'a> {
     Store,
     Bias(&'a [f32]),
     Add,
-    /// Of 16 gates and 16 ups a panel, 16 products are left.
+    /// A panel has 16 gates and 16 ups, which become 16 outputs.
     Gate(Gate),
-    /// Of a panel's sums the two ends of what they stand for are left.
+    /// A panel's sums become the lower and the upper bound of its largest output.
     Bounds(Bounds<'a>),
 }
 
 impl Epilogue<'_> {
-    /// Which of `n` columns of the output come of panel `p`.
+    /// The columns of the output that panel `p` determines, out of `n`.
     pub(super) fn columns(self, p: usize, n: usize) -> Range<usize> {
         let width = match self {
             Epilogue::Gate(_) => HALF_PANEL,
@@ -30,10 +30,10 @@ impl Epilogue<'_> {
         p * width..((p + 1) * width).min(n)
     }
 
-    /// Puts the sums of one row of a panel, whose first output is `n`, where they go.
+    /// Writes the sums of one row of a panel whose first output is `n`.
     #[inline(always)]
     fn put<L: Lanes>(self, lanes: L, sums: &[f32; PANEL], n: usize, out: &mut [f32]) {
-        // An index and no iterators: what is not inlined is not compiled for the set.
+        // An index instead of iterators: code that is not inlined is not compiled for the instruction set.
         let mut c = 0;
         while c < out.len() {
             let (sum, y) = (lanes.load(&sums[c..]), &mut out[c..]);
@@ -48,12 +48,13 @@ impl Epilogue<'_> {
     }
 }
 
-/// The end of a tile, compiled for each instruction set: some 200 instructions beside the 2,000 of a short product.
+/// The last step of a tile, compiled for each instruction set: some 200 instructions, compared with 2,000 of a short
+/// product.
 pub(super) struct Finish<'a> {
     pub(super) epilogue: Epilogue<'a>,
-    /// Of each row.
+    /// The sums of each row.
     pub(super) sums: &'a mut [[f32; PANEL]],
-    /// `[n, n_columns]`, of which these columns of these rows are written.
+    /// `[n, n_columns]`. Only these columns of these rows are written.
     pub(super) out: DisjointWriter<'a, f32>,
     pub(super) n_columns: usize,
     /// The first row.

@@ -1,4 +1,4 @@
-//! The grouped formats as types, so that one kernel text becomes a kernel for each.
+//! The grouped formats as types, so that one generic kernel is compiled for each of them.
 
 use crate::ops::cpu::activations::GroupInput;
 use crate::ops::packed::PackedFormat;
@@ -24,21 +24,21 @@ pub(super) struct GroupOfRows<'a, const R: usize> {
     pub(super) groups: &'a [GroupInput; R],
 }
 
-/// What a kernel knows of a grouped format when it is compiled; `ops/packed.rs` draws the layouts.
+/// The properties of a grouped format at compile time; `ops/packed.rs` describes the layouts.
 pub(super) trait Group {
-    /// Which one.
+    /// The format.
     const FORMAT: PackedFormat;
-    /// Bits of a weight.
+    /// Bits in a weight.
     const BITS: usize = Self::FORMAT.bits();
-    /// Scales of a column: parts of a group that are summed and scaled apart.
+    /// Scales per column: parts of a group that are summed and scaled separately.
     const PARTS: usize = Self::FORMAT.n_scales();
-    /// Weights have minima, which meet the sums of the inputs.
+    /// Weights have minima, which are multiplied by the sums of the inputs.
     const HAS_MIN: bool = Self::FORMAT.has_min();
-    /// Bytes of a group.
+    /// Bytes in a group.
     const BYTES: usize = Self::FORMAT.group_bytes();
-    /// Bytes of its scales and minima, which come first.
+    /// Bytes of its scales and minima, which are at the start.
     const HEADER: usize = Self::FORMAT.header_bytes();
-    /// Scales are bytes, minima zero points in 16ths, and each column has a unit.
+    /// Scales are bytes, minima are zero points in 16ths, and each column has a unit.
     const HAS_UNITS: bool = Self::FORMAT.has_units();
 
     /// The pairs of quads of part `part`.
@@ -48,7 +48,7 @@ pub(super) trait Group {
         part * n..(part + 1) * n
     }
 
-    /// Which of a [`GroupInput`]'s sums belongs to part `part`.
+    /// Index of the sum in [`GroupInput`] that belongs to part `part`.
     #[inline(always)]
     fn sum(part: usize) -> usize {
         if Self::PARTS == 2 { 1 + part } else { 0 }

@@ -1,14 +1,14 @@
-//! What a kernel prefetches of the weights while it multiplies. Record 0048 has the figures.
+//! Prefetching of weights while a kernel multiplies. `docs/decisions/0008-cpu-kernels.md` has the measurements.
 
 #![allow(unsafe_code, reason = "prefetch instructions")]
 
 use crate::ops::packed::{PANEL, PackedFormat};
 use std::ops::Range;
 
-/// Bytes of a panel that is prefetched to the second-level cache, whatever the number of rows: a first-level cache does
-/// not hold it beside the inputs, and a second-level one holds two.
+/// Sizes in bytes of panels that are prefetched to the second-level cache whatever the number of rows. A first-level
+/// cache has no capacity for such a panel and the inputs; a second-level one has capacity for two.
 const MIDDLE_PANEL: Range<usize> = 24 << 10..192 << 10;
-/// Bytes between what the only block of rows reads and what it prefetches, at most.
+/// The largest distance in bytes between what a single block of rows reads and what it prefetches.
 const DISTANCE: usize = 32 << 10;
 
 /// A block of rows that is multiplied with a panel.
@@ -24,12 +24,12 @@ pub(super) struct PanelBlock<'a> {
     pub(super) n_rows: usize,
 }
 
-/// Cache lines to prefetch, some with each step of a kernel.
+/// Cache lines to prefetch, some of them in each step of a kernel.
 #[derive(Clone, Copy)]
 pub(super) struct Prefetch {
     next: *const u8,
     lines_per_step: usize,
-    /// To the second-level cache, which waits for more lines at once.
+    /// Prefetch to the second-level cache, which can wait for more lines at a time.
     is_far: bool,
 }
 
@@ -37,8 +37,8 @@ impl Prefetch {
     /// Nothing to prefetch.
     pub(super) const NONE: Prefetch = Prefetch { next: std::ptr::null(), lines_per_step: 0, is_far: false };
 
-    /// Choose what to prefetch while a block of rows is multiplied with a panel. A single block prefetches what it reads
-    /// soon; several blocks share the next panel.
+    /// Chooses what to prefetch while a block of rows is multiplied with a panel. A single block prefetches what it
+    /// reads soon; several blocks together prefetch the next panel.
     pub(super) fn new(at: PanelBlock<'_>) -> Self {
         let PanelBlock { format, panel, rest, block: i, n_blocks: n, n_rows } = at;
         let n_bytes = panel.len();
@@ -63,7 +63,7 @@ impl Prefetch {
         Self { next: panel.as_ptr().wrapping_add(start), lines_per_step, is_far }
     }
 
-    /// Asks for the lines of one step.
+    /// Prefetches the lines of one step.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     pub(super) fn next_step(&mut self) {
@@ -80,14 +80,14 @@ impl Prefetch {
     }
 }
 
-/// Rows from which a block alone prefetches: where arithmetic takes half of memory's time or more. With fewer, the
-/// hardware's own prefetch keeps up, and asking costs up to a tenth (Zen 4, which multiplies a line of 8 bits or of BF16
-/// with a row in a cycle, one of 4 bits in two, while two cores get a line of memory in 14).
+/// Rows from which a single block prefetches: where arithmetic takes at least half of the memory time. With fewer rows
+/// the hardware prefetcher is fast enough, and prefetch instructions cost up to a tenth. (Zen 4 multiplies a line of
+/// 8-bit or BF16 weights with a row in one cycle, and a 4-bit line in two; two cores get a line from memory every 14.)
 fn min_rows(format: PackedFormat) -> usize {
     if format.is_grouped() { format.bits().div_ceil(2).max(3) } else { 9 }
 }
 
-/// Asks the first-level cache for the line at `at`; any address is allowed.
+/// Prefetches the line at `at` to the first-level cache; any address is allowed.
 #[inline(always)]
 pub(super) fn fetch(at: *const u8) {
     #[cfg(target_arch = "x86_64")]

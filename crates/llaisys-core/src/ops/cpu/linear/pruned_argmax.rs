@@ -1,27 +1,28 @@
-//! `pruned_argmax`: for each row of inputs the index of its largest product, of which only few are computed. Meaning:
-//! `ops/reference/argmax.rs` of [`linear`](super::linear), bit for bit: the products that decide come of the same
-//! kernel.
+//! `pruned_argmax`: for each row of inputs the index of its largest product, computing only few of the products.
 //!
-//! Let `w` be an output's weights, `c` their copy in 8 bits, `x` the inputs as the matrix's kernel rounds them and `y`
-//! as the copy's does. In real numbers
+//! Reference: `ops/reference/argmax.rs` of [`linear`](super::linear), bit for bit, because the same kernel computes the
+//! products that decide.
+//!
+//! Let `w` be an output's weights, `c` their copy in 8 bits, `x` the inputs as rounded for the matrix's kernel, and `y`
+//! the inputs as rounded for the copy's kernel. In real numbers
 //!
 //! ```text
 //! |w.x - c.y| = |(w - c).x + c.(x - y)| <= |w - c| |x| + |c| |x - y|          (Cauchy and Schwarz)
 //! ```
 //!
-//! Both kernels round. A sum in which a term passes through m roundings of u = 2^-24 is off by at most `m u / (1 - m u)`
-//! times the sum of its terms' sizes (Higham, Accuracy and Stability of Numerical Algorithms, 3.1), which is at most
-//! `|w| |x|`, and `|c| |y|`. The matrix's kernels round a term at most k + 1 times, the copy's k/32 + 4 times, the bounds
-//! below themselves a few times; [`gamma`] allows for more than all. With `|w| <= |c| + |w - c|` and
-//! `|y| <= |x| + |x - y|`, the exact result differs from the approximate one by at most
+//! Both kernels round. If each term of a sum passes through m roundings of u = 2^-24, the error is at most
+//! `m u / (1 - m u)` times the sum of the terms' magnitudes (Higham, Accuracy and Stability of Numerical Algorithms,
+//! 3.1). That sum is at most `|w| |x|`, and `|c| |y|`. A term has at most k + 1 roundings in the matrix's kernels, and
+//! k/32 + 4 in the copy's; the bounds below have a few. [`gamma`] covers more than all of them. With
+//! `|w| <= |c| + |w - c|` and `|y| <= |x| + |x - y|`, the exact result differs from the approximate one by at most
 //!
 //! ```text
 //! B = |w - c| (|x| + g) + |c| (|x - y| + g) + t        g = gamma (|x| + |x - y|)
 //! ```
 //!
-//! where t stands for what is lost below the normal numbers of f32 ([`Reach::new`]). So no output whose `approximate + B`
-//! is below the largest `approximate - B` can be the largest, nor one of several. Whole panels of the others are computed
-//! as they always are.
+//! where t covers what is lost below the normal numbers of f32 ([`BoundFactors::new`]). An output whose
+//! `approximate + B` is below the largest `approximate - B` therefore cannot be the largest, nor equal to it. The whole
+//! panels of the other outputs are computed by the ordinary kernel.
 
 #[cfg(test)]
 mod tests;
@@ -38,30 +39,30 @@ use crate::quant::BLOCK_LEN;
 use crate::threads::Disjoint;
 use std::ops::Range;
 
-/// Of so many panels one may be computed for a row; with more, all had better be.
+/// For a row at most one in this many panels is computed; with more, it is faster to compute all of them.
 const CANDIDATES_SHARE: usize = 8;
 
-/// Scratch of [`pruned_argmax`]; grows with use.
+/// Scratch memory of [`pruned_argmax`]; grows with use.
 #[derive(Debug, Default)]
 pub struct PrunedArgmaxScratch {
-    reaches: Vec<Option<Reach>>,
+    factors: Vec<Option<BoundFactors>>,
     /// The largest `approximate - B` and the largest `approximate + B` of each panel, `[n][panels]`.
     ends: Vec<f32>,
-    /// Panel and row of what is to be computed, and the best of each.
+    /// Panel and row of each product to compute; `found` has the best of each.
     candidates: Vec<(u32, u32)>,
     found: Vec<(f32, u32)>,
     best: Vec<Option<(f32, u32)>>,
 }
 
-/// What B depends on besides the output: `errors * |w - c| + copies * |c| + least`.
+/// The parts of B that do not depend on the output: `errors * |w - c| + copies * |c| + least`.
 #[derive(Debug, Clone, Copy)]
-struct Reach {
+struct BoundFactors {
     errors: f32,
     copies: f32,
     least: f32,
 }
 
-/// Inputs that are packed for both products.
+/// Inputs packed for both products.
 struct PackedRows<'a> {
     activations: &'a Activations,
     n_columns: usize,
@@ -71,16 +72,16 @@ struct PackedRows<'a> {
     blocks: RowBlocks,
 }
 
-/// The epilogue of the copy's product: of each row's sums of a panel the two ends are left.
+/// The epilogue of the copy's product: each row's sums of a panel become the two bounds of the panel.
 #[derive(Clone, Copy)]
 pub(super) struct Bounds<'a> {
     bounds: &'a ArgmaxBounds,
-    reaches: &'a [Option<Reach>],
+    factors: &'a [Option<BoundFactors>],
 }
 
-/// For each row of `x` `[n, K]` the lowest index of the largest of its products with `matrix` `[N, K]`, whose
-/// `bounds` are given: what `argmax` of `linear` gives, all of whose results are finite then. None if too many outputs may be
-/// the largest, or a row is not finite, or huge.
+/// For each row of `x` `[n, K]`, the lowest index of the largest of its products with `matrix` `[N, K]`, whose `bounds`
+/// are given. It equals `argmax` of `linear`, whose results are then all finite. `None` if too many outputs may be the
+/// largest, or if the row is huge or not finite.
 ///
 /// Panics if shapes disagree or `x` exceeds the context's scratch.
 pub fn pruned_argmax<'r>(
@@ -93,7 +94,7 @@ pub fn pruned_argmax<'r>(
     let isa = cx.kernels.proof();
     let x = Rows::new(x, matrix.n_columns());
     let forms = [form(isa, bounds.copy().format()), form(isa, matrix.format())];
-    // Each row a block of its own: it is multiplied alone, or read alone here.
+    // Each row is a block of its own, because it is multiplied, or read here, by itself.
     let by_row = Packing { isa, pool: &cx.pool, form: forms[1], rows_max: 1 };
     cx.activations.pack(by_row, x);
     let by_block = Packing { form: forms[0], rows_max: rows_max(isa, forms[0]), ..by_row };
@@ -112,31 +113,36 @@ pub fn pruned_argmax<'r>(
 }
 
 impl PrunedArgmaxScratch {
-    /// How far each row's bounds reach.
+    /// Computes the factors of B for each row.
     fn measure(&mut self, x: &PackedRows<'_>, bounds: &ArgmaxBounds) {
-        self.reaches.clear();
+        self.factors.clear();
         let (inputs, blocks) = (x.activations, x.blocks);
         for rows in (0..blocks.len()).map(|i| blocks.rows(i)) {
             let rounded = inputs.block(Form::Groups, x.n_columns, &rows);
             for row in rows.clone() {
                 let exact = inputs.block(x.exact, x.n_columns, &(row..row + 1));
                 let [of_row, of_difference] = squares(exact, rounded, row - rows.start, rows.len());
-                self.reaches.push(Reach::new(of_row.sqrt(), of_difference.sqrt(), x.n_columns, bounds));
+                self.factors.push(BoundFactors::new(
+                    of_row.sqrt(),
+                    of_difference.sqrt(),
+                    x.n_columns,
+                    bounds,
+                ));
             }
         }
     }
 
-    /// The ends of every panel, by the copy.
+    /// Computes the two bounds of every panel from the copy.
     fn approximate(&mut self, cx: &OpContext, isa: Isa, n_rows: usize, bounds: &ArgmaxBounds) {
         let n_columns = 2 * bounds.copy().n_panels();
         self.ends.resize(n_rows * n_columns, 0.0);
-        let epilogue = Epilogue::Bounds(Bounds { bounds, reaches: &self.reaches });
+        let epilogue = Epilogue::Bounds(Bounds { bounds, factors: &self.factors });
         let out = Disjoint::new(&mut self.ends);
         let targets = [Some(Target { weight: bounds.copy(), epilogue, out, n_columns })];
         Region { isa, activations: &cx.activations, n_rows, targets: &targets }.run(&cx.pool);
     }
 
-    /// The panels that may hold a row's largest output; none of rows with too many.
+    /// Selects the panels that may have a row's largest output; none for rows with too many.
     fn choose(&mut self, n_rows: usize, n_panels: usize) {
         let most = n_panels.div_ceil(CANDIDATES_SHARE);
         self.candidates.clear();
@@ -145,7 +151,7 @@ impl PrunedArgmaxScratch {
         for (row, ends) in self.ends.chunks_exact(2 * n_panels).enumerate() {
             let ends = ends.as_chunks::<2>().0;
             let first = self.candidates.len();
-            if self.reaches[row].is_some() {
+            if self.factors[row].is_some() {
                 let floor =
                     ends.iter().fold(f32::NEG_INFINITY, |max, &[low, _]| if low > max { low } else { max });
                 let may_be = (0..).zip(ends).filter(|(_, [_, high])| *high >= floor);
@@ -157,11 +163,11 @@ impl PrunedArgmaxScratch {
             let is_open = self.candidates.len() > first;
             self.best.push(is_open.then_some((f32::NEG_INFINITY, u32::MAX)));
         }
-        // Rows that want the same panel find it in a cache.
+        // Rows with the same panel then find it in a cache.
         self.candidates.sort_unstable();
     }
 
-    /// The best of the candidates, with the matrix itself.
+    /// Computes the candidates with the matrix itself and keeps the best of each row.
     fn compute(&mut self, cx: &OpContext, isa: Isa, matrix: &PackedMatrix) {
         let form = form(isa, matrix.format());
         let (candidates, n_bytes) = (&self.candidates, matrix.panel_bytes());
@@ -189,14 +195,15 @@ impl PrunedArgmaxScratch {
     }
 }
 
-impl Reach {
-    /// Of a row of inputs of length `|x|` that the copy's kernel sees `|x - y|` off; None if they are not finite, or
-    /// huge.
+impl BoundFactors {
+    /// The factors of a row of inputs with `|x| = of_row` and `|x - y| = of_difference`. `None` if they are huge or
+    /// not finite.
     fn new(of_row: f64, of_difference: f64, n_columns: usize, bounds: &ArgmaxBounds) -> Option<Self> {
         let sum = of_row + of_difference;
         let g = gamma(n_columns) * sum;
-        // Below the normal numbers: a weight or an input that the kernel takes for 0 costs 2^-126 times the other, a
-        // step of a sum 2^-126, the copy's sums this times a row's scale; all of these at most 2^25 times.
+        // Below the normal numbers: a weight or an input that a kernel treats as 0 costs 2^-126 times the other, and a
+        // step of a sum 2^-126. In the copy's sums the step is also multiplied by a row's scale. There are at most 2^25
+        // of these.
         let least = (1.0 + sum) * (1.0 + bounds.longest()) * 2_f64.powi(-100);
         (sum < MAX_NORM).then(|| Self {
             errors: round_up(of_row + g),
@@ -206,16 +213,16 @@ impl Reach {
     }
 }
 
-/// The share of the sums of sizes that rounding can cost, of `k` inputs. `m u` is below 2^-4 ([`ArgmaxBounds::can_have`]).
+/// Bounds the relative error of sums of `k` terms. `m u` is below 2^-4 ([`ArgmaxBounds::can_have`]).
 fn gamma(k: usize) -> f64 {
     let roundings = 2 * k + k / BLOCK_LEN + 64;
     1.25 * roundings as f64 / (1 << 24) as f64
 }
 
-/// The squared lengths of the inputs that a matrix's kernel sees, and of what the inputs in groups differ from them.
-/// Those are row `row` of the `n_rows` of their block.
+/// The squared norms of the inputs of the matrix's kernel, and of their differences from the inputs in groups. The
+/// latter are row `row` of the `n_rows` of their block.
 fn squares(exact: Inputs<'_>, rounded: Inputs<'_>, row: usize, n_rows: usize) -> [f64; 2] {
-    let Inputs::Groups(words, groups) = rounded else { unreachable!("the copy is in groups") };
+    let Inputs::Groups(words, groups) = rounded else { unreachable!("the copy has a grouped format") };
     let mut sums = [[0.0; 2]; BLOCK_LEN / 4];
     for (run, group) in groups.iter().skip(row).step_by(n_rows).enumerate() {
         let words = &words[(run * n_rows + row) * (BLOCK_LEN / 4)..][..BLOCK_LEN / 4];
@@ -236,22 +243,22 @@ fn element(inputs: Inputs<'_>, k: usize) -> f32 {
     match inputs {
         Inputs::Plain(x) => x[k],
         Inputs::Pairs(x) => f32::from_bits((x[k / 2] >> (16 * (k % 2))) << 16),
-        Inputs::Groups(..) => unreachable!("a matrix with bounds has no groups"),
+        Inputs::Groups(..) => unreachable!("a matrix with bounds has a plain format"),
     }
 }
 
 impl Bounds<'_> {
-    /// Puts the ends of panel `p` in front of each of the `rows`.
+    /// Replaces the first two sums of each of the `rows` by the two bounds of panel `p`.
     pub(super) fn apply(self, isa: Isa, p: usize, rows: Range<usize>, tile: &mut [[f32; PANEL]]) {
         let n_own = (self.bounds.copy().n_rows() - p * PANEL).min(PANEL);
-        isa.run(Ends { tile, reaches: &self.reaches[rows], lengths: self.bounds.lengths(p), n_own });
+        isa.run(Ends { tile, factors: &self.factors[rows], lengths: self.bounds.lengths(p), n_own });
     }
 }
 
-/// The ends of a panel of `n_own` outputs.
+/// Computes the two bounds of a panel of `n_own` outputs.
 struct Ends<'a> {
     tile: &'a mut [[f32; PANEL]],
-    reaches: &'a [Option<Reach>],
+    factors: &'a [Option<BoundFactors>],
     lengths: &'a Lengths,
     n_own: usize,
 }
@@ -260,11 +267,11 @@ impl Kernel for Ends<'_> {
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
         let none = lanes.splat(f32::NEG_INFINITY);
-        for (sums, reach) in self.tile.iter_mut().zip(self.reaches) {
-            // A row that cannot be bounded: its ends are not used.
-            let Some(reach) = reach else { continue };
-            let (errors, copies) = (lanes.splat(reach.errors), lanes.splat(reach.copies));
-            let least = lanes.splat(reach.least);
+        for (sums, factors) in self.tile.iter_mut().zip(self.factors) {
+            // The row cannot be bounded; its bounds are not used.
+            let Some(factors) = factors else { continue };
+            let (errors, copies) = (lanes.splat(factors.errors), lanes.splat(factors.copies));
+            let least = lanes.splat(factors.least);
             let (mut low, mut high) = (none, none);
             let mut at = 0;
             while at < PANEL {

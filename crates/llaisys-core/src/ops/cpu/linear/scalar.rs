@@ -1,4 +1,4 @@
-//! The products in plain loops: for machines without vector kernels, and as the readable form of the others.
+//! Products in plain loops: for machines without vector kernels, and as the readable form of the others.
 
 use super::{Panel, Tile};
 use crate::ops::cpu::activations::{GroupInput, Inputs};
@@ -16,7 +16,7 @@ pub(super) fn tile(panel: &Panel<'_>, n_rows: usize, inputs: Inputs<'_>, out: &m
     match inputs {
         Inputs::Plain(x) => plain(panel, n_rows, x, out),
         Inputs::Groups(words, groups) => grouped(panel, n_rows, words, groups, out),
-        Inputs::Pairs(_) => unreachable!("`form` gives pairs to AVX-512 with BF16 only"),
+        Inputs::Pairs(_) => unreachable!("`form` returns pairs only for AVX-512 with BF16"),
     }
 }
 

@@ -44,7 +44,7 @@ fn load(values: &[f32; BLOCK_LEN]) -> [__m512; 2] {
     unsafe { [_mm512_loadu_ps(values.as_ptr()), _mm512_loadu_ps(values.as_ptr().add(16))] }
 }
 
-/// The bits of the larger of the lower and the upper 16 values, without sign.
+/// The bits, without the sign, of the larger of the values `i` and `i + 16`.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn sizes(values: &[f32; BLOCK_LEN]) -> __m512i {
@@ -59,7 +59,7 @@ fn largest_size(values: &[f32; BLOCK_LEN]) -> u32 {
     _mm512_reduce_max_epu32(sizes(values))
 }
 
-/// The integers of a group in 32 bits.
+/// The integers of a group as 32-bit integers.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn nearest(values: &[f32; BLOCK_LEN], inverse: f32) -> [__m512i; 2] {
@@ -84,7 +84,7 @@ fn integers(values: &[f32; BLOCK_LEN], inverse: f32, words: &mut [u32; BLOCK_LEN
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn rounded(values: __m512) -> __m512i {
-    // Just below one half is added, and the last kept bit; NaN gets its quiet bit instead.
+    // Add just below one half, plus the last kept bit, to round to even. NaN gets its quiet bit instead.
     let bits = _mm512_castps_si512(values);
     let last = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
     let sum = _mm512_add_epi32(bits, _mm512_add_epi32(last, _mm512_set1_epi32(0x7fff)));
@@ -141,7 +141,7 @@ fn four_groups(values: &[[f32; BLOCK_LEN]], out: GroupOutputs<'_>, first: usize,
 #[target_feature(enable = "avx512f,avx512vl")]
 fn largest_sizes(values: &[[f32; BLOCK_LEN]]) -> __m128i {
     let (a, b, c, d) = (sizes(&values[0]), sizes(&values[1]), sizes(&values[2]), sizes(&values[3]));
-    // Lanes of a and b, then of all four, come to alternate while they are reduced.
+    // The reduction interleaves the lanes of a and b, then of all four groups.
     let ab = _mm512_max_epu32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
     let cd = _mm512_max_epu32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
     let all = _mm512_max_epu32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
@@ -149,7 +149,7 @@ fn largest_sizes(values: &[[f32; BLOCK_LEN]]) -> __m128i {
     _mm_max_epu32(_mm256_castsi256_si128(half), _mm256_extracti128_si256::<1>(half))
 }
 
-/// The integers of a group in 16 bits: each lane of 128 bits has a word of its first half, one of its second.
+/// The integers of a group in 16 bits: each 128-bit lane has a word of its first half and one of its second half.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn shorts(values: &[f32; BLOCK_LEN], inverse: f32) -> __m512i {
@@ -166,14 +166,14 @@ fn two_groups(values: [&[f32; BLOCK_LEN]; 2], inverses: [f32; 2]) -> __m512i {
     _mm512_permutexvar_epi32(order, bytes)
 }
 
-/// The sums of each half group as unsigned bytes, each 128 too much, in the halves of its 128 bits.
+/// The sums of each half group as unsigned bytes, each byte too large by 128, in the halves of its 128 bits.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn half_sums(bytes: __m512i) -> __m512i {
     _mm512_sad_epu8(_mm512_xor_si512(bytes, _mm512_set1_epi8(-128)), _mm512_setzero_si512())
 }
 
-/// The sums, times -1, of the first halves of the four groups and of the second ones.
+/// The sums, times -1, of the first halves and of the second halves of the four groups.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
 fn minus_sums(a: __m512i, b: __m512i) -> [__m128i; 2] {
@@ -185,7 +185,7 @@ fn minus_sums(a: __m512i, b: __m512i) -> [__m128i; 2] {
     [_mm256_castsi256_si128(minus), _mm256_extracti128_si256::<1>(minus)]
 }
 
-/// The units times the sums.
+/// The scales times the sums.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn scaled(units: __m128, minus_sums: __m128i) -> __m128 {
@@ -210,7 +210,7 @@ fn group_inputs(units: __m128, [first, second]: [__m128i; 2]) -> [GroupInput; FO
     inputs
 }
 
-/// Rows become columns.
+/// Transposes a 4 x 4 matrix.
 #[inline]
 #[target_feature(enable = "avx512f,avx512vl")]
 fn transpose([a, b, c, d]: [__m128; 4]) -> [__m128; 4] {

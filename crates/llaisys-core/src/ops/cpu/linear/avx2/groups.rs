@@ -1,4 +1,4 @@
-//! Groups with 256-bit vectors: products of bytes summed in pairs, or `vpdpbusd` in either of its encodings.
+//! Grouped formats with 256-bit vectors: products of bytes summed in pairs, or `vpdpbusd` in either encoding.
 
 use super::{STEP, VECTORS, apply_units, load, load_line, store};
 use crate::ops::cpu::activations::GroupInput;
@@ -7,8 +7,8 @@ use crate::ops::cpu::linear::{Panel, Prefetch, Tile};
 use crate::ops::packed::PackedFormat;
 use std::arch::x86_64::*;
 
-/// The sums of a part of a group, and their scaling, are the same text for every set; `$sums` gives the exact integer
-/// sums.
+/// The sums of a part of a group, and their scaling. The code is the same for every set; `$sums` computes the exact
+/// integer sums.
 macro_rules! kernels {
     ($features:literal, $sums:ident, [$($rows:literal x $vectors:literal),*]) => {
         use super::*;
@@ -19,7 +19,7 @@ macro_rules! kernels {
             for_group!(panel.format, group_rows(panel, n_rows, x, out))
         }
 
-        /// Fewer rows, more columns at a time: one row reads the panel once.
+        /// With fewer rows, more columns at a time: with one row the panel is read once.
         #[target_feature(enable = $features)]
         fn group_rows<G: Group>(panel: &Panel<'_>, n_rows: usize, x: GroupInputs<'_>, out: &mut Tile) {
             match n_rows {
@@ -28,8 +28,8 @@ macro_rules! kernels {
             }
         }
 
-        /// Groups: an exact integer sum of each part of a group, scaled by the weights' and the inputs' units into
-        /// the f32 sum.
+        /// Each part of a group has an exact integer sum, which is scaled by the weights' and the inputs' scales and
+        /// added to the f32 sum.
         #[inline(never)]
         #[target_feature(enable = $features)]
         fn group_tile<const R: usize, const T: usize, G: Group>(
@@ -79,7 +79,7 @@ macro_rules! kernels {
     };
 }
 
-/// The exact integer sums by `vpdpbusd`.
+/// Defines the exact integer sums with `vpdpbusd`.
 macro_rules! dots {
     ($features:literal, $dpbusd:ident) => {
         /// The integer sums of part `part` of a group.
@@ -111,26 +111,26 @@ macro_rules! dots {
     };
 }
 
-/// Without `vpdpbusd`.
+/// Kernels without `vpdpbusd`.
 pub(super) mod pairs {
     kernels!("avx2,fma,f16c", pair_sums, [1 x 4, 2 x 2, 3 x 1, 4 x 1]);
 }
 
-/// With that of AVX-VNNI.
+/// Kernels with `vpdpbusd` of AVX-VNNI.
 pub(super) mod vex {
     kernels!("avx2,fma,f16c,avxvnni", dots, [1 x 4, 2 x 2, 3 x 2]);
 
     dots!("avx2,avxvnni", _mm256_dpbusd_avx_epi32);
 }
 
-/// With that of AVX-512.
+/// Kernels with `vpdpbusd` of AVX-512.
 pub(super) mod evex {
     kernels!("avx2,fma,f16c,avx512vl,avx512vnni", dots, [1 x 4, 2 x 2, 3 x 2]);
 
     dots!("avx2,avx512vl,avx512vnni", _mm256_dpbusd_epi32);
 }
 
-/// The minima of part `part` of a group, whose scales are `scale`; those of zero points follow from them.
+/// The minima of part `part` of a group with the scales `scale`; those of zero points are computed from the scales.
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
 fn load_min<const T: usize, G: Group>(
@@ -147,7 +147,7 @@ fn load_min<const T: usize, G: Group>(
     std::array::from_fn(|t| _mm256_mul_ps(_mm256_mul_ps(min[t], scale[t]), sixteenth))
 }
 
-/// The integer sums of part `part` of a group, by sums of pairs in 16 bits.
+/// The integer sums of part `part` of a group, computed as sums of pairs in 16 bits.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn pair_sums<const R: usize, const T: usize, G: Group>(
@@ -163,8 +163,8 @@ fn pair_sums<const R: usize, const T: usize, G: Group>(
     }
 }
 
-/// The integer sums of an 8-bit group. `maddubs` wants one side unsigned and adds pairs in 16 bits: |w| <= 128
-/// times |x| <= 127, twice, is 32512 and fits, where the stored unsigned bytes (to 255) would not.
+/// The integer sums of an 8-bit group. `maddubs` needs one unsigned operand and adds pairs in 16 bits. |w| <= 128
+/// times |x| <= 127, twice, is 32512 and fits; the stored unsigned bytes (up to 255) would not.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn sum_bytes<const R: usize, const T: usize>(
@@ -188,8 +188,8 @@ fn sum_bytes<const R: usize, const T: usize>(
     acc
 }
 
-/// The integer sums of part `part` of a group of up to 6 bits. 16-bit sums hold all 8 quads of up to 4 bits, each
-/// at most 2 * 15 * 127; of 5 or 6 bits they hold one pair of quads (4 * 63 * 127 is 32004).
+/// The integer sums of part `part` of a group of up to 6 bits. With up to 4 bits, a 16-bit sum has capacity for all 8
+/// quads, each at most 2 * 15 * 127. With 5 or 6 bits it has capacity for one pair of quads (4 * 63 * 127 is 32004).
 #[inline]
 #[target_feature(enable = "avx2")]
 fn sum_bits<const R: usize, const T: usize, G: Group>(
@@ -227,7 +227,7 @@ fn sum_bits<const R: usize, const T: usize, G: Group>(
     acc
 }
 
-/// Stored weights are unsigned: what they are too much, times the inputs of a row.
+/// The correction for unsigned storage: the offset of the weights times the inputs of a row.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn minus_offset<G: Group>(part: usize, input: &GroupInput) -> __m256i {

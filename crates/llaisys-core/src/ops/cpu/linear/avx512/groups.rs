@@ -1,4 +1,4 @@
-//! Groups with 512-bit vectors: `vpdpbusd` with VNNI, products of bytes summed in pairs without.
+//! Grouped formats with 512-bit vectors: `vpdpbusd` with VNNI, products of bytes summed in pairs without.
 
 use super::{STEP, apply_units, load, load_line, store};
 use crate::ops::cpu::linear::formats::{self, Group, GroupInputs, GroupOfRows, QUADS, for_group};
@@ -6,8 +6,8 @@ use crate::ops::cpu::linear::{Panel, Tile};
 use crate::ops::packed::PackedFormat;
 use std::arch::x86_64::*;
 
-/// The sums of a part of a group, and their scaling, are the same text for every set; `$sums` gives the exact integer
-/// sums.
+/// The sums of a part of a group, and their scaling. The code is the same for every set; `$sums` computes the exact
+/// integer sums.
 macro_rules! kernels {
     ($features:literal, $sums:ident, [$($rows:literal)*]) => {
         use super::*;
@@ -18,7 +18,7 @@ macro_rules! kernels {
             for_group!(panel.format, group_rows(panel, n_rows, x, out))
         }
 
-        /// The instance of [`group_tile`] for the number of rows.
+        /// Calls the instance of [`group_tile`] for the number of rows.
         #[target_feature(enable = $features)]
         fn group_rows<G: Group>(panel: &Panel<'_>, n_rows: usize, x: GroupInputs<'_>, out: &mut Tile) {
             match n_rows {
@@ -27,8 +27,8 @@ macro_rules! kernels {
             }
         }
 
-        /// Groups: an exact integer sum of each part of a group, scaled by the weights' and the inputs' units into
-        /// the f32 sum.
+        /// Each part of a group has an exact integer sum, which is scaled by the weights' and the inputs' scales and
+        /// added to the f32 sum.
         #[inline(never)]
         #[target_feature(enable = $features)]
         fn group_tile<const R: usize, G: Group>(
@@ -77,12 +77,12 @@ macro_rules! kernels {
     };
 }
 
-/// Adds the integer sums of part `part` of a group to zeros. In place, not a function: as one, LLVM loads the last weights
-/// of an 8-bit group backwards.
+/// Adds the integer sums of part `part` of a group to zeros. A macro instead of a function: from a function, LLVM loads
+/// the last weights of an 8-bit group backwards.
 macro_rules! dots {
     ($R:ident, $G:ident, $acc:ident, $weights:ident, $part:ident, $inputs:ident) => {
         if $G::FORMAT.offset() > 0 {
-            // Stored weights are unsigned: what they are too much, an offset that is a power of two.
+            // The correction for unsigned storage is a multiple of the offset, which is a power of two.
             let shift = _mm_cvtsi32_si128($G::FORMAT.offset().trailing_zeros().cast_signed());
             for (acc, input) in $acc.iter_mut().zip($inputs.groups) {
                 let minus_sum = _mm512_set1_epi32(input.minus_sums[$G::sum($part)]);
@@ -104,17 +104,17 @@ macro_rules! pair_sums {
     };
 }
 
-/// With `vpdpbusd`.
+/// Kernels with `vpdpbusd`.
 pub(super) mod vnni {
     kernels!("avx512f,avx512bw,avx512vnni", dots, [1 2 3 4 5 6]);
 }
 
-/// Without.
+/// Kernels without `vpdpbusd`.
 pub(super) mod pairs {
     kernels!("avx512f,avx512bw", pair_sums, [1 2 3 4]);
 }
 
-/// The integer sums of part `part` of a group, by sums of pairs in 16 bits.
+/// The integer sums of part `part` of a group, computed as sums of pairs in 16 bits.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn pair_sums<const R: usize, G: Group>(
@@ -130,8 +130,8 @@ fn pair_sums<const R: usize, G: Group>(
     }
 }
 
-/// The integer sums of an 8-bit group. `maddubs` wants one side unsigned and adds pairs in 16 bits: |w| <= 128
-/// times |x| <= 127, twice, is 32512 and fits, where the stored unsigned bytes (to 255) would not.
+/// The integer sums of an 8-bit group. `maddubs` needs one unsigned operand and adds pairs in 16 bits. |w| <= 128
+/// times |x| <= 127, twice, is 32512 and fits; the stored unsigned bytes (up to 255) would not.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn sum_bytes<const R: usize>(acc: &mut [[__m512i; 2]; R], weights: &[[u8; STEP]], x: &[[u32; QUADS]; R]) {
@@ -151,8 +151,8 @@ fn sum_bytes<const R: usize>(acc: &mut [[__m512i; 2]; R], weights: &[[u8; STEP]]
     }
 }
 
-/// The integer sums of part `part` of a group of up to 6 bits. 16-bit sums hold all 8 quads of up to 4 bits, each
-/// at most 2 * 15 * 127; of 5 or 6 bits they hold one pair of quads (4 * 63 * 127 is 32004).
+/// The integer sums of part `part` of a group of up to 6 bits. With up to 4 bits, a 16-bit sum has capacity for all 8
+/// quads, each at most 2 * 15 * 127. With 5 or 6 bits it has capacity for one pair of quads (4 * 63 * 127 is 32004).
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn sum_bits<const R: usize, G: Group>(
@@ -189,7 +189,7 @@ fn sum_bits<const R: usize, G: Group>(
     }
 }
 
-/// The minima of part `part` of a group, whose scales are `scale`; those of zero points follow from them.
+/// The minima of part `part` of a group with the scales `scale`; those of zero points are computed from the scales.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn load_min<G: Group>(header: &[u8], part: usize, scale: [__m512; 2]) -> [__m512; 2] {
@@ -224,7 +224,7 @@ fn load_pair<G: Group>(weights: &[[u8; STEP]], pair: usize) -> [[__m512i; 2]; 2]
     quads
 }
 
-/// Adds four products a column: unsigned weights `w` times the signed bytes of `x[r][quad]`.
+/// Adds four products per column: unsigned weights `w` times the signed bytes of `x[r][quad]`.
 #[inline]
 #[target_feature(enable = "avx512f,avx512vnni")]
 fn dot<const R: usize>(acc: &mut [[__m512i; 2]; R], w: [__m512i; 2], x: &[[u32; QUADS]; R], quad: usize) {

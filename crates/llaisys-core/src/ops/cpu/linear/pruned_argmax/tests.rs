@@ -1,4 +1,4 @@
-//! What the ids rest on: no exact product differs from its approximation by more than B.
+//! Tests of the bound: no exact product differs from its approximation by more than B.
 
 use super::*;
 use crate::dtype::DType;
@@ -17,7 +17,7 @@ struct Case {
     x: Vec<f32>,
 }
 
-/// Random numbers of every size, in groups that differ by powers of two, with single ones far above the others.
+/// Random numbers of every size, in groups that differ by powers of two, with single outliers far above the others.
 fn case(seed: u64) -> Case {
     let draw = &mut SplitMix64::new(seed);
     let format = [PackedFormat::F32, PackedFormat::BF16][draw.below(2)];
@@ -34,8 +34,8 @@ fn case(seed: u64) -> Case {
         }
         values
     };
-    // Weights within the scales of Q8_0, and below; inputs as large as they may be, and so small that sums are no normal
-    // numbers.
+    // Weights within the scales of Q8_0 and below them. Inputs as large as allowed, and so small that sums are below
+    // the normal numbers.
     let weights = numbers(n * k, [-30, 0, 0, 0, 3, 5]);
     let x = numbers(n_rows * k, [-110, -40, 0, 0, 20, 40]);
     Case { format, k, weights, x }
@@ -61,8 +61,8 @@ fn length(values: impl Iterator<Item = f64>) -> f64 {
 }
 
 #[test]
-fn no_product_is_further_from_its_approximation_than_the_bound() {
-    let (mut n_products, mut n_near) = (0, 0);
+fn exact_products_are_within_the_bound_of_the_approximation() {
+    let (mut n_products, mut n_tight) = (0, 0);
     for isa in IsaName::available() {
         let kernels = Kernels::select(Some(isa)).unwrap();
         let mut cx = OpContext::new(kernels, Pool::new(2).unwrap(), 16, 1280).unwrap();
@@ -75,30 +75,30 @@ fn no_product_is_further_from_its_approximation_than_the_bound() {
             let mut scratch = PrunedArgmaxScratch::default();
             drop(pruned_argmax(&mut cx, &case.x, &matrix, &bounds, &mut scratch));
             let rows = exact.chunks(matrix.n_rows()).zip(approximate.chunks(matrix.n_rows()));
-            for ((row, (exact, approximate)), reach) in rows.enumerate().zip(&scratch.reaches) {
-                let reach = reach.expect("finite inputs");
+            for ((row, (exact, approximate)), factors) in rows.enumerate().zip(&scratch.factors) {
+                let factors = factors.expect("finite inputs");
                 let x = length(case.x[row * case.k..][..case.k].iter().map(|&x| f64::from(x)));
                 for (n, (&exact, &approximate)) in exact.iter().zip(approximate).enumerate() {
                     let Lengths { errors, copies } = bounds.lengths(n / PANEL);
                     let [error, of_copy] = [errors, copies].map(|of| f64::from(of[n % PANEL]));
-                    let bound = error * f64::from(reach.errors)
-                        + of_copy * f64::from(reach.copies)
-                        + f64::from(reach.least);
+                    let bound = error * f64::from(factors.errors)
+                        + of_copy * f64::from(factors.copies)
+                        + f64::from(factors.least);
                     let off = (f64::from(exact) - f64::from(approximate)).abs();
                     assert!(off <= bound, "{isa:?}, seed {seed}, row {row}, output {n}: {off:e} > {bound:e}");
                     n_products += 1;
-                    // A bound that is far off would hide a wrong one.
+                    // A bound that is much too wide would hide a wrong one.
                     let w = length(case.weights[n * case.k..][..case.k].iter().map(|&w| f64::from(w)));
-                    n_near += usize::from(bound <= 0.05 * w * x);
+                    n_tight += usize::from(bound <= 0.05 * w * x);
                 }
             }
         }
     }
-    assert!(n_near * 2 > n_products, "{n_near} of {n_products} bounds say something");
+    assert!(n_tight * 2 > n_products, "only {n_tight} of {n_products} bounds are tight");
 }
 
 #[test]
-fn lengths_are_not_below_what_they_measure() {
+fn stored_norms_are_upper_bounds() {
     let pool = Pool::new(2).unwrap();
     for seed in 0..60 {
         let case = case(seed);
