@@ -1,6 +1,6 @@
-"""The fake core and the compiled one give the same answers to the same calls: ids, cells, positions, errors.
+"""The fake core and the compiled core give equal results for equal calls: ids, cells, positions and errors.
 
-What the tests of the engine prove on the fake then holds for the engine on the core.
+Engine behavior verified on the fake core therefore also holds on the compiled one.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Call = tuple[str, int, int]
 
 
 class Both:
-    """The same call to both; the same answer, or the same kind of error, or the test fails."""
+    """Both cores. Each call goes to both, which must return equal results or raise errors of one class."""
 
     def __init__(self, real: _core.Context) -> None:
         self.real = real
         self.fake = fake.Context("fake", n_cells=N_CELLS, n_seq_max=N_SEQS, max_model_len=MAX_LEN)
         self.ids: list[tuple[int, int]] = []
 
-    def ask(self, name: str, *pairs: tuple[Any, Any]) -> Any:
+    def call(self, name: str, *pairs: tuple[Any, Any]) -> Any:
         answers = []
         for context, i in ((self.real, 0), (self.fake, 1)):
             try:
@@ -40,25 +40,25 @@ class Both:
         return answers
 
     def acquire(self) -> None:
-        real, made_up = self.ask("seq_acquire")
-        assert isinstance(real, type) == isinstance(made_up, type)
+        real, fake_result = self.call("seq_acquire")
+        assert isinstance(real, type) == isinstance(fake_result, type)
         if isinstance(real, type):
-            assert real is made_up
+            assert real is fake_result
         else:
-            self.ids.append((real, made_up))
+            self.ids.append((real, fake_result))
 
     def release(self, which: int) -> None:
-        """A lent id, or one that was returned before."""
+        """Release an acquired id, or one that was released before."""
         if self.ids:
-            real, made_up = self.ask("seq_release", self.ids[which % len(self.ids)])
-            assert real == made_up
+            real, fake_result = self.call("seq_release", self.ids[which % len(self.ids)])
+            assert real == fake_result
 
     def decode(self, which: int, shape: int) -> None:
-        """A few tokens of one sequence, sometimes at a wrong place, sometimes too many."""
+        """Decode a few tokens of one sequence, sometimes at a wrong position, sometimes too many."""
         if not self.ids:
             return
         pair = self.ids[which % len(self.ids)]
-        _, end = self.ask("kv_seq_pos_max", pair)
+        _, end = self.call("kv_seq_pos_max", pair)
         start = 0 if isinstance(end, type) else end + 1
         n, start = 1 + shape % 9, start + (shape == 7)
         tokens = np.arange(1, n + 1, dtype=np.int32)
@@ -66,23 +66,23 @@ class Both:
         wants[-1] = 1
         shared = [tokens, np.arange(start, start + n, dtype=np.int32), np.ones(n, np.int32)]
         pairs = [(a, a) for a in shared] + [tuple(np.full(n, i, np.int64) for i in pair), (wants, wants)]
-        real, made_up = self.ask("decode", *pairs)
-        if isinstance(real, type) or isinstance(made_up, type):
-            assert real is made_up, (n, start)
+        real, fake_result = self.call("decode", *pairs)
+        if isinstance(real, type) or isinstance(fake_result, type):
+            assert real is fake_result, (n, start)
         else:
-            assert real.rows.tolist() == made_up.rows.tolist()
-            assert len(real.token_ids) == len(made_up.token_ids) == 1
-            assert real.faults == made_up.faults == []
+            assert real.rows.tolist() == fake_result.rows.tolist()
+            assert len(real.token_ids) == len(fake_result.token_ids) == 1
+            assert real.faults == fake_result.faults == []
 
     def trim(self, which: int, at: int) -> None:
-        """Forgets the end of a sequence."""
+        """Remove the end of a sequence."""
         if self.ids:
             at %= MAX_LEN
-            real, made_up = self.ask("kv_seq_rm", self.ids[which % len(self.ids)], (at, at), (-1, -1))
-            assert real == made_up
+            real, fake_result = self.call("kv_seq_rm", self.ids[which % len(self.ids)], (at, at), (-1, -1))
+            assert real == fake_result
 
     def compare(self) -> None:
-        """Both KV caches are equal."""
+        """Check that both KV caches are equal."""
         self.real.check_integrity()
         self.fake.check_integrity()
         assert (self.real.n_cells_free, self.real.n_seq_free) == (
@@ -91,8 +91,8 @@ class Both:
         )
         for pair in self.ids:
             for name in ("kv_seq_pos_min", "kv_seq_pos_max"):
-                real, made_up = self.ask(name, pair)
-                assert real == made_up
+                real, fake_result = self.call(name, pair)
+                assert real == fake_result
 
 
 calls = st.tuples(
@@ -104,7 +104,7 @@ calls = st.tuples(
 
 @pytest.fixture(scope="module")
 def real() -> Any:
-    """Made once; each example leaves it empty."""
+    """Return a compiled context, created once; each example leaves it empty."""
     context = _core.Context(
         str(FOLDER),
         dtype="float32",
@@ -120,7 +120,7 @@ def real() -> Any:
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sequence=st.lists(calls, max_size=40))
-def test_the_same_answers_to_the_same_calls(real: _core.Context, sequence: list[Call]) -> None:
+def test_equal_calls_have_equal_results(real: _core.Context, sequence: list[Call]) -> None:
     both = Both(real)
     try:
         for name, which, shape in sequence:
@@ -136,16 +136,16 @@ def test_the_same_answers_to_the_same_calls(real: _core.Context, sequence: list[
             both.compare()
     finally:
         for real_id, _ in both.ids:
-            with contextlib.suppress(LlaisysError):  # returned already
+            with contextlib.suppress(LlaisysError):  # already released
                 real.seq_release(real_id)
 
 
-def test_rows_of_a_prompt_score_it_alike(real: _core.Context) -> None:
-    """Ids, and which rows have logprobs; the numbers are each model's own."""
+def test_prompt_logprobs_have_equal_rows(real: _core.Context) -> None:
+    """Compares ids and the rows that have logprobs; the values depend on the model."""
     prompt = np.array([5, 6, 7, 8], np.int32)
-    made_up = fake.Context("fake", n_cells=N_CELLS, n_seq_max=N_SEQS, max_model_len=MAX_LEN)
+    fake_context = fake.Context("fake", n_cells=N_CELLS, n_seq_max=N_SEQS, max_model_len=MAX_LEN)
     answers = []
-    for context, make in ((real, _core.SamplerSpec), (made_up, fake.SamplerSpec)):
+    for context, make in ((real, _core.SamplerSpec), (fake_context, fake.SamplerSpec)):
         seq = context.seq_acquire()
         spec: Any = make(temperature=0.0, prompt_logprobs=0)
         context.set_sampler(seq, spec, prompt, prompt[:0])
@@ -162,7 +162,7 @@ def test_rows_of_a_prompt_score_it_alike(real: _core.Context) -> None:
     assert answers == [([6, 7, 8], [0, 1, 2])] * 2
 
 
-def test_the_fake_has_the_calls_that_the_engine_makes() -> None:
+def test_every_call_of_the_fake_exists_in_the_core() -> None:
     for name in dir(fake.Context):
         if not name.startswith("_"):
             assert hasattr(_core.Context, name), f"{name} is not a call of the core"

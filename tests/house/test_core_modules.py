@@ -1,7 +1,7 @@
-"""The modules of `llaisys-core` use each other in one direction: siblings form no cycle, at any level.
+"""The modules of `llaisys-core` have no cycle among siblings, at any level.
 
-What a module takes from its own parent (`super::Type`), and what a parent takes from its children, does not
-count: for everything outside, a parent and its children are one unit.
+Uses between a module and its own parent (`super::Type`) do not count. Seen from outside, a parent and its
+children are one module.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def module_of(path: Path, src: Path) -> Module:
 
 
 def use_paths(tree: str) -> Iterator[Module]:
-    """The paths of a `use` tree: `a::{b, c::d}` names `a::b` and `a::c::d`."""
+    """Return the paths of a `use` tree: `a::{b, c::d}` names `a::b` and `a::c::d`."""
     head, brace, rest = tree.strip().partition("{")
     prefix = tuple(part.strip() for part in head.split(" as ")[0].split("::") if part.strip())
     if not brace:
@@ -48,7 +48,7 @@ def use_paths(tree: str) -> Iterator[Module]:
 
 
 def used_by(module: Module, code: str) -> Iterator[Module]:
-    """Absolute paths below the crate that the code of `module` names."""
+    """Return the absolute paths below the crate that the code of `module` names."""
     code = re.sub(r"//.*", "", code)
     paths: list[Module] = []
     for tree in re.findall(r"\buse\s+((?:crate|super|self)::[^;]*);", code):
@@ -66,7 +66,7 @@ def used_by(module: Module, code: str) -> Iterator[Module]:
 
 
 def sibling_graphs(src: Path) -> dict[Module, dict[str, set[str]]]:
-    """For each module with children: which child uses which other one."""
+    """Return, for each module with children, which child uses which other child."""
     files = {module_of(path, src): path.read_text("utf-8") for path in sorted(src.rglob("*.rs"))}
     graphs: dict[Module, dict[str, set[str]]] = {}
     for module, code in files.items():
@@ -82,7 +82,7 @@ def sibling_graphs(src: Path) -> dict[Module, dict[str, set[str]]]:
     return graphs
 
 
-def test_no_two_modules_of_the_core_use_each_other() -> None:
+def test_sibling_modules_have_no_cycles() -> None:
     cycles = []
     for parent, graph in sibling_graphs(SRC).items():
         try:
@@ -93,7 +93,7 @@ def test_no_two_modules_of_the_core_use_each_other() -> None:
     assert not cycles, cycles
 
 
-def test_a_cycle_is_found_at_its_level(tmp_path: Path) -> None:
+def test_a_cycle_is_detected_at_its_level(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "lib.rs").write_text("mod a; mod b;")
     (tmp_path / "a" / "mod.rs").write_text("mod c; mod d; // use crate::b::B;")

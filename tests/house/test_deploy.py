@@ -1,5 +1,4 @@
-"""What an operator is given: the systemd unit and the Dockerfile fit the server that they are for. Neither is
-built or started here."""
+"""The systemd unit and the Dockerfile match the server. Neither is built or started here."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from llaisys.config import Config
 
 ROOT = Path(__file__).parents[2]
 UNIT = ROOT / "configs" / "llaisys.service"
-# What keeps a server that was taken over from the machine.
+# Restrictions that protect the machine from a compromised server.
 HARDENING = {
     "NoNewPrivileges": "yes",
     "CapabilityBoundingSet": "",
@@ -30,7 +29,7 @@ HARDENING = {
 
 
 def unit() -> dict[str, list[str]]:
-    """Directive -> its values, in their order. Every line is a comment, a section or a directive."""
+    """Return each directive of the unit with its values in order, after checking every line."""
     made: dict[str, list[str]] = {}
     for line in UNIT.read_text("utf-8").splitlines():
         if not line or line[0] in "#[":
@@ -53,8 +52,8 @@ def test_the_unit_starts_a_command_that_exists() -> None:
     assert given["uds"] == Path("/run") / runtime / "llaisys.sock"
 
 
-def test_the_unit_gives_a_drain_its_time() -> None:
-    """For the drain, a step under way and the end of the process. A dead engine is restarted."""
+def test_the_unit_allows_time_for_a_drain() -> None:
+    """The stop timeout covers the drain, a running step and the exit. A dead engine is restarted."""
     found = unit()
     assert int(found["TimeoutStopSec"][0]) >= Config().shutdown_timeout_s + 10
     assert (found["KillSignal"], found["KillMode"], found["Restart"]) == (
@@ -85,6 +84,6 @@ def test_the_image_does_not_run_as_root_and_stops_by_the_signal_that_drains() ->
     assert all((ROOT / path).exists() for path in copied), copied
 
 
-def test_nothing_of_this_machine_gets_into_the_image() -> None:
+def test_local_files_are_excluded_from_the_image() -> None:
     ignored = set((ROOT / ".dockerignore").read_text("utf-8").splitlines())
     assert {".git", ".venv*", "target", "**/*.so", "**/*.pem", "**/*.env", "webui/node_modules"} <= ignored

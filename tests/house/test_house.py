@@ -1,4 +1,4 @@
-"""The rules of the house that no linter sees, as tests with messages."""
+"""Rules of this repository that no linter checks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tracked() -> list[Path]:
     return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
 
 
-def test_no_file_is_longer_than_a_person_reads() -> None:
+def test_no_file_has_more_than_500_lines() -> None:
     long = {}
     for path in tracked():
         if path.suffix in CODE:
@@ -49,10 +49,10 @@ def test_no_file_is_longer_than_a_person_reads() -> None:
 
 def test_the_tree_stays_small() -> None:
     size = sum(path.stat().st_size for path in tracked())
-    assert size <= MAX_TREE_MIB * 2**20, f"the tree holds {size / 2**20:.1f} MiB, the limit is {MAX_TREE_MIB}"
+    assert size <= MAX_TREE_MIB * 2**20, f"the tree has {size / 2**20:.1f} MiB, the limit is {MAX_TREE_MIB}"
 
 
-def test_modules_of_the_core_use_only_lower_ones() -> None:
+def test_core_modules_use_only_lower_modules() -> None:
     src = ROOT / "crates" / "llaisys-core" / "src"
     broken = []
     for path in sorted(src.rglob("*.rs")):
@@ -67,7 +67,7 @@ def test_modules_of_the_core_use_only_lower_ones() -> None:
 
 
 def test_a_panic_of_the_core_unwinds_in_every_profile() -> None:
-    """The binding turns it into an exception (reliability R8); an abort would take every request along."""
+    """The binding turns a panic into an exception (reliability R8); an abort would end every request."""
     manifest = (ROOT / "Cargo.toml").read_text("utf-8")
     assert re.search(r'\[profile\.release\][^\[]*panic = "unwind"', manifest)
     abort = [p for p in tracked() if p.name in ("Cargo.toml", "config.toml") and '"abort"' in p.read_text()]
@@ -84,7 +84,7 @@ def test_only_config_reads_the_environment() -> None:
     assert not readers, f"environment variables are read in llaisys.config only: {readers}"
 
 
-def test_every_silenced_rule_gives_its_reason() -> None:
+def test_every_suppressed_lint_has_a_reason() -> None:
     bare = []
     for path in tracked():
         if path.suffix not in (".py", ".pyi", ".rs") or path == Path(__file__):
@@ -94,10 +94,10 @@ def test_every_silenced_rule_gives_its_reason() -> None:
             rust = re.search(r"#!?\[allow\((?!.*reason)[^)]*\)\]", line)
             if silenced or rust:
                 bare.append(f"{path.relative_to(ROOT)}:{number}")
-    assert not bare, f"say why on the line: {bare}"
+    assert not bare, f"give the reason on the line: {bare}"
 
 
-def test_nothing_is_left_undone() -> None:
+def test_there_are_no_todos_or_skipped_tests() -> None:
     marks = re.compile(
         r"\b(TODO|FIXME|XXX)\b|unimplemented!|todo!\(|NotImplementedError|mark\.(skip|xfail)|#\[ignore"
     )
@@ -111,7 +111,7 @@ def test_nothing_is_left_undone() -> None:
     assert not left, left
 
 
-def test_one_command_a_file() -> None:
+def test_each_command_has_its_file() -> None:
     commands = {p.stem for p in (ROOT / "python" / "llaisys" / "cli").glob("*.py")}
     assert {"serve", "chat", "generate", "pull", "models", "doctor"} <= commands
 
@@ -122,7 +122,7 @@ def test_the_readme_names_the_two_commands() -> None:
     assert "make test" in readme
 
 
-def test_every_path_that_the_maps_name_exists() -> None:
+def test_paths_named_in_top_level_pages_exist() -> None:
     missing = []
     for page in ("ARCHITECTURE.md", "CONTRIBUTING.md", "README.md"):
         for name in re.findall(
@@ -134,8 +134,8 @@ def test_every_path_that_the_maps_name_exists() -> None:
     assert not missing, missing
 
 
-def test_only_the_worker_knows_the_compiled_core() -> None:
-    """import-linter cannot see a compiled module, so this rule is kept here."""
+def test_only_the_worker_imports_the_compiled_core() -> None:
+    """import-linter cannot see a compiled module, so this test checks the rule."""
     package = ROOT / "python" / "llaisys"
     importers = {
         str(path.relative_to(package))

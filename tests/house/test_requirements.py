@@ -1,4 +1,4 @@
-"""docs/requirements.md names what exists: files, identifiers, states and settings."""
+"""docs/requirements.md names only existing files, identifiers, states and settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs" / "requirements.md").read_text("utf-8")
 
 
 def table(heading: str) -> list[list[str]]:
-    """The rows of the table under a heading, without its first two lines."""
+    """Return the rows of the table under a heading, without its first two lines."""
     section = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
@@ -41,7 +41,7 @@ def test_each_state_exists() -> None:
     assert sorted(reasons) == sorted(FinishReason.__members__)
 
 
-def test_each_setting_exists_and_has_the_value_of_the_design() -> None:
+def test_each_setting_exists_and_has_its_design_value() -> None:
     design = yaml.safe_load((ROOT / "configs" / "concurrency-design.yaml").read_text("utf-8"))
     told = {setting.strip("`"): value for _, setting, value in table("Configuration")}
     assert told.keys() <= Config.model_fields.keys()

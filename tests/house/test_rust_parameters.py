@@ -1,4 +1,4 @@
-"""Parameters that belong together are named: no Rust function takes a destructured tuple."""
+"""No Rust function has a destructured tuple parameter; parameters that belong together are a named struct."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def code(path: Path) -> str:
 def parameters(text: str, start: int) -> str:
     """Return what is between the parentheses of the function whose name ends at `start`."""
     depth = 0
-    while text[start] != "(" or depth:  # generics come first
+    while text[start] != "(" or depth:  # skip generics
         if text[start] == "<":
             depth += 1
         elif text[start] == ">" and text[start - 1] != "-":
@@ -50,7 +50,7 @@ def test_no_function_destructures_a_tuple() -> None:
     )
 
 
-def test_the_search_finds_every_form() -> None:
+def test_every_form_is_detected() -> None:
     assert destructured("fn f((a, b): (X, Y)) {}") == ["(a, b)"]
     assert destructured("fn f<T: Fn(u8) -> u8>(&self, x: u8, (a, (b, c)): (X, (Y, Z))) {}") == ["(a, (b, c))"]
     assert destructured("fn f(\n    x: u8,\n    (mut a, b): (u8, u8),\n) {}") == ["(mut a, b)"]

@@ -1,4 +1,4 @@
-"""docs/security.md: each layer that refuses something names the test that shows it."""
+"""docs/security.md: each layer that rejects requests names a test that verifies it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`unsafe` is where docs/unsafe.md says it is, and nowhere else."""
+"""docs/unsafe.md lists exactly the files with `unsafe` code."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ CRATES = ROOT / "crates"
 PAGE = ROOT / "docs" / "unsafe.md"
 # The keyword in code: a block, a function, an implementation, a trait, or a function pointer's type.
 UNSAFE = re.compile(r"\bunsafe\s*(\{|fn\b|impl\b|trait\b|extern\b)")
-# Of a module at its `mod` line, or of a whole file (`#!`).
+# The lint attribute of a module at its `mod` line, or of a whole file (`#!`).
 ALLOWANCE = re.compile(r"#!\[allow\(unsafe_code\b|#\[allow\(unsafe_code\b[^\]]*\]\s*(?:pub )?mod (\w+);")
 
 
 def sources() -> dict[str, str]:
-    """Each Rust file, by its path below crates/, without comments."""
+    """Return each Rust file by its path below crates/, without comments."""
     files = sorted(path for path in CRATES.rglob("*.rs") if "target" not in path.parts)
     texts = {str(path.relative_to(CRATES)): path.read_text("utf-8") for path in files}
     return {name: re.sub(r"//.*", "", text) for name, text in texts.items()}
 
 
 def rows() -> list[list[str]]:
-    """The cells of each row of the page's tables."""
+    """Return the cells of each row of the tables."""
     lines = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| `")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
@@ -31,15 +31,15 @@ def listed() -> list[str]:
     return [cells[0].strip("`") for cells in rows()]
 
 
-def test_the_page_lists_every_file_with_unsafe_code_and_no_other() -> None:
+def test_the_page_lists_exactly_the_files_with_unsafe_code() -> None:
     used = {name for name, text in sources().items() if UNSAFE.search(text)}
     names = listed()
     assert len(names) == len(set(names)), "a file has two rows"
-    assert used - set(names) == set(), "give these a row in docs/unsafe.md, with the invariant"
-    assert set(names) - used == set(), "these rows of docs/unsafe.md have no unsafe code any more"
+    assert used - set(names) == set(), "add a row with the invariant to docs/unsafe.md"
+    assert set(names) - used == set(), "remove these rows of docs/unsafe.md: the files have no unsafe code"
 
 
-def test_every_row_says_what_makes_it_sound() -> None:
+def test_every_row_states_why_the_code_is_sound() -> None:
     for file, *cells in rows():
         assert len(cells) == (1 if "/tests/" in file else 3), file
         assert all(cells), file
@@ -48,8 +48,8 @@ def test_every_row_says_what_makes_it_sound() -> None:
 CHILD = re.compile(r"((?:#\[[^\n]*\]\s*)*)(?:pub(?:\([\w: ]+\))? )?mod (\w+);")
 
 
-def test_an_allowance_is_for_one_file() -> None:
-    """A child of a file that may use `unsafe` has its own row, or denies it again at its `mod` line."""
+def test_an_allowance_covers_one_file() -> None:
+    """A child of a file that may use `unsafe` has its own row or denies it at its `mod` line."""
     texts, rows = sources(), set(listed())
     wide = []
     for name, text in texts.items():
@@ -63,7 +63,7 @@ def test_an_allowance_is_for_one_file() -> None:
 
 
 def test_every_allowance_is_used() -> None:
-    """A module that no longer has unsafe code does not keep the right to it."""
+    """A module without unsafe code does not allow it."""
     idle = []
     for name, text in sources().items():
         folder = Path(name).parent
@@ -74,7 +74,7 @@ def test_every_allowance_is_used() -> None:
     assert not idle, idle
 
 
-def test_paths_that_the_page_names_exist() -> None:
+def test_paths_named_on_the_page_exist() -> None:
     names = re.findall(r"`((?:llaisys-\w+|tests)/[\w./]+\.\w+)`", PAGE.read_text("utf-8"))
     missing = [name for name in names if not (CRATES / name).exists() and not (ROOT / name).exists()]
     assert len(names) > 30

@@ -1,4 +1,4 @@
-"""Retired names do not come back: each has a replacement that engineers of this field know."""
+"""Retired identifiers are not used again; each has a replacement in the field's terms."""
 
 from __future__ import annotations
 

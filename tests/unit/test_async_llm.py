@@ -1,4 +1,4 @@
-"""AsyncLLM over the fake core: streams, cancels, slow readers, deaths, drains, counts."""
+"""AsyncLLM on the fake core: streams, cancellation, slow readers, engine failures, draining and stats."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Gate:
         self.opened = threading.Event()
         self.opened.set()
         self.stepping = threading.Event()
-        self.n_left = 0  # if above 0, it closes after this many decodes
+        self.n_left = 0  # if above 0, the gate closes after this many decodes
         decode = core.Context.decode
 
-        def held(context: core.Context, *arrays: Any) -> Any:
+        def wait_then_decode(context: core.Context, *arrays: Any) -> Any:
             self.stepping.set()
             self.opened.wait(30)
             self.n_left -= 1
@@ -52,7 +52,7 @@ class Gate:
                 self.opened.clear()
             return decode(context, *arrays)
 
-        monkeypatch.setattr(core.Context, "decode", held)
+        monkeypatch.setattr(core.Context, "decode", wait_then_decode)
 
     async def reached(self) -> None:
         """Wait until the engine is inside a step."""
@@ -60,7 +60,7 @@ class Gate:
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch, fake_core: None) -> Gate:  # noqa: ARG001 -- its effect is needed
+def gate(monkeypatch: pytest.MonkeyPatch, fake_core: None) -> Gate:  # noqa: ARG001 -- used for its effect
     return Gate(monkeypatch)
 
 
@@ -75,7 +75,7 @@ async def started(**settings: Any) -> AsyncIterator[AsyncLLM]:
 
 
 async def collect(service: AsyncLLM, request_id: str, prompt: Any = None, **params: Any) -> RequestOutput:
-    """Return the merged deltas; check that only the last is finished."""
+    """Return the merged deltas, after checking that only the last one is finished."""
     deltas = [d async for d in service.generate(prompt or PROMPT, greedy(**params), request_id)]
     assert [d.finished for d in deltas] == [False] * (len(deltas) - 1) + [True]
     whole = deltas[-1]
@@ -95,7 +95,7 @@ async def test_a_stream_is_the_completion_in_pieces() -> None:
     assert (output.outputs[0].finish_reason, output.prompt_token_ids) == ("length", PROMPT)
 
 
-async def test_many_streams_do_not_mix() -> None:
+async def test_concurrent_streams_keep_their_tokens() -> None:
     async with started(max_num_seqs=5) as service:
         prompts = [[i, i + 1, i + 2] for i in range(40)]
         outputs = await asyncio.gather(*(collect(service, f"{p}", p) for p in prompts))
@@ -111,7 +111,7 @@ async def test_the_choices_of_a_stream() -> None:
         async for delta in service.generate(PROMPT, params, "a"):
             finished.append(delta.finished)
             for answer in delta.outputs:
-                assert answer.index not in ends, "a delta after the choice's end"
+                assert answer.index not in ends, "a delta after the end of its choice"
                 pieces[answer.index] += answer.token_ids
                 if answer.finish_reason is not None:
                     ends[answer.index] = answer.finish_reason
@@ -175,7 +175,7 @@ async def test_a_stop_string_ends_the_stream_and_the_request() -> None:
         output = await collect(service, "a", stop=[shown[3]], max_tokens=100)
         assert output.outputs[0].text == shown[: shown.index(shown[3])]
         assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", shown[3])
-        await collect(service, "b")  # the cancel was processed before this one's end
+        await collect(service, "b")  # the engine processed the cancel before this request ended
         assert service.stats().engine.num_running == 0
         assert service.stats().finished == {"stop": 1, "length": 1}
 
@@ -264,7 +264,7 @@ async def test_a_late_reader_gets_several_steps_at_once() -> None:
     async with started() as service:
         stream = service.generate(PROMPT, greedy(max_tokens=50), "a")
         deltas = [await anext(stream)]
-        for i in range(50):  # each takes a step of its own, and one of `a` with it
+        for i in range(50):  # each one takes its own step, which also decodes one token of `a`
             await collect(service, f"{i}", max_tokens=1)
         deltas += [delta async for delta in stream]
         assert [i for d in deltas for i in d.outputs[0].token_ids] == core.answer(PROMPT, 50)
@@ -277,7 +277,7 @@ async def test_a_reader_that_never_reads_is_ended(monkeypatch: pytest.MonkeyPatc
     async with started() as service:
         stream = service.generate(PROMPT, greedy(max_tokens=100), "a")
         await anext(stream)
-        for i in range(100):  # each takes a step of its own, and one of `a` with it
+        for i in range(100):  # each one takes its own step, which also decodes one token of `a`
             await collect(service, f"{i}", max_tokens=1)
         with pytest.raises(RequestFailedError, match="behind"):
             async for _ in stream:
@@ -285,7 +285,7 @@ async def test_a_reader_that_never_reads_is_ended(monkeypatch: pytest.MonkeyPatc
         assert service.stats().finished == {"length": 100, "error": 1}
 
 
-async def test_a_bad_row_and_a_timeout_end_their_stream_only() -> None:
+async def test_a_faulty_row_and_a_timeout_end_only_their_stream() -> None:
     async with started() as service:
         good = asyncio.create_task(collect(service, "good"))
         with pytest.raises(RequestFailedError, match="not finite"):
@@ -305,11 +305,11 @@ async def test_a_stuck_engine_is_not_alive_even_before_its_streams_end() -> None
         assert watch is not None
         watch.is_stuck = True
         assert (service.is_stuck(), service.is_alive(), service.is_ready()) == (True, False, False)
-        watch.is_stuck = False  # so that closing waits for its thread
+        watch.is_stuck = False  # so that close() waits for its thread
 
 
 @pytest.mark.parametrize("trouble", [core.DEADLY, core.PANICS])
-async def test_death_ends_every_stream_and_readiness(trouble: int) -> None:
+async def test_an_engine_failure_ends_every_stream_and_readiness(trouble: int) -> None:
     async with started() as service:
         streams = [asyncio.create_task(collect(service, f"{i}", max_tokens=100)) for i in range(5)]
         with pytest.raises(EngineDeadError):
@@ -372,7 +372,7 @@ async def test_stats_count_tokens_and_latencies() -> None:
         assert queue.sum + prefill.sum == pytest.approx(first.sum)
 
 
-async def test_a_failed_start_reports_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_start_reports_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedError, match="cuda"):
         await AsyncLLM.start(Config(device="cuda"))
     with pytest.raises(RejectedError, match="max_model_len"):
@@ -386,7 +386,7 @@ async def test_a_failed_start_reports_its_cause(monkeypatch: pytest.MonkeyPatch)
         await AsyncLLM.start(Config())
 
 
-async def test_a_lazy_model_is_loaded_once_for_all_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lazy_model_is_loaded_once_for_all_waiting_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     init = core.Context.__init__
 
@@ -424,8 +424,10 @@ async def test_an_idle_model_is_unloaded_and_loaded_again(gate: Gate) -> None:
 
 @pytest.mark.timeout(30)
 async def test_a_request_during_an_unload() -> None:
-    """Submit in each iteration of the loop during an unload, so that one falls between its end and its
-    callback."""
+    """Submit in each iteration of the loop during an unload.
+
+    One request then arrives between the end of the unload and its callback.
+    """
     async with started(idle_unload_s=0.01) as service:
         while service.is_loaded():  # noqa: ASYNC110 -- the event is what is tested
             await asyncio.sleep(0)
@@ -445,7 +447,7 @@ async def test_a_dead_engine_is_not_unloaded() -> None:
         assert not service.is_alive()
 
 
-async def test_a_lazy_model_that_does_not_load_fails_the_request_and_may_load_later(
+async def test_a_failed_load_of_a_lazy_model_fails_the_request_and_is_retried_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     init = core.Context.__init__

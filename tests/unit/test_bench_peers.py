@@ -9,6 +9,6 @@ from pathlib import Path
 BENCH = Path(__file__).parents[2] / "benches" / "peers.py"
 
 
-def test_peer_outputs_are_parsed_and_ratios_are_correct() -> None:
+def test_outputs_of_other_engines_are_parsed_and_ratios_are_correct() -> None:
     done = subprocess.run([sys.executable, str(BENCH), "--smoke"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

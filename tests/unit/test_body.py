@@ -1,4 +1,4 @@
-"""Bodies: the bounds of a JSON text, each at its limit and one above."""
+"""Bounds of a JSON body, each at its limit and one above."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llaisys.errors import RejectedError
 
 
 def nested(depth: int) -> Any:
-    """`depth` lists, one in the other."""
+    """Return `depth` nested lists."""
     return json.loads("[" * depth + "]" * depth)
 
 
@@ -35,7 +35,7 @@ def nested(depth: int) -> Any:
         ({"prompt": [1] * 1000, "tokens": [1] * 501}, "tokens"),
     ],
 )
-def test_bounds(value: Any, param: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounds_of_a_json_body(value: Any, param: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body, "CONTAINERS_MAX", 100)
     monkeypatch.setattr(body, "VALUES_MAX", 1500)
     monkeypatch.setattr(body, "OTHER_VALUES_MAX", 1000)
@@ -49,12 +49,12 @@ def test_bounds(value: Any, param: str | None, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b'"\xff"', b"[" * 100_000, b"1" * 5000])
-def test_what_is_no_json(raw: bytes) -> None:
+def test_invalid_json_is_rejected(raw: bytes) -> None:
     with pytest.raises((ValueError, RecursionError)) as caught:
         parse_body(raw)
     assert not isinstance(caught.value, RejectedError)
 
 
 @pytest.mark.parametrize("value", [None, 1, "x", [], {}, {"": {"": ""}}])
-def test_any_json_is_a_value(value: Any) -> None:
+def test_any_json_value_is_parsed(value: Any) -> None:
     assert parse_body(json.dumps(value).encode()) == value

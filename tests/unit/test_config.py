@@ -1,4 +1,4 @@
-"""Where a setting comes from, and what stops the start."""
+"""Sources of settings, and configuration errors that stop the start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def yaml_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_flags_beat_the_environment_beats_yaml_beats_the_default(
+def test_flags_override_the_environment_overrides_yaml_overrides_defaults(
     yaml_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert load_config().port == 8000
@@ -30,7 +30,7 @@ def test_flags_beat_the_environment_beats_yaml_beats_the_default(
 
 
 @pytest.mark.parametrize("name", ["LLAISYS_PORT", "llaisys_port", "Llaisys_Port"])
-def test_the_environment_beats_yaml_in_any_case(
+def test_environment_variables_override_yaml_in_any_letter_case(
     name: str, yaml_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, "9001")
@@ -38,17 +38,19 @@ def test_the_environment_beats_yaml_in_any_case(
     assert (config.port, sources["port"]) == (9001, "environment")
 
 
-def test_lists_come_as_lists_or_with_commas(yaml_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_are_yaml_lists_or_separated_by_commas(
+    yaml_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert load_config(yaml_path=yaml_file).api_key == ("a", "b")
     monkeypatch.setenv("LLAISYS_API_KEY", " c, d,")
     assert load_config().api_key == ("c", "d")
 
 
 @pytest.mark.parametrize("value", ["", " ", ",", "  ,  "])
-def test_an_empty_key_is_refused_wherever_it_comes_from(
+def test_an_empty_key_is_rejected_from_every_source(
     value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`--api-key "$KEY"` with an unset KEY would let everybody in who sends an empty one."""
+    """`--api-key "$KEY"` with an unset KEY would accept every client that sends an empty key."""
     path = tmp_path / "c.yaml"
     for text in (
         f'api_key: "{value}"',
@@ -57,7 +59,7 @@ def test_an_empty_key_is_refused_wherever_it_comes_from(
         path.write_text(text)
         with pytest.raises(RejectedError, match=r"api_key.*empty.*shell variable unset"):
             load_config(yaml_path=path)
-    if "," not in value:  # of a flag, which may be repeated, a comma belongs to the key
+    if "," not in value:  # a flag may be repeated, so a comma is part of the key
         with pytest.raises(RejectedError, match=r"api_key.*empty.*shell variable unset"):
             load_config({"api_key": ("good", value)})
     monkeypatch.setenv("LLAISYS_API_KEY", value)
@@ -74,20 +76,22 @@ def test_an_empty_key_is_refused_wherever_it_comes_from(
         ({"isa": "sse"}, "isa"),
     ],
 )
-def test_an_unknown_key_or_a_bad_value_is_named(given: dict[str, object], key: str) -> None:
+def test_an_unknown_setting_or_an_invalid_value_is_rejected_by_name(
+    given: dict[str, object], key: str
+) -> None:
     with pytest.raises(RejectedError, match=key) as caught:
         load_config(given)
     assert caught.value.param == key
 
 
-def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_environment_variable_is_rejected_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLAISYS_MAX_NUM_SEQS", "many")
     with pytest.raises(RejectedError, match=r"max_num_seqs.*many"):
         load_config()
 
 
 @pytest.mark.parametrize(("text", "says"), [("- a\n", "list"), ("a: [", "cannot read"), ("", "")])
-def test_yaml_that_is_no_mapping(tmp_path: Path, text: str, says: str) -> None:
+def test_yaml_must_be_a_mapping(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(text)
     if not says:
@@ -97,17 +101,17 @@ def test_yaml_that_is_no_mapping(tmp_path: Path, text: str, says: str) -> None:
         load_config(yaml_path=path)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_yaml_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(RejectedError, match=r"nothing\.yaml"):
         load_config(yaml_path=tmp_path / "nothing.yaml")
 
 
-def test_frozen() -> None:
+def test_config_is_frozen() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         Config().port = 1  # type: ignore[misc]
 
 
-def test_the_home_of_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_folder_of_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("LLAISYS_HOME", raising=False)
     assert home_folder() == tmp_path / "llaisys"
@@ -137,7 +141,7 @@ def test_each_model_has_its_own_settings_over_the_shared_ones(tmp_path: Path) ->
     assert a.models == b.models == ()
 
 
-def test_one_model_is_itself() -> None:
+def test_without_models_the_config_is_the_only_model() -> None:
     config = Config()
     assert config.each_model() == (config,)
 
@@ -163,17 +167,17 @@ def test_models_as_text(given: object, monkeypatch: pytest.MonkeyPatch) -> None:
         (["a"], "models"),
     ],
 )
-def test_a_wrong_entry_is_named(models: object, says: str) -> None:
+def test_an_invalid_model_entry_is_rejected_by_position(models: object, says: str) -> None:
     with pytest.raises(RejectedError, match=says):
         load_config({"models": models})
 
 
-def test_model_and_models_are_one_too_many() -> None:
+def test_model_and_models_exclude_each_other() -> None:
     with pytest.raises(RejectedError, match="take out model"):
         load_config({"models": [{"name": "a"}], "model": "b"})
 
 
-def test_models_do_not_share_a_store(tmp_path: Path) -> None:
+def test_models_do_not_share_a_session_store(tmp_path: Path) -> None:
     with pytest.raises(RejectedError, match="the same session_store"):
         load_config({"models": "[{name: a}, {name: b}]", "session_store": str(tmp_path)})
     own = f"[{{name: a, session_store: {tmp_path}/a}}, {{name: b, session_store: {tmp_path}/b}}, {{name: c}}]"

@@ -1,4 +1,4 @@
-"""Every array argument of the compiled core: another layout than C order is refused, never read wrongly."""
+"""Every array argument of the compiled core: any layout except C order is rejected, never misread."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from runner import LOGITS, Runner
 
 Array = NDArray[Any]
 WEIGHT = "model.layers.0.self_attn.q_proj.weight"
-WEIGHT_SHAPE = (64, 64)  # square: its transpose would be accepted by its shape
-N_WORDS = 19  # of a mask of the golden model's 600 tokens
+WEIGHT_SHAPE = (64, 64)  # square, so the shape of its transpose is accepted too
+N_WORDS = 19  # words of a mask for the 600 tokens of the golden model
 
 
 @dataclass
 class Argument:
-    """One array argument: a value that is accepted, and the call that takes it."""
+    """One array argument: a valid value, and a call with that argument."""
 
     name: str
     value: Array
@@ -38,7 +38,7 @@ def runner() -> Iterator[Runner]:
 
 
 def arguments(runner: Runner) -> list[Argument]:
-    """All of them. The calls change nothing of each other's."""
+    """Return all array arguments. Their calls are independent of each other."""
     context, seq = runner.context, runner.context.seq_acquire()
     rows: dict[str, Any] = {
         "tokens": np.array([5, 6, 7], np.int32),
@@ -97,7 +97,7 @@ def arguments(runner: Runner) -> list[Argument]:
 
 
 def layouts(value: Array) -> dict[str, Array]:
-    """Equal values in every layout that is not plain C order; those that exist for its shape and dtype."""
+    """Return equal values in every non-C-order layout that exists for this shape and dtype."""
     spread = np.repeat(value, 2, axis=0)
     shifted = np.frombuffer(b"\0" + value.tobytes(), value.dtype, offset=1).reshape(value.shape)
     packed = np.zeros(value.shape, np.dtype([("before", "u1"), ("value", value.dtype)]))
@@ -116,7 +116,7 @@ def layouts(value: Array) -> dict[str, Array]:
 
 
 def dtypes(value: Array) -> dict[str, Array]:
-    """Equal values in other dtypes."""
+    """Return equal values in other dtypes."""
     made = {
         "wider": value.astype(np.float64),
         "a plain list": value.tolist(),
@@ -129,8 +129,8 @@ def dtypes(value: Array) -> dict[str, Array]:
     return {name: array for name, array in made.items() if not left_out.get(name)}
 
 
-def test_every_layout_is_tried() -> None:
-    """The tests below loop over what these give."""
+def test_layouts_covers_every_layout() -> None:
+    """The tests below loop over these layouts."""
     matrix, line, octets = np.ones((3, 4), np.float32), np.ones(3, np.int64), np.ones(3, np.uint8)
     assert len(layouts(matrix)) == 7
     assert sorted(layouts(line)) == [
@@ -143,19 +143,22 @@ def test_every_layout_is_tried() -> None:
     assert sorted(layouts(octets)) == ["a step", "field of a structure", "negative strides", "zero strides"]
 
 
-def test_another_layout_is_refused_with_shape_and_strides(runner: Runner) -> None:
+def test_another_layout_is_rejected_with_shape_and_strides(runner: Runner) -> None:
     for argument in arguments(runner):
         argument.call(argument.value)
         before = runner.context.digest()
         for name, array in layouts(argument.value).items():
-            with pytest.raises(RejectedError) as refused:
+            with pytest.raises(RejectedError) as rejected:
                 argument.call(array)
-            said = str(refused.value)
-            assert said.startswith(f"{argument.name} is not "), (name, said)
-            assert f"shape {list(array.shape)}, strides {list(array.strides)} bytes" in said, (name, said)
-            assert ("not aligned" in said) is not array.flags.aligned, (name, said)
+            message = str(rejected.value)
+            assert message.startswith(f"{argument.name} is not "), (name, message)
+            assert f"shape {list(array.shape)}, strides {list(array.strides)} bytes" in message, (
+                name,
+                message,
+            )
+            assert ("not aligned" in message) is not array.flags.aligned, (name, message)
         assert runner.context.digest() == before
-        argument.call(np.array(layouts(argument.value)["a step"], order="C"))  # as the message says
+        argument.call(np.array(layouts(argument.value)["a step"], order="C"))  # as the message suggests
 
 
 def test_another_dtype_is_a_type_error(runner: Runner) -> None:
@@ -164,11 +167,11 @@ def test_another_dtype_is_a_type_error(runner: Runner) -> None:
         for what, array in dtypes(argument.value).items():
             with pytest.raises(TypeError, match=r"mismatch|not an instance of") as refused:
                 argument.call(array)
-            if sys.version_info >= (3, 11):  # where errors have notes; pyo3 names the argument in one
+            if sys.version_info >= (3, 11):  # errors have notes, and pyo3 names the argument in one
                 assert refused.value.__notes__ == [f"while processing '{name}'"], what
 
 
-def test_arrays_that_must_not_be_written_are_only_read(runner: Runner) -> None:
+def test_read_only_arrays_are_accepted(runner: Runner) -> None:
     for argument in arguments(runner):
         value = argument.value.copy()
         value.setflags(write=False)
@@ -176,8 +179,8 @@ def test_arrays_that_must_not_be_written_are_only_read(runner: Runner) -> None:
         np.testing.assert_array_equal(value, argument.value)
 
 
-def test_empty_arrays_and_arrays_of_one_element_have_every_order(runner: Runner) -> None:
-    """Strides say nothing there, and NumPy may give any."""
+def test_strides_of_arrays_with_at_most_one_element_do_not_matter(runner: Runner) -> None:
+    """Strides have no meaning for such arrays, and NumPy may report any."""
     context = runner.context
     seq, spec = context.seq_acquire(), _core.SamplerSpec()
     one = np.arange(6, dtype=np.int32)[4::7]
@@ -185,8 +188,8 @@ def test_empty_arrays_and_arrays_of_one_element_have_every_order(runner: Runner)
     context.seq_release(seq)
 
 
-def test_a_refused_weight_changes_nothing() -> None:
-    """A Fortran-ordered array has the right shape and the elements in another order."""
+def test_a_rejected_weight_changes_nothing() -> None:
+    """A Fortran-ordered array has the right shape, with its elements in another order."""
     value = np.random.default_rng(8).standard_normal(WEIGHT_SHAPE, np.float32)
     with Runner(FOLDER) as runner:
         before = runner.forward([1, 2, 3])[0]

@@ -20,7 +20,7 @@ PROMPT = [(7 * i + 3) % 500 for i in range(40)]
 
 
 def greedy_after(runner: Runner, seq: int, tokens: list[int], n_computed: int) -> list[int]:
-    """Eight greedy ids after `tokens`, of which the sequence has the first `n_computed`."""
+    """Return eight greedy ids after `tokens`, of which the sequence has computed the first `n_computed`."""
     rows = [(t, n_computed + i, [seq], 0) for i, t in enumerate(tokens[n_computed:])]
     rows[-1] = (*rows[-1][:3], LOGITS)
     ids = [int(runner.decode(rows).token_ids[0])]
@@ -30,7 +30,7 @@ def greedy_after(runner: Runner, seq: int, tokens: list[int], n_computed: int) -
 
 
 @pytest.mark.parametrize("n_streams", [1, 2, 4])
-def test_the_same_tokens_with_any_number_of_streams(n_streams: int) -> None:
+def test_tokens_do_not_depend_on_the_number_of_kv_streams(n_streams: int) -> None:
     with Runner(FOLDER) as runner:
         want = runner.greedy(PROMPT, 8)
     with Runner(FOLDER, n_streams=n_streams, nan_fill=True, lifo=True) as runner:
@@ -63,7 +63,7 @@ def ends(positions: list[int], seq: int) -> tuple[Any, Any, Any]:
     )
 
 
-def test_saved_cells_serve_another_context_and_another_process() -> None:
+def test_exported_cells_are_valid_in_another_context_and_process() -> None:
     code = f"""
 import sys
 sys.path.insert(0, {str(TESTS)!r})
@@ -90,8 +90,8 @@ print(Runner(FOLDER).context.fingerprint())
             restored.context.kv_node_import(2, 0, 0, data[::2])
 
 
-def test_a_kv_cache_without_a_model_behaves_as_a_context() -> None:
-    """The same calls to both give the same results, errors and cells."""
+def test_a_kv_cache_without_a_model_behaves_like_a_context() -> None:
+    """Equal calls to both give equal results, errors and cells."""
     shape = {"n_cells": 96, "n_seq_max": 3, "n_streams": 2}
     kv = _core.KvCache(**shape)
     with Runner(FOLDER, **shape) as runner:

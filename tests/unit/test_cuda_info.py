@@ -1,4 +1,4 @@
-"""What is said about CUDA, on a machine with or without it."""
+"""CUDA availability and its errors, on a machine with or without CUDA."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llaisys.model_info import CudaDevice, CudaInfo
 VARIABLES = ("LLAISYS_CUDA_LIB_DIR", "CONDA_PREFIX", "CUDA_PATH", "CUDA_HOME")
 
 
-def test_no_driver_is_a_reason_and_no_error() -> None:
+def test_a_missing_driver_is_a_reason_not_an_error() -> None:
     info = json.loads(_core.cuda_info([], "libcuda-of-nobody.so.1"))
     assert list(info) == ["reason"]
     assert "no NVIDIA driver" in info["reason"]
@@ -32,7 +32,7 @@ def test_this_machine_has_either_gpus_or_a_reason() -> None:
     assert info.usable == (info.reason is None) == bool(info.devices) == bool(info.libraries)
 
 
-def test_an_import_looks_for_no_driver() -> None:
+def test_importing_the_package_does_not_look_for_a_driver() -> None:
     script = (
         "import llaisys, llaisys.llm, llaisys.engine.worker, llaisys._core\n"
         "maps = open('/proc/self/maps').read()\n"
@@ -41,7 +41,7 @@ def test_an_import_looks_for_no_driver() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(llaisys.__file__).parents[1])
 
 
-def test_a_device_that_cannot_be_used_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_device_is_rejected_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "cuda_info", lambda: CudaInfo(reason="the driver knows CUDA 12.8"))
     with pytest.raises(UnsupportedError, match=r"the driver knows CUDA 12\.8") as caught:
         start.check_gpu(0)
@@ -54,7 +54,7 @@ def test_a_device_that_cannot_be_used_is_refused_with_the_reason(monkeypatch: py
     assert caught.value.param == "cuda_device"
 
 
-def test_libraries_are_looked_for_where_they_are_named_first(
+def test_libraries_are_searched_in_the_configured_folder_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for variable in VARIABLES:
@@ -76,27 +76,27 @@ def test_libraries_are_looked_for_where_they_are_named_first(
     assert found[-2:] == [tmp_path / "conda/lib", tmp_path / "cuda/lib64"]
 
 
-def test_the_share_of_the_gpu_is_a_setting() -> None:
+def test_gpu_memory_utilization_is_a_setting() -> None:
     assert Config().gpu_memory_utilization == 0.9
     with pytest.raises(ValueError, match="gpu_memory_utilization"):
         Config(gpu_memory_utilization=1.5)
 
 
 def opened(n_cells: int | None, gpu: _core.Gpu | None) -> _core.Context:
-    """A small model, on a GPU or not."""
+    """Open a small model, on a GPU or on the CPU."""
     return _core.Context(
         str(FOLDER), n_cells=n_cells, n_seq_max=2, n_batch=8, max_model_len=32, n_threads=1, gpu=gpu
     )
 
 
-def test_a_context_on_a_gpu_that_is_not_there_is_refused_with_the_reason() -> None:
+def test_a_context_on_a_missing_gpu_is_rejected_with_the_reason() -> None:
     with pytest.raises(UnsupportedError, match=r'device "cuda" cannot be used: no NVIDIA driver'):
         opened(64, _core.Gpu([], driver="libcuda-of-nobody.so.1"))
     with pytest.raises(RejectedError, match="n_cells is None, which needs a gpu"):
         opened(None, None)
 
 
-def test_settings_of_a_gpu_out_of_their_bounds_are_refused() -> None:
+def test_gpu_settings_out_of_bounds_are_rejected() -> None:
     with pytest.raises(RejectedError, match=r"memory_share is 1\.5"):
         _core.Gpu([], memory_share=1.5)
     with pytest.raises(RejectedError, match="ordinal is -1"):

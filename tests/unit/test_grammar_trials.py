@@ -1,5 +1,4 @@
-"""Trials of grammars: a worker process compiles each first, and one that exceeds its limits ends that
-process."""
+"""Grammar trials: a worker process compiles each grammar first, and is killed if it exceeds the limits."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from llaisys.job_pool import JobPool
 from llaisys.sampling_params import StructuredOutputsParams as Spec
 
 TOKENS = GrammarTokenizer(text.tokenizer().to_json(), (text.EOS, text.EOT), core.VOCAB_SIZE)
-# Tens of seconds of compiling, unless something ends it.
+# Compiles for tens of seconds unless the trial is stopped.
 LONG = Spec(json={"type": "integer", "multipleOf": 999983})
 
 
@@ -48,7 +47,7 @@ def shared() -> Iterator[GrammarTrials]:
 
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The grammars that a worker process got, in order."""
+    """Return the grammars that a worker process got, in order."""
     found: list[Any] = []
     call = JobPool.call
 
@@ -115,7 +114,7 @@ async def test_cached_results_are_bounded(
     monkeypatch.setattr(grammar_trials, "RESULTS_MAX", 2)
     for regex in ("a", "b", "a", "c", "a", "b"):
         await trials.check(Spec(regex=regex))
-    assert tried == ["a", "b", "c", "b"], "the one used least recently goes"
+    assert tried == ["a", "b", "c", "b"], "the least recently used result is evicted"
 
 
 async def test_requests_with_one_grammar_share_a_trial(trials: GrammarTrials, tried: list[Any]) -> None:
@@ -159,7 +158,7 @@ def test_closing_does_not_wait_for_a_trial(monkeypatch: pytest.MonkeyPatch) -> N
         trials.check_now(Spec(regex="b"))
 
 
-def test_no_grammar_no_process() -> None:
+def test_without_a_grammar_no_process_is_started() -> None:
     before = processes()
     trials = GrammarTrials(TOKENS)
     assert processes() == before

@@ -1,5 +1,4 @@
-"""Frames between two processes: complete and in order, sending never waits, and a death is always
-detected."""
+"""Frames between two processes: complete, in order, without waiting senders; a dead peer is detected."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ from llaisys import ipc
 from llaisys.ipc import Channel, FrameError
 
 SEED = 18
-SECOND = 30.0  # long enough: nothing waits for it unless it hangs
+SECOND = 30.0  # an upper bound that is reached only if a test hangs
 
 
 @pytest.fixture
 def ends() -> Iterator[tuple[Channel, socket.socket]]:
-    """Our channel, and the peer's plain socket."""
+    """Return a channel and the plain socket of its peer."""
     ours, theirs = socket.socketpair()
     channel = Channel(ours)
     yield channel, theirs
@@ -84,13 +83,13 @@ def test_sending_never_waits_for_a_peer_that_does_not_read(ends: tuple[Channel, 
     assert not channel.flush(0.0)
     n_bytes = 0
     peer.setblocking(False)
-    while n_bytes < 100 * 100_004:  # what was queued leaves while this end receives
+    while n_bytes < 100 * 100_004:  # queued frames are sent while this end receives
         assert channel.receive(0.0) == []
         n_bytes += len(peer.recv(1 << 20))
     assert channel.num_queued_bytes == 0
 
 
-def test_the_thread_that_waits_sends_for_the_others(ends: tuple[Channel, socket.socket]) -> None:
+def test_the_receiving_thread_sends_frames_of_the_others(ends: tuple[Channel, socket.socket]) -> None:
     channel, peer = ends
     sent = [bytes([i]) * 50_000 for i in range(40)]
     waiting = threading.Thread(target=channel.receive, args=(SECOND,))
@@ -107,9 +106,9 @@ def test_the_thread_that_waits_sends_for_the_others(ends: tuple[Channel, socket.
     waiting.join()
 
 
-def test_a_death_is_the_end_after_all_that_was_sent(ends: tuple[Channel, socket.socket]) -> None:
+def test_a_dead_peer_is_the_end_after_all_frames_that_it_sent(ends: tuple[Channel, socket.socket]) -> None:
     channel, peer = ends
-    channel.send(b"never read")  # so that the death is a reset
+    channel.send(b"never read")  # so that the peer's end is a reset
     peer.sendall(frame(b"last") + frame(b"word") + frame(b"cut off")[:-1])
     peer.close()
     assert channel.receive(SECOND) == [b"last", b"word"]
@@ -153,12 +152,12 @@ def test_frames_are_bounded(ends: tuple[Channel, socket.socket], monkeypatch: py
     assert channel.num_queued_bytes == 0
     peer.sendall(frame(bytes(10)))
     assert channel.receive(SECOND) == [bytes(10)]
-    peer.sendall((11).to_bytes(4, "little"))  # refused at its first bytes
+    peer.sendall((11).to_bytes(4, "little"))  # rejected at its first bytes
     with pytest.raises(FrameError, match="11 bytes"):
         channel.receive(SECOND)
 
 
-def test_a_peer_with_too_many_queued_bytes_is_given_up(
+def test_a_peer_with_too_many_queued_bytes_is_disconnected(
     ends: tuple[Channel, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ipc, "QUEUED_BYTES_MAX", 1 << 20)
@@ -173,7 +172,7 @@ def test_a_peer_with_too_many_queued_bytes_is_given_up(
     assert channel.receive(SECOND) == [b"said before"]
     with pytest.raises(EOFError):
         channel.receive(SECOND)
-    while peer.recv(1 << 20):  # it sees the end, too
+    while peer.recv(1 << 20):  # the peer sees the end too
         pass
 
 
@@ -188,7 +187,7 @@ def test_a_wake_ends_the_wait_from_another_thread(ends: tuple[Channel, socket.so
     assert [*channel.receive(SECOND), *channel.receive(SECOND)] == [b"news"]
 
 
-def test_another_descriptor_may_be_watched(ends: tuple[Channel, socket.socket]) -> None:
+def test_receive_also_waits_for_another_descriptor(ends: tuple[Channel, socket.socket]) -> None:
     channel, peer = ends
     reader, writer = os.pipe()
     heard: list[bytes] = []

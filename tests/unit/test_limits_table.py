@@ -1,4 +1,4 @@
-"""docs/limits.md is true: each row names its setting, and each row's answer is what the engine gives."""
+"""docs/limits.md: each row names its setting, and the documented behavior at each limit is tested."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Row:
 
 
 def rows() -> dict[str, Row]:
-    """The table, by key."""
+    """Return the rows of the table by setting."""
     table = {}
     for line in (ROOT / "docs" / "limits.md").read_text("utf-8").splitlines():
         cells = [cell.strip().strip("`") for cell in line.strip("|").split("|")]
@@ -68,7 +68,7 @@ def sized(**settings: Any) -> Capacity:
 
 
 def made(**settings: Any) -> Engine:
-    """An engine that is sized by the settings."""
+    """Return an engine sized by the settings."""
     return Engine(bounds=sized(**settings).limits)
 
 
@@ -76,20 +76,20 @@ def status(error: LlaisysError | None) -> int:
     return TABLE[type(error)].status if error is not None else 0
 
 
-def refusal(engine: Engine, **asked: Any) -> RejectedError:
+def rejection(engine: Engine, **request: Any) -> RejectedError:
     with pytest.raises(RejectedError) as caught:
-        engine.submit("refused", **asked)
+        engine.submit("rejected", **request)
     assert status(caught.value) == 400
     return caught.value
 
 
-def start_refused(**settings: Any) -> None:
+def start_rejected(**settings: Any) -> None:
     with pytest.raises(RejectedError) as caught:
         sized(**settings)
     assert caught.value.param in settings
 
 
-# --- a test for each row ---
+# --- one function per row ---
 
 
 def max_num_queued_reqs() -> None:
@@ -123,8 +123,8 @@ def max_concurrent_requests() -> None:
     engine.step(10)
     stats = engine.engine.stats()
     assert (stats.num_running, stats.num_waiting) == (8, 1)
-    start_refused(max_concurrent_requests=8, max_num_seqs=9)
-    start_refused(max_concurrent_requests=8, max_batch_size=9)
+    start_rejected(max_concurrent_requests=8, max_num_seqs=9)
+    start_rejected(max_concurrent_requests=8, max_batch_size=9)
 
 
 def max_num_seqs() -> None:
@@ -133,11 +133,11 @@ def max_num_seqs() -> None:
     engine.step(10)
     assert engine.engine.stats().num_running == 8
     engine.finish()
-    assert refusal(engine, n=9).param == "n"
+    assert rejection(engine, n=9).param == "n"
     engine.submit("choices", n=8)
     engine.finish()
-    start_refused(max_num_seqs=257)
-    start_refused(max_num_seqs=0)
+    start_rejected(max_num_seqs=257)
+    start_rejected(max_num_seqs=0)
 
 
 def max_batch_size() -> None:
@@ -163,20 +163,22 @@ def max_num_batched_tokens() -> None:
 def max_input_tokens() -> None:
     engine = made(max_input_tokens=128)
     engine.submit("fits", prompt=[1] * 128)
-    assert isinstance(refusal(engine, prompt=[1] * 129), ContextLengthError)
+    assert isinstance(rejection(engine, prompt=[1] * 129), ContextLengthError)
 
 
 def max_output_tokens() -> None:
     engine = made(max_output_tokens=256)
     engine.submit("absent", max_tokens=None)
     engine.submit("most", max_tokens=256)
-    assert refusal(engine, max_tokens=257).param == "max_tokens"
+    assert rejection(engine, max_tokens=257).param == "max_tokens"
     engine.finish()
     assert {len(tokens) for tokens in engine.tokens.values()} == {256}
 
 
 def request_timeout_s() -> None:
-    assert load_config({"request_timeout_s": 60}).request_timeout_s == 60.0  # the doors add it to the arrival
+    assert (
+        load_config({"request_timeout_s": 60}).request_timeout_s == 60.0
+    )  # the entry points add it to the arrival time
     engine = made(max_num_seqs=1)
     engine.submit("runs", "waits", arrival_s=NOW, deadline_s=NOW + 60, max_tokens=None)
     engine.step(1, NOW + 58.9)
@@ -194,14 +196,14 @@ def timeout_scan_s() -> None:
     assert engine.reasons() == {}
     engine.step(1, NOW + 2)
     assert engine.reasons() == {"a": FinishReason.TIMEOUT}
-    start_refused(timeout_scan_s=0.4)
-    start_refused(timeout_scan_s=5.1)
+    start_rejected(timeout_scan_s=0.4)
+    start_rejected(timeout_scan_s=5.1)
 
 
 def num_kv_cells() -> None:
     engine = made(num_kv_cells=100)
     engine.submit("fits", prompt=[1] * 60, max_tokens=40)
-    assert isinstance(refusal(engine, prompt=[1] * 60, max_tokens=41), ContextLengthError)
+    assert isinstance(rejection(engine, prompt=[1] * 60, max_tokens=41), ContextLengthError)
     engine.submit("waits", prompt=[2] * 60, max_tokens=10)
     engine.step()
     assert engine.engine.stats().num_waiting == 1
@@ -233,11 +235,11 @@ def kv_eviction_threshold() -> None:
     engine.submit("a", prompt=[1] * 90, max_tokens=5)
     engine.step(1, NOW)
     engine.step(1, NOW + 1)
-    assert engine.engine.stats().kv_cells_used == 91, "what a request uses is never evicted"
+    assert engine.engine.stats().kv_cells_used == 91, "cells of a running request are never evicted"
     engine.finish()
     engine.submit("b", prompt=[2], max_tokens=2)
     engine.step(1, NOW + 2)
-    assert engine.engine.stats().kv_cells_free == 19, "down to 80, then one token"
+    assert engine.engine.stats().kv_cells_free == 19, "evicted to 80 cells, then one token"
 
 
 def kv_cleanup_interval_s() -> None:
@@ -271,8 +273,8 @@ def max_step_time_s() -> None:
     engine = made(max_step_time_s=0.1, max_num_batched_tokens=100)
     engine.submit("a", prompt=[1] * 1000)
     engine.step(1, NOW)
-    engine.step(1, NOW + 1)  # the first 100 took a second
-    assert engine.engine.stats().step_prefill_tokens == 16, "10 would fit; prompts go on by 16 at least"
+    engine.step(1, NOW + 1)  # the first 100 tokens took one second
+    assert engine.engine.stats().step_prefill_tokens == 16, "10 tokens would fit; a prompt gets at least 16"
     engine = made(max_step_time_s=0.5, max_num_batched_tokens=100)
     engine.submit("a", prompt=[1] * 1000)
     engine.step(1, NOW)
@@ -301,7 +303,7 @@ def max_client_tokens_per_step() -> None:
 def num_kv_streams() -> None:
     engine = made(num_kv_cells=100, num_kv_streams=2)
     engine.submit("fits", prompt=[1] * 40)
-    assert isinstance(refusal(engine, prompt=[1] * 41), ContextLengthError)
+    assert isinstance(rejection(engine, prompt=[1] * 41), ContextLengthError)
     engine.finish()
     assert engine.tokens["fits"] == core.answer([1] * 40, 10)
     assert sized(num_kv_cells=101, num_kv_streams=2).limits.n_cells == 100
@@ -315,7 +317,7 @@ def max_sessions() -> None:
     with pytest.raises(ExhaustedError) as caught:
         engine.submit("z", session_id="z")
     assert status(caught.value) == 429
-    start_refused(max_sessions=-1)
+    start_rejected(max_sessions=-1)
 
 
 def session_kv_share() -> None:
@@ -327,7 +329,7 @@ def session_kv_share() -> None:
     engine.submit("large", prompt=[4] * 90, max_tokens=1)
     engine.finish()
     assert engine.engine.stats().kv_cells_session == 0
-    start_refused(session_kv_share=1.1)
+    start_rejected(session_kv_share=1.1)
 
 
 def session_store() -> None:
@@ -360,8 +362,8 @@ def max_body_bytes_in_flight() -> None:
     assert of_a_door(bodies(max_body_bytes_in_flight=6), b"abc", b"abc", b"a") == [429, 200, 200]
 
 
-def answers(*sizes: int, **settings: Any) -> list[int]:
-    """Statuses of answers of so many bytes that are all open."""
+def response_statuses(*sizes: int, **settings: Any) -> list[int]:
+    """Return the statuses of concurrent responses of these sizes in bytes."""
     config, found = load_config(settings), []
     counts = ResponseBytes(config.max_response_bytes, config.max_response_bytes_in_flight)
     for n_bytes in sizes:
@@ -374,12 +376,12 @@ def answers(*sizes: int, **settings: Any) -> list[int]:
 
 
 def max_response_bytes() -> None:
-    """`test_size_estimate.py` has those that are refused before they run."""
-    assert answers(3, 4, max_response_bytes=3) == [200, 400]
+    """`test_size_estimate.py` has the responses that are rejected before they run."""
+    assert response_statuses(3, 4, max_response_bytes=3) == [200, 400]
 
 
 def max_response_bytes_in_flight() -> None:
-    assert answers(3, 3, 1, max_response_bytes_in_flight=6) == [200, 200, 429]
+    assert response_statuses(3, 3, 1, max_response_bytes_in_flight=6) == [200, 200, 429]
 
 
 def upload_timeout_s() -> None:
@@ -387,7 +389,7 @@ def upload_timeout_s() -> None:
 
 
 def send_timeout_s() -> None:
-    """For whole answers the kernel keeps it; `test_slow_readers.py` has a reader that meets it."""
+    """The kernel applies it to whole responses; `test_slow_readers.py` has a client that exceeds it."""
     with closing(bind(load_config({"send_timeout_s": 1.5, "port": 0}))) as listener:
         assert listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1500
 
@@ -400,7 +402,7 @@ def max_requests_per_minute_per_key() -> None:
     assert of_a_door(RateLimitMiddleware(reading, None, 2), b"", b"", b"") == [200, 200, 429]
 
 
-BEHAVIOURS: dict[str, Callable[[], None]] = {
+BEHAVIORS: dict[str, Callable[[], None]] = {
     test.__name__: test
     for test in (
         max_num_queued_reqs,
@@ -441,8 +443,8 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
 
 
 @pytest.mark.parametrize("key", [*rows()])
-def test_each_row_is_what_happens(key: str) -> None:
-    BEHAVIOURS[key]()
+def test_behavior_of_each_row(key: str) -> None:
+    BEHAVIORS[key]()
 
 
 @pytest.mark.parametrize("key", [*rows()])
@@ -456,21 +458,21 @@ def test_each_row_names_its_setting(key: str, monkeypatch: pytest.MonkeyPatch) -
     assert key in load_config().model_fields_set
 
 
-def test_the_design_s_file_is_the_design_s_column() -> None:
+def test_the_design_file_equals_the_design_column() -> None:
     design = {key: str(value) for key, value in yaml.safe_load(DESIGN.read_text("utf-8")).items()}
     assert design == {key: row.design for key, row in rows().items() if row.design}
     config = load_config(yaml_path=DESIGN)
     assert size_engine(config, inspect_model(Path("fake")), 2**34, Cpus(2)).limits.n_batch_slots == 4
 
 
-def test_the_design_as_a_whole() -> None:
-    """Eight run, four a step; all are answered, in the order of a fair rotation."""
+def test_the_design_serves_a_hundred_requests() -> None:
+    """Eight requests run, four per step, and all complete with the tokens of a lone run."""
     config = load_config(yaml_path=DESIGN)
     info = replace(
         inspect_model(Path("fake")), max_position_embeddings=4096, kv_bytes_per_cell={"bfloat16": 2**18}
     )
     engine = Engine(bounds=size_engine(config, info, 2**34, Cpus(2)).limits)
-    assert engine.engine.limits.n_cells == 4096, "1,024 MiB are fewer than 4 Mi cells"
+    assert engine.engine.limits.n_cells == 4096, "1,024 MiB at 256 KiB per cell"
     prompts = {f"{i}": [i] * (i + 1) for i in range(100)}
     for name, prompt in prompts.items():
         engine.engine.submit(ask(name, prompt, max_tokens=20))

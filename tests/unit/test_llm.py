@@ -1,4 +1,4 @@
-"""LLM over the fake core: prompt forms, order, many prompts, threads, shutdown."""
+"""LLM on the fake core: prompt forms, order, many prompts, threads, and shutdown."""
 
 from __future__ import annotations
 
@@ -143,14 +143,14 @@ def test_parameters_are_one_for_all_or_one_each(llm: LLM) -> None:
         llm.generate([prompt(1)] * 3, [GREEDY] * 2)
 
 
-def test_a_bad_row_does_not_stop_the_others(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_faulty_row_does_not_stop_the_other_requests(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     outputs = llm.generate([prompt(1), prompt(core.NON_FINITE), prompt(2)], GREEDY)
     assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
     assert tokens(outputs) == [core.answer([1], 10), [], core.answer([2], 10)]
     assert "not finite" in caplog.text
 
 
-def test_a_time_limit_is_kept_only_if_set() -> None:
+def test_a_timeout_applies_only_if_set() -> None:
     with LLM("fake", request_timeout_s=1e-9) as hurried:
         assert hurried.generate(prompt(1), GREEDY)[0].outputs[0].finish_reason == "timeout"
 
@@ -265,7 +265,7 @@ def test_the_package_is_lazy_and_lists_its_names() -> None:
     assert done.stdout.split() == ["False", "llaisys.sampling_params"]
     assert {"LLM", "AsyncLLM", "SamplingParams"} <= set(dir(llaisys))
     with pytest.raises(AttributeError, match="Llm"):
-        llaisys.Llm  # noqa: B018 -- the access is the test
+        llaisys.Llm  # noqa: B018 -- the access is tested
 
 
 def n_cached(llm: LLM, ids: list[int], **more: Any) -> int:
@@ -274,7 +274,7 @@ def n_cached(llm: LLM, ids: list[int], **more: Any) -> int:
 
 
 def test_a_session_keeps_what_others_evict() -> None:
-    """Its next turn computes only the new tokens; without a session all were evicted."""
+    """Its next turn computes only the new tokens; without a session all tokens are evicted."""
     chat = [*range(1, 31)]
     for session, want in (("chat", 39), ("", 0)):
         with LLM("fake", num_kv_cells=128, max_model_len=64, max_num_seqs=1) as llm:

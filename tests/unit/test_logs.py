@@ -1,4 +1,4 @@
-"""The log of a process: a stopped reader of stderr only loses lines, which are counted."""
+"""Logging: a reader of stderr that stops only loses lines, and lost lines are counted."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import pytest
 from fakes.clock import FakeClock
 from llaisys.logs import LineHandler, LineWriter, RepeatFilter
 
-PIPE_BYTES = 4096  # the least that Linux gives a pipe
-LINE = "x" * 99  # 100 bytes with its end
+PIPE_BYTES = 4096  # the smallest pipe buffer on Linux
+LINE = "x" * 99  # 100 bytes with the newline
 
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, int]]:
-    """(reader, writer) of a pipe that holds a page."""
+    """Return (reader, writer) of a pipe that buffers one page."""
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     yield reader, writer
@@ -87,7 +87,7 @@ def test_handlers_share_a_writer_and_never_raise(tmp_path: Path) -> None:
 
 
 def test_a_repeated_message_is_logged_once_per_interval(clock: FakeClock) -> None:
-    """With the number of those that were suppressed; another message, or another error, is not suppressed."""
+    """The next line has the number of suppressed ones. Another message or another error is not suppressed."""
     repeats = RepeatFilter(60.0, clock)
     full = "socket.accept() out of system resource\nsocket: <fd=%d>"
     passed = [repeats.filter(record("asyncio", full % number, OSError(24))) for number in range(1000)]
@@ -101,7 +101,7 @@ def test_a_repeated_message_is_logged_once_per_interval(clock: FakeClock) -> Non
     assert not repeats.filter(record("asyncio", full % 8, OSError(24)))
 
 
-def test_messages_to_suppress_are_bounded(clock: FakeClock) -> None:
+def test_remembered_messages_are_bounded(clock: FakeClock) -> None:
     repeats = RepeatFilter(60.0, clock)
     assert all(repeats.filter(record("asyncio", f"message {number}")) for number in range(10_000))
     assert len(repeats._seen) == 256

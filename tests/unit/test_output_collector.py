@@ -1,4 +1,4 @@
-"""RequestOutputCollector: merging, the bound, and one error at the end."""
+"""RequestOutputCollector: merging, the byte limit, and one error at the end."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_a_reader_waits_for_output() -> None:
     assert (await reader).outputs[0].text == "a"
 
 
-async def test_the_bound_is_kept_and_a_lone_delta_always_fits() -> None:
+async def test_undelivered_bytes_are_bounded_and_a_lone_delta_always_fits() -> None:
     collector = RequestOutputCollector()
     assert collector.put(delta("x" * (COLLECTOR_BYTES_MAX + 1)))
     assert not collector.put(delta("y"))
@@ -61,7 +61,7 @@ async def test_the_bound_is_kept_and_a_lone_delta_always_fits() -> None:
 
 @pytest.mark.parametrize("text", ["a", "天", "🌞", "\x01", "\n"])
 @pytest.mark.parametrize("n_top", [None, 0, 20])
-async def test_the_bound_is_of_the_bytes_that_a_client_gets(text: str, n_top: int | None) -> None:
+async def test_the_limit_counts_the_bytes_that_a_client_receives(text: str, n_top: int | None) -> None:
     collector, wire = RequestOutputCollector(), 0
     logprobs = None
     if n_top is not None:
@@ -71,7 +71,7 @@ async def test_the_bound_is_of_the_bytes_that_a_client_gets(text: str, n_top: in
         if logprobs is not None:
             wire += len(to_json(chat_logprobs([0], logprobs, n_top or 0)["content"])) - 1
     assert wire <= COLLECTOR_BYTES_MAX
-    assert wire >= COLLECTOR_BYTES_MAX / 16, "it would end readers that are not slow"
+    assert wire >= COLLECTOR_BYTES_MAX / 16, "otherwise readers that are not slow would fail"
 
 
 async def test_a_delta_in_delivery_counts_until_the_next_get() -> None:

@@ -1,4 +1,4 @@
-"""Outputs reach their readers in bounded chunks, with the arrival time of their step."""
+"""OutputHandler: outputs reach their readers in bounded chunks, with the time of their step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from llaisys.sampling_params import SamplingParams
 
 
 class Sink:
-    """Collect processed outputs. `seen`: their number in each iteration of the loop, as a reader sees it."""
+    """Collect processed outputs. `seen`: their number in each iteration of the event loop."""
 
     def __init__(self, n_bytes: int = 1) -> None:
         self.now_s = 0.0
@@ -52,7 +52,7 @@ class Sink:
         ]
 
 
-async def test_one_wake_for_the_steps_of_a_chunk_and_each_has_its_own_time() -> None:
+async def test_steps_of_one_chunk_wake_the_loop_once_and_keep_their_times() -> None:
     sink = Sink()
     for now_s, names in ((1.0, "ab"), (1.5, "a"), (4.0, "ba")):
         sink.now_s = now_s
@@ -83,8 +83,8 @@ async def test_a_chunk_is_bounded_in_outputs_and_in_bytes(steps: list[int], n_by
     assert [name for name, _ in sink.outputs] == [name for each in names for name in each]
 
 
-async def test_readers_run_while_steps_arrive_faster_than_they_are_processed() -> None:
-    """Processing an output takes as long as two more steps, until there were 5,000."""
+async def test_readers_run_while_steps_arrive_faster_than_processing() -> None:
+    """Each processed output produces two more steps, up to 5,000."""
     sink, n_steps = Sink(), 1
 
     def more() -> None:
@@ -100,7 +100,7 @@ async def test_readers_run_while_steps_arrive_faster_than_they_are_processed() -
     assert max(chunks) == OUTPUTS_PER_CHUNK
     assert len(chunks) == -(-5000 // OUTPUTS_PER_CHUNK)
     sink.then = lambda: None
-    sink.step("late")  # it is woken again
+    sink.step("late")  # the loop is woken again
     assert len(await sink.all(5001)) > len(chunks)
 
 
@@ -128,12 +128,12 @@ async def waiting_stream(
     """An AsyncLLM with a stream `a` that is read, and an engine without output."""
     inside, go, decode = threading.Event(), threading.Event(), core.Context.decode
 
-    def held(context: core.Context, *arrays: Any) -> Any:
+    def wait_then_decode(context: core.Context, *arrays: Any) -> Any:
         inside.set()
         go.wait(30)
         return decode(context, *arrays)
 
-    monkeypatch.setattr(core.Context, "decode", held)
+    monkeypatch.setattr(core.Context, "decode", wait_then_decode)
     service = await AsyncLLM.start(Config(num_kv_cells=512))
     stream = service.generate([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=10), "a")
     first = asyncio.ensure_future(anext(stream))
@@ -145,7 +145,7 @@ async def waiting_stream(
 
 
 @pytest.mark.usefixtures("fake_model")
-async def test_latencies_are_those_of_the_steps_not_of_the_loop(
+async def test_latencies_use_step_times_not_loop_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ten steps, a quarter of a second apart, are processed in one chunk."""
@@ -165,8 +165,10 @@ async def test_latencies_are_those_of_the_steps_not_of_the_loop(
 
 
 @pytest.mark.usefixtures("fake_model")
-async def test_a_healthy_reader_is_not_slow_however_many_steps_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More output than the collector's bound arrives in one iteration of the loop."""
+async def test_a_healthy_reader_is_not_slow_for_any_number_of_pending_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More output than the limit of the collector arrives in one iteration of the loop."""
     async with waiting_stream(monkeypatch) as (service, stream, first):
         n_tokens = COLLECTOR_BYTES_MAX // 8
         for _ in range(n_tokens):

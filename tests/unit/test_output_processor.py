@@ -1,4 +1,4 @@
-"""OutputProcessor: text, stop strings, ids that end a completion, logprobs; merged deltas."""
+"""OutputProcessor: text, stop strings, stop ids, logprobs, and merged deltas."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_delta_has_the_new_output() -> None:
     assert "r" not in processor
 
 
-def test_half_a_character_waits_for_its_rest() -> None:
+def test_a_partial_character_is_held_back() -> None:
     processor = opened()
     a, b = ids("é")
     assert processor.process(news([a])).outputs[0].text == ""
@@ -113,7 +113,7 @@ def test_no_logprobs_unless_requested() -> None:
     assert (answer.logprobs, answer.cumulative_logprob) == (None, None)
 
 
-def test_discard_removes_once() -> None:
+def test_discard_removes_a_request_once() -> None:
     processor = opened()
     assert processor.discard("r")
     assert not processor.discard("r")
@@ -149,7 +149,7 @@ def choice(
     return EngineOutput("r", new, None, reason, index=index, last=last)
 
 
-def test_choices_have_their_own_text_and_the_request_one_end() -> None:
+def test_choices_have_their_own_text_and_the_request_ends_once() -> None:
     processor = opened(n=2, stop=["z"])
     result = empty_output("r", "prompt", [1, 2], 2)
     for event in (
@@ -170,7 +170,7 @@ def test_choices_have_their_own_text_and_the_request_one_end() -> None:
     assert "r" not in processor
 
 
-def test_an_ended_choice_expects_no_more() -> None:
+def test_output_after_the_end_of_a_choice_is_ignored() -> None:
     processor = opened(n=2, stop=["b"])
     assert processor.process(choice(1, ids("b"))).finished is False
     assert not processor.expects(choice(1, ids("c")))

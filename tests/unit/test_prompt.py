@@ -1,4 +1,4 @@
-"""Truncated prompts and tokenized bad words, through LLM and AsyncLLM."""
+"""Prompt truncation and tokenized bad words, through LLM and AsyncLLM."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_truncation_keeps_the_end_of_a_prompt(
     assert truncate_prompt(cut, params, 20) == cut
 
 
-def test_a_bad_word_stands_alone_and_after_a_space() -> None:
+def test_a_bad_word_is_tokenized_with_and_without_a_leading_space() -> None:
     assert tokenize_bad_words(TOKENIZER, ["no", " no", "é"]) == (ids("no"), ids(" no"), ids("é"), ids(" é"))
     assert tokenize_bad_words(TOKENIZER, []) == ()
     with pytest.raises(RejectedError, match="bad_words"):
@@ -47,20 +47,20 @@ def test_a_bad_word_stands_alone_and_after_a_space() -> None:
 
 @pytest.fixture
 def specs(monkeypatch: pytest.MonkeyPatch) -> list[core.SamplerSpec]:
-    """Record every sampler that the core receives."""
+    """Record the spec of every sampler that the core receives."""
     seen: list[core.SamplerSpec] = []
     attach = core.Context.set_sampler
 
-    def noted(context: core.Context, seq_id: int, spec: core.SamplerSpec, *arrays: Any) -> None:
+    def recorded(context: core.Context, seq_id: int, spec: core.SamplerSpec, *arrays: Any) -> None:
         seen.append(spec)
         attach(context, seq_id, spec, *arrays)
 
-    monkeypatch.setattr(core.Context, "set_sampler", noted)
+    monkeypatch.setattr(core.Context, "set_sampler", recorded)
     return seen
 
 
 @pytest.mark.usefixtures("fake_model")
-def test_llm(specs: list[core.SamplerSpec]) -> None:
+def test_llm_truncates_prompts_and_tokenizes_bad_words(specs: list[core.SamplerSpec]) -> None:
     params = SamplingParams(
         **GREEDY,
         n=2,
@@ -89,7 +89,7 @@ def test_llm(specs: list[core.SamplerSpec]) -> None:
 
 
 @pytest.mark.usefixtures("fake_model")
-async def test_async_llm(specs: list[core.SamplerSpec]) -> None:
+async def test_async_llm_truncates_prompts_and_tokenizes_bad_words(specs: list[core.SamplerSpec]) -> None:
     params = SamplingParams(**GREEDY, truncate_prompt_tokens=-1, bad_words=["no"], prompt_logprobs=0)
     service = await AsyncLLM.start(Config(num_kv_cells=256, max_model_len=20))
     try:

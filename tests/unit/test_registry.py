@@ -1,4 +1,4 @@
-"""Which model answers, and what all of them together say of themselves."""
+"""The model registry: routing by name, health of all models, and start."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def registry(*services: Any) -> ModelRegistry:
     return ModelRegistry(services)
 
 
-def test_names_route() -> None:
+def test_requests_are_routed_by_model_name() -> None:
     both = registry(A, B)
     assert both.names == ("a", "a2", "b", "default/b")
     for name, service in (("a", A), ("a2", A), ("b", B), ("", A), (None, A), ("default", A)):
@@ -31,7 +31,7 @@ def test_names_route() -> None:
     assert registry(A, named).find("default") is named
 
 
-def test_health_is_of_all() -> None:
+def test_health_covers_all_models() -> None:
     dead = FakeService(dead=True)
     assert registry(A, B).is_alive()
     assert registry(A, B).is_ready()
@@ -57,7 +57,7 @@ async def test_each_entry_gets_its_engine() -> None:
 
 
 @pytest.mark.usefixtures("fake_model")
-async def test_a_start_that_fails_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_start_closes_all_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[core.Context] = []
     monkeypatch.setattr(core.Context, "close", lambda context: closed.append(context))
     with pytest.raises(RejectedError, match="max_model_len"):
@@ -65,6 +65,6 @@ async def test_a_start_that_fails_leaves_nothing_open(monkeypatch: pytest.Monkey
     assert len(closed) == 1
 
 
-async def test_several_models_are_for_a_server() -> None:
+async def test_only_a_server_accepts_several_models() -> None:
     with pytest.raises(RejectedError, match="llaisys serve"):
         await AsyncLLM.start(Config(models=({"name": "a"},)))

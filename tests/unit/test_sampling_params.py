@@ -11,12 +11,12 @@ from llaisys.outputs import CompletionOutput
 from llaisys.sampling_params import SamplingParams
 
 
-def test_defaults_are_vllms() -> None:
+def test_defaults_equal_those_of_vllm() -> None:
     params = SamplingParams()
     assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (1.0, 1.0, 0, 16)
 
 
-def test_spellings_that_mean_the_same() -> None:
+def test_equivalent_values() -> None:
     assert SamplingParams(stop="x").stop == ("x",)
     assert SamplingParams(top_k=-1).top_k == 0
 
@@ -54,7 +54,7 @@ def test_spellings_that_mean_the_same() -> None:
         ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias", "at most 1024"),
     ],
 )
-def test_bad_values_name_the_field_and_the_bound(bad: dict[str, Any], param: str, says: str) -> None:
+def test_invalid_values_name_the_field_and_the_bound(bad: dict[str, Any], param: str, says: str) -> None:
     with pytest.raises(RejectedError) as caught:
         SamplingParams(**bad)
     assert caught.value.param == param

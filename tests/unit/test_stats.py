@@ -9,7 +9,7 @@ from llaisys.sampling_params import SamplingParams
 from llaisys.stats import EngineStats, Histogram, RequestStats, token_bounds
 
 
-def test_a_value_on_a_bound_belongs_below_it() -> None:
+def test_a_value_equal_to_a_bucket_bound_is_in_that_bucket() -> None:
     histogram = Histogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 2.0, 2.5, 99.0):
         histogram.observe(value)
@@ -17,14 +17,14 @@ def test_a_value_on_a_bound_belongs_below_it() -> None:
     assert (data.counts, data.count, data.sum) == ((2, 2, 2), 6, 106.5)
 
 
-def test_bounds_of_tokens_end_at_the_longest_request() -> None:
+def test_token_buckets_end_at_the_longest_request() -> None:
     assert token_bounds(100) == (1, 2, 5, 10, 20, 50, 100)
     assert token_bounds(64) == (1, 2, 5, 10, 20, 50)
     assert token_bounds(1) == (1,)
 
 
 def news(n_tokens: int, *, index: int = 0, queued_s: float = 0.0, n_cached: int = 0) -> RequestOutput:
-    """A delta of the request `a`."""
+    """Return a delta of the request `a`."""
     answer = CompletionOutput(index, "", list(range(n_tokens)))
     return RequestOutput(
         "a", None, [], [answer], finished=False, num_cached_tokens=n_cached, queued_s=queued_s

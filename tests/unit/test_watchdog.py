@@ -1,4 +1,4 @@
-"""The watchdog thread polls, reports once and blocks nothing. The stall reasons are tested in Rust."""
+"""The watchdog thread polls, reports each stall once and blocks nothing. Rust tests cover stall reasons."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llaisys.errors import RejectedError
 from runner import Runner
 
 TESTS = Path(__file__).parents[1]
-TOO_LONG_S = 60  # bound of every wait; nothing is measured
+TOO_LONG_S = 60  # upper bound of every wait
 
 
 @pytest.fixture
@@ -26,14 +26,14 @@ def progress() -> Iterator[_core.Progress]:
         yield runner.context.progress()
 
 
-def told(watchdog: _core.Watchdog) -> bytes:
+def read_report(watchdog: _core.Watchdog) -> bytes:
     readable, _, _ = select.select([watchdog], [], [], TOO_LONG_S)
     assert readable, "no stall reason"
     with open(watchdog.fileno(), "rb", closefd=False) as pipe:
         return pipe.read(1)
 
 
-def test_progress_counts_what_was_done() -> None:
+def test_progress_counts_steps_rows_and_sequences() -> None:
     with Runner(FOLDER) as runner:
         progress = runner.context.progress()
         seq = runner.context.seq_acquire()
@@ -56,40 +56,42 @@ def test_waiting_without_admission_is_reported_once(progress: _core.Progress) ->
     watchdog = _core.Watchdog(progress, period_s=0.01, admit_s=0.05)
     assert watchdog.stall_reason is None
     watchdog.report(waiting=3, running=0)
-    assert told(watchdog) == b"2"
+    assert read_report(watchdog) == b"2"
     assert watchdog.stall_reason == "V2"
     watchdog.close()
     watchdog.close()
     with open(watchdog.fileno(), "rb", closefd=False) as pipe:
-        assert pipe.read() == b"", "the thread has closed its end"
+        assert pipe.read() == b"", "the watchdog thread has closed its end of the pipe"
 
 
-def test_a_deadline_and_a_loop_are_watched(progress: _core.Progress) -> None:
+def test_a_missed_deadline_and_a_blocked_loop_are_reported(progress: _core.Progress) -> None:
     late = _core.Watchdog(progress, period_s=0.01, deadline_s=0.05, commit_s=1000)
     late.report(waiting=1, running=1, seconds_to_deadline=0.01)
-    assert told(late) == b"4"
+    assert read_report(late) == b"4"
     late.close()
-    still = _core.Watchdog(progress, period_s=0.01, late_s=1000, loop_s=0.05)
-    still.beat()
-    assert told(still) == b"5"
-    still.close()
+    blocked = _core.Watchdog(progress, period_s=0.01, late_s=1000, loop_s=0.05)
+    blocked.beat()
+    assert read_report(blocked) == b"5"
+    blocked.close()
 
 
-def test_a_late_loop_is_reported_each_time_and_is_no_stall(progress: _core.Progress) -> None:
+def test_each_late_heartbeat_is_reported_and_is_no_stall(progress: _core.Progress) -> None:
     late = _core.Watchdog(progress, period_s=0.01, late_s=0.05, loop_s=1000)
     for _ in range(3):
         late.beat()
-        assert told(late) == b"L"
+        assert read_report(late) == b"L"
     assert late.stall_reason is None
     late.close()
     with open(late.fileno(), "rb", closefd=False) as pipe:
-        assert pipe.read() == b"", "once each time"
+        assert pipe.read() == b"", "one report per late heartbeat"
 
 
 @pytest.mark.parametrize("acknowledged", [True, False])
 def test_an_unacknowledged_stall_ends_the_process(acknowledged: bool) -> None:
-    """Even while the main thread holds the GIL, here inside one very long C call. No exit handler runs,
-    because it could wait for what is stuck: the handler here would end the process with code 4."""
+    """This holds even while the main thread keeps the GIL, here inside one very long C call.
+
+    No exit handler runs, because it could wait for the stalled thread; the handler here exits with code 4.
+    """
     code = f"""
 import ctypes, re, sys
 libc = ctypes.CDLL(None)
@@ -115,6 +117,6 @@ re.match("(a+)+$", "a" * 60 + "b")
 
 @pytest.mark.parametrize("setting", ["period_s", "admit_s", "late_s", "step_factor", "exit_after_s"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), 1e9])
-def test_impossible_durations_are_refused(progress: _core.Progress, setting: str, value: float) -> None:
+def test_invalid_durations_are_rejected(progress: _core.Progress, setting: str, value: float) -> None:
     with pytest.raises(RejectedError, match=setting):
         _core.Watchdog(progress, **{setting: value})

@@ -1,4 +1,4 @@
-"""Metrics of requests with times written by hand."""
+"""Benchmark metrics of requests with hand-written times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llaisys.bench.request_record import RequestRecord
 
 
 def record(start_s: float, chunks_s: list[float], n_output: int, **fields: object) -> RequestRecord:
-    """A record sent at `start_s` with text at each of `chunks_s`; the last is the end."""
+    """Return a record sent at `start_s` with text at each of `chunks_s`; the last one is the end."""
     made = RequestRecord(due_s=start_s, start_s=start_s, chunk_times_s=chunks_s, end_s=chunks_s[-1])
     made.prompt_tokens, made.output_tokens = 10, n_output
     for name, value in fields.items():
@@ -49,7 +49,7 @@ def test_time_to_first_token() -> None:
     result = of()
     assert result["mean_ttft_ms"] == pytest.approx(700 / 3)
     assert result["median_ttft_ms"] == pytest.approx(200)
-    assert result["std_ttft_ms"] == pytest.approx(124.7219, abs=1e-3)  # of the population
+    assert result["std_ttft_ms"] == pytest.approx(124.7219, abs=1e-3)  # population standard deviation
     # Linear between ranks: 99 % of the way through 3 values is 0.98 of the way from the second to the third.
     assert result["p99_ttft_ms"] == pytest.approx(200 + 0.98 * 200)
     assert result["p99.9_ttft_ms"] == pytest.approx(200 + 0.998 * 200)
@@ -95,7 +95,7 @@ def test_without_objectives_there_is_no_goodput() -> None:
 def test_peaks() -> None:
     result = of()
     assert result["max_concurrent_requests"] == 2
-    # Seconds 0, 1 and 2 from the first sending: 5 tokens; two thirds of 3, and 1; one third of 3.
+    # Tokens in seconds 0, 1 and 2 after the first request: 5; two thirds of 3, and 1; one third of 3.
     assert output_rate(DONE) == pytest.approx([5, 3, 1])
     assert result["max_output_tokens_per_s"] == 5
 

@@ -1,4 +1,4 @@
-"""Streams as servers send them, from a scripted server in this process without an engine."""
+"""The benchmark client: streams of a scripted server in this process, without an engine."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ async def ask(peer: Peer, prompt: Any = "hello", **settings: Any) -> RequestReco
 DONE = b"data: [DONE]\n\n"
 
 
-async def test_a_stream_in_any_pieces() -> None:
+async def test_a_stream_split_at_any_position() -> None:
     raw = b"".join([b": ping\n\n", *text("a", "", "é"), frame({"choices": [], "usage": USAGE}), DONE])
     for size in (1, 2, 7, len(raw)):
         record = await ask(Peer((200, [raw[i : i + size] for i in range(0, len(raw), size)])))
         assert record.error == ""
         assert record.text == "aé"
         assert (record.prompt_tokens, record.output_tokens, record.cached_tokens) == (7, 5, 4)
-        assert 1 <= len(record.chunk_times_s) <= 2  # frames of one read arrived at once
+        assert 1 <= len(record.chunk_times_s) <= 2  # frames of one read have one arrival time
         assert record.start_s < record.first_s <= record.end_s
 
 
@@ -102,7 +102,7 @@ async def test_lines_that_end_with_cr_and_usage_in_the_last_chunk() -> None:
     assert (record.error, record.text, record.output_tokens) == ("", "ab", 5)
 
 
-async def test_a_role_is_no_token_and_reasoning_is() -> None:
+async def test_reasoning_counts_as_a_token_and_a_role_does_not() -> None:
     role = frame({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
     parts = [
         role,
@@ -140,7 +140,7 @@ async def test_errors_are_in_the_record(status: int, parts: list[bytes], words: 
     assert record.status == status
 
 
-async def test_the_model_name_is_fetched_and_a_wrong_address_is_named() -> None:
+async def test_the_model_name_is_fetched_and_an_unreachable_address_is_named() -> None:
     async with running(Peer((200, []))) as url:
         target = Target(base_url=f"{url}/v1/")
         assert target.url == f"{url}/v1/completions"
@@ -151,7 +151,7 @@ async def test_the_model_name_is_fetched_and_a_wrong_address_is_named() -> None:
             await first_model(session, target)
 
 
-async def test_a_conversation_has_its_completions_and_ends_at_an_error() -> None:
+async def test_a_conversation_includes_its_completions_and_stops_at_an_error() -> None:
     good = (200, [*text("yes"), frame({"choices": [], "usage": USAGE})])
     peer = Peer(good, (500, [b"no"]), good)
     async with running(peer) as url:

@@ -1,4 +1,4 @@
-"""Prompts and arrivals come from the seed alone."""
+"""Benchmark workloads: prompts and arrival times depend only on the seed."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def test_prefixes_are_repeated_evenly() -> None:
     assert {len(turn.prompt) for (turn,) in drawn} == {15}
 
 
-def test_conversations_are_whole_and_text() -> None:
+def test_conversations_are_complete_and_text() -> None:
     drawn = Workload(dataset="chat", num_prompts=7, turns=3, input_len=6).draw(0)
     assert [len(conversation) for conversation in drawn] == [3, 3, 3]
     assert all(len(str(turn.prompt).split()) == 6 for each in drawn for turn in each)
 
 
-def test_infinite_rate_is_all_at_once() -> None:
+def test_an_infinite_rate_sends_all_requests_at_once() -> None:
     assert arrival_times(3, math.inf, 1.0, 0) == [0.0, 0.0, 0.0]
 
 
@@ -71,9 +71,11 @@ def test_arrivals_replay_from_the_seed_and_keep_the_rate() -> None:
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
-def test_gaps_have_the_spread_that_burstiness_names(burstiness: float) -> None:
-    """A gamma distribution of shape k has a coefficient of variation of 1 / sqrt(k). 20,000 gaps of a fixed
-    seed: its standard error is below 2 % for these shapes; 8 % is four of it."""
+def test_gaps_have_the_spread_of_the_burstiness(burstiness: float) -> None:
+    """A gamma distribution of shape k has a coefficient of variation of 1 / sqrt(k).
+
+    For 20,000 gaps its standard error is below 2 %, so the tolerance of 8 % is four standard errors.
+    """
     gaps = np.diff(arrival_times(20_000, 5.0, burstiness, 1))
     assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.08)
 

@@ -1,4 +1,4 @@
-"""The flags of `llaisys bench`: vLLM's names, and errors that say how to fix them."""
+"""The flags of `llaisys bench`: the names of vLLM, and errors with a fix."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def parse(*arguments: str) -> argparse.Namespace:
         (["latency", "--batch-size", "0"], "0 is below 1"),
     ],
 )
-def test_wrong_flags_are_explained(
+def test_invalid_flags_are_explained(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -81,7 +81,7 @@ def test_flags_become_a_benchmark(arguments: tuple[str, ...], expected: dict[str
     assert {name: getattr(made, name) for name in expected} == expected
 
 
-def test_fields_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_become_request_fields(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLAISYS_API_KEY", "secret")
     made = bench._serve_bench(
         parse("serve", "--temperature", "0", "--extra-body", '{"seed": 1}', "--header", "x-a=b=c")
@@ -100,7 +100,7 @@ def test_fields_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--dataset-name", "chat", "--ignore-eos"), "openai-chat", True, True),
     ],
 )
-def test_form_and_endpoint(
+def test_dataset_and_endpoint(
     arguments: tuple[str, ...], backend: str, as_text: bool, ignores_eos: bool
 ) -> None:
     made = bench._serve_bench(parse("serve", *arguments))

@@ -89,7 +89,7 @@ def test_ctrl_c_at_the_prompt_quits(person: Callable[..., None]) -> None:
     assert model.conversations == []
 
 
-def test_a_dead_engine_ends_it(person: Callable[..., None]) -> None:
+def test_a_dead_engine_ends_the_chat(person: Callable[..., None]) -> None:
     person("one", "never")
     with pytest.raises(EngineDeadError):
         talk(Model(EngineDeadError("gone")))

@@ -16,7 +16,7 @@ KEY = "sk-very-secret"
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file, variables that override it, and a key."""
+    """Return a YAML file, with environment variables that override it and an API key."""
     file = tmp_path / "settings.yaml"
     file.write_text("port: 1\nmax-num-seqs: 7\nseed: 3\nhost: 127.0.0.1\n", "utf-8")
     monkeypatch.setenv("LLAISYS_PORT", "9001")
@@ -53,20 +53,20 @@ def test_text_table(settings: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ["session_store", "null", "default"] in rows
 
 
-def test_no_key_is_no_mask(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_key_nothing_is_masked(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(show(capsys, "--json"))["api_key"] == {"value": [], "source": "default"}
     shown = json.loads(show(capsys, "--json", "--api-key", KEY))
     assert shown["api_key"] == {"value": ["***"], "source": "flag"}
 
 
-def test_invalid_settings_fail_here_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_settings_fail(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "show", "--port", "70000"]) == 1
     assert "port" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["config", "shwo"])
 
 
-def test_no_credentials_of_a_collector(capsys: pytest.CaptureFixture[str]) -> None:
+def test_credentials_of_a_trace_collector_are_hidden(capsys: pytest.CaptureFixture[str]) -> None:
     address = f"https://me:{KEY}@collector.example:4318/v1/traces"
     printed = show(capsys, "--json", "--otlp-traces-endpoint", address)
     assert KEY not in printed
@@ -76,7 +76,7 @@ def test_no_credentials_of_a_collector(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_every_setting_that_may_hold_a_secret_is_hidden_or_a_file() -> None:
-    """By its name: a new one is a secret, a path, or told apart here."""
+    """Checks setting names: a new one must be hidden, a path, or listed here."""
     named = {
         name: field.annotation
         for name, field in Config.model_fields.items()

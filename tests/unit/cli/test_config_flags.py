@@ -40,7 +40,7 @@ def test_every_field_is_a_flag_with_help() -> None:
         assert field.description
 
 
-def test_nothing_given_is_the_default() -> None:
+def test_without_flags_the_defaults_apply() -> None:
     assert config_of(parse()) == Config()
 
 
@@ -63,11 +63,11 @@ def test_nothing_given_is_the_default() -> None:
         (["--api-key", "a", "--api-key", "b,c"], "api_key", ("a", "b,c")),
     ],
 )
-def test_values(arguments: list[str], field: str, value: object) -> None:
+def test_flag_values(arguments: list[str], field: str, value: object) -> None:
     assert getattr(config_of(parse(*arguments)), field) == value
 
 
-def test_two_models_are_one_too_many() -> None:
+def test_two_model_arguments_are_rejected() -> None:
     with pytest.raises(RejectedError, match="one of them"):
         config_of(parse("some/model", "--model", "other/model"))
 
@@ -75,18 +75,18 @@ def test_two_models_are_one_too_many() -> None:
 @pytest.mark.parametrize(
     "arguments", [["--port", "many"], ["--dtype", "float8"], ["--request-timeout-s", "x"]]
 )
-def test_what_cannot_be_read_is_refused_by_the_parser(arguments: list[str]) -> None:
+def test_unparsable_values_are_rejected_by_the_argument_parser(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse(*arguments)
     assert caught.value.code == 2
 
 
-def test_what_is_out_of_range_is_refused_by_the_configuration() -> None:
+def test_out_of_range_values_are_rejected_by_the_configuration() -> None:
     with pytest.raises(RejectedError, match="max_num_seqs"):
         config_of(parse("--max-num-seqs", "257"))
 
 
-def test_flags_then_environment_then_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precedence_of_flags_environment_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("port: 1\nmax-num-seqs: 2\nnum_threads: 3\n")
     monkeypatch.setenv("LLAISYS_MAX_NUM_SEQS", "20")

@@ -19,7 +19,7 @@ ISAS = ["avx2", "scalar"]
 
 @pytest.fixture(autouse=True)
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty cache folder, a core that runs two instruction sets, and no GPU."""
+    """Simulate an empty cache folder, a core with two instruction sets, and no GPU."""
     monkeypatch.setenv("LLAISYS_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(doctor, "available_isas", lambda: list(ISAS))
@@ -60,7 +60,7 @@ def test_processor_features_are_those_that_the_core_detects() -> None:
     assert {kernel_names.get(name, name) for name in asked} == set(doctor._FEATURES)
 
 
-def test_cuda_that_cannot_be_used_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_cuda_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "cuda_info", lambda: CudaInfo(reason="the driver knows CUDA 12.8"))
     found = doctor._cuda()
     assert found.fine
@@ -76,7 +76,7 @@ def test_a_gpu_is_shown_with_its_libraries(monkeypatch: pytest.MonkeyPatch) -> N
         assert part in detail
 
 
-def test_one_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "available_isas", lambda: ["scalar"])
     (kernels,) = (finding for finding in doctor.examine() if finding.subject == "kernels")
     assert kernels.detail == "scalar will be used"

@@ -1,4 +1,4 @@
-"""The commands as users type them: output, messages, exit codes."""
+"""The command line: output, messages, and exit codes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_command_has_examples(name: str, capsys: pytest.CaptureFixture[str
         (["models", "all"], "unknown arguments: all"),
     ],
 )
-def test_wrong_arguments_are_explained(
+def test_invalid_arguments_are_explained(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from llaisys.engine import prefix_cache
 from llaisys.engine.prefix_cache import (
-    N_EVICTED_REMEMBERED_MAX,
     AddNode,
     Miss,
     Node,
@@ -172,12 +172,13 @@ def test_a_miss_names_evicted_tokens() -> None:
     assert index.match("", [2], limit=1).miss == Miss("empty", 0, 2)
 
 
-def test_remembered_evictions_are_bounded() -> None:
+def test_remembered_evictions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_cache, "N_EVICTED_REMEMBERED_MAX", 10)
     index = PrefixCache()
-    for i in range(N_EVICTED_REMEMBERED_MAX + 1):
+    for i in range(11):
         cache(index, [i])
-    index.evict(N_EVICTED_REMEMBERED_MAX + 1)
-    reasons = [index.match("", [i], limit=1).miss for i in (0, 1, N_EVICTED_REMEMBERED_MAX)]
+    index.evict(11)
+    reasons = [index.match("", [i], limit=1).miss for i in (0, 1, 10)]
     assert [miss.reason for miss in reasons if miss is not None] == ["empty", "evicted", "evicted"]
 
 

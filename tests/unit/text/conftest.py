@@ -1,4 +1,4 @@
-"""Tokenizers and model metadata for the tests of text."""
+"""Tokenizers and model metadata for the tests of `llaisys.text`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenizers import pre_tokenizers
 from llaisys.model_info import GgufTokenizer, ModelInfo
 from llaisys.text.tokenizer import Tokenizer, load_tokenizer
 
-# A loaded machine is slow, not wrong.
+# A loaded machine may be slow.
 settings.register_profile("no-clock", deadline=None)
 settings.load_profile("no-clock")
 
@@ -22,7 +22,7 @@ DATA = Path(__file__).parents[2] / "data"
 
 
 def info_of(path: Path, tokenizer: GgufTokenizer | None = None) -> ModelInfo:
-    """Return metadata of a checkpoint; only the parts for text matter."""
+    """Return metadata of a checkpoint; only the fields for text matter."""
     return ModelInfo(
         path=str(path),
         file_format="safetensors" if tokenizer is None else "gguf",
@@ -50,13 +50,13 @@ def info_of(path: Path, tokenizer: GgufTokenizer | None = None) -> ModelInfo:
 
 @pytest.fixture(scope="session")
 def info() -> Callable[..., ModelInfo]:
-    """`info(path, gguf_tokenizer=None)`."""
+    """Return the function `info(path, gguf_tokenizer=None)`."""
     return info_of
 
 
 @pytest.fixture(scope="session")
 def qwen_folder() -> Path:
-    """The real Qwen2 tokenizer with the Qwen2.5 chat template."""
+    """Return a folder with the real Qwen2 tokenizer and the Qwen2.5 chat template."""
     return DATA / "qwen2-tokenizer"
 
 
@@ -67,7 +67,7 @@ def qwen(qwen_folder: Path) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def qwen_gguf(qwen_folder: Path) -> GgufTokenizer:
-    """The same tokenizer as GGUF metadata."""
+    """Return the same tokenizer as GGUF metadata."""
     stated = json.loads((qwen_folder / "tokenizer.json").read_text("utf-8"))
     by_id: dict[int, str] = {id: token for token, id in stated["model"]["vocab"].items()}
     controls = {entry["id"]: entry["content"] for entry in stated["added_tokens"]}
@@ -88,7 +88,7 @@ def qwen_gguf(qwen_folder: Path) -> GgufTokenizer:
 
 
 def small_gguf(**changes: Any) -> GgufTokenizer:
-    """256 byte tokens, `ab` (256), `abc` (257), a control (258) and a user-defined token (259)."""
+    """Return metadata: 256 bytes, `ab` (256), `abc` (257), a control (258) and a user-defined token (259)."""
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens += ["ab", "abc", "<|end|>", "<tool>"]
     stated: dict[str, Any] = {
@@ -108,11 +108,11 @@ def small_gguf(**changes: Any) -> GgufTokenizer:
 
 @pytest.fixture(scope="session")
 def small() -> Callable[..., GgufTokenizer]:
-    """`small(**changes)`: metadata of a tiny GGUF tokenizer."""
+    """Return the function `small(**changes)`: metadata of a tiny GGUF tokenizer."""
     return small_gguf
 
 
 @pytest.fixture(scope="session")
 def tiny() -> Tokenizer:
-    """The tokenizer of `small()`."""
+    """Return the tokenizer of `small()`."""
     return load_tokenizer(info_of(Path("tiny.gguf"), small_gguf()))

@@ -1,4 +1,4 @@
-"""Chat templates: they render what transformers renders, and errors say how to fix them."""
+"""Chat templates: output equal to that of transformers, limits, and errors with a fix."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def loaded(info: ModelInfo, override: Path | None = None) -> ChatTemplate:
 
 
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
-def test_goldens_of_transformers(
+def test_rendering_equals_the_goldens_of_transformers(
     case: dict[str, Any], qwen: Tokenizer, qwen_folder: Path, info: Info
 ) -> None:
     text = loaded(info(qwen_folder)).render(
@@ -68,7 +68,7 @@ def test_goldens_of_transformers(
         ("{{ messages[0].content.strip().startswith('H') }}", "True"),
     ],
 )
-def test_environment_is_that_of_transformers(text: str, want: str) -> None:
+def test_the_jinja_environment_equals_that_of_transformers(text: str, want: str) -> None:
     made = template(text, bos_token="<s>", eos_token="</s>")
     assert made.render(USER, enable_thinking=False) == want
 
@@ -193,11 +193,11 @@ def test_arguments_of_tool_calls_become_objects() -> None:
     messages: list[dict[str, Any]] = [*USER, {"role": "assistant", "tool_calls": calls}]
     assert made.render(messages) == "1True"
     assert calls[0]["function"] == {"name": "f", "arguments": '{"x": [1]}'}, (
-        "the caller's messages stay as they are"
+        "the messages of the caller are not modified"
     )
 
 
-def test_developer_is_system_where_the_template_does_not_know_it() -> None:
+def test_the_developer_role_becomes_system_if_the_template_lacks_it() -> None:
     message = [{"role": "developer", "content": "x"}]
     assert template("{{ messages[0].role }}").render(message) == "system"
     assert template("{% if messages[0].role == 'developer' %}dev{% endif %}").render(message) == "dev"
@@ -224,7 +224,7 @@ def test_developer_is_system_where_the_template_does_not_know_it() -> None:
         ([{"role": "assistant", "tool_calls": [{"arguments": "{"}]}], "messages[0].tool_calls"),
     ],
 )
-def test_bad_messages_are_named(messages: Any, param: str) -> None:
+def test_invalid_messages_are_rejected_by_position(messages: Any, param: str) -> None:
     with pytest.raises((RejectedError, UnsupportedError)) as caught:
         template(CHATML).render(messages)
     assert caught.value.param == param
@@ -243,7 +243,7 @@ def test_continue_final_message_ends_inside_it() -> None:
     )
 
 
-def test_continue_final_message_where_the_template_strips() -> None:
+def test_continue_final_message_if_the_template_strips_it() -> None:
     stripping = CHATML.replace("m.content", "m.content | trim")
     assert template(stripping).render(PREFILLED, continue_final_message=True).endswith("<|assistant|>Sure,")
 
@@ -251,12 +251,12 @@ def test_continue_final_message_where_the_template_strips() -> None:
 @pytest.mark.parametrize(
     "last", [{"role": "assistant", "content": ""}, {"role": "assistant", "content": None}]
 )
-def test_nothing_to_continue_from(last: Mapping[str, Any]) -> None:
+def test_continue_final_message_needs_a_text(last: Mapping[str, Any]) -> None:
     with pytest.raises(RejectedError, match="last message with text"):
         template(CHATML).render([*USER, last], continue_final_message=True)
 
 
-def test_a_template_that_hides_the_last_message_cannot_continue_it() -> None:
+def test_continue_final_message_needs_a_template_that_renders_it() -> None:
     with pytest.raises(RejectedError, match="does not render"):
         template("{{ messages[0].content }}").render(PREFILLED, continue_final_message=True)
 
@@ -264,7 +264,7 @@ def test_a_template_that_hides_the_last_message_cannot_continue_it() -> None:
 # --- sources of templates ---
 
 
-def test_sources_in_their_order(tmp_path: Path, info: Info) -> None:
+def test_order_of_template_sources(tmp_path: Path, info: Info) -> None:
     facts = info(tmp_path)
     assert load_chat_template(facts, None) is None
     config = {"chat_template": "config {{ eos_token }}", "eos_token": {"content": "</s>"}}
@@ -278,7 +278,7 @@ def test_sources_in_their_order(tmp_path: Path, info: Info) -> None:
         load_chat_template(facts, tmp_path / "none.jinja")
 
 
-def test_special_tokens_map_of_older_folders(tmp_path: Path, info: Info) -> None:
+def test_special_tokens_map_json_of_older_folders(tmp_path: Path, info: Info) -> None:
     (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "<s>", "eos_token": null}', "utf-8")
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ eos_token is defined }}", "utf-8")
     assert loaded(info(tmp_path)).render(USER) == "<s>False"
@@ -302,7 +302,7 @@ def test_named_templates(tmp_path: Path, info: Info) -> None:
         load_chat_template(info(tmp_path), None)
 
 
-def test_template_of_a_gguf(
+def test_the_template_of_a_gguf_file(
     qwen_gguf: GgufTokenizer, info: Info, small: Callable[..., GgufTokenizer]
 ) -> None:
     assert loaded(info(Path("x.gguf"), qwen_gguf)).render(USER) == "Hi<|im_end|>"

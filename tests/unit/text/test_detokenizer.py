@@ -34,7 +34,7 @@ def test_deltas_concatenate_to_the_full_decode(qwen: Tokenizer, ids: list[int], 
 
 
 @given(text=st.text(CHARACTERS, max_size=40))
-def test_no_delta_ends_inside_a_character(tiny: Tokenizer, text: str) -> None:
+def test_no_delta_ends_with_a_partial_character(tiny: Tokenizer, text: str) -> None:
     """With one byte per token, the shown text is always the longest prefix of whole characters."""
     ids = tiny.encode(text, add_special_tokens=False)
     stream = IncrementalDetokenizer(tiny, PLAIN)
@@ -46,7 +46,7 @@ def test_no_delta_ends_inside_a_character(tiny: Tokenizer, text: str) -> None:
     assert stream.finish() == ""
 
 
-def test_half_a_character_at_the_end_shows_as_replacement(tiny: Tokenizer) -> None:
+def test_a_partial_character_at_the_end_becomes_a_replacement_character(tiny: Tokenizer) -> None:
     ids = tiny.encode("x\U0001f980", add_special_tokens=False)
     stream = IncrementalDetokenizer(tiny, PLAIN)
     assert stream.push(ids[:-1]).text == "x"
@@ -54,7 +54,7 @@ def test_half_a_character_at_the_end_shows_as_replacement(tiny: Tokenizer) -> No
 
 
 def expected(pieces: list[str], params: SamplingParams) -> tuple[str, str | None, int]:
-    """Compute shown text, stop string and kept tokens by trying every prefix of the text."""
+    """Return shown text, stop string and kept tokens by trying every prefix of the text."""
     text, first = "".join(pieces), 0
     for n_tokens, piece in enumerate(pieces, start=1):
         for end in range(first + 1, first + len(piece) + 1):
@@ -144,7 +144,7 @@ def test_a_skipped_token_inside_a_character_does_not_break_it(tiny: Tokenizer) -
     text=st.text(CHARACTERS, max_size=40),
     stop=st.lists(st.text(CHARACTERS, min_size=1, max_size=3), max_size=2),
 )
-def test_stop_strings_of_any_script(qwen: Tokenizer, text: str, stop: list[str]) -> None:
+def test_stop_strings_in_any_script(qwen: Tokenizer, text: str, stop: list[str]) -> None:
     params = SamplingParams(stop=stop)
     deltas = stream_all(qwen, qwen.encode(text, add_special_tokens=False), params)
     shown = text_of(deltas)

@@ -1,4 +1,4 @@
-"""GGUF tokenizers give the ids of the tokenizer.json that they were made from."""
+"""GGUF tokenizers produce the ids of the tokenizer.json from which they were made."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def from_gguf(qwen_gguf: GgufTokenizer, info: Callable[..., ModelInfo]) -> Token
 
 
 @given(text=st.text())
-def test_qwen2_gives_the_ids_of_its_tokenizer_json(qwen: Tokenizer, from_gguf: Tokenizer, text: str) -> None:
+def test_qwen2_ids_equal_those_of_its_tokenizer_json(
+    qwen: Tokenizer, from_gguf: Tokenizer, text: str
+) -> None:
     assert from_gguf.encode(text, add_special_tokens=True) == qwen.encode(text, add_special_tokens=True)
 
 
@@ -51,8 +53,8 @@ def words(pre: str, text: str, small: MakeGguf) -> list[str]:
 
 
 @given(text=st.text())
-def test_smollm_cuts_like_its_tokenizer_json(small: MakeGguf, text: str) -> None:
-    """SmolLM2's own: single digits, then GPT-2's words."""
+def test_smollm_pretokenizes_like_its_tokenizer_json(small: MakeGguf, text: str) -> None:
+    """SmolLM2 splits digits one by one, then words like GPT-2."""
     original = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -70,12 +72,14 @@ def test_smollm_cuts_like_its_tokenizer_json(small: MakeGguf, text: str) -> None
         ("default", "We've $12345", ["We", "'", "ve", " ", "$", "123", "45"]),
     ],
 )
-def test_each_name_cuts_in_its_own_way(pre: str, text: str, want: list[str], small: MakeGguf) -> None:
+def test_each_pretokenizer_splits_in_its_own_way(
+    pre: str, text: str, want: list[str], small: MakeGguf
+) -> None:
     assert words(pre, text, small) == want
 
 
-def test_llama_bpe_keeps_words_that_are_tokens_whole(small: MakeGguf) -> None:
-    """`abc` has no path of merges here; only a tokenizer that looks words up finds it."""
+def test_llama_bpe_keeps_a_word_that_is_a_token(small: MakeGguf) -> None:
+    """No sequence of merges produces `abc`; only a tokenizer that looks up whole words finds it."""
     gguf = small(pre="llama-bpe", merges=[])
     assert build_gguf(gguf).encode("abc").ids == [257]
     assert len(build_gguf(small(pre="default", merges=[])).encode("abc").ids) == 3
@@ -98,7 +102,7 @@ def test_bos_is_added_if_the_file_requests_it(small: MakeGguf, info: Callable[..
 @pytest.mark.parametrize(
     ("field", "value"), [("model", "t5"), ("model", "bert"), ("pre", "tekken"), ("pre", "")]
 )
-def test_another_kind_is_rejected_by_name(small: MakeGguf, field: str, value: str) -> None:
+def test_an_unsupported_tokenizer_is_rejected_by_name(small: MakeGguf, field: str, value: str) -> None:
     with pytest.raises(UnsupportedError, match=f"tokenizer.ggml.{field} is {value!r}"):
         build_gguf(small(**{field: value}))
 
@@ -120,7 +124,7 @@ def test_inconsistent_metadata_is_rejected(small: MakeGguf, changes: dict[str, A
         build_gguf(small(**changes))
 
 
-def test_a_token_twice_is_rejected(small: MakeGguf) -> None:
+def test_a_duplicate_token_is_rejected(small: MakeGguf) -> None:
     tokens = small().tokens
     with pytest.raises(RejectedError, match="twice"):
         build_gguf(small(tokens=[*tokens[:-1], tokens[0]]))

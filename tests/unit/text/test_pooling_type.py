@@ -1,4 +1,4 @@
-"""The pooling type that a checkpoint states."""
+"""The pooling type of a checkpoint."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def folder(path: Path, pooling: dict[str, Any], *modules: dict[str, Any]) -> Non
         ({"word_embedding_dimension": 8}, "last"),
     ],
 )
-def test_a_folder_of_sentence_transformers(
+def test_pooling_type_of_a_sentence_transformers_folder(
     tmp_path: Path, info: Info, stated: dict[str, Any], want: str
 ) -> None:
     folder(tmp_path, stated)
     assert model_pooling(info(tmp_path)) == want
 
 
-def test_an_unsupported_module_is_named(tmp_path: Path, info: Info) -> None:
+def test_an_unsupported_module_is_rejected_by_name(tmp_path: Path, info: Info) -> None:
     folder(tmp_path, {"pooling_mode_mean_tokens": True}, DENSE)
     assert model_pooling(info(tmp_path)) == "Dense"
 
@@ -57,12 +57,12 @@ def test_a_folder_without_a_pooling_type(tmp_path: Path, info: Info) -> None:
     ("number", "want"),
     [(0, "none"), (1, "mean"), (2, "cls"), (3, "last"), (4, "rank"), (9, "pooling_type 9")],
 )
-def test_a_gguf_file(tmp_path: Path, info: Info, number: int, want: str) -> None:
+def test_pooling_type_of_a_gguf_file(tmp_path: Path, info: Info, number: int, want: str) -> None:
     assert model_pooling(replace(info(tmp_path / "x.gguf"), pooling_type=number)) == want
 
 
 @pytest.mark.parametrize("text", ["{", "7", '[{"idx": 0}]', "[7]"])
-def test_a_damaged_list_of_modules_is_refused(tmp_path: Path, info: Info, text: str) -> None:
+def test_a_damaged_modules_json_is_rejected(tmp_path: Path, info: Info, text: str) -> None:
     (tmp_path / "modules.json").write_text(text, "utf-8")
     with pytest.raises(RejectedError, match="modules"):
         model_pooling(info(tmp_path))

@@ -1,4 +1,4 @@
-"""SentencePiece tokens of a GGUF against the plain algorithm."""
+"""SentencePiece tokenizers of GGUF files compared with the plain algorithm."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LETTERS = ["a", "b", "c", SPACE, "\u00e9"]
 
 
 def gguf(pieces: list[str], **changes: Any) -> GgufTokenizer:
-    """`<unk>` (0), `<s>` (1), `</s>` (2), the bytes, single letters, then `pieces`, better ones first."""
+    """Return metadata: `<unk>` (0), `<s>` (1), `</s>` (2), bytes, letters, then `pieces`, best first."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *LETTERS, *pieces]
     n_fixed = 3 + 256
     stated: dict[str, Any] = {
@@ -47,7 +47,7 @@ def gguf(pieces: list[str], **changes: Any) -> GgufTokenizer:
 
 
 def plain(gguf: GgufTokenizer, text: str) -> list[int]:
-    """The algorithm by its definition: merge the best adjacent pair, the leftmost on a tie."""
+    """Tokenize by the definition: merge the best adjacent pair, the leftmost one on a tie."""
     assert gguf.scores is not None
     entries = zip(gguf.tokens, gguf.scores, gguf.token_types, strict=True)
     scores = {token: score for token, score, kind in entries if kind in (NORMAL, USER_DEFINED)}
@@ -74,7 +74,7 @@ pieces = st.lists(
 
 
 @given(pieces=pieces, text=letters, prefix=st.booleans())
-def test_ids_are_those_of_the_plain_algorithm(pieces: list[str], text: str, prefix: bool) -> None:
+def test_ids_equal_those_of_the_plain_algorithm(pieces: list[str], text: str, prefix: bool) -> None:
     stated = gguf(pieces, add_space_prefix=prefix)
     assert build_gguf(stated).encode(text, add_special_tokens=False).ids == plain(stated, text)
 
@@ -87,7 +87,7 @@ def test_text_round_trips(pieces: list[str], text: str, prefix: bool) -> None:
 
 @given(pieces=pieces, text=letters, prefix=st.booleans())
 def test_tokens_are_fixed_bytes(pieces: list[str], text: str, prefix: bool) -> None:
-    """A completion streams token by token, so the leading space of a text stays."""
+    """A completion is streamed token by token, so a leading space is kept."""
     tokenizer = Tokenizer(build_gguf(gguf(pieces, add_space_prefix=prefix)))
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(ids, skip_special_tokens=False) == (" " if prefix and text else "") + text
@@ -101,7 +101,7 @@ def test_byte_and_special_tokens() -> None:
     assert tokenizer.decode([2, 3 + 0x0A], skip_special_tokens=True) == "\n"
 
 
-def test_another_sequence_of_decoders_is_refused_by_name() -> None:
+def test_an_unsupported_decoder_is_rejected_by_name() -> None:
     backend = build_gguf(gguf(["ab"]))
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     with pytest.raises(UnsupportedError, match="Sequence of ByteFallback, Fuse"):
@@ -116,7 +116,7 @@ def test_a_better_score_wins_over_a_longer_token() -> None:
     assert build_gguf(stated).encode("abc").tokens == ["a", "bc"]
 
 
-def test_control_tokens_are_not_joined_and_unused_ones_never_made() -> None:
+def test_control_tokens_are_not_merged_and_unused_tokens_never_produced() -> None:
     stated = gguf(["ab", "<tool>", "bc"], add_space_prefix=False)
     kinds = [*stated.token_types[:-3], UNUSED, USER_DEFINED, NORMAL]
     backend = build_gguf(gguf(["ab", "<tool>", "bc"], token_types=kinds, add_space_prefix=False))
@@ -139,17 +139,17 @@ def test_scores_that_do_not_fit_are_rejected(changes: dict[str, Any], words: str
         build_gguf(gguf(["ab"], **changes))
 
 
-def test_a_token_of_unlikely_length_is_rejected() -> None:
+def test_an_overlong_token_is_rejected() -> None:
     with pytest.raises(RejectedError, match="token of 513 characters"):
         build_gguf(gguf(["a" * 513]))
 
 
 def test_grammars_use_the_bytes_of_the_tokenizer() -> None:
-    """llguidance's table of a SentencePiece tokenizer equals the tokenizer's."""
+    """The token table of llguidance equals that of the SentencePiece tokenizer."""
     made = Tokenizer(build_gguf(gguf([SPACE + "ab", "abc"])))
     table = LLTokenizer(made.to_json(), n_vocab=made.vocab_size + 3, eos_token=[2])
     for id in range(3, made.vocab_size):
-        if made.id_to_bytes(id) != b"\xff":  # in no UTF-8
+        if made.id_to_bytes(id) != b"\xff":  # never valid in UTF-8
             assert table.decode_bytes([id]) == made.id_to_bytes(id)
     grammars = GrammarCompiler(GrammarTokenizer(made.to_json(), (2,), made.vocab_size + 3))
     matcher = grammars.compile(StructuredOutputsParams(choice=["abc ab", "xyz"]))

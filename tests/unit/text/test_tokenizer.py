@@ -24,7 +24,7 @@ GOLDEN = Path(__file__).parents[2] / "data" / "goldens" / "qwen2-tied-bf16"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A small tokenizer that a test may damage."""
+    """Return a folder with a small tokenizer that a test may damage."""
     (tmp_path / "tokenizer.json").write_bytes((GOLDEN / "tokenizer.json").read_bytes())
     return tmp_path
 
@@ -42,14 +42,16 @@ def reference(qwen_folder: Path) -> tokenizers.Tokenizer:
 
 
 @given(ids=st.lists(st.integers(0, 151_645), max_size=50), skip=st.booleans())
-def test_decode_is_that_of_tokenizers(
+def test_decode_equals_that_of_the_tokenizers_library(
     qwen: Tokenizer, reference: tokenizers.Tokenizer, ids: list[int], skip: bool
 ) -> None:
     assert qwen.decode(ids, skip_special_tokens=skip) == reference.decode(ids, skip_special_tokens=skip)
 
 
 @given(text=st.text())
-def test_encode_is_that_of_tokenizers(qwen: Tokenizer, reference: tokenizers.Tokenizer, text: str) -> None:
+def test_encode_equals_that_of_the_tokenizers_library(
+    qwen: Tokenizer, reference: tokenizers.Tokenizer, text: str
+) -> None:
     assert qwen.encode(text, add_special_tokens=True) == reference.encode(text).ids
 
 
@@ -59,7 +61,7 @@ def test_the_length_check_rejects_no_valid_text(qwen: Tokenizer, text: str) -> N
     assert qwen.encode(text, add_special_tokens=False, n_tokens_max=len(ids)) == ids
 
 
-def test_a_far_too_long_text_is_rejected_before_it_is_tokenized(qwen: Tokenizer) -> None:
+def test_a_much_too_long_text_is_rejected_before_tokenization(qwen: Tokenizer) -> None:
     longest = max(len(qwen.vocab_text(id).encode()) for id in range(qwen.vocab_size))
     n_bytes = 3 * longest * 10
     assert len(qwen.encode("a" * n_bytes, add_special_tokens=False, n_tokens_max=10)) > 10
@@ -75,7 +77,7 @@ def test_the_length_check_is_off_where_encoding_may_drop_text(folder: Path, info
     assert len(tokenizer.encode(" " * 100_000 + "x", add_special_tokens=False, n_tokens_max=1)) == 1
 
 
-def test_ids_are_text_and_bytes(qwen: Tokenizer) -> None:
+def test_text_and_bytes_of_ids(qwen: Tokenizer) -> None:
     crab = qwen.encode(" \U0001f980", add_special_tokens=False)
     assert len(crab) > 1
     assert b"".join(qwen.id_to_bytes(id) for id in crab) == " \U0001f980".encode()
@@ -95,7 +97,7 @@ def test_an_id_without_a_token_has_no_text(qwen: Tokenizer, id: int) -> None:
 
 
 def test_special_tokens_in_user_text_become_their_ids_as_in_transformers(qwen: Tokenizer) -> None:
-    """So a user can forge a role. Whether to encode such text as plain text is not decided yet."""
+    """A user can therefore forge a role. Whether to encode such text as plain text is undecided."""
     assert qwen.encode("<|im_start|>", add_special_tokens=False) == [151644]
 
 
@@ -111,7 +113,7 @@ def test_text_that_is_not_unicode_is_rejected(qwen: Tokenizer) -> None:
         qwen.encode("ab\ud800", add_special_tokens=False)
 
 
-def test_an_exploding_regular_expression_is_a_rejection(folder: Path, info: Info) -> None:
+def test_a_backtracking_regular_expression_is_a_rejection(folder: Path, info: Info) -> None:
     def explode(stated: dict[str, Any]) -> None:
         stated["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "(a+)+$"
 
@@ -120,7 +122,7 @@ def test_an_exploding_regular_expression_is_a_rejection(folder: Path, info: Info
         load_tokenizer(info(folder)).encode("a" * 40 + "b", add_special_tokens=False)
 
 
-def test_no_tokenizer_file(tmp_path: Path, info: Info) -> None:
+def test_a_folder_without_a_tokenizer_is_rejected(tmp_path: Path, info: Info) -> None:
     with pytest.raises(RejectedError, match=r"no tokenizer\.json"):
         load_tokenizer(info(tmp_path))
 
@@ -149,7 +151,7 @@ def test_an_id_above_the_limit_is_rejected(folder: Path, info: Info, monkeypatch
         load_tokenizer(info(folder))
 
 
-def test_another_kind_of_tokenizer_is_refused_by_name(folder: Path, info: Info) -> None:
+def test_an_unsupported_tokenizer_is_rejected_by_name(folder: Path, info: Info) -> None:
     edit(folder, lambda stated: stated.update(decoder={"type": "ByteFallback"}))
     with pytest.raises(UnsupportedError, match="ByteFallback"):
         load_tokenizer(info(folder))
@@ -158,7 +160,7 @@ def test_another_kind_of_tokenizer_is_refused_by_name(folder: Path, info: Info) 
         load_tokenizer(info(folder))
 
 
-def test_add_bos_token_of_the_configuration(folder: Path, info: Info) -> None:
+def test_add_bos_token_of_tokenizer_config_json(folder: Path, info: Info) -> None:
     config = {"add_bos_token": True, "bos_token": {"content": "<|endoftext|>"}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
     tokenizer = load_tokenizer(info(folder))
@@ -169,7 +171,7 @@ def test_add_bos_token_of_the_configuration(folder: Path, info: Info) -> None:
         load_tokenizer(info(folder))
 
 
-def test_tokens_that_only_the_configuration_lists(folder: Path, info: Info) -> None:
+def test_added_tokens_of_tokenizer_config_json(folder: Path, info: Info) -> None:
     def state(id: int) -> None:
         listed = {str(id): {"content": "<|eot|>", "special": True}}
         (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": listed}), "utf-8")
@@ -196,13 +198,13 @@ def test_tokens_that_only_the_configuration_lists(folder: Path, info: Info) -> N
         {"600": None},
     ],
 )
-def test_added_tokens_that_make_no_sense_are_named(folder: Path, info: Info, listed: dict[str, Any]) -> None:
+def test_invalid_added_tokens_are_rejected_by_name(folder: Path, info: Info, listed: dict[str, Any]) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": listed}), "utf-8")
     with pytest.raises(RejectedError, match="expected ids with content"):
         load_tokenizer(info(folder))
 
 
-def test_a_pattern_that_explodes_never_reaches_the_library(folder: Path) -> None:
+def test_a_backtracking_pattern_is_rejected_before_the_library_uses_it(folder: Path) -> None:
     for path in GOLDEN.iterdir():
         if path.suffix in (".json", ".safetensors") and path.name != "tokenizer.json":
             (folder / path.name).write_bytes(path.read_bytes())

@@ -1,4 +1,4 @@
-"""Tokenizer workers give the results and errors of this process; exceeding a limit ends one job alone."""
+"""Tokenizer workers: results and errors equal those of this process, and a limit ends only one job."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEMPLATE = (
     "{{ bos }}{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     "{{ m.role }}:{{ m.content }}|{{ x }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 )
-WORK = "{{ 9 ** (9 ** 9) }}"  # one step of a template, minutes of CPU
+WORK = "{{ 9 ** (9 ** 9) }}"  # one template step that needs minutes of CPU time
 LOAD = "{{ 'a' * 10 ** 9 }}"
 
 
@@ -46,7 +46,7 @@ async def pool() -> AsyncIterator[TokenizerPool]:
     await made.close()
 
 
-async def test_results_and_errors_are_those_of_this_process(pool: TokenizerPool, tiny: Tokenizer) -> None:
+async def test_results_and_errors_equal_those_of_this_process(pool: TokenizerPool, tiny: Tokenizer) -> None:
     chat = template(TEMPLATE)
     prompts = pool.add(tiny, chat)
     await pool.ready()
@@ -74,7 +74,7 @@ async def test_results_and_errors_are_those_of_this_process(pool: TokenizerPool,
         assert got == want
 
 
-async def test_a_far_too_long_text_is_rejected_in_a_worker(pool: TokenizerPool, tiny: Tokenizer) -> None:
+async def test_a_much_too_long_text_is_rejected_in_a_worker(pool: TokenizerPool, tiny: Tokenizer) -> None:
     prompts = pool.add(tiny, template(TEMPLATE))
     messages = [{"role": "user", "content": "a" * 100_000}]
     assert await prompts.chat(messages, OPTIONS, False, 100_000)
@@ -117,7 +117,7 @@ async def test_a_killed_process_is_started_again(pool: TokenizerPool, tiny: Toke
     await pool.ready()
     before = processes(pool)
     assert len(before) == N_PROCESSES
-    for child in before:  # idle: no request is affected
+    for child in before:  # the worker is idle, so no request is affected
         child.kill()
     assert await prompts.encode("abc", False) == tiny.encode("abc", False)
     assert set(processes(pool)) != set(before)
@@ -171,7 +171,7 @@ def until_busy(pool: TokenizerPool) -> None:
         pass
 
 
-async def test_bodies_are_parsed_as_here(pool: TokenizerPool) -> None:
+async def test_bodies_are_parsed_as_in_this_process(pool: TokenizerPool) -> None:
     value = {"a": [1, -2.5e300, None, True, "é\ud800", {"b": {}}], "n": 10**40}
     assert await pool.read_body(json.dumps(value).encode(), None) == (value, None)
     with pytest.raises(json.JSONDecodeError) as caught:
@@ -182,12 +182,12 @@ async def test_bodies_are_parsed_as_here(pool: TokenizerPool) -> None:
     with pytest.raises(ValueError, match="not a JSON"):
         await pool.read_body(b"[" * 100_000, None)
     with pytest.raises(ValueError, match="not a JSON"):
-        await pool.read_body(b"9" * 5_000, None)  # more digits than Python turns into an integer
+        await pool.read_body(b"9" * 5_000, None)  # more digits than Python converts to an integer
     with pytest.raises(RejectedError, match="nested"):
         await pool.read_body(b'{"a":' + b"[" * 50 + b"]" * 50 + b"}", None)
 
 
-async def test_bodies_are_validated_as_here(pool: TokenizerPool) -> None:
+async def test_bodies_are_validated_as_in_this_process(pool: TokenizerPool) -> None:
     model = "llaisys.server.request_schemas:ChatCompletionRequest"
     for body in (
         {"messages": [{}] * 1000},
@@ -200,7 +200,7 @@ async def test_bodies_are_validated_as_here(pool: TokenizerPool) -> None:
         assert await pool.read_body(raw, model) == read_body(raw, model)
 
 
-async def test_ids_become_text_as_here(pool: TokenizerPool, tiny: Tokenizer) -> None:
+async def test_ids_are_detokenized_as_in_this_process(pool: TokenizerPool, tiny: Tokenizer) -> None:
     prompts = pool.add(tiny, None)
     ids = tiny.encode("abc é漢😀 <|end|>", True)
     for skip in (True, False):
@@ -208,7 +208,7 @@ async def test_ids_become_text_as_here(pool: TokenizerPool, tiny: Tokenizer) -> 
 
 
 async def test_a_closed_pool_rejects_jobs_and_leaves_no_process(tiny: Tokenizer) -> None:
-    pool = TokenizerPool(replace(LIMITS, cpu_s=1000.0))  # it never ends on its own
+    pool = TokenizerPool(replace(LIMITS, cpu_s=1000.0))  # the job never ends by itself
     prompts = pool.add(tiny, template(WORK))
     await pool.ready()
     children = processes(pool)

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning: the same parts under every chunking, and grammars that the parsers accept."""
+"""Tool calls and reasoning: equal parts for every chunking, and grammars whose output the parsers accept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WEATHER = ToolCall("weather", '{"city": "Genf é😀"}')
 ADD = ToolCall("add", '{"a": 1, "b": [2]}')
 C, R = Content, Reasoning
 
-# Written by hand in the formats' shape; none was recorded from a model.
+# Written by hand; none was recorded from a model.
 HERMES: dict[str, list[OutputPart]] = {
     "Hello, world": [C("Hello, world")],
     "  spaces stay \n": [C("  spaces stay \n")],
@@ -133,7 +133,7 @@ LLAMA_CUT: dict[str, list[OutputPart]] = {
 
 
 def parsers() -> Iterable[tuple[str, Callable[[], OutputParser], str, list[OutputPart]]]:
-    """Name, maker, text and its parts."""
+    """Yield format name, parser factory, text, and the expected parts."""
     for text, parts in HERMES.items():
         yield "hermes", lambda: tool_parser("hermes", NAMES), text, parts
     for text, parts in LLAMA.items():
@@ -160,14 +160,14 @@ def parsed(parser: OutputParser, pieces: Iterable[str], cut: bool = False) -> li
     return joined
 
 
-def cut(text: str, places: Iterable[int]) -> list[str]:
-    """The text in pieces, some of them empty."""
-    edges = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+def cut(text: str, positions: Iterable[int]) -> list[str]:
+    """Split the text into pieces, some of them empty."""
+    edges = [0, *sorted(position % (len(text) + 1) for position in positions), len(text)]
     return [text[a:b] for a, b in pairwise(edges)]
 
 
 @pytest.mark.parametrize(("name", "make", "text", "parts"), CASES)
-def test_the_parts_of_recorded_texts(
+def test_parts_of_each_text(
     name: str, make: Callable[[], OutputParser], text: str, parts: list[OutputPart]
 ) -> None:
     assert parsed(make(), [text]) == parts, name
@@ -196,10 +196,10 @@ def test_no_prefix_of_a_call_is_content(format: ToolFormat) -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(CASES), st.lists(st.integers(0, 10_000), max_size=12))
 def test_every_chunking_gives_the_same_parts(
-    case: tuple[str, Callable[[], OutputParser], str, list[OutputPart]], places: list[int]
+    case: tuple[str, Callable[[], OutputParser], str, list[OutputPart]], positions: list[int]
 ) -> None:
     _, make, text, parts = case
-    assert parsed(make(), cut(text, places)) == parts
+    assert parsed(make(), cut(text, positions)) == parts
 
 
 PIECES = ("<tool_call>", "</tool_call>", "<think>", "</think>", "{", "}", '"', "\\", ";", " ", "\n", "a", "<")
@@ -212,9 +212,9 @@ CALL = '{"name": "add", "arguments": {"a": 1}, "parameters": {}}'
     st.lists(st.integers(0, 10_000), max_size=12),
     st.sampled_from(["hermes", "llama3_json", "r1", "qwen3"]),
 )
-def test_every_chunking_of_any_text_gives_the_same_parts(text: str, places: list[int], name: str) -> None:
+def test_every_chunking_of_any_text_gives_the_same_parts(text: str, positions: list[int], name: str) -> None:
     make = next(make for case, make, _, _ in CASES if case == name)
-    assert parsed(make(), cut(text, places)) == parsed(make(), [text])
+    assert parsed(make(), cut(text, positions)) == parsed(make(), [text])
 
 
 @settings(max_examples=100, deadline=None)
@@ -223,7 +223,7 @@ def test_non_calls_stay_unchanged(text: str) -> None:
     assert "".join(part.text for part in parsed(tool_parser("hermes", NAMES), [text])) == text  # type: ignore[union-attr]
 
 
-# --- the grammar, on the tokenizer of bytes ---
+# --- the grammar, with a byte tokenizer ---
 
 SCHEMAS = {
     "weather": {
@@ -249,14 +249,14 @@ def takes(grammars: GrammarCompiler, grammar: str, text: str) -> bool:
 
 
 def written(format: str, call: ToolCall) -> str:
-    """A call as the format writes it."""
+    """Return a call in the given format."""
     key = "arguments" if format == "hermes" else "parameters"
     body = f'{{"name": {json.dumps(call.name)}, "{key}": {call.arguments}}}'
     return f"<tool_call>\n{body}\n</tool_call>" if format == "hermes" else body
 
 
 @pytest.mark.parametrize("format", ["hermes", "llama3_json"])
-def test_the_grammar_writes_what_the_parser_reads(grammars: GrammarCompiler, format: str) -> None:
+def test_the_parser_accepts_what_the_grammar_produces(grammars: GrammarCompiler, format: str) -> None:
     calls = [ToolCall("weather", '{"city": "Genf"}'), ToolCall("add", '{"a": 1}'), ToolCall("add", "{}")]
     between = "\n" if format == "hermes" else "; "
     one = tool_grammar(format, SCHEMAS, parallel=False)  # type: ignore[arg-type]
@@ -275,5 +275,5 @@ def test_the_grammar_writes_what_the_parser_reads(grammars: GrammarCompiler, for
     "call",
     [ToolCall("rm", "{}"), ToolCall("weather", "{}"), ToolCall("add", '{"a": "1"}'), ToolCall("add", "[]")],
 )
-def test_the_grammar_keeps_names_and_schemas(grammars: GrammarCompiler, call: ToolCall) -> None:
+def test_the_grammar_enforces_names_and_schemas(grammars: GrammarCompiler, call: ToolCall) -> None:
     assert not takes(grammars, tool_grammar("hermes", SCHEMAS, parallel=True), written("hermes", call))

@@ -1,5 +1,7 @@
-"""The compiled door: argument checks, threads, processes, and ends that nobody closed. What decodes is in
-`tests/acceptance`."""
+"""The Python binding of the core: argument checks, threads, forked processes, and contexts never closed.
+
+`tests/acceptance` has the tests that decode.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ TESTS = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({"dtype": "int3"}, "int3"),
         ({"kv_dtype": "float8"}, "float8"),
@@ -34,13 +36,13 @@ TESTS = Path(__file__).parents[1]
         ({"n_threads": 4096}, "n_threads"),
     ],
 )
-def test_a_wrong_setting_is_named_with_its_bounds(settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(RejectedError, match=says):
+def test_an_invalid_setting_is_rejected_with_its_bounds(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(RejectedError, match=message):
         Runner(FOLDER, **settings)
 
 
 @pytest.mark.parametrize(
-    ("spec", "says"),
+    ("spec", "message"),
     [
         ({"top_k": -3}, "top_k is -3"),
         ({"seed": 2**64}, "18446744073709551616"),
@@ -52,12 +54,12 @@ def test_a_wrong_setting_is_named_with_its_bounds(settings: dict[str, Any], says
         ({"bad_words": [[1], [2, -1]]}, "bad_words is -1"),
     ],
 )
-def test_a_wrong_sampling_number_is_named(spec: dict[str, Any], says: str) -> None:
-    with pytest.raises(RejectedError, match=says):
+def test_an_invalid_sampling_parameter_is_rejected_by_name(spec: dict[str, Any], message: str) -> None:
+    with pytest.raises(RejectedError, match=message):
         _core.SamplerSpec(**spec)
 
 
-def test_bounds_that_need_the_vocabulary_are_checked_when_attached() -> None:
+def test_bounds_that_need_the_vocabulary_are_checked_by_set_sampler() -> None:
     none = np.array([], np.int32)
     with Runner(FOLDER) as runner:
         seq = runner.context.seq_acquire()
@@ -76,7 +78,7 @@ def test_bounds_that_need_the_vocabulary_are_checked_when_attached() -> None:
             runner.context.set_sampler(seq, _core.SamplerSpec(), np.array([600], np.int32), none)
 
 
-def test_arrays_of_another_layout_or_type_are_refused() -> None:
+def test_arrays_of_another_layout_or_dtype_are_rejected() -> None:
     with Runner(FOLDER) as runner:
         seq = runner.context.seq_acquire()
         rows = arrays([(1, 0, [seq], LOGITS), (2, 1, [seq], LOGITS)])
@@ -87,7 +89,7 @@ def test_arrays_of_another_layout_or_type_are_refused() -> None:
         assert runner.context.kv_seq_pos_max(seq) == -1
 
 
-def test_the_callers_arrays_are_never_changed() -> None:
+def test_arrays_of_the_caller_are_never_changed() -> None:
     with Runner(FOLDER) as runner:
         seq = runner.context.seq_acquire()
         rows = arrays([(1, 0, [seq], LOGITS), (2, 1, [seq], LOGITS)])
@@ -99,7 +101,7 @@ def test_the_callers_arrays_are_never_changed() -> None:
             np.testing.assert_array_equal(values, before[name])
 
 
-def test_inspect_refuses_by_class(tmp_path: Path) -> None:
+def test_inspect_raises_the_class_of_each_error(tmp_path: Path) -> None:
     with pytest.raises(RejectedError):
         _core.inspect(str(tmp_path / "nowhere"))
     (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')
@@ -125,8 +127,8 @@ def test_another_thread_may_neither_call_nor_close() -> None:
         runner.context.seq_acquire()
 
 
-def test_a_forked_process_is_told_and_does_not_hang() -> None:
-    """Worker threads do not exist in a forked process; neither calls nor the end of it may wait for them."""
+def test_calls_in_a_forked_process_fail_and_do_not_hang() -> None:
+    """A forked process has no worker threads, so neither its calls nor its exit may wait for them."""
     with Runner(FOLDER) as runner:
         pid = os.fork()
         if pid == 0:
@@ -155,7 +157,7 @@ def test_a_forked_process_is_told_and_does_not_hang() -> None:
         "runner.circle = runner; del runner",
     ],
 )
-def test_a_process_ends_cleanly_however_the_context_ends(end: str) -> None:
+def test_a_process_exits_cleanly_however_the_context_ends(end: str) -> None:
     code = f"""
 import gc, sys, threading
 sys.path.insert(0, {str(TESTS)!r})
@@ -171,8 +173,8 @@ runner.greedy([1, 2, 3], 4)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_other_threads_run_while_a_decode_does() -> None:
-    """The GIL is released: a thread counts while the main thread is inside one long call."""
+def test_decode_releases_the_gil() -> None:
+    """A thread counts while the main thread is inside one long decode."""
     with Runner(FOLDER, n_cells=512, max_model_len=512, isa="scalar", n_threads=1) as runner:
         count, running, stop = [0], threading.Event(), threading.Event()
 
