@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
+from fastapi.routing import APIRoute
 from starlette.types import ASGIApp
 
 from fakes.service import FakeService
 from llaisys.config import Config
 from llaisys.registry import ModelRegistry
+from llaisys.server import app as application
 from llaisys.server.app import create_app
 from llaisys.server.state import ServerState
 
@@ -31,6 +33,19 @@ def state(engine: FakeService) -> ServerState:
 @pytest.fixture
 def app(state: ServerState) -> ASGIApp:
     return create_app(state, PORT)
+
+
+@pytest.fixture
+def routes(state: ServerState) -> list[APIRoute]:
+    """Return every route of the application."""
+
+    def flat(routes: list[Any]) -> Iterator[Any]:
+        """Yield all routes. FastAPI does not flatten included routers."""
+        for route in routes:
+            router = getattr(route, "original_router", None)
+            yield from [route] if router is None else flat(router.routes)
+
+    return [route for route in flat(application._routes(state).routes) if isinstance(route, APIRoute)]
 
 
 @pytest.fixture

@@ -8,17 +8,15 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi.routing import APIRoute
 from starlette.types import Message, Receive, Scope, Send
 
 from fakes.service import FakeService
 from llaisys.config import Config
 from llaisys.errors import QueueFullError
 from llaisys.registry import ModelRegistry
-from llaisys.server import app as application
 from llaisys.server.http_errors import ApiError
 from llaisys.server.middleware.body_limits import BodyLimitMiddleware, BodyLimits
-from llaisys.server.protocol import INLINE_BYTES_MAX, BodyRoute
+from llaisys.server.protocol import INLINE_BYTES_MAX
 from llaisys.server.state import ServerState
 
 
@@ -206,20 +204,3 @@ async def test_small_and_large_bodies_get_equal_responses(
         error = refused.json()["error"]
         assert (refused.status_code, error["code"]) == (400, code), error
         assert words in error["message"]
-
-
-def test_every_route_with_a_body_limits_it(state: ServerState) -> None:
-    """`APIRouter(route_class=BodyRoute)` parses bodies off the event loop and bounds their nesting."""
-    routes = [route for route in flat(application._routes(state).routes) if isinstance(route, APIRoute)]
-    assert routes
-    unbounded = [route.path for route in routes if route.body_field and not isinstance(route, BodyRoute)]
-    assert not unbounded, f"these need APIRouter(route_class=BodyRoute): {unbounded}"
-
-
-def flat(routes: Any) -> list[Any]:
-    """Return all routes, including those of included routers."""
-    found = []
-    for route in routes:
-        router = getattr(route, "original_router", None)
-        found += [route] if router is None else flat(router.routes)
-    return found

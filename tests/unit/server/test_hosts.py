@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
+from fastapi.routing import APIRoute
 from starlette.types import Message, Receive, Scope, Send
 
 from fakes.service import FakeService
@@ -21,32 +24,52 @@ from llaisys.server.state import ServerState
 
 KEYS = ("secret-1", "schlüssel")
 GOOD = "Bearer secret-1"
-OPEN = ["/livez", "/health", "/ready", "/"]
-CLOSED = [
-    ("GET", "/v1/models"),
-    ("GET", "/v1/models/tiny"),
-    ("POST", "/v1/chat/completions"),
-    ("POST", "/v1/completions"),
-    ("POST", "/v1/embeddings"),
-    ("POST", "/tokenize"),
-    ("POST", "/detokenize"),
-    ("GET", "/metrics"),
-    ("GET", "/version"),
+OPEN = ("/livez", "/health", "/ready", "/")
+# Requests that no route serves, and spellings of paths that a prefix check could confuse.
+UNKNOWN = [
     ("GET", "/docs"),
-    ("GET", "/openapi.json"),
     ("GET", "/nothing"),
     ("DELETE", "/v1/models"),
     ("POST", "/"),
+    ("POST", "/health"),
     ("OPTIONS", "/v1/models"),
     ("GET", "//v1/models"),
     ("GET", "/V1/models"),
     ("GET", "/v1/models/"),
     ("GET", "/%76%31/models"),
-    ("GET", "/v1/../v1/models"),
-    ("GET", "/assets/../v1/models"),
+    ("GET", "/v1%2fmodels"),
+    ("GET", "/assets/%2e%2e/%2e%2e/etc/passwd"),
     ("GET", "/health/"),
     ("GET", "/health%2f"),
+    ("GET", "/health%2f..%2fv1%2fmodels"),
+    ("GET", "/health;/v1/models"),
+    ("POST", "/invocations"),
+    ("POST", "/v2/completions"),
+    ("POST", "/v1/requests/cmpl-unknown/cancel"),
 ]
+
+
+@pytest.fixture
+def requests(routes: list[APIRoute]) -> list[tuple[str, str]]:
+    """Return method and path of every route and of UNKNOWN; a new route is a new row."""
+    served = [
+        (method, re.sub(r"\{[^}]*\}", "x", route.path))
+        for route in routes
+        for method in sorted(route.methods)
+    ]
+    assert len(served) > 30
+    return [*served, *UNKNOWN]
+
+
+def is_open(method: str, path: str) -> bool:
+    return path in OPEN and method in ("GET", "HEAD")
+
+
+def rejection(answer: httpx.Response, status: int, code: str) -> None:
+    assert answer.status_code == status, answer.request.url
+    assert answer.request.method == "HEAD" or answer.json()["error"]["code"] == code
+    assert "secret" not in answer.text
+    assert "access-control-allow-origin" not in answer.headers
 
 
 @pytest.fixture
@@ -58,20 +81,44 @@ async def locked(engine: FakeService, make_client: Any) -> AsyncIterator[httpx.A
         yield client
 
 
-@pytest.mark.parametrize("path", OPEN)
-async def test_open_paths_need_no_key(locked: httpx.AsyncClient, path: str) -> None:
-    for method in ("GET", "HEAD"):
-        assert (await locked.request(method, path)).status_code == 200
+async def test_every_path_except_probes_and_the_web_ui_needs_a_key(
+    locked: httpx.AsyncClient, requests: list[tuple[str, str]]
+) -> None:
+    for method, path in requests:
+        for headers in ({}, {"authorization": "Bearer wrong"}):
+            answer = await locked.request(method, path, headers=headers)
+            if is_open(method, path):
+                assert answer.status_code == 200
+            else:
+                rejection(answer, 401, "invalid_api_key")
+                assert answer.headers["www-authenticate"] == "Bearer"
+        if not is_open(method, path):
+            rejection(await locked.request(method, f"{path}?api_key=secret-1"), 401, "invalid_api_key")
+        assert (await locked.request(method, path, headers={"authorization": GOOD})).status_code != 401
 
 
-@pytest.mark.parametrize(("method", "path"), CLOSED)
-async def test_every_other_path_needs_a_key(locked: httpx.AsyncClient, method: str, path: str) -> None:
-    for headers in ({}, {"authorization": "Bearer wrong"}):
-        answer = await locked.request(method, path, headers=headers)
-        assert answer.status_code == 401
-        assert answer.headers["www-authenticate"] == "Bearer"
-        assert answer.json()["error"]["code"] == "invalid_api_key"
-    assert (await locked.request(method, path, headers={"authorization": GOOD})).status_code != 401
+async def test_every_path_except_probes_needs_a_host_of_the_server(
+    locked: httpx.AsyncClient, requests: list[tuple[str, str]]
+) -> None:
+    for method, path in requests:
+        answer = await locked.request(method, path, headers={"host": "evil.example", "authorization": GOOD})
+        if path in OPEN[:3]:
+            assert answer.status_code in (200, 405)
+        else:
+            rejection(answer, 400, "invalid_host")
+
+
+async def test_every_path_rejects_foreign_origins_and_websockets(
+    locked: httpx.AsyncClient, requests: list[tuple[str, str]]
+) -> None:
+    for method, path in requests:
+        for headers in ({"origin": "http://evil.example"}, {"sec-fetch-site": "cross-site"}):
+            answer = await locked.request(method, path, headers={**headers, "authorization": GOOD})
+            rejection(answer, 403, "origin_not_allowed")
+        same = {"origin": "http://127.0.0.1:8000", "authorization": GOOD}
+        assert (await locked.request(method, path, headers=same)).status_code != 403
+        upgrade = await locked.request(method, path, headers={"upgrade": "websocket", "authorization": GOOD})
+        rejection(upgrade, 400, "websocket_refused")
 
 
 @pytest.mark.parametrize(
@@ -88,6 +135,9 @@ async def test_every_other_path_needs_a_key(locked: httpx.AsyncClient, method: s
         (b"secret-1", False),
         (b"Basic secret-1", False),
         (b"Bearer", False),
+        (b"Bearer ", False),
+        (b"Bearer SECRET-1", False),
+        (b"Bearer " + hashlib.sha256(b"secret-1").hexdigest().encode(), False),
         (b"Bearer " + b"x" * 10_000, False),
         (b"Bearer \xff\xfe", False),
     ],
@@ -98,13 +148,16 @@ async def test_authorization_headers(locked: httpx.AsyncClient, value: bytes, ok
     assert answer.status_code == (200 if ok else 401)
 
 
-async def test_a_key_in_the_query_is_ignored(locked: httpx.AsyncClient) -> None:
-    assert (await locked.get("/v1/models?api_key=secret-1")).status_code == 401
+@pytest.mark.parametrize("name", ["x-api-key", "cookie"])
+async def test_a_key_in_another_header_is_ignored(locked: httpx.AsyncClient, name: str) -> None:
+    for value in ("secret-1", GOOD, f"authorization={GOOD}"):
+        assert (await locked.get("/v1/models", headers={name: value})).status_code == 401
 
 
-async def test_two_authorization_headers_are_rejected(locked: httpx.AsyncClient) -> None:
-    answer = await locked.get("/v1/models", headers=[("authorization", GOOD), ("authorization", GOOD)])
-    assert answer.status_code == 401
+@pytest.mark.parametrize("second", ["Bearer secret-1", "Bearer schlüssel", "Bearer wrong"])
+async def test_two_authorization_headers_are_rejected(locked: httpx.AsyncClient, second: str) -> None:
+    headers = [(b"authorization", GOOD.encode()), (b"authorization", second.encode())]
+    assert (await locked.get("/v1/models", headers=headers)).status_code == 401
 
 
 async def test_the_key_determines_the_client_id(locked: httpx.AsyncClient, engine: FakeService) -> None:
@@ -138,6 +191,9 @@ async def test_the_key_determines_the_client_id(locked: httpx.AsyncClient, engin
         ("127.0.0.1:", False),
         ("[::1]8000", False),
         ("llm.example:80x", False),
+        ("user@127.0.0.1:8000", False),
+        ("0.0.0.0", False),
+        ("127.0.0.1:8000, evil.example", False),
     ],
 )
 async def test_host_headers(locked: httpx.AsyncClient, host: str, ok: bool) -> None:
@@ -171,6 +227,9 @@ def test_a_server_on_all_interfaces_allows_addresses_and_no_names() -> None:
         ({"origin": "http://127.0.0.1.evil.example:8000"}, False),
         ({"origin": "file://127.0.0.1:8000"}, False),
         ({"origin": ""}, False),
+        ({"origin": "http://127.0.0.1:8001"}, False),
+        ({"origin": "http://127.0.0.1:8000.evil.example"}, False),
+        ({"origin": "http://evil.example#127.0.0.1:8000"}, False),
         ({"sec-fetch-site": "cross-site"}, False),
         ({"sec-fetch-site": "same-origin"}, True),
         ({"sec-fetch-site": "none"}, True),
@@ -188,6 +247,12 @@ async def test_a_link_from_another_site_opens_only_the_web_ui(locked: httpx.Asyn
     link = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "authorization": GOOD}
     assert (await locked.get("/", headers=link)).status_code == 200
     assert (await locked.get("/v1/models", headers=link)).status_code == 403
+
+
+async def test_two_origins_are_rejected(locked: httpx.AsyncClient) -> None:
+    own = ("origin", "http://127.0.0.1:8000")
+    answer = await locked.get("/v1/models", headers=[own, own, ("authorization", GOOD)])
+    assert answer.status_code == 403
 
 
 async def test_dns_rebinding_is_rejected(locked: httpx.AsyncClient) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.types import ASGIApp
@@ -20,7 +19,6 @@ from llaisys.body import OTHER_VALUES_MAX, VALUES_MAX, read_body
 from llaisys.config import Config
 from llaisys.registry import ModelRegistry
 from llaisys.sampling_params import ALLOWED_IDS_MAX, BAD_WORDS_MAX, STOP_IDS_MAX, STOP_STRINGS_MAX
-from llaisys.server import app as application
 from llaisys.server.http_errors import MESSAGE_CHARS_MAX
 from llaisys.server.protocol import INLINE_BYTES_MAX, BodyRoute
 from llaisys.server.request_schemas import (
@@ -44,25 +42,6 @@ BASES = {
 JSON = {"content-type": "application/json"}
 # Invalid items of one field: enough for a body that is validated off the event loop.
 N_WRONG = 40_000
-
-
-@pytest.fixture
-def routes(monkeypatch: pytest.MonkeyPatch, state: ServerState) -> list[APIRoute]:
-    """Return every route of the application."""
-    found: list[FastAPI] = []
-    make = application.AccessLogMiddleware
-    monkeypatch.setattr(
-        application, "AccessLogMiddleware", lambda app, *rest: found.append(app) or make(app, *rest)
-    )
-    application.create_handlers(state)
-    return [route for route in all_routes(found[0]) if isinstance(route, APIRoute)]
-
-
-def all_routes(app: Any) -> Iterator[Any]:
-    """Yield all routes. FastAPI does not flatten included routers."""
-    for route in app.routes:
-        inner = getattr(route, "original_router", None)
-        yield from [route] if inner is None else all_routes(inner)
 
 
 def models_of(routes: list[APIRoute]) -> set[type[BaseModel]]:
