@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from playwright.sync_api import BrowserContext, Locator, Page, Route, expect
+
+from waiting import block_until
 
 FLAGS = [
     "--no-sandbox",
@@ -92,6 +94,10 @@ class Chat:
         chat.page.goto(url)
         chat.mounted()
         return chat
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait until the condition holds; the page's callbacks run meanwhile."""
+        block_until(condition, lambda pause_s: self.page.wait_for_timeout(1000 * pause_s))
 
     def mounted(self) -> None:
         expect(self.page.get_by_label("Model", exact=True)).to_be_visible()

@@ -22,6 +22,7 @@ from llaisys.errors import EngineDeadError
 from llaisys.outputs import FinishReason
 from llaisys.sampling_params import SamplingParams
 from serving import END_S
+from waiting import block_until
 
 SETTINGS: dict[str, Any] = {"model": str(FOLDER), "dtype": "float32", "num_kv_cells": 4096}
 
@@ -76,9 +77,12 @@ class Client:
         return child
 
     def back(self) -> None:
-        """Wait until a new child is ready."""
-        while True:
+        """Wait until a new child serves a request."""
+
+        def serves() -> bool:
             with suppress(EngineDeadError):
                 self.submit("back", max_tokens=1)
-                assert self.end_of("back").finish_reason is FinishReason.LENGTH
-                return
+                return self.end_of("back").finish_reason is FinishReason.LENGTH
+            return False
+
+        block_until(serves)

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,8 @@ from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+
+from waiting import block_until
 
 GOLDENS = Path(__file__).parent / "data" / "goldens"
 READY = re.compile(r"LLAISYS serving (\S+) at ((?:https?://|unix:)\S+)")
@@ -49,18 +51,33 @@ class Server:
         """Their sum."""
         return sum(self.samples(name, **labels))
 
-    def until(self, name: str, value: float, **labels: str) -> None:
-        """Asks until the metric has the value; the test's own time limit is the bound."""
-        while self.metric(name, **labels) != value:
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait until the condition holds; fail if the server ends before."""
+
+        def holds() -> bool:
             assert self.process.poll() is None, self.log.read_text("utf-8")
+            return condition()
+
+        block_until(holds)
+
+    def until(self, name: str, value: float, **labels: str) -> None:
+        """Wait until the metric has the value."""
+        self.wait_for(lambda: self.metric(name, **labels) == value)
 
     def lines(self, mark: str) -> list[Any]:
-        """The JSON lines of the log that hold `mark`, once there are any: they come behind their answers."""
-        while True:
+        """Return the JSON lines of the log that contain `mark`, once there are any.
+
+        The server writes a line after the response that it describes.
+        """
+        found: list[str] = []
+
+        def is_written() -> bool:
             is_over = self.process.poll() is not None
-            found = [line for line in self.log.read_text("utf-8").splitlines(True) if mark in line]
-            if is_over or any(line.endswith("\n") for line in found):
-                return [json.loads(line) for line in found if line.startswith("{")]
+            found[:] = [line for line in self.log.read_text("utf-8").splitlines(True) if mark in line]
+            return is_over or any(line.endswith("\n") for line in found)
+
+        block_until(is_written)
+        return [json.loads(line) for line in found if line.startswith("{") and line.endswith("\n")]
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Sends the signal and waits; the exit code."""

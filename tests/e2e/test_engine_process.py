@@ -15,6 +15,7 @@ import serving as server_process
 from golden import FOLDER
 from serving import END_S, Server, environment, long_model, serving
 from sse import events
+from waiting import block_until
 
 FLAGS = ("--num-kv-cells", "65536", "--dtype", "float32", "--engine-process")
 LONG = {"prompt": "Hello", "max_tokens": 30_000, "ignore_eos": True, "stream": True}
@@ -49,11 +50,17 @@ def test_kill_9_of_the_engine(tmp_path: Path) -> None:
         *_, error, done = events(raw)
         assert (error["error"]["code"], done) == ("engine_dead", "[DONE]")
         assert server.http.get("/livez").status_code == 200
-        while server.http.get("/ready").status_code == 503:
+
+        def is_back() -> bool:
+            if server.http.get("/ready").status_code != 503:
+                return True
             refused = server.http.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 3})
             if refused.status_code != 200:
                 assert refused.json()["error"]["code"] == "engine_dead"
                 assert int(refused.headers["retry-after"]) >= 1
+            return False
+
+        server.wait_for(is_back)
         assert server.http.get("/health").status_code == 200
         again = server.http.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 3})
         assert again.json()["usage"]["completion_tokens"] == 3
@@ -90,8 +97,7 @@ def test_a_child_that_does_not_load_does_not_hang_the_server(
     log = tmp_path / "log"
     with log.open("w") as file, subprocess.Popen(command, stderr=file, env=environment()) as process:
         if point == "never":
-            while "here, and silent" not in log.read_text("utf-8"):
-                assert process.poll() is None
+            block_until(lambda: process.poll() is not None or "here, and silent" in log.read_text("utf-8"))
             process.send_signal(signal.SIGINT)
         assert process.wait(timeout=END_S) == exit_code
     if point == "at once":

@@ -114,8 +114,7 @@ def test_a_second_signal_cuts_the_drain(tmp_path: Path) -> None:
         reader.start()
         server.until("vllm:num_requests_running", 1)
         server.process.send_signal(signal.SIGTERM)
-        while server.http.get("/ready").status_code != 503:
-            pass
+        server.wait_for(lambda: server.http.get("/ready").status_code == 503)
         assert server.http.get("/health").status_code == 503
         assert server.http.get("/livez").status_code == 200
         refused_now = server.http.post("/v1/completions", json={"prompt": "Hello"})

@@ -87,8 +87,7 @@ def test_a_whole_answer_that_nobody_reads_is_dropped(tmp_path: Path) -> None:
         n_files = server.metric("process_open_fds")
         with ask(server, COMPLETIONS, body, receive_bytes=RECEIVE_BYTES) as idle:
             server.until("vllm:request_success_total", 2, finished_reason="length")
-            while servers_end(idle):
-                assert server.process.poll() is None
+            server.wait_for(lambda: not servers_end(idle))
             server.until("process_open_fds", n_files)
             assert server.metric("llaisys:kv_cells", state="used") == 0
             got = b""

@@ -22,6 +22,7 @@ from llaisys.engine import process
 from llaisys.errors import EngineDeadError
 from llaisys.sampling_params import SamplingParams
 from serving import END_S
+from waiting import until
 
 REAL = process._BOOT
 
@@ -158,8 +159,8 @@ async def test_a_child_that_dies_during_the_drain(monkeypatch: pytest.MonkeyPatc
             ends.append(error)
 
     streams = asyncio.gather(*(stream(f"{i}") for i in range(8)))
-    while len(service._client._open) < 8:  # noqa: ASYNC110 -- it yields, it does not wait for time
-        await asyncio.sleep(0)
+    client = service._client
+    await until(lambda: len(client._open) == 8)
     closing = asyncio.create_task(service.close(drain_s=END_S))
     await asyncio.sleep(0)
     dies(monkeypatch, "never")  # a child that does not load must not hold up the end

@@ -22,6 +22,7 @@ from llaisys.errors import EngineDeadError
 from llaisys.sampling_params import SamplingParams
 from serving import long_model, serving
 from sse import events
+from waiting import until
 
 TESTS = Path(faulty.__file__).parent
 SETTINGS: dict[str, Any] = {"model": str(FOLDER), "dtype": "float32", "num_kv_cells": 4096}
@@ -63,8 +64,8 @@ async def test_in_this_process_all_streams_end_and_a_new_engine_is_correct(
     assert isinstance(service._client, InprocClient)
     core.set_fault("decode.begin", "pause")
     ending = asyncio.create_task(all_end(service))
-    while len(service._client._open) < 8:  # noqa: ASYNC110 -- it yields, it does not wait for time
-        await asyncio.sleep(0)
+    client = service._client
+    await until(lambda: len(client._open) == 8)
     core.set_fault(point, "panic", NTH)
     core.set_fault("decode.begin", "off")
     assert all(point in end for end in await ending)
@@ -91,8 +92,7 @@ async def test_an_engine_process_is_restarted(
     # One that comes after the death is refused, also with an EngineDeadError.
     assert any(point in end for end in await all_end(service))
     first.wait()
-    while not service.is_alive():  # noqa: ASYNC110 -- it yields, it does not wait for time
-        await asyncio.sleep(0)
+    await until(service.is_alive)
     second = child_of(service)
     assert second != first
     assert await answer(service, "next") == load_golden().greedy[0]

@@ -13,6 +13,7 @@ from typing import Any
 
 from llaisys import LLM, AsyncLLM, Config, SamplingParams
 from llaisys.errors import EngineDeadError
+from waiting import block_until
 
 LONG = SamplingParams(max_tokens=60_000, temperature=0.0, ignore_eos=True)
 
@@ -65,8 +66,7 @@ def blocking(how: str, work: str, settings: dict[str, Any]) -> None:
                 llm.generate("Hello", LONG)
 
         threading.Thread(target=answer, daemon=True).start()
-        while llm._client.stats().num_running == 0:
-            pass
+        block_until(lambda: llm._client.stats().num_running > 0)
     end(how, llm.close, lambda: llm.generate("Hello", SamplingParams(max_tokens=2)))
 
 

@@ -30,6 +30,7 @@ from llaisys.errors import EngineDeadError, LlaisysError, RejectedError
 from llaisys.outputs import FinishReason
 from llaisys.sampling_params import SamplingParams
 from serving import END_S, long_model
+from waiting import until
 
 SEED = 20
 N_KILLS, N_STREAMS = 20, 32
@@ -95,8 +96,7 @@ async def test_kill_9_at_random_moments(monkeypatch: pytest.MonkeyPatch) -> None
             assert service._collectors == {}
             child.wait()
             # Where the last stream ended before the kill, the service has not noticed it yet.
-            while not (engine_processes() and service.is_alive()):  # noqa: ASYNC110 -- it yields
-                await asyncio.sleep(0)
+            await until(lambda: bool(engine_processes()) and service.is_alive())
             params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
             ids = [i async for d in service.generate(prompt, params, "next") for i in d.outputs[0].token_ids]
             assert ids == load_golden().greedy[0]

@@ -27,6 +27,7 @@ from llaisys.errors import EngineDeadError
 from llaisys.sampling_params import SamplingParams
 from serving import END_S, READY, environment, long_model
 from sse import events
+from waiting import block_until, until
 
 # A verdict waits for twenty times what a full step is thought to take: one slow prompt can make that minutes.
 SMALL_STEPS = 16
@@ -123,8 +124,8 @@ async def test_v5_an_event_loop_that_stops(engine_process: bool) -> None:
     await anext(stream)
     service.beat()
     assert service._client is not None
-    while service._client.error is None:  # noqa: ASYNC110 -- it yields, it does not wait for time
-        await asyncio.sleep(0)
+    client = service._client
+    await until(lambda: client.error is not None)
     assert service.is_stuck()
     assert not service.is_alive()
     with pytest.raises(EngineDeadError, match="V5"):
@@ -192,8 +193,7 @@ def test_a_stuck_engine_process_is_replaced(tmp_path: Path) -> None:
     with stuck_server(tmp_path, "process", "--engine-process") as (process, http):
         *_, error, done = events(http.post("/v1/completions", json=BODY).content)
         assert (error["error"]["code"], done) == ("engine_dead", "[DONE]")
-        while http.get("/ready").status_code != 200:
-            assert process.poll() is None
+        block_until(lambda: process.poll() is not None or http.get("/ready").status_code == 200)
         again = http.post("/v1/completions", json={**BODY, "max_tokens": 40, "stream": False})
         assert again.json()["usage"]["completion_tokens"] == 40
         process.terminate()

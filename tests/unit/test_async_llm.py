@@ -26,6 +26,7 @@ from llaisys.errors import (
 from llaisys.model_assets import ModelAssets
 from llaisys.outputs import RequestOutput
 from llaisys.sampling_params import SamplingParams
+from waiting import until
 
 PROMPT = [1, 2, 3]
 
@@ -414,8 +415,7 @@ async def test_an_idle_model_is_unloaded_and_loaded_again(gate: Gate) -> None:
         gate.opened.set()
         await task
         for turn in range(3):
-            while service.is_loaded():  # noqa: ASYNC110 -- the event is what is tested
-                await asyncio.sleep(0.01)
+            await until(lambda: not service.is_loaded())
             assert service.is_ready()
             output = await collect(service, f"{turn}")
             assert output.outputs[0].token_ids == core.answer(PROMPT, 10)
@@ -429,7 +429,7 @@ async def test_a_request_during_an_unload() -> None:
     One request then arrives between the end of the unload and its callback.
     """
     async with started(idle_unload_s=0.01) as service:
-        while service.is_loaded():  # noqa: ASYNC110 -- the event is what is tested
+        while service.is_loaded():  # noqa: ASYNC110 -- a pause would miss the start of the unload
             await asyncio.sleep(0)
         loads = []
         while not service.is_loaded():

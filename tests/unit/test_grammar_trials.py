@@ -25,6 +25,7 @@ from llaisys.errors import (
 from llaisys.grammar_trials import LIMITS, GrammarTrials
 from llaisys.job_pool import JobPool
 from llaisys.sampling_params import StructuredOutputsParams as Spec
+from waiting import block_until
 
 TOKENS = GrammarTokenizer(text.tokenizer().to_json(), (text.EOS, text.EOT), core.VOCAB_SIZE)
 # Compiles for tens of seconds unless the trial is stopped.
@@ -148,8 +149,7 @@ def test_closing_does_not_wait_for_a_trial(monkeypatch: pytest.MonkeyPatch) -> N
     used = process.cpu_times().user
     with ThreadPoolExecutor(1) as thread:
         verdict = thread.submit(trials.check_now, LONG)
-        while process.cpu_times().user < used + 0.1:
-            pass
+        block_until(lambda: process.cpu_times().user >= used + 0.1)
         trials.close()
         with pytest.raises(EngineDeadError, match="shutting down"):
             verdict.result()

@@ -12,6 +12,7 @@ import pytest
 
 from llaisys import ipc
 from llaisys.ipc import Channel, FrameError
+from waiting import block_until
 
 SEED = 18
 SECOND = 30.0  # an upper bound that is reached only if a test hangs
@@ -94,8 +95,7 @@ def test_the_receiving_thread_sends_frames_of_the_others(ends: tuple[Channel, so
     sent = [bytes([i]) * 50_000 for i in range(40)]
     waiting = threading.Thread(target=channel.receive, args=(SECOND,))
     waiting.start()
-    while not channel._is_waiting:
-        pass
+    block_until(lambda: channel._is_waiting)
     for each in sent:
         channel.send(each)
     heard = b""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Route, expect
+from playwright.sync_api import Browser, BrowserContext, Locator, Route, expect
 
 from chatpage import Chat
 from serving import GOLDENS, Server, serving
@@ -24,15 +24,25 @@ def keeping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def stored(server: Server, n: int) -> None:
     """Waits until the store has `n` chats that are not deleted, and no older revision is on its way."""
-    while True:
+
+    def is_stored() -> bool:
         listed = server.http.get("/v1/chats").json()["data"]
-        if sum(not change["deleted"] for change in listed) == n:
-            return
+        return sum(not change["deleted"] for change in listed) == n
+
+    server.wait_for(is_stored)
 
 
 def look(chat: Chat) -> None:
     """The page looks at the server when it is shown again."""
     chat.page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+
+
+def has_versions(chat: Chat, versions: Locator) -> bool:
+    """Whether the page shows versions; if not, it looks at the server again."""
+    if versions.count() > 0:
+        return True
+    look(chat)
+    return False
 
 
 def test_a_second_browser_sees_the_chats(keeping: Server, context: BrowserContext, browser: Browser) -> None:
@@ -56,8 +66,7 @@ def test_a_second_browser_sees_the_chats(keeping: Server, context: BrowserContex
     second.send("more")
     expect(second.text).to_have_text("said there")
     (change,) = (each for each in keeping.http.get("/v1/chats").json()["data"] if not each["deleted"])
-    while "said there" not in keeping.http.get(f"/v1/chats/{change['id']}").text:
-        pass
+    keeping.wait_for(lambda: "said there" in keeping.http.get(f"/v1/chats/{change['id']}").text)
     look(first)
     expect(first.sessions).to_have_text(["renamed there"])
     expect(first.asked).to_have_text(["carried over", "more"])
@@ -97,9 +106,7 @@ def test_what_was_said_in_two_browsers_at_once_is_all_there(
         look(chat)
     for chat in (first, second):
         versions = chat.page.get_by_role("group", name="Versions")
-        while versions.count() == 0:
-            look(chat)
-            chat.page.wait_for_load_state()
+        chat.wait_for(lambda chat=chat, versions=versions: has_versions(chat, versions))
         expect(versions.last).to_contain_text("/2")
     other.close()
     first.menu("begin", "Delete")

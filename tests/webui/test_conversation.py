@@ -94,8 +94,7 @@ def test_two_sessions_stream_at_once_and_never_mix(chat: Chat, tiny: Server) -> 
     expect(chat.questions).to_have_count(0)
     chat.send("second question")
     expect(chat.page.get_by_role("img", name="Answering")).to_have_count(2)
-    while len(held) < 2:
-        chat.page.wait_for_load_state()  # turns Playwright's loop
+    chat.wait_for(lambda: len(held) == 2)
     for route in held:
         route.continue_(post_data=json.dumps({**route.request.post_data_json, **fields}))
     expect(chat.text).not_to_be_empty()

@@ -34,6 +34,7 @@ from llaisys.server.connection import (
 from llaisys.server.lifecycle import _Uvicorn
 from llaisys.server.listener import ConnectionStats, Listener, bind
 from llaisys.server.middleware.rate_limits import OpenRequestLimitMiddleware
+from waiting import until
 
 HEAD = b"POST /%s HTTP/1.1\r\nHost: x\r\n"
 CHUNKED = HEAD % b"echo" + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -135,8 +136,7 @@ async def serving(maximum: int = 64, requests: int = 32, **tls: Any) -> AsyncIte
             server.close()
         for each in [*web.server_state.connections]:
             each.transport.abort()
-        while web.server_state.connections or web.server_state.tasks:  # noqa: ASYNC110 -- yields only
-            await asyncio.sleep(0)
+        await until(lambda: not web.server_state.connections and not web.server_state.tasks)
 
 
 @pytest.fixture(autouse=True)
@@ -248,8 +248,7 @@ async def test_input_behind_an_open_request_stays_in_the_kernel(served: Served) 
     assert await served.app.seen.get() == "/wait"
     (open_,) = served.web.server_state.connections
     writer.write(LIVEZ * 100_000)
-    while not open_.flow._is_input_full:  # type: ignore[union-attr]  # noqa: ASYNC110 -- yields only
-        await asyncio.sleep(0)
+    await until(lambda: open_.flow._is_input_full)  # type: ignore[union-attr]
     for _ in range(100):
         await asyncio.sleep(0)
     assert len(open_._received) <= INPUT_BYTES_MAX + 256 * 1024  # type: ignore[union-attr]  # a Connection
@@ -322,8 +321,7 @@ async def test_connections_above_the_limit_are_closed_if_all_are_busy() -> None:
         assert (served.stats.refused, served.stats.evicted, served.stats.requests_refused) == (3, 0, 1)
         for _, writer in busy + probes:
             writer.transport.abort()
-        while len(served.web.server_state.tasks):  # noqa: ASYNC110 -- yields only
-            await asyncio.sleep(0)
+        await until(lambda: not served.web.server_state.tasks)
         assert (await served.responses(LAST)).startswith(b"HTTP/1.1 200 OK")
 
 
@@ -367,8 +365,11 @@ async def test_a_closed_or_reset_connection_ends_its_request(
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
     writer.close()
     seen = asyncio.ensure_future(served.app.seen.get())
-    while not seen.done():
+
+    def is_seen() -> bool:
         if path == "/stream" and not is_reset:
             served.app.go.put_nowait(None)  # only a write reveals the close
-        await asyncio.sleep(0)
+        return seen.done()
+
+    await until(is_seen)
     assert seen.result() == "gone"

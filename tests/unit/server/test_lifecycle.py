@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import suppress
 
 import httpx
 import pytest
@@ -58,6 +57,10 @@ def client_of(listener: Listener) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=address_of(Config(), listener.getsockname()[1]))
 
 
+async def is_ready(client: httpx.AsyncClient) -> bool:
+    return (await client.get("/ready")).status_code == 200
+
+
 async def test_probes_answer_while_the_model_loads(
     loader: Loader, listener: Listener, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,11 +73,15 @@ async def test_probes_answer_while_the_model_loads(
         assert refused.json()["error"]["code"] == "model_loading"
         assert capfd.readouterr().out == ""
         loader.go.set()
-        while (await client.get("/ready")).status_code != 200:
-            pass
-        while not (line := capfd.readouterr().out):  # a thread writes it
-            pass
-        assert line == f"LLAISYS serving tiny at {client.base_url}\n".replace("/\n", "\n")
+        await until(lambda: is_ready(client))
+        printed: list[str] = []
+
+        def has_printed() -> bool:  # a thread writes the line
+            printed.append(capfd.readouterr().out)
+            return printed[-1].endswith("\n")
+
+        await until(has_printed)
+        assert "".join(printed) == f"LLAISYS serving tiny at {client.base_url}\n".replace("/\n", "\n")
         assert (await client.post("/v1/completions", json={"prompt": "Hi"})).status_code == 200
     os.kill(os.getpid(), signal.SIGTERM)
     assert await life == 0
@@ -106,8 +113,7 @@ async def test_a_dead_engine_sets_the_exit_code(loader: Loader, listener: Listen
     loader.go.set()
     life = asyncio.create_task(Lifecycle(Config(port=0), listener).run())
     async with client_of(listener) as client:
-        while (await client.get("/ready")).status_code != 200:
-            pass
+        await until(lambda: is_ready(client))
         loader.engine.dead = True
         assert (await client.get("/health")).status_code == 503
     os.kill(os.getpid(), signal.SIGTERM)
@@ -149,8 +155,7 @@ async def test_the_watchdogs_get_heartbeats_during_a_drain(
 
     async def close(_: float = 0.0) -> None:
         n_beats = loader.engine.n_beats
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(until(lambda: loader.engine.n_beats > n_beats + 3), 60)
+        await until(lambda: loader.engine.n_beats > n_beats + 3)
         beats.append(loader.engine.n_beats - n_beats)
 
     monkeypatch.setattr(loader.engine, "close", close)
@@ -159,7 +164,8 @@ async def test_the_watchdogs_get_heartbeats_during_a_drain(
     await until(lambda: loader.engine.n_beats > 0)
     os.kill(os.getpid(), signal.SIGTERM)
     assert await life == 0
-    assert beats == [4]
+    (n_beats,) = beats
+    assert n_beats > 3
 
 
 async def test_a_third_signal_exits_immediately(
@@ -177,8 +183,7 @@ async def test_a_third_signal_exits_immediately(
     loader.go.set()
     life = asyncio.create_task(Lifecycle(Config(port=0, shutdown_timeout_s=9), listener).run())
     async with client_of(listener) as client:
-        while (await client.get("/ready")).status_code != 200:
-            pass
+        await until(lambda: is_ready(client))
     os.kill(os.getpid(), signal.SIGTERM)
     await until(lambda: loader.closed_with == [9.0])
     os.kill(os.getpid(), signal.SIGTERM)

@@ -24,6 +24,7 @@ from llaisys.job_process import decode
 from llaisys.text.chat_template import ChatTemplate, TemplateSource
 from llaisys.text.tokenizer import Tokenizer
 from llaisys.text.tokenizer_pool import LIMITS, N_PROCESSES, AsyncTokenizer, TokenizerPool
+from waiting import block_until
 
 USER = [{"role": "user", "content": "Hi, é漢😀"}]
 OPTIONS = {"add_generation_prompt": True, "continue_final_message": False, "tools": None}
@@ -167,8 +168,7 @@ async def test_workers_receive_no_settings_and_no_secrets(
 def until_busy(pool: TokenizerPool) -> None:
     """Wait until one of the workers has used CPU time."""
     start = [(child, child.cpu_times().user) for child in processes(pool)]
-    while all(child.cpu_times().user <= user + 0.1 for child, user in start):
-        pass
+    block_until(lambda: any(child.cpu_times().user > user + 0.1 for child, user in start))
 
 
 async def test_bodies_are_parsed_as_in_this_process(pool: TokenizerPool) -> None:
