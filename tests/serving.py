@@ -18,13 +18,12 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from waiting import block_until
+from waiting import DEADLINE_S, block_until
 
 GOLDENS = Path(__file__).parent / "data" / "goldens"
 READY = re.compile(r"LLAISYS serving (\S+) at ((?:https?://|unix:)\S+)")
 COMMAND = (sys.executable, "-m", "llaisys")
-# A guard against a hang, not a bound: a busy machine may take its time.
-END_S = 120
+END_S = DEADLINE_S
 
 
 @dataclass
@@ -63,6 +62,15 @@ class Server:
     def until(self, name: str, value: float, **labels: str) -> None:
         """Wait until the metric has the value."""
         self.wait_for(lambda: self.metric(name, **labels) == value)
+
+    def wait_idle(self) -> None:
+        """Wait until no request waits or runs."""
+        names = ("vllm:num_requests_waiting", "vllm:num_requests_running")
+        self.wait_for(lambda: all(self.metric(name) == 0 for name in names))
+
+    def wait_logged(self, *texts: str) -> None:
+        """Wait until the log contains the texts: a thread writes it, and may be late."""
+        self.wait_for(lambda: all(text in self.log.read_text("utf-8") for text in texts))
 
     def lines(self, mark: str) -> list[Any]:
         """Return the JSON lines of the log that contain `mark`, once there are any.

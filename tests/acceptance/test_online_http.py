@@ -75,7 +75,7 @@ def test_sse_to_the_byte(tiny_server: str) -> None:
         "ignore_eos": True,
         "stream": True,
     }
-    answer = httpx.post(f"{tiny_server}/v1/chat/completions", json=body)
+    answer = httpx.post(f"{tiny_server}/v1/chat/completions", json=body, timeout=None)
     assert answer.headers["content-type"].startswith("text/event-stream")
     frames = answer.text.split("\n\n")
     assert frames.pop() == ""
@@ -86,10 +86,10 @@ def test_sse_to_the_byte(tiny_server: str) -> None:
 
 def test_probes_and_metrics(tiny_server: str, client: OpenAI) -> None:
     for probe in ("/livez", "/health", "/ready"):
-        assert httpx.get(tiny_server + probe).status_code == 200
+        assert httpx.get(tiny_server + probe, timeout=None).status_code == 200
 
     def counter(name: str) -> float:
-        text = httpx.get(f"{tiny_server}/metrics").text
+        text = httpx.get(f"{tiny_server}/metrics", timeout=None).text
         return sum(float(v) for v in re.findall(rf"^{re.escape(name)}{{[^}}]*}} (\S+)$", text, re.M))
 
     before = counter("vllm:generation_tokens_total")
@@ -104,6 +104,6 @@ def test_probes_and_metrics(tiny_server: str, client: OpenAI) -> None:
 
 def test_ignored_fields_are_named(tiny_server: str) -> None:
     body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 1, "flavour": "mint"}
-    answer = httpx.post(f"{tiny_server}/v1/chat/completions", json=body)
+    answer = httpx.post(f"{tiny_server}/v1/chat/completions", json=body, timeout=None)
     assert answer.status_code == 200
     assert answer.headers["x-llaisys-ignored-fields"] == "flavour"

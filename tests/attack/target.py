@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 # A guard against a server that never answers, not a bound: the driver measures.
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 REPLY_BYTES_MAX = 256 << 20
 
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) ")

@@ -50,8 +50,7 @@ def test_each_case_gets_an_allowed_reply(case: Case, target: Target, server: Ser
 def test_no_state_is_left_behind(target: Target, server: Server) -> None:
     """Runs after all of them: one process, no open request, no error of ours in the log."""
     server.http.headers["authorization"] = f"Bearer {KEYS[0]}"
-    server.until("vllm:num_requests_running", 0)
-    server.until("vllm:num_requests_waiting", 0)
+    server.wait_idle()
     assert server.metric("vllm:kv_cache_usage_perc") == 0
     assert psutil.Process(target.pid).is_running()
     log = server.log.read_text("utf-8")

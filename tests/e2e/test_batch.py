@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from serving import COMMAND, GOLDENS, Server, environment
+from serving import COMMAND, END_S, GOLDENS, Server, environment
 
 MODEL = str(GOLDENS / "qwen2-tied-bf16")
 CHAT = {"messages": [{"role": "user", "content": "Hello there"}], "temperature": 0, "max_tokens": 8}
@@ -21,7 +21,7 @@ BODIES = [
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*COMMAND, *arguments], capture_output=True, text=True, env=environment(**variables), timeout=120
+        [*COMMAND, *arguments], capture_output=True, text=True, env=environment(**variables), timeout=END_S
     )
 
 

@@ -46,10 +46,10 @@ def test_eight_prompts(tiny: Server, tmp_path: Path) -> None:
 
 def test_open_loop_counts_refusals_as_failed(tiny: Server, tmp_path: Path) -> None:
     """Far more at once than run and wait: whatever is refused is in no figure."""
-    result, _ = serve_bench(tmp_path, tiny, "--num-prompts", "40", "--input-len", "4", "--output-len", "200")
+    result, _ = serve_bench(tmp_path, tiny, "--num-prompts", "40", "--input-len", "4", "--output-len", "1000")
     assert result["completed"] + result["failed"] == 40
     assert result["failed"] >= 1
-    assert result["total_output_tokens"] == 200 * result["completed"]
+    assert result["total_output_tokens"] == 1000 * result["completed"]
     assert all(error.startswith("429: ") for error in result["failures"])
 
 

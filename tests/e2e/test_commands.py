@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from serving import COMMAND, GOLDENS, Server, environment
+from serving import COMMAND, END_S, GOLDENS, Server, environment
 
 MODEL = str(GOLDENS / "qwen2-tied-bf16")
 EXACT = ("--temperature", "0", "--max-tokens", "8")
@@ -16,7 +16,7 @@ LOCAL = (MODEL, "--dtype", "float32", "--num-kv-cells", "512")
 
 def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*COMMAND, *arguments], input=stdin, capture_output=True, text=True, env=environment(), timeout=120
+        [*COMMAND, *arguments], input=stdin, capture_output=True, text=True, env=environment(), timeout=END_S
     )
 
 
@@ -82,7 +82,7 @@ def test_a_reader_that_has_seen_enough(tiny: Server, command: str) -> None:
             stderr=subprocess.PIPE,
             text=True,
             env=environment(),
-            timeout=120,
+            timeout=END_S,
         )
     assert (done.returncode, done.stderr) == (141, "")
 

@@ -152,9 +152,8 @@ def test_a_unix_socket(tmp_path: Path) -> None:
     with serving(tmp_path, MODEL, *FLAGS, "--uds", str(path), "--host", "0.0.0.0") as server:
         assert server.url == f"unix:{path}"
         assert not stat.S_IMODE(path.stat().st_mode) & 0o007
-        with httpx.Client(
-            transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost"
-        ) as client:
+        transport = httpx.HTTPTransport(uds=str(path))
+        with httpx.Client(transport=transport, base_url="http://localhost", timeout=None) as client:
             assert client.get("/ready").status_code == 200
             assert client.post("/v1/completions", json=BODY).json()["usage"]["completion_tokens"] == 3
             assert client.get("/v1/models", headers={"host": "evil.example"}).status_code == 400
@@ -178,13 +177,13 @@ def test_tls_with_clients_certificates(tmp_path: Path) -> None:
         assert server.url.startswith("https://127.0.0.1:")
         context = ssl.create_default_context(cafile=str(files["ca"]))
         with (
-            httpx.Client(base_url=server.url, verify=context) as stranger,
+            httpx.Client(base_url=server.url, verify=context, timeout=None) as stranger,
             pytest.raises(httpx.TransportError),
         ):
             stranger.get("/livez")
         context.load_cert_chain(files["client"])
         with (
-            httpx.Client(base_url=server.url, verify=context) as client,
+            httpx.Client(base_url=server.url, verify=context, timeout=None) as client,
             client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer,
         ):
             assert b"".join(answer.iter_raw()).endswith(b"data: [DONE]\n\n")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from serving import environment
+from serving import END_S, environment
 
 ROOT = Path(__file__).parents[2]
 LOCAL = "http://127.0.0.1:8000"
@@ -33,7 +33,7 @@ def test_an_example_runs(smollm2_server: str, language: str, text: str) -> None:
     else:
         command = [sys.executable, "-c", program]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=False
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=END_S, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()

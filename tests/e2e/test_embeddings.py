@@ -61,8 +61,7 @@ def test_a_client_that_goes_away_frees_its_place_and_cells(tiny: Server, client:
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         tiny.until("vllm:num_requests_running", 1)
     tiny.until("vllm:request_success_total", n_before + 1, finished_reason="abort")
-    tiny.until("vllm:num_requests_running", 0)
-    tiny.until("vllm:num_requests_waiting", 0)
+    tiny.wait_idle()
     assert client.embeddings.create(model="tiny", input="Hi").data
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -33,8 +34,12 @@ def patched(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
 
 def engines(server: Server) -> list[psutil.Process]:
     """The engine processes of a server; its text processes are left out."""
-    children = psutil.Process(server.process.pid).children()
-    return [child for child in children if "llaisys.engine.process_main" in " ".join(child.cmdline())]
+    found = []
+    for child in psutil.Process(server.process.pid).children():
+        with suppress(psutil.NoSuchProcess):  # it may just have ended
+            if "llaisys.engine.process_main" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 def test_kill_9_of_the_engine(tmp_path: Path) -> None:

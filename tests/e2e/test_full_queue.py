@@ -53,8 +53,7 @@ def test_a_refusal_comes_before_the_body(tmp_path: Path) -> None:
         assert answer_of(refused)[0] == 429
         running.close()
         waiting.close()
-        server.until("vllm:num_requests_running", 0)
-        server.until("vllm:num_requests_waiting", 0)
+        server.wait_idle()
         refused.sendall(short)  # the refused request's body, which is dropped
         refused.sendall(head(server, COMPLETIONS, len(short)) + short)
         status, _, answer = answer_of(refused)

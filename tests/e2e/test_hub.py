@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fakes.hub import TOKEN, FakeHub, Repo, fake_hub
-from serving import COMMAND, GOLDENS, environment
+from serving import COMMAND, END_S, GOLDENS, environment
 
 GOLDEN = GOLDENS / "qwen2-tied-bf16"
 SHARDED = GOLDENS / "qwen2-odd-f32-sharded"
@@ -48,7 +48,11 @@ class Shell:
 
     def run(self, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*COMMAND, *arguments], capture_output=True, text=True, env=self.environment(**extra), timeout=120
+            [*COMMAND, *arguments],
+            capture_output=True,
+            text=True,
+            env=self.environment(**extra),
+            timeout=END_S,
         )
 
     def fails(self, *arguments: str, **extra: str) -> str:
@@ -180,7 +184,7 @@ def test_an_interrupted_pull_leaves_whole_files_only(tmp_path: Path) -> None:
         shell = Shell(tmp_path, hub)
         command = [*COMMAND, "pull", "acme/slow"]
         with subprocess.Popen(command, env=shell.environment(), stderr=subprocess.PIPE, text=True) as process:
-            assert hub.stalled.wait(timeout=60)
+            assert hub.stalled.wait(timeout=END_S)
             process.send_signal(signal.SIGKILL)
         go_on.set()
         assert "model.safetensors" not in shell.files()
@@ -197,9 +201,9 @@ def test_ctrl_c_ends_a_pull_at_once(tmp_path: Path) -> None:
     with fake_hub(acme__slow=Repo(folder(GOLDEN), trickle=True)) as hub:
         shell = Shell(tmp_path, hub)
         with subprocess.Popen([*COMMAND, "pull", "acme/slow"], env=shell.environment()) as process:
-            assert hub.stalled.wait(timeout=60)
+            assert hub.stalled.wait(timeout=END_S)
             process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=60) == 130
+            assert process.wait(timeout=END_S) == 130
         assert "model.safetensors" not in shell.files()
 
 

@@ -40,7 +40,7 @@ def test_keys(locked: Server) -> None:
 
 
 def test_what_needs_no_key(locked: Server) -> None:
-    with httpx.Client(base_url=locked.url) as stranger:
+    with httpx.Client(base_url=locked.url, timeout=None) as stranger:
         for path in ("/", "/livez", "/health", "/ready"):
             assert stranger.get(path).status_code == 200
         for path in ("/metrics", "/version", "/v1/models", "/docs", "/nothing"):
@@ -104,12 +104,6 @@ def one_token(server: Server) -> httpx.Response:
     return server.http.post(COMPLETIONS, json=body, headers=OTHER)
 
 
-def quiet(server: Server) -> None:
-    """All that was sent has ended."""
-    server.until("vllm:num_requests_running", 0)
-    server.until("vllm:num_requests_waiting", 0)
-
-
 def test_sequence_ids_are_shared(shared: Server) -> None:
     """Eight requests of eight choices: the other key's request runs while all of them do."""
     with ExitStack() as stack:
@@ -121,7 +115,7 @@ def test_sequence_ids_are_shared(shared: Server) -> None:
         assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 1)
         assert shared.metric("vllm:num_preemptions_total") == before + 1
         assert shared.metric("vllm:request_success_total", finished_reason="length") >= 1
-    quiet(shared)
+    shared.wait_idle()
 
 
 def test_queue_places_are_shared(shared: Server) -> None:
@@ -137,7 +131,7 @@ def test_queue_places_are_shared(shared: Server) -> None:
         assert one_token(shared).status_code == 200
         embedded = shared.http.post(EMBEDDINGS, json={"input": [[5, 6]]}, headers=OTHER)
         assert embedded.status_code == 200
-    quiet(shared)
+    shared.wait_idle()
 
 
 def test_upload_bytes_are_shared(shared: Server) -> None:
@@ -181,7 +175,7 @@ def test_a_key_learns_nothing_of_another_s_prompts_and_ids(shared: Server) -> No
         assert (answer.status_code, answer.json()["id"]) == (200, "cmpl-open")
         (choice,) = shared.http.get("/v1/requests/cmpl-open/timeline").json()["choices"]
         assert not choice["is_over"]
-    quiet(shared)
+    shared.wait_idle()
 
 
 @pytest.mark.parametrize("how", ["flag", "environment", "file"])

@@ -12,7 +12,7 @@ import pytest
 
 from llaisys.engine.worker import inspect_model
 from llaisys.hub import resolve_model
-from serving import environment
+from serving import END_S, environment
 
 LOAD = """
 import json, sys
@@ -51,7 +51,9 @@ def test_loading_takes_the_packed_weights_and_little_more(dtype: str) -> None:
     path = resolve_model("smollm2").path
     info = inspect_model(path)
     command = [sys.executable, "-c", LOAD, str(path), dtype]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment(), timeout=120)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=environment(), timeout=END_S
+    )
     weights, peak = json.loads(done.stdout)
     tensor = info.vocab_size * info.d_model * (4 if dtype == "float32" else 34 / 32)
     print(f"{dtype}: weights {weights / 1e6:.0f} MB, peak {peak / 1e6:.0f} MB")

@@ -12,7 +12,7 @@ import numpy as np
 import openai
 import pytest
 
-from serving import Server, long_model, serving
+from serving import END_S, Server, long_model, serving
 
 FOLDER = Path(__file__).parents[1] / "clients" / "node"
 KEY = "sesame"
@@ -30,7 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def calls(server: Server) -> dict[str, dict[str, Any]]:
     """What the program saw, by call."""
     command = ["node", str(FOLDER / "client.mjs"), f"{server.url}/v1", KEY]
-    done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=END_S)
     assert done.returncode == 0, done.stderr + done.stdout
     seen = [json.loads(line) for line in done.stdout.splitlines()]
     return {each["call"]: each for each in seen}

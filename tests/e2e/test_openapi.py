@@ -48,7 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def test_the_document_needs_the_key_and_has_every_route(server: Server) -> None:
-    assert httpx.get(f"{server.url}/openapi.json").status_code == 401
+    assert httpx.get(f"{server.url}/openapi.json", timeout=None).status_code == 401
     document = server.http.get("/openapi.json").json()
     assert {"/v1/chat/completions", "/v1/embeddings", "/tokenize", "/v1/sessions", "/metrics"} <= set(
         document["paths"]
@@ -61,6 +61,7 @@ def test_the_document_needs_the_key_and_has_every_route(server: Server) -> None:
             assert operation["security"] == ([] if path in ("/livez", "/health", "/ready") else [{"key": []}])
 
 
+@pytest.mark.timeout(900)  # a minute on two quiet cores
 def test_schemathesis_finds_nothing(server: Server, tmp_path: Path) -> None:
     command = [
         *(sys.executable, "-m", "schemathesis.cli", "--config-file", str(HERE / "schemathesis.toml"), "run"),
@@ -70,13 +71,12 @@ def test_schemathesis_finds_nothing(server: Server, tmp_path: Path) -> None:
     ]
     path = os.pathsep.join(sys.path)
     hooks = environment(PYTHONPATH=path, SCHEMATHESIS_HOOKS=str(HERE / "schemathesis_hooks.py"))
-    done = subprocess.run(command, cwd=tmp_path, env=hooks, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=tmp_path, env=hooks, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, f"seed {SEED}\n{done.stdout}\n{done.stderr}"
     print(f"seed {SEED}")
     generated = re.search(r"(\d+) generated, (\d+) passed", done.stdout)
     assert generated is not None, done.stdout
     assert int(generated[1]) == int(generated[2]) > 1000
-    log = server.log.read_text("utf-8")
-    for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/v1/sessions"):
-        assert f'"path": "{path}", "status": 200' in log, f"no body reached {path} that it could serve"
-    assert not re.search(r'"status": 5\d\d', log)
+    paths = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/v1/sessions")
+    server.wait_logged(*(f'"path": "{path}", "status": 200' for path in paths))
+    assert not re.search(r'"status": 5\d\d', server.log.read_text("utf-8"))

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from serving import END_S
+
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)
 LOCAL = "http://127.0.0.1:8000"
@@ -23,7 +25,7 @@ def block(language: str, holds: str) -> str:
 
 
 def run(command: list[str]) -> str:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=END_S)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -19,7 +19,7 @@ import pytest
 from llaisys.config import Config
 from llaisys.server.app import _routes
 from llaisys.server.state import ServerState
-from serving import Server, long_model, serving
+from serving import END_S, Server, long_model, serving
 
 CANARY = "canary-7f3a"
 GOOD, OTHER = f"{CANARY}-good", f"{CANARY}-other"
@@ -128,7 +128,7 @@ def ask(
     lines += [f"{name}: {value}" for name, value in headers]
     lines += ["Content-Type: application/json"] if row.body else []
     lines += [f"Content-Length: {len(row.body) if declared < 0 else declared}", "Connection: close", "", ""]
-    with socket.create_connection(place, timeout=60) as line:
+    with socket.create_connection(place, timeout=END_S) as line:
         line.sendall("\r\n".join(lines).encode("latin-1") + row.body)
         raw = b"".join(iter(partial(line.recv, 65536), b""))
     head, _, body = raw.partition(b"\r\n\r\n")
@@ -270,7 +270,7 @@ def test_a_body_over_the_limit(server: Server) -> None:
         place = address(server)
         head = [f"POST /v1/completions HTTP/1.1\r\nHost: {place[0]}:{place[1]}\r\nTransfer-Encoding: chunked"]
         head += ["Content-Type: application/json", *(f"{name}: {value}" for name, value in headers)]
-        with socket.create_connection(place, timeout=60) as line:
+        with socket.create_connection(place, timeout=END_S) as line:
             line.sendall("\r\n".join([*head, "", ""]).encode() + chunked.body)
             assert int(line.recv(12).split()[1]) == status
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from serving import END_S
+
 ROOT = Path(__file__).parents[2]
 TOOLS = ("cargo", "rustc", "cc", "python3", "node", "npm")
 SHELL = ("bash", "awk", "dirname", "head", "sort", "printf", "env")
@@ -29,7 +31,7 @@ def check(
             (folder / name).chmod(0o755)
     command = ["/bin/bash", str(ROOT / "scripts" / script)]
     env = {"PATH": str(folder), "HOME": str(Path.home())}
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=END_S)
 
 
 def test_all_there_says_nothing(tmp_path: Path) -> None:
@@ -101,12 +103,14 @@ def test_a_failing_package_index_says_what_to_do(tmp_path: Path) -> None:
     pip_fails.write_text('#!/bin/sh\n[ "$1" = - ] && echo numpy && exit 0\nexit 1\n', encoding="utf-8")
     pip_fails.chmod(0o755)
     command = ["/bin/bash", str(ROOT / "scripts" / "install-python.sh"), str(pip_fails)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=END_S)
     assert done.returncode == 1
     assert "PIP_FIND_LINKS" in done.stderr
 
 
 def test_make_help_lists_the_targets() -> None:
-    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        ["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=END_S
+    )
     listed = {line.split()[1] for line in done.stdout.splitlines()}
     assert {"setup", "build", "serve", "check", "test", "lint", "bench", "wheel", "clean"} <= listed

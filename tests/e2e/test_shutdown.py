@@ -24,7 +24,7 @@ FLAGS = ("--num-kv-cells", "65536", "--max-num-seqs", "2", "--dtype", "float32")
 def refused(*arguments: str, **env: str) -> str:
     """What a start that cannot succeed says; it must exit with 1 and without a traceback."""
     done = subprocess.run(
-        [*COMMAND, "serve", *arguments], capture_output=True, text=True, env=environment(**env), timeout=120
+        [*COMMAND, "serve", *arguments], capture_output=True, text=True, env=environment(**env), timeout=END_S
     )
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr

@@ -54,12 +54,13 @@ def test_a_full_disk_costs_the_write_alone(tmp_path: Path, flags: tuple[str, ...
                 assert str(tmp_path) not in refused.text
             assert http.get("/v1/chats/one").json()["revision"] == 1
             assert http.post("/v1/completions", json=body).status_code == 200
-        log = server.log.read_text("utf-8")
         (folder,) = session_store.iterdir()
         assert [*folder.iterdir()] == [], "nothing half-written stays"
-        assert f"the saved session {folder / 'f.kv'}: File too large" in log
-        assert f"the chat store {chat_store}: disk I/O error" in log
-        assert "Traceback" not in log
+        server.wait_logged(
+            f"the saved session {folder / 'f.kv'}: File too large",
+            f"the chat store {chat_store}: disk I/O error",
+        )
+        assert "Traceback" not in server.log.read_text("utf-8")
         assert http.post("/v1/sessions/chat/save", json={"file": "f"}).status_code == 200
         assert http.put("/v1/chats/one", json=large).json()["revision"] == 2
         assert server.stop() == 0

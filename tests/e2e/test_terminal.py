@@ -83,7 +83,7 @@ def test_stopping_and_leaving(chat: Terminal) -> None:
     chat.until(rb"/clear starts a new conversation")
     chat.until(PROMPT)
     chat.type(CTRL_D)
-    assert chat.process.wait(timeout=60) == 0
+    assert chat.process.wait(timeout=END_S) == 0
 
 
 @pytest.mark.parametrize("flags", [(), ("--engine-process",)], ids=["in this process", "in its own"])
@@ -98,6 +98,7 @@ def test_a_bar_shows_how_far_the_weights_are_loaded(flags: tuple[str, ...], tmp_
 
 
 def test_no_bar_where_nobody_watches(tiny: Server) -> None:
+    tiny.wait_logged("loaded /")
     log = tiny.log.read_text("utf-8")
     assert "%|" not in log
     assert "\r" not in log

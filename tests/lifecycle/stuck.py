@@ -43,7 +43,7 @@ def run() -> int:
             )
             process._BOOT = process._BOOT.replace("; from", f"; {here}; from")
         case "loop":
-            watchdog.EXIT_AFTER_S = 0.5
+            watchdog.EXIT_AFTER_S = 3.0  # the log is written meanwhile
 
             async def stops(_: Any, models: ModelRegistry) -> None:
                 models.beat()

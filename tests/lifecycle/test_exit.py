@@ -74,5 +74,7 @@ def test_a_program_ends(model: str, work: str, how: str) -> None:
         for program, form in zip(programs, FORMS, strict=True):
             _, errors = program.communicate(timeout=END_S)
             assert program.returncode in CODES.get(how, {0}), (form, errors)
-            for bad in ("PanicException", "panicked", "Fatal Python error", "Exception ignored"):
+            for bad in ("PanicException", "panicked", "Fatal Python error"):
                 assert bad not in errors, (form, errors)
+            # The second Ctrl-C may come during Python's own shutdown, which reports that it ignores it.
+            assert how == "SIGINT x2" or "Exception ignored" not in errors, (form, errors)

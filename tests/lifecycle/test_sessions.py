@@ -23,6 +23,7 @@ from llaisys.engine.sessions.manager import SessionRequest
 from llaisys.errors import EngineDeadError, ExhaustedError, RejectedError, UnsupportedError
 from llaisys.sampling_params import SamplingParams
 from llaisys.session_info import SessionInfo
+from waiting import DEADLINE_S
 
 PROMPT = [(7 * i + 3) % 500 for i in range(90)]
 SETTINGS: dict[str, Any] = {
@@ -140,13 +141,13 @@ async def test_a_session_request_in_progress_ends_with_its_engine(
 
     def slow(_: SessionWriter) -> None:
         begun.set()
-        assert gate.wait(30)
+        assert gate.wait(DEADLINE_S)
 
     monkeypatch.setattr(SessionWriter, "open", slow)
     async with started(tmp_path) as service:
         await answer(service, "a", PROMPT, session_id="chat")
         saving = asyncio.create_task(service.sessions.save("chat", "file"))
-        assert await asyncio.to_thread(begun.wait, 30)
+        assert await asyncio.to_thread(begun.wait, DEADLINE_S)
         assert (await answer(service, "b", PROMPT))[2] == 89, "others run meanwhile"
         assert service._client is not None
         closing = asyncio.create_task(asyncio.to_thread(service._client.close))

@@ -26,6 +26,7 @@ from llaisys.engine.memory import size_engine
 from llaisys.engine.request import EngineRequest
 from llaisys.engine.worker import inspect_model
 from llaisys.sampling_params import SamplingParams
+from waiting import until
 
 SEED = 4
 N_REQUESTS, N_AT_ONCE, ABORTED = 10_000, 64, 0.3
@@ -145,8 +146,7 @@ async def test_abort_storm(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     stats = service._client.stats()
     assert (stats.num_running, stats.num_waiting, stats.kv_cells_used) == (0, 0, 0)
     assert stats.kv_cells_free + stats.kv_cells_retained == stats.kv_cells
-    after = asyncio.all_tasks(), threading.active_count(), psutil.Process().num_fds()
-    assert after == before
+    await until(lambda: (asyncio.all_tasks(), threading.active_count(), psutil.Process().num_fds()) == before)
     if watch.engine is not None:
         assert set(watch.ends.values()) == {1}
         assert not watch.engine.requests.by_ordinal

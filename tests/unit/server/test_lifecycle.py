@@ -54,7 +54,7 @@ async def listener() -> AsyncIterator[Listener]:
 
 
 def client_of(listener: Listener) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=address_of(Config(), listener.getsockname()[1]))
+    return httpx.AsyncClient(base_url=address_of(Config(), listener.getsockname()[1]), timeout=None)
 
 
 async def is_ready(client: httpx.AsyncClient) -> bool:
