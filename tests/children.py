@@ -11,7 +11,7 @@ def engine_processes() -> list[psutil.Process]:
     """Return all children except `llaisys serve` and worker processes."""
     found = []
     for child in psutil.Process().children():
-        with suppress(psutil.NoSuchProcess):  # the child may just have ended
+        with suppress(psutil.NoSuchProcess):  # it may just have ended
             line = " ".join(child.cmdline())
             if " serve " not in line and "job_process" not in line:
                 found.append(child)

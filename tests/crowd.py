@@ -1,5 +1,7 @@
-"""Eight requests that run together, and one after them: prefix hits, a fork, chunked prompts, preemptions.
-For tests that make the core fail while they run."""
+"""Eight requests that run together, and one after them, for tests that inject faults into the core.
+
+They have prefix hits, a fork, chunked prompts and preemptions.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ from llaisys.stats import EngineStats
 
 VOCAB_SIZE = 200  # ids below it are plain in the fake and in the golden model
 STEP_S, STEPS_MAX, CANCEL_AT = 0.01, 400, 9
-# By name: when it comes (in steps), how many tokens it shares with `a`, how many are its own.
-COMERS = {
+# By name: its step of arrival, the number of tokens shared with `a`, the number of its own.
+ARRIVALS = {
     "a": (0, 12, 4),
     "twin": (0, 12, 4),
     "b": (0, 0, 11),
@@ -35,7 +37,7 @@ COMERS = {
 
 
 def bounds(*, prefix: bool, n_streams: int = 1) -> Limits:
-    """Less room than they need in the end, or they would not be preempted."""
+    """Return limits with too few cells for all of them, so that some are preempted."""
     return limits(
         max_num_seqs=8,
         max_num_batched_tokens=16,
@@ -49,9 +51,9 @@ def bounds(*, prefix: bool, n_streams: int = 1) -> Limits:
 
 
 def requests() -> dict[str, EngineRequest]:
-    """All of them, greedy and drawn, some with logprobs."""
+    """Return all requests: greedy and sampled, some with logprobs."""
     made = {}
-    for i, (name, (_, n_shared, n_own)) in enumerate(COMERS.items()):
+    for i, (name, (_, n_shared, n_own)) in enumerate(ARRIVALS.items()):
         prompt = [(7 * j + 3) % VOCAB_SIZE for j in range(n_shared)]
         prompt += [(11 * j + (0 if name == "twin" else i) * 17 + 5) % VOCAB_SIZE for j in range(n_own)]
         made[name] = ask(
@@ -69,8 +71,10 @@ def requests() -> dict[str, EngineRequest]:
 
 @dataclass
 class Answers:
-    """What came, by (request, choice): tokens with their logprobs, and the end. `n_together`: choices that
-    ran at once, at most. `stats`: at the end."""
+    """The outputs by (request, choice): tokens with their logprobs, and the last output.
+
+    `n_together`: the highest number of choices that ran at the same time. `stats`: at the end.
+    """
 
     tokens: dict[tuple[str, int], list[Any]] = field(default_factory=dict)
     ends: dict[tuple[str, int], EngineOutput] = field(default_factory=dict)
@@ -90,12 +94,12 @@ class Answers:
                 self.over.append(output.request_id)
 
     def failed(self) -> set[str]:
-        """The requests of which a choice ended with an error."""
+        """Return the requests with a choice that ended with an error."""
         return {name for (name, _), end in self.ends.items() if end.error is not None}
 
 
 def context_of(core: ModuleType, limits: Limits, n_ranks: int = 1) -> Any:
-    """A context of the tiny golden model in which mistakes show: cells are reused at once, and poisoned."""
+    """Return a context of the tiny golden model that reuses cells at once and fills free ones with NaN."""
     return core.Context(
         str(FOLDER),
         dtype="float32",
@@ -116,10 +120,10 @@ def make_engine(context: Any, spec: Any, limits: Limits) -> LLMEngine:
 
 
 def run(engine: LLMEngine, context: Any) -> Answers:
-    """All of them from arrival to end, with every check after every step. Raises what ends the engine."""
+    """Run all requests to their ends, with every check after every step. Raises what ends the engine."""
     answers, todo = Answers(), requests()
     for n in range(STEPS_MAX):
-        for name in [name for name in todo if COMERS[name][0] <= n]:
+        for name in [name for name in todo if ARRIVALS[name][0] <= n]:
             engine.submit(todo.pop(name))
         if n == CANCEL_AT:
             engine.cancel("gone")
@@ -130,17 +134,17 @@ def run(engine: LLMEngine, context: Any) -> Answers:
         elif not todo:
             break
     else:
-        raise AssertionError("they do not come to an end")
+        raise AssertionError(f"requests are still open after {STEPS_MAX} steps")
     stats = answers.stats = engine.stats()
-    assert sorted(answers.over) == sorted(COMERS), "each ends once"
+    assert sorted(answers.over) == sorted(ARRIVALS), "each request ends once"
     assert stats.num_running == stats.num_waiting == stats.kv_cells_used == 0
     assert context.n_seq_free == engine.limits.max_num_seqs
     assert stats.kv_cells_free + stats.kv_cells_retained == stats.kv_cells
     return answers
 
 
-def judge(answers: Answers, want: Answers) -> None:
-    """At most one request failed; all others were told what they would have been told."""
+def check_answers(answers: Answers, want: Answers) -> None:
+    """Check that at most one request failed, and that the others have the outputs of a run without faults."""
     failed = answers.failed()
     assert len(failed) <= 1, failed
     for key, tokens in want.tokens.items():

@@ -1,5 +1,4 @@
-"""An engine process that dies at a point of its life: `main(SOCKET, POINT)`. It follows the protocol
-until then."""
+"""An engine process that follows the protocol and dies at a chosen point: `main(SOCKET, POINT)`."""
 
 from __future__ import annotations
 
@@ -38,9 +37,9 @@ def main(number: int, point: str) -> None:
                         os.kill(os.getpid(), signal.SIGKILL)
                     channel.send(encode(Started(start.limits)))
                     if point == "with messages queued":
-                        time.sleep(600)  # reads nothing any more, until it is killed
+                        time.sleep(600)  # reads nothing more until it is killed
                 case Submit():
-                    if point == "with its socket closed":  # and goes on
+                    if point == "with its socket closed":  # and keeps running
                         channel.close()
                         time.sleep(600)
                     channel.send(encode(EngineEnded(EngineDeadError("its last word"))))

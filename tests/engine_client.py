@@ -1,4 +1,4 @@
-"""A client of an engine process whose outputs are collected."""
+"""A client of an engine process that collects its outputs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def capacity(folder: Path = FOLDER, **settings: Any) -> Capacity:
 
 
 class Client:
-    """A process client whose outputs are collected."""
+    """A `ProcessClient` that collects its outputs."""
 
     def __init__(self, made: Capacity | None = None) -> None:
         self.outputs: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()

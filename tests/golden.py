@@ -1,4 +1,4 @@
-"""The golden model of the acceptance tests: tiny, Qwen2 layout, with transformers' outputs."""
+"""The golden models of the tests: tiny models with the outputs of transformers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Grammars made to cost time, memory or the process, by name: fields of `structured_outputs`.
+"""Grammars that try to exhaust time or memory, or to crash the process: `structured_outputs` by name.
 
-Each gives a verdict: it is refused with a reason, or following it is bounded.
+Each is refused with a reason, or its cost is bounded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def _chain(n: int, rule: str, last: str) -> str:
 
 
 def _refs(n: int) -> str:
-    """A chain of `$ref`s, as text because its keys repeat a lot."""
+    """Return a chain of `$ref`s as text."""
     level = '"{0:x}":{{"properties":{{"a":{{"$ref":"#/$defs/{1:x}"}}}},"required":["a"]}},'
     return '{"$ref":"#/$defs/0","$defs":{' + _chain(n, level, '"{:x}":{{}}') + "}}"
 
@@ -30,7 +30,7 @@ def _nested(n: int, key: str) -> dict[str, Any]:
     return schema
 
 
-# Refused: the reason has this in it.
+# Refused, with a reason that contains this text.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "multiple of a large prime": ({"json": {"type": "integer", "multipleOf": 999983}}, "takes more than"),
     "multiples of large primes": (
@@ -79,7 +79,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "text that is no Lark": ({"grammar": "\x01\x02"}, "structured_outputs.grammar"),
     "a file": ({"grammar": '%import /etc/passwd\nstart: "a"'}, "structured_outputs.grammar"),
 }
-# Refused or not: what counts is that it ends, and that the process survives.
+# Refused or not: the compilation ends, and the process survives.
 BOUNDED: dict[str, dict[str, Any]] = {
     "repeats within bounds": {"regex": "(a{100}){100}"},
     "an exponential automaton": {"regex": "[ab]*a[ab]{100}c"},

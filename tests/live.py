@@ -14,14 +14,14 @@ TEXTS = (
     "1, 2, 3, 4, 5, 6, 7,",
 )
 N_TOKENS = 24
-# A token that won by less than this share of the largest logit may be another one in a second float32
-# implementation: the tolerance of the goldens' logits, once for each of the two that are compared.
+# Two float32 implementations may choose different tokens if the best logits differ by less than this share of
+# the largest logit. It is the tolerance of the goldens' logits, once for each implementation.
 TIE = 2e-4
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """`token_ids[i]` won by `margins[i]`, as a share of the largest logit of its step."""
+    """`margins[i]`: the distance of `token_ids[i]` from the second best, as a share of the largest logit."""
 
     prompt_ids: list[int]
     token_ids: list[int]
@@ -54,7 +54,7 @@ def continuations(path: Path, texts: tuple[str, ...] = TEXTS) -> list[Continuati
 
 
 def assert_follows(token_ids: list[int], want: Continuation) -> None:
-    """Equal ids, up to a step whose winner is a tie."""
+    """Check that the ids are equal, up to a step with a tie."""
     for step, (ours, theirs) in enumerate(zip(token_ids, want.token_ids, strict=True)):
         if ours != theirs:
             margin = want.margins[step]

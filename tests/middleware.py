@@ -1,4 +1,4 @@
-"""Posts through one middleware of the server, without the others."""
+"""Send requests through one middleware of the server, without the others."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from llaisys.server.http_errors import ApiError
 
 
-def of_a_door(door: ASGIApp, *bodies: bytes) -> list[int]:
-    """The statuses of posts, one after the other; none is ended before the last has been answered."""
+def of_a_door(middleware: ASGIApp, *bodies: bytes) -> list[int]:
+    """Return the statuses of POST requests in order. None ends before the last has a response."""
 
     async def ask_all() -> list[int]:
         go, statuses = asyncio.Event(), []
@@ -32,7 +32,9 @@ def of_a_door(door: ASGIApp, *bodies: bytes) -> list[int]:
                     await go.wait()
 
             headers = [(b"content-length", str(len(body)).encode())]
-            await door({"type": "http", "method": "POST", "path": "/", "headers": headers}, receive, send)
+            await middleware(
+                {"type": "http", "method": "POST", "path": "/", "headers": headers}, receive, send
+            )
 
         await asyncio.gather(*map(ask_one, bodies))
         return statuses
@@ -41,7 +43,7 @@ def of_a_door(door: ASGIApp, *bodies: bytes) -> list[int]:
 
 
 async def reading(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001 -- ASGI
-    """An application behind the doors: answers a body, or the error of reading it."""
+    """An application behind the middleware: reads the body, and responds with 200 or the error of reading."""
     try:
         await receive()
         await send({"type": "http.response.start", "status": 200, "headers": []})

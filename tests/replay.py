@@ -42,7 +42,7 @@ def pieces() -> list[str]:
 
 
 async def frames() -> AsyncIterator[str]:
-    """One frame every 1 / TOKENS_PER_S seconds, by the clock, so that a late one does not shift the rest."""
+    """Yield a frame every 1 / TOKENS_PER_S seconds, at absolute times: a late one does not delay the rest."""
     loop = asyncio.get_running_loop()
     start = loop.time()
     for i, piece in enumerate(pieces()):
@@ -64,7 +64,7 @@ app.include_router(static.router)
 
 @app.get("/v1/models")
 async def models() -> dict[str, Any]:
-    """One model."""
+    """Return one model."""
     return {"data": [{"id": "replay", "max_model_len": 65536}]}
 
 
@@ -82,7 +82,7 @@ async def chat(request: Request) -> Response:
 
 
 def main() -> None:
-    """Serves on a free port."""
+    """Serve on a free port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
         uvicorn.Server(uvicorn.Config(app, log_level="warning")).run([listener])

@@ -1,4 +1,4 @@
-"""The compiled context, driven as a test wants it: whole prompts, greedy continuations, no engine."""
+"""Run the compiled context without an engine: whole prompts and greedy continuations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOGITS, HIDDEN = 1, 2
 
 
 def arrays(rows: Sequence[tuple[int, int, Sequence[int], int]]) -> dict[str, NDArray[Any]]:
-    """Rows of (token, position, sequence ids, output flags) as the arrays of `Context.decode`."""
+    """Return rows of (token, position, sequence ids, output flags) as the arrays of `Context.decode`."""
     return {
         "tokens": np.array([r[0] for r in rows], np.int32),
         "positions": np.array([r[1] for r in rows], np.int32),
@@ -28,7 +28,7 @@ def arrays(rows: Sequence[tuple[int, int, Sequence[int], int]]) -> dict[str, NDA
 
 
 class Runner:
-    """One context with small defaults. A context manager."""
+    """A context with small default settings, which is closed at the end of a `with` block."""
 
     def __init__(self, path: Path, **settings: Any) -> None:
         defaults: dict[str, Any] = {
@@ -50,15 +50,15 @@ class Runner:
         self.context.close()
 
     def decode(self, rows: Sequence[tuple[int, int, Sequence[int], int]], **options: Any) -> DecodeOutput:
-        """One decode of explicit rows."""
+        """Decode explicit rows."""
         return self.context.decode(**arrays(rows), **options)
 
     def extend(self, seq: int, tokens: Sequence[int], start: int, flags: int = LOGITS) -> DecodeOutput:
-        """Appends tokens to a sequence at `start`, with logits of each."""
+        """Append tokens to a sequence at `start`; each returns logits."""
         return self.decode([(t, start + i, [seq], flags) for i, t in enumerate(tokens)], return_logits=True)
 
     def forward(self, tokens: Sequence[int]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Logits `[T, vocab]` and final hidden states `[T, d_model]` of a prompt in a fresh sequence."""
+        """Return logits `[T, vocab]` and final hidden states `[T, d_model]` of a prompt in a new sequence."""
         seq = self.context.seq_acquire()
         out = self.extend(seq, tokens, 0, LOGITS | HIDDEN)
         self.context.seq_release(seq)
@@ -67,7 +67,7 @@ class Runner:
         return out.logits, out.hidden
 
     def greedy(self, prompt: Sequence[int], n_tokens: int, eos: Collection[int] = ()) -> list[int]:
-        """Argmax continuation; ends after an id of `eos`."""
+        """Return the argmax continuation; it ends after an id of `eos`."""
         seq = self.context.seq_acquire()
         rows = [(t, i, [seq], 0) for i, t in enumerate(prompt)]
         rows[-1] = (*rows[-1][:3], LOGITS)

@@ -1,4 +1,4 @@
-"""JSON schemas made from a seed: everything in them is bounded, so an answer can end."""
+"""JSON schemas generated from a seed. Everything in them is bounded, so a completion can end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ WORDS = ("name", "age", "city", "tags", "size", "kind", "price", "ok", "code", "
 
 
 def schema(seed: int) -> dict[str, Any]:
-    """An object schema of one to four properties, at most two levels deep."""
+    """Return an object schema with one to four properties and up to two levels."""
     return _object(random.Random(seed), depth=2)
 
 
@@ -40,7 +40,7 @@ def _whole(draw: random.Random) -> dict[str, Any]:
 
 
 def _number(draw: random.Random) -> dict[str, Any]:
-    """Some in steps that a binary fraction can say, so that the validator's division is exact."""
+    """Return a number type. Steps are binary fractions, so that the validator's division is exact."""
     steps: dict[str, Any] = {"multipleOf": 0.25} if draw.random() < 0.5 else {}
     return {"type": "number", "minimum": 0, "maximum": draw.randint(1, 100), **steps}
 

@@ -1,4 +1,4 @@
-"""Behaviors of the server that `tests/unit/test_limits_table.py` runs for their rows of docs/limits.md."""
+"""Limits of the server, checked by `tests/unit/test_limits_table.py` for their rows of docs/limits.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llaisys.server.webui.chat_store import ChatStore
 
 
 def max_chat_bytes_per_key() -> None:
-    """A chat that fits, and one more that does not."""
+    """One chat fits, and one more is refused."""
     config = load_config({"max_chat_bytes_per_key": 10})
     with (
         TemporaryDirectory() as folder,

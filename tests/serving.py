@@ -28,7 +28,7 @@ END_S = DEADLINE_S
 
 @dataclass
 class Server:
-    """A running server. `http`: a client of its address, with the key. `log`: its stderr so far."""
+    """A running server. `http`: a client for its address, with the key. `log`: the file of its stderr."""
 
     process: subprocess.Popen[str]
     model: str
@@ -37,7 +37,7 @@ class Server:
     http: httpx.Client
 
     def samples(self, name: str, **labels: str) -> list[float]:
-        """The samples of /metrics of this name that have these labels."""
+        """Return the samples of /metrics with this name and these labels."""
         answer = self.http.get("/metrics")
         return [
             sample.value
@@ -47,7 +47,7 @@ class Server:
         ]
 
     def metric(self, name: str, **labels: str) -> float:
-        """Their sum."""
+        """Return the sum of these samples."""
         return sum(self.samples(name, **labels))
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
@@ -88,13 +88,13 @@ class Server:
         return [json.loads(line) for line in found if line.startswith("{") and line.endswith("\n")]
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Sends the signal and waits; the exit code."""
+        """Send the signal, wait for the end, and return the exit code."""
         self.process.send_signal(number)
         return self.process.wait(timeout=END_S)
 
 
 def environment(**extra: str) -> Mapping[str, str]:
-    """This process's, without settings that a developer may have."""
+    """Return the environment of this process without the settings that a developer may have."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -107,10 +107,15 @@ def environment(**extra: str) -> Mapping[str, str]:
 def serving(
     folder: Path, model: str | None, *flags: str, key: str = "", extra: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
-    """A server that is ready, killed at the end if it still runs. `folder` takes its log; `key`: `a,b`;
-    `extra`: variables of its environment. `model` None: the flags name them."""
+    """Start a server, yield it when it is ready, and kill it at the end if it is still running.
+
+    - `folder` gets its log.
+    - `model`: None if the flags name the models.
+    - `key`: its keys, as in `a,b`.
+    - `extra`: more variables of its environment.
+    """
     log = folder / "server.log"
-    # A client that takes up an idle connection in the moment when the server closes it gets an error.
+    # A client that reuses an idle connection while the server closes it gets an error.
     idle = ("--timeout-keep-alive", "600")
     command = [*COMMAND, "serve", *([model] if model else []), "--port", "0", *idle, *flags]
     env = environment(**(extra or {}), **({"LLAISYS_API_KEY": key} if key else {}))
@@ -132,7 +137,7 @@ def serving(
 
 
 def long_model(folder: Path) -> Path:
-    """The tiny golden model with room for very long answers, so that a test can act while one is made."""
+    """Copy the tiny golden model and raise its context, so that a test can act during a long completion."""
     target = folder / "tiny"
     shutil.copytree(GOLDENS / "qwen2-tied-bf16", target)
     config = json.loads((target / "config.json").read_text("utf-8"))

@@ -1,4 +1,4 @@
-"""Reading server-sent events strictly: every byte of a stream must belong to a frame that we know."""
+"""Read server-sent events strictly: every byte of a stream must belong to a known frame."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def events(raw: bytes) -> list[Any]:
-    """The frames of a whole stream: parsed JSON, `"[DONE]"`, or `"ping"`."""
+    """Return the frames of a whole stream: parsed JSON, `"[DONE]"`, or `"ping"`."""
     text = raw.decode("utf-8")
     assert text.endswith("\n\n"), text[-80:]
     return [_event(frame) for frame in text.removesuffix("\n\n").split("\n\n")]
@@ -23,7 +23,7 @@ def _event(frame: str) -> Any:
 
 
 def chunks(raw: bytes) -> list[dict[str, Any]]:
-    """The JSON frames of a stream that ended well: exactly one `[DONE]`, as its last frame."""
+    """Return the JSON frames of a stream that ends with its only `[DONE]`."""
     found = events(raw)
     assert found.count("[DONE]") == 1
     assert found[-1] == "[DONE]"

@@ -1,4 +1,4 @@
-"""HTTP by hand, for clients that no library will play: that read at random, that stop reading, that leave."""
+"""HTTP over plain sockets, for clients that read at random, stop reading or disconnect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from serving import Server
 
 
 def connect(server: Server, *, receive_bytes: int | None = None) -> socket.socket:
-    """A connection; `receive_bytes`: how much the kernel takes for it that nobody has read."""
+    """Open a connection. `receive_bytes`: the kernel's buffer for bytes that have not been read."""
     address = urlsplit(server.url)
     assert address.hostname is not None
     connection = socket.socket()
@@ -25,7 +25,7 @@ def connect(server: Server, *, receive_bytes: int | None = None) -> socket.socke
 
 
 def head(server: Server, path: str, n_bytes: int) -> bytes:
-    """The head of a POST of JSON."""
+    """Return the head of a POST of JSON."""
     lines = (
         f"POST {path} HTTP/1.1",
         f"Host: {urlsplit(server.url).netloc}",
@@ -38,7 +38,7 @@ def head(server: Server, path: str, n_bytes: int) -> bytes:
 def ask(
     server: Server, path: str, body: dict[str, Any], *, receive_bytes: int | None = None
 ) -> socket.socket:
-    """Sends a request and leaves the answer in the socket."""
+    """Send a request, and leave the response unread in the socket."""
     raw = json.dumps(body).encode()
     connection = connect(server, receive_bytes=receive_bytes)
     connection.sendall(head(server, path, len(raw)) + raw)
@@ -46,7 +46,7 @@ def ask(
 
 
 def until_read(connection: socket.socket, text: bytes) -> None:
-    """Reads until the text came."""
+    """Read until the text has arrived."""
     seen = b""
     while text not in seen:
         part = connection.recv(65536)
@@ -55,7 +55,7 @@ def until_read(connection: socket.socket, text: bytes) -> None:
 
 
 def read_at_random(server: Server, path: str, body: dict[str, Any], seed: int) -> bytes:
-    """The body of a 200 that is read in pieces of random sizes, now and then after a moment."""
+    """Return the body of a response with status 200, read in pieces of random sizes with random delays."""
     random = Random(seed)
     address = urlsplit(server.url)
     connection = HTTPConnection(address.netloc)
@@ -66,7 +66,7 @@ def read_at_random(server: Server, path: str, body: dict[str, Any], seed: int) -
         while part := answer.read1(random.choice((1, 7, 100, 4096))):
             raw += part
             if random.random() < 0.1:
-                time.sleep(random.random() * 0.01)  # the delay is what is tested, not waited for
+                time.sleep(random.random() * 0.01)  # a slow reader is what is tested
         assert answer.status == 200, raw
         return raw
     finally:

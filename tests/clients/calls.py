@@ -21,7 +21,7 @@ MODEL = "smollm2"
 QUESTION = "What is the capital of France? One word."
 LIGHT = {
     "title": "Light",
-    "description": "DeficitRoundRobin the light on or off.",
+    "description": "Turn the light on or off.",
     "type": "object",
     "properties": {"on": {"type": "boolean"}},
     "required": ["on"],

@@ -11,7 +11,7 @@ from llaisys.sampling_params import SamplingParams
 
 
 def limits(**changes: Any) -> Limits:
-    """Room for four requests of 64 tokens."""
+    """Return limits with capacity for four requests of 64 tokens."""
     facts = {
         "max_num_seqs": 4,
         "max_num_batched_tokens": 16,

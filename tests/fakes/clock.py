@@ -1,10 +1,10 @@
-"""A clock that moves when it is told to."""
+"""A clock that a test advances."""
 
 from __future__ import annotations
 
 
 class FakeClock:
-    """Monotonic seconds; call it for the time."""
+    """A clock of monotonic seconds; call it for the time."""
 
     def __init__(self, now_s: float = 1000.0) -> None:
         self.now_s = now_s
@@ -13,5 +13,5 @@ class FakeClock:
         return self.now_s
 
     def advance(self, by_s: float) -> None:
-        """Lets `by_s` seconds pass."""
+        """Advance the time by `by_s` seconds."""
         self.now_s += by_s

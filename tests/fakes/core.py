@@ -1,7 +1,7 @@
-"""A stand-in for `llaisys._core`: its calls, real counting of cells and ids, and a model that is a hash.
+"""A fake of `llaisys._core`: its calls, real accounting of cells and sequence ids, and a hash as the model.
 
-The next token is a function of the sequence's own tokens (and of its seed, if it is sampled), so any mix-up
-of sequences, positions or chunks changes an answer. Some tokens make trouble; they are never sampled.
+The next token is a function of the tokens of its sequence, and of the seed if it is sampled. A confusion of
+sequences, positions or chunks therefore changes a completion. Some tokens cause faults and are never sampled.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from llaisys.errors import EngineDeadError, ExhaustedError, RejectedError
 
 __version__ = "fake"
 VOCAB_SIZE = 300
-# Tokens of trouble, by what happens to the step, or the row, that computes them.
+# Tokens that cause faults, by what happens to the step or the row that computes them.
 NON_FINITE, REFUSED, DEADLY, PANICS = 296, 297, 298, 299
-CELL_BYTES, N_PLAIN = 4, 256  # sampled ids are below the latter
-Progress = type("Progress", (), {"loading": (4000, 4000)})  # of a context that is loaded at once
-D_MODEL = 3  # of the hidden states; the facts say 1, which the memory is counted by
+CELL_BYTES, N_PLAIN = 4, 256  # sampled ids are below N_PLAIN
+Progress = type("Progress", (), {"loading": (4000, 4000)})  # a context is loaded at once
+D_MODEL = 3  # of the hidden states; `inspect` reports 1, which sizes the memory
 
 
 class Panic(BaseException):
-    """What a Rust panic looks like from Python: no Exception."""
+    """Stands for a Rust panic, which is not an `Exception` in Python."""
 
 
 @dataclass(frozen=True)
 class SamplerSpec:
-    """Sampling of one sequence; only what changes the fake's choice is used."""
+    """The sampling parameters of a sequence. The fake uses only some of them."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -66,8 +66,10 @@ class SamplerSpec:
 def next_token(
     tokens: Iterable[int], spec: SamplerSpec | None, n_output: int, mask: NDArray[np.uint32] | None = None
 ) -> int:
-    """The model: a hash of the tokens so far, and of the seed where there is a temperature; among the tokens
-    that the mask allows, if there is one."""
+    """Return the next token: a hash of the tokens so far, and of the seed if the temperature is not 0.
+
+    With a mask it is one of the allowed tokens.
+    """
     spec = spec or SamplerSpec(temperature=0.0)
     for token, bias in spec.logit_bias:
         if bias == 100.0:
@@ -86,7 +88,7 @@ def next_token(
 
 
 def answer(prompt: list[int], n_tokens: int, spec: SamplerSpec | None = None, window: int = 0) -> list[int]:
-    """What the model says when it is alone and never stops; of the last `window` tokens if that is not 0."""
+    """Return the completion of `n_tokens` tokens. The model sees the last `window` tokens; 0: all."""
     tokens = list(prompt)
     for i in range(n_tokens):
         tokens.append(next_token(tokens[-window:], spec, i))
@@ -94,12 +96,12 @@ def answer(prompt: list[int], n_tokens: int, spec: SamplerSpec | None = None, wi
 
 
 def prompt_logprob(tokens: Iterable[int], token: int) -> float:
-    """What the model gives for the token of a prompt that comes after `tokens`: a hash of them all."""
+    """Return the logprob of a prompt token that follows `tokens`: a hash of all of them."""
     return -zlib.crc32(np.array([*tokens, token], np.int32).tobytes()) / 2**32
 
 
 def hidden_of(tokens: Iterable[int]) -> list[float]:
-    """The final hidden state of the last of `tokens`: hashes of them all, of many sizes; NaN as they are."""
+    """Return the final hidden state `[D_MODEL]` of the last token: hashes of several magnitudes, or NaN."""
     seen = [*tokens]
     if NON_FINITE in seen:
         return [float("nan")] * D_MODEL
@@ -109,7 +111,7 @@ def hidden_of(tokens: Iterable[int]) -> list[float]:
 
 @dataclass
 class _Sequence:
-    """The cell of each position."""
+    """A sequence with the cell of each position."""
 
     stream: int
     cells: dict[int, int] = field(default_factory=dict)
@@ -117,21 +119,21 @@ class _Sequence:
     prompt: list[int] = field(default_factory=list)
 
 
-# Cells that the fake GPU has room for.
+# Cells that fit on the fake GPU.
 GPU_CELLS = 100
 
 
 class Gpu:
-    """What a context is told of its GPU."""
+    """The GPU settings of a context."""
 
     def __init__(self, folders: list[str], **settings: Any) -> None:
         self.folders, self.settings = folders, settings
 
 
 class Context:
-    """The compiled context's calls. A sequence id is `generation << 16 | slot`, as in the core.
+    """The calls of the compiled context. A sequence id is `generation << 16 | slot`, as in the core.
 
-    A cell holds its token in place of K and V; -1 is the NaN fill.
+    A cell stores its token instead of K and V; -1 stands for the NaN fill.
     """
 
     def __init__(
@@ -152,7 +154,7 @@ class Context:
         if path == "nowhere":
             raise RejectedError(f"{path}: no such model", param="model")
         if n_cells % n_streams:
-            raise RejectedError(f"{n_cells} cells in {n_streams} arenas", param="n_cells")
+            raise RejectedError(f"{n_cells} cells in {n_streams} KV streams", param="n_cells")
         self.path, self.settings, self.gpu = path, settings, gpu
         self.isa, self.vocab_size, self.weight_bytes = "fake", VOCAB_SIZE, 0
         self.attention_window = attention_window
@@ -160,8 +162,8 @@ class Context:
         self.n_cells, self._max_len, self._n_streams = n_cells, max_model_len, n_streams
         self._refs = [0] * n_cells
         self._stored = [-1] * n_cells
-        self._segments: dict[int, dict[int, int]] = {}
-        self._held: dict[int, int] = {}  # cell -> segment
+        self._nodes: dict[int, dict[int, int]] = {}
+        self._node_of: dict[int, int] = {}  # cell -> cache node
         self._free_slots = deque(range(n_seq_max))
         self._generations = [0] * n_seq_max
         self._lent: dict[int, _Sequence] = {}
@@ -178,13 +180,13 @@ class Context:
         return self._refs.count(0)
 
     def n_cells_free_in(self, stream: int) -> int:
-        return sum(self._refs[cell] == 0 for cell in self._arena(stream))
+        return sum(self._refs[cell] == 0 for cell in self._cells_of(stream))
 
     @property
     def n_seq_free(self) -> int:
         return len(self._free_slots)
 
-    def _arena(self, stream: int) -> range:
+    def _cells_of(self, stream: int) -> range:
         n = self.n_cells // self._n_streams
         return range(stream * n, stream * n + n)
 
@@ -197,13 +199,13 @@ class Context:
     def _sequence(self, seq_id: int) -> _Sequence:
         self._check()
         if seq_id not in self._lent:
-            raise RejectedError(f"sequence id {seq_id} is not lent")
+            raise RejectedError(f"sequence id {seq_id} is not acquired")
         return self._lent[seq_id]
 
     # --- sequences ---
 
     def progress(self) -> None:
-        """The fake's watchdog looks at nothing."""
+        """Return nothing: the fake watchdog does not use it."""
 
     def seq_acquire(self, stream: int = 0) -> int:
         self._check()
@@ -245,11 +247,11 @@ class Context:
         self._check()
         n_rows = len(tokens)
         masks = {} if logits_mask is None else dict(zip(logits_mask[0].tolist(), logits_mask[1], strict=True))
-        assert all(wants_output[row] for row in masks), "a mask of a row that gives no id"
+        assert all(wants_output[row] for row in masks), "a mask for a row without an output"
         dtypes = [a.dtype for a in (tokens, positions, n_seq_id, seq_ids, wants_output)]
         assert dtypes == [np.int32, np.int32, np.int32, np.int64, np.uint8]
         assert len(positions) == len(n_seq_id) == len(wants_output) == n_rows > 0
-        assert len(seq_ids) == n_seq_id.sum() == n_rows, "the engine gives each row one sequence"
+        assert len(seq_ids) == n_seq_id.sum() == n_rows, "a row of the engine has one sequence"
         self._refuse(tokens.tolist(), positions.tolist(), seq_ids.tolist())
         self.n_decodes += 1
         self.n_rows_max = max(self.n_rows_max, n_rows)
@@ -264,7 +266,7 @@ class Context:
                 continue
             wants_hidden = bool(wants_output[row] & 2)
             end = int(positions[row]) + 1
-            # All that a window shows must be there; without one a sequence may begin anywhere.
+            # All positions of the window must be stored. Without a window a sequence may begin anywhere.
             first = max(0, end - self.attention_window) if self.attention_window else min(sequence.cells)
             seen = [self._stored[sequence.cells[p]] for p in range(first, end)]
             assert -1 not in seen, "a free cell was read"
@@ -297,7 +299,7 @@ class Context:
         )
 
     def _refuse(self, tokens: list[int], positions: list[int], seq_ids: list[int]) -> None:
-        """Everything that a decode is refused for, before anything changes."""
+        """Raise every error of a decode before anything changes."""
         ends = {seq_id: self.kv_seq_pos_max(seq_id) for seq_id in seq_ids}
         for token, position, seq_id in zip(tokens, positions, seq_ids, strict=True):
             if token == REFUSED:
@@ -321,8 +323,8 @@ class Context:
     # --- cells ---
 
     def _take(self, stream: int, n: int) -> list[int]:
-        """Free cells of an arena, seen once from now on."""
-        cells = list(itertools.islice((c for c in self._arena(stream) if self._refs[c] == 0), n))
+        """Allocate free cells of a stream, with one reference each."""
+        cells = list(itertools.islice((c for c in self._cells_of(stream) if self._refs[c] == 0), n))
         if len(cells) < n:
             raise ExhaustedError(f"{n} cells are needed, {len(cells)} are free")
         for cell in cells:
@@ -347,8 +349,8 @@ class Context:
         self._show(chosen, target)
 
     def _show(self, cells: dict[int, int], target: _Sequence) -> None:
-        """Cells become the target's: linked in its arena, copied from another."""
-        linked = {p: cell for p, cell in cells.items() if cell in self._arena(target.stream)}
+        """Add cells to the target: shared within its stream, copied from another one."""
+        linked = {p: cell for p, cell in cells.items() if cell in self._cells_of(target.stream)}
         for p, cell in linked.items():
             self._refs[cell] += 1
             target.cells[p] = cell
@@ -357,70 +359,70 @@ class Context:
             self._stored[cell] = self._stored[others[p]]
             target.cells[p] = cell
 
-    # --- segments ---
+    # --- cache nodes ---
 
-    def _segment(self, segment: int) -> dict[int, int]:
+    def _node(self, node: int) -> dict[int, int]:
         self._check()
-        if segment not in self._segments:
-            raise RejectedError(f"segment {segment} is unknown")
-        return self._segments[segment]
+        if node not in self._nodes:
+            raise RejectedError(f"node {node} is unknown")
+        return self._nodes[node]
 
-    def kv_node_cache(self, segment: int, seq_id: int, p0: int, p1: int) -> None:
+    def kv_node_cache(self, node: int, seq_id: int, p0: int, p1: int) -> None:
         cells = self._sequence(seq_id).cells
-        if segment in self._segments:
-            raise RejectedError(f"segment {segment} is known")
+        if node in self._nodes:
+            raise RejectedError(f"node {node} is known")
         if not 0 <= p0 < p1 or not cells.keys() >= set(range(p0, p1)):
-            raise RejectedError(f"the sequence does not hold all of {p0} to {p1}")
+            raise RejectedError(f"the sequence does not have all of {p0} to {p1}")
         chosen = {p: cells[p] for p in range(p0, p1)}
-        if self._held.keys() & set(chosen.values()):
-            raise RejectedError("a cell is held by another segment")
+        if self._node_of.keys() & set(chosen.values()):
+            raise RejectedError("a cell belongs to another node")
         for cell in chosen.values():
             self._refs[cell] += 1
-            self._held[cell] = segment
-        self._segments[segment] = chosen
+            self._node_of[cell] = node
+        self._nodes[node] = chosen
 
-    def kv_node_attach(self, segment: int, seq_id: int, p0: int, p1: int) -> None:
-        cells, target = self._segment(segment), self._sequence(seq_id)
+    def kv_node_attach(self, node: int, seq_id: int, p0: int, p1: int) -> None:
+        cells, target = self._node(node), self._sequence(seq_id)
         if not 0 <= p0 < p1 or not cells.keys() >= set(range(p0, p1)):
-            raise RejectedError(f"the segment does not hold all of {p0} to {p1}")
+            raise RejectedError(f"the node does not have all of {p0} to {p1}")
         if p0 != max(target.cells, default=-1) + 1:
             raise RejectedError(f"the sequence does not end at {p0}")
         self._show({p: cells[p] for p in range(p0, p1)}, target)
 
-    def kv_node_split(self, segment: int, at: int, tail: int) -> None:
-        cells = self._segment(segment)
-        if tail in self._segments or not min(cells) < at <= max(cells):
-            raise RejectedError(f"segment {segment} cannot be split at {at} into {tail}")
-        self._segments[tail] = {p: cells.pop(p) for p in sorted(cells) if p >= at}
-        self._held |= dict.fromkeys(self._segments[tail].values(), tail)
+    def kv_node_split(self, node: int, at: int, tail: int) -> None:
+        cells = self._node(node)
+        if tail in self._nodes or not min(cells) < at <= max(cells):
+            raise RejectedError(f"node {node} cannot be split at {at} into {tail}")
+        self._nodes[tail] = {p: cells.pop(p) for p in sorted(cells) if p >= at}
+        self._node_of |= dict.fromkeys(self._nodes[tail].values(), tail)
 
-    def kv_node_trim(self, segment: int, at: int) -> None:
-        cells = self._segment(segment)
+    def kv_node_trim(self, node: int, at: int) -> None:
+        cells = self._node(node)
         if not min(cells) <= at <= max(cells):
-            raise RejectedError(f"segment {segment} cannot be trimmed at {at}")
+            raise RejectedError(f"node {node} cannot be trimmed at {at}")
         for position in [p for p in cells if p >= at]:
             cell = cells.pop(position)
-            del self._held[cell]
+            del self._node_of[cell]
             self._drop(cell)
         if not cells:
-            del self._segments[segment]
+            del self._nodes[node]
 
-    def kv_node_export(self, segment: int, p0: int, p1: int) -> NDArray[np.uint8]:
-        cells = self._segment(segment)
+    def kv_node_export(self, node: int, p0: int, p1: int) -> NDArray[np.uint8]:
+        cells = self._node(node)
         if not 0 <= p0 < p1 or not cells.keys() >= set(range(p0, p1)):
-            raise RejectedError(f"the segment does not hold all of {p0} to {p1}")
+            raise RejectedError(f"the node does not have all of {p0} to {p1}")
         return np.array([self._stored[cells[p]] for p in range(p0, p1)], "<i4").view(np.uint8)
 
-    def kv_node_import(self, segment: int, stream: int, p0: int, data: NDArray[np.uint8]) -> None:
+    def kv_node_import(self, node: int, stream: int, p0: int, data: NDArray[np.uint8]) -> None:
         self._check()
         n, odd = divmod(len(data), CELL_BYTES)
-        if segment in self._segments or odd or not n or p0 + n > self._max_len:
-            raise RejectedError(f"{len(data)} bytes cannot be imported at {p0} as segment {segment}")
+        if node in self._nodes or odd or not n or p0 + n > self._max_len:
+            raise RejectedError(f"{len(data)} bytes cannot be imported at {p0} as node {node}")
         cells = dict(zip(range(p0, p0 + n), self._take(stream, n), strict=True))
         for cell, token in zip(cells.values(), data.view("<i4").tolist(), strict=True):
             self._stored[cell] = token
-            self._held[cell] = segment
-        self._segments[segment] = cells
+            self._node_of[cell] = node
+        self._nodes[node] = cells
 
     def fingerprint(self) -> str:
         self._check()
@@ -434,12 +436,12 @@ class Context:
 
     def check_integrity(self) -> None:
         self._check()
-        held = Counter(cell for sequence in self._lent.values() for cell in sequence.cells.values())
-        held.update(cell for cells in self._segments.values() for cell in cells.values())
-        if any(refs != held[cell] for cell, refs in enumerate(self._refs)):
-            raise EngineDeadError("cells are held by nobody, or counted twice")
-        if self._held != {c: s for s, cells in self._segments.items() for c in cells.values()}:
-            raise EngineDeadError("a cell is held by two segments")
+        n_refs = Counter(cell for sequence in self._lent.values() for cell in sequence.cells.values())
+        n_refs.update(cell for cells in self._nodes.values() for cell in cells.values())
+        if any(refs != n_refs[cell] for cell, refs in enumerate(self._refs)):
+            raise EngineDeadError("a cell is leaked, or counted twice")
+        if self._node_of != {c: s for s, cells in self._nodes.items() for c in cells.values()}:
+            raise EngineDeadError("a cell belongs to two nodes")
         if len(self._lent) + len(self._free_slots) != len(self._generations):
             raise EngineDeadError("a sequence id is lost")
 
@@ -448,7 +450,7 @@ class Context:
 
 
 def available_isas() -> list[str]:
-    """As the compiled core's."""
+    """Return the one instruction set of the fake."""
     return ["fake"]
 
 
@@ -457,7 +459,7 @@ def cuda_info(folders: list[str]) -> str:  # noqa: ARG001 -- as the compiled cor
 
 
 def inspect(path: str) -> str:
-    """Facts of the made-up model."""
+    """Return the JSON description of the fake model."""
     return json.dumps(
         {
             "path": path,

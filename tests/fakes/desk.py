@@ -1,4 +1,4 @@
-"""An engine on the fake core whose sessions are asked, too."""
+"""An engine on the fake core with calls of its sessions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llaisys.session_info import SessionInfo
 
 
 class Desk(Engine):
-    """An engine whose sessions are asked, too."""
+    """An engine with calls of its sessions."""
 
     def __init__(self, **changes: Any) -> None:
         super().__init__(**{"max_num_batched_tokens": 64, **changes})
@@ -24,7 +24,7 @@ class Desk(Engine):
         self.engine.session_requests.handle(call)
 
     def end(self) -> list[SessionInfo]:
-        """The answer, which may take turns."""
+        """Return the sessions of the reply, or raise its error. A transfer may take several steps."""
         handler = self.engine.session_requests
         while not (answers := handler.pop_replies()):
             wait([transfer.work for transfer in handler._transfers], 30)
@@ -41,26 +41,26 @@ class Desk(Engine):
         return session
 
     def refused(self, *what: Any, **more: Any) -> str:
-        """Of a call that is refused at once, while others are under way."""
+        """Return the message of a call that is refused at once, while others are in progress."""
         self.begin(*what, **more)
         (answer,) = self.engine.session_requests.pop_replies()
         assert isinstance(answer.error, RejectedError)
         return str(answer.error)
 
     def now(self, *what: Any) -> None:
-        """A call that is answered at once, while others are under way."""
+        """Make a call that ends at once, while others are in progress."""
         self.begin(*what)
         (answer,) = self.engine.session_requests.pop_replies()
         assert answer.error is None
 
     def run(self, name: str, prompt: list[int], **changes: Any) -> int:
-        """Rows that the core computed for a request that runs alone to its end."""
+        """Run a request alone to its end; return the number of rows that the core computed for it."""
         before = self.context.n_rows
         self.submit(name, prompt=prompt, **changes)
         self.finish()
         return self.context.n_rows - before
 
     def flood(self) -> None:
-        """Requests of others, enough to use every cell that can be had."""
+        """Run requests of other clients that use every available cell."""
         for i in range(8):
             self.run(f"flood {i} {self.engine.stats().num_submitted}", [100 + i] * 50)

@@ -1,4 +1,4 @@
-"""An engine on a fake context that is checked after every step; collects what each choice gets."""
+"""An engine on a fake context, which is checked after every step and collects the outputs of each choice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOW = 1000.0
 
 
 class Engine:
-    """`tokens` and `ends` are by request id, or by (request id, index) for the choices after the first."""
+    """Keys of `tokens` and `ends` are request ids, or (request id, index) for choices after the first."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A Hugging Face Hub on a free port: the endpoints that `huggingface_hub` calls for a model, and no more."""
+"""A fake Hugging Face Hub on a free port, with the endpoints that `huggingface_hub` calls for a model."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ TOKEN = "hf_letmein"
 
 @dataclass
 class Repo:
-    """One model: its files, at one commit on `main`. `gated`: files need TOKEN; `private`: all does.
+    """The files of one model, at one commit on `main`.
 
-    `cut`: this many bytes of each answer are sent before the connection is dropped, for as many answers as
-    `n_cuts`. `stall`: an answer to a GET of a `.safetensors` waits in the middle until this
-    is set. `trickle`: it comes byte by byte.
+    - `gated`: the files need TOKEN. `private`: everything does.
+    - `cut`: the connection is dropped after this many bytes of weights, in the first `n_cuts` responses.
+    - `stall`: a response with weights waits in the middle until this is set.
+    - `trickle`: a response with weights is sent byte by byte.
     """
 
     files: dict[str, bytes]
@@ -39,7 +40,7 @@ class Repo:
 
 @dataclass
 class FakeHub:
-    """`requests`: (method, path, Range header) of each, in order. `stalled`: weights have begun to come."""
+    """`requests`: (method, path, Range header) of each, in order. `stalled`: set after the first weights."""
 
     repos: dict[str, Repo]
     requests: list[tuple[str, str, str]] = field(default_factory=list)
@@ -48,7 +49,7 @@ class FakeHub:
     url: str = ""
 
     def fetched(self) -> list[str]:
-        """Names of the files that were asked for with GET, in order of their names."""
+        """Return the names of the files that were fetched with GET, sorted."""
         return sorted(
             path.split("/")[-1]
             for method, path, _ in self.requests
@@ -58,7 +59,7 @@ class FakeHub:
 
 @contextmanager
 def fake_hub(**repos: Repo) -> Iterator[FakeHub]:
-    """Serves `repos`; `acme__tiny` is the id `acme/tiny`."""
+    """Serve `repos`; the name `acme__tiny` stands for the id `acme/tiny`."""
     hub = FakeHub({name.replace("__", "/"): repo for name, repo in repos.items()})
 
     class Handler(_Handler):
@@ -84,7 +85,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: the tests look at `requests`."""
+        """Log nothing: the tests use `requests`."""
 
     def do_HEAD(self) -> None:
         self._answer()
@@ -178,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def _trickle(self, data: bytes) -> None:
-        """A byte now and then, so that no time limit ends the answer, until the client has gone."""
+        """Send a byte at a time, so that no time limit ends the response, until the client disconnects."""
         self.close_connection = True
         for byte in data:
             try:

@@ -1,4 +1,4 @@
-"""AsyncLLM without an engine: answers are scripted, and what the server asks of it is recorded."""
+"""An AsyncLLM without an engine: completions are scripted, and the calls of the server are recorded."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ STATS = ServiceStats(
 
 @dataclass
 class Piece:
-    """One delta of one choice: its text is its tokens' texts joined. `gate`: waits for it first."""
+    """A delta of one choice; its text is that of its tokens. `gate`: an event to wait for first."""
 
     tokens: Sequence[str] = ()
     finish: str | None = None
@@ -72,7 +72,7 @@ class Piece:
 
 @dataclass
 class Call:
-    """What `generate` was called with, and how its stream ended."""
+    """The arguments of a call of `generate`, and the state of its stream."""
 
     prompt: str | list[int]
     params: SamplingParams
@@ -92,7 +92,7 @@ PieceOrError = Piece | Exception
 
 @dataclass
 class FakeService:
-    """Every `generate` plays `script`; token ids count up from 100."""
+    """Every `generate` yields `script`; token ids count up from 100."""
 
     script: Sequence[PieceOrError] = (Piece(["Hel", "lo"]), Piece(["!"], "stop"))
     model_names: tuple[str, ...] = ("tiny", "alias/of-tiny")
@@ -126,7 +126,7 @@ class FakeService:
         return not self.dead
 
     async def close(self, drain_s: float = 0.0) -> None:
-        """A fake has nothing to close."""
+        """Do nothing."""
 
     def refusal(self, client_id: str = "") -> QueueFullError | None:  # noqa: ARG002 -- AsyncLLM's signature
         return self.full
@@ -208,7 +208,7 @@ class FakeService:
             call.ended = True
 
     async def _embed(self, call: Call) -> RequestOutput:
-        """The vector of a prompt is its ids."""
+        """Return the ids of the prompt as its vector."""
         ids = await self.prompt_ids(call.prompt, call.params)
         self.n_open += 1
         self.n_open_most = max(self.n_open_most, self.n_open)
@@ -255,7 +255,7 @@ class FakeService:
 
 
 def candidates(token_id: int, text: str, n_top: int) -> dict[int, Logprob]:
-    """The sampled token at rank 2 and `n_top` best, as the service gives them."""
+    """Return the sampled token, at rank 2, and the `n_top` best tokens, as the service does."""
     named = {token_id: Logprob(-1.0, 2, text)}
     best = [
         (9000, Logprob(-0.5, 1, "best")),

@@ -1,4 +1,4 @@
-"""A tiny text side for the fake core: one token a byte, three special tokens, a plain chat template."""
+"""A tokenizer and a chat template for the fake core: one token per byte, and three special tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEMPLATE = (
 
 
 def tokenizer() -> Tokenizer:
-    """Ids 0..255 are bytes, in byte-level order; 256, 257 and 258 are special; from 259 on they are words."""
+    """Return a tokenizer: ids 0..255 are bytes in byte-level order, 256..258 are special, others words."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -33,7 +33,7 @@ def tokenizer() -> Tokenizer:
 
 
 def model(**changes: Any) -> ModelAssets:
-    """The text side; needs `llaisys._core` to be the fake."""
+    """Return the assets of the model; `llaisys._core` must be the fake."""
     facts: dict[str, Any] = {
         "name": "fake",
         "info": inspect_model(Path("fake")),

@@ -1,4 +1,4 @@
-"""A stand-in for `_core.Watchdog`."""
+"""A fake of `_core.Watchdog`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Watchdog:
-    """Says what a test tells it to say. The newest is `Watchdog.newest`."""
+    """Reports what a test sets. The newest one is `Watchdog.newest`."""
 
     newest: Watchdog
 
@@ -21,13 +21,13 @@ class Watchdog:
         self._reader, self._writer = os.fdopen(reader, "rb", 0), os.fdopen(writer, "wb", 0)
         Watchdog.newest = self
 
-    def tell(self, verdict: str) -> None:
-        """The verdict comes."""
-        self.stall_reason = verdict
-        self._writer.write(verdict[1:].encode())
+    def tell(self, stall_reason: str) -> None:
+        """Report a stall."""
+        self.stall_reason = stall_reason
+        self._writer.write(stall_reason[1:].encode())
 
     def tell_late(self) -> None:
-        """The event loop is late."""
+        """Report a late event loop."""
         self._writer.write(b"L")
 
     def report(self, **numbers: Any) -> None:

@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 import crowd
-from crowd import Answers, judge
+from crowd import Answers, check_answers
 from llaisys.engine.limits import Limits
 from llaisys.errors import EngineDeadError
 from llaisys.outputs import FinishReason
@@ -104,7 +104,7 @@ def test_the_runs_cover_every_event_and_agree(
     for scene in SCENES:
         answers = good(scene)[0]
         assert not answers.failed()
-        judge(answers, want)
+        check_answers(answers, want)
         assert answers.n_together == 8
         assert answers.ends["gone", 0].finish_reason is FinishReason.ABORT
         assert answers.tokens["gone", 0], "it had begun"
@@ -132,5 +132,5 @@ def test_a_fault_costs_one_request_at_most_or_ends_the_engine(
             with pytest.raises(EngineDeadError, match=re.escape(point)):
                 run(core, SCENES[scene])
         else:
-            judge(run(core, SCENES[scene]), want)
+            check_answers(run(core, SCENES[scene]), want)
         assert core.fault_hits(point) - before >= nth, "it has not failed"

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 import crowd
-from crowd import Answers, judge
+from crowd import Answers, check_answers
 
 LIMITS = crowd.bounds(prefix=True)
 # Passes that fail, of all that a run has.
@@ -40,5 +40,5 @@ def test_a_rank_that_fails_costs_one_request_at_most(
         nth = 1 + i * (n_passed - 1) // (N_PASSES - 1)
         before = core.fault_hits("decode.rank")
         core.set_fault("decode.rank", action, nth)
-        judge(run(core), want)
+        check_answers(run(core), want)
         assert core.fault_hits("decode.rank") - before >= nth, "it has not failed"

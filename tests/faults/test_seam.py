@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import crowd
-from crowd import Answers, judge
+from crowd import Answers, check_answers
 from fakes.core import SamplerSpec
 from llaisys.engine.limits import Limits
 from llaisys.engine.request import BrokenInvariant
@@ -85,7 +85,7 @@ def test_a_call_that_changed_nothing_costs_one_request_at_most(scene: str) -> No
     for name in (CHANGES | MAY_REFUSE) & set(asked):
         for k in range(1, asked[name] + 1):
             answers, _ = run(scene, name, k, CoreFaultError("made to fail"))
-            judge(answers, want)
+            check_answers(answers, want)
             assert not answers.failed() or name in MAY_REFUSE
             n_failed += len(answers.failed())
     assert n_failed > 0, "a request that cannot be admitted fails"
