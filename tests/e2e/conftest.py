@@ -1,4 +1,4 @@
-"""Real servers, one of each kind for all end-to-end tests."""
+"""Servers that all end-to-end tests share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serving import Server, long_model, serving
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The tiny model: one request runs, four more may wait, and answers may be very long."""
+    """Serve the tiny model with a long context: one request runs, and four more may wait."""
     folder = tmp_path_factory.mktemp("tiny")
     flags = (
         "--num-kv-cells",

@@ -1,7 +1,7 @@
-"""Makes half of schemathesis's valid bodies ones that a server can serve.
+"""Change half of schemathesis's valid bodies into ones that the server accepts.
 
-A schema cannot say which model is served or which fields go together, so random bodies that fit it are
-nearly all refused. What does not fit its schema is left as it is.
+A schema does not say which model is served or which fields go together, so nearly all random bodies that
+match it are refused. Bodies that do not match their schema stay unchanged.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def up_to(limit: int) -> Callable[[Any], Any]:
     return lambda value: value if isinstance(value, bool) else int(value) % (limit + 1)
 
 
-# Fields that stay, and what their values become; null stays null, other known fields go.
+# The fields that stay, and how their values change. null stays null; other known fields are removed.
 SERVABLE: dict[str, Callable[[Any], Any]] = {
     "model": lambda _: "tiny",
     "messages": lambda value: (
@@ -69,7 +69,7 @@ SERVABLE: dict[str, Callable[[Any], Any]] = {
 
 @schemathesis.hook
 def map_body(context: Any, body: Any) -> Any:
-    """Called with every body before it is sent."""
+    """Return the body to send; schemathesis calls this for every body."""
     model = MODELS.get(context.operation.path)
     if model is None or not isinstance(body, dict) or crc32(repr(body).encode("utf-8", "replace")) % 2:
         return body

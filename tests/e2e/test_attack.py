@@ -1,6 +1,6 @@
-"""The cheap cases of the attack corpus against one server, counted: replies, and what is left behind.
+"""The cheap cases of the attack corpus against one server: their replies, and the state that they leave.
 
-`make attack` runs all of them, on a real model, and measures other clients' waits.
+`make attack` runs all cases on a real model, and measures how long other clients wait.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def target(server: Server) -> Target:
     return Target(host, int(port), server.process.pid, *KEYS)
 
 
-def test_the_corpus_is_large_and_has_no_twins() -> None:
+def test_the_corpus_is_large_and_its_names_are_unique() -> None:
     assert len(CASES) >= 120
     assert len({(case.group, case.name) for case in CASES}) == len(CASES)
 
@@ -48,7 +48,7 @@ def test_each_case_gets_an_allowed_reply(case: Case, target: Target, server: Ser
 
 
 def test_no_state_is_left_behind(target: Target, server: Server) -> None:
-    """Runs after all of them: one process, no open request, no error of ours in the log."""
+    """After all cases the process runs, no request is open, and the log has no traceback."""
     server.http.headers["authorization"] = f"Bearer {KEYS[0]}"
     server.wait_idle()
     assert server.metric("vllm:kv_cache_usage_perc") == 0

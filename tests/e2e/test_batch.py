@@ -1,4 +1,4 @@
-"""`llaisys run-batch` and `llaisys config show` as a person types them; a batch's answers are a server's."""
+"""`llaisys run-batch` and `llaisys config show` in processes: a batch gives the responses of a server."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def told(body: dict[str, Any]) -> dict[str, Any]:
-    """What of an answer does not differ from one call to the next."""
+def comparable(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a response that do not differ between calls."""
     return {name: value for name, value in body.items() if name not in ("id", "created", "usage")}
 
 
-def test_a_batch_is_answered_as_a_server_answers(tiny: Server, tmp_path: Path) -> None:
+def test_a_batch_gives_the_responses_of_a_server(tiny: Server, tmp_path: Path) -> None:
     lines = [
         json.dumps(
             {"custom_id": f"line {i}", "method": "POST", "url": url, "body": {**body, "model": "tiny"}}
@@ -49,10 +49,10 @@ def test_a_batch_is_answered_as_a_server_answers(tiny: Server, tmp_path: Path) -
         url, body = BODIES[i % 4]
         answer = tiny.http.post(url, json=body)
         assert result["response"]["status_code"] == answer.status_code
-        assert told(result["response"]["body"]) == told(answer.json())
+        assert comparable(result["response"]["body"]) == comparable(answer.json())
 
 
-def test_a_model_that_cannot_be_loaded_is_said(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_is_reported(tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text("{}\n", "utf-8")
     earlier = tmp_path / "out.jsonl"

@@ -1,4 +1,4 @@
-"""`llaisys bench` as a user types it, against a real server and the real engine."""
+"""`llaisys bench` against a server and with the engine in the process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODEL = str(GOLDENS / "qwen2-tied-bf16")
 
 
 def serve_bench(folder: Path, server: Server, *flags: str) -> tuple[dict[str, Any], str]:
-    """The JSON result and the text of a run in a process of its own."""
+    """Return the JSON result and the output of a run in its own process."""
     command = [*COMMAND, "bench", "serve", "--base-url", server.url, "--vocab-size", "100", "--disable-tqdm"]
     files = ["--save-result", "--save-detailed", "--result-dir", str(folder), "--result-filename", "r.json"]
     done = subprocess.run([*command, *files, *flags], capture_output=True, text=True, env=environment())
@@ -33,7 +33,7 @@ def test_eight_prompts(tiny: Server, tmp_path: Path) -> None:
     )
     assert (result["completed"], result["failed"], result["seed"], result["a"]) == (8, 0, 5, "b")
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (96, 72)
-    assert tiny.metric("vllm:generation_tokens_total") - before == 72 + 9  # and the warm-up
+    assert tiny.metric("vllm:generation_tokens_total") - before == 72 + 9  # with the warm-up
     assert result["output_lens"] == [9] * 8
     assert result["max_concurrent_requests"] <= 4
     assert all(
@@ -45,7 +45,7 @@ def test_eight_prompts(tiny: Server, tmp_path: Path) -> None:
 
 
 def test_open_loop_counts_refusals_as_failed(tiny: Server, tmp_path: Path) -> None:
-    """Far more at once than run and wait: whatever is refused is in no figure."""
+    """More requests arrive at once than can run and wait; refused requests count in no throughput."""
     result, _ = serve_bench(tmp_path, tiny, "--num-prompts", "40", "--input-len", "4", "--output-len", "1000")
     assert result["completed"] + result["failed"] == 40
     assert result["failed"] >= 1
@@ -53,7 +53,7 @@ def test_open_loop_counts_refusals_as_failed(tiny: Server, tmp_path: Path) -> No
     assert all(error.startswith("429: ") for error in result["failures"])
 
 
-def test_conversations_find_their_prefix_cached(smollm2: Server, tmp_path: Path) -> None:
+def test_conversations_hit_the_prefix_cache(smollm2: Server, tmp_path: Path) -> None:
     flags = ("--dataset-name", "chat", "--num-prompts", "6", "--chat-turns", "3", "--input-len", "8")
     result, _ = serve_bench(
         tmp_path, smollm2, *flags, "--output-len", "4", "--ignore-eos", "--max-concurrency", "2"

@@ -1,4 +1,4 @@
-"""Choices, echoes and prompt logprobs, by the official client on a real server: streams equal wholes."""
+"""Choices, echoes and prompt logprobs with the official client: a stream equals the whole completion."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLAGS = ("--num-kv-cells", "8192", "--max-num-seqs", "12", "--dtype", "float32")
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The tiny model, with room for several choices at a time."""
+    """Serve the tiny model with capacity for several choices at the same time."""
     folder = tmp_path_factory.mktemp("wide")
     with serving(folder, str(long_model(folder)), *FLAGS) as server:
         yield server
@@ -49,7 +49,7 @@ def complete(client: openai.OpenAI, **more: Any) -> Completion:
 
 
 def streamed(client: openai.OpenAI, **more: Any) -> tuple[dict[int, dict[str, Any]], Any]:
-    """What the stream of a completion adds up to, by choice, and its usage."""
+    """Return the sum of a stream by choice, and its usage."""
     made: dict[int, dict[str, Any]] = {}
     usage = None
     stream = client.completions.create(stream=True, stream_options={"include_usage": True}, **asked(**more))
@@ -87,7 +87,7 @@ def collected(answer: Completion) -> dict[int, dict[str, Any]]:
         ({"prompt": PROMPT, "n": 8, "best_of": 8, "max_tokens": 3}, 8),
     ],
 )
-def test_a_stream_is_the_whole_answer_in_pieces(
+def test_a_stream_adds_up_to_the_whole_completion(
     client: openai.OpenAI, body: dict[str, Any], n_choices: int
 ) -> None:
     whole = complete(client, **body)
@@ -102,7 +102,7 @@ def test_a_stream_is_the_whole_answer_in_pieces(
     )
 
 
-def test_chat_choices_stream_as_they_are(client: openai.OpenAI) -> None:
+def test_streamed_chat_choices_equal_the_whole_completion(client: openai.OpenAI) -> None:
     body = asked(messages=[{"role": "user", "content": "Hello there"}], n=3, logprobs=True, top_logprobs=2)
     whole = client.chat.completions.create(**body)
     texts, ends, tokens = dict.fromkeys(range(3), ""), {}, {i: [] for i in range(3)}  # type: ignore[var-annotated]
@@ -114,7 +114,7 @@ def test_chat_choices_stream_as_they_are(client: openai.OpenAI) -> None:
     assert [choice.message.content for choice in whole.choices] == list(texts.values())
     assert [choice.logprobs.content for choice in whole.choices] == list(tokens.values())
     assert ends == dict.fromkeys(range(3), "length")
-    assert len(set(texts.values())) == 3, "choices draw for themselves"
+    assert len(set(texts.values())) == 3, "each choice is sampled with its own random numbers"
 
 
 def test_a_stop_string_ends_one_choice_only(client: openai.OpenAI) -> None:
@@ -136,7 +136,7 @@ def test_a_stop_string_ends_one_choice_only(client: openai.OpenAI) -> None:
 
 
 def test_streams_of_choices_never_cross(client: openai.OpenAI) -> None:
-    """More choices than seats: each is what it is alone."""
+    """With more choices than batch slots, each equals the choice of a request alone."""
     bodies = [{"prompt": [10 + i, 20 + i, 30], "n": 1 + i % 4, "seed": i} for i in range(16)]
     alone = [collected(complete(client, **body)) for body in bodies]
     with ThreadPoolExecutor(16) as pool:
@@ -144,14 +144,14 @@ def test_streams_of_choices_never_cross(client: openai.OpenAI) -> None:
     assert together == alone
 
 
-def test_more_choices_than_may_be_are_refused(client: openai.OpenAI) -> None:
+def test_too_many_choices_are_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         complete(client, prompt=PROMPT, n=9)
     assert caught.value.param == "n"
 
 
-def test_a_scored_prompt_has_the_logprobs_that_it_was_made_with(client: openai.OpenAI) -> None:
-    """Prompt and answer given back as a prompt: the same numbers, bit for bit, from chunks of rows."""
+def test_a_scored_prompt_has_the_logprobs_of_its_generation(client: openai.OpenAI) -> None:
+    """Prompt and completion sent as a prompt get the same logprobs, bit for bit, from chunks of rows."""
     body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 200, "logprobs": 3}
     made = complete(client, **body, extra_body={"return_token_ids": True}).choices[0]
     assert made.model_extra is not None
@@ -204,7 +204,7 @@ def test_a_bad_word_is_not_sampled(client: openai.OpenAI, tokenizer: Tokenizer) 
     assert not holds(ids(bad_words=[word]), part)
 
 
-def test_only_the_end_of_a_long_prompt_is_used(client: openai.OpenAI) -> None:
+def test_truncate_prompt_tokens_keeps_the_end_of_the_prompt(client: openai.OpenAI) -> None:
     cut = complete(client, prompt=PROMPT, extra_body={"truncate_prompt_tokens": 2})
     assert cut.usage is not None
     assert cut.usage.prompt_tokens == 2
@@ -217,7 +217,7 @@ def test_only_the_end_of_a_long_prompt_is_used(client: openai.OpenAI) -> None:
     assert whole.usage.prompt_tokens == 8190
 
 
-def test_a_request_id_is_used_once_at_a_time(client: openai.OpenAI) -> None:
+def test_an_open_request_id_cannot_be_used_again(client: openai.OpenAI) -> None:
     body = asked(prompt=PROMPT, max_tokens=8000, extra_body={"request_id": "mine"})
     with client.completions.create(stream=True, **body) as stream:
         assert next(iter(stream)).id == "cmpl-mine"

@@ -1,4 +1,4 @@
-"""`generate` and `chat` as a person types them, without a server and with one."""
+"""`llaisys generate` and `llaisys chat`, without and with a server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_generate(tiny: Server) -> None:
     assert run("generate", *LOCAL, *EXACT, stdin="Hello there").stdout == typed.stdout
 
 
-def test_generate_says_what_is_wrong() -> None:
+def test_generate_reports_invalid_arguments() -> None:
     assert "temperature is 9" in run("generate", *LOCAL, "--prompt", "x", "--temperature", "9").stderr
     assert "context" in run("generate", *LOCAL, "--prompt", "x", "--max-tokens", "100K").stderr
     unknown = run("generate", "--max-tokns", "3")
@@ -36,7 +36,7 @@ def test_generate_says_what_is_wrong() -> None:
     assert "--max-tokens" in unknown.stderr
 
 
-def test_chat_here_and_there(tiny: Server) -> None:
+def test_chat_is_the_same_in_this_process_and_on_a_server(tiny: Server) -> None:
     lines = "Hello\n\nAnd now?\n/clear\nHello\n/exit\nnever\n"
     here = run("chat", *LOCAL, *EXACT, "--system", "Be brief.", stdin=lines)
     assert here.returncode == 0, here.stderr
@@ -51,7 +51,7 @@ def test_chat_here_and_there(tiny: Server) -> None:
     assert len(here.stdout) > 2 * len(answer)
 
 
-def test_chat_goes_on_after_a_refusal(tiny: Server) -> None:
+def test_chat_continues_after_a_refusal(tiny: Server) -> None:
     done = run("chat", *LOCAL, "--max-tokens", "8", stdin=f"{'word ' * 1000}\nHello\n")
     assert done.returncode == 0
     assert "512" in done.stderr
@@ -61,16 +61,15 @@ def test_chat_goes_on_after_a_refusal(tiny: Server) -> None:
 
 
 @pytest.mark.parametrize("url", ["ftp://127.0.0.1", "127.0.0.1:8000", "http://127.0.0.1:1"])
-def test_chat_with_nobody(url: str) -> None:
+def test_chat_without_a_server(url: str) -> None:
     done = run("chat", "--url", url, stdin="Hello\n")
     assert url in done.stderr
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("command", ["chat", "chat --url", "generate", "config"])
-def test_a_reader_that_has_seen_enough(tiny: Server, command: str) -> None:
-    """`llaisys chat | head -1`: it ends as other programs do in a pipe, and says nothing, least of all of the
-    server."""
+def test_a_closed_stdout_ends_a_command(tiny: Server, command: str) -> None:
+    """As in `llaisys chat | head -1`: the command exits with 141 and prints no error."""
     more = {"chat --url": (tiny.url,), "config": ("show",)}.get(command, (*LOCAL, *EXACT))
     reading, writing = os.pipe()
     os.close(reading)

@@ -1,5 +1,4 @@
-"""Many connections, and connections of other kinds: idle ones are held, Unix sockets and TLS work; the bytes
-of a stream and the line of a request in the log."""
+"""Many idle connections, Unix sockets and TLS; the bytes of a stream and the log line of a request."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ BODY = {"prompt": [5, 6, 7], "max_tokens": 3, "temperature": 0, "ignore_eos": Tr
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that starts with the usual limit of 1,024 open files."""
+    """Start a server with the usual limit of 1,024 open files."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
@@ -50,7 +49,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def exchange(connection: socket.socket) -> bytes:
-    """One more request on a connection that is kept."""
+    """Send one more request on an open connection; return the status line."""
     connection.sendall(GET)
     raw = b""
     while not raw.endswith(b"}"):
@@ -60,8 +59,8 @@ def exchange(connection: socket.socket) -> bytes:
     return raw.split(b"\r\n")[0]
 
 
-def test_a_thousand_idle_connections_are_held(server: Server) -> None:
-    """Each has had an answer, and later gets another; meanwhile somebody else is served."""
+def test_a_thousand_idle_connections_stay_open(server: Server) -> None:
+    """Each gets a response at first and one later; in between another client is served."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2 * N_IDLE)), hard))
     with ExitStack() as stack:
@@ -72,9 +71,11 @@ def test_a_thousand_idle_connections_are_held(server: Server) -> None:
         assert {exchange(connection) for connection in idle} == {b"HTTP/1.1 200 OK"}
 
 
-def test_idle_connections_above_the_bound_keep_nobody_out(server: Server) -> None:
-    """More than the server may have open: probes and clients are answered meanwhile, the log stays short, and
-    a connection that was served before the flood is still there."""
+def test_idle_connections_above_the_limit_lock_out_no_client(server: Server) -> None:
+    """With more connections than the server may have open, probes and clients get responses.
+
+    The log stays short, and a connection that was served before stays open.
+    """
     n_connections = 1_400
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -93,7 +94,7 @@ def test_idle_connections_above_the_bound_keep_nobody_out(server: Server) -> Non
 
 
 def test_a_reader_of_stderr_that_stops_does_not_stop_the_server() -> None:
-    """Every request writes a line, far more of them than the pipe holds; SIGTERM ends the server as ever."""
+    """Requests write far more lines than the pipe holds, and SIGTERM still ends the server."""
     command = [*COMMAND, "serve", MODEL, "--port", "0", *FLAGS]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=environment()) as process:
@@ -113,9 +114,7 @@ def test_a_reader_of_stderr_that_stops_does_not_stop_the_server() -> None:
             process.kill()
 
 
-def test_the_last_byte_of_a_stream_is_its_terminator(server: Server) -> None:
-    """Every byte of a stream is the frames that belong there, and nothing else; once good, once with an error
-    in it."""
+def test_a_stream_consists_of_known_frames_and_ends_with_done(server: Server) -> None:
     chat = {"messages": [{"role": "user", "content": "x"}], "temperature": 0, "max_tokens": 2, "stream": True}
     chat["stream_options"] = {"include_usage": True}
     with server.http.stream("POST", "/v1/chat/completions", json=chat) as answer:
@@ -134,7 +133,7 @@ def test_the_last_byte_of_a_stream_is_its_terminator(server: Server) -> None:
 
 
 def test_the_log_line_of_a_request(server: Server) -> None:
-    """Alone on its line, JSON, with the name of the key; the key and the prompt are nowhere in the log."""
+    """It is one line of JSON that identifies the key. The log has neither the key nor the prompt."""
     headers = {"x-request-id": "of-the-log"}
     answer = server.http.post("/v1/completions", json={**BODY, "prompt": "canary"}, headers=headers)
     assert answer.headers["x-request-id"] == "of-the-log"
@@ -161,8 +160,8 @@ def test_a_unix_socket(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_tls_with_clients_certificates(tmp_path: Path) -> None:
-    """https with the server's certificate checked, and only for clients that have one of the authority's."""
+def test_tls_with_client_certificates(tmp_path: Path) -> None:
+    """Only a client with a certificate of the authority can connect."""
     authority = trustme.CA()
     files = {name: tmp_path / f"{name}.pem" for name in ("cert", "key", "ca", "client")}
     issued = authority.issue_cert("127.0.0.1")
@@ -177,10 +176,10 @@ def test_tls_with_clients_certificates(tmp_path: Path) -> None:
         assert server.url.startswith("https://127.0.0.1:")
         context = ssl.create_default_context(cafile=str(files["ca"]))
         with (
-            httpx.Client(base_url=server.url, verify=context, timeout=None) as stranger,
+            httpx.Client(base_url=server.url, verify=context, timeout=None) as without_certificate,
             pytest.raises(httpx.TransportError),
         ):
-            stranger.get("/livez")
+            without_certificate.get("/livez")
         context.load_cert_chain(files["client"])
         with (
             httpx.Client(base_url=server.url, verify=context, timeout=None) as client,

@@ -1,4 +1,4 @@
-"""Clients that go away: their requests end, in both modes and in every phase, and others do not notice."""
+"""Clients that disconnect: their requests end in every phase, streamed or not, and others are unaffected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("path", sorted(BODIES))
 @pytest.mark.parametrize("stream", [True, False])
-def test_leaving_while_it_runs(tiny: Server, path: str, stream: bool) -> None:
+def test_disconnecting_while_the_request_runs(tiny: Server, path: str, stream: bool) -> None:
     aborted = tiny.metric("vllm:request_success_total", finished_reason="abort")
     with ask(tiny, path, {**BODIES[path], "stream": stream}) as connection:
         tiny.until("vllm:num_requests_running", 1)
@@ -31,7 +31,7 @@ def test_leaving_while_it_runs(tiny: Server, path: str, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_leaving_while_it_waits(tiny: Server, stream: bool) -> None:
+def test_disconnecting_while_the_request_waits(tiny: Server, stream: bool) -> None:
     path = "/v1/completions"
     with ask(tiny, path, {**BODIES[path], "stream": True}) as first:
         until_read(first, b'"index":0')
@@ -44,8 +44,8 @@ def test_leaving_while_it_waits(tiny: Server, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_leaving_while_the_prompt_is_computed(tiny: Server, stream: bool) -> None:
-    """A prompt of many steps, with several choices that wait for it."""
+def test_disconnecting_during_the_prefill(tiny: Server, stream: bool) -> None:
+    """The prompt takes many steps."""
     aborted = tiny.metric("vllm:request_success_total", finished_reason="abort")
     generated = tiny.metric("vllm:generation_tokens_total")
     prompt = [5 + i % 500 for i in range(40_000)]
@@ -57,8 +57,8 @@ def test_leaving_while_the_prompt_is_computed(tiny: Server, stream: bool) -> Non
     assert tiny.metric("llaisys:kv_cells", state="used") == 0
 
 
-def test_leaving_while_the_body_is_sent(tiny: Server) -> None:
-    """Half of a body is no request: the engine never hears of it, and the log says who left."""
+def test_disconnecting_while_the_body_is_sent(tiny: Server) -> None:
+    """Half of a body never reaches the engine, and counts as a client error."""
     submitted = tiny.metric("vllm:e2e_request_latency_seconds_count")
     path, raw = "/v1/completions", json.dumps(BODIES["/v1/completions"]).encode()
     n_left = tiny.metric("http_requests_total", handler=path, status="4xx")
@@ -68,7 +68,7 @@ def test_leaving_while_the_body_is_sent(tiny: Server) -> None:
     assert tiny.metric("vllm:e2e_request_latency_seconds_count") == submitted
 
 
-def test_leaving_after_the_last_byte_is_no_leaving(tiny: Server) -> None:
+def test_disconnecting_after_the_last_byte_is_no_abort(tiny: Server) -> None:
     aborted = tiny.metric("vllm:request_success_total", finished_reason="abort")
     for path, body in BODIES.items():
         with ask(tiny, path, {**body, "max_tokens": 3, "stream": True}) as connection:
@@ -77,11 +77,11 @@ def test_leaving_after_the_last_byte_is_no_leaving(tiny: Server) -> None:
     assert tiny.metric("vllm:request_success_total", finished_reason="abort") == aborted
 
 
-def test_the_log_has_one_line_for_it(tiny: Server) -> None:
+def test_the_log_has_one_line_for_a_client_that_disconnects(tiny: Server) -> None:
     path, raw = "/v1/completions", json.dumps({**BODIES["/v1/completions"], "stream": True}).encode()
     with connect(tiny) as connection:
-        named = head(tiny, path, len(raw)).removesuffix(b"\r\n") + b"X-Request-Id: of-who-leaves\r\n\r\n"
+        named = head(tiny, path, len(raw)).removesuffix(b"\r\n") + b"X-Request-Id: of-a-disconnect\r\n\r\n"
         connection.sendall(named + raw)
         until_read(connection, b'"index":0')
-    (line,) = tiny.lines("of-who-leaves")
+    (line,) = tiny.lines("of-a-disconnect")
     assert (line["status"], line["end_reason"]) == (200, "client_gone")

@@ -1,4 +1,4 @@
-"""The examples of the docs, as printed, against a server of SmolLM2; and that their tables are the code's."""
+"""The examples of the docs, as printed, against a server of SmolLM2; their tables match the code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_page_has_examples() -> None:
     assert len(BLOCKS) >= 6
 
 
-def test_the_tables_are_those_of_the_code() -> None:
+def test_the_tables_match_the_code() -> None:
     command = [sys.executable, "scripts/doc_tables.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

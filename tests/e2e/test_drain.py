@@ -1,5 +1,7 @@
-"""SIGTERM at random moments of a busy server: readiness goes off before any refusal, every answer has exactly
-one end, and the process exits with 0. `DRAIN_SEED` chooses other moments."""
+"""SIGTERM at random moments of a busy server: `/ready` fails before any request is refused.
+
+Every response has exactly one end, and the process exits with 0. `DRAIN_SEED` chooses other moments.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from sse import events
 
 SEED = int(os.environ.get("DRAIN_SEED", "20261121"))
 N_MOMENTS, N_CLIENTS = 20, 12
-LONG = 2_500  # tokens: no answer of this length ends by itself before the second signal
+LONG = 2_500  # tokens: more than a completion gets before the second signal
 JSON = {"content-type": "application/json"}
 FLAGS = (
     *("--num-kv-cells", "16384", "--max-num-seqs", "6", "--max-num-queued-reqs", "64", "--dtype", "float32"),
@@ -33,7 +35,7 @@ FLAGS = (
 
 @dataclass
 class Crowd:
-    """Clients that ask until the server has gone. `n_pieces`: what they have read, together."""
+    """Clients that send requests until the server has ended. `n_pieces`: what all have read."""
 
     server: Server
     bodies: list[dict[str, Any]]
@@ -45,7 +47,7 @@ class Crowd:
     moved: threading.Condition = field(default_factory=threading.Condition)
 
     def until(self, n_pieces: int) -> None:
-        """Returns when so many pieces of answers were read, or nobody gives any more."""
+        """Wait until the clients have read this many pieces, one failed, or the server has ended."""
         with self.moved:
             while self.n_pieces < n_pieces and not self.faults and self.server.process.poll() is None:
                 self.moved.wait(timeout=0.1)
@@ -57,7 +59,7 @@ class Crowd:
             self.moved.notify_all()
 
     def work(self, seed: int) -> None:
-        """One client, on a connection that it keeps."""
+        """Run one client on a keep-alive connection."""
         random = Random(seed)
         connection = HTTPConnection(urlsplit(self.server.url).netloc)
         while True:
@@ -65,25 +67,25 @@ class Crowd:
             try:
                 connection.request("POST", "/v1/completions", json.dumps(body), JSON)
                 answer = connection.getresponse()
-            except OSError:  # nobody listens any more, or the idle connection was closed: nothing was begun
+            except OSError:  # the server no longer listens, or closed the idle connection
                 return None
-            except Exception as e:  # noqa: BLE001 -- told by the test, not by a thread
-                return self.fault(f"{body}: no answer: {e!r}")
+            except Exception as e:  # noqa: BLE001 -- the test reports it, not this thread
+                return self.fault(f"{body}: no response: {e!r}")
             try:
                 raw = b""
                 while piece := answer.read1(65536):
                     raw += piece
                     self.count(n_pieces=1)
-                answer.close()  # `read1` leaves an answer of a known length open
+                answer.close()  # `read1` leaves a response of a known length open
             except Exception as e:  # noqa: BLE001 -- as above
-                return self.fault(f"{body}: a cut answer: {e!r} {raw[-200:]!r}")
-            if not self.judge(answer.status, answer.headers, raw, body):
+                return self.fault(f"{body}: a truncated response: {e!r} {raw[-200:]!r}")
+            if not self.check_response(answer.status, answer.headers, raw, body):
                 return None
             if answer.status == 503:
                 return self.probe()
 
-    def judge(self, status: int, headers: Any, raw: bytes, body: dict[str, Any]) -> bool:
-        """One answer; False if it is not what it may be."""
+    def check_response(self, status: int, headers: Any, raw: bytes, body: dict[str, Any]) -> bool:
+        """Record one response; return False if it is not allowed."""
         if status not in (200, 503):
             fits = False
         elif status == 503:
@@ -105,7 +107,7 @@ class Crowd:
         return fits
 
     def probe(self) -> None:
-        """A client that was refused finds the server alive and not ready; or gone."""
+        """Check that the server is alive and not ready after a refusal, or has ended."""
         for path, status in (("/ready", 503), ("/health", 503), ("/livez", 200)):
             connection = HTTPConnection(urlsplit(self.server.url).netloc)
             try:
@@ -124,8 +126,10 @@ class Crowd:
 
 @dataclass(frozen=True)
 class Moment:
-    """When the signal comes, in pieces read, and what the server may do then. `second`: pieces later comes
-    another signal."""
+    """When the signal is sent, in pieces read, and how the server drains.
+
+    `second`: send another signal this many pieces later.
+    """
 
     seed: int
     n_pieces: int
@@ -135,7 +139,7 @@ class Moment:
 
 
 def moments() -> list[Moment]:
-    """Drains that nobody waits out, that are long enough for all, and that a second signal cuts."""
+    """Return moments with drains that are zero, long enough for all requests, or cut by a second signal."""
     random = Random(SEED)
     made = []
     for i in range(N_MOMENTS):
@@ -154,7 +158,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(900)  # half a minute on two quiet cores
 @pytest.mark.parametrize("half", [0, 1])
 def test_a_signal_at_random_moments(model: Path, tmp_path: Path, half: int) -> None:
-    """Half of the moments, two servers at a time: one starts while the other ends."""
+    """Run half of the moments, two servers at a time: one starts while the other ends."""
     chosen = moments()[half::2]
     with ThreadPoolExecutor(2) as pool:
         crowds = list(pool.map(lambda moment: end_one(model, tmp_path, moment), chosen))
@@ -162,14 +166,14 @@ def test_a_signal_at_random_moments(model: Path, tmp_path: Path, half: int) -> N
     assert not faults
     for moment, crowd in zip(chosen, crowds, strict=True):
         if moment.drain_s and moment.second is None:
-            assert crowd.n_cut == 0, "there was time for all of them"
+            assert crowd.n_cut == 0, "the drain was long enough for all requests"
     assert sum(crowd.n_cut for crowd in crowds) > 0
     assert sum(crowd.n_refused for crowd in crowds) > 0
     assert sum(crowd.n_whole for crowd in crowds) > 0
 
 
 def end_one(model: Path, tmp_path: Path, moment: Moment) -> Crowd:
-    """A server from its start to its end under a crowd."""
+    """Run a server under load from its start to its end."""
     folder = tmp_path / f"{moment.seed}"
     folder.mkdir()
     random = Random(moment.seed)
@@ -202,10 +206,10 @@ def end_one(model: Path, tmp_path: Path, moment: Moment) -> Crowd:
 
 
 def attempt(crowd: Crowd, ask: Callable[[], Any], want: Any) -> None:
-    """A fault of the crowd unless it gives what is wanted."""
+    """Record a fault unless `ask` returns `want`."""
     try:
         found = ask()
-    except Exception as e:  # noqa: BLE001 -- told by the test
+    except Exception as e:  # noqa: BLE001 -- the test reports it
         found = e
     if found != want:
         crowd.fault(f"{found!r}, not {want!r}: {crowd.server.log.read_text('utf-8')[-2000:]}")

@@ -1,4 +1,4 @@
-"""`serve --engine-process` on a real socket: what clients and probes see when the engine is killed."""
+"""`serve --engine-process`: what clients and probes get when the engine process is killed."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ TESTS = str(Path(server_process.__file__).parent)
 
 
 def patched(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
-    """Servers run with this change of `llaisys.engine.process`."""
+    """Start later servers with this change of `llaisys.engine.process`."""
     code = f"import sys; from llaisys.engine import process; {change}; "
     code += "from llaisys.cli.main import main; sys.exit(main())"
     monkeypatch.setattr(server_process, "COMMAND", (sys.executable, "-c", code))
 
 
 def engines(server: Server) -> list[psutil.Process]:
-    """The engine processes of a server; its text processes are left out."""
+    """Return the engine processes of a server, without its tokenizer workers."""
     found = []
     for child in psutil.Process(server.process.pid).children():
         with suppress(psutil.NoSuchProcess):  # it may just have ended
@@ -43,7 +43,7 @@ def engines(server: Server) -> list[psutil.Process]:
 
 
 def test_kill_9_of_the_engine(tmp_path: Path) -> None:
-    """The stream gets its error frame and `[DONE]`; probes are red until the engine is back."""
+    """The stream gets its error frame and `[DONE]`; `/ready` fails until the engine is back."""
     with serving(tmp_path, str(long_model(tmp_path)), *FLAGS) as server:
         (engine,) = engines(server)
         raw = b""
@@ -95,7 +95,7 @@ def test_a_server_whose_engine_cannot_be_restarted_exits_with_70(
 def test_a_child_that_does_not_load_does_not_hang_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, exit_code: int
 ) -> None:
-    """One that dies ends the server, with its last lines; one that says nothing waits for Ctrl-C."""
+    """A child that dies ends the server, which logs its last lines; Ctrl-C ends a wait for a silent child."""
     boot = f"import sys; sys.path[:] = {{}}; sys.path.append({TESTS!r}); from dying_child import main; "
     patched(monkeypatch, f"process._BOOT = {boot + f'main({{}}, {point!r})'!r}")
     command = [*server_process.COMMAND, "serve", str(FOLDER), "--port", "0", *FLAGS]
@@ -111,8 +111,8 @@ def test_a_child_that_does_not_load_does_not_hang_the_server(
         assert line == "dying at once"
 
 
-def test_ctrl_c_reaches_the_engine_through_the_server_alone(tmp_path: Path) -> None:
-    """A signal to all of them, as a terminal or a service manager sends it, ends the stream in order."""
+def test_the_engine_process_ignores_signals_for_the_server(tmp_path: Path) -> None:
+    """A signal to all processes, as from a terminal or a service manager, still drains the stream."""
     with serving(tmp_path, str(long_model(tmp_path)), *FLAGS, "--shutdown-timeout", "250") as server:
         processes = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children()]
         raw = b""

@@ -1,4 +1,4 @@
-"""A full queue, and bodies over their budget, seen by a client that has sent a head alone."""
+"""Refusals before the body is read: a full queue, and bodies that exceed their budget."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BUDGET = 10_000
 
 
 def answer_of(connection: socket.socket) -> tuple[int, dict[str, str], Any]:
-    """Status, headers and JSON of an answer, read to its end."""
+    """Read a response to its end; return its status, headers and JSON."""
     with connection.makefile("rb") as file:
         status = int(file.readline().split()[1])
         headers = {}
@@ -27,8 +27,10 @@ def answer_of(connection: socket.socket) -> tuple[int, dict[str, str], Any]:
 
 
 def test_a_refusal_comes_before_the_body(tmp_path: Path) -> None:
-    """With one that runs and one that waits: 429 for the head alone, for a body of any size; and again a 200
-    on the same connection, with the body, once there is room."""
+    """While one request runs and one waits, a head alone gets a 429.
+
+    When both have ended, a request on the same connection gets a 200.
+    """
     flags = ("--num-kv-cells", "16384", "--max-num-seqs", "1", "--max-num-queued-reqs", "1")
     budget = ("--max-body-bytes-in-flight", str(BUDGET))
     body = {"prompt": [5, 6, 7], "max_tokens": 16_000, "ignore_eos": True, "stream": True}

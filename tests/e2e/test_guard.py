@@ -1,4 +1,4 @@
-"""What one client can cost the others, on a real server: templates, bodies, slow lines, rates."""
+"""Limits on what one client can cost the others: templates, bodies, slow connections, rates."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A hostile template."""
+    """Serve a hostile chat template."""
     folder = tmp_path_factory.mktemp("guarded")
     (folder / "hostile.jinja").write_text(TEMPLATE)
     flags = ("--chat-template", str(folder / "hostile.jinja"))
@@ -53,7 +53,7 @@ def test_a_template_that_costs_too_much_costs_its_request(server: Server, text: 
     with ThreadPoolExecutor() as threads:
         doomed = threads.submit(chat, server, text)
         is_done = False
-        while not is_done:  # once more behind its end, too
+        while not is_done:  # and once after its end
             is_done = doomed.done()
             assert chat(server, "Hello").json()["choices"] == want
             assert server.http.get("/health").status_code == 200
@@ -62,21 +62,21 @@ def test_a_template_that_costs_too_much_costs_its_request(server: Server, text: 
     assert error["message"] == f"rendering and tokenizing these messages takes more than {says}"
 
 
-def test_killed_text_processes_come_back(server: Server) -> None:
+def test_killed_tokenizer_workers_are_replaced(server: Server) -> None:
     process = psutil.Process(server.process.pid)
-    server.wait_for(lambda: len(process.children()) == 2)  # the one that the last test lost is replaced
+    server.wait_for(lambda: len(process.children()) == 2)  # the test before has lost one
     for child in process.children():
         child.kill()
     assert chat(server, "Hello").status_code == 200
 
 
-def line(server: Server) -> socket.socket:
+def connected(server: Server) -> socket.socket:
     host, _, port = server.url.removeprefix("http://").rpartition(":")
     return socket.create_connection((host, int(port)), timeout=END_S)
 
 
 def all_of(connection: socket.socket) -> bytes:
-    """What comes until the other side closes."""
+    """Read until the server closes the connection."""
     return b"".join(iter(partial(connection.recv, 65536), b""))
 
 
@@ -91,7 +91,7 @@ def test_a_slow_head_and_a_slow_body_end(impatient: Server) -> None:
     with ExitStack() as stack:
         connections = []
         for part in parts:
-            connections.append(stack.enter_context(line(impatient)))
+            connections.append(stack.enter_context(connected(impatient)))
             connections[-1].sendall(part)
         *silent, answer = map(all_of, connections)
     assert silent == [b"", b""]
@@ -99,28 +99,28 @@ def test_a_slow_head_and_a_slow_body_end(impatient: Server) -> None:
     assert b"did not arrive within 3 seconds" in answer
 
 
-def send_for_ever(connection: socket.socket) -> None:
+def send_endlessly(connection: socket.socket) -> None:
     while True:
         connection.sendall(b"x" * 65536)
 
 
-def test_a_refused_body_that_goes_on_for_ever_ends(impatient: Server) -> None:
-    with line(impatient) as connection:
+def test_a_refused_endless_body_is_cut_off(impatient: Server) -> None:
+    with connected(impatient) as connection:
         connection.sendall(head(impatient, f"Content-Length: {2**40}"))
         assert connection.recv(12) == b"HTTP/1.1 413"
         with pytest.raises(OSError, match=r"reset|Broken pipe"):
-            send_for_ever(connection)
+            send_endlessly(connection)
 
 
 def test_headers_are_bounded(server: Server) -> None:
-    with line(server) as connection:
+    with connected(server) as connection:
         connection.sendall(head(server, "X: " + "x" * 40_000, "Content-Length: 0"))
         assert connection.recv(12) == b"HTTP/1.1 431"
 
 
-def test_a_large_body_is_refused_and_its_line_goes_on(server: Server) -> None:
-    """The client sends all of it, reads why it was refused, and asks again on the same connection."""
-    with line(server) as connection:
+def test_a_connection_stays_usable_after_a_refused_large_body(server: Server) -> None:
+    """The client sends all of the body, reads the refusal, and sends another request."""
+    with connected(server) as connection:
         connection.sendall(head(server, f"Content-Length: {27 * MIB}") + b"x" * (27 * MIB))
         assert connection.recv(12) == b"HTTP/1.1 413"
         connection.sendall(head(server, "Content-Length: 2", "Connection: close") + b"{}")
@@ -129,7 +129,7 @@ def test_a_large_body_is_refused_and_its_line_goes_on(server: Server) -> None:
 
 def test_bodies_together_are_bounded(server: Server) -> None:
     held = head(server, "Content-Length: 150000") + b'{"p'
-    with line(server) as first:
+    with connected(server) as first:
         first.sendall(held)
         answers: list[httpx.Response] = []
 

@@ -1,4 +1,4 @@
-"""Models by Hugging Face id: the real library in a process of its own against a Hub on this machine."""
+"""Models by Hugging Face id: `huggingface_hub` in a process of its own against a fake Hub."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ EXTRA = {
 
 
 def folder(path: Path) -> dict[str, bytes]:
-    """A golden's files, without what only our tests use."""
+    """Return the files of a golden model, without those of the tests."""
     return {p.name: p.read_bytes() for p in sorted(path.iterdir()) if p.suffix != ".npz" and p.stat().st_size}
 
 
 class Shell:
-    """Runs `llaisys` with an empty Hugging Face cache of its own."""
+    """Run `llaisys` with its own empty Hugging Face cache."""
 
     def __init__(self, folder: Path, hub: FakeHub) -> None:
         self.home, self.hub = folder / "hf", hub
@@ -56,20 +56,20 @@ class Shell:
         )
 
     def fails(self, *arguments: str, **extra: str) -> str:
-        """The one line that says why."""
+        """Return the last line of the error."""
         done = self.run(*arguments, **extra)
         assert done.returncode == 1, done
         assert "Traceback" not in done.stderr
         return done.stderr.splitlines()[-1]
 
     def files(self) -> list[str]:
-        """What lies under a final name in the cache's snapshots."""
+        """Return the names of complete files in the snapshots of the cache."""
         return sorted(p.name for p in self.home.glob("hub/models--*/snapshots/*/*"))
 
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[FakeHub]:
-    """One of each kind of repository."""
+    """Serve one repository of each kind."""
     tiny = folder(GOLDEN)
     with fake_hub(
         acme__tiny=Repo({**tiny, **EXTRA, "consolidated.safetensors": b"x"}),
@@ -89,19 +89,19 @@ def shell(tmp_path: Path, hub: FakeHub) -> Shell:
     return Shell(tmp_path, hub)
 
 
-def test_an_id_is_fetched_listed_run_offline_and_removed(shell: Shell) -> None:
+def test_a_model_is_pulled_listed_run_offline_and_removed(shell: Shell) -> None:
     done = shell.run("pull", "acme/tiny")
     assert done.returncode == 0, done.stderr
     path = Path(done.stdout.strip())
     assert {p.name for p in path.iterdir()} == set(folder(GOLDEN)), (
-        "what is read, and neither pickles nor other formats"
+        "only files that are read: no pickles and no other formats"
     )
     assert (path / "model.safetensors").read_bytes() == (GOLDEN / "model.safetensors").read_bytes()
 
     shell.hub.requests.clear()
     again = shell.run("pull", "https://huggingface.co/acme/tiny", "--quiet")
     assert (again.stdout, again.stderr) == (done.stdout, "")
-    assert shell.hub.fetched() == [], "whole files stay"
+    assert shell.hub.fetched() == [], "complete files stay"
 
     shell.hub.requests.clear()
     flags = ("--prompt", "Hi", "--max-tokens", "4", "--temperature", "0", "--num-kv-cells", "64")
@@ -121,7 +121,7 @@ def test_an_id_is_fetched_listed_run_offline_and_removed(shell: Shell) -> None:
     )
 
 
-def test_shards_come_with_their_index(shell: Shell) -> None:
+def test_shards_are_fetched_with_their_index(shell: Shell) -> None:
     done = shell.run("pull", "acme/sharded", "--revision", shell.hub.repos["acme/sharded"].commit)
     assert done.returncode == 0, done.stderr
     names = {p.name for p in Path(done.stdout.strip()).iterdir()}
@@ -156,28 +156,28 @@ def test_one_gguf_of_several(shell: Shell) -> None:
         (("acme/-x",), "no model 'acme/-x'"),
     ],
 )
-def test_what_the_hub_refuses_is_named(shell: Shell, arguments: tuple[str, ...], words: str) -> None:
+def test_a_refusal_of_the_hub_is_reported(shell: Shell, arguments: tuple[str, ...], words: str) -> None:
     assert words in shell.fails("pull", *arguments)
     assert not any(name.endswith((".safetensors", ".gguf", ".bin")) for name in shell.files())
 
 
-def test_a_token_opens_what_is_gated(shell: Shell) -> None:
+def test_a_token_gives_access_to_a_gated_model(shell: Shell) -> None:
     assert "rejects the token" in shell.fails("pull", "acme/gated", HF_TOKEN="hf_wrong")
     done = shell.run("pull", "acme/gated", HF_TOKEN=TOKEN)
     assert done.returncode == 0, done.stderr
     assert "model.safetensors" in shell.files()
 
 
-def test_a_dropped_connection_is_resumed_where_it_broke(shell: Shell) -> None:
+def test_a_dropped_download_is_resumed(shell: Shell) -> None:
     done = shell.run("pull", "acme/flaky")
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).read_bytes() == BIG
     ranges = [r for method, path, r in shell.hub.requests if method == "GET" and path.endswith(".gguf")]
-    # The library writes pieces of 10 MiB, so a connection that ends after 11 goes on after 10.
+    # The library writes pieces of 10 MiB, so a download that ends after 11 MiB continues after 10.
     assert ranges == ["", f"bytes={10 << 20}-", f"bytes={20 << 20}-"]
 
 
-def test_an_interrupted_pull_leaves_whole_files_only(tmp_path: Path) -> None:
+def test_an_interrupted_pull_leaves_only_complete_files(tmp_path: Path) -> None:
     go_on = threading.Event()
     files = folder(GOLDEN)
     with fake_hub(acme__slow=Repo(files, stall=go_on)) as hub:
@@ -218,8 +218,8 @@ def test_without_a_hub_the_cache_serves(tmp_path: Path) -> None:
     assert "Check the network and HF_ENDPOINT" in shell.fails("pull", "acme/other")
 
 
-def test_a_cache_that_another_program_made(tmp_path: Path) -> None:
-    """As transformers leaves it: no listing of the repository, files that we do not read."""
+def test_a_cache_of_another_program_is_used(tmp_path: Path) -> None:
+    """As transformers leaves it: without a list of the repository, and with files that are not read."""
     with fake_hub() as hub:
         shell = Shell(tmp_path, hub)
     repo = shell.home / "hub" / "models--acme--made"

@@ -1,4 +1,4 @@
-"""A server with a key, as the official client and a browser see it."""
+"""A server with API keys: who has access, and each key's share of the capacity."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def test_keys(locked: Server) -> None:
         answer = client.completions.create(model="second", prompt="Hello", max_tokens=2)
         assert answer.model == "second"
         assert [card.id for card in client.models.list()] == ["first", "second"]
-    stranger = openai.OpenAI(base_url=f"{locked.url}/v1", api_key="EMPTY", max_retries=0)
+    without_key = openai.OpenAI(base_url=f"{locked.url}/v1", api_key="EMPTY", max_retries=0)
     with pytest.raises(openai.AuthenticationError) as caught:
-        stranger.completions.create(model="first", prompt="Hello")
+        without_key.completions.create(model="first", prompt="Hello")
     assert caught.value.code == "invalid_api_key"
 
 
-def test_what_needs_no_key(locked: Server) -> None:
-    with httpx.Client(base_url=locked.url, timeout=None) as stranger:
+def test_the_page_and_probes_need_no_key(locked: Server) -> None:
+    with httpx.Client(base_url=locked.url, timeout=None) as without_key:
         for path in ("/", "/livez", "/health", "/ready"):
-            assert stranger.get(path).status_code == 200
+            assert without_key.get(path).status_code == 200
         for path in ("/metrics", "/version", "/v1/models", "/docs", "/nothing"):
-            assert stranger.get(path).status_code == 401
+            assert without_key.get(path).status_code == 401
 
 
 def test_strict_fields(locked: Server) -> None:
@@ -53,17 +53,17 @@ def test_strict_fields(locked: Server) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "frobnicate")
 
 
-def test_other_hosts_and_origins_are_shut_out(locked: Server) -> None:
+def test_other_hosts_and_origins_are_refused(locked: Server) -> None:
     assert locked.http.get("/v1/models", headers={"host": "evil.example"}).status_code == 400
     assert locked.http.get("/v1/models", headers={"origin": "http://evil.example"}).status_code == 403
 
 
-def test_keys_are_nowhere_in_the_log(locked: Server) -> None:
+def test_the_log_has_no_keys(locked: Server) -> None:
     locked.http.get("/v1/models?key=secret-1", headers={"authorization": "Bearer secret-1x"})
     assert "secret-" not in locked.log.read_text("utf-8")
 
 
-# --- what one key holds leaves the others their part ---
+# --- no key can use the shares of the others ---
 
 LONG = {"prompt": [5, 6, 7], "max_tokens": 16_000, "ignore_eos": True, "stream": True}
 OTHER = {"authorization": "Bearer two"}
@@ -73,7 +73,7 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two keys: `one` holds what it can, `two` wants a token. Requests time out long after a test would."""
+    """Serve two keys: `one` uses all that it can get, and `two` asks for one token."""
     folder = tmp_path_factory.mktemp("shared")
     flags = ("--num-kv-cells", "262144", "--max-num-seqs", "8", "--max-num-queued-reqs", "16")
     flags += ("--max-sessions", "8", "--max-body-bytes-in-flight", str(16 * MIB), "--dtype", "float32")
@@ -82,7 +82,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def send(server: Server, path: str, body: dict[str, Any]) -> socket.socket:
-    """A request of key `one`, whose answer is left in the socket."""
+    """Send a request of key `one`, and leave the response unread in the socket."""
     raw = json.dumps(body).encode()
     connection = connect(server)
     connection.sendall(keyed(head(server, path, len(raw))) + raw)
@@ -99,13 +99,13 @@ def status_of(connection: socket.socket) -> int:
 
 
 def one_token(server: Server) -> httpx.Response:
-    """A request of key `two`."""
+    """Send a request of key `two`."""
     body = {"prompt": [9, 8, 7], "max_tokens": 1, "ignore_eos": True}
     return server.http.post(COMPLETIONS, json=body, headers=OTHER)
 
 
 def test_sequence_ids_are_shared(shared: Server) -> None:
-    """Eight requests of eight choices: the other key's request runs while all of them do."""
+    """While eight requests with eight choices run, a request of the other key gets a sequence id."""
     with ExitStack() as stack:
         for _ in range(8):
             stack.enter_context(send(shared, COMPLETIONS, {**LONG, "n": 8}))
@@ -118,8 +118,8 @@ def test_sequence_ids_are_shared(shared: Server) -> None:
     shared.wait_idle()
 
 
-def test_queue_places_are_shared(shared: Server) -> None:
-    """More requests than may wait, and inputs of embeddings: that key gets 429, no other does."""
+def test_the_queue_is_shared(shared: Server) -> None:
+    """A key with too many waiting requests and embedding inputs gets 429; the other key does not."""
     with ExitStack() as stack:
         for _ in range(40):
             stack.enter_context(send(shared, COMPLETIONS, LONG))
@@ -135,7 +135,7 @@ def test_queue_places_are_shared(shared: Server) -> None:
 
 
 def test_upload_bytes_are_shared(shared: Server) -> None:
-    """Bodies that are declared and not sent."""
+    """Bodies that are declared and not sent count."""
     with ExitStack() as stack:
         heads = [stack.enter_context(connect(shared)) for _ in range(16)]
         for connection in heads:
@@ -144,7 +144,7 @@ def test_upload_bytes_are_shared(shared: Server) -> None:
         assert one_token(shared).status_code == 200
         large = {"prompt": [9, 8, 7], "max_tokens": 1, "user": "x" * (4 * MIB - 100)}
         assert shared.http.post(COMPLETIONS, json=large, headers=OTHER).status_code == 200
-    # The server has yet to see that the connections are closed.
+    # The server notices that the connections are closed.
     shared.wait_for(lambda: shared.http.post("/tokenize", json={"prompt": "x"}).status_code != 429)
 
 
@@ -157,7 +157,7 @@ def test_sessions_are_shared(shared: Server) -> None:
         assert made.status_code == 200
 
 
-def test_a_key_learns_nothing_of_another_s_prompts_and_ids(shared: Server) -> None:
+def test_a_key_has_no_access_to_prompts_and_ids_of_another(shared: Server) -> None:
     body = {"prompt": [*range(40, 75)], "max_tokens": 1, "request_id": "mine"}
 
     def cached(headers: dict[str, str]) -> int:
@@ -179,7 +179,7 @@ def test_a_key_learns_nothing_of_another_s_prompts_and_ids(shared: Server) -> No
 
 
 @pytest.mark.parametrize("how", ["flag", "environment", "file"])
-def test_an_empty_key_stops_the_start(tmp_path: Path, how: str) -> None:
+def test_an_empty_key_prevents_the_start(tmp_path: Path, how: str) -> None:
     keys = tmp_path / "keys.txt"
     keys.write_text(f"alice {hashlib.sha256(b'').hexdigest()}\n", "utf-8")
     flags = {"flag": ["--api-key", ""], "environment": [], "file": ["--api-key-file", str(keys)]}[how]

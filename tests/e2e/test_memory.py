@@ -1,4 +1,4 @@
-"""What the default server weighs."""
+"""Memory of the default server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.model, pytest.mark.two_cpus]
 
 
 def test_the_smollm2_server_stays_under_600_mb(smollm2_process: psutil.Process, smollm2_server: str) -> None:
-    """With 2,048 cells, after requests that fill most of them, prompt and answer."""
+    """With 2,048 cells, after requests that fill most of them."""
     body = {
         "model": "smollm2",
         "prompt": [100] * 1500,
@@ -45,9 +45,11 @@ def test_the_smollm2_server_stays_under_600_mb(smollm2_process: psutil.Process, 
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
-def test_loading_takes_the_packed_weights_and_little_more(dtype: str) -> None:
-    """The peak of a process that does nothing else: the packed weights, one tensor, 60 MB for the interpreter
-    with NumPy (200 MB are promised). The file's 98 MB would not fit, were its pages kept."""
+def test_loading_needs_little_more_than_the_packed_weights(dtype: str) -> None:
+    """The peak is that of the packed weights, one tensor, and 60 MB for the interpreter with NumPy.
+
+    The limit of the documentation is 200 MB. The 98 MB of the file would not fit if they stayed resident.
+    """
     path = resolve_model("smollm2").path
     info = inspect_model(path)
     command = [sys.executable, "-c", LOAD, str(path), dtype]

@@ -1,4 +1,4 @@
-"""GET /metrics of a real server after a known load: every name that an operator's board asks for."""
+"""/metrics of a server after a known load, with every metric of the Grafana dashboard."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ N_PROMPT, N_OUTPUT = 20, 60
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """After the same prompt twice, then two prompts together that cannot both end without a preemption."""
+    """Serve the same prompt twice, then two prompts together of which one must be preempted."""
     folder = tmp_path_factory.mktemp("metrics")
     with serving(folder, str(FOLDER), "--num-kv-cells", f"{N_CELLS}", "--dtype", "float32") as server:
         for firsts, max_tokens in ([10], 4), ([10], 1), ([200, 300], N_OUTPUT):
@@ -67,17 +67,17 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         ("llaisys:kv_cells", {"state": "used"}, 0),
     ],
 )
-def test_a_figure_of_the_known_load(loaded: Server, name: str, labels: dict[str, str], value: float) -> None:
+def test_a_metric_of_the_known_load(loaded: Server, name: str, labels: dict[str, str], value: float) -> None:
     samples = loaded.samples(name, **labels)
-    assert samples, "it is not there"
+    assert samples, "the metric is missing"
     assert sum(samples) == value
 
 
-def test_figures_that_the_steps_decide(loaded: Server) -> None:
-    """How the two that ran together fell into steps is not known; what must hold of it is."""
+def test_metrics_that_depend_on_the_steps(loaded: Server) -> None:
+    """The steps of the two requests that ran together are not deterministic, but they have bounds."""
     computed = loaded.metric("vllm:iteration_tokens_total_sum")
     steps = loaded.metric("vllm:iteration_tokens_total_count")
-    # Every token but the last of each answer, less the cached ones; what was preempted comes on top.
+    # Every token except the last of each completion and the cached ones; preempted ones are computed again.
     assert computed >= 4 * N_PROMPT + 5 + 2 * N_OUTPUT - 4 - (N_PROMPT - 1)
     assert N_OUTPUT <= steps <= loaded.metric("llaisys:steps_total")
     for phase in ("plan", "execute", "settle"):
@@ -91,13 +91,13 @@ def test_figures_that_the_steps_decide(loaded: Server) -> None:
     assert loaded.metric("llaisys:kv_cells_retained") == cached > 0
 
 
-def test_the_labels_are_the_models_name_and_the_engine(loaded: Server) -> None:
+def test_the_labels_are_the_model_name_and_the_engine(loaded: Server) -> None:
     for name in ("vllm:num_preemptions_total", "llaisys:kv_cells", "vllm:iteration_tokens_total_sum"):
         assert loaded.samples(name) == loaded.samples(name, model_name=loaded.model, engine="0")
 
 
-def test_every_metric_of_the_board_is_served(loaded: Server) -> None:
-    """configs/grafana.json asks for names and labels that are there; and for nearly all that is there."""
+def test_every_metric_of_the_dashboard_is_served(loaded: Server) -> None:
+    """configs/grafana.json uses only names and labels that are served, and nearly all of them."""
     board = json.loads((ROOT / "configs" / "grafana.json").read_text("utf-8"))
     asked = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
     asked.append(board["templating"]["list"][1]["query"]["query"])

@@ -1,4 +1,4 @@
-"""Two models in one server, reached by the openai client: each name gets its own model's answers."""
+"""Two models in one server with the openai client: each name gets the completions of its model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOLDERS = {"qwen2": "qwen2-tied-bf16", "llama": "llama-untied-bf16"}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """`qwen2` is loaded at the start; `llama` in a process of its own, at its first request, and unloaded."""
+    """Serve `qwen2`, loaded at the start, and `llama`, loaded in its own process at its first request."""
     folder = tmp_path_factory.mktemp("models")
     own = {"llama": {"preload": False, "idle_unload_s": 0.2, "engine_process": True, "num_kv_cells": 256}}
     models = [
@@ -39,7 +39,7 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 
 
 def greedy(server: Server, model: str) -> tuple[str, str]:
-    """The model that answered, and its answer to the first golden prompt."""
+    """Return the model name of the response, and its completion of the first golden prompt."""
     body = {
         "prompt": load_golden(GOLDENS / FOLDERS[model]).prompts[0],
         "max_tokens": 24,
@@ -52,7 +52,7 @@ def greedy(server: Server, model: str) -> tuple[str, str]:
 
 
 def expected(model: str) -> str:
-    """Greedy ids of transformers, as text; both goldens share one tokenizer."""
+    """Return the greedy ids of transformers as text; both golden models have the same tokenizer."""
     folder = GOLDENS / FOLDERS[model]
     return load_tokenizer(inspect_model(folder)).decode(load_golden(folder).greedy[0], True)
 
@@ -64,19 +64,19 @@ def test_both_are_listed_before_the_second_is_loaded(server: Server, client: ope
     assert server.metric("llaisys:kv_cells", model_name="qwen2") == 512
 
 
-def test_the_name_chooses_and_many_first_requests_load_once(server: Server) -> None:
+def test_many_first_requests_of_a_model_load_it_once(server: Server) -> None:
     with ThreadPoolExecutor(8) as pool:
         names = ["llama", "qwen2"] * 4
         answers = list(pool.map(lambda name: greedy(server, name), names))
     assert answers == [(name, expected(name)) for name in names]
-    # Once, and once more for each time that nobody asked for so long that it went.
+    # Once, and once more for each time that it was unloaded.
     text = server.log.read_text("utf-8")
     assert text.count("KV cache: 256 cells") - text.count("unloaded llama") in (0, 1)
     assert server.metric("vllm:generation_tokens_total", model_name="llama") == 4 * 24
     assert server.metric("vllm:generation_tokens_total", model_name="qwen2") == 4 * 24
 
 
-def test_it_is_unloaded_when_idle_and_comes_back(server: Server) -> None:
+def test_an_idle_model_is_unloaded_and_loaded_again(server: Server) -> None:
     greedy(server, "llama")
     server.until("llaisys:kv_cells", 0, model_name="llama")
     assert server.http.get("/ready").status_code == 200
@@ -84,7 +84,7 @@ def test_it_is_unloaded_when_idle_and_comes_back(server: Server) -> None:
     assert server.metric("llaisys:kv_cells", model_name="qwen2") == 512
 
 
-def test_an_absent_name_is_the_first_and_an_unknown_one_a_404(client: openai.OpenAI) -> None:
+def test_an_empty_name_is_the_first_model_and_an_unknown_one_a_404(client: openai.OpenAI) -> None:
     assert client.completions.create(model="", prompt="Hi", max_tokens=1).model == "qwen2"
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.completions.create(model="mistral", prompt="Hi", max_tokens=1)

@@ -1,4 +1,4 @@
-"""The official client against a real server, unchanged: every call that we serve, and every refusal."""
+"""The official client against a server: every call that is served, and every refusal."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_chat(client: openai.OpenAI) -> None:
 
 
 def cached(usage: CompletionUsage | None) -> int | None:
-    """The prompt's tokens that were found computed."""
+    """Return the number of cached prompt tokens."""
     assert usage is not None
     assert usage.prompt_tokens_details is not None
     return usage.prompt_tokens_details.cached_tokens
@@ -102,14 +102,14 @@ def test_chat_stream_equals_chat(client: openai.OpenAI) -> None:
     assert len(streamed) == whole.usage.completion_tokens
 
 
-def test_greedy_logprobs_are_the_best(client: openai.OpenAI) -> None:
+def test_greedy_tokens_have_the_best_logprob(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(messages=MESSAGES, **greedy(logprobs=True, top_logprobs=2))
     assert answer.choices[0].logprobs is not None
     for entry in answer.choices[0].logprobs.content or []:
         assert entry.logprob == entry.top_logprobs[0].logprob >= entry.top_logprobs[1].logprob
 
 
-def test_a_seed_repeats(client: openai.OpenAI) -> None:
+def test_equal_seeds_give_equal_texts(client: openai.OpenAI) -> None:
     texts = [
         client.completions.create(model="tiny", prompt="ab", seed=seed, temperature=1, max_tokens=24)
         .choices[0]
@@ -214,7 +214,7 @@ def test_bad_requests_name_the_field(
     assert caught.value.type == "invalid_request_error"
 
 
-def test_what_never_fits_says_both_numbers(client: openai.OpenAI) -> None:
+def test_a_request_beyond_the_context_is_refused_with_both_numbers(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="tiny", prompt=[5] * 10, max_tokens=65536)
     assert caught.value.code == "context_length_exceeded"
@@ -235,7 +235,7 @@ def test_unknown_model(client: openai.OpenAI) -> None:
 
 
 def test_a_full_queue_is_a_rate_limit(client: openai.OpenAI, tiny: Server) -> None:
-    """One request runs and four may wait: five more are one too many, and none of them stays."""
+    """One request runs and four may wait: five more are refused, and none of them stays."""
     body = {"model": "tiny", "max_tokens": 60_000, "extra_body": {"ignore_eos": True}}
     with client.completions.create(prompt="Hello", stream=True, **body) as stream:
         next(iter(stream))

@@ -1,4 +1,4 @@
-"""The official Node client against a real server: tests/clients/node/client.mjs calls, this looks."""
+"""The official Node client against a server: tests/clients/node/client.mjs calls, this module checks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def calls(server: Server) -> dict[str, dict[str, Any]]:
-    """What the program saw, by call."""
+    """Return the results of the program by call."""
     command = ["node", str(FOLDER / "client.mjs"), f"{server.url}/v1", KEY]
     done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=END_S)
     assert done.returncode == 0, done.stderr + done.stdout
@@ -41,7 +41,7 @@ def test_models(calls: dict[str, dict[str, Any]]) -> None:
     assert calls["models.retrieve"]["id"] == "tiny"
 
 
-def test_answers_are_those_of_the_python_client(server: Server, calls: dict[str, dict[str, Any]]) -> None:
+def test_completions_equal_the_python_clients(server: Server, calls: dict[str, dict[str, Any]]) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
         chat = client.chat.completions.create(
             model="tiny", temperature=0, max_tokens=12, messages=[{"role": "user", "content": "Hello there"}]
@@ -74,7 +74,7 @@ def test_embeddings(calls: dict[str, dict[str, Any]]) -> None:
     assert np.array_equal(vectors, np.array(calls["embeddings default"]["vectors"]))
 
 
-def test_an_abort_frees_the_place(server: Server, calls: dict[str, dict[str, Any]]) -> None:
+def test_an_abort_ends_the_request(server: Server, calls: dict[str, dict[str, Any]]) -> None:
     assert calls["abort"]["object"] == "text_completion"
     assert calls["abort by signal"]["error"] == "APIUserAbortError"
     server.until("vllm:num_requests_running", 0)
@@ -89,7 +89,7 @@ def test_an_abort_frees_the_place(server: Server, calls: dict[str, dict[str, Any
         ("wrong key", "AuthenticationError", 401, "invalid_api_key", None),
     ],
 )
-def test_errors_have_the_clients_classes(
+def test_errors_have_the_classes_of_the_client(
     calls: dict[str, dict[str, Any]], call: str, error: str, status: int, code: str, param: str | None
 ) -> None:
     seen = calls[call]

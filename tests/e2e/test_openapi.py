@@ -1,7 +1,7 @@
-"""The served OpenAPI document, and schemathesis over it against a real server.
+"""The served OpenAPI document, and schemathesis with it against a server.
 
-Bodies that fit it and bodies that do not, each method, each key rule, sequences of calls: no 500, and
-nothing that the document does not say.
+Valid and invalid bodies, each method, each rule of keys and sequences of calls give no status 500, and no
+response that the document does not declare.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from serving import GOLDENS, Server, environment, serving
 
 HERE = Path(__file__).parent
 KEY = "sesame"
-# Another one finds other bodies; it is printed with what it found.
+# Another seed generates other bodies. It is printed with the failures.
 SEED = 6
 N_EXAMPLES = 20
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The tiny model with everything that a route may need."""
+    """Serve the tiny model with the stores that the routes need."""
     folder = tmp_path_factory.mktemp("openapi")
     shutil.copytree(GOLDENS / "qwen2-tied-bf16", folder / "tiny")
     (folder / "sessions").mkdir()

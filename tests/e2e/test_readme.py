@@ -1,4 +1,4 @@
-"""The examples of README.md, as printed, against a server started as printed."""
+"""The examples of README.md, as printed, against a server of SmolLM2."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The security matrix: every route against every kind of caller, on a real server with two keys.
+"""The security matrix: every route against every kind of caller, on a server with two keys.
 
-Which refusal a request gets depends on its head alone: Host, then Origin, then the key, then the size. So the
-table is generated from the routes that the server has, and each row is asked in every column and variant.
+The refusal of a request depends only on its head: Host, then Origin, then the key, then the size. The rows
+are generated from the routes of the server, and each is requested in every variant.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Row:
-    """A request, and its status for a good caller. `open`: no key is asked for."""
+    """A request, and its statuses with a valid key. `open`: it needs no key."""
 
     method: str
     path: str
@@ -56,7 +56,7 @@ class Row:
 
 
 def served() -> list[Row]:
-    """A row for each method of each route that the server has; a new route is a new row."""
+    """Return a row for each method of each route, so that a new route is a new row."""
     rows = []
     waiting: list[Any] = list(_routes(ServerState(Config())).routes)
     while waiting:
@@ -93,7 +93,7 @@ UNKNOWN = [
     Row("POST", "/v2/completions", (404,), COMPLETION),
     Row("POST", "/v1/requests/cmpl-unknown/cancel", (404,), b"{}"),
 ]
-# Over the limit, by its declared length; no byte of it is sent.
+# Above the limit by its declared length; no byte of it is sent.
 LARGE = Row("POST", "/v1/completions", (413,), b"")
 ROWS = [*served(), *UNKNOWN]
 
@@ -121,7 +121,7 @@ def address(server: Server) -> tuple[str, int]:
 def ask(
     server: Server, row: Row, *headers: Header, host: str | None = "", target: str = "", declared: int = -1
 ) -> Answer:
-    """One raw request. `host`: "" is the right one, None none at all."""
+    """Send a raw request. `host`: "" stands for the right one, None for no Host header."""
     place = address(server)
     lines = [f"{row.method} {target or row.path} HTTP/1.1"]
     lines += [] if host is None else [f"Host: {host or f'{place[0]}:{place[1]}'}"]
@@ -133,8 +133,8 @@ def ask(
         raw = b"".join(iter(partial(line.recv, 65536), b""))
     head, _, body = raw.partition(b"\r\n\r\n")
     status, *fields = head.decode("latin-1").split("\r\n")
-    told = {name.lower(): value.strip() for name, _, value in (field.partition(":") for field in fields)}
-    return Answer(int(status.split()[1]), told, body)
+    found = {name.lower(): value.strip() for name, _, value in (field.partition(":") for field in fields)}
+    return Answer(int(status.split()[1]), found, body)
 
 
 def key(value: str) -> Header:
@@ -213,7 +213,7 @@ def test_hosts(server: Server, row: Row) -> None:
         assert ask(server, row, key(GOOD), host=value).status in row.good
 
 
-def test_a_host_that_is_missing_empty_or_twice(server: Server) -> None:
+def test_a_missing_empty_or_repeated_host_is_refused(server: Server) -> None:
     host, port = address(server)
     row = Row("GET", "/v1/models", (200,))
     refusal(ask(server, row, key(GOOD), host=None), 400, row)
@@ -222,7 +222,7 @@ def test_a_host_that_is_missing_empty_or_twice(server: Server) -> None:
         refusal(ask(server, row, key(GOOD), ("Host", second)), 400, row)
 
 
-def test_an_absolute_target_says_nothing(server: Server) -> None:
+def test_an_absolute_target_reveals_nothing(server: Server) -> None:
     row = Row("GET", "/v1/models", (404,))
     for host in (EVIL, f"{address(server)[0]}:{address(server)[1]}"):
         target = f"http://{host}/v1/models"
@@ -275,7 +275,7 @@ def test_a_body_over_the_limit(server: Server) -> None:
             assert int(line.recv(12).split()[1]) == status
 
 
-def test_only_its_own_key_cancels_an_answer(server: Server) -> None:
+def test_only_its_own_key_cancels_a_request(server: Server) -> None:
     body = {"prompt": "Hi", "max_tokens": 8_000, "ignore_eos": True, "stream": True, "request_id": "held"}
     place = Row("POST", "/v1/requests/cmpl-held/cancel", (200,))
     with server.http.stream("POST", "/v1/completions", json=body) as answer:
@@ -287,9 +287,11 @@ def test_only_its_own_key_cancels_an_answer(server: Server) -> None:
         assert (raw + b"".join(chunks)).endswith(b"data: [DONE]\n\n")
 
 
-def test_the_canary_is_nowhere(server: Server) -> None:
-    """In a prompt, a key, a header and what a template refuses. An error may show the short value of a field
-    that is no text (a role, a type) to who sent it; no log may."""
+def test_prompts_and_keys_are_not_in_errors_metrics_or_the_log(server: Server) -> None:
+    """The canary is in prompts, keys, headers and refused fields.
+
+    An error response may show the short value of a field with fixed values (a role, a type); the log may not.
+    """
     odd = [("X-Request-Id", "<script>"), ("User-Agent", CANARY), ("X-Other", CANARY), key(GOOD)]
     bodies = [
         CHAT,
@@ -320,13 +322,13 @@ def test_the_canary_is_nowhere(server: Server) -> None:
     assert CANARY not in log
 
 
-def test_nothing_of_it_is_a_server_error(server: Server) -> None:
+def test_no_request_was_a_server_error(server: Server) -> None:
     statuses = server.samples("http_requests_total")
     assert sum(statuses) > 1000
     assert not server.samples("http_requests_total", status="5xx")
 
 
-def test_a_server_without_a_key_keeps_its_hosts_and_origins(tiny: Server) -> None:
+def test_a_server_without_keys_checks_hosts_and_origins(tiny: Server) -> None:
     for row in (Row("GET", "/v1/models", (200,)), Row("GET", "/nothing", (404,))):
         for headers in ((), (key("wrong"),)):
             assert ask(tiny, row, *headers).status in row.good

@@ -1,4 +1,4 @@
-"""Sessions, cancelling and timelines on a real server, with the engine on a thread and in a process."""
+"""Sessions, cancellation and timelines of a server, with the engine on a thread and in a process."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def test_sessions_cancel_and_timeline(tmp_path: Path, flags: tuple[str, ...]) ->
         assert http.delete("/v1/sessions/chat").json()["deleted"]
         assert http.post("/v1/sessions/again/restore", json={"file": "f"}).json()["num_cached_tokens"] == n
         assert http.get("/v1/sessions/again", headers=other).status_code == 404
-        told = http.get(f"/v1/requests/{first['id']}/timeline").json()
-        assert told["choices"][0]["is_over"]
+        timeline = http.get(f"/v1/requests/{first['id']}/timeline").json()
+        assert timeline["choices"][0]["is_over"]
         assert http.get(f"/v1/requests/{first['id']}/timeline", headers=other).status_code == 404
         long = {
             "prompt": "Hello",

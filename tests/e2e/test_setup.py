@@ -1,4 +1,4 @@
-"""The set-up says what is missing and what to do about it."""
+"""The setup reports what is missing and what to do about it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SHELL = ("bash", "awk", "dirname", "head", "sort", "printf", "env")
 def check(
     folder: Path, missing: str | None, script: str = "check-tools.sh", **scripts: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `script` with a PATH that has every tool but `missing`; `scripts` stand in for tools."""
+    """Run `script` with a PATH with every tool except `missing`; `scripts` replace tools."""
     for name in (*TOOLS, *SHELL):
         found = sys.executable if name == "python3" else shutil.which(name)
         if name in scripts:
             (folder / name).write_text(f"#!/bin/sh\n{scripts[name]}\n", encoding="utf-8")
             (folder / name).chmod(0o755)
         elif name != missing and found:
-            # A tool may look beside itself for its parts, so it is called where it lies.
+            # A tool may look for its parts in its own folder, so it is called where it is.
             (folder / name).write_text(f'#!/bin/sh\nexec "{found}" "$@"\n', encoding="utf-8")
             (folder / name).chmod(0o755)
     command = ["/bin/bash", str(ROOT / "scripts" / script)]
@@ -34,7 +34,7 @@ def check(
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=END_S)
 
 
-def test_all_there_says_nothing(tmp_path: Path) -> None:
+def test_a_complete_setup_prints_nothing(tmp_path: Path) -> None:
     done = check(tmp_path, None)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -47,14 +47,14 @@ def test_all_there_says_nothing(tmp_path: Path) -> None:
         ("python3", "python3-venv"),
     ],
 )
-def test_a_missing_tool_is_named_with_what_to_do(tmp_path: Path, tool: str, advice: str) -> None:
+def test_a_missing_tool_is_reported_with_advice(tmp_path: Path, tool: str, advice: str) -> None:
     done = check(tmp_path, tool)
     assert done.returncode == 1
     assert f"{tool} is not installed" in done.stderr
     assert advice in done.stderr
 
 
-def test_an_old_compiler_is_named_with_what_to_do(tmp_path: Path) -> None:
+def test_an_old_compiler_is_reported_with_advice(tmp_path: Path) -> None:
     done = check(tmp_path, None, rustc="echo rustc 1.70.0 '(abc 2023-05-31)'")
     assert done.returncode == 1
     assert "1.70.0" in done.stderr
@@ -71,7 +71,7 @@ def test_an_old_compiler_is_named_with_what_to_do(tmp_path: Path) -> None:
         (None, {"node": "echo v22.4.0"}, "Node.js is 22.4.0, too old"),
     ],
 )
-def test_without_node_the_build_goes_on_and_says_what_is_missing(
+def test_without_node_the_build_continues_and_reports_what_is_missing(
     tmp_path: Path, missing: str | None, stand_ins: dict[str, str], why: str
 ) -> None:
     done = check(tmp_path, missing, "build-page.sh", **stand_ins)
@@ -82,7 +82,7 @@ def test_without_node_the_build_goes_on_and_says_what_is_missing(
 
 
 @pytest.mark.parametrize("version", ["20.19.0", "22.12.0", "24.1.0"])
-def test_with_node_the_page_is_built(tmp_path: Path, version: str) -> None:
+def test_with_node_the_web_ui_is_built(tmp_path: Path, version: str) -> None:
     calls = tmp_path / "calls"
     done = check(tmp_path, None, "build-page.sh", node=f"echo v{version}", npm=f'echo "$*" >> {calls}')
     assert (done.returncode, done.stderr) == (0, "")
@@ -92,13 +92,13 @@ def test_with_node_the_page_is_built(tmp_path: Path, version: str) -> None:
     ]
 
 
-def test_a_registry_that_fails_says_what_to_do(tmp_path: Path) -> None:
+def test_a_failing_registry_is_reported_with_advice(tmp_path: Path) -> None:
     done = check(tmp_path, None, "build-page.sh", npm="exit 1")
     assert done.returncode == 1
     assert "npm config get registry" in done.stderr
 
 
-def test_a_failing_package_index_says_what_to_do(tmp_path: Path) -> None:
+def test_a_failing_package_index_is_reported_with_advice(tmp_path: Path) -> None:
     pip_fails = tmp_path / "python"
     pip_fails.write_text('#!/bin/sh\n[ "$1" = - ] && echo numpy && exit 0\nexit 1\n', encoding="utf-8")
     pip_fails.chmod(0o755)

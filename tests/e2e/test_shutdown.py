@@ -1,4 +1,4 @@
-"""Starting and ending: refusals that say what to do, and signals that leave no stream without its end."""
+"""Start and shutdown: errors that say what to do, and signals that end every stream properly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLAGS = ("--num-kv-cells", "65536", "--max-num-seqs", "2", "--dtype", "float32")
 
 
 def refused(*arguments: str, **env: str) -> str:
-    """What a start that cannot succeed says; it must exit with 1 and without a traceback."""
+    """Return the error of a start that fails with exit code 1 and without a traceback."""
     done = subprocess.run(
         [*COMMAND, "serve", *arguments], capture_output=True, text=True, env=environment(**env), timeout=END_S
     )
@@ -45,18 +45,18 @@ def test_an_exposed_server_without_a_key() -> None:
     assert "LLAISYS_API_KEY" in message
 
 
-def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_model(tmp_path: Path) -> None:
     assert "nothing-here" in refused(str(tmp_path / "nothing-here"), "--port", "0")
 
 
-def test_a_bad_setting_is_named(tmp_path: Path) -> None:
+def test_an_invalid_setting_is_named(tmp_path: Path) -> None:
     assert "max_num_seqs" in refused(MODEL, LLAISYS_MAX_NUM_SEQS="none")
     (tmp_path / "config.yaml").write_text("max_num_sqs: 3\n")
     assert "max_num_sqs" in refused(MODEL, "--config", str(tmp_path / "config.yaml"))
 
 
 class Reader(Thread):
-    """Reads one answer to its end, on a thread of its own."""
+    """Reads one response to its end on its own thread."""
 
     def __init__(self, server: Server, body: dict[str, Any]) -> None:
         super().__init__()
@@ -74,8 +74,8 @@ class Reader(Thread):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_every_answer_properly(tmp_path: Path, number: int) -> None:
-    """Running, waiting, streamed or not: a stream gets an error frame and `[DONE]`, the others a 503."""
+def test_a_signal_ends_every_request_properly(tmp_path: Path, number: int) -> None:
+    """A running stream gets an error frame and `[DONE]`; the other requests get a 503."""
     with serving(tmp_path, str(long_model(tmp_path)), *FLAGS, "--shutdown-timeout", "0") as server:
         readers = [Reader(server, {**LONG, "stream": stream}) for stream in (True, False, True, False)]
         for n_open, reader in enumerate(readers, start=1):
@@ -95,7 +95,7 @@ def test_a_signal_ends_every_answer_properly(tmp_path: Path, number: int) -> Non
         assert b"shutting_down" in reader.raw
 
 
-def test_a_drain_lets_answers_end(tmp_path: Path) -> None:
+def test_a_drain_lets_requests_finish(tmp_path: Path) -> None:
     with serving(tmp_path, str(long_model(tmp_path)), *FLAGS, "--shutdown-timeout", "250") as server:
         reader = Reader(server, {**LONG, "max_tokens": 500, "stream": True})
         reader.start()

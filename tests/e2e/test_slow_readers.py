@@ -1,4 +1,4 @@
-"""Readers that stop reading: what the process holds for each is counted in bytes, and nobody else notices."""
+"""Clients that stop reading: the server buffers a bounded number of bytes, and others are unaffected."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def other_body(i: int) -> dict[str, Any]:
 
 
 def in_kernel(connection: socket.socket) -> int:
-    """Bytes of this answer that have left the server and that nobody has read: in its socket, or in ours."""
+    """Return the bytes of this response in the kernel: those that have left the server and were not read."""
     mine, theirs = (f":{name[1]:04X}" for name in (connection.getsockname(), connection.getpeername()))
     n_bytes = 0
     for line in Path("/proc/net/tcp").read_text("ascii").splitlines()[1:]:
@@ -69,21 +69,23 @@ def in_kernel(connection: socket.socket) -> int:
 
 
 def servers_end(connection: socket.socket) -> bool:
-    """Whether the kernel still has the server's end of this connection."""
+    """Return whether the kernel still has the server's end of this connection."""
     mine, theirs = (f":{name[1]:04X}" for name in (connection.getsockname(), connection.getpeername()))
     rows = (line.split() for line in Path("/proc/net/tcp").read_text("ascii").splitlines()[1:])
     return any(row[1].endswith(theirs) and row[2].endswith(mine) for row in rows)
 
 
-def test_a_whole_answer_that_nobody_reads_is_dropped(tmp_path: Path) -> None:
-    """A prompt's logprobs by the megabyte, finished, and its client takes nothing: the connection goes, and
-    with it what the answer held."""
+def test_a_large_unread_response_is_dropped(tmp_path: Path) -> None:
+    """The client of megabytes of prompt logprobs reads nothing: the server closes the connection.
+
+    That frees the memory of the response.
+    """
     flags = ("--num-kv-cells", "4096", "--dtype", "float32", "--send-timeout-s", "1")
     prompt = [5 + i % 200 for i in range(1000)]
     body = {"prompt": prompt, "max_tokens": 1, "prompt_logprobs": 20, "ignore_eos": True}
     with serving(tmp_path, str(long_model(tmp_path)), *flags) as server:
         whole = server.http.post(COMPLETIONS, json=body).content
-        assert len(whole) > 3 * HELD_MAX, "the kernel would take all of it"
+        assert len(whole) > 3 * HELD_MAX, "the response would fit in the kernel's buffers"
         n_files = server.metric("process_open_fds")
         with ask(server, COMPLETIONS, body, receive_bytes=RECEIVE_BYTES) as idle:
             server.until("vllm:request_success_total", 2, finished_reason="length")
@@ -97,9 +99,11 @@ def test_a_whole_answer_that_nobody_reads_is_dropped(tmp_path: Path) -> None:
         assert 0 < len(got) < len(whole)
 
 
-def test_slow_readers_hold_little_and_disturb_nobody(server: Server) -> None:
-    """Eight never read. The engine ends them when their share is full; what then comes out of the process is
-    what it had held. Four others get every token meanwhile, the same as without them."""
+def test_slow_readers_are_cut_off_and_others_are_unaffected(server: Server) -> None:
+    """Eight clients never read, and the engine ends their requests when their buffers are full.
+
+    What the process then sends is what it had buffered. Four other clients get the same tokens as alone.
+    """
     alone = [server.http.post(COMPLETIONS, json=other_body(i)).json()["choices"] for i in range(N_OTHERS)]
     with ExitStack() as stack, ThreadPoolExecutor(N_OTHERS) as pool:
         slow = [
@@ -124,9 +128,9 @@ def test_slow_readers_hold_little_and_disturb_nobody(server: Server) -> None:
                 raw += part
             held.append(len(raw) - n_outside)
             check_end(raw)
-    print("held for each, in bytes:", held)
+    print("buffered for each client, in bytes:", held)
     assert max(held) <= HELD_MAX
-    assert min(held) > HELD_MAX / 8, "they were ended long before they were slow"
+    assert min(held) > HELD_MAX / 8, "the requests ended before their buffers were full"
     for whole, frames in zip(alone, got, strict=True):
         tokens = [token for frame in frames for token in frame["choices"][0]["logprobs"]["tokens"]]
         assert tokens == whole[0]["logprobs"]["tokens"]
@@ -135,7 +139,7 @@ def test_slow_readers_hold_little_and_disturb_nobody(server: Server) -> None:
 
 
 def check_end(raw: bytes) -> None:
-    """One end, an error of its own, after everything that was made."""
+    """Check that the stream ends with its only error, after all tokens."""
     body = raw.partition(b"\r\n\r\n")[2]
     payload = b""
     while body:

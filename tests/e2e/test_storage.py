@@ -1,4 +1,4 @@
-"""A server whose disk refuses to hold more, and stores that cannot be used."""
+"""A server with a full disk, and stores that cannot be used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPARE_BYTES = 64 * 1024  # for the log, which is on the same disk
 
 @contextmanager
 def full_disk(server: Server) -> Iterator[None]:
-    """No file of the server's processes can become larger than its log is now, and some."""
+    """Limit the file size of the server's processes to slightly more than that of its log."""
     server_process = psutil.Process(server.process.pid)
     pids = [server_process.pid, *(child.pid for child in server_process.children())]
     limit = server.log.stat().st_size + SPARE_BYTES
@@ -34,8 +34,8 @@ def full_disk(server: Server) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("flags", [(), ("--engine-process",)])
-def test_a_full_disk_costs_the_write_alone(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    """The limit on the size of a file stands for it: the system refuses the write, without privileges."""
+def test_a_full_disk_fails_only_the_write(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """A limit on the size of files stands for a full disk: the system refuses the write."""
     chat_store, session_store = tmp_path / "chats.db", tmp_path / "sessions"
     stores = ("--chat-store", str(chat_store), "--session-store", str(session_store))
     with serving(tmp_path, MODEL, "--dtype", "float32", *stores, *flags) as server:
@@ -55,7 +55,7 @@ def test_a_full_disk_costs_the_write_alone(tmp_path: Path, flags: tuple[str, ...
             assert http.get("/v1/chats/one").json()["revision"] == 1
             assert http.post("/v1/completions", json=body).status_code == 200
         (folder,) = session_store.iterdir()
-        assert [*folder.iterdir()] == [], "nothing half-written stays"
+        assert [*folder.iterdir()] == [], "a partial file stays"
         server.wait_logged(
             f"the saved session {folder / 'f.kv'}: File too large",
             f"the chat store {chat_store}: disk I/O error",
@@ -66,7 +66,7 @@ def test_a_full_disk_costs_the_write_alone(tmp_path: Path, flags: tuple[str, ...
         assert server.stop() == 0
 
 
-def test_an_unusable_store_stops_the_start(tmp_path: Path) -> None:
+def test_an_unusable_store_prevents_the_start(tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("")
     flags = ("--port", "0", "--no-preload", "--session-store", str(tmp_path / "plain"))
     done = subprocess.run(

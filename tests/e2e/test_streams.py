@@ -1,5 +1,7 @@
-"""A stream equals the whole answer token by token: each option of each endpoint, texts that are hard to cut,
-readers that read at random, and many streams at the same time."""
+"""A stream equals the whole response token by token.
+
+With each option of each endpoint, characters of several bytes, random reads, and many streams at once.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ TOOL = {
     },
 }
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["天", "🌈"]}}, "required": ["a"]}
-# What every case asks for besides, so that tokens and not only texts are compared.
+# Added to every case, so that tokens are compared and not only texts.
 SHOWN = {
     CHAT: {"logprobs": True, "top_logprobs": 2, "return_token_ids": True},
     COMPLETIONS: {"logprobs": 2, "return_token_ids": True},
@@ -144,7 +146,7 @@ CASES: dict[str, dict[str, list[dict[str, Any]]]] = {
         "best_of": [{"best_of": 1}],
     },
 }
-# They cannot be streamed, and say so.
+# They cannot be streamed, and are refused.
 NOT_STREAMED = {"prompt_logprobs": {"prompt_logprobs": 1}}
 PAIRS = [
     pytest.param(path, body, id=f"{path.split('/')[2]}-{field}-{i}")
@@ -164,9 +166,9 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def collected(frames: list[dict[str, Any]]) -> dict[str, Any]:
-    """The answer that a stream adds up to, by rules of our own and not the server's."""
+    """Return the sum of the frames of a stream, computed without the code of the server."""
     whole: dict[str, Any] = {"usage": None, "prompt_token_ids": None, "choices": {}}
-    assert len({frame["id"] for frame in frames}) == 1, "frames of two answers"
+    assert len({frame["id"] for frame in frames}) == 1, "frames of two responses"
     for frame in frames:
         whole["usage"] = frame.get("usage") or whole["usage"]
         whole["prompt_token_ids"] = frame.get("prompt_token_ids") or whole["prompt_token_ids"]
@@ -182,7 +184,7 @@ def collected(frames: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def join(made: dict[str, Any], news: dict[str, Any]) -> None:
-    """Texts and lists are appended; calls of tools by their index; the role comes once."""
+    """Append texts and lists, and tool calls by their index; the role comes once."""
     for name, value in news.items():
         if not value:
             continue
@@ -197,7 +199,7 @@ def join(made: dict[str, Any], news: dict[str, Any]) -> None:
 
 
 def as_stream(answer: dict[str, Any]) -> dict[str, Any]:
-    """A whole answer in the form of `collected`."""
+    """Return a whole response in the form of `collected`."""
     made: dict[str, Any] = {
         "usage": answer["usage"],
         "prompt_token_ids": answer.get("prompt_token_ids"),
@@ -219,7 +221,7 @@ def as_stream(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_ids(answer: dict[str, Any]) -> dict[str, Any]:
-    """Ids of calls are made anew for each answer; what was cached depends on who came before."""
+    """Remove what differs between equal requests: the ids of tool calls, and the cached tokens."""
     for choice in answer["choices"].values():
         for call in choice["parts"].get("tool_calls", {}).values():
             assert call.pop("id")
@@ -236,7 +238,7 @@ def test_every_field_has_a_case(path: str, fields: Any) -> None:
 
 
 @pytest.mark.parametrize(("path", "body"), PAIRS)
-def test_a_stream_equals_the_whole_answer(wide: Server, path: str, body: dict[str, Any]) -> None:
+def test_a_stream_equals_the_whole_response(wide: Server, path: str, body: dict[str, Any]) -> None:
     asked = {**BASES[path], **SAMPLED, **SHOWN[path], **body}
     options = {"include_usage": True, **body.get("stream_options", {})}
     whole = wide.http.post(path, json={**asked, "stream_options": None})
@@ -247,15 +249,15 @@ def test_a_stream_equals_the_whole_answer(wide: Server, path: str, body: dict[st
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_text_comes_as_it_is(wide: Server, path: str, text: str) -> None:
-    """The twin of the comparison: both forms could be wrong in the same way."""
+def test_a_chosen_text_arrives_unchanged(wide: Server, path: str, text: str) -> None:
+    """Compared with the text itself: both forms could be wrong in the same way."""
     body = {**BASES[path], **SAMPLED, "max_tokens": 200, "guided_choice": [text], "stream": True}
     made = collected(chunks(read_at_random(wide, path, body, SEED)))["choices"][0]
     assert made["parts"]["content" if path == CHAT else "text"] == text
     assert made["end"] == "stop"
 
 
-def test_what_cannot_be_streamed_says_so(wide: Server) -> None:
+def test_fields_that_cannot_be_streamed_are_refused(wide: Server) -> None:
     for path in (CHAT, COMPLETIONS):
         for field, body in NOT_STREAMED.items():
             answer = wide.http.post(path, json={**BASES[path], **body, "stream": True})
@@ -263,7 +265,7 @@ def test_what_cannot_be_streamed_says_so(wide: Server) -> None:
 
 
 def test_many_streams_never_cross(wide: Server) -> None:
-    """Each of 64 at the same time is, token by token, what it is alone."""
+    """Each of 64 concurrent streams has the tokens that it has alone."""
 
     def body(i: int) -> dict[str, Any]:
         return {"prompt": [5 + i, 60, 7 + i], "max_tokens": 24, "seed": i, "ignore_eos": True, "logprobs": 1}
@@ -276,6 +278,8 @@ def test_many_streams_never_cross(wide: Server) -> None:
         ]
         frames = [chunks(stream.result()) for stream in streams]
     assert len({frame[0]["id"] for frame in frames}) == N_CONCURRENT
-    assert len({json.dumps(answer["choices"]) for answer in alone}) == N_CONCURRENT, "they tell nothing apart"
+    assert len({json.dumps(answer["choices"]) for answer in alone}) == N_CONCURRENT, (
+        "equal completions would hide a mix-up"
+    )
     for whole, got in zip(alone, frames, strict=True):
         assert collected(got)["choices"] == as_stream(whole)["choices"]

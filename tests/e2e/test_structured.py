@@ -1,5 +1,7 @@
-"""Structured outputs and tools through the official client, on SmolLM2 (which learnt no tools: the grammar
-writes the calls)."""
+"""Structured outputs and tools with the official client, on SmolLM2.
+
+The model was not trained for tools, so the grammar produces the calls.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,11 @@ CHAT: Any = [{"role": "user", "content": "Make up a record as JSON."}]
 TOOL: Any = {
     "type": "function",
     "function": {
-        "name": "set_colour",
+        "name": "set_color",
         "parameters": {
             "type": "object",
-            "properties": {"colour": {"enum": ["red", "green"]}},
-            "required": ["colour"],
+            "properties": {"color": {"enum": ["red", "green"]}},
+            "required": ["color"],
             "additionalProperties": False,
         },
     },
@@ -40,14 +42,14 @@ def api(smollm2: Server) -> Iterator[openai.OpenAI]:
 
 
 def asked_for(seed: int, **fields: Any) -> dict[str, Any]:
-    """A record that keeps the schema of this seed."""
+    """Return a request for a record with the schema of this seed."""
     format = {"type": "json_schema", "json_schema": {"name": "record", "schema": schema(seed)}}
     asked = {"model": "smollm2", "messages": CHAT, "seed": seed, "max_tokens": 96, "response_format": format}
     return {**asked, **fields}
 
 
 async def test_two_hundred_schemas(smollm2: Server) -> None:
-    """All at the same time: whatever ends by itself is valid, and nearly all of them do."""
+    """All run at the same time: every completion that stops is valid, and nearly all stop."""
     base_url = f"{smollm2.url}/v1"
     async with openai.AsyncOpenAI(base_url=base_url, api_key="EMPTY", max_retries=0, timeout=None) as client:
         given = await asyncio.gather(
@@ -62,7 +64,7 @@ async def test_two_hundred_schemas(smollm2: Server) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_schema_whole_and_streamed(api: openai.OpenAI, seed: int) -> None:
+def test_a_streamed_record_equals_the_whole_one(api: openai.OpenAI, seed: int) -> None:
     asked = asked_for(seed)
     whole = api.chat.completions.create(**asked).choices[0]
     assert whole.finish_reason == "stop"
@@ -71,14 +73,14 @@ def test_a_schema_whole_and_streamed(api: openai.OpenAI, seed: int) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole.message.content
 
 
-def test_completions_choose(api: openai.OpenAI) -> None:
+def test_completions_with_a_choice(api: openai.OpenAI) -> None:
     extra = {"structured_outputs": {"choice": ["blue", "red"]}}
     answer = api.completions.create(model="smollm2", prompt=["The sky is", "Blood is"], extra_body=extra)
     assert all(choice.text in ("blue", "red") for choice in answer.choices)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_does_not_compile_is_a_400(api: openai.OpenAI, stream: bool) -> None:
+def test_a_schema_that_does_not_compile_is_a_400(api: openai.OpenAI, stream: bool) -> None:
     with pytest.raises(openai.BadRequestError) as error:
         api.chat.completions.create(
             model="smollm2",
@@ -112,8 +114,8 @@ def test_a_hostile_grammar_is_a_400_that_names_its_field(
     assert says in error["message"]
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "set_colour"}}])
-def test_a_call_that_must_be(api: openai.OpenAI, choice: Any) -> None:
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "set_color"}}])
+def test_a_required_tool_call(api: openai.OpenAI, choice: Any) -> None:
     asked: Any = {
         "model": "smollm2",
         "messages": CHAT,
@@ -127,15 +129,15 @@ def test_a_call_that_must_be(api: openai.OpenAI, choice: Any) -> None:
     assert whole.finish_reason == "tool_calls"
     (call,) = whole.message.tool_calls or []
     assert call.type == "function"
-    assert json.loads(call.function.arguments)["colour"] in ("red", "green")
+    assert json.loads(call.function.arguments)["color"] in ("red", "green")
     pieces = [c.choices[0].delta.tool_calls for c in api.chat.completions.create(**asked, stream=True)]
     functions = [piece.function for calls in pieces for piece in calls or [] if piece.function]
     assert functions[0].name == call.function.name
     assert "".join(function.arguments or "" for function in functions) == call.function.arguments
 
 
-def test_fields_that_leave_no_token_are_named(smollm2: Server) -> None:
-    """At the first token, and later in a stream."""
+def test_fields_that_allow_no_token_are_named(smollm2: Server) -> None:
+    """At the first token, and later during a stream."""
     asked: Any = {"prompt": "Hello", "structured_outputs": {"regex": "a"}, "bad_words": ["a"]}
     answer = smollm2.http.post("/v1/completions", json=asked)
     error = answer.json()["error"]

@@ -1,4 +1,4 @@
-"""`llaisys chat` in a real terminal: a bar while the model loads, Ctrl-C stops an answer, Ctrl-D leaves."""
+"""`llaisys chat` in a terminal: a progress bar, Ctrl-C stops a completion, Ctrl-D exits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT = rb"\r\n> $"
 
 
 class Terminal:
-    """A command whose stdin, stdout and controlling terminal are ours."""
+    """A command in a pseudo-terminal that the test reads and writes."""
 
     def __init__(self, *command: str) -> None:
         self._unread = b""
@@ -38,7 +38,7 @@ class Terminal:
         os.close(theirs)
 
     def until(self, pattern: bytes) -> None:
-        """Reads up to the first match of a regular expression; what follows it stays to be read."""
+        """Read up to the first match of a regular expression; the rest stays unread."""
         while (match := re.search(pattern, self._unread)) is None:
             readable, _, _ = select.select([self._ours], [], [], END_S)
             try:
@@ -47,7 +47,9 @@ class Terminal:
                 more = b""
             if not more:
                 seen = self._unread.decode(errors="replace")
-                pytest.fail(f"it ended, or said no more for {END_S} s, without {pattern!r}: {seen}")
+                pytest.fail(
+                    f"the command ended, or printed nothing for {END_S:.0f} s, before {pattern!r}: {seen}"
+                )
             self._unread += more
         self._unread = self._unread[match.end() :]
 
@@ -72,11 +74,11 @@ def chat(request: pytest.FixtureRequest, tiny: Server, tmp_path: Path) -> Iterat
     terminal.close()
 
 
-def test_stopping_and_leaving(chat: Terminal) -> None:
+def test_stopping_a_completion_and_exiting(chat: Terminal) -> None:
     chat.until(PROMPT)
     for _ in range(2):
         chat.type(b"Hello\n")
-        chat.until(rb"(?s)Hello.{500}")  # more than the echoes of what was typed: the answer
+        chat.until(rb"(?s)Hello.{500}")  # longer than the echo of the input, so it is the completion
         chat.type(CTRL_C)
         chat.until(PROMPT)
     chat.type(b"/help\n")
@@ -87,7 +89,7 @@ def test_stopping_and_leaving(chat: Terminal) -> None:
 
 
 @pytest.mark.parametrize("flags", [(), ("--engine-process",)], ids=["in this process", "in its own"])
-def test_a_bar_shows_how_far_the_weights_are_loaded(flags: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_progress_bar_shows_the_load_of_the_weights(flags: tuple[str, ...], tmp_path: Path) -> None:
     model = long_model(tmp_path)
     terminal = Terminal(*COMMAND, "chat", str(model), "--num-kv-cells", "4096", *flags)
     try:
@@ -97,7 +99,7 @@ def test_a_bar_shows_how_far_the_weights_are_loaded(flags: tuple[str, ...], tmp_
         terminal.close()
 
 
-def test_no_bar_where_nobody_watches(tiny: Server) -> None:
+def test_no_progress_bar_without_a_terminal(tiny: Server) -> None:
     tiny.wait_logged("loaded /")
     log = tiny.log.read_text("utf-8")
     assert "%|" not in log

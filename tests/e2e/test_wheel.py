@@ -1,4 +1,4 @@
-"""The wheel that `make wheel` builds, in an environment that knows nothing of this tree."""
+"""The wheel of `make wheel` in an environment without this source tree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from serving import environment
 
 ROOT = Path(__file__).parents[2]
-# Building it compiles the core for another C library than `make build` does: minutes, once for each change.
+# It compiles the core for an older C library than `make build`, which takes minutes after each change.
 pytestmark = [pytest.mark.model, pytest.mark.long, pytest.mark.timeout(900)]
 
 GENERATE = """
@@ -29,7 +29,7 @@ print(json.dumps([llaisys.__file__, out.outputs[0].text]))
 
 
 def run(*command: str, cwd: Path) -> str:
-    """A command's stdout, in a folder and an environment without a trace of the tree."""
+    """Run a command in a folder and an environment without the source tree; return its stdout."""
     bare = {k: v for k, v in environment().items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
     done = subprocess.run(command, cwd=cwd, env=bare, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
@@ -47,7 +47,7 @@ def wheel() -> Path:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a new environment with the wheel in it."""
+    """Return the interpreter of a new environment with the wheel installed."""
     folder = tmp_path_factory.mktemp("bare")
     run(sys.executable, "-m", "venv", str(folder / "venv"), cwd=folder)
     python = folder / "venv" / "bin" / "python"
@@ -64,7 +64,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def test_one_file_for_every_python_and_every_linux_since_2018(wheel: Path) -> None:
+def test_one_wheel_for_every_python_and_every_linux_since_2018(wheel: Path) -> None:
     assert wheel.name.endswith("-cp310-abi3-manylinux_2_28_x86_64.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -82,7 +82,7 @@ def test_it_generates(python: Path, tmp_path: Path) -> None:
     assert text.startswith(" Paris")
 
 
-def test_the_doctor_is_content(python: Path, tmp_path: Path) -> None:
+def test_the_doctor_finds_no_problem(python: Path, tmp_path: Path) -> None:
     findings = json.loads(run(str(python.parent / "llaisys"), "doctor", "--json", cwd=tmp_path))
     assert all(finding["fine"] for finding in findings)
     report = {finding["subject"]: finding["detail"] for finding in findings}
