@@ -1,4 +1,4 @@
-"""The page in a real browser: what a reader does with it, in a test's words."""
+"""The web UI in a real browser: the actions of a user, for tests."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ FLAGS = [
 ]
 COMPLETIONS = "**/v1/chat/completions"
 
-# Patience costs nothing where all is well, and a machine may be busy with something else.
+# A guard against a hang: a busy machine may take its time.
 PATIENCE_MS = 120_000
-# What the page takes away after a while (a toast, "Copied", by timers of 1.5 and 8 seconds) stays: on a busy
-# machine it could be gone before a test has looked.
+# Toasts and "Copied" disappear after 1.5 and 8 seconds, on a busy machine before a test has checked them.
+# Without these timers they stay.
 STAY = """
 (() => {
   const real = window.setTimeout;
   window.setTimeout = (run, ms, ...rest) => [1500, 8000].includes(ms) ? 0 : real(run, ms, ...rest);
 })();
 """
-# Ends when the browser has written everything that was to be stored so far.
+# Resolves when the browser has stored everything that was written so far.
 SETTLED = """
 () => new Promise((done) => {
   indexedDB.open("llaisys").onsuccess = ({ target }) => {
@@ -43,7 +43,7 @@ SETTLED = """
 })
 """
 
-# Puts the next answer's stream into the test's hands: `feed.text("...")`, `feed.end()`.
+# Lets the test produce the stream of the next answer: `feed.text("...")`, `feed.end()`.
 FEED = """
 (() => {
   const real = window.fetch;
@@ -68,14 +68,14 @@ FEED = """
 
 
 def find_browser() -> str | None:
-    """An installed Chromium; None stands for Playwright's own."""
+    """Return the path of an installed Chromium, or None for Playwright's own."""
     installed = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
     return next(filter(None, installed), None)
 
 
 @dataclass
 class Chat:
-    """One page of a browser context. `complaints`: what its console said, violations of the policy too."""
+    """A page of a browser context. `complaints`: its console messages, with violations of the policy."""
 
     page: Page
     url: str
@@ -83,7 +83,7 @@ class Chat:
 
     @staticmethod
     def open(context: BrowserContext, url: str, *, feed: bool = False) -> Chat:
-        """A page of the server at `url`, once it knows the model. `feed`: streams are the test's own."""
+        """Open the page of a server and wait for its model. `feed`: the test produces the streams."""
         chat = Chat(context.new_page(), url)
         chat.page.on("console", lambda message: chat.complaints.append(message.text))
         chat.page.on("pageerror", lambda error: chat.complaints.append(str(error)))
@@ -103,11 +103,11 @@ class Chat:
         expect(self.page.get_by_label("Model", exact=True)).to_be_visible()
 
     def settle(self) -> None:
-        """Returns when what the page has put into the browser's store is there, even if the page goes."""
+        """Wait until the browser has stored what the page has written, so that it outlives the page."""
         self.page.evaluate(SETTLED)
 
     def reload(self) -> None:
-        """The page anew, once it listens to keys."""
+        """Reload the page and wait until it handles keys."""
         self.settle()
         self.page.reload()
         self.mounted()
@@ -127,7 +127,7 @@ class Chat:
 
     @property
     def text(self) -> Locator:
-        """What the last answer says."""
+        """The text of the last answer."""
         return self.answer.locator(".prose").last
 
     @property
@@ -136,7 +136,7 @@ class Chat:
 
     @property
     def asked(self) -> Locator:
-        """What the questions say."""
+        """The texts of the user messages."""
         return self.questions.locator(".bubble")
 
     @property
@@ -151,18 +151,18 @@ class Chat:
         self.message.press("Enter")
 
     def done(self) -> None:
-        """Waits for the end of the answer."""
+        """Wait for the end of the answer."""
         expect(self.button("Send")).to_be_visible()
 
     def menu(self, title: str, action: str) -> None:
-        """An action of a session's menu."""
+        """Choose an action in the menu of a chat."""
         row = self.page.get_by_role("navigation", name="Chats").get_by_role("listitem").filter(has_text=title)
         row.hover()
         row.get_by_role("button", name=re.compile("^Actions for")).click()
         self.page.get_by_role("menuitem", name=action, exact=True).click()
 
     def with_fields(self, **fields: Any) -> None:
-        """Adds fields to every request; the answer is the real server's."""
+        """Add fields to every request to the server."""
 
         def patch(route: Route) -> None:
             route.continue_(post_data=json.dumps({**route.request.post_data_json, **fields}))
@@ -170,7 +170,7 @@ class Chat:
         self.page.route(COMPLETIONS, patch)
 
     def answer_with(self, *pieces: str | Mapping[str, Any], finish: str = "stop") -> None:
-        """Lets the server answer every chat with these deltas (a text is a `content`)."""
+        """Answer every chat with these deltas instead of the server; a text is a `content`."""
         deltas = [{"content": piece} if isinstance(piece, str) else dict(piece) for piece in pieces]
         chunks: list[Any] = [{"choices": [{"delta": delta}]} for delta in deltas]
         chunks.append({"choices": [{"delta": {}, "finish_reason": finish}]})
@@ -180,7 +180,7 @@ class Chat:
         self._fulfill(body=body, headers={"content-type": "text/event-stream"})
 
     def fail_with(self, status: int, code: str, message: str, **headers: str) -> None:
-        """Lets the server refuse every chat."""
+        """Refuse every chat instead of the server."""
         body = json.dumps({"error": {"message": message, "type": "x", "param": None, "code": code}})
         self._fulfill(status=status, body=body, headers={"content-type": "application/json", **headers})
 
@@ -189,11 +189,11 @@ class Chat:
         self.page.route(COMPLETIONS, lambda route: route.fulfill(**answer))
 
     def reach_server(self) -> None:
-        """Ends all of the above: the real server answers."""
+        """Undo the above: requests reach the server."""
         self.page.unroute(COMPLETIONS)
 
     def feed(self, *texts: str) -> None:
-        """Sends pieces of the answer that was opened with `feed=True`, a frame for each."""
+        """Send pieces of the answer on a page with `feed=True`, one per frame."""
         self.page.evaluate(
             """async (texts) => {
                 const frame = () => new Promise((done) => requestAnimationFrame(done));
@@ -208,6 +208,6 @@ class Chat:
         )
 
     def end(self) -> None:
-        """Ends a fed answer."""
+        """End an answer that the test produces."""
         self.page.evaluate("feed.end(); window.feed = null")
         self.done()

@@ -1,4 +1,4 @@
-"""The core with fault points, in place of the shipped one; also for processes that a test starts."""
+"""Load the core with fault points instead of the shipped one, also in processes that a test starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CORE = Path(__file__).parents[1] / ".venv" / "faults" / "_core.abi3.so"
 
 
 def load() -> ModuleType:
-    """The module with `fault_points`, `fault_hits` and `set_fault`. Loaded once per process."""
+    """Return the module with `fault_points`, `fault_hits` and `set_fault`, to be loaded once per process."""
     loader = importlib.machinery.ExtensionFileLoader("llaisys._core", str(CORE))
     spec = importlib.util.spec_from_loader("llaisys._core", loader)
     assert spec is not None
@@ -24,7 +24,7 @@ def load() -> ModuleType:
 
 
 def install(order: str) -> None:
-    """Use that core in a new process.
+    """Use this core in a new process.
 
     The file `order` holds `point action nth`: the first process that finds it removes it and sets this fault.
     """

@@ -1,4 +1,4 @@
-"""Bodies: wrong types by the million, sizes, nesting, numbers, encodings."""
+"""Bodies: a million wrong items, large sizes, nesting, numbers, encodings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def chat(**fields: Any) -> dict[str, Any]:
     return {"messages": MESSAGES, "max_tokens": 1, **fields}
 
 
-# A million wrong items in each list, in the shortest JSON there is.
+# A million wrong items in each list, in the shortest JSON.
 WRONG: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "chat": (
         CHAT,

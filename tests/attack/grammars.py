@@ -1,4 +1,4 @@
-"""Grammars that cost much to compile or to follow, or are no grammars (`tests/hostile_grammars.py`)."""
+"""Grammars that are expensive or invalid (`tests/hostile_grammars.py`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHAT = "/v1/chat/completions"
 
 
 def body(grammar: dict[str, Any]) -> dict[str, Any]:
-    """A chat whose completion keeps a grammar."""
+    """Return a chat request with a grammar."""
     messages = [{"role": "user", "content": "hi"}]
     return {"messages": messages, "max_tokens": 8, "temperature": 0, "structured_outputs": grammar}
 
@@ -31,8 +31,8 @@ for name, grammar in BOUNDED.items():
 
 
 @GROUP.case(200, is_long=True)
-def six_grammars_that_compile_for_long(target: Target) -> Iterator[Reply]:
-    """Another client's grammar and `/detokenize` are answered meanwhile."""
+def six_grammars_that_take_long_to_compile(target: Target) -> Iterator[Reply]:
+    """Meanwhile a grammar and `/detokenize` of another client get responses."""
     raws = [
         target.request(
             "POST", CHAT, json.dumps(body({"json": {"type": "integer", "multipleOf": n}})).encode()
@@ -45,7 +45,7 @@ def six_grammars_that_compile_for_long(target: Target) -> Iterator[Reply]:
 
 
 @GROUP.case(200, is_long=True)
-def sixty_rows_of_dear_masks(target: Target) -> Iterator[Reply]:
+def sixty_rows_of_expensive_masks(target: Target) -> Iterator[Reply]:
     raw = target.request("POST", CHAT, json.dumps(body({"regex": "(a{100}){100}"})).encode())
     with opened(target, [raw] * 60):
         for _ in range(5):

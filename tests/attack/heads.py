@@ -87,7 +87,7 @@ _raw("chunked_twice", HEAD + b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\
 
 
 def _chunks(name: str, body: bytes, *allowed: int | None, is_long: bool = False) -> None:
-    """A chunked body behind the attacker's key."""
+    """Add a case with a chunked body and the attacker's key."""
 
     def attack(target: Target) -> Reply:
         lines = ("Transfer-Encoding: chunked", "Content-Type: application/json", "Connection: close")
@@ -98,7 +98,7 @@ def _chunks(name: str, body: bytes, *allowed: int | None, is_long: bool = False)
 
 _chunks("one_byte_chunks", b"1\r\na\r\n" * 500_000 + b"0\r\n\r\n", *REFUSED)
 _chunks("one_byte_chunks_of_spaces", b"1\r\n \r\n" * 300_000 + b"0\r\n\r\n", *REFUSED)
-# It waits for the rest of the chunk, until the upload's time is over.
+# The server waits for the rest of the chunk until the upload timeout.
 _chunks("chunk_of_2_to_the_64", b"ffffffffffffffff\r\nabc", 408, *REFUSED, is_long=True)
 _chunks("chunk_size_of_1000_digits", b"0" * 1000 + b"5\r\nabcde\r\n0\r\n\r\n", *REFUSED)
 _chunks("chunk_size_of_letters", b"zz\r\nabc\r\n", *REFUSED)

@@ -1,4 +1,4 @@
-"""One key takes what it can get; another key's requests are answered all the same."""
+"""One key uses all that it can get, and requests of another key still get responses."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def keys_that_are_none(target: Target) -> Iterator[Reply]:
 
 @GROUP.case(400, 404)
 def ids_of_another_key(target: Target) -> Iterator[Reply]:
-    """Neither that it is open nor that it was is told."""
+    """The server reveals neither open nor ended requests of another key."""
     raw = target.request(
         "POST", "/v1/completions", json.dumps({**SHORT, "request_id": "theirs"}).encode(), target.other_key
     )

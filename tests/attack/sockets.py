@@ -15,13 +15,13 @@ STREAM = {"prompt": "a", "max_tokens": 300, "ignore_eos": True, "stream": True, 
 
 
 def _reset(client: socket.socket) -> None:
-    """Close with a RST in place of a FIN."""
+    """Close with a RST instead of a FIN."""
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     client.close()
 
 
 def _connections(target: Target, n: int, first: bytes = b"") -> Iterator[socket.socket]:
-    """Up to `n` connections; what the server refuses is left out."""
+    """Yield up to `n` connections, without those that the server refuses."""
     for _ in range(n):
         with contextlib.suppress(OSError):
             client = target.connect()
@@ -33,7 +33,7 @@ def _connections(target: Target, n: int, first: bytes = b"") -> Iterator[socket.
 def opened(
     target: Target, raws: Iterable[bytes], receive_bytes: int | None = None
 ) -> Iterator[list[socket.socket]]:
-    """Requests that are sent and not read, until the end of the block; a refused connection is left out."""
+    """Send requests and leave their responses unread until the end of the block; skip refused connections."""
     with contextlib.ExitStack() as stack:
         clients = []
         for raw in raws:
@@ -46,7 +46,7 @@ def opened(
 
 @GROUP.case(200, is_long=True)
 def fifteen_hundred_idle_connections(target: Target) -> Iterator[Reply]:
-    """Probes and requests are answered while they are open."""
+    """While they are open, probes and requests get responses."""
     with opened(target, [b""] * 1500):
         for _ in range(10):
             yield target.get("/livez", key=None)

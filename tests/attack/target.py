@@ -1,4 +1,4 @@
-"""The server under attack, spoken to in raw bytes, and what a case is."""
+"""The server under attack, which gets raw bytes, and the type of a case."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-# A guard against a server that never answers, not a bound: the driver measures.
+# A guard against a server that never replies; the driver measures the time.
 PATIENCE_S = 240.0
 REPLY_BYTES_MAX = 256 << 20
 
@@ -19,9 +19,9 @@ _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came back on one connection: the status of the last response, None if it was closed without one.
+    """The reply on one connection: the status of the last response, or None if it was closed without one.
 
-    `n_bytes`: all that was received; `head`: its first 64 KiB.
+    `n_bytes`: the number of bytes received; `head`: the first 64 KiB.
     """
 
     status: int | None
@@ -30,13 +30,13 @@ class Reply:
 
     @property
     def body(self) -> bytes:
-        """What follows the head of the first response, of the first 64 KiB."""
+        """The first 64 KiB after the head of the first response."""
         return self.head.partition(b"\r\n\r\n")[2]
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server: its address, its process, the attacker's key and that of another client."""
+    """A server: its address, its process, and the keys of the attacker and of another client."""
 
     host: str
     port: int
@@ -45,7 +45,7 @@ class Target:
     other_key: str
 
     def connect(self, receive_bytes: int | None = None) -> socket.socket:
-        """Open a connection, with a small receive buffer if asked for."""
+        """Open a connection. `receive_bytes`: the size of its receive buffer."""
         client = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         if receive_bytes is not None:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
@@ -54,10 +54,10 @@ class Target:
         return client
 
     def send(self, *pieces: bytes, half_close: bool = False) -> Reply:
-        """Send pieces on a connection of its own and read until it is closed or a whole response is there."""
+        """Send pieces on a new connection, and read until it is closed or a response is complete."""
         with contextlib.closing(self.connect()) as client:
             for piece in pieces:
-                with contextlib.suppress(OSError):  # it may be closed in the face of what it refuses
+                with contextlib.suppress(OSError):  # the server may close the connection early
                     client.sendall(piece)
             if half_close:
                 with contextlib.suppress(OSError):
@@ -65,19 +65,19 @@ class Target:
             return read_reply(client)
 
     def head(self, method: str, path: str, *lines: str, key: str | None = "") -> bytes:
-        """A request's head. `key` "": the attacker's; None: none."""
+        """Return the head of a request. `key` "": that of the attacker; None: no key."""
         if key is not None:
             lines = (f"Authorization: Bearer {key or self.key}", *lines)
         text = "\r\n".join((f"{method} {path} HTTP/1.1", f"Host: {self.host}:{self.port}", *lines, "", ""))
         return text.encode("latin-1")
 
     def request(self, method: str, path: str, body: bytes = b"", key: str | None = "") -> bytes:
-        """A whole request whose connection is closed behind the response."""
+        """Return a whole request that closes its connection after the response."""
         lines = ["Connection: close", "Content-Type: application/json", f"Content-Length: {len(body)}"]
         return self.head(method, path, *lines, key=key) + body
 
     def post(self, path: str, body: Any, key: str | None = "") -> Reply:
-        """Post JSON; `body` may be bytes that are none."""
+        """Post JSON, or bytes that may be invalid."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self.send(self.request("POST", path, raw, key))
 
@@ -87,7 +87,7 @@ class Target:
 
 
 def read_reply(client: socket.socket) -> Reply:
-    """Read until the peer closes, or a response of known length is whole."""
+    """Read until the peer closes the connection, or a response of known length is complete."""
     head, n_bytes = bytearray(), 0
     try:
         while n_bytes < REPLY_BYTES_MAX:
@@ -102,7 +102,7 @@ def read_reply(client: socket.socket) -> Reply:
         raise AssertionError(
             f"no end of the reply within {PATIENCE_S:.0f} s: {bytes(head[:200])!r}"
         ) from None
-    except OSError:  # reset: closed all the same
+    except OSError:  # a reset closes the connection, too
         pass
     found = _STATUS.findall(bytes(head))
     return Reply(int(found[-1]) if found else None, n_bytes, bytes(head))
@@ -121,7 +121,7 @@ Attack: TypeAlias = Callable[[Target], Iterable[Reply]]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`allowed`: statuses of right replies; None among them: closed without a response.
+    """`allowed`: statuses of correct replies; None: closed without a response.
 
     `is_long`: too expensive for `make test`.
     """
@@ -133,7 +133,7 @@ class Case:
     is_long: bool = False
 
     def check(self, replies: Iterable[Reply]) -> int:
-        """The number of replies. Raises AssertionError for one that is not allowed."""
+        """Return the number of replies. Raises AssertionError for one that is not allowed."""
         n = 0
         for n, reply in enumerate(replies, 1):  # noqa: B007 -- counted
             assert reply.status in self.allowed, (self.name, reply.status, reply.head[:300])
@@ -142,7 +142,7 @@ class Case:
 
 @dataclass(slots=True)
 class Group:
-    """Collects the cases of one module."""
+    """The cases of one module."""
 
     name: str
     cases: list[Case] = field(default_factory=list)
@@ -152,7 +152,7 @@ class Group:
         self.cases.append(Case(self.name, name, attack, frozenset(allowed), is_long))
 
     def case(self, *allowed: int | None, is_long: bool = False) -> Callable[[Attack], Attack]:
-        """Add the decorated function as a case of its name."""
+        """Add the decorated function as a case with its name."""
 
         def added(attack: Attack) -> Attack:
             self.add(attack.__name__, attack, *allowed, is_long=is_long)
@@ -163,7 +163,7 @@ class Group:
     def one(
         self, name: str, make: Callable[[Target], Reply], *allowed: int | None, is_long: bool = False
     ) -> None:
-        """Add a case of one reply."""
+        """Add a case with one reply."""
 
         def attack(target: Target) -> Iterator[Reply]:
             yield make(target)

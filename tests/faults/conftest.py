@@ -1,4 +1,4 @@
-"""Tests that make the core fail, on a build with fault points (`make faults-core`)."""
+"""Fixtures for fault injection, on a core with fault points (`make faults-core`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import llaisys
 
 @pytest.fixture(scope="session")
 def faulty_core() -> ModuleType:
-    """The module with `fault_points`, `fault_hits` and `set_fault`; loaded once."""
+    """Return the module with `fault_points`, `fault_hits` and `set_fault`, loaded once."""
     if not faulty.CORE.exists():
         pytest.fail(f"{faulty.CORE} is not built: make faults-core")
     return faulty.load()
@@ -22,7 +22,7 @@ def faulty_core() -> ModuleType:
 
 @pytest.fixture(autouse=True)
 def core(faulty_core: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The same module in place of `llaisys._core`, with every fault off before and after."""
+    """Replace `llaisys._core` with this module, and switch every fault off at the end."""
     monkeypatch.setitem(sys.modules, "llaisys._core", faulty_core)
     monkeypatch.setattr(llaisys, "_core", faulty_core, raising=False)
     yield faulty_core

@@ -1,5 +1,7 @@
-"""An engine process that dies at each point of its life: the start fails with the reason, or each open
-request ends exactly once and the next child serves requests."""
+"""An engine process that dies at each point of its life.
+
+The start fails with the reason, or each open request ends exactly once and the next child serves requests.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def child_of(client: Client) -> psutil.Process:
 
 
 def until_lost(client: Client) -> str:
-    """Wait until no child is restarted any more; return the reason."""
+    """Wait until the engine is not restarted again; return the reason."""
     client.client._thread.join(END_S)
     assert client.client.is_lost
     return str(client.client.error)
@@ -163,7 +165,7 @@ async def test_a_child_that_dies_during_the_drain(monkeypatch: pytest.MonkeyPatc
     await until(lambda: len(client._open) == 8)
     closing = asyncio.create_task(service.close(drain_s=END_S))
     await asyncio.sleep(0)
-    dies(monkeypatch, "never")  # a child that does not load must not hold up the end
+    dies(monkeypatch, "never")  # a child that does not load must not delay the end
     child.kill()
     await streams
     await closing

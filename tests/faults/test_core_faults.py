@@ -74,7 +74,7 @@ def test_every_fault_of_a_step_has_its_class_and_the_next_step_is_right(core: Mo
             context.close()
 
 
-def test_a_panic_in_a_change_ends_the_context(core: ModuleType) -> None:
+def test_a_panic_during_a_change_ends_the_context(core: ModuleType) -> None:
     context = context_of(core)
     seq = context.seq_acquire()
     core.set_fault("kv.change", "panic")
@@ -105,12 +105,12 @@ def test_a_paused_step_has_a_stall_reason(core: ModuleType) -> None:
     core.set_fault("decode.layer", "pause", 2)
     watchdog = core.Watchdog(progress, period_s=0.01, step_s=0.05)
 
-    def end_it() -> None:
+    def resume() -> None:
         with open(watchdog.fileno(), "rb", closefd=False) as pipe:
             assert pipe.read(1) == b"1"
         core.set_fault("decode.layer", "off")
 
-    waiter = threading.Thread(target=end_it)
+    waiter = threading.Thread(target=resume)
     waiter.start()
     decode(context, seq, PROMPT, 0)
     waiter.join()

@@ -1,4 +1,4 @@
-"""The core fails while eight streams are open: each ends exactly once, and a new engine is built."""
+"""The core fails with eight open streams: each ends exactly once, and a new engine works."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from waiting import until
 
 TESTS = Path(faulty.__file__).parent
 SETTINGS: dict[str, Any] = {"model": str(FOLDER), "dtype": "float32", "num_kv_cells": 4096}
-# Where a panic ends the core, at its fifth pass.
+# The points at which a panic ends the core, here at their fifth pass.
 LOST = ["kv.change", "kv.prepare", "kv.commit"]
 NTH = 5
 
@@ -42,7 +42,7 @@ async def answer(service: AsyncLLM, name: str) -> list[int]:
 
 
 def child_of(service: AsyncLLM) -> psutil.Process:
-    """Its engine process; other tests' servers are children of this one, too."""
+    """Return the engine process of a service; servers of other tests are children of this process, too."""
     assert isinstance(service._client, process.ProcessClient)
     assert isinstance(service._client._connection, process._EngineProcess)
     return psutil.Process(service._client._connection.pid)
@@ -89,7 +89,7 @@ async def test_an_engine_process_is_restarted(
     monkeypatch.setattr(process, "_BOOT", f"{head}; {boot(order)} from{tail}")
     service = await AsyncLLM.start(Config(**SETTINGS, engine_process=True))
     first = child_of(service)
-    # One that comes after the death is refused, also with an EngineDeadError.
+    # A request that arrives after the death is refused, also with an EngineDeadError.
     assert any(point in end for end in await all_end(service))
     first.wait()
     await until(service.is_alive)

@@ -1,7 +1,7 @@
 """Every call into the core fails once, at every point of a run of eight requests (reliability.md, suite 3).
 
-What the core could take back costs at most one request, and nobody else a bit; what it could not ends every
-request once, and the engine.
+A fault that the core can undo fails one request at most, and the others keep their bits. Any other fault ends
+the engine, and with it every request exactly once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from llaisys.errors import EngineDeadError
 from llaisys.outputs import FinishReason
 
 SOURCE = Path(__file__).parents[2] / "crates" / "llaisys-core" / "src"
-# What can fail at each point. `entry`: error or panic; `inside`: panic; `lost`: a panic that ends the core.
+# The faults of each point. `entry`: error or panic; `inside`: panic; `lost`: a panic that ends the core.
 POINTS = {
     "seq.acquire": "entry",
     "seq.release": "entry",
@@ -44,18 +44,18 @@ POINTS = {
     "kv.prepare": "lost",
     "kv.commit": "lost",
 }
-# Those of test_session_transfer.py.
+# Points of test_session_transfer.py.
 SESSIONS = {"kv.node_export", "kv.node_import"}
-# That of test_ranks.py.
+# The point of test_ranks.py.
 RANKS = {"decode.rank"}
-# Calls that the engine does not make; the Rust test makes them fail.
-NOT_THE_ENGINES = {"kv.seq_keep", "kv.seq_add", "weights.replace"}
+# Calls that the engine does not make; a Rust test covers them.
+UNUSED_BY_ENGINE = {"kv.seq_keep", "kv.seq_add", "weights.replace"}
 SCENES = {
     "one stream": crowd.bounds(prefix=True),
     "two streams": crowd.bounds(prefix=True, n_streams=2),
     "no prefix cache": crowd.bounds(prefix=False),
 }
-# Most passes of a point that are chosen to fail, including the first and the last.
+# The number of passes of a point that fail, evenly spaced from the first to the last.
 N_PASSES = 24
 CASES = [
     (scene, point, action)
@@ -93,7 +93,7 @@ def test_the_table_the_source_and_the_runs_name_the_same_points(
 ) -> None:
     text = "".join(path.read_text("utf-8") for path in SOURCE.rglob("*.rs"))
     in_source = set(re.findall(r'(?:fault_point!\((?:panic )?|table::hit\()"([a-z_.]+)"', text))
-    assert set(POINTS) | SESSIONS | RANKS | NOT_THE_ENGINES == set(core.fault_points()) == in_source
+    assert set(POINTS) | SESSIONS | RANKS | UNUSED_BY_ENGINE == set(core.fault_points()) == in_source
     assert {point for scene in SCENES for point, n in good(scene)[1].items() if n} == set(POINTS)
 
 
@@ -107,7 +107,7 @@ def test_the_runs_cover_every_event_and_agree(
         check_answers(answers, want)
         assert answers.n_together == 8
         assert answers.ends["gone", 0].finish_reason is FinishReason.ABORT
-        assert answers.tokens["gone", 0], "it had begun"
+        assert answers.tokens["gone", 0], "the cancelled request had begun"
         assert answers.stats.num_preempted > 0
         assert answers.stats.prefix_hit_tokens > 0
         assert answers.stats.num_evicted_cells > 0 or scene == "no prefix cache"
@@ -133,4 +133,4 @@ def test_a_fault_costs_one_request_at_most_or_ends_the_engine(
                 run(core, SCENES[scene])
         else:
             check_answers(run(core, SCENES[scene]), want)
-        assert core.fault_hits(point) - before >= nth, "it has not failed"
+        assert core.fault_hits(point) - before >= nth, "the fault did not happen"

@@ -1,4 +1,4 @@
-"""A rank that fails costs one request at most, as any fault of a step does; the others do not wait for it."""
+"""A failing rank fails one request at most, as any fault of a step, and the other ranks do not hang."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import crowd
 from crowd import Answers, check_answers
 
 LIMITS = crowd.bounds(prefix=True)
-# Passes that fail, of all that a run has.
+# The number of passes that fail.
 N_PASSES = 5
 
 
@@ -31,7 +31,7 @@ def good(faulty_core: ModuleType) -> tuple[Answers, int]:
 
 
 @pytest.mark.parametrize("action", ["error", "panic"])
-def test_a_rank_that_fails_costs_one_request_at_most(
+def test_a_failing_rank_fails_one_request_at_most(
     core: ModuleType, good: tuple[Answers, int], action: str
 ) -> None:
     want, n_passed = good

@@ -1,5 +1,7 @@
-"""Every call of a Worker into its context fails once, at every moment of a run of eight requests: the same as
-tests/faults/test_every_point.py on the Python side of the binding, at every call."""
+"""Every call of a Worker into its context fails once, at every moment of a run of eight requests.
+
+It is the counterpart of tests/faults/test_every_point.py on the Python side of the binding.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ SCENES = {
     "two streams": crowd.bounds(prefix=True, n_streams=2),
     "no prefix cache": crowd.bounds(prefix=False),
 }
-LOOKS = {"n_cells_free", "n_cells_free_in", "n_seq_free"}
+QUERIES = {"n_cells_free", "n_cells_free_in", "n_seq_free"}
 CHANGES = {
     "seq_release",
     "kv_seq_rm",
@@ -69,17 +71,17 @@ def run(scene: str, *fault: Any) -> tuple[Answers, Counter[str]]:
     context = Seam(SCENES[scene], *fault)
     answers = crowd.run(crowd.make_engine(context, SamplerSpec, SCENES[scene]), context)
     return answers, Counter(
-        {name: n for name, n in context.asked.items() if name in LOOKS | CHANGES | MAY_REFUSE}
+        {name: n for name, n in context.asked.items() if name in QUERIES | CHANGES | MAY_REFUSE}
     )
 
 
-def test_the_calls_are_these() -> None:
+def test_all_calls_are_covered() -> None:
     asked = {name for scene in SCENES for name in run(scene)[1]}
-    assert asked == LOOKS | CHANGES | MAY_REFUSE
+    assert asked == QUERIES | CHANGES | MAY_REFUSE
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_a_call_that_changed_nothing_costs_one_request_at_most(scene: str) -> None:
+def test_a_failed_call_without_effect_fails_one_request_at_most(scene: str) -> None:
     want, asked = run(scene)
     n_failed = 0
     for name in (CHANGES | MAY_REFUSE) & set(asked):
@@ -102,7 +104,7 @@ def test_a_lost_core_ends_the_engine(scene: str) -> None:
 
 @pytest.mark.parametrize("scene", SCENES)
 def test_a_change_that_fails_twice_or_is_rejected_ends_the_engine(scene: str) -> None:
-    """The prefix cache then disagrees with the cells, so no request may use them."""
+    """The prefix cache then disagrees with the cells, so no request may use either."""
     _, asked = run(scene)
     for name in CHANGES & set(asked):
         for k in (1, asked[name]):

@@ -1,5 +1,7 @@
-"""Each call into the core that a save and a restore make fails once: only the save may
-fail, and the next message of the chat gets the same tokens."""
+"""Each call into the core of a save and a restore fails once.
+
+Only the save may fail, and the next message of the chat gets the same tokens.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Negative twins on the real core (reliability.md, 5): each check detects a release that does
-nothing while the others are off, and the snapshot names what leaked."""
+"""Negative tests on the real core (reliability.md, 5): each check alone detects a release without effect.
+
+The snapshot names what leaked.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from llaisys.engine.worker import Worker
 from llaisys.outputs import FinishReason
 from waiting import DEADLINE_S
 
-# Eight leaked requests leave ids, and cells, for no ninth.
+# Eight leaked requests leave no id and no cells for a ninth.
 N_IDS, N_COMPUTED = 8, 4
 
 
@@ -60,7 +62,7 @@ class Leaking:
                 self.step()
 
     def leaked(self) -> list[int]:
-        """Return what the snapshot names: acquired ids although no request runs."""
+        """Return the acquired ids of the snapshot, while no request runs."""
         assert not self.engine.requests.running
         return [seq_id for seq_id, _, _ in self.context.snapshot().sequences]
 
@@ -83,7 +85,7 @@ def test_the_invariant_check_fires_when_the_engine_becomes_idle(world: Leaking) 
     assert len(world.leaked()) == 1
 
 
-def test_the_lemma_fires_in_the_step_that_should_admit_the_ninth(
+def test_the_admission_check_fires_in_the_step_that_should_admit_the_ninth(
     world: Leaking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     switch_off(world, monkeypatch, "check")
@@ -108,7 +110,7 @@ def test_v2_fires_without_the_other_checks(world: Leaking, monkeypatch: pytest.M
     stats = world.engine.stats()
     watchdog.report(waiting=stats.num_waiting, running=stats.num_running)
     readable, _, _ = select.select([watchdog], [], [], DEADLINE_S)
-    assert readable, "no verdict"
+    assert readable, "no stall was detected"
     assert watchdog.stall_reason == "V2"
     watchdog.close()
     assert len(world.leaked()) == N_IDS

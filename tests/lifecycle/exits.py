@@ -1,4 +1,4 @@
-"""A program with an engine, that ends in the way of its first argument. Run by `test_exit.py`."""
+"""A program with an engine that ends in the way that its first argument names. Run by `test_exit.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG = SamplingParams(max_tokens=60_000, temperature=0.0, ignore_eos=True)
 
 
 def fork(use: Callable[[], Any], leave: Callable[[int], Any]) -> None:
-    """Check that a forked process has no engine, gets an error, and exits normally."""
+    """Check that a call in a forked process raises an error, and that the process exits normally."""
     child = os.fork()
     if child == 0:
         try:
@@ -33,7 +33,7 @@ def fork(use: Callable[[], Any], leave: Callable[[int], Any]) -> None:
 def end(
     how: str, close: Callable[[], Any], use: Callable[[], Any], leave: Callable[[int], Any] = sys.exit
 ) -> None:
-    """End the program in this way, or return to its last line."""
+    """End the program in this way, or return so that it ends with its last line."""
     match how:
         case "sys.exit":
             sys.exit(3)
@@ -56,7 +56,7 @@ def end(
 
 
 def blocking(how: str, work: str, settings: dict[str, Any]) -> None:
-    """With `LLM`; streaming: a daemon thread is reading a completion."""
+    """Run with `LLM`; if `work` is "streaming", a daemon thread reads a completion."""
     llm = LLM(**settings)
     llm.generate("Hello", SamplingParams(max_tokens=2))
     if work == "streaming":
@@ -71,7 +71,7 @@ def blocking(how: str, work: str, settings: dict[str, Any]) -> None:
 
 
 async def asynchronous(how: str, settings: dict[str, Any]) -> None:
-    """With `AsyncLLM`, a stream open; its loop may not wait for another thread's `close`."""
+    """Run with `AsyncLLM` and an open stream. `close` on another thread must not need the event loop."""
     service = await AsyncLLM.start(Config(**settings))
     stream = service.generate("Hello", LONG, "open")
     await anext(stream)
@@ -80,8 +80,8 @@ async def asynchronous(how: str, settings: dict[str, Any]) -> None:
     if how == "SIGINT x2":  # asyncio turns the first into a cancellation
         print("waiting", flush=True)
         await asyncio.Event().wait()
-    # A forked process must not close the event loop: the selector is its parent's too.
-    end(how, client.close, lambda: client.submit(None), os._exit)  # type: ignore[arg-type]  # refused unread
+    # A forked process must not close the event loop, which shares its selector with the parent.
+    end(how, client.close, lambda: client.submit(None), os._exit)  # type: ignore[arg-type]  # refused before it is used
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""`llaisys` with something that gets stuck: `stuck.py MARK thread|process|loop ARGUMENTS`.
+"""`llaisys` with a part that gets stuck: `stuck.py MARK thread|process|loop ARGUMENTS`.
 
-In `thread` and `process` the twentieth step of the engine does not end, once (the file MARK says that it has
-been); in `loop` it is the event loop that does not come round.
+With `thread` and `process` the twentieth step of the engine does not end; the file MARK records that it has
+happened once. With `loop` the event loop stops.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from llaisys.server.lifecycle import Lifecycle
 
 
 def stop_a_step(mark: str) -> None:
-    """Patches the engine of this process."""
+    """Patch the engine of this process."""
     step = LLMEngine.step
 
     def stops(engine: LLMEngine, now_s: float) -> list[EngineOutput]:
@@ -47,7 +47,7 @@ def run() -> int:
 
             async def stops(_: Any, models: ModelRegistry) -> None:
                 models.beat()
-                time.sleep(600)  # noqa: ASYNC251 -- it is the point
+                time.sleep(600)  # noqa: ASYNC251 -- it blocks the event loop
 
             Lifecycle._beat_watchdogs = stops  # type: ignore[method-assign]
     return main()

@@ -1,4 +1,4 @@
-"""A program with an engine exits cleanly however it ends: no crash, no hang, no panic, no process left."""
+"""A program with an engine exits cleanly in every way: without a crash, hang, panic or leftover process."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from serving import END_S, long_model
 
 SCRIPT = Path(__file__).with_name("exits.py")
 FORMS = ("thread", "process")
-# Python itself ends with the signal when nothing catches a Ctrl-C.
+# Python ends with the signal if nothing catches a Ctrl-C.
 CODES = {"sys.exit": {3}, "exception": {1}, "SIGINT x2": {-signal.SIGINT, 1, 130}}
-# By what goes on at the end. If nothing does, an exception and `sys.exit` leave as the last line does, and it
-# is all the same who closes. (`close twice` goes on to the last line, too.)
+# Ways to end, by the work in progress. Without work, an exception and `sys.exit` do not differ from the last
+# line, and the thread that closes does not matter. `close twice` also continues to the last line.
 OPEN = ("no close", "sys.exit", "exception", "SIGINT x2", "close twice", "close from another thread", "fork")
 WAYS = {"idle": ("no close", "SIGINT x2", "close twice", "fork"), "streaming": OPEN, "async": OPEN}
-# This run's programs, and what they leave behind, among all processes of the machine.
+# Identifies the programs of this run and their children among all processes.
 MARK = f"{os.getpid()}-{time.monotonic_ns()}"
 
 

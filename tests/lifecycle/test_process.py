@@ -1,5 +1,7 @@
-"""The engine in its own process, with the real core: the same outputs, and each request ends exactly once
-whatever is killed, and when."""
+"""The engine in its own process with the real core.
+
+The outputs are the same, and each request ends exactly once, whatever is killed at any time.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ def test_the_outputs_equal_those_of_an_engine_in_this_process() -> None:
     for engine_process in (False, True):
         with LLM(**SETTINGS, engine_process=engine_process) as llm:
             outputs = llm.generate([prompt for prompt, _ in asks], [each for _, each in asks])
-        # How much of a prompt was cached, and how long it waited, depends on what was there when it arrived.
+        # Cached tokens and queue times depend on the state at the arrival.
         answers.append([replace(output, num_cached_tokens=0, queued_s=0.0) for output in outputs])
     assert answers[0] == answers[1]
     assert answers[1][0].outputs[0].token_ids == load_golden().greedy[0]
@@ -95,18 +97,18 @@ async def test_kill_9_at_random_moments(monkeypatch: pytest.MonkeyPatch) -> None
             n_cut += any(isinstance(end, EngineDeadError) for end in ends)
             assert service._collectors == {}
             child.wait()
-            # Where the last stream ended before the kill, the service has not noticed it yet.
+            # If the last stream ended before the kill, the service has yet to notice it.
             await until(lambda: bool(engine_processes()) and service.is_alive())
             params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
             ids = [i async for d in service.generate(prompt, params, "next") for i in d.outputs[0].token_ids]
             assert ids == load_golden().greedy[0]
     finally:
         await service.close()
-    assert n_cut > 0, f"seed {SEED}: all streams were done whenever the child was killed"
+    assert n_cut > 0, f"seed {SEED}: all streams had ended before every kill"
     assert engine_processes() == []
 
 
-def test_a_child_that_dies_again_and_again_is_given_up(made: Client) -> None:
+def test_a_child_that_keeps_dying_is_no_longer_restarted(made: Client) -> None:
     for _ in range(process.RESTARTS_MAX):
         made.submit_to_a_stopped_child("open").kill()
         end = made.end_of("open")
@@ -196,7 +198,7 @@ with LLM({str(FOLDER)!r}, engine_process=True, num_kv_cells=4096) as llm:
         llm.generate("Hello", SamplingParams(max_tokens=400, ignore_eos=True))
     sys.stdin.read()
 """
-# The socket stays open in a third process: only the death signal can tell.
+# The socket stays open in a third process, so only the parent-death signal ends the child.
 HELD_OPEN = """
 import socket, subprocess, sys
 from llaisys.engine import process
@@ -228,7 +230,7 @@ def test_kill_9_of_the_parent_leaves_no_child(script: str, argument: str) -> Non
 
 
 def test_the_end_of_its_socket_ends_a_child() -> None:
-    """Whatever it is doing: here it waits for Start."""
+    """Also before it has received Start."""
     ours, theirs = socket.socketpair()
     with theirs:
         child, log_pipe = process._spawn(theirs)

@@ -1,5 +1,7 @@
-"""Sessions with the real core, through the public API: the same bits after a save and a restore, and nothing
-from a damaged file."""
+"""Sessions with the real core through the public API.
+
+A restored session gives the same bits as before its save, and a damaged file is refused.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ async def started(store: Path | None = None, **settings: Any) -> AsyncIterator[A
 
 
 async def answer(service: AsyncLLM, name: str, prompt: list[int], **more: Any) -> tuple[list[int], Any, int]:
-    """Ids, logprobs (as they are: compared bit for bit), tokens found cached."""
+    """Return ids, logprobs (compared bit for bit) and the number of cached tokens."""
     ids: list[int] = []
     logprobs: list[Any] = []
     cached = 0
@@ -100,7 +102,7 @@ async def test_a_restored_session_continues_with_the_same_bits(tmp_path: Path, e
         got = await answer(service, "b", turn, session_id="again", client_id="me")
         assert (await restoring).num_tokens == 109
         assert got == want
-        assert got[2] == 109, "it waited for the restore"
+        assert got[2] == 109, "the request waited for the restore"
 
 
 async def test_no_damaged_or_foreign_file_is_restored_and_nothing_leaks(tmp_path: Path) -> None:
@@ -126,7 +128,7 @@ async def test_no_damaged_or_foreign_file_is_restored_and_nothing_leaks(tmp_path
         await answer(service, "b", [3], client_id="x")
         assert await service.sessions.list() == []
         stats = service._client.stats()
-        assert (stats.kv_cells_used, stats.kv_cells_free) == (0, 512 - 20), "the request's own"
+        assert (stats.kv_cells_used, stats.kv_cells_free) == (0, 512 - 20), "those of the request"
         file.write_bytes(raw)
         assert (await service.sessions.restore("file", "chat")).num_cached_tokens == 109
     async with started(tmp_path, dtype="bfloat16") as service:
@@ -148,7 +150,7 @@ async def test_a_session_request_in_progress_ends_with_its_engine(
         await answer(service, "a", PROMPT, session_id="chat")
         saving = asyncio.create_task(service.sessions.save("chat", "file"))
         assert await asyncio.to_thread(begun.wait, DEADLINE_S)
-        assert (await answer(service, "b", PROMPT))[2] == 89, "others run meanwhile"
+        assert (await answer(service, "b", PROMPT))[2] == 89, "other requests run meanwhile"
         assert service._client is not None
         closing = asyncio.create_task(asyncio.to_thread(service._client.close))
         with pytest.raises(EngineDeadError, match="shutting down"):
@@ -197,7 +199,7 @@ async def test_an_idle_model_is_not_unloaded_during_a_session_request(
     async with started(idle_unload_s=1000.0) as service:
         client, timers = service._client, []
         assert client is not None
-        assert service._engine._idle is not None, "nothing is open: the time counts"
+        assert service._engine._idle is not None, "nothing is open, so the idle time runs"
         call = client.call_session
 
         def watched(what: SessionRequest) -> Any:

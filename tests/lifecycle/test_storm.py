@@ -1,5 +1,7 @@
-"""An abort storm on the tiny golden model: ten thousand requests, 30 % cancelled at a random moment.
-Nothing leaks, and the other requests get the same outputs as when they run alone."""
+"""An abort storm on the tiny golden model: 10,000 requests, of which 30 % are cancelled at random moments.
+
+Nothing leaks, and the other requests get the same outputs as alone.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class Watch:
-    """Records an engine of this process: the last outputs of each request, and after how many steps a
+    """Records an engine of this process: the last outputs of each request, and the number of steps until a
     cancelled request has released its sequence."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +59,7 @@ class Watch:
 
         def asked(client: EngineClient, request_id: str, index: int | None = None) -> None:
             ask(client, request_id, index)
-            if self.engine is not None:  # now it is in the inbox, or was heard already
+            if self.engine is not None:  # it is in the inbox, or already handled
                 self._asked_at.setdefault(request_id, self.engine._stats.num_steps)
 
         def cancelled(engine: LLMEngine, request_id: str, index: int | None = None) -> None:
@@ -80,7 +82,7 @@ class Watch:
 
 
 def asks() -> list[tuple[list[int], SamplingParams]]:
-    """A hundred different requests: prompts of 1 to 40 tokens, shared prefixes, greedy and sampled."""
+    """Return 100 requests: prompts of 1 to 40 tokens, shared prefixes, greedy and sampled."""
     chance = random.Random(SEED)
     prompts = [list(prompt) for prompt in load_golden().prompts]
     made = []
@@ -106,7 +108,7 @@ async def test_abort_storm(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     service = await AsyncLLM.start(Config(**SETTINGS, engine_process=form == "process"))
     asked, chance = asks(), random.Random(SEED)
     reference = [await answer(service, ask, f"alone-{i}") for i, ask in enumerate(asked)]
-    gc.collect()  # what earlier tests left is closed now, and not between the two counts
+    gc.collect()  # objects of earlier tests are closed now, not between the two counts
     before = asyncio.all_tasks(), threading.active_count(), psutil.Process().num_fds()
     outcomes: Counter[str] = Counter()
     names = iter(range(n_requests))
@@ -116,7 +118,7 @@ async def test_abort_storm(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
         which = chance.randrange(len(asked))
         task = asyncio.create_task(answer(service, asked[which], f"{i}"))
         if i in given_up:
-            for _ in range(chance.randrange(60)):  # turns of the loop: in the queue, in a prefill, in decode
+            for _ in range(chance.randrange(60)):  # in the queue, in a prefill, in decoding
                 await asyncio.sleep(0)
             if chance.random() < 0.2:
                 service.abort(f"{i}")
@@ -137,7 +139,7 @@ async def test_abort_storm(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
 
     await asyncio.gather(*(client() for _ in range(N_AT_ONCE)))
     assert outcomes == {"given up": len(given_up), "whole": n_requests - len(given_up)}
-    await answer(service, asked[0], "last")  # every cancel has been heard before this one's end
+    await answer(service, asked[0], "last")  # every cancel is handled before it ends
     assert service._collectors == {}
     assert not service._processor._requests
     assert service._client is not None

@@ -1,5 +1,4 @@
-"""Real stall reasons of the core's watchdog, with short windows: their effect on a service, a server, a
-child."""
+"""Stalls that the watchdog of the core detects, and their effect on a service, a server and a child."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from serving import END_S, READY, environment, long_model
 from sse import events
 from waiting import DEADLINE_S, block_until, until
 
-# A verdict waits for twenty times what a full step is thought to take: one slow prompt can make that minutes.
+# The watchdog waits for 20 times the predicted time of a full step, which one slow prompt can make minutes.
 SMALL_STEPS = 16
 SETTINGS: dict[str, Any] = {
     "model": str(FOLDER),
@@ -41,7 +40,7 @@ SCRIPT = Path(__file__).with_name("stuck.py")
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 
 
-async def verdict_of(service: AsyncLLM) -> str:
+async def stall_error_of(service: AsyncLLM) -> str:
     """Return the error that ends all of eight open streams."""
 
     async def stream(name: str) -> None:
@@ -69,10 +68,10 @@ async def test_v3_steps_without_progress(monkeypatch: pytest.MonkeyPatch) -> Non
         return step(engine, now_s)
 
     monkeypatch.setattr(LLMEngine, "step", stops)
-    # A machine that stands still counts for a second at most: longer than that, or it is a V1 of any step.
+    # The watchdog counts a pause of the whole machine as up to one second, so a shorter window could be a V1.
     service = await AsyncLLM.start(Config(**SETTINGS, watchdog_window_s=2.0))
     try:
-        assert "V3" in await verdict_of(service)
+        assert "V3" in await stall_error_of(service)
     finally:
         go.set()
 
@@ -80,11 +79,11 @@ async def test_v3_steps_without_progress(monkeypatch: pytest.MonkeyPatch) -> Non
 async def test_v2_no_request_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LLMEngine, "step", lambda *_: [])
     service = await AsyncLLM.start(Config(**SETTINGS, watchdog_window_s=0.6))
-    assert "V2" in await verdict_of(service)
+    assert "V2" in await stall_error_of(service)
 
 
-class Heard(logging.Handler):
-    """Sets `said` at the first report of a late event loop, and keeps all of them."""
+class LateReports(logging.Handler):
+    """Keep all reports of a late event loop, and set `said` at the first."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -98,7 +97,7 @@ class Heard(logging.Handler):
 @pytest.mark.parametrize("engine_process", [False, True])
 async def test_a_loop_that_is_late_is_reported_and_nothing_ends(engine_process: bool) -> None:
     service = await AsyncLLM.start(Config(**SETTINGS, watchdog_window_s=12.0, engine_process=engine_process))
-    heard, log = Heard(), logging.getLogger("llaisys.engine.watchdog")
+    heard, log = LateReports(), logging.getLogger("llaisys.engine.watchdog")
     log.addHandler(heard)
     try:
         service.beat()
@@ -117,7 +116,7 @@ async def test_a_loop_that_is_late_is_reported_and_nothing_ends(engine_process: 
         await service.close()
     report = heard.reports[0]  # on a busy machine the loop may be late again
     assert report.startswith("the event loop is late: ")
-    assert "heard.said.wait(DEADLINE_S)" in report, "the stack shows what holds it"
+    assert "heard.said.wait(DEADLINE_S)" in report, "the stack shows what blocks it"
 
 
 @pytest.mark.parametrize("engine_process", [False, True])
@@ -140,13 +139,13 @@ async def test_v5_an_event_loop_that_stops(engine_process: bool) -> None:
 
 @contextmanager
 def stuck_server(folder: Path, how: str, *flags: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
-    """The window is short for a stuck event loop, else long enough for an admission."""
+    """Start a server. Its window is short for a stuck event loop, else long enough for an admission."""
     window = ("--watchdog-window-s", "2" if how == "loop" else "12")
     arguments = ["serve", str(long_model(folder)), "--port", "0", "--num-kv-cells", "65536"]
     arguments += ["--max-num-batched-tokens", f"{SMALL_STEPS}"]
     env = {**environment(), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(SCRIPT), str(folder / "mark"), how, *arguments, *window, *flags]
-    # The log goes to a file: a full pipe that nobody reads would stop the server.
+    # The log goes to a file, because a full unread pipe would drop lines.
     with (
         (folder / "log").open("w", encoding="utf-8") as log,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=env) as process,
@@ -178,7 +177,7 @@ def test_a_stuck_engine_ends_its_server_with_70(tmp_path: Path) -> None:
         assert process.returncode == 70, log
     assert re.search(r"the engine is stuck \(V3\): .*the steps", log)
     assert re.search(r"request 0: Running", log)
-    assert "in stops" in log, "the stacks show where it is"
+    assert "in stops" in log, "the stacks show where it is stuck"
     assert "Hello" not in log
 
 

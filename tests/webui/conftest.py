@@ -1,4 +1,4 @@
-"""One browser and one server of each kind for all tests of the page."""
+"""The browser and the servers of the web UI tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ expect.set_options(timeout=PATIENCE_MS)
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """A module long: asynchronous tests cannot run beside the event loop that Playwright has here."""
+    """Start a browser for one module, because its event loop conflicts with asynchronous tests."""
     with sync_playwright() as playwright:
         made = playwright.chromium.launch(executable_path=find_browser(), args=FLAGS)
         yield made
@@ -24,7 +24,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def context(browser: Browser) -> Iterator[BrowserContext]:
-    """A browser that has never seen the page."""
+    """Return a new browser context without stored data."""
     made = browser.new_context(viewport={"width": 1280, "height": 800})
     made.set_default_timeout(PATIENCE_MS)
     made.grant_permissions(["clipboard-read", "clipboard-write"])
@@ -34,7 +34,7 @@ def context(browser: Browser) -> Iterator[BrowserContext]:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The tiny model under two names; answers may be very long, and four run at once."""
+    """Serve the tiny model with a long context under two names; four requests run at once."""
     folder = tmp_path_factory.mktemp("tiny")
     names = ("--served-model-name", "tiny", "--served-model-name", "other")
     flags = (*names, "--num-kv-cells", "131072", "--max-num-seqs", "4", "--dtype", "float32")
@@ -44,14 +44,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def short(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The tiny model with its own context of 512 tokens."""
+    """Serve the tiny model with its own context of 512 tokens."""
     with serving(tmp_path_factory.mktemp("short"), str(GOLDENS / "qwen2-tied-bf16")) as server:
         yield server
 
 
 @pytest.fixture
 def chat(tiny: Server, context: BrowserContext) -> Iterator[Chat]:
-    """A new page on the tiny model. Whatever a test does, the policy holds and nothing is left running."""
+    """Open a page on the tiny model. At the end no request is left running."""
     made = Chat.open(context, tiny.url)
     yield made
     made.page.close()
@@ -60,7 +60,7 @@ def chat(tiny: Server, context: BrowserContext) -> Iterator[Chat]:
 
 @pytest.fixture
 def fed(tiny: Server, context: BrowserContext) -> Iterator[Chat]:
-    """A new page whose streams are the test's own."""
+    """Open a page with streams that the test produces."""
     made = Chat.open(context, tiny.url, feed=True)
     yield made
     made.page.close()

@@ -1,4 +1,4 @@
-"""Reachable by everyone: axe finds nothing, the keyboard reaches everything, a phone shows all of it."""
+"""Accessibility: axe finds no violation, the keyboard reaches everything, and a phone shows everything."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RICH = (
 
 
 def violations(chat: Chat) -> list[str]:
-    """What axe finds on the page as it is: rule, help and place."""
+    """Return the violations that axe finds on the page: rule, help and place."""
     chat.page.evaluate(AXE.read_text("utf-8"))
     found: dict[str, Any] = chat.page.evaluate("axe.run()")
     return [
@@ -64,7 +64,7 @@ def test_axe_finds_nothing_in_the_main_views(chat: Chat, scheme: str) -> None:
     assert {name: found for name, found in views.items() if found} == {}
 
 
-def test_a_phone_shows_all_of_it(browser: Browser, tiny: Server) -> None:
+def test_a_phone_shows_everything(browser: Browser, tiny: Server) -> None:
     context = browser.new_context(
         viewport={"width": 360, "height": 640}, has_touch=True, is_mobile=True, reduced_motion="reduce"
     )
@@ -91,7 +91,7 @@ def test_a_phone_shows_all_of_it(browser: Browser, tiny: Server) -> None:
 
 
 def test_everything_by_keyboard(chat: Chat) -> None:
-    """No mouse at all: a conversation, its edits, the list, the menu, the dialogs."""
+    """A conversation, its edits, the list, the menu and the dialogs need no mouse."""
     keyboard = chat.page.keyboard
     chat.answer_with("yes")
     expect(chat.message).to_be_focused()
@@ -110,14 +110,14 @@ def test_everything_by_keyboard(chat: Chat) -> None:
     keyboard.type(" more")
     keyboard.press("Control+Enter")
     expect(chat.asked).to_have_text(["one more"])
-    # Every button of an answer is in the order of tabs.
+    # The buttons of an answer are in the tab order.
     chat.answer.get_by_role("button", name="Copy").focus()
     reached = []
     for _ in range(4):
         keyboard.press("Tab")
         reached.append(chat.page.evaluate("document.activeElement.getAttribute('aria-label')"))
     assert reached == ["Regenerate", "Edit answer", "Fork from here", "Delete message"]
-    # The menu of a session: arrows walk it, Enter chooses.
+    # Arrows move through the menu of a chat, and Enter chooses.
     chat.sessions.first.focus()
     keyboard.press("Tab")
     keyboard.press("Enter")
@@ -130,7 +130,7 @@ def test_everything_by_keyboard(chat: Chat) -> None:
     keyboard.type("by keyboard")
     keyboard.press("Enter")
     expect(chat.sessions).to_have_text(["by keyboard"])
-    # Dialogs by their shortcuts, and out again.
+    # Shortcuts open the dialogs, and Escape closes them.
     for shortcut, name in (
         ("Control+k", "Search"),
         ("Control+,", "Settings"),
@@ -165,7 +165,7 @@ def test_the_help_sheet_names_the_shortcuts(chat: Chat) -> None:
         expect(sheet.get_by_role("term").filter(has_text=action).first).to_be_visible()
 
 
-def test_a_screen_reader_hears_the_end_and_not_every_word(fed: Chat) -> None:
+def test_a_screen_reader_announces_the_end_and_not_every_word(fed: Chat) -> None:
     live = fed.page.locator("[aria-live=polite]")
     fed.send("q")
     fed.feed("one ", "two ")

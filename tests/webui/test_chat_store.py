@@ -1,4 +1,4 @@
-"""With `--chat-store` a second browser sees the chats, and a cleared one loses nothing."""
+"""With `--chat-store`, chats appear in a second browser and survive a cleared one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from serving import GOLDENS, Server, serving
 
 @pytest.fixture(scope="module")
 def keeping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The tiny model with a chat store."""
+    """Serve the tiny model with a chat store."""
     folder = tmp_path_factory.mktemp("keeping")
     with serving(
         folder, str(GOLDENS / "qwen2-tied-bf16"), "--chat-store", str(folder / "chats.db")
@@ -23,7 +23,7 @@ def keeping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def stored(server: Server, n: int) -> None:
-    """Waits until the store has `n` chats that are not deleted, and no older revision is on its way."""
+    """Wait until the store has `n` chats that are not deleted."""
 
     def is_stored() -> bool:
         listed = server.http.get("/v1/chats").json()["data"]
@@ -32,20 +32,20 @@ def stored(server: Server, n: int) -> None:
     server.wait_for(is_stored)
 
 
-def look(chat: Chat) -> None:
-    """The page looks at the server when it is shown again."""
+def synchronize(chat: Chat) -> None:
+    """Make the page synchronize with the server, as when it is shown again."""
     chat.page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
 
 
 def has_versions(chat: Chat, versions: Locator) -> bool:
-    """Whether the page shows versions; if not, it looks at the server again."""
+    """Return whether the page shows versions; if not, synchronize it again."""
     if versions.count() > 0:
         return True
-    look(chat)
+    synchronize(chat)
     return False
 
 
-def test_a_second_browser_sees_the_chats(keeping: Server, context: BrowserContext, browser: Browser) -> None:
+def test_a_second_browser_shows_the_chats(keeping: Server, context: BrowserContext, browser: Browser) -> None:
     first = Chat.open(context, keeping.url)
     first.with_fields(max_tokens=5, ignore_eos=True)
     first.send("carried over")
@@ -58,7 +58,7 @@ def test_a_second_browser_sees_the_chats(keeping: Server, context: BrowserContex
     second.sessions.first.click()
     expect(second.asked).to_have_text(["carried over"])
     expect(second.text).to_have_text(" ".join(answer.split()))
-    # A change there comes here, without a reload.
+    # A change in the second browser reaches the first without a reload.
     second.menu("carried over", "Rename")
     second.page.get_by_role("textbox", name="Rename").fill("renamed there")
     second.page.keyboard.press("Enter")
@@ -67,20 +67,20 @@ def test_a_second_browser_sees_the_chats(keeping: Server, context: BrowserContex
     expect(second.text).to_have_text("said there")
     (change,) = (each for each in keeping.http.get("/v1/chats").json()["data"] if not each["deleted"])
     keeping.wait_for(lambda: "said there" in keeping.http.get(f"/v1/chats/{change['id']}").text)
-    look(first)
+    synchronize(first)
     expect(first.sessions).to_have_text(["renamed there"])
     expect(first.asked).to_have_text(["carried over", "more"])
-    # So does a deletion.
+    # A deletion does, too.
     second.menu("renamed there", "Delete")
     stored(keeping, 0)
-    look(first)
+    synchronize(first)
     expect(first.sessions).to_have_count(0)
     expect(first.questions).to_have_count(0)
     other.close()
     assert first.complaints == []
 
 
-def test_what_was_said_in_two_browsers_at_once_is_all_there(
+def test_concurrent_messages_of_two_browsers_are_merged(
     keeping: Server, context: BrowserContext, browser: Browser
 ) -> None:
     first = Chat.open(context, keeping.url)
@@ -93,7 +93,7 @@ def test_what_was_said_in_two_browsers_at_once_is_all_there(
     expect(second.sessions).to_have_text(["begin"])
     second.sessions.first.click()
     expect(second.text).to_have_text("yes")
-    # Both go on while neither reaches the store.
+    # Both continue while neither reaches the store.
     for chat, text in ((first, "from the first"), (second, "from the second")):
         chat.page.route("**/v1/chats**", lambda route: route.abort())
         chat.answer_with(text)
@@ -103,7 +103,7 @@ def test_what_was_said_in_two_browsers_at_once_is_all_there(
     first.page.unroute("**/v1/chats**")
     second.page.unroute("**/v1/chats**")
     for chat in (first, second):
-        look(chat)
+        synchronize(chat)
     for chat in (first, second):
         versions = chat.page.get_by_role("group", name="Versions")
         chat.wait_for(lambda chat=chat, versions=versions: has_versions(chat, versions))
@@ -132,8 +132,8 @@ def test_chats_outlive_the_server_and_a_cleared_browser(tmp_path: Path, browser:
         context.close()
 
 
-def test_what_the_server_cannot_take_now_is_written_later(keeping: Server, context: BrowserContext) -> None:
-    """Where the key's rate is used up, the chat is kept for the next try."""
+def test_a_refused_write_is_tried_again(keeping: Server, context: BrowserContext) -> None:
+    """After a 429 the page keeps the chat for the next try."""
     chat = Chat.open(context, keeping.url)
     refusals = iter((429,))
 
@@ -162,7 +162,7 @@ def test_what_the_server_cannot_take_now_is_written_later(keeping: Server, conte
     stored(keeping, 0)
 
 
-def test_a_file_that_is_no_store_stops_the_start(tmp_path: Path) -> None:
+def test_a_file_that_is_no_store_prevents_the_start(tmp_path: Path) -> None:
     file = tmp_path / "chats.db"
     file.write_text("no database at all, whatever its name says. " * 50, "utf-8")
     flags = ("--chat-store", str(file))

@@ -17,7 +17,7 @@ GREEDY = {"temperature": 0}
 
 
 def reference(server: Server, *contents: str, **fields: object) -> str:
-    """What the server answers to this conversation without a stream."""
+    """Return the server's completion of this conversation without a stream."""
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
     body = {"messages": messages, **GREEDY, **fields}
@@ -28,14 +28,14 @@ def reference(server: Server, *contents: str, **fields: object) -> str:
 
 
 def stored(chat: Chat) -> list[str]:
-    """The contents of all messages in the browser's store, oldest first."""
+    """Return the contents of all messages in the store of the browser, oldest first."""
     found: list[str] = chat.page.evaluate(
         """() => new Promise((done) => {
             indexedDB.open("llaisys").onsuccess = ({ target }) => {
                 const db = target.result;
                 db.transaction("messages").objectStore("messages").getAll().onsuccess = (event) => {
                     db.close();
-                    // A question and its answer may be of the same millisecond.
+                    // A user message and its answer may have the same millisecond.
                     const after = (a, b) => Number(a.parent === b.id) - Number(b.parent === a.id);
                     const all = event.target.result.sort((a, b) => a.createdMs - b.createdMs || after(a, b));
                     done(all.map(({ content }) => content));
@@ -63,7 +63,7 @@ def test_an_answer_streams_from_smollm2(smollm2: Server, context: BrowserContext
     assert chat.complaints == []
 
 
-def test_stop_frees_the_server_and_keeps_the_text(chat: Chat, tiny: Server) -> None:
+def test_stop_ends_the_request_and_keeps_the_text(chat: Chat, tiny: Server) -> None:
     aborted = tiny.metric("vllm:request_success_total", finished_reason="abort")
     chat.with_fields(ignore_eos=True)
     chat.send("Hello")
@@ -83,8 +83,8 @@ def test_stop_frees_the_server_and_keeps_the_text(chat: Chat, tiny: Server) -> N
     assert stored(chat) == ["Hello", kept]
 
 
-def test_two_sessions_stream_at_once_and_never_mix(chat: Chat, tiny: Server) -> None:
-    """Each answer is bit for bit the one that its question gets alone."""
+def test_two_chats_stream_at_once_without_mixing(chat: Chat, tiny: Server) -> None:
+    """Each answer is the same, bit for bit, as the one that its message gets alone."""
     fields = {**GREEDY, "ignore_eos": True, "max_tokens": 400}
     held: list[Route] = []
     chat.page.route(COMPLETIONS, lambda route: held.append(route))
@@ -140,7 +140,7 @@ def test_editing_a_question_makes_a_branch(chat: Chat, tiny: Server) -> None:
     expect(chat.asked).to_have_text(["three"])
     chat.done()
     assert stored(chat)[-1] == reference(tiny, "three", **fields)
-    # The arrows walk the branches; each has what followed it.
+    # The arrows switch between the branches, each with the messages that follow.
     chat.questions.first.get_by_role("button", name="Previous version").click()
     expect(chat.asked).to_have_text(["one", "two"])
     expect(chat.answers).to_have_count(2)
@@ -150,8 +150,8 @@ def test_editing_a_question_makes_a_branch(chat: Chat, tiny: Server) -> None:
     expect(chat.asked).to_have_text(["three"])
 
 
-def test_after_an_edit_the_page_shows_what_came_from_the_cache(chat: Chat) -> None:
-    """The figure is the server's own, of this very request."""
+def test_after_an_edit_the_page_shows_the_cached_tokens(chat: Chat) -> None:
+    """The number is the one in the server's response to this request."""
     chat.with_fields(**GREEDY, max_tokens=6, ignore_eos=True)
     for question in ("one", "two"):
         chat.send(question)
@@ -159,7 +159,7 @@ def test_after_an_edit_the_page_shows_what_came_from_the_cache(chat: Chat) -> No
     answered: list[bytes] = []
 
     def listen(route: Route) -> None:
-        """The real answer, whole, on its way to the page."""
+        """Pass the server's whole response on to the page."""
         asked = {**route.request.post_data_json, **GREEDY, "max_tokens": 6, "ignore_eos": True}
         answer = route.fetch(post_data=json.dumps(asked))
         answered.append(answer.body())
@@ -194,7 +194,7 @@ def test_regenerating_keeps_the_other_answer(chat: Chat) -> None:
 
 
 def test_a_cut_answer_is_continued(chat: Chat, tiny: Server) -> None:
-    """The text after the cut is what the model gives to the text before it."""
+    """The rest is the model's completion of the text before the cut."""
     chat.with_fields(**GREEDY, max_tokens=8, ignore_eos=True)
     chat.send("Hello")
     chat.done()
@@ -212,7 +212,7 @@ def test_a_cut_answer_is_continued(chat: Chat, tiny: Server) -> None:
     expect(chat.answers).to_have_count(1)
 
 
-def test_a_reload_keeps_what_came_and_offers_to_continue(chat: Chat, tiny: Server) -> None:
+def test_a_reload_keeps_the_partial_answer_and_offers_to_continue(chat: Chat, tiny: Server) -> None:
     chat.with_fields(ignore_eos=True)
     chat.send("Hello")
     expect(chat.text).to_have_text(re.compile(".{200}", re.DOTALL))
@@ -265,7 +265,7 @@ def test_a_conversation_is_forked_from_a_message(chat: Chat) -> None:
     expect(chat.asked).to_have_text(["one", "two"])
 
 
-def test_a_deleted_message_comes_back(chat: Chat) -> None:
+def test_a_deleted_message_can_be_restored(chat: Chat) -> None:
     chat.answer_with("yes")
     for question in ("one", "two"):
         chat.send(question)

@@ -1,4 +1,4 @@
-"""What the page costs, counted: bytes of the first load, nodes touched by a piece of a stream."""
+"""The cost of the page: bytes of the first load, and nodes that a piece of a stream changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from serving import Server
 
 FIRST_LOAD_BYTES_MAX = 400_000
 
-# Counts nodes that come and go inside answers; `window.touched()` gives the count since the last call.
+# Counts nodes that are added or removed in answers; `window.touched()` returns the count since the last call.
 COUNT = """
 () => {
     let touched = 0;
@@ -38,7 +38,7 @@ COUNT = """
 
 
 def test_the_first_load_is_small(tiny: Server, context: BrowserContext) -> None:
-    """What the browser asks for until the page is ready, each file as gzip makes it."""
+    """Sum the compressed sizes of the files that the browser requests until the page is ready."""
     loaded: list[str] = []
     context.on("request", lambda request: loaded.append(request.url))
     Chat.open(context, tiny.url)
@@ -63,8 +63,8 @@ def test_the_server_sends_it_compressed(tiny: Server) -> None:
         assert len(raw) < len(plain.content)
 
 
-def test_a_piece_of_a_stream_touches_the_last_block_only(fed: Chat) -> None:
-    """After 300 paragraphs, code and tables, a word costs what it costs in the first one."""
+def test_a_piece_of_a_stream_changes_only_the_last_block(fed: Chat) -> None:
+    """After 300 paragraphs, code and tables, a word costs no more than in the first one."""
     fed.send("q")
     fed.feed("begin ")
     fed.page.evaluate(COUNT)
@@ -74,7 +74,7 @@ def test_a_piece_of_a_stream_touches_the_last_block_only(fed: Chat) -> None:
     long = "".join(f"paragraph {i} with **bold** text\n\n| a |\n|---|\n| {i} |\n\n" for i in range(150))
     fed.feed("\n\n" + long, "```python\nx = 1\n```\n\nlast ")
     expect(fed.text.locator(".block")).to_have_count(303)
-    expect(fed.text.locator(".hljs-number")).to_have_count(1)  # the highlighter has come, too
+    expect(fed.text.locator(".hljs-number")).to_have_count(1)  # the highlighter is loaded, too
     fed.page.evaluate("touched()")
     for _ in range(5):
         fed.feed("word ")
@@ -82,8 +82,8 @@ def test_a_piece_of_a_stream_touches_the_last_block_only(fed: Chat) -> None:
     fed.end()
 
 
-def test_pieces_within_one_frame_are_drawn_once(fed: Chat) -> None:
-    """200 pieces that come at once cost a handful of frames, not 200 drawings."""
+def test_pieces_within_one_frame_are_rendered_once(fed: Chat) -> None:
+    """200 pieces at once are rendered in a few frames, not 200 times."""
     fed.send("q")
     fed.feed("begin ")
     fed.page.evaluate(COUNT)
@@ -95,8 +95,8 @@ def test_pieces_within_one_frame_are_drawn_once(fed: Chat) -> None:
     fed.end()
 
 
-def test_the_wheel_would_hold_the_page() -> None:
-    """The built page lies inside the package, where the wheel takes it from."""
+def test_the_package_contains_the_page() -> None:
+    """The wheel takes the built page from the package."""
     built = Path(llaisys.__file__).parent / "webui"
     assert (built / "index.html").is_file()
     assert list(built.glob("assets/*.js"))

@@ -1,4 +1,4 @@
-"""What goes wrong is said plainly, can be tried again, and costs no text."""
+"""Errors are shown in plain words, can be tried again, and lose no text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chatpage import COMPLETIONS, Chat
 from serving import GOLDENS, Server, serving
 
 
-def test_a_busy_server_is_tried_again_after_a_countdown(chat: Chat) -> None:
+def test_a_busy_server_can_be_tried_again_after_a_countdown(chat: Chat) -> None:
     chat.page.clock.install()
     chat.reload()
     chat.fail_with(429, "server_overloaded", "all places are taken", **{"retry-after": "3000"})
@@ -51,7 +51,7 @@ def test_a_refusal_is_shown_in_the_servers_words(chat: Chat, status: int, code: 
     expect(chat.text).to_have_text("yes")
 
 
-def test_an_error_inside_a_stream_keeps_what_came(chat: Chat) -> None:
+def test_an_error_inside_a_stream_keeps_the_partial_answer(chat: Chat) -> None:
     piece = '{"choices":[{"delta":{"content":"Hel"}}]}'
     error = '{"error":{"message":"It broke.","code":"request_timeout"}}'
     body = f"data: {piece}\n\ndata: {error}\n\ndata: [DONE]\n\n"
@@ -67,7 +67,7 @@ def test_an_error_inside_a_stream_keeps_what_came(chat: Chat) -> None:
     expect(chat.text).to_have_text("Hello")
 
 
-def test_a_stream_that_breaks_off_is_noticed(chat: Chat) -> None:
+def test_a_truncated_stream_is_noticed(chat: Chat) -> None:
     body = 'data: {"choices":[{"delta":{"content":"Hel"}}]}\n\n'
     headers = {"content-type": "text/event-stream"}
     chat.page.route(COMPLETIONS, lambda route: route.fulfill(body=body, headers=headers))
@@ -77,8 +77,8 @@ def test_a_stream_that_breaks_off_is_noticed(chat: Chat) -> None:
     expect(chat.answer.get_by_role("button", name="Continue")).to_be_visible()
 
 
-def test_a_server_that_goes_and_comes_back(context: BrowserContext, tmp_path: Path) -> None:
-    """The server ends for real; the question and the draft stay, and the next one on the port is found."""
+def test_a_server_that_ends_and_is_started_again(context: BrowserContext, tmp_path: Path) -> None:
+    """The message and the draft stay, and the page finds the next server on the port."""
     with serving(tmp_path, str(GOLDENS / "qwen2-tied-bf16")) as server:
         chat = Chat.open(context, server.url)
         port = server.url.rsplit(":", 1)[1]
@@ -99,9 +99,7 @@ def test_a_server_that_goes_and_comes_back(context: BrowserContext, tmp_path: Pa
         chat.page.close()
 
 
-def test_a_question_that_is_too_long_is_shown_with_both_numbers(
-    short: Server, context: BrowserContext
-) -> None:
+def test_a_too_long_message_is_refused_with_both_numbers(short: Server, context: BrowserContext) -> None:
     chat = Chat.open(context, short.url)
     chat.send("word " * 400)
     alert = chat.page.get_by_role("alert")
@@ -111,7 +109,7 @@ def test_a_question_that_is_too_long_is_shown_with_both_numbers(
     expect(chat.asked).to_have_text(["word " * 400])
 
 
-def test_a_full_context_is_said_and_its_oldest_turns_dropped(short: Server, context: BrowserContext) -> None:
+def test_a_full_context_drops_its_oldest_turns(short: Server, context: BrowserContext) -> None:
     chat = Chat.open(context, short.url)
     chat.with_fields(max_tokens=100, ignore_eos=True, temperature=0)
     for i in range(8):
@@ -132,7 +130,7 @@ def test_a_full_context_is_said_and_its_oldest_turns_dropped(short: Server, cont
     expect(chat.page.get_by_text("Not sent to the model above this line")).to_be_attached()
 
 
-def test_an_answer_cut_by_the_context_says_so(short: Server, context: BrowserContext) -> None:
+def test_an_answer_cut_by_the_context_is_marked(short: Server, context: BrowserContext) -> None:
     chat = Chat.open(context, short.url)
     chat.with_fields(max_tokens=60, ignore_eos=True, temperature=0)
     for i in range(2):
@@ -169,7 +167,7 @@ def test_a_key_is_asked_for_and_kept_in_memory_only(context: BrowserContext, tmp
             page.get_by_label("API key").fill(key)
             page.get_by_label("API key").press("Enter")
         expect(page.get_by_label("Model", exact=True)).to_be_visible()
-        # The answer to the older key comes last, and says nothing any more.
+        # The response to the older key arrives last, and has no effect.
         with page.expect_response("**/v1/models") as refused:
             late[0].continue_()
         assert refused.value.status == 401
@@ -199,14 +197,14 @@ def test_a_key_is_asked_for_and_kept_in_memory_only(context: BrowserContext, tmp
         expect(page.get_by_text("This server asks for an API key.")).to_be_visible()
 
 
-def test_a_refused_key_is_said_at_the_answer(chat: Chat) -> None:
+def test_a_refused_key_is_reported_at_the_answer(chat: Chat) -> None:
     chat.fail_with(401, "invalid_api_key", "Incorrect or missing API key")
     chat.send("Hello")
     expect(chat.answer.get_by_role("alert")).to_contain_text("The server does not accept the API key")
     expect(chat.page.get_by_label("API key")).to_be_visible()
 
 
-def test_a_page_that_comes_before_the_model_waits_for_it(tiny: Server, context: BrowserContext) -> None:
+def test_a_page_waits_for_the_model_to_load(tiny: Server, context: BrowserContext) -> None:
     page = context.new_page()
     body = '{"error":{"message":"The model is still loading","code":"model_loading"}}'
 

@@ -1,4 +1,4 @@
-"""What an answer may look like, and that a hostile one is harmless under the policy."""
+"""Rendering of answers, and hostile answers, which the policy makes harmless."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_markdown_is_rendered(chat: Chat) -> None:
     assert chat.complaints == []
 
 
-def test_code_is_coloured_and_copied(chat: Chat) -> None:
+def test_code_is_highlighted_and_copied(chat: Chat) -> None:
     code = "def f(x):\n    return x < 1"
     show(chat, f"```python\n{code}\n```")
     expect(chat.text.locator(".hljs-keyword").first).to_have_text("def")
@@ -48,7 +48,7 @@ def test_formulas_are_mathml(chat: Chat) -> None:
     assert chat.complaints == []
 
 
-def test_libraries_come_when_they_are_needed(chat: Chat) -> None:
+def test_libraries_are_loaded_when_they_are_needed(chat: Chat) -> None:
     loaded: list[str] = []
     chat.page.on("request", lambda request: loaded.append(request.url))
     show(chat, "plain text")
@@ -72,7 +72,7 @@ def test_reasoning_is_folded(chat: Chat) -> None:
     expect(chat.answer.get_by_text("Reasoning")).to_be_visible()
 
 
-def test_thinking_is_said_while_it_goes_on(fed: Chat) -> None:
+def test_reasoning_in_progress_is_shown(fed: Chat) -> None:
     fed.send("q")
     fed.feed("<think>hm")
     expect(fed.answer.get_by_text("Thinking")).to_be_visible()
@@ -141,15 +141,15 @@ def test_hostile_output_runs_and_fetches_nothing(chat: Chat, name: str) -> None:
     bad = "script, iframe, object, embed, style, link, meta, base, form, svg, img, [style]"
     assert chat.text.locator(bad).count() == 0
     assert chat.page.title() == "q"
-    # Chromium asks for the page's own icon again when its address changes.
-    # A page that was open before it knew the model looks a second later whether the server keeps chats.
+    # Chromium requests the icon of the page again when its address changes.
+    # A page that was opened before it knew the model checks a second later whether the server stores chats.
     own = tuple(f"{chat.url}/{path}" for path in ("v1/chat/completions", "v1/chats", "assets/icon-"))
     assert [url for url in fetched if not url.startswith(own)] == []
     assert chat.complaints == []
     assert chat.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_a_hostile_question_or_name_is_text(chat: Chat) -> None:
+def test_a_hostile_message_or_title_is_shown_as_text(chat: Chat) -> None:
     hostile = "<img src=x onerror=\"document.title='ran'\">"
     chat.answer_with("yes")
     chat.send(hostile)
@@ -159,8 +159,8 @@ def test_a_hostile_question_or_name_is_text(chat: Chat) -> None:
     assert chat.complaints == []
 
 
-def test_bidi_text_turns_nothing_around_it(chat: Chat) -> None:
-    """The overrides end with the message: what follows on the page lies where it always lies."""
+def test_bidi_overrides_end_with_the_message(chat: Chat) -> None:
+    """What follows the message on the page keeps its place."""
     show(chat, "\u202e\u2067plain")
     spans = chat.answer.locator(".usage span")
     expect(spans.first).to_have_text("tiny")
@@ -171,8 +171,8 @@ def test_bidi_text_turns_nothing_around_it(chat: Chat) -> None:
     expect(chat.text).to_have_css("unicode-bidi", "isolate")
 
 
-def test_the_policy_itself_stops_what_would_get_through(chat: Chat) -> None:
-    """The second wall: even the page's own code cannot make HTML from a text, or fetch from elsewhere."""
+def test_the_policy_blocks_html_and_foreign_requests(chat: Chat) -> None:
+    """Even code of the page cannot create HTML from a text, or fetch from another origin."""
     refused = chat.page.evaluate(
         """() => {
             const out = [];

@@ -1,4 +1,4 @@
-"""Many sessions: names, folders, search, undo, files, and a list of thousands."""
+"""The list of chats: titles, folders, search, undo, files, and thousands of entries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serving import Server
 
 
 def three(chat: Chat) -> None:
-    """Sessions `alpha`, `beta` and `gamma`, the last one shown; beta's answer speaks of tides."""
+    """Create chats `alpha`, `beta` and `gamma`; the last one is shown, and beta's answer mentions tides."""
     for question, answer in (("alpha", "one"), ("beta", "the Tides rise"), ("gamma", "three")):
         chat.answer_with(answer)
         chat.page.keyboard.press("Control+Shift+O")
@@ -22,7 +22,7 @@ def three(chat: Chat) -> None:
 
 
 def chats_file(n: int, n_messages: int) -> str:
-    """An export with `n` sessions of `n_messages` messages each."""
+    """Return an export with `n` chats of `n_messages` messages each."""
     chats = [
         {
             "title": f"chat {i}",
@@ -50,7 +50,7 @@ def import_text(chat: Chat, name: str, text: str) -> None:
     chat.page.locator("input[type=file]").set_input_files(file)
 
 
-def test_sessions_are_named_from_their_first_message_and_renamed(chat: Chat) -> None:
+def test_chats_are_titled_by_their_first_message_and_renamed(chat: Chat) -> None:
     chat.answer_with("yes")
     chat.send("## What is *gravity*?\nIn one line.")
     expect(chat.sessions).to_have_text(["What is *gravity*?"])
@@ -82,7 +82,7 @@ def test_pins_and_folders_sort_the_list(chat: Chat) -> None:
     expect(chat.sessions).to_have_text(["alpha", "gamma"])
 
 
-def test_search_finds_titles_and_texts_and_goes_there(chat: Chat) -> None:
+def test_search_finds_titles_and_texts_and_opens_the_chat(chat: Chat) -> None:
     three(chat)
     chat.page.keyboard.press("Control+K")
     field = chat.page.get_by_role("searchbox", name="Search titles and messages")
@@ -103,7 +103,7 @@ def test_search_finds_titles_and_texts_and_goes_there(chat: Chat) -> None:
     expect(chat.text).to_be_in_viewport()
 
 
-def test_a_deleted_session_comes_back(chat: Chat) -> None:
+def test_a_deleted_chat_can_be_restored(chat: Chat) -> None:
     three(chat)
     chat.menu("beta", "Delete")
     expect(chat.sessions).to_have_text(["gamma", "alpha"])
@@ -143,7 +143,7 @@ def test_json_carries_everything_to_another_browser(chat: Chat, tiny: Server, tm
     second.page.context.close()
 
 
-def test_markdown_goes_out_and_comes_back(chat: Chat, tmp_path: Path) -> None:
+def test_markdown_is_exported_and_imported(chat: Chat, tmp_path: Path) -> None:
     chat.answer_with("# Answer\n\n- one")
     chat.send("a question")
     chat.done()
@@ -160,13 +160,13 @@ def test_markdown_goes_out_and_comes_back(chat: Chat, tmp_path: Path) -> None:
     expect(chat.text).to_have_text("Answer one")
 
 
-def test_a_file_that_is_none_is_refused_by_name(chat: Chat) -> None:
+def test_an_invalid_file_is_refused_by_name(chat: Chat) -> None:
     import_text(chat, "holiday.json", "{")
     expect(chat.page.get_by_text("holiday.json is not valid JSON.")).to_be_visible()
     expect(chat.sessions).to_have_count(0)
 
 
-def test_thousands_of_sessions_mount_a_screenful(chat: Chat) -> None:
+def test_of_thousands_of_chats_only_visible_ones_are_mounted(chat: Chat) -> None:
     import_text(chat, "many.json", chats_file(3000, 2))
     expect(chat.page.get_by_text("3000 chat(s) imported.")).to_be_visible()
     expect(chat.sessions.first).to_have_text("chat 2999")
@@ -182,7 +182,7 @@ def test_thousands_of_sessions_mount_a_screenful(chat: Chat) -> None:
     expect(chat.answer).to_contain_text("message 1 of chat 1234")
 
 
-def test_a_long_session_mounts_what_is_visible(chat: Chat) -> None:
+def test_of_a_long_chat_only_visible_messages_are_mounted(chat: Chat) -> None:
     import_text(chat, "long.json", chats_file(1, 2000))
     expect(chat.answer).to_contain_text("message 1999 of chat 0")
     mounted = chat.page.get_by_role("article")
@@ -201,7 +201,7 @@ def test_a_long_session_mounts_what_is_visible(chat: Chat) -> None:
     assert most <= 1600 / 70 + 2
 
 
-def test_drafts_stay_with_their_sessions(chat: Chat, tiny: Server, context: BrowserContext) -> None:
+def test_drafts_stay_with_their_chats(chat: Chat, tiny: Server, context: BrowserContext) -> None:
     chat.answer_with("yes")
     chat.send("first")
     chat.done()

@@ -1,4 +1,4 @@
-"""Settings: what is sent, their bounds and meanings, presets, scopes, and how the page looks."""
+"""Settings: the fields sent, bounds and descriptions, presets, scopes, and the look of the page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def settings(chat: Chat) -> Locator:
 
 
 def asked(chat: Chat, question: str) -> dict[str, Any]:
-    """Sends a question; the body of its request."""
+    """Send a message; return the body of its request."""
     with chat.page.expect_request(COMPLETIONS) as request:
         chat.send(question)
     chat.done()
@@ -47,7 +47,7 @@ VALUES: dict[str, tuple[str, Any]] = {
 
 
 def test_every_parameter_is_sent_and_served(chat: Chat) -> None:
-    """Against the real server: it takes each of them."""
+    """The server accepts each of them."""
     dialog = settings(chat)
     dialog.get_by_text("More parameters").click()
     for name, (typed, _) in VALUES.items():
@@ -65,7 +65,7 @@ def test_every_parameter_is_sent_and_served(chat: Chat) -> None:
     expect(chat.page.get_by_role("alert")).to_have_count(0)
 
 
-def test_each_field_is_told_with_its_meaning_and_checked(chat: Chat) -> None:
+def test_each_field_is_described_and_validated(chat: Chat) -> None:
     dialog = settings(chat)
     field = dialog.get_by_label("temperature", exact=True)
     expect(field).to_have_accessible_description(re.compile("How freely words are drawn.*From 0 to 2"))
@@ -83,8 +83,8 @@ def test_each_field_is_told_with_its_meaning_and_checked(chat: Chat) -> None:
 @pytest.mark.parametrize(
     "name", ["temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
 )
-def test_the_bounds_are_the_servers(chat: Chat, name: str) -> None:
-    """What the page says a number may be is what SamplingParams takes, and one step further is refused."""
+def test_the_bounds_are_those_of_the_server(chat: Chat, name: str) -> None:
+    """SamplingParams accepts the bounds that the page shows, and refuses values beyond them."""
     field = settings(chat).get_by_label(name, exact=True)
     if not field.is_visible():
         chat.page.get_by_text("More parameters").click()
@@ -179,7 +179,7 @@ def test_the_model_is_switched_for_one_chat(chat: Chat) -> None:
     expect(model).to_have_value("tiny")
 
 
-def test_the_page_speaks_chinese(chat: Chat) -> None:
+def test_the_page_is_available_in_chinese(chat: Chat) -> None:
     dialog = settings(chat)
     dialog.get_by_label("Language").select_option("zh")
     expect(chat.page.get_by_role("dialog", name="设置")).to_be_visible()
@@ -190,7 +190,7 @@ def test_the_page_speaks_chinese(chat: Chat) -> None:
     expect(chat.page.get_by_role("textbox", name="消息")).to_be_visible()
 
 
-def test_the_browsers_language_is_the_first_choice(chat: Chat) -> None:
+def test_the_language_of_the_browser_is_the_default(chat: Chat) -> None:
     browser = chat.page.context.browser
     assert browser is not None
     context = browser.new_context(locale="zh-CN")
@@ -202,7 +202,7 @@ def test_the_browsers_language_is_the_first_choice(chat: Chat) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_themes(chat: Chat, scheme: str) -> None:
-    """The system's at first; a chosen one stays, whatever the system says."""
+    """The system's theme is the default; a chosen theme overrides it."""
     grounds = {"light": "rgb(255, 255, 255)", "dark": "rgb(23, 24, 28)"}
     other = "light" if scheme == "dark" else "dark"
     body = chat.page.locator("body")
@@ -215,7 +215,7 @@ def test_themes(chat: Chat, scheme: str) -> None:
     expect(body).to_have_css("background-color", grounds[other])
 
 
-def test_the_font_grows(chat: Chat) -> None:
+def test_the_font_size_is_kept(chat: Chat) -> None:
     settings(chat).get_by_label("Font size").select_option("20")
     expect(chat.page.locator("html")).to_have_css("font-size", "20px")
     chat.settle()
@@ -223,7 +223,7 @@ def test_the_font_grows(chat: Chat) -> None:
     expect(chat.page.locator("html")).to_have_css("font-size", "20px")
 
 
-def test_the_status_panel_shows_the_servers_figures(chat: Chat) -> None:
+def test_the_status_panel_shows_the_metrics_of_the_server(chat: Chat) -> None:
     chat.with_fields(ignore_eos=True)
     chat.send("Hello")
     expect(chat.text).not_to_be_empty()
@@ -240,7 +240,7 @@ def test_the_status_panel_shows_the_servers_figures(chat: Chat) -> None:
     expect(panel).to_have_count(0)
 
 
-def test_settings_are_in_the_store_as_plain_values(chat: Chat) -> None:
+def test_settings_are_stored_as_plain_values(chat: Chat) -> None:
     settings(chat).get_by_label("temperature", exact=True).fill("0.3")
     kept = chat.page.evaluate(
         """() => new Promise((done) => {
