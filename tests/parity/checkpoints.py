@@ -13,7 +13,7 @@ from parity.random_model import FAMILIES
 
 
 def read_weights(path: Path) -> dict[str, NDArray[np.float32]]:
-    """Every tensor of one safetensors file, in float32 (8-byte length, JSON header, then the data)."""
+    """Read every tensor of a safetensors file in float32: 8-byte length, JSON header, then the data."""
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -34,7 +34,7 @@ def _float32(raw: bytes, dtype: str) -> NDArray[np.float32]:
 
 
 def read_shape(folder: Path) -> Shape:
-    """The configuration of a folder, in either spelling."""
+    """Read the configuration of a folder, in either spelling."""
     config = json.loads((folder / "config.json").read_text("utf-8"))
     facts = FAMILIES[config["model_type"]]
     rope = dict(config.get("rope_parameters") or {})

@@ -1,4 +1,4 @@
-"""SmolLM2 as a float checkpoint: its weights in BF16, and the same function with regrouped weights."""
+"""SmolLM2 as a float checkpoint: its weights in BF16, and an equivalent model with permuted weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parity.gguf_files import Matrix, write_like
 
 
 def write_bf16(source: Path, target: Path, tensors: dict[str, Matrix]) -> Path:
-    """A file with `source`'s metadata, matrices in BF16 and vectors in F32. Returns `target`."""
+    """Write a file with the metadata of `source`, matrices in BF16 and vectors in F32; return `target`."""
     typed = {}
     for name, values in tensors.items():
         kind = "F32" if values.ndim == 1 else "BF16"
@@ -22,10 +22,10 @@ def write_bf16(source: Path, target: Path, tensors: dict[str, Matrix]) -> Path:
 
 
 def shuffled(tensors: dict[str, Matrix], info: ModelInfo) -> dict[str, Matrix]:
-    """The same function of a Llama with a tied head, its inner channels in another order.
+    """Return weights of the same function of a Llama with a tied head, with its inner channels permuted.
 
     Permuted are the residual stream, the inner channels of each feed-forward part, and the channels of each
-    value head; queries and keys keep theirs, which belong to rotary pairs. Seeded.
+    value head. Queries and keys keep their order because of the rotary pairs. The seed is fixed.
     """
     rng = np.random.default_rng(5)
     stream = rng.permutation(info.d_model)

@@ -1,4 +1,4 @@
-"""A GGUF file again, with other tensors: the metadata's bytes are copied as they are."""
+"""Copies of GGUF files with other tensors: the bytes of the metadata stay unchanged."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ Matrix = NDArray[np.float32]
 
 
 def read_tensors(path: Path) -> dict[str, Matrix]:
-    """Every tensor of a file in float32, `[rows, columns]` or `[n]`."""
+    """Read every tensor of a file in float32, `[rows, columns]` or `[n]`."""
     tensors = gguf.GGUFReader(path).tensors
     return {t.name: gguf.quants.dequantize(t.data, t.tensor_type).reshape(t.shape[::-1]) for t in tensors}
 
 
 def write_like(source: Path, target: Path, tensors: dict[str, tuple[str, tuple[int, ...], bytes]]) -> Path:
-    """`source`'s metadata and `tensors`: name -> GGUF type, shape (slowest first), data. Returns `target`."""
+    """Write the metadata of `source` and `tensors`; return `target`.
+
+    `tensors`: name -> GGUF type, shape (slowest dimension first), data.
+    """
     first = gguf.GGUFReader(source).tensors[0].field.offset
     head = bytearray(source.read_bytes()[:first])
     head[8:16] = struct.pack("<Q", len(tensors))

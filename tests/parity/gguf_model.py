@@ -1,4 +1,4 @@
-"""GGUF files of random small models, as llama.cpp's converter would make them, all tensors in F32.
+"""GGUF files of random small models, as llama.cpp's converter writes them, with all tensors in F32.
 
 Names and keys: the GGUF specification and llama.cpp's `gguf-py/gguf/constants.py`.
 """
@@ -38,7 +38,7 @@ _TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_hea
 
 
 def write_gguf(path: Path, family: str, shape: Shape, weights: Weights, **more: Value) -> Path:
-    """A file that the core can open, with `more` keys of the architecture. Returns it."""
+    """Write a file that the core can open, with `more` keys of the architecture; return its path."""
     architecture = FAMILIES[family].gguf
     assert architecture is not None
     keys: dict[str, Value] = {"general.architecture": architecture}
@@ -94,7 +94,7 @@ def _keys(family: str, shape: Shape) -> dict[str, Value]:
 
 
 def gguf_tensors(family: str, shape: Shape, weights: Weights) -> dict[str, NDArray[np.float32]]:
-    """The tensors of a file by their names."""
+    """Return the tensors of a file by name."""
     architecture = FAMILIES[family].gguf
     stored = dict(folder_weights("phi3", shape, weights) if family == "phi3" else weights)
     tensors: dict[str, NDArray[np.float32]] = {}
@@ -112,7 +112,7 @@ def gguf_tensors(family: str, shape: Shape, weights: Weights) -> dict[str, NDArr
             continue
         layer, part = stem.removeprefix("model.layers.").split(".", 1)
         if architecture in ("llama", "granite") and part in ("self_attn.q_proj", "self_attn.k_proj"):
-            # The pair of row 2i is row 2i + 1.
+            # GGUF stores the rows of a rotary pair as rows 2i and 2i + 1.
             halves = value.reshape(-1, 2, shape.d_head // 2, shape.d_model)
             value = halves.swapaxes(1, 2).reshape(value.shape)
         tensors[f"blk.{layer}.{_NAMES[part]}.{kind}"] = value
@@ -151,7 +151,7 @@ def _value(value: Value) -> bytes:
 
 
 def _file(keys: dict[str, Value], tensors: dict[str, NDArray[np.float32]]) -> bytes:
-    """Version 3, data aligned to 32 bytes."""
+    """Return the bytes of a file: version 3, data aligned to 32 bytes."""
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(keys))
     head += b"".join(_string(key) + _value(value) for key, value in keys.items())
     data = b""

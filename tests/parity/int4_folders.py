@@ -1,4 +1,4 @@
-"""GPTQ and AWQ checkpoints of a model, by round-to-nearest: the nearest of 16 steps in each group.
+"""GPTQ and AWQ checkpoints of a model, quantized by rounding to the nearest of 16 steps in each group.
 
 Layouts: `crates/llaisys-core/src/load/folder/quantization.rs`. Matrices are `[outputs, inputs]`.
 """
@@ -26,7 +26,7 @@ class Scheme:
     symmetric: bool
 
     def config(self) -> dict[str, object]:
-        """`quantization_config`."""
+        """Return the `quantization_config`."""
         common = {"quant_method": self.method, "bits": 4, "group_size": self.group_size}
         if self.method == "awq":
             return common | {"zero_point": True, "version": "gemm"}
@@ -34,7 +34,7 @@ class Scheme:
 
 
 def _pack(q: NDArray[np.int64], axis: int) -> NDArray[np.int32]:
-    """Eight integers along `axis` to a word, the first in the lowest bits."""
+    """Pack eight integers along `axis` into a word, the first in the lowest bits."""
     q = np.moveaxis(q, axis, -1)
     words = (q.reshape(*q.shape[:-1], -1, 8) << 4 * np.arange(8)).sum(-1)
     return np.moveaxis(words, -1, axis).astype(np.uint32).view(np.int32).copy()

@@ -1,4 +1,4 @@
-"""Quantizers of the types for which the gguf package has none: plain rounding, no search for better scales.
+"""Quantizers of types that the gguf package cannot quantize: plain rounding without a search for scales.
 
 Layouts: ggml-common.h, as in `crates/llaisys-core/src/quant/`. `x` is float32 `[blocks, 256]` (IQ4_NL:
 `[blocks, 32]`), the result uint8 `[blocks, block_bytes]`.
@@ -17,7 +17,7 @@ U8 = NDArray[np.uint8]
 
 
 def quantize(values: F32, name: str) -> U8:
-    """A matrix as rows of bytes of the GGUF type `name`."""
+    """Return a matrix as rows of bytes of the GGUF type `name`."""
     dtype = gguf.GGMLQuantizationType[name]
     if name not in _OWN:
         return np.asarray(gguf.quants.quantize(values, dtype)).view(np.uint8)
@@ -27,19 +27,22 @@ def quantize(values: F32, name: str) -> U8:
 
 
 def _f16(x: F32) -> tuple[F32, U8]:
-    """`x` `[blocks]` as f16 rounds it, and its bytes `[blocks, 2]`."""
+    """Return `x` `[blocks]` rounded to f16, and its bytes `[blocks, 2]`."""
     half = x.astype("<f2")
     return half.astype(np.float32), half.view(np.uint8).reshape(-1, 2)
 
 
 def _steps(x: F32, unit: F32, low: int, high: int) -> NDArray[np.int64]:
-    """The nearest multiples of `unit`; zero where it is zero."""
+    """Return the nearest multiples of `unit`, or 0 where it is 0."""
     q = np.divide(x, unit, out=np.zeros_like(x), where=unit != 0)
     return np.rint(q).clip(low, high).astype(np.int64)
 
 
 def _with_min(x: F32, bits: int, scale_max: int) -> tuple[NDArray[np.int64], ...]:
-    """`x` `[n, groups, len]` as `d * scale * q - dmin * minimum`: scales, minima, q, bytes of d and dmin."""
+    """Quantize `x` `[n, groups, len]` as `d * scale * q - dmin * minimum`.
+
+    Return scales, minima, q, and the bytes of d and dmin.
+    """
     low = -np.minimum(x.min(-1), 0)
     step = (x.max(-1).clip(0) + low) / (2**bits - 1)
     d, d_bytes = _f16(step.max(-1) / scale_max)
@@ -52,7 +55,7 @@ def _with_min(x: F32, bits: int, scale_max: int) -> tuple[NDArray[np.int64], ...
 
 
 def _signed(x: F32, bits: int, scale_max: int) -> tuple[NDArray[np.int64], ...]:
-    """`x` `[n, groups, len]` as `d * scale * q`: scales, q, bytes of d."""
+    """Quantize `x` `[n, groups, len]` as `d * scale * q`; return scales, q, and the bytes of d."""
     top = 2 ** (bits - 1)
     step = np.abs(x).max(-1) / (top - 1)
     d, d_bytes = _f16(step.max(-1) / scale_max)
@@ -62,14 +65,14 @@ def _signed(x: F32, bits: int, scale_max: int) -> tuple[NDArray[np.int64], ...]:
 
 
 def _low_bits(q: NDArray[np.int64], bits: int, run: int) -> NDArray[np.int64]:
-    """`[n, 256]` integers of `bits`, the `8 / bits` parts of each `run` elements in one run of bytes."""
+    """Pack `[n, 256]` integers of `bits` bits; a run of bytes has `8 / bits` parts of `run` elements."""
     parts = q.reshape(len(q), -1, 8 // bits, run)
     shifts = bits * np.arange(8 // bits)[:, None]
     return ((parts & (2**bits - 1)) << shifts).sum(-2).reshape(len(q), -1)
 
 
 def _plane(bits: NDArray[np.int64]) -> NDArray[np.int64]:
-    """`[n, 256]` bits: bit `i` of byte `j` is element `32 * i + j`."""
+    """Pack `[n, 256]` bits: bit `i` of byte `j` is element `32 * i + j`."""
     return (bits.reshape(-1, 8, 32) << np.arange(8)[:, None]).sum(1)
 
 
@@ -91,7 +94,7 @@ def _q3_k(x: F32) -> U8:
 
 
 def _scales(scale: NDArray[np.int64], minimum: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The 12 bytes of eight pairs of 6 bits."""
+    """Pack eight pairs of 6 bits into 12 bytes."""
     first = scale[:, :4] | scale[:, 4:] >> 4 << 6
     second = minimum[:, :4] | minimum[:, 4:] >> 4 << 6
     return np.concatenate([first, second, scale[:, 4:] & 15 | (minimum[:, 4:] & 15) << 4], -1)

@@ -1,9 +1,8 @@
-"""The forward pass of every family in float64 NumPy.
+"""The forward pass of every family in float64 NumPy: the reference for the core on random configurations.
 
-The reference for the core on random configurations. Formulas: RMSNorm arXiv:1910.07467; RoPE
-arXiv:2104.09864 in half-split order, its scalings as in transformers' `modeling_rope_utils`; grouped-query
-attention arXiv:2305.13245; gated feed-forward arXiv:2002.05202; soft caps arXiv:2408.00118; experts
-arXiv:2401.04088.
+Formulas: RMSNorm arXiv:1910.07467, RoPE arXiv:2104.09864 in half-split order, its scalings as in
+transformers' `modeling_rope_utils`, grouped-query attention arXiv:2305.13245, gated feed-forward
+arXiv:2002.05202, soft caps arXiv:2408.00118, experts arXiv:2401.04088.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ def rope_amplitude(shape: Shape) -> float:
 
 
 def rope(x: F64, frequencies: F64, amplitude: float) -> F64:
-    """`x` `[T, heads, d_head]`, row t at position t; pairs are `(i, i + d_head / 2)`."""
+    """Rotate `x` `[T, heads, d_head]`, row t at position t; pairs are `(i, i + d_head / 2)`."""
     half = x.shape[-1] // 2
     angle = np.arange(x.shape[0])[:, None] * frequencies
     cos, sin = amplitude * np.cos(angle)[:, None], amplitude * np.sin(angle)[:, None]
@@ -119,7 +118,7 @@ def rope(x: F64, frequencies: F64, amplitude: float) -> F64:
 
 
 def attention(shape: Shape, q: F64, k: F64, v: F64, window: int | None) -> F64:
-    """Causal; `q` `[T, heads, d]`, `k` and `v` `[T, kv_heads, d]` -> `[T, heads * d]`."""
+    """Return causal attention `[T, heads * d]` of `q` `[T, heads, d]`, `k` and `v` `[T, kv_heads, d]`."""
     n_tokens, n_heads, d_head = q.shape
     group = n_heads // k.shape[1]
     k, v = np.repeat(k, group, 1), np.repeat(v, group, 1)
@@ -134,7 +133,7 @@ def attention(shape: Shape, q: F64, k: F64, v: F64, window: int | None) -> F64:
 
 
 class _Layer:
-    """One layer's weights, by the names that Llama has for them."""
+    """The weights of one layer, by their names in Llama."""
 
     def __init__(self, shape: Shape, weights: Mapping[str, F64], index: int) -> None:
         self.shape, self.weights, self.index = shape, weights, index
@@ -162,12 +161,12 @@ class _Layer:
         k = self.linear(h, "self_attn.k_proj").reshape(t, s.n_kv_heads, s.d_head)
         v = self.linear(h, "self_attn.v_proj").reshape(t, s.n_kv_heads, s.d_head)
         q, k = self.head_norm(q, "self_attn.q_norm"), self.head_norm(k, "self_attn.k_norm")
-        near, amplitude = bool(s.windowed) and s.windowed[self.index], rope_amplitude(s)
-        if near and s.local_theta is not None:
+        is_windowed, amplitude = bool(s.windowed) and s.windowed[self.index], rope_amplitude(s)
+        if is_windowed and s.local_theta is not None:
             half = s.d_head // 2
             turns, amplitude = s.local_theta ** (-np.arange(half) / half), 1.0
         q, k = rope(q, turns, amplitude), rope(k, turns, amplitude)
-        mixed = self.linear(attention(s, q, k, v, s.window if near else None), "self_attn.o_proj")
+        mixed = self.linear(attention(s, q, k, v, s.window if is_windowed else None), "self_attn.o_proj")
         return self.norm(mixed, "attn_post_norm", s.post_norms)
 
     def mlp(self, x: F64, name: str) -> F64:
@@ -208,8 +207,8 @@ def forward(
 ) -> tuple[F64, F64]:
     """Return logits `[T, vocab]` and final hidden states `[T, d_model]`.
 
-    Weight names are those of Llama in Hugging Face folders; norm weights are stored whole (not less one).
-    `gaps`: receives, for each layer, by how much the chosen experts' logits exceeded the others'.
+    Weight names are those of Llama in Hugging Face folders; norm weights are complete (not minus one).
+    `gaps` receives the smallest distance between chosen and other experts' logits of each layer.
     """
     frequencies = rope_frequencies(shape)
     get = {name: value.astype(np.float64) for name, value in w.items()}

@@ -20,7 +20,7 @@ Weights = Mapping[str, NDArray[np.float32]]
 
 @dataclass(frozen=True)
 class Family:
-    """What all models of a family share."""
+    """The properties that all models of a family share."""
 
     architecture: str
     gguf: str | None = None  # `general.architecture`; None: its files are another family's
@@ -28,7 +28,7 @@ class Family:
     qk_norm: str = "none"
     pre_norms: bool = True
     post_norms: bool = False
-    norm_offset: float = 0.0  # what a folder's norms lack
+    norm_offset: float = 0.0  # subtracted from norm weights in a folder
     activation: str = "silu"
     window: str = "none"  # or "all", "switched", "from_layer", "pattern"
     local_rope: bool = False
@@ -185,7 +185,7 @@ def _ropes(draw: st.DrawFn, facts: Family, d_head: int) -> dict[str, Any]:
 
 
 def random_weights(shape: Shape, seed: int) -> dict[str, NDArray[np.float32]]:
-    """Weights of the scale that keeps activations near 1, named as in `parity.numpy_forward`."""
+    """Return weights that keep activations near 1, named as in `parity.numpy_forward`."""
     rng = np.random.default_rng(seed)
 
     def matrix(rows: int, columns: int) -> NDArray[np.float32]:
@@ -227,7 +227,7 @@ def random_weights(shape: Shape, seed: int) -> dict[str, NDArray[np.float32]]:
 
 
 def config_json(family: str, shape: Shape, *, old_spelling: bool = False) -> dict[str, object]:
-    """`config.json` of a shape, in the new spelling (`rope_parameters`, `dtype`) or the old."""
+    """Return `config.json` of a shape, in the new spelling (`rope_parameters`, `dtype`) or the old one."""
     facts = FAMILIES[family]
     config: dict[str, object] = {
         "architectures": [facts.architecture],
@@ -286,7 +286,7 @@ def _window_keys(facts: Family, shape: Shape) -> dict[str, object]:
         keys["max_window_layers"] = shape.windowed.index(True) if True in shape.windowed else shape.n_layers
     if facts.window == "pattern":
         kinds = ("full_attention", "sliding_attention")
-        keys["layer_types"] = [kinds[near] for near in shape.windowed]
+        keys["layer_types"] = [kinds[is_windowed] for is_windowed in shape.windowed]
     return keys
 
 
@@ -310,13 +310,13 @@ def _rope_keys(shape: Shape, old_spelling: bool) -> dict[str, object]:
 
 
 def folder_weights(family: str, shape: Shape, weights: Weights) -> dict[str, NDArray[np.float32]]:
-    """The tensors of a folder: renamed, norms less their offset, projections fused."""
+    """Return the tensors of a folder: renamed, with norm offsets subtracted and projections fused."""
     facts = FAMILIES[family]
     stored = {}
     for name, value in weights.items():
         ours = name
         for old, new in facts.renamed:
-            # Norms trade names, so each is renamed once; an expert's name changes in two places.
+            # Norms swap names, so each is renamed once; the name of an expert changes in two places.
             if old in name and (ours == name or facts.experts):
                 ours = ours.replace(old, new)
         is_norm = value.ndim == 1 and "norm" in name
@@ -339,7 +339,7 @@ def write_model(
     *,
     old_spelling: bool = False,
 ) -> Path:
-    """A folder that the core can open. Returns it."""
+    """Write a folder that the core can open; return it."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(folder_weights(family, shape, weights), folder / "model.safetensors")
     config = config_json(family, shape, old_spelling=old_spelling)

@@ -1,4 +1,4 @@
-"""Embeddings of the whole engine: pooled from transformers' hidden states, and the same bits in any batch."""
+"""Embeddings of the engine: they match pooled hidden states of transformers, with equal bits in any batch."""
 
 from __future__ import annotations
 
@@ -50,8 +50,11 @@ async def embed(service: AsyncLLM, prompt: list[int], pooling: Pooling) -> bytes
 
 
 def bound(hidden: NDArray[np.float32], mean: NDArray[np.float64]) -> float:
-    """Every hidden state is right to `TOLERANCE` of the largest number, and so is their mean; dividing by a
-    length that is wrong by sqrt(d) times that at most adds as much again."""
+    """Return the largest allowed error of a number of the normalized vector.
+
+    Hidden states and their mean are correct to `TOLERANCE` of the largest number. The norm of the mean has
+    up to sqrt(d) times that error, which adds to it.
+    """
     error = TOLERANCE * float(np.abs(hidden).max())
     return error * (1 + np.sqrt(hidden.shape[1])) / float(np.linalg.norm(mean))
 

@@ -14,7 +14,7 @@ from runner import Runner
 
 GOLDENS = Path(__file__).parents[1] / "data" / "goldens"
 NAMES = sorted(p.parent.name for p in GOLDENS.glob("*/golden.npz"))
-# A name with underscores marks a slim golden: it has some rows of each prompt, and `noise`, the largest
+# A name with underscores is a slim golden: it has only some rows of each prompt. Its `noise` is the largest
 # difference of a logit between float32 and float64.
 FOLDERS, SLIM = [n for n in NAMES if "_" not in n], [n for n in NAMES if "_" in n]
 TOLERANCE = 1e-4  # of the largest reference logit, as the requirements state
@@ -30,12 +30,12 @@ def test_goldens_cover_every_family_and_layout() -> None:
         "qwen2-tied-bf16",
         "qwen3-tied-bf16",
     ]
-    assert SLIM == ["qwen3_moe_bf16"]  # as transformers 5 saves it: `num_local_experts`, no `num_experts`
+    assert SLIM == ["qwen3_moe_bf16"]  # saved by transformers 5: `num_local_experts`
 
 
 @pytest.mark.parametrize("isa", available_isas())
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_goldens(folder: str, isa: str) -> None:
+def test_core_agrees_with_goldens(folder: str, isa: str) -> None:
     golden = np.load(GOLDENS / folder / "golden.npz")
     n_prompts = sum(name.startswith("prompt_") for name in golden.files)
     assert n_prompts == 3
@@ -53,7 +53,7 @@ def test_goldens(folder: str, isa: str) -> None:
 
 @pytest.mark.parametrize("isa", available_isas())
 @pytest.mark.parametrize("folder", SLIM)
-def test_slim_goldens(folder: str, isa: str) -> None:
+def test_core_agrees_with_slim_goldens(folder: str, isa: str) -> None:
     golden = np.load(GOLDENS / folder / "golden.npz")
     n_prompts = sum(name.startswith("prompt_") for name in golden.files)
     assert n_prompts == 4

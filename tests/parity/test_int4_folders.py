@@ -12,7 +12,7 @@ from parity.int4_folders import Scheme, write_quantized
 from parity.numpy_forward import forward
 from runner import Runner
 
-# 128 and 320 columns: the last group of 128 is half as long as the others.
+# 128 and 320 columns: the last group of 128 has only half the length.
 SOURCE = Path(__file__).parents[1] / "data" / "goldens" / "qwen2-f16"
 SCHEMES = [
     Scheme(method, group_size, symmetric)
@@ -22,8 +22,8 @@ SCHEMES = [
 ]
 # f32 against f64, as in test_numpy.py.
 FLOAT32_TOLERANCE = 2e-5
-# The float64 forward with inputs of products rounded to 8 bits in groups of 32 is off by 0.038 on this model;
-# a bfloat16 cache and other last bits before a rounding move that by a tenth. A wrong nibble order costs 1.
+# The float64 forward with inputs rounded to 8 bits in groups of 32 has an error of 0.038 on this model. A
+# bfloat16 cache and other roundings change that by a tenth. A wrong nibble order gives an error of 1.
 AUTO_RMS = 0.045
 
 
@@ -38,12 +38,12 @@ def test_quantized_folder(scheme: Scheme, tmp_path: Path) -> None:
         with Runner(tmp_path / "model", dtype=dtype) as runner:
             errors[dtype] = runner.forward(tokens)[0] - want
     rms = np.sqrt((errors["auto"] ** 2).mean() / (want**2).mean())
-    print(f"{scheme}: auto is off by {rms:.4f} rms")
+    print(f"{scheme}: auto has an rms error of {rms:.4f}")
     assert np.abs(errors["float32"]).max() <= FLOAT32_TOLERANCE * np.abs(want).max()
     assert rms <= AUTO_RMS
 
 
-def test_folders_that_differ_in_quantized_weights_only_have_other_fingerprints(tmp_path: Path) -> None:
+def test_quantized_weights_are_part_of_the_fingerprint(tmp_path: Path) -> None:
     weights = read_weights(SOURCE / "model.safetensors")
     name = "model.layers.0.mlp.down_proj.weight"
     changed = {**weights, name: -weights[name]}

@@ -1,8 +1,7 @@
-"""Mixed files (Q4_K_M and its like) of SmolLM2: the loss of packed types compared with the same weights in
-float32.
+"""Mixed GGUF files such as Q4_K_M of SmolLM2: their loss compared with the same weights in float32.
 
-The reference is a file of the weights that the gguf package dequantizes, so a wrong value, scale or order in
-the core's reader shows as well. SmolLM2's matrices have 576 columns, except `ffn_down` (1536): as llama.cpp
+The reference is a file of the weights that the gguf package dequantizes, so errors of the core's reader show
+as well. SmolLM2's matrices have 576 columns, except `ffn_down` (1536): as llama.cpp
 does, a K type that does not divide a row falls back to a type with blocks of 32.
 """
 
@@ -41,7 +40,7 @@ FALLBACK = {"Q2_K": "IQ4_NL", "Q3_K": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "Q5_1", 
 
 
 def is_sensitive(name: str) -> bool:
-    """llama.cpp's choice: the first and the last eighth of the layers, and each third between."""
+    """Return llama.cpp's choice: the first and the last eighth of the layers, and each third in between."""
     if not name.endswith(("attn_v.weight", "ffn_down.weight")):
         return False
     layer, eighth = int(name.split(".")[1]), N_LAYERS // 8
@@ -67,7 +66,7 @@ def windows(smollm2: Path) -> list[list[int]]:
 
 
 def logits(path: Path, dtype: str, windows: list[list[int]]) -> Iterator[NDArray[np.float32]]:
-    """Logits `[tokens, vocab]` of each window."""
+    """Yield the logits `[tokens, vocab]` of each window."""
     with Runner(path, dtype=dtype) as runner:
         for window in windows:
             yield runner.forward(window)[0]
@@ -96,14 +95,14 @@ def write_mix(folder: Path, mix: str, smollm2: Path) -> tuple[Path, Path, set[st
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)  # four passes over a model on a machine that may be busy
+@pytest.mark.timeout(900)  # four passes over a model, perhaps on a busy machine
 @pytest.mark.parametrize("mix", MIXES)
 def test_mixed_files_stay_close_to_float32(mix: str, smollm2: Path, windows: list[list[int]]) -> None:
     kl, same, n_tokens = 0.0, 0, 0
     with tempfile.TemporaryDirectory() as folder:
         mixed, reference, types = write_mix(Path(folder), mix, smollm2)
         wanted = list(logits(reference, "float32", windows))
-        # The float32 mode multiplies the very values that the gguf package gives.
+        # The float32 mode uses exactly the values of the gguf package.
         [exact] = logits(mixed, "float32", [windows[0][:EXACT]])
         assert np.array_equal(exact, wanted[0][:EXACT])
         for want, got in zip(

@@ -1,5 +1,7 @@
-"""Compare the core with the float64 forward pass on random configurations of every family, as a Hugging Face
-folder in both spellings and as a GGUF file."""
+"""Compare the core with the float64 forward pass on random configurations of every family.
+
+Each is a Hugging Face folder in both spellings, and a GGUF file.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,11 @@ from runner import Runner
 # f32 products of at most 320 terms near 1 in three layers: an error of 1e-5 of the largest logit is 80 ulp
 # of f32. A wrong angle, mask or head shows at 1e-2 or more.
 TOLERANCE = 2e-5
-# A draw in which half an ulp of f32 in every weight moves a logit by more than this part of the largest is
-# ill-conditioned (a post-norm over four values near 0, say): f32 cannot be held to TOLERANCE there. Over some
-# hundred draws the core's error was at most ten times such a move.
+# A model is ill-conditioned if half an ulp of f32 in every weight moves a logit by more than this share of
+# the largest, for example with a post-norm over four values near 0. f32 cannot meet TOLERANCE there. Over
+# some hundred models the error of the core was up to ten times such a move.
 CONDITION = 1e-6
-# Experts' logits (near 1) that are this near may come in another order in f32.
+# Logits of experts (near 1) that are closer than this may have another order in f32.
 GAP = 1e-4
 
 CONTAINERS = [(family, kind) for family in sorted(FAMILIES) for kind in ("new", "old", "gguf")]

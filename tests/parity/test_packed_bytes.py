@@ -1,4 +1,4 @@
-"""The packed size predicted from the headers is the real size, for every container, type and family."""
+"""The packed size predicted from the headers equals the real size, for every container, type and family."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SHAPE = Shape(
 
 
 def check(path: Path, *, is_plain: bool = True) -> None:
-    """`is_plain`: the weights are floats, so they can be quantized while they are loaded."""
+    """Compare predicted and real sizes. `is_plain`: the weights are floats, so loading can quantize them."""
     info = inspect_model(path)
     counted = info.packed_bytes
     assert list(counted) == ["auto", "float32", "bfloat16", "int8", "int4"]
@@ -103,7 +103,7 @@ def test_int4_folders(method: str, symmetric: bool, tmp_path: Path) -> None:
 @settings(max_examples=3, deadline=None, print_blob=True)
 @given(data=st.data())
 def test_families(family: str, container: str, data: st.DataObject) -> None:
-    """Fused projections, stacked and single experts, vectors of every kind."""
+    """With fused projections, stacked and single experts, and vectors of every kind."""
     shape = data.draw(shapes(family, gguf=container == "gguf"))
     weights = random_weights(shape, 1)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,6 @@
-"""The loss of the default (quantized) and bfloat16 modes, and of narrow KV cells, against float32.
+"""The loss of the default (quantized) and bfloat16 modes, and of narrow KV cells, compared with float32.
 
-Teacher-forced on a text.
+The logits are teacher-forced on a text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WINDOW = 512
 def logprobs(
     dtype: str, windows: list[list[int]], model: Path | None = None, kv_dtype: str = "auto"
 ) -> NDArray[np.float64]:
-    """Log-probabilities `[tokens, vocab]` of every position of every window, of SmolLM2 unless said."""
+    """Return log-probabilities `[tokens, vocab]` of all positions of all windows; the default is SmolLM2."""
     rows = []
     with Runner(model or resolve_model("smollm2").path, dtype=dtype, kv_dtype=kv_dtype) as runner:
         for window in windows:
@@ -33,7 +33,7 @@ def logprobs(
 
 
 def divergence(reference: NDArray[np.float64], mode: NDArray[np.float64]) -> tuple[float, float]:
-    """The mean KL over tokens, and how often both have the same best token."""
+    """Return the mean KL over tokens, and the share of tokens with the same argmax."""
     kl = (np.exp(reference) * (reference - mode)).sum(-1).mean()
     return float(kl), float((reference.argmax(-1) == mode.argmax(-1)).mean())
 
@@ -63,7 +63,7 @@ def test_mode_stays_close_to_float32(
     assert top1 >= min_top1
 
 
-# What the cells alone cost, all else being float32: over two windows KL is 4e-7, 3.5e-5 and 6.5e-4.
+# The loss of the cells alone, with the rest in float32: over two windows KL is 4e-7, 3.5e-5 and 6.5e-4.
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("kv_dtype", "max_kl", "min_top1"),

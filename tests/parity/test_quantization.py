@@ -1,4 +1,4 @@
-"""`--quantization`: what can be quantized, what is rejected by name, and the loss on a real model."""
+"""`--quantization`: which weights can be quantized, which are rejected, and the loss on a real model."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from parity.test_quality import TEXT, divergence, logprobs
 GOLDENS = Path(__file__).parents[1] / "data" / "goldens"
 N_TOKENS = 1024
 # The mean KL of llama.cpp's Q8_0 and Q4_K_M from the same weights is 0.0043 and 0.054 over 5,120 tokens
-# (benches/results/quality.json, ours beside them). These bounds are ours over the first 1,024, and a tenth.
+# (benches/results/quality.json, next to LLAISYS). These bounds are the values of LLAISYS over the first 1,024
+# tokens, plus a tenth.
 MAX_KL = {"int8": 0.0041, "int4": 0.0121}
 
 
 @pytest.mark.model
-def test_quantized_from_floats_it_stays_close_to_float32(tmp_path: Path) -> None:
+def test_a_model_quantized_at_load_stays_close_to_float32(tmp_path: Path) -> None:
     own = Path(resolve_model("smollm2").path)
     source = write_bf16(own, tmp_path / "bf16.gguf", read_tensors(own))
     tokenizer = load_tokenizer(inspect_model(str(own)))
@@ -61,7 +62,7 @@ def test_non_finite_weights_are_rejected_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_a_folder_is_quantized_while_it_is_loaded(quantization: str) -> None:
-    """A row of a batch gets the same tokens alone and batched, as in every mode."""
+    """A request gets the same tokens alone and batched, as in every mode."""
     prompts = [[5, 9, 2, 77], [1, 2, 3], [400, 31]]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     with LLM(str(GOLDENS / "qwen2-f16"), quantization=quantization, num_kv_cells=256) as llm:

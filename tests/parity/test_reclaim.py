@@ -20,7 +20,7 @@ from parity.random_model import random_weights, write_model
 pytestmark = pytest.mark.two_cpus
 
 WINDOW, STEP, N_TOKENS = 33, 32, 250
-# Two layers: a token depends on up to 65 before it, so one wrong cell shows.
+# With two layers a token depends on up to 65 tokens before it, so one wrong cell shows.
 SHAPE = Shape(
     n_layers=2,
     d_model=64,
@@ -48,7 +48,7 @@ def mistral(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers(path: Path, names: list[str], n_cells: int, *, caching: bool) -> tuple[dict[Any, list[int]], int]:
-    """What all are told, run together, with the books checked after each step; the most cells in use."""
+    """Run requests together, with all checks after each step; return their tokens and the most cells used."""
     limits = Limits(
         max_num_seqs=len(PROMPTS),
         max_num_batched_tokens=STEP,
@@ -70,7 +70,7 @@ def answers(path: Path, names: list[str], n_cells: int, *, caching: bool) -> tup
         n_threads=2,
     )
     engine = LLMEngine(Executor(open_worker(settings)), limits, 0)
-    told: dict[str, list[int]] = {name: [] for name in names}
+    tokens: dict[str, list[int]] = {name: [] for name in names}
     for name in names:
         n_left = N_TOKENS - len(PROMPTS[name])
         engine.submit(ask(name, PROMPTS[name], max_tokens=n_left, temperature=1.0, seed=3, ignore_eos=True))
@@ -78,17 +78,17 @@ def answers(path: Path, names: list[str], n_cells: int, *, caching: bool) -> tup
     while engine.has_work():
         for output in engine.step(1000.0):
             assert output.error is None
-            told[output.request_id] += output.new_token_ids
+            tokens[output.request_id] += output.new_token_ids
         engine.check()
         n_most = max(n_most, engine.stats().kv_cells_used)
     stats = engine.stats()
     assert (stats.kv_cells_used, stats.kv_cells_free + stats.kv_cells_retained) == (0, n_cells)
     engine.close()
-    return told, n_most
+    return tokens, n_most
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_the_same_tokens_with_and_without(
+def test_tokens_are_equal_with_and_without_reclaiming(
     mistral: Path, monkeypatch: pytest.MonkeyPatch, *, caching: bool
 ) -> None:
     names = [*PROMPTS]
@@ -97,9 +97,9 @@ def test_the_same_tokens_with_and_without(
     alone = {name: answers(mistral, [name], 256, caching=caching) for name in names}
     monkeypatch.setattr(Worker, "attention_window", None)
     want, n_want = answers(mistral, names, 1024, caching=caching)
-    print(f"{n_want} cells without, {n_got} with")
-    assert got == want == tight == {name: told[name] for name, (told, _) in alone.items()}
-    assert len({tuple(told[-20:]) for told in got.values()}) == len(names), "the prompts count"
+    print(f"{n_want} cells without reclaiming, {n_got} with")
+    assert got == want == tight == {name: tokens[name] for name, (tokens, _) in alone.items()}
+    assert len({tuple(tokens[-20:]) for tokens in got.values()}) == len(names), "equal outputs"
     most = max_window_cells(WINDOW, STEP) + WINDOW
     assert all(n <= most for _, n in alone.values())
     assert most < N_TOKENS

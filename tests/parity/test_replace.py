@@ -1,4 +1,4 @@
-"""`replace_weight` of every tensor, for every family and container, leaves the other model's bits."""
+"""After `replace_weight` of every tensor, every family and container gives the bits of the other model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""`kv_seq_add` for every family: a sequence's output does not depend on its start position, and shifted keys
-are those of the new positions in layers of either rotation."""
+"""`kv_seq_add` for every family: the output of a sequence does not depend on its start position.
+
+Shifted keys equal those of the new positions in layers with either rotation.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from parity.numpy_forward import forward
 from parity.random_model import FAMILIES, random_weights, shapes, write_model
 from runner import Runner
 
-# Rotations by up to 54 radians and back by 30, f32 throughout; a wrong rotation shows at 1e-2 or more.
+# Rotations by up to 54 radians and back by 30 in f32. A wrong rotation gives an error of 1e-2 or more.
 TOLERANCE = 1e-4
 START, N, GAP = 30, 24, 1e-3
 

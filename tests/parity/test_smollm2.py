@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct from its GGUF, against transformers in float32 on the same weights."""
+"""SmolLM2-135M-Instruct from its GGUF, compared with transformers in float32 on the same weights."""
 
 from __future__ import annotations
 

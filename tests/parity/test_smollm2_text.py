@@ -1,4 +1,4 @@
-"""The tokenizer and the chat template inside SmolLM2's GGUF, against transformers."""
+"""The tokenizer and the chat template in the GGUF of SmolLM2, compared with transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structured outputs on SmolLM2, and the tokenizers that grammars are made for."""
+"""Structured outputs on SmolLM2, and the token tables of grammars."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ def folder(path: Path) -> Tokenizer:
 
 @pytest.mark.parametrize("name", ["gguf", "folder"])
 def test_grammars_use_the_bytes_of_the_tokenizer(name: str) -> None:
-    """llguidance's token table equals the tokenizer's, so a mask allows exactly the bytes that are shown."""
+    """The token table of llguidance equals the tokenizer's, so a mask allows exactly the bytes of a text."""
     tokenizer = (
         folder(QWEN2) if name == "folder" else load_model_assets(load_config({"model": "smollm2"})).tokenizer
     )
     table = LLTokenizer(tokenizer.to_json(), n_vocab=tokenizer.vocab_size + 5, eos_token=[0])
     for id in range(tokenizer.vocab_size):
-        is_text = not tokenizer.id_to_bytes(id).startswith(b"\xff")  # its mark of special ones
+        is_text = not tokenizer.id_to_bytes(id).startswith(b"\xff")  # llguidance marks special tokens with it
         assert table.is_special_token(id) == tokenizer.is_special(id) or not is_text
         if is_text and not tokenizer.is_special(id):
             assert table.decode_bytes([id]) == tokenizer.id_to_bytes(id)

@@ -1,4 +1,4 @@
-"""A world of configured clients, each with a share of what runs, one of which sends most of the requests."""
+"""A simulated world of clients with shares of the running requests. One client sends most of them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from llaisys.engine.scheduler import SchedulerOutput, SchedulerView
 from sim.world import Mix, World, mix_of
 
 N_CLIENTS = 8
-PLENTY = 4 * 32 * 320  # cells: of the worst case of all that can run, and as many as the cache may pin
+PLENTY = 4 * 32 * 320  # cells for the worst case of all that can run, and for what the cache may pin
 
 
 def client_mix(seed: int, n_requests: int) -> Mix:
-    """Odd seeds are short of cells, as in `mix_of`; where there are enough, no request has a priority."""
+    """Return the mix of a seed. Odd seeds are short of cells; with even seeds no request has a priority."""
     mix = replace(mix_of(seed, n_requests), n_clients=N_CLIENTS, n_running=(16, 17, 24, 32)[seed % 4])
     return mix if seed % 2 else replace(mix, n_cells=PLENTY, n_streams=1, priorities=0.0, load=1.5 * mix.load)
 
 
 @dataclass
 class ClientWorld(World):
-    """Rules of each plan in addition to those of `World`, by a slow model of the shares:
+    """Checks each plan against a slow model of the shares, in addition to the rules of `World`:
 
     - The share of a client is `max_num_seqs` divided by the number of clients with open requests, at least 1.
     - Requests are preempted for a share only of clients above theirs, and a client below its share has then a
@@ -50,7 +50,7 @@ class ClientWorld(World):
         if made.lacks_cells:
             return made
         preempted = Counter(client_of(by_ordinal[ordinal]) for ordinal in made.preempt)
-        assert len(made.preempt) <= 1, "more than one was preempted in a step"
+        assert len(made.preempt) <= 1, "more than one request was preempted in a step"
         assert all(running[client] > share for client in preempted), (
             "a request within its client's share was preempted"
         )
@@ -60,7 +60,7 @@ class ClientWorld(World):
         if made.preempt:
             assert len(stayed) == self.limits.max_num_seqs, "a request was preempted although ids were free"
             assert any(r in below for r in admitted), (
-                "a request was preempted, and none below its share was admitted"
+                "a request was preempted, and no request below its share was admitted"
             )
         if self.mix.n_cells < PLENTY:
             return made
@@ -70,7 +70,7 @@ class ClientWorld(World):
         return made
 
     def _count_waits(self, waiting: list[Request], running: Counter[str], admitted: list[Request]) -> None:
-        """Plans in a row that left a client with nothing but requests that wait."""
+        """Count the plans in a row that left a client with only waiting requests."""
         served = {*running, *map(client_of, admitted)}
         starving = {*map(client_of, waiting)} - served
         self.waits = Counter({client: self.waits[client] + 1 for client in starving})
@@ -78,7 +78,7 @@ class ClientWorld(World):
         assert self.n_waits_max <= N_CLIENTS, f"{self.waits}: a client starves"
 
     def _can_preempt(self, stayed: list[Request], running: Counter[str], share: int) -> bool:
-        """An id is free, or a client above its share has a request that may be preempted."""
+        """Return whether an id is free, or a client above its share has a request that may be preempted."""
         oldest = min(stayed, key=queue_key, default=None)
         return len(stayed) < self.limits.max_num_seqs or any(
             running[client_of(r)] > share and r is not oldest and not r.worst_case_reserved for r in stayed

@@ -1,9 +1,8 @@
-"""A context with the real KvCache of the core and no model: K and V are hashes, and the next token is one
-too.
+"""A context with the real KvCache of the core and without a model: K, V and the next token are hashes.
 
-The content of a cell is a hash of all tokens up to its own, as K and V are. It goes where the cells go: along
-with forks, cache nodes and copies. So a token depends on every cell that its row sees, and one wrong cell,
-position or seed changes an answer.
+The content of a cell is a hash of all tokens up to its own, as K and V depend on them. It moves with the
+cells through forks, cache nodes and copies. A token therefore depends on every cell of its row, and one wrong
+cell, position or seed changes a completion.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ _NAN = -1
 
 
 class InjectedFault(LlaisysError):
-    """A decode that failed once, for a reason of no request."""
+    """The error of a decode that fails once, independent of its requests."""
 
 
 def grow(content: int, token: int) -> int:
-    """The content of the next cell; what is not finite stays so."""
+    """Return the content of the next cell; a non-finite one stays non-finite."""
     if content == _NAN or token == NON_FINITE:
         return _NAN
     content = (content ^ token) * 0x9E3779B97F4A7C15 & _MASK
@@ -37,7 +36,7 @@ def grow(content: int, token: int) -> int:
 
 
 def choose(content: int, spec: SamplerSpec, n_output: int) -> int:
-    """The token after a row: of what it sees, and with a temperature of (seed, choice, position)."""
+    """Return the token after a row: a hash of its content and, with a temperature, of seed and position."""
     draw = (spec.seed * 8 + spec.choice) * 4096 + n_output if spec.temperature > 0 else 0
     mixed = (content ^ draw) * 0xD6E8FEB86659FD93 & _MASK
     return (mixed ^ mixed >> 32) % N_PLAIN
@@ -70,8 +69,7 @@ class _CacheNode:
 
 
 class SimContext:
-    """The calls that a Worker makes. `faults`: how many of the next decodes of several sequences fail as a
-    whole, and not in parts."""
+    """The calls of a Worker. `faults`: the number of later decodes with several sequences that fail."""
 
     isa, weight_bytes, vocab_size = "none", 0, VOCAB_SIZE
     attention_window = None
@@ -115,7 +113,7 @@ class SimContext:
         sequence.spec, sequence.n_output = spec, len(output_ids)
 
     def kv_seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
-        assert p1 < 0, "the engine takes ends off"
+        assert p1 < 0, "the engine removes only ends"
         self.kv_cache.kv_seq_rm(seq_id, p0, p1)
         del self._sequences[seq_id].contents[max(p0, 0) :]
 
@@ -159,11 +157,11 @@ class SimContext:
         token_list, seq_list, wants = tokens.tolist(), seq_ids.tolist(), wants_output.tolist()
         if self.faults and seq_list[0] != seq_list[-1]:
             self.faults -= 1
-            raise InjectedFault("this decode was made to fail")
+            raise InjectedFault("injected fault")
         if REFUSED in token_list:
             raise RejectedError(f"token {REFUSED} is refused")
         contents = self._compute(token_list, seq_list)
-        if _NAN in contents:  # rows that cannot be sampled are not kept
+        if _NAN in contents:  # rows that cannot be sampled are not stored
             good = np.array([not (wanted and c == _NAN) for wanted, c in zip(wants, contents, strict=True)])
             positions, n_seq_id, seq_ids = positions[good], n_seq_id[good], seq_ids[good]
         if len(positions):
@@ -174,14 +172,14 @@ class SimContext:
         return self._sample(contents, seq_list, wants)
 
     def _compute(self, tokens: list[int], seq_ids: list[int]) -> list[int]:
-        """Each row's content: what its sequence's last cell holds, grown by its token."""
+        """Return the content of each row: that of the last cell of its sequence, grown by its token."""
         contents, last, end = [], None, _START
         for token, seq_id in zip(tokens, seq_ids, strict=True):
             if seq_id != last:
                 if seq_id not in self._sequences:
                     self.kv_cache.kv_seq_pos_max(seq_id)  # raises
-                held = self._sequences[seq_id].contents
-                last, end = seq_id, held[-1] if held else _START
+                stored = self._sequences[seq_id].contents
+                last, end = seq_id, stored[-1] if stored else _START
             end = grow(end, token)
             contents.append(end)
         return contents
@@ -211,12 +209,15 @@ class SimContext:
     # --- checks ---
 
     def check_integrity(self) -> None:
-        """The KvCache's own check; then every cell has one content, whichever sequences and nodes use it
-        (I3), and a sequence's positions are 0 to its length - 1 (I4)."""
+        """Run the check of the KvCache, then check contents and positions.
+
+        Every cell has one content for all sequences and nodes that use it (I3). The positions of a sequence
+        are 0 to its length - 1 (I4).
+        """
         self.kv_cache.check_integrity()
         snapshot = self.kv_cache.snapshot()
-        held = {seq_id: (0, s.contents) for seq_id, s in self._sequences.items()}
-        seen = [(held[seq_id], runs) for seq_id, _, runs in snapshot.sequences]
+        stored = {seq_id: (0, s.contents) for seq_id, s in self._sequences.items()}
+        seen = [(stored[seq_id], runs) for seq_id, _, runs in snapshot.sequences]
         assert len(seen) == len(self._sequences), "a sequence is acquired that the engine does not have"
         kept = [((s.start, s.contents), runs) for i, _, _, runs in snapshot.nodes for s in [self._nodes[i]]]
         assert len(kept) == len(self._nodes)
@@ -230,7 +231,7 @@ class SimContext:
                     assert content_of.setdefault(cell + i, content) == content, "a cell has two contents"
                 position += n
             assert position == start + len(contents), "the KvCache and the contents differ in length"
-        assert len(content_of) == self.n_cells - self.n_cells_free, "cells are lost"
+        assert len(content_of) == self.n_cells - self.n_cells_free, "cells are leaked"
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""Short requests without end, and how memory grows meanwhile: in a module that a fresh process can load."""
+"""Many short requests, and the growth of memory: in a module that a new process can import."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from llaisys.engine.executor import Executor
 from llaisys.engine.worker import Worker
 from sim.context import SimContext
 
-# The first requests are traced, since tracing is slow; a part of each run fills what is bounded: the prefix
-# cache, what it remembers of evictions, the timelines of ended requests.
+# Only the first requests are traced, since tracing is slow. The warm-up of each part fills what is bounded:
+# the prefix cache, its record of evictions, the timelines of ended requests.
 N_TRACED, N_WARM = 30_000, 10_000
 
 
 class Crowd:
-    """Short requests in a row, sixteen open at a time; some share a prefix, some are cancelled."""
+    """Short requests, sixteen open at a time; some share a prefix, and some are cancelled."""
 
     def __init__(self) -> None:
         bounds = limits(max_num_seqs=16, max_num_batched_tokens=256, max_num_queued_reqs=16, n_cells=512)
@@ -50,8 +50,7 @@ class Crowd:
 
 
 def growth(n_requests: int) -> tuple[int, int]:
-    """Bytes that the traced part and the resident size grow by over `n_requests` requests after the warm-
-    up."""
+    """Return the growth in bytes of the traced memory and of the resident size after the warm-up."""
     tracemalloc.start()
     crowd = Crowd()
     crowd.run(N_WARM)
@@ -67,6 +66,6 @@ def growth(n_requests: int) -> tuple[int, int]:
     rss = process.memory_info().rss
     while crowd.n_submitted < n_requests:
         crowd.run(min(N_WARM, n_requests - crowd.n_submitted))
-        gc.collect()  # when the collector runs by itself is not what is tested
+        gc.collect()  # the time of automatic collections does not matter
     crowd.engine.check()
     return traced_growth, process.memory_info().rss - rss

@@ -1,9 +1,9 @@
-"""A digest of everything that the scheduler decides in one simulated world, to compare two versions of it.
+"""A digest of all decisions of the scheduler in a simulated world, to compare two versions of it.
 
     cd tests && PYTHONPATH=. python -m sim.plans > data/plans.txt     computes all digests again
 
-A line is: kind of world, seed, plans made, steps, digest. Do it only for an intended change of the
-scheduling.
+A line is: kind of world, seed, number of plans, steps, digest. Compute them again only for an intended change
+of the scheduling.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from sim.world import World, mix_of
 FILE = Path(__file__).parents[1] / "data" / "plans.txt"
 N_REQUESTS = 120  # of each world
 N_SEEDS = {"world": 400, "sessions": 200, "clients": 200}
-# Worlds that end with an innocent request's failure: the session's pins are counted as evictable too late.
+# Worlds in which a valid request fails, because pins of its session become evictable too late.
 UNSOUND = {("sessions", 23), ("sessions", 83), ("sessions", 158)}
 Line = tuple[str, int, int, int, str]
 
 
 def make_world(kind: str, seed: int) -> World:
-    """The world of a seed; some seeds have token quotas for clients and a short maximum wait."""
+    """Return the world of a seed; some seeds have token quotas for clients and a short maximum wait."""
     if kind == "clients":
         return ClientWorld(seed, client_mix(seed, N_REQUESTS))
     mix = mix_of(seed, N_REQUESTS)
@@ -42,7 +42,7 @@ def make_world(kind: str, seed: int) -> World:
 
 
 def speed_of(kind: str, seed: int, n_plans: int) -> StepSpeed:
-    """The measured speed is replaced: plans must not depend on this machine."""
+    """Return a fixed speed, so that plans do not depend on this machine."""
     if kind == "clients" or seed % 3:
         return StepSpeed()
     return StepSpeed(0.2, (0.0004, 0.001, 0.004)[n_plans // 50 % 3])
@@ -71,7 +71,7 @@ def digest(kind: str, seed: int) -> Line:
 
 
 def decisions(output: SchedulerOutput) -> tuple[object, ...]:
-    """A plan as plain tuples, so that no name of a class or field is part of the digest."""
+    """Return a plan as tuples, so that no name of a class or field is part of the digest."""
     return (
         output.expire,
         output.preempt,

@@ -1,4 +1,4 @@
-"""A world whose clients have sessions: made, used, forked, trimmed and deleted while cells are short."""
+"""A simulated world with sessions: created, used, forked, trimmed and deleted while cells are short."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from llaisys.outputs import FinishReason
 from sim.world import PROMPT_MAX, Fate, World
 
 NAMES = ("a", "b", "c")
-STEPS_BETWEEN_LOOKS = 8
+STEPS_BETWEEN_SESSION_CHECKS = 8
 USES, CALLS = 0.5, 0.3  # shares of requests that name a session, and of steps with a call
 
 
 @dataclass
 class SessionWorld(World):
-    """`tokens`: what each session has to have.
+    """`tokens`: the expected tokens of each session.
 
-    Every few steps each session has its tokens, and what it pins is cached; in no step is a request preempted
-    while a session pins anything.
+    Every few steps each session must have its tokens, and its pinned tokens must be cached. No request is
+    preempted while a session pins anything.
     """
 
     tokens: dict[SessionKey, list[int]] = field(default_factory=dict)
@@ -33,15 +33,15 @@ class SessionWorld(World):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # A stream of its own: with and without sessions the same requests come.
+        # Separate random numbers, so that the same requests arrive with and without sessions.
         self.session_rng = random.Random(self.seed + 2**32)
         self._ended: dict[SessionKey, list[tuple[int, list[int]]]] = {}
         self._short = False
 
-    # --- what clients do ---
+    # --- clients ---
 
     def _join_session(self, prompt: list[int], facts: dict[str, Any]) -> None:
-        """A request often names a session, and then often goes on where it stands."""
+        """Let a request often name a session, and then often continue its tokens."""
         rng, client_id = self.session_rng, facts["client_id"]
         if rng.random() >= USES:
             return
@@ -53,14 +53,14 @@ class SessionWorld(World):
             prompt[:] = [*tokens[: PROMPT_MAX - len(new)], *new]
 
     def arrive(self) -> None:
-        """A request that is taken makes its session."""
+        """Submit a request; if it is accepted, it creates its session."""
         super().arrive()
         fate = self.fates.get(f"r{self.n_arrived - 1}")
         if fate is not None and fate.request.session_id:
             self.tokens.setdefault((fate.request.client_id, fate.request.session_id), [])
 
     def call(self) -> None:
-        """One call; it moves no cell, and is refused exactly if it asks for what is not there."""
+        """Make a call. It moves no cell, and is refused exactly if its session or tokens do not exist."""
         rng = self.session_rng
         kind = rng.choice(["create", "fork", "fork", "trim", "delete", "list"])
         client_id, name, other = f"c{rng.randrange(8)}", rng.choice(NAMES), rng.choice(NAMES)
@@ -103,14 +103,14 @@ class SessionWorld(World):
                 now = self.engine.sessions.find(*key).token_ids.tolist()
                 whole = [each for n_least, each in could if n_least <= len(now)]
                 good = now == self.tokens[key] or any(now == each[: len(now)] for each in whole)
-                assert good, "a session has tokens that no request of it computed"
+                assert good, "a session has tokens that none of its requests computed"
                 self.tokens[key] = now
         self._ended.clear()
-        if self.n_steps % STEPS_BETWEEN_LOOKS == 0:
+        if self.n_steps % STEPS_BETWEEN_SESSION_CHECKS == 0:
             self._check_sessions()
 
     def run(self) -> None:
-        """At the end the sessions hold what they pin, and nothing when they are gone."""
+        """Run to the end, then delete all sessions: no cell stays in use."""
         super().run()
         for key in self.tokens:
             self.engine.sessions.delete(self.engine.sessions.find(*key))
@@ -130,7 +130,7 @@ class SessionWorld(World):
         return made
 
     def _check_end(self, fate: Fate, output: EngineOutput) -> None:
-        """What the session may have now: of a good end exactly what was computed, of another perhaps."""
+        """Update the expected tokens: after a good end what was computed, after another end perhaps less."""
         super()._check_end(fate, output)
         request, tokens = fate.request, fate.tokens[0]
         key = (request.client_id, request.session_id)
@@ -156,4 +156,4 @@ class SessionWorld(World):
             if session.pin is not None:
                 n, ids = session.pin.n_tokens, session.token_ids
                 match = cache.match(session.salt, ids, n, session.stream)
-                assert match.n_tokens == n <= len(ids), "what a session pins was evicted"
+                assert match.n_tokens == n <= len(ids), "pinned tokens of a session were evicted"

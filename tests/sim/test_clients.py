@@ -1,4 +1,4 @@
-"""Clients with shares in the simulated world: none is starved, whatever the others send.
+"""Clients with shares in the simulated world: none starves, whatever the others send.
 
 SIM_SEED=13 pytest tests/sim/test_clients.py     runs that seed alone
 """
@@ -16,8 +16,11 @@ N_SEEDS, N_REQUESTS = 20, 200
 
 
 def test_no_client_below_its_share_is_starved() -> None:
-    """The rules are in `ClientWorld`. Those of `World` hold too: among them, tokens are those of a request
-    alone, the oldest is not preempted, none more than three times, and no valid request fails."""
+    """Check the rules of `ClientWorld` and of `World`.
+
+    Among the latter: tokens are those of a request alone, the oldest request is not preempted, none is
+    preempted more than three times, and no valid request fails.
+    """
     chosen = os.environ.get("SIM_SEED")
     n_for_shares = n_preempted = 0
     for seed in range(N_SEEDS) if chosen is None else [int(chosen)]:
@@ -36,7 +39,7 @@ def test_no_client_below_its_share_is_starved() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 4])
-def test_a_world_without_shares_is_noticed(seed: int) -> None:
+def test_a_scheduler_without_shares_is_detected(seed: int) -> None:
     world = ClientWorld(seed, client_mix(seed, N_REQUESTS))
     world.engine._limits = replace(world.limits, n_clients=1)
     with pytest.raises(AssertionError, match="clients below their share wait"):

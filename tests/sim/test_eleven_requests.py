@@ -1,7 +1,7 @@
 """The deadlock of the eleven requests (reliability.md, 5): eight ids, twelve requests, every way to end.
 
-The ids and cells are those of the real core, and what was freed last is acquired next, so that a stale use
-would be seen at once. The negative twins break one thing each, and show that its alarm rings.
+Ids and cells are those of the real core. What was freed last is acquired next, so that a stale use shows at
+once. Each negative test breaks one thing, and verifies that its check fires.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from sim.context import SimContext, answer
 N_IDS, N_PROMPT, N_OUTPUT = 8, 12, 6
 N_CELLS = N_IDS * (N_PROMPT + N_OUTPUT)
 STEP_S = 0.01
-# Twelve short requests through eight ids: no request is open for so many steps.
+# With twelve short requests on eight ids, no request is open for this many steps.
 STEPS_MAX = 200
 ENDS = ("eos", "length", "queue", "prefill", "decode", "timeout", "fault")
 
 
 class Eight:
-    """The engine under test; `leases` says how often each request got a sequence id."""
+    """The engine under test, with eight sequence ids."""
 
     def __init__(self) -> None:
         self.context = SimContext(n_cells=N_CELLS, n_seq_max=N_IDS, lifo=True)
@@ -60,7 +60,7 @@ class Eight:
         self.born[request.request_id] = self.n_steps
 
     def step(self) -> list[EngineOutput]:
-        """One step, then all checks: every request ends, and no id is free while a request waits."""
+        """Run one step and all checks: every request ends, and no id is free while a request waits."""
         free_before = self.context.n_seq_free
         waited = self.engine.stats().num_waiting
         outputs = self.engine.step(self.now_s)
@@ -74,7 +74,7 @@ class Eight:
                 self.ends[name] = output.finish_reason
                 assert self.n_steps - self.born.pop(name) <= STEPS_MAX
         self.engine.check()
-        if free_before and waited:  # one token of budget is left at least: sixteen for eight ids
+        if free_before and waited:  # the budget of 16 tokens leaves at least one for eight ids
             n_ended = sum(output.finish_reason is not None for output in outputs)
             stats = self.engine.stats()
             assert stats.num_waiting < waited or n_ended, "an id was free, and no waiting request got it"
@@ -86,7 +86,7 @@ class Eight:
 
 
 def prompt_of(i: int) -> list[int]:
-    """Of four prompts; requests 4, 8 and 12 have the same."""
+    """Return one of four prompts; requests 4, 8 and 12 have the same."""
     rng = random.Random(i % 4)
     return [rng.randrange(200) for _ in range(N_PROMPT)]
 
@@ -104,12 +104,12 @@ def request_of(i: int, way: str, now_s: float) -> EngineRequest:
 
 
 def alone(i: int) -> list[int]:
-    """The output of a fresh process."""
+    """Return the output of the request alone."""
     return [*islice(answer(prompt_of(i), SamplerSpec(temperature=0.0)), N_OUTPUT)]
 
 
-def hang_up(world: Eight, i: int, way: str) -> None:
-    """Cancels request `i` when it has got as far as it is meant to."""
+def cancel_at_stage(world: Eight, i: int, way: str) -> None:
+    """Cancel request `i` when it has reached the stage of its way to end."""
     stages: dict[str, Callable[[], bool]] = {
         "queue": lambda: True,
         "prefill": lambda: world.n_steps > world.born[f"{i}"],
@@ -140,8 +140,8 @@ def ways(seed: int, n: int) -> Iterator[tuple[int, str]]:
     return enumerate([rng.choice(ENDS) for _ in range(n)], 1)
 
 
-def settle(world: Eight) -> None:
-    """Only the prefix cache holds cells, whatever happened."""
+def check_idle(world: Eight) -> None:
+    """Check that only the prefix cache has cells."""
     stats = world.engine.stats()
     assert stats.num_running == stats.num_waiting == stats.kv_cells_used == 0
     assert world.context.n_seq_free == N_IDS
@@ -153,12 +153,12 @@ def test_twelve_one_after_another(seed: int) -> None:
     world = Eight()
     for i, way in ways(seed, 12):
         world.submit(request_of(i, way, world.now_s))
-        hang_up(world, i, way)
+        cancel_at_stage(world, i, way)
         while world.engine.has_work():
             world.step()
-            hang_up(world, i, way)
+            cancel_at_stage(world, i, way)
         check_end(world, i, way)
-        settle(world)
+        check_idle(world)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -168,11 +168,11 @@ def test_twelve_at_once(seed: int) -> None:
         world.submit(request_of(i, way, world.now_s))
     while world.engine.has_work():
         for i, way in plans:
-            hang_up(world, i, way)
+            cancel_at_stage(world, i, way)
         world.step()
     for i, way in plans:
         check_end(world, i, way)
-    settle(world)
+    check_idle(world)
 
 
 def test_a_thousand_in_a_loop() -> None:
@@ -186,18 +186,18 @@ def test_a_thousand_in_a_loop() -> None:
             open_ways[i] = way
             left = i < 1000
         for i, way in open_ways.items():
-            hang_up(world, i, way)
+            cancel_at_stage(world, i, way)
         world.step()
         for i in [i for i in open_ways if f"{i}" in world.ends]:
             check_end(world, i, open_ways.pop(i))
             ends[world.ends[f"{i}"]] += 1
-    settle(world)
+    check_idle(world)
     assert sum(ends.values()) == 1000
     assert min(ends[end] for end in (*FinishReason,)) > 50
 
 
 def test_the_twelfth_gets_the_tokens_of_the_fourth() -> None:
-    """The same prompt on the same slot in a newer generation."""
+    """They have the same prompt, on the same slot in a newer generation."""
     world, acquired = Eight(), []
     acquire = world.context.seq_acquire
     world.context.seq_acquire = lambda stream=0: acquired.append(acquire(stream)) or acquired[-1]  # type: ignore[method-assign,func-returns-value]
@@ -205,21 +205,21 @@ def test_the_twelfth_gets_the_tokens_of_the_fourth() -> None:
         world.submit(request_of(i, "length", world.now_s))
         world.run()
     assert world.tokens["4"] == world.tokens["8"] == world.tokens["12"] == alone(12)
-    assert len(acquired) == len(set(acquired)) == 12, "one lease each, never the same twice"
+    assert len(acquired) == len(set(acquired)) == 12, "each request acquires one id, never the same one"
     assert len({seq_id & 0xFF for seq_id in acquired}) == 1, "the id that was freed last is acquired next"
 
 
-# --- negative twins: each alarm rings, with the others switched off ---
+# --- negative tests: each check fires while the others are switched off ---
 
 
 def leaking() -> Eight:
-    """Releases do nothing: ids and cells stay held."""
+    """Return an engine whose releases do nothing, so that ids and cells leak."""
     world = Eight()
     world.context.seq_release = lambda _: None  # type: ignore[method-assign]
     return world
 
 
-def test_the_check_sees_a_leak_when_the_engine_falls_idle() -> None:
+def test_the_check_detects_a_leak_when_the_engine_becomes_idle() -> None:
     world = leaking()
     world.submit(request_of(1, "length", 1000.0))
     for _ in range(N_OUTPUT - 1):
@@ -229,8 +229,8 @@ def test_the_check_sees_a_leak_when_the_engine_falls_idle() -> None:
     assert world.context.n_seq_free == N_IDS - 1
 
 
-def test_the_admission_sees_a_leak_in_the_step_that_should_admit_the_ninth() -> None:
-    """The engine's own count says that an id is free, and the core has none."""
+def test_the_admission_detects_a_leak_in_the_step_that_should_admit_the_ninth() -> None:
+    """By the count of the engine an id is free, but the core has none."""
     world = leaking()
     world.engine.check = lambda: None  # type: ignore[method-assign]
     for i in range(1, 9):
@@ -243,8 +243,8 @@ def test_the_admission_sees_a_leak_in_the_step_that_should_admit_the_ninth() -> 
         world.engine.step(world.now_s)
 
 
-def test_a_decode_under_the_batch_index_is_seen_in_the_second_step() -> None:
-    """The old fault of two identities: prefill under the acquired id, decode under the place in the batch."""
+def test_a_decode_with_the_batch_index_is_detected_in_the_second_step() -> None:
+    """A former bug: the prefill used the acquired id, and the decode used the index in the batch."""
     world = Eight()
     world.submit(request_of(1, "length", world.now_s))
     world.run()

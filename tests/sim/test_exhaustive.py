@@ -1,7 +1,8 @@
-"""Everything that three requests can do to an engine of two sequence ids and four cells, to depth 12.
+"""Everything that three requests can do to an engine with two sequence ids and four cells, to depth 12.
 
-A state is left by every possible action; equal states are followed once. After every action all counts are
-verified, and from every state the engine, left alone, ends every request and keeps only the prefix cache.
+The search takes every possible action from each state, and visits equal states once. After every action all
+counts are verified. From every state, without further actions, the engine ends every request and keeps only
+the prefix cache.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from sim.context import SimContext, answer
 DEPTH = 12
 N_IDS, N_CELLS = 2, 4
 STEPS_TO_END_MAX = 24
-# The first two share a prefix and cannot both have their worst case; the third goes before them.
+# The first two share a prefix, and their worst cases do not fit together; the third has a higher priority.
 REQUESTS = (
     ask("a", [1, 2], max_tokens=2, deadline_s=2000.0),
     ask("b", [1, 2, 3], max_tokens=1, deadline_s=1001.0),
@@ -35,7 +36,7 @@ Action = tuple[str, int]
 
 
 class Small:
-    """The engine, and what is known of each request: 0 not submitted, 1 open, else its end."""
+    """The engine, with the tokens and the end of each submitted request."""
 
     def __init__(self) -> None:
         self.context = SimContext(n_cells=N_CELLS, n_seq_max=N_IDS, lifo=True)
@@ -48,7 +49,7 @@ class Small:
         self.cancelled: set[str] = set()
 
     def actions(self) -> list[Action]:
-        """What can happen now."""
+        """Return the possible actions."""
         engine = self.engine
         names = [request.request_id for request in REQUESTS]
         possible = [("submit", i) for i, name in enumerate(names) if name not in self.tokens]
@@ -60,7 +61,7 @@ class Small:
         return possible + ([("step", 0)] if engine.has_work() else [])
 
     def do(self, action: Action) -> None:
-        """One action, and the checks after it."""
+        """Do one action and all checks."""
         what, i = action
         request = REQUESTS[i]
         if what == "submit":
@@ -78,7 +79,7 @@ class Small:
         self.engine.check()
 
     def step(self) -> None:
-        """One engine step; each output is that of the request alone, and each end of the right kind."""
+        """Run one step; check that each output is that of the request alone, and the reason of each end."""
         for output in self.engine.step(self.now_s):
             name = output.request_id
             assert name not in self.ends
@@ -103,7 +104,7 @@ class Small:
                 raise AssertionError(f"{name} ended by {reason}")
 
     def state(self) -> Any:
-        """All that decides what comes next; not the numbers of cells, ids and nodes, nor of steps."""
+        """Return all that determines the future, without the numbers of cells, ids, nodes and steps."""
         engine: Any = self.engine
         steps = sorted({r.last_step for r in engine._open.values()})
         index = engine._kv_cache.prefix_cache
@@ -121,7 +122,7 @@ class Small:
         )  # fmt: skip
 
     def end(self) -> None:
-        """Left alone, every request ends and only the cache holds cells."""
+        """Check that every request ends without further actions, and only the cache keeps cells."""
         for _ in range(STEPS_TO_END_MAX):
             if not self.engine.has_work():
                 break
@@ -143,7 +144,7 @@ def replay(path: tuple[Action, ...]) -> Small:
 
 @pytest.mark.parametrize("headroom", [0, pytest.param(8, marks=pytest.mark.long)])
 def test_all_that_three_requests_can_do(headroom: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without headroom requests are let in that cannot all go on, so that they preempt each other."""
+    """Without lookahead the scheduler admits requests that cannot all continue, so some are preempted."""
     monkeypatch.setattr(kv_cache_planner, "LOOKAHEAD_TOKENS", headroom)
     seen = set()
     n_preempted = n_evicted = n_hits = 0
@@ -165,7 +166,7 @@ def test_all_that_three_requests_can_do(headroom: int, monkeypatch: pytest.Monke
                 n_evicted += stats.num_evicted_cells > 0
                 n_hits += stats.prefix_hit_tokens > 0
             except BaseException:
-                print("the shortest way there:", path)
+                print("the shortest path to it:", path)
                 raise
         print(f"depth {depth}: {len(frontier)} paths, {len(seen)} states")
         frontier = reached

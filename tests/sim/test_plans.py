@@ -1,5 +1,4 @@
-"""Every plan of every step is the one recorded in tests/data/plans.txt, whatever changed inside the
-scheduler.
+"""The plans of all steps equal those recorded in tests/data/plans.txt: no change of the scheduling.
 
 SIM_PLANS=all pytest tests/sim/test_plans.py     compares all 797 worlds instead of a sample
 """
@@ -16,7 +15,7 @@ N_SAMPLED = 8  # of each kind of world
 
 
 def recorded(kind: str) -> list[Line]:
-    """The lines of one kind of world, by seed."""
+    """Return the lines of one kind of world, by seed."""
     lines = [line.split() for line in FILE.read_text("utf-8").splitlines()]
     return [
         (name, int(seed), int(plans), int(steps), sha)

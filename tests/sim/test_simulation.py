@@ -40,7 +40,7 @@ def run(seed: int, mix: Mix, kind: type[World] = World) -> World:
     return world
 
 
-def test_the_mix_is_as_it_is_said() -> None:
+def test_the_mix_has_the_documented_averages() -> None:
     rng = random.Random(0)
     prompts = [prompt_length(rng) for _ in range(20_000)]
     outputs = [output_length(rng) for _ in range(20_000)]
@@ -67,7 +67,7 @@ def test_random_requests() -> None:
             cancels=world.n_cancels,
         )
         print(f"seed {seed}: {world.n_steps} steps, ends {world.n_ended}, trace {world.trace:08x}")
-    if len(seeds()) >= 20:  # nothing that can happen is missing
+    if len(seeds()) >= 20:  # everything that can happen has happened
         assert totals["requests"] == N_SEEDS * N_REQUESTS
         assert totals["cancels"] >= 0.1 * totals["requests"]
         assert totals["preempted"] > 50
@@ -76,8 +76,7 @@ def test_random_requests() -> None:
 
 
 def test_sessions_under_pressure() -> None:
-    """Made, used, forked, trimmed and deleted: their pins go before a request is preempted, tokens stay
-    right."""
+    """Pins are released before a request is preempted, and sessions keep the correct tokens."""
     calls: Counter[str] = Counter()
     totals: Counter[str] = Counter()
     for seed in seeds():
@@ -99,27 +98,27 @@ def test_equal_seeds_give_equal_traces(seed: int) -> None:
     assert run(seed + 100, mix_of(seed, 200)).trace not in traces
 
 
-# --- the harness is alive: each of these worlds is wrong in one way, and is noticed ---
+# --- negative tests: each of these worlds has one fault, which is detected ---
 
 
 def leak(world: World, _: pytest.MonkeyPatch) -> None:
-    """Ended sequences keep their ids and cells."""
+    """Make ended sequences keep their ids and cells."""
     world.context.seq_release = lambda _: None  # type: ignore[method-assign]
 
 
 def trust_the_first_token(_: World, patch: pytest.MonkeyPatch) -> None:
-    """A hit is not compared token by token."""
+    """Do not compare a prefix hit token by token."""
     patch.setattr(prefix_cache, "n_common", lambda a, b: min(len(a), len(b)))
 
 
 def forget_the_draws(world: World, _: pytest.MonkeyPatch) -> None:
-    """A preempted request starts its draws anew."""
-    told = world.context.set_sampler
-    world.context.set_sampler = lambda i, spec, prompt, output: told(i, spec, prompt, output[:0])  # type: ignore[method-assign]
+    """Make a preempted request restart its random numbers."""
+    set_sampler = world.context.set_sampler
+    world.context.set_sampler = lambda i, spec, prompt, output: set_sampler(i, spec, prompt, output[:0])  # type: ignore[method-assign]
 
 
 def be_late(world: World, _: pytest.MonkeyPatch) -> None:
-    """The engine looks at the deadlines less often than it says."""
+    """Make the engine check deadlines less often than its limit says."""
     world.limits = replace(world.limits, timeout_scan_s=0.0)
 
 
@@ -133,12 +132,12 @@ class PreemptsTheOldest(Scheduler):
 
 
 def preempt_the_oldest(world: World, _: pytest.MonkeyPatch) -> None:
-    """The oldest request is preempted, not the newest."""
+    """Preempt the oldest request instead of the newest."""
     world.scheduler = PreemptsTheOldest()
 
 
 def swap_rows(world: World, _: pytest.MonkeyPatch) -> None:
-    """Rows are computed under the batch index: two sequences change places."""
+    """Swap the rows of two sequences, as if they were computed by batch index."""
     decode = world.context.decode
 
     def swapped(tokens: Any, positions: Any, n_seq_id: Any, seq_ids: Any, wants: Any) -> Any:
@@ -153,7 +152,7 @@ def swap_rows(world: World, _: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "spoil", [leak, trust_the_first_token, forget_the_draws, be_late, preempt_the_oldest, swap_rows]
 )
-def test_a_wrong_world_is_noticed(
+def test_a_faulty_world_is_detected(
     spoil: Callable[[World, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(19, Mix(1000, n_cells=352, load=0.75, deadlines=0.3))
@@ -162,5 +161,5 @@ def test_a_wrong_world_is_noticed(
         world.run()
 
 
-def test_a_right_world_is_not() -> None:
+def test_a_correct_world_passes() -> None:
     World(19, Mix(1000, n_cells=352, load=0.75, deadlines=0.3)).run()

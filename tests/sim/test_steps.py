@@ -1,4 +1,4 @@
-"""What batching and reuse save, counted in steps and rows: exact, on the real books."""
+"""The savings of batching and prefix reuse in steps and rows, exact, with the real KvCache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ N_SEQS = 16
 
 
 def engine_of(**changes: Any) -> tuple[LLMEngine, SimContext]:
-    """Sixteen sequences, room for all of them."""
+    """Return an engine with capacity for sixteen sequences, and its context."""
     bounds = limits(
         **{
             "max_num_seqs": N_SEQS,
@@ -37,7 +37,7 @@ def engine_of(**changes: Any) -> tuple[LLMEngine, SimContext]:
 
 
 def finish(engine: LLMEngine) -> tuple[int, list[EngineOutput]]:
-    """Steps until nothing is open, and all outputs."""
+    """Run until no request is open; return the number of steps and all outputs."""
     n_steps, outputs = 0, []
     while engine.has_work():
         outputs += engine.step(1000.0)
@@ -53,7 +53,7 @@ def tokens_of(outputs: list[EngineOutput], index: int = 0) -> list[int]:
 
 
 def crowd(seed: int) -> list[EngineRequest]:
-    """320 requests of random lengths."""
+    """Return 320 requests of random lengths."""
     rng = random.Random(seed)
     return [
         ask(f"{i}", [rng.randrange(256) for _ in range(rng.randint(1, 96))], max_tokens=rng.randint(1, 64))
@@ -89,7 +89,7 @@ def chat(n_tokens: int, seed: int = 0) -> list[int]:
 def ask_for(
     engine: LLMEngine, context: SimContext, prompt: list[int], **facts: Any
 ) -> tuple[int, list[int], int]:
-    """Rows computed, the answer, and the cached tokens that it says it found."""
+    """Run a request; return the rows computed, its tokens, and the number of cached tokens."""
     n_before = context.n_rows
     engine.submit(ask("r", prompt, max_tokens=8, **facts))
     _, outputs = finish(engine)
@@ -99,18 +99,18 @@ def ask_for(
     return context.n_rows - n_before, want, max(output.num_cached_tokens for output in outputs)
 
 
-def test_an_edit_computes_exactly_the_tokens_after_it() -> None:
+def test_an_edit_computes_only_the_tokens_after_it() -> None:
     engine, context = engine_of()
     prompt = chat(500)
     n_rows, _, n_cached = ask_for(engine, context, prompt)
-    assert (n_rows, n_cached) == (500 + 7, 0)  # the last of eight tokens is not computed
+    assert (n_rows, n_cached) == (500 + 7, 0)  # the last of eight tokens needs no row
     for at in (499, 480, 250, 1):
         edited = [*prompt[:at], (prompt[at] + 1) % 256, *prompt[at + 1 :]]
         n_rows, _, n_cached = ask_for(engine, context, edited)
         assert (n_rows, n_cached) == (500 - at + 7, at)
 
 
-def test_the_next_turn_computes_exactly_what_is_new() -> None:
+def test_the_next_turn_computes_only_its_new_tokens() -> None:
     engine, context = engine_of()
     prompt = chat(300)
     _, told, _ = ask_for(engine, context, prompt)
@@ -119,7 +119,7 @@ def test_the_next_turn_computes_exactly_what_is_new() -> None:
     assert (n_rows, n_cached) == (1 + 20 + 7, 300 + 7)
 
 
-def test_the_same_prompt_computes_its_last_token_alone() -> None:
+def test_a_repeated_prompt_computes_only_its_last_token() -> None:
     engine, context = engine_of()
     prompt = chat(300)
     for n_new in (300, 1, 1):
@@ -149,8 +149,8 @@ def test_choices_share_the_prompt_and_copy_nothing(prefix_caching: bool) -> None
         assert tokens_of(outputs, index) == [*islice(answer(prompt, spec), 8)]
 
 
-def test_a_running_requests_prompt_is_shared_at_once() -> None:
-    """Ten requests with one prompt, a step apart: the first computes it, the others only its last token."""
+def test_the_prompt_of_a_running_request_is_shared_at_once() -> None:
+    """Of ten requests with one prompt, a step apart, the first computes it, the others its last token."""
     engine, context = engine_of()
     prompt = chat(200)
     for i in range(10):
@@ -160,8 +160,8 @@ def test_a_running_requests_prompt_is_shared_at_once() -> None:
     assert context.n_rows == 200 + 7 + 9 * (1 + 7)
 
 
-def test_a_cancelled_requests_cells_are_free_one_step_later() -> None:
-    """In the queue, in the middle of the prompt, and while the answer is made."""
+def test_the_cells_of_a_canceled_request_are_free_one_step_later() -> None:
+    """It is canceled in the queue, during the prefill, and during decoding."""
     engine, context = engine_of(enable_prefix_caching=False, max_num_batched_tokens=32)
     for n_steps in (0, 1, 3, 4, 10):
         engine.submit(ask("r", chat(100), max_tokens=64))
@@ -173,7 +173,7 @@ def test_a_cancelled_requests_cells_are_free_one_step_later() -> None:
         assert context.n_seq_free == N_SEQS
 
 
-def test_a_cancelled_requests_cells_are_free_beside_others() -> None:
+def test_the_cells_of_a_canceled_request_are_free_while_others_run() -> None:
     engine, context = engine_of(enable_prefix_caching=False)
     for i in range(8):
         engine.submit(ask(f"{i}", chat(100, seed=i), max_tokens=64))

@@ -1,8 +1,8 @@
-"""A simulated world: the real engine, scheduler, prefix cache and KvCache; made-up clients, time and tokens.
+"""A simulated world: the real engine, scheduler, prefix cache and KvCache with fake clients, time and tokens.
 
-Everything follows from one seed. After every step the counts must balance and every plan must keep the
-rules; every 64 steps everything is checked; at the end each request has had its one end, with the tokens that
-it gets when it is alone. The numbers in brackets are those of the design's invariants (reliability.md, 4).
+Everything follows from one seed. After every step the counts must balance and every plan must follow the
+rules. Every 64 steps everything is checked. At the end each request has ended once, with the tokens that it
+gets alone. The numbers in brackets are those of the invariants of the design (reliability.md, 4).
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from sim.context import SimContext, answer
 STEPS_BETWEEN_CHECKS = 64
 PROMPT_MAX, OUTPUT_MAX = 256, 64
 FAR_S = 600.0
-# Five requests that the core refuses within a minute end the engine; a world stays below.
+# Five requests that the core refuses within a minute end the engine; a world has fewer.
 N_REFUSED_MAX = 4
 
 
 @dataclass(frozen=True)
 class Mix:
-    """What comes and what there is. Shares are of all requests; `load` is of what the engine can do."""
+    """The load and the capacity. Shares are of all requests; `load` is relative to the throughput."""
 
     n_requests: int
     n_cells: int = 2048
     n_running: int = 32
     n_streams: int = 1
     load: float = 1.0
-    aborts: float = 0.14  # a tenth; the others have ended before
+    aborts: float = 0.14  # a tenth is cancelled; the others have ended before
     deadlines: float = 0.05
     priorities: float = 0.2
     choices: float = 0.05
@@ -52,12 +52,15 @@ class Mix:
     trouble: float = 0.01
     faults: float = 0.002
     prefix_caching: bool = True
-    n_clients: int = 1  # that have shares; eight send requests
+    n_clients: int = 1  # that have shares; eight clients send requests
 
 
 def mix_of(seed: int, n_requests: int) -> Mix:
-    """The mix of a seed: half of them (the odd ones) are short of cells; one, two and four KV streams; from a
-    load that leaves room to one that fills the queue; some without the prefix cache."""
+    """Return the mix of a seed.
+
+    Odd seeds are short of cells. There are one, two or four KV streams, loads from low to one that fills the
+    queue, and some seeds without the prefix cache.
+    """
     n_streams = (1, 1, 2, 4)[seed // 2 % 4]
     load = (0.8, 1.0, 1.5, 3.0, 1.0)[seed % 5]
     return Mix(
@@ -70,18 +73,18 @@ def mix_of(seed: int, n_requests: int) -> Mix:
 
 
 def prompt_length(rng: random.Random) -> int:
-    """1 to 256 tokens, 48 in the mean."""
+    """Return 1 to 256 tokens, 48 on average."""
     return min(PROMPT_MAX, 1 + int(rng.expovariate(1 / 47.8)))
 
 
 def output_length(rng: random.Random) -> int:
-    """1 to 64 tokens, 16 in the mean."""
+    """Return 1 to 64 tokens, 16 on average."""
     return min(OUTPUT_MAX, 1 + int(rng.expovariate(1 / 15.8)))
 
 
 @dataclass
 class Fate:
-    """What was submitted, and what came of each of its choices."""
+    """A request, and the outputs of each of its choices."""
 
     request: EngineRequest
     seed: int
@@ -94,7 +97,7 @@ class Fate:
 
 @dataclass
 class World:
-    """One run. `step` until `is_over`; `n_steps` and `trace` say what happened."""
+    """One run: `step` until `is_over`. `trace` is a digest of what happened."""
 
     seed: int
     mix: Mix
@@ -205,7 +208,7 @@ class World:
         prompt[self.rng.randrange(len(prompt))] = token
 
     def cancel(self, name: str) -> None:
-        """A client disconnects, perhaps after the end, perhaps twice."""
+        """Cancel a request, perhaps after its end, perhaps twice."""
         fate = self.fates.get(name)
         if fate is not None:
             fate.cancelled = True
@@ -215,7 +218,7 @@ class World:
     # --- time ---
 
     def step(self) -> None:
-        """What clients do until now, one engine step, and the counts after it."""
+        """Do what clients do by now, run one engine step, and check the counts."""
         rng = self.rng
         rate = 65 * self.mix.load
         while self.n_arrived < self.mix.n_requests and self.next_arrival_s <= self.now_s:
@@ -251,7 +254,7 @@ class World:
         assert self.context.n_rows_max <= self.limits.max_num_batched_tokens
 
     def _engine_step(self) -> list[EngineOutput]:
-        """One step, whose plan is checked."""
+        """Run one step and check its plan."""
         self.engine._scheduler = SimpleNamespace(schedule=self._plan)  # type: ignore[assignment]
         return self.engine.step(self.now_s)
 
@@ -267,9 +270,9 @@ class World:
         assert len(preempted) == len(made.preempt)
         if preempted:  # [I11]
             assert min(stayed, key=queue_key) not in preempted, "the oldest was preempted"
-            assert all(r.num_preempted < PREEMPTIONS_MAX for r in preempted), "one was preempted too often"
+            assert all(r.num_preempted < PREEMPTIONS_MAX for r in preempted), "preempted too often"
         if not stayed and any(r.source.deadline_s > now_s for r in view.waiting):
-            pinned = self.engine.sessions.n_pinned  # it is planned again without them
+            pinned = self.engine.sessions.n_pinned  # the step is planned again without them
             assert made.admit or pinned, "nothing runs, a request waits, and none was admitted"  # [I10]
         if self.n_steps % STEPS_BETWEEN_CHECKS == 0:
             assert self.scheduler.schedule(view) == made, "equal views gave two plans"
@@ -286,7 +289,7 @@ class World:
             assert stats.kv_cells_free + stats.kv_cells_retained == self.mix.n_cells
 
     def _take(self, output: EngineOutput) -> None:
-        """One output: nothing after an end [I8], one end for each choice and one last for all [I7, I12]."""
+        """Check an output: none after an end [I8], one end per choice, and one last output [I7, I12]."""
         fate = self.fates[output.request_id]
         assert fate.reasons[output.index] is None, "an output after the end"
         fate.tokens[output.index] += output.new_token_ids
@@ -314,17 +317,17 @@ class World:
                 self.chats[self.rng.randrange(48)] = chat
 
     def _check_end(self, fate: Fate, output: EngineOutput) -> None:
-        """An end of the right kind, at the right time, with the tokens of the request alone [I3, I4]."""
+        """Check the reason and time of an end; the tokens must be those of the request alone [I3, I4]."""
         request, tokens, reason = fate.request, fate.tokens[output.index], output.finish_reason
         assert reason is not None
         self.n_ended[reason.value] = self.n_ended.get(reason.value, 0) + 1
         trouble = {NON_FINITE, REFUSED} & set(request.prompt_token_ids)
         late_s = self.now_s - request.deadline_s
-        assert late_s <= self.limits.timeout_scan_s + 0.2, "it ended long after its deadline"  # [I13]
+        assert late_s <= self.limits.timeout_scan_s + 0.2, "ended long after its deadline"  # [I13]
         params = request.params
         spec = SamplerSpec(temperature=params.temperature, seed=fate.seed, choice=output.index)
         want = [*islice(answer(request.prompt_token_ids, spec), len(tokens))]
-        assert trouble or tokens == want, "not the tokens of the request alone"
+        assert trouble or tokens == want, "the tokens differ from those of the request alone"
         match reason:
             case FinishReason.STOP:
                 assert tokens[-1] in params.stop_token_ids
