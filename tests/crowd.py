@@ -27,7 +27,7 @@ ARRIVALS = {
     "twin": (0, 12, 4),
     "b": (0, 0, 11),
     "two": (1, 0, 9),  # n = 2
-    "gone": (1, 0, 4),  # cancelled while it runs
+    "gone": (1, 0, 4),  # canceled while it runs
     "c": (2, 12, 4),
     "d": (3, 6, 7),
     "f": (2, 0, 3),

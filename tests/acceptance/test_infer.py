@@ -14,7 +14,7 @@ pytestmark = pytest.mark.stage0
 
 
 def greedy_together(runner: Runner, prompts: list[list[int]], n_tokens: int) -> list[list[int]]:
-    """Argmax continuations of several prompts that are decoded in the same batches."""
+    """Return argmax continuations of prompts that are decoded in the same batches."""
     seqs = [runner.context.seq_acquire() for _ in prompts]
     rows, asked = [], []
     for seq, prompt in zip(seqs, prompts, strict=True):

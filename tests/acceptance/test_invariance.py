@@ -1,7 +1,7 @@
-"""A request's tokens and logprobs are the same bits whatever happens around it.
+"""A request gets the same bits of tokens and logprobs whatever happens around it.
 
-Alone, in a batch, in any order, cut into chunks, preempted, with its prefix found cached, in scattered cells,
-in several KV streams, on any number of threads. Poison is on: a read of a free cell would show as NaN.
+It runs alone, in a batch, in any order, in chunks, preempted, with a cached prefix, in scattered cells, in
+several KV streams, and on any number of threads. With the NaN fill, a read of a free cell shows as NaN.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ SETTINGS = {
     ),
     "prefixes evicted": Setting(n_cells=640, order=4, limits={"max_num_seqs": 4}),
     "fragmented": Setting(n_cells=1024, order=5, n_open_max=30, limits={"max_num_seqs": 24}),
-    "taking turns": Setting(order=6, limits={"max_batch_size": 3, "max_num_seqs": 9}),
+    "small batches": Setting(order=6, limits={"max_batch_size": 3, "max_num_seqs": 9}),
     "two KV streams": Setting(n_cells=1024, order=7, limits={"n_streams": 2, "max_num_seqs": 16}),
     "four KV streams": Setting(n_cells=1024, limits={"n_streams": 4, "max_num_seqs": 16}),
 }
 
 
 def requests(golden: Golden) -> list[EngineRequest]:
-    """Prompts that share beginnings, greedy and sampled, some with several choices."""
+    """Return requests with shared prefixes, greedy and sampled, some with several choices."""
     rng = random.Random(SEED)
     made = []
     for i in range(N_REQUESTS):
@@ -106,7 +106,7 @@ def requests(golden: Golden) -> list[EngineRequest]:
 
 
 def bits(output: EngineOutput) -> list[tuple[int, bytes]]:
-    """Ids, and the logprobs' bits."""
+    """Return ids with the bits of their logprobs."""
     entries = output.new_logprobs or []
     assert [entry.token_id for entry in entries] == output.new_token_ids
     return [
@@ -163,7 +163,7 @@ def run(
 
 @pytest.fixture(scope="module")
 def alone(golden: Golden) -> dict[tuple[str, int], list[tuple[int, bytes]]]:
-    """Each request by itself, one after the other."""
+    """Run each request alone."""
     return run(golden, ALONE)[0]
 
 

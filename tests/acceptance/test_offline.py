@@ -100,7 +100,7 @@ def test_a_stream_gives_the_same_completions_in_pieces(llm: LLM, golden: Golden)
             pieces[2] += output.logprobs or []  # type: ignore[operator]
             pieces[3] = output.finish_reason
         finished += [delta.request_id] if delta.finished else []
-    assert n_deltas > 2 * len(prompts)  # pieces, not the whole at once
+    assert n_deltas > 2 * len(prompts)  # pieces, not whole completions
     assert sorted(finished) == sorted(ids)  # each request ends once
     first = min(map(int, ids))  # ids ascend in the order of the prompts
     want = {
@@ -128,8 +128,8 @@ def test_a_stream_checks_at_once_and_closing_it_cancels(golden: Golden) -> None:
         long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
         stream = llm.generate({"prompt_token_ids": golden.prompts[0]}, long, stream=True)
         next(stream)
-        stream.close()  # type: ignore[attr-defined]  # an iterator of ours is a generator
-        # There is one place, so this runs only once the closed stream has given its own back.
+        stream.close()  # type: ignore[attr-defined]  # a generator
+        # Only one request may run, so this one runs after the closed stream has ended.
         (after,) = llm.generate({"prompt_token_ids": golden.prompts[0]}, GREEDY)
         assert after.outputs[0].token_ids == golden.greedy[0]
         assert len(list(never_read)) > 1
@@ -137,7 +137,7 @@ def test_a_stream_checks_at_once_and_closing_it_cancels(golden: Golden) -> None:
 
 @pytest.mark.parametrize("field", ["stop", "stop_token_ids", "logit_bias", "bad_words"])
 def test_none_means_none(field: str, llm: LLM, golden: Golden) -> None:
-    """vLLM's defaults."""
+    """None is the default, as in vLLM."""
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, **{field: None})  # type: ignore[arg-type]
     assert params == GREEDY
     (output,) = llm.generate({"prompt_token_ids": golden.prompts[0]}, params)

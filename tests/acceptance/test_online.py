@@ -15,7 +15,7 @@ from llaisys.errors import ContextLengthError, EngineDeadError, QueueFullError, 
 from serving import long_model
 
 pytestmark = pytest.mark.stage2
-# It does not end by itself before a test has acted.
+# It does not end before a test has acted.
 LONG = SamplingParams(temperature=0, max_tokens=60_000, ignore_eos=True)
 
 
@@ -40,7 +40,7 @@ def greedy(n: int) -> SamplingParams:
 async def collect(
     service: AsyncLLM, prompt: list[int], params: SamplingParams, name: str
 ) -> tuple[list[int], str]:
-    """All ids of a request and why it ended. Asserts that its last delta, and no other, is the end."""
+    """Return the ids of a request and its finish reason; only the last delta may be the end."""
     ids: list[int] = []
     ends = []
     async for delta in service.generate(prompt, params, name):
@@ -70,7 +70,7 @@ async def test_a_closed_stream_is_canceled_and_the_others_continue(
     other = asyncio.ensure_future(collect(service, golden.prompts[1], greedy(24), "stays"))
     await stream.aclose()  # type: ignore[attr-defined]
     assert await other == (golden.greedy[1], "length")
-    # The next request's first token comes a step after the cancel: by then its cells are back.
+    # The first token of the next request comes a step after the cancel, when the cells are free.
     await collect(service, [1], greedy(1), "after")
     assert service.stats().engine.kv_cells_used == 0
     await service.close()
@@ -102,13 +102,13 @@ async def test_the_queue_is_bounded_and_refuses_at_once(long: dict[str, Any], go
     await service.close()
 
 
-async def test_what_can_never_fit_is_refused_with_both_numbers(service: AsyncLLM) -> None:
+async def test_a_request_beyond_the_context_is_refused_with_both_numbers(service: AsyncLLM) -> None:
     with pytest.raises(ContextLengthError, match=r"(?s)500.*512|512.*500"):
         await anext(service.generate([1] * 500, greedy(13), "big"))
 
 
 async def test_a_request_past_its_deadline_ends(long: dict[str, Any], golden: Golden) -> None:
-    """One runs, one waits behind it; both are older than the deadline at the first step after it."""
+    """One runs and one waits; both are past the deadline at the first step after it."""
     config = Config(**long, max_num_seqs=1, request_timeout_s=1e-6)
     service = await AsyncLLM.start(config)
     results = await asyncio.gather(

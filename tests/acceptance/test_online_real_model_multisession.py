@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.stage2, pytest.mark.model]
 TURNS = {
     "geography": ["What is the capital of France?", "And of Italy?", "Which of the two is larger?"],
     "numbers": ["What is two plus three?", "Add four to that.", "Is the result even?"],
-    "colours": ["Name a colour.", "Name another one.", "Which one is brighter?"],
+    "colors": ["Name a color.", "Name another one.", "Which one is brighter?"],
     "sea": ["Write one sentence about the sea.", "Make it shorter.", "Now about a river."],
 }
 

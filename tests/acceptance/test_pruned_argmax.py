@@ -1,4 +1,4 @@
-"""Pruned argmax over the lm_head (`screen_lm_head`) gives the same tokens in any batch."""
+"""Pruned argmax over the output matrix (`screen_lm_head`) changes no token."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ MIXED = [
 
 
 def generate(
-    model: str, prompts: list[list[int]], params: list[SamplingParams], *, screen: bool, dtype: str
+    model: str, prompts: list[list[int]], params: list[SamplingParams], *, prune: bool, dtype: str
 ) -> list[object]:
-    """Ids, and logprobs to the bit."""
-    with LLM(model, dtype=dtype, num_kv_cells=2048, screen_lm_head=screen) as llm:
+    """Return the ids and logprobs of each request."""
+    with LLM(model, dtype=dtype, num_kv_cells=2048, screen_lm_head=prune) as llm:
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
     return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
 @pytest.mark.parametrize("name", FOLDERS)
-def test_the_same_tokens_with_and_without(name: str, dtype: str) -> None:
+def test_tokens_are_equal_with_and_without_pruning(name: str, dtype: str) -> None:
     folder: Path = FOLDER.parent / name
     prompts = (load_golden(folder).prompts * 8)[:8]
     params = (MIXED * 2)[: len(prompts)]
-    on, off = (generate(str(folder), prompts, params, screen=screen, dtype=dtype) for screen in (True, False))
+    on, off = (generate(str(folder), prompts, params, prune=prune, dtype=dtype) for prune in (True, False))
     assert on == off
 
 
@@ -43,7 +43,5 @@ def test_the_same_tokens_with_and_without(name: str, dtype: str) -> None:
 def test_a_real_model_in_16_bits() -> None:
     prompts = [[1, 100 + i, 2000 + 7 * i, 30 + i] for i in range(16)]
     params = [GREEDY] * 16
-    on, off = (
-        generate("smollm2", prompts, params, screen=screen, dtype="bfloat16") for screen in (True, False)
-    )
+    on, off = (generate("smollm2", prompts, params, prune=prune, dtype="bfloat16") for prune in (True, False))
     assert on == off

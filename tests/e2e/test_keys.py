@@ -1,4 +1,4 @@
-"""A server with API keys: who has access, and each key's share of the capacity."""
+"""A server with API keys: access, and each key's share of the capacity."""
 
 from __future__ import annotations
 

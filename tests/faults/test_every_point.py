@@ -107,7 +107,7 @@ def test_the_runs_cover_every_event_and_agree(
         check_answers(answers, want)
         assert answers.n_together == 8
         assert answers.ends["gone", 0].finish_reason is FinishReason.ABORT
-        assert answers.tokens["gone", 0], "the cancelled request had begun"
+        assert answers.tokens["gone", 0], "the canceled request had begun"
         assert answers.stats.num_preempted > 0
         assert answers.stats.prefix_hit_tokens > 0
         assert answers.stats.num_evicted_cells > 0 or scene == "no prefix cache"

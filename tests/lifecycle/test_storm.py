@@ -1,4 +1,4 @@
-"""An abort storm on the tiny golden model: 10,000 requests, of which 30 % are cancelled at random moments.
+"""An abort storm on the tiny golden model: 10,000 requests, of which 30 % are canceled at random moments.
 
 Nothing leaks, and the other requests get the same outputs as alone.
 """
@@ -43,7 +43,7 @@ SETTINGS: dict[str, Any] = {
 
 class Watch:
     """Records an engine of this process: the last outputs of each request, and the number of steps until a
-    cancelled request has released its sequence."""
+    canceled request has released its sequence."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine: LLMEngine | None = None
@@ -161,7 +161,7 @@ async def test_abort_storm(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
 
 
 @pytest.mark.parametrize("n_steps", range(6), ids=lambda n: f"after {n} steps")
-def test_the_cells_of_a_cancelled_request_are_free_one_step_later(n_steps: int) -> None:
+def test_the_cells_of_a_canceled_request_are_free_one_step_later(n_steps: int) -> None:
     """While another request runs: in the queue (0), during prefill (1 to 3), during decoding (from 4)."""
     config = Config(**{**SETTINGS, "max_num_batched_tokens": 16, "enable_prefix_caching": False})
     made = size_engine(config, inspect_model(FOLDER), 2**30, Cpus(1))

@@ -21,7 +21,7 @@ N_TRACED, N_WARM = 30_000, 10_000
 
 
 class Crowd:
-    """Short requests, sixteen open at a time; some share a prefix, and some are cancelled."""
+    """Short requests, sixteen open at a time; some share a prefix, and some are canceled."""
 
     def __init__(self) -> None:
         bounds = limits(max_num_seqs=16, max_num_batched_tokens=256, max_num_queued_reqs=16, n_cells=512)

@@ -113,8 +113,8 @@ def test_an_edit_computes_only_the_tokens_after_it() -> None:
 def test_the_next_turn_computes_only_its_new_tokens() -> None:
     engine, context = engine_of()
     prompt = chat(300)
-    _, told, _ = ask_for(engine, context, prompt)
-    turn = [*prompt, *told, *chat(20, seed=1)]
+    _, first, _ = ask_for(engine, context, prompt)
+    turn = [*prompt, *first, *chat(20, seed=1)]
     n_rows, _, n_cached = ask_for(engine, context, turn)
     assert (n_rows, n_cached) == (1 + 20 + 7, 300 + 7)
 

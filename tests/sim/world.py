@@ -44,7 +44,7 @@ class Mix:
     n_running: int = 32
     n_streams: int = 1
     load: float = 1.0
-    aborts: float = 0.14  # a tenth is cancelled; the others have ended before
+    aborts: float = 0.14  # a tenth is canceled; the others have ended before
     deadlines: float = 0.05
     priorities: float = 0.2
     choices: float = 0.05
