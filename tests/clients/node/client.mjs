@@ -1,5 +1,5 @@
-// Drives every endpoint that the official client knows. Arguments: base URL, key. Prints one JSON object a
-// call: {"call", ...what it saw}. What must be true of them is in tests/e2e/test_openai_node.py.
+// Calls every endpoint of the official client. Arguments: base URL, key. Prints one JSON object per call:
+// {"call", ...result}. tests/e2e/test_openai_node.py checks the results.
 import OpenAI from "openai";
 
 const [baseURL, apiKey] = process.argv.slice(2);
