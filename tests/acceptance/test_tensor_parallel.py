@@ -1,4 +1,4 @@
-"""A model split over ranks gives the greedy ids of transformers in any batch, and over HTTP too."""
+"""A model split over ranks gives the greedy ids of transformers in any batch, also over HTTP."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llaisys import LLM, RequestOutput, SamplingParams
 from llaisys.errors import UnsupportedError
 from serving import serving
 
-# Those with two key-value heads: tied and own head, biases, norms of heads.
+# Models with two key-value heads: tied and untied output matrix, biases, head norms.
 FOLDERS = ["qwen2-tied-bf16", "llama-untied-bf16", "llama3-rope-bf16", "mistral-bf16", "qwen3-tied-bf16"]
 SMOLLM2 = Path(__file__).parents[1] / "data" / "smollm2-135m" / "golden.json"
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
@@ -41,7 +41,7 @@ def test_a_real_model_on_three_ranks() -> None:
 
 
 def bits(output: RequestOutput) -> object:
-    """Return what two completions are compared by: ids, and the bits of logprobs."""
+    """Return what is compared: ids, and the bits of logprobs."""
     return output.outputs[0].token_ids, output.outputs[0].logprobs
 
 
@@ -53,7 +53,7 @@ def test_a_batch_of_eight_gives_the_bits_of_one_alone(golden: Golden) -> None:
     assert [bits(output) for output in together] == [bits(output) for output in alone]
 
 
-def test_what_cannot_be_split_is_refused_by_name() -> None:
+def test_a_model_that_cannot_be_split_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"2 ranks .*key-value heads is 1, expected a multiple of 2"):
         split(FOLDER.parent / "qwen2-f16")
 
@@ -65,5 +65,5 @@ def test_a_server_takes_the_flag(golden: Golden, tmp_path: Path) -> None:
         answer = server.http.post(
             "/v1/completions", json={**body, "ignore_eos": True, "return_token_ids": True}
         )
-        assert "split over 2 ranks" in server.log.read_text("utf-8")
+        server.wait_logged("split over 2 ranks")
     assert answer.json()["choices"][0]["token_ids"] == golden.greedy[0]

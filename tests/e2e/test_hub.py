@@ -43,6 +43,8 @@ class Shell:
             "HF_HOME": str(self.home),
             "HF_ENDPOINT": self.hub.url,
             "LLAISYS_HOME": str(self.home / "ours"),
+            "HF_HUB_ETAG_TIMEOUT": f"{END_S:.0f}",
+            "HF_HUB_DOWNLOAD_TIMEOUT": f"{END_S:.0f}",
         }
         return {**kept, **ours, "NO_PROXY": "127.0.0.1", **extra}
 
