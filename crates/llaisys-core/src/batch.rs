@@ -7,7 +7,7 @@ pub use crate::error::BatchError;
 
 /// The outputs of a row; flags may be combined with `|`.
 pub mod output {
-    /// Nothing: the row only fills the KV cache.
+    /// No output: the row only fills the KV cache.
     pub const NONE: u8 = 0;
     /// Logits, and the id sampled from them.
     pub const LOGITS: u8 = 1;
@@ -23,7 +23,7 @@ pub struct BatchArrays<'a> {
     pub tokens: &'a [i32],
     /// Positions, `[n_rows]`, from 0.
     pub positions: &'a [i32],
-    /// How many sequences each row belongs to, `[n_rows]`, at least 1.
+    /// Number of sequences that each row belongs to, `[n_rows]`, at least 1.
     pub n_seq_id: &'a [i32],
     /// The rows' sequence ids one after the other, `[sum of n_seq_id]`, as [`SeqId::to_raw`].
     pub seq_ids: &'a [i64],
@@ -33,16 +33,16 @@ pub struct BatchArrays<'a> {
     pub wants_output: &'a [u8],
 }
 
-/// The bounds that rows are checked against.
+/// The limits that rows are checked against.
 #[derive(Debug, Clone, Copy)]
 pub struct BatchLimits {
-    /// Ids are below this.
+    /// Token ids must be below this.
     pub vocab_size: usize,
-    /// Positions are below this.
+    /// Positions must be below this.
     pub max_positions: usize,
-    /// Sequences that may exist.
+    /// The most sequences at a time.
     pub n_seq_max: usize,
-    /// KV streams.
+    /// Number of KV streams.
     pub n_streams: usize,
 }
 

@@ -1,20 +1,20 @@
 //! Collective operations between the ranks of a tensor-parallel model: sums, gathers and broadcasts of f32.
 //!
-//! Every rank calls the same operations in the same order with slices of the same length. Results are the same bits on
-//! every rank and in every run: sums are taken in the order of the ranks.
+//! Every rank calls the same operations in the same order with slices of the same length. Results have the same bits on
+//! every rank and in every run, because sums add the ranks in order.
 
 use crate::error::DeviceError;
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLock, RwLockReadGuard};
 
-/// One rank of a group. Errors of all three operations: [`DeviceError::RankLost`] if another rank has ended in the
-/// middle; the contents of the slices are then undefined, and the group must not be used again.
+/// One rank of a group. All three operations return [`DeviceError::RankLost`] if another rank has ended in the middle.
+/// The contents of the slices are then undefined, and the group must not be used again.
 pub trait Collective: Send + Debug {
     /// This rank, from 0.
     fn rank(&self) -> usize;
 
-    /// Ranks in all.
+    /// Number of ranks.
     fn world(&self) -> usize;
 
     /// Replaces each element of `buf` by its sum over all ranks.
@@ -53,7 +53,7 @@ impl Collective for SingleRank {
     }
 
     fn broadcast(&mut self, _buf: &mut [f32], root: usize) -> Result<(), DeviceError> {
-        assert_eq!(root, 0, "the root is a rank");
+        assert_eq!(root, 0, "the root must be a rank");
         Ok(())
     }
 
@@ -65,14 +65,15 @@ impl Collective for SingleRank {
 pub struct LocalRank {
     rank: usize,
     shared: Arc<Shared>,
-    /// Which of the two sets of messages the next exchange uses.
+    /// Index of the set of messages that the next exchange uses.
     set: usize,
 }
 
 #[derive(Debug)]
 struct Shared {
-    /// The message of each rank, `[2][world]`. Exchanges alternate between the two sets: a rank that writes to one set has
-    /// passed the barrier of the exchange with the other set, which every rank reaches only after reading the first.
+    /// The message of each rank, `[2][world]`. Exchanges alternate between the two sets: a rank that writes to one set
+    /// has passed the barrier of the exchange with the other set, which every rank reaches only after reading the
+    /// first.
     messages: [Vec<RwLock<Vec<f32>>>; 2],
     barrier: Barrier,
 }
@@ -85,12 +86,12 @@ impl LocalRank {
         (0..world).map(|rank| Self { rank, shared: Arc::clone(&shared), set: 0 }).collect()
     }
 
-    /// True once a rank has ended.
+    /// True after a rank has ended.
     pub fn is_aborted(&self) -> bool {
         self.shared.barrier.aborted.load(Ordering::Acquire)
     }
 
-    /// The error of this rank after another has ended.
+    /// The error of this rank after another rank has ended.
     pub fn lost(&self) -> DeviceError {
         DeviceError::RankLost { rank: self.rank, world: self.world() }
     }
@@ -114,7 +115,7 @@ impl LocalRank {
 struct Messages<'a>(&'a [RwLock<Vec<f32>>]);
 
 impl Messages<'_> {
-    /// The `n` elements of one rank. Panics if it sent another number: that is a bug.
+    /// The `n` elements that one rank sent. Panics if it sent another number, which is a bug.
     fn message_of_rank(&self, rank: usize, n: usize) -> RwLockReadGuard<'_, Vec<f32>> {
         let message = self.0[rank].read().unwrap_or_else(PoisonError::into_inner);
         assert_eq!(message.len(), n, "rank {rank} sent another number of elements");
@@ -144,7 +145,7 @@ impl Collective for LocalRank {
 
     fn all_gather(&mut self, src: &[f32], dst: &mut [f32]) -> Result<(), DeviceError> {
         let world = self.world();
-        assert_eq!(dst.len(), world * src.len(), "the destination has the parts of all ranks");
+        assert_eq!(dst.len(), world * src.len(), "the destination must have a part for every rank");
         let messages = self.exchange(Some(src))?;
         for rank in 0..world {
             dst[rank * src.len()..(rank + 1) * src.len()]
@@ -178,7 +179,7 @@ struct Barrier {
     world: usize,
     /// Ranks that wait for the current round to end.
     n_arrived: AtomicUsize,
-    /// Rounds that ended. Written under `change`.
+    /// Number of rounds that have ended. Written under `change`.
     round: AtomicUsize,
     /// Written under `change`.
     aborted: AtomicBool,
@@ -201,7 +202,7 @@ impl Barrier {
         Self { world, n_arrived, round, aborted: AtomicBool::new(false), change, changed }
     }
 
-    /// Returns when all ranks have called it. Writes of a rank before the call are visible to every rank after it.
+    /// Waits until all ranks have called this. Writes of a rank before the call are visible to every rank after it.
     fn wait(&self) -> Result<(), Aborted> {
         if self.aborted.load(Ordering::Acquire) {
             return Err(Aborted);

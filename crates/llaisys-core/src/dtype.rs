@@ -1,10 +1,10 @@
-//! Element types of stored tensors, and the compute modes chosen from them.
+//! Element types of stored tensors, and the compute modes that select how they are used.
 
 use serde::Serialize;
 
 /// Element type of a tensor in a file. Block types store `block_len` elements in `block_bytes` bytes.
 ///
-/// Block layouts are GGUF's, each drawn in its file of `quant/`; [`DType::Int4`] is our own.
+/// Block layouts are those of GGUF; each is described in its file of `quant/`. [`DType::Int4`] is our own.
 #[allow(non_camel_case_types, reason = "GGUF's names")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -34,26 +34,26 @@ pub enum DType {
     /// 32 elements of 4 bits that index a table of 16 numbers: one f16 scale.
     #[serde(rename = "iq4_nl")]
     IQ4_NL,
-    /// 256 elements of 2 bits: scale and minimum of 4 bits for each 16, f16 units of both.
+    /// 256 elements of 2 bits: 4-bit scale and minimum for each 16, f16 units of both.
     #[serde(rename = "q2_k")]
     Q2_K,
-    /// 256 elements of 3 bits offset by 4: signed scale of 6 bits for each 16, f16 unit.
+    /// 256 elements of 3 bits offset by 4: signed 6-bit scale for each 16, f16 unit.
     #[serde(rename = "q3_k")]
     Q3_K,
-    /// 256 elements of 4 bits: scale and minimum of 6 bits for each 32, f16 units of both.
+    /// 256 elements of 4 bits: 6-bit scale and minimum for each 32, f16 units of both.
     #[serde(rename = "q4_k")]
     Q4_K,
-    /// 256 elements of 5 bits: scale and minimum of 6 bits for each 32, f16 units of both.
+    /// 256 elements of 5 bits: 6-bit scale and minimum for each 32, f16 units of both.
     #[serde(rename = "q5_k")]
     Q5_K,
-    /// 256 elements of 6 bits offset by 32: signed scale of 8 bits for each 16, f16 unit.
+    /// 256 elements of 6 bits offset by 32: signed 8-bit scale for each 16, f16 unit.
     #[serde(rename = "q6_k")]
     Q6_K,
-    /// 32 elements of 4 bits: f32 scale, zero point of one byte. What GPTQ and AWQ tensors are turned into while
-    /// they are loaded; no file has it.
+    /// 32 elements of 4 bits: f32 scale, zero point of one byte. GPTQ and AWQ tensors are converted to it while they
+    /// are loaded; no file contains it.
     #[serde(rename = "int4")]
     Int4,
-    /// Packed words of GPTQ and AWQ tensors, four bytes each; no weights by themselves.
+    /// Packed words of GPTQ and AWQ tensors, four bytes each; not weights by themselves.
     #[serde(rename = "i32")]
     I32,
 }
@@ -121,7 +121,7 @@ impl DType {
         self.block_len() > 1
     }
 
-    /// The name used in logs and errors: GGUF's, in lower case.
+    /// The name in logs and errors: GGUF's, in lower case.
     pub const fn name(self) -> &'static str {
         match self {
             DType::F32 => "f32",
@@ -144,11 +144,11 @@ impl DType {
     }
 }
 
-/// How the weights are held and multiplied (`--dtype`, `--quantization`).
+/// How weights are stored in memory and multiplied (`--dtype`, `--quantization`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ComputeMode {
-    /// The checkpoint's own precision: blocks stay blocks, bf16 stays bf16, f16 and f32 become f32.
+    /// The checkpoint's own precision: block types and bf16 are kept, f16 and f32 become f32.
     Auto,
     /// Everything in f32.
     Float32,
@@ -156,7 +156,7 @@ pub enum ComputeMode {
     Bfloat16,
     /// Matrices quantized to 8 bits while they are loaded.
     Int8,
-    /// Matrices quantized to 4 bits while they are loaded, the head and the embeddings to 6.
+    /// Matrices quantized to 4 bits while they are loaded, the output head and the embeddings to 6.
     Int4,
 }
 
@@ -166,13 +166,13 @@ pub enum ComputeMode {
 pub enum KvDType {
     /// IEEE binary32.
     Float32,
-    /// IEEE binary16. What lies beyond 65504 becomes infinite.
+    /// IEEE binary16. Magnitudes above 65504 become infinite.
     Float16,
     /// The upper half of a binary32.
     Bfloat16,
-    /// Signed bytes, -127..=127, and an f32 scale for each cell, head and tensor, behind the head's bytes: the head's
-    /// largest magnitude / 127. What is stored is off by half a scale at most. A head with a number that is not finite
-    /// has a scale that is NaN.
+    /// Signed bytes, -127..=127, with an f32 scale for each cell, head and tensor after the head's bytes. The scale is
+    /// the head's largest magnitude / 127, so the error is at most half a scale. A head with a number that is not
+    /// finite has a NaN scale.
     Int8,
 }
 
@@ -180,7 +180,7 @@ impl KvDType {
     /// Every type.
     pub const ALL: [KvDType; 4] = [KvDType::Float32, KvDType::Float16, KvDType::Bfloat16, KvDType::Int8];
 
-    /// Bytes of one head of `d_head` elements in a cell's K, or V.
+    /// Bytes of one head of `d_head` elements in a cell's K, or in its V.
     pub const fn head_bytes(self, d_head: usize) -> usize {
         match self {
             KvDType::Float32 => 4 * d_head,

@@ -1,12 +1,12 @@
-//! Places where a test can make the core fail (cargo feature `faults`, in no shipped build).
+//! Fault points: places where a test can make the core fail (cargo feature `faults`, which no released build has).
 //!
-//! One static table of atomics, and the macro `fault_point!`, which is nothing without the feature.
+//! One static table of atomics, and the macro `fault_point!`, which expands to nothing without the feature.
 
 #[cfg(feature = "faults")]
 pub use table::{Action, SetError, hits, names, set};
 
-/// Fails here if a test has asked for it: returns `Err` from the function (not in the form `panic`), panics or waits.
-/// The name is one of the table's.
+/// Fails here if a test has requested it: returns `Err` from the function (not in the form `panic`), panics or waits.
+/// The name must be in the table.
 macro_rules! fault_point {
     ($name:literal) => {
         #[cfg(feature = "faults")]
@@ -14,7 +14,7 @@ macro_rules! fault_point {
     };
     (panic $name:literal) => {
         #[cfg(feature = "faults")]
-        crate::faults::table::hit($name).expect("points that cannot return an error take none");
+        crate::faults::table::hit($name).expect("a point that cannot return an error has no such action");
     };
 }
 pub(crate) use fault_point;
@@ -36,7 +36,7 @@ pub(crate) mod table {
         Panic = 2,
         /// Waits until the point is set to something else.
         Pause = 3,
-        /// Says that it has worked, and has not.
+        /// The operation reports success but does nothing.
         Leak = 4,
     }
 
@@ -49,12 +49,12 @@ pub(crate) mod table {
         }
     }
 
-    /// A point that cannot be set so.
+    /// Why a point cannot be set.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub enum SetError {
         /// No point has the name.
         NoSuchPoint,
-        /// The point cannot do that: an error would have to undo a change, or there is nothing to leak.
+        /// The point does not support the action: an error would require undoing a change, or nothing can leak.
         NoSuchAction,
     }
 
@@ -62,14 +62,14 @@ pub(crate) mod table {
         name: &'static str,
         actions: &'static [Action],
         action: AtomicU8,
-        /// Passes until it acts; it acts once.
+        /// Number of passes until the point acts; it acts once.
         n_left: AtomicU64,
         n_hits: AtomicU64,
     }
 
-    /// Everything except a leak: where the call may still be refused.
+    /// Every action except a leak: for places where the call can still be rejected.
     const ENTRY: &[Action] = &[Action::Off, Action::Error, Action::Panic, Action::Pause];
-    /// In the middle of work that returns no error.
+    /// Actions in the middle of work that returns no error.
     const INSIDE: &[Action] = &[Action::Off, Action::Panic, Action::Pause];
     const LEAKS: &[Action] = &[Action::Off, Action::Error, Action::Panic, Action::Pause, Action::Leak];
 
@@ -86,7 +86,7 @@ pub(crate) mod table {
         point("decode.prepare", ENTRY),
         point("decode.placed", ENTRY),
         point("decode.layer", INSIDE),
-        // On the ranks but the first, at the beginning of a pass.
+        // On every rank except the first, at the beginning of a pass.
         point("decode.rank", ENTRY),
         point("decode.forward", ENTRY),
         point("decode.logits", ENTRY),
@@ -104,7 +104,7 @@ pub(crate) mod table {
         point("kv.node_export", ENTRY),
         point("kv.node_import", ENTRY),
         point("weights.replace", ENTRY),
-        // A panic at one of these leaves the books half-changed: the context is lost.
+        // A panic at one of these leaves the KV cache's state half-changed, so the context is lost.
         point("kv.change", INSIDE),
         point("kv.prepare", INSIDE),
         point("kv.commit", INSIDE),
@@ -120,8 +120,9 @@ pub(crate) mod table {
         find(name).map(|point| point.n_hits.load(Ordering::SeqCst))
     }
 
-    /// Lets the point do `action` the `nth` time (from 1) that it is passed from now on, once.
-    /// Errors: no such point, or it cannot do that.
+    /// Makes the point perform `action` once, the `nth` time (from 1) that it is passed from now on.
+    ///
+    /// Errors: the point does not exist, or does not support the action.
     pub fn set(name: &str, action: Action, nth: u64) -> Result<(), SetError> {
         let point = find(name).ok_or(SetError::NoSuchPoint)?;
         if !point.actions.contains(&action) {
@@ -136,7 +137,7 @@ pub(crate) mod table {
         TABLE.iter().find(|point| point.name == name)
     }
 
-    /// Passes a point. True: leak.
+    /// Passes a point. Returns true if it must leak.
     pub(crate) fn hit(name: &'static str) -> Result<bool> {
         let point = find(name).expect("every point is in the table");
         point.n_hits.fetch_add(1, Ordering::SeqCst);

@@ -1,4 +1,5 @@
-//! The progress of a context as counters that any thread may read: liveness is progress, not a running thread.
+//! The progress of a context as counters that any thread may read. A context is alive if its counters advance, not if
+//! its thread exists.
 
 mod stall;
 
@@ -25,7 +26,7 @@ pub struct Progress {
 /// The counters at one moment.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ProgressSample {
-    /// The context waits while another one computes with the threads that they share. The other one is watched itself.
+    /// The context waits for the threads that it shares with another one, which computes. A detector watches that one.
     pub waiting_for_pool: bool,
     /// Decodes that were called.
     pub n_steps_begun: u64,
@@ -45,7 +46,7 @@ impl Progress {
     /// The counters now.
     pub fn sample(&self) -> ProgressSample {
         let read = |counter: &AtomicU64| counter.load(Ordering::Acquire);
-        // The end before the beginning: a step that begins in between is seen as begun, never as ended only.
+        // Read the end before the beginning: a step that begins in between counts as begun, never only as ended.
         let n_steps_ended = read(&self.n_steps_ended);
         ProgressSample {
             waiting_for_pool: self.waiting_for_pool.load(Ordering::Acquire),
@@ -58,21 +59,21 @@ impl Progress {
         }
     }
 
-    /// Of a context that is being loaded, bytes of weights packed so far, and of all; equal once all are.
+    /// While a context is loaded: bytes of weights packed so far, and the total. They are equal once all are packed.
     pub fn loading(&self) -> (u64, u64) {
-        // The part before the whole, which only shrinks to it.
+        // Read the part before the total, which only decreases towards it.
         let packed = self.n_weight_bytes_packed.load(Ordering::Acquire);
         (packed, self.n_weight_bytes.load(Ordering::Acquire))
     }
 
-    /// Output rows for which the pruned argmax ran, and those of them whose token it found without computing all logits.
+    /// Output rows for which the pruned argmax ran, and those whose token it found without computing all logits.
     pub fn argmax_pruning(&self) -> (u64, u64) {
-        // The part before the whole: never more than it.
-        let settled = self.n_argmax_rows_pruned.load(Ordering::Acquire);
-        (self.n_argmax_rows.load(Ordering::Acquire), settled)
+        // Read the part before the total, so that it is never larger.
+        let pruned = self.n_argmax_rows_pruned.load(Ordering::Acquire);
+        (self.n_argmax_rows.load(Ordering::Acquire), pruned)
     }
 
-    /// Set the bytes of weights to be packed: an upper bound that is a little larger.
+    /// Sets the total bytes of weights to pack: an upper bound that is slightly too large.
     pub(crate) fn start_packing(&self, n_bytes: usize) {
         self.n_weight_bytes.store(n_bytes as u64, Ordering::Release);
     }
@@ -81,12 +82,12 @@ impl Progress {
         add(&self.n_weight_bytes_packed, n_bytes as u64);
     }
 
-    /// All weights are packed.
+    /// Sets the total to the packed bytes, when all weights are packed.
     pub(crate) fn finish_packing(&self) {
         self.n_weight_bytes.store(self.n_weight_bytes_packed.load(Ordering::Acquire), Ordering::Release);
     }
 
-    /// Return the result of `wait`; until then the context counts as waiting for its pool.
+    /// Returns the result of `wait`; during the call the context counts as waiting for its pool.
     pub(crate) fn waiting_for_pool<T>(&self, wait: impl FnOnce() -> T) -> T {
         self.waiting_for_pool.store(true, Ordering::Release);
         let waited = wait();
@@ -94,7 +95,7 @@ impl Progress {
         waited
     }
 
-    /// A step that ends when the guard is dropped: on return, on error and on panic.
+    /// Begins a step, which ends when the guard is dropped: on return, on error and on panic.
     pub(crate) fn begin_step(&self) -> StepGuard<'_> {
         add(&self.n_steps_begun, 1);
         StepGuard(self)
@@ -108,9 +109,9 @@ impl Progress {
         add(&self.n_rows_committed, n_rows as u64);
     }
 
-    pub(crate) fn argmax_rows(&self, n_rows: usize, n_settled: usize) {
+    pub(crate) fn argmax_rows(&self, n_rows: usize, n_pruned: usize) {
         add(&self.n_argmax_rows, n_rows as u64);
-        add(&self.n_argmax_rows_pruned, n_settled as u64);
+        add(&self.n_argmax_rows_pruned, n_pruned as u64);
     }
 
     pub(crate) fn sequence_acquired(&self) {

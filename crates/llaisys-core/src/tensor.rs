@@ -8,8 +8,8 @@ use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ops::Range;
 use std::ptr::NonNull;
 
-/// A borrowed row-major tensor, or rows of one. `bytes.len()` equals the product of `shape` in `dtype`; the
-/// parser that makes it has checked that.
+/// A borrowed row-major tensor, or some of its rows. `bytes.len()` equals the product of `shape` in `dtype`; the parser
+/// that creates the view has checked that.
 #[derive(Debug, Clone, Copy)]
 pub struct TensorView<'a> {
     /// Element type.
@@ -22,7 +22,7 @@ pub struct TensorView<'a> {
 }
 
 impl<'a> TensorView<'a> {
-    /// Rows of a matrix, of all of a stack of matrices; 1 for a vector.
+    /// Rows of a matrix, or of all matrices of a stack; 1 for a vector.
     pub fn n_rows(&self) -> usize {
         self.shape.split_last().map_or(1, |(_, above)| above.iter().product())
     }
@@ -34,14 +34,14 @@ impl<'a> TensorView<'a> {
 
     /// Row `i` of a matrix.
     ///
-    /// Panics if `i` is not a row: callers index by checked configuration.
+    /// Panics if row `i` does not exist: callers index by checked configuration.
     pub fn row(&self, i: usize) -> RowView<'a> {
         let n_bytes = self.bytes.len() / self.n_rows();
         RowView { dtype: self.dtype, bytes: &self.bytes[i * n_bytes..(i + 1) * n_bytes] }
     }
 }
 
-/// Rows of a tensor, ready to be packed: as a file stores them, or as blocks made of what the file stores.
+/// Rows of a tensor, ready to be packed: as stored in a file, or converted to blocks.
 #[derive(Debug, Clone, Copy)]
 pub struct TensorRows<'a> {
     /// Element type.
@@ -53,7 +53,7 @@ pub struct TensorRows<'a> {
 }
 
 impl TensorRows<'_> {
-    /// A view of them.
+    /// The rows as a view.
     pub fn view(&self) -> TensorView<'_> {
         TensorView { dtype: self.dtype, shape: &self.shape, bytes: self.bytes }
     }
@@ -69,28 +69,29 @@ pub struct RowView<'a> {
 }
 
 impl RowView<'_> {
-    /// Some columns of the row. Panics if the range does not lie in it, on borders of the type's blocks.
+    /// Some columns of the row. Panics if the range is not inside the row, or does not start and end at blocks of the
+    /// type.
     pub fn columns(self, range: Range<usize>) -> Self {
         let at = |column| self.dtype.bytes_of(column).expect("the loader has checked the borders");
         Self { bytes: &self.bytes[at(range.start)..at(range.end)], ..self }
     }
 }
 
-/// Bytes on a 64-byte boundary, zeroed, owned. Pages are touched only when written, so a large pool costs
+/// Owned zeroed bytes on a 64-byte boundary. Pages are touched only when they are written, so a large buffer takes
 /// memory as it fills.
 #[derive(Debug)]
 pub struct AlignedBuf {
     /// The first byte on the boundary; dangling if `len` is 0.
     ptr: NonNull<u8>,
-    /// What the allocator gave, at most [`ALIGN`] bytes before `ptr`.
+    /// The pointer from the allocator, at most [`ALIGN`] bytes before `ptr`.
     base: NonNull<u8>,
     len: usize,
 }
 
-/// One cache line, one zmm register.
+/// Size of a cache line and of a 512-bit register.
 pub const ALIGN: usize = 64;
 
-/// What `calloc` aligns to by itself on 64-bit systems.
+/// The alignment that `calloc` guarantees on 64-bit systems.
 const NATURAL_ALIGN: usize = 16;
 
 // SAFETY: the buffer is plain owned memory; the pointer is never shared outside borrows of `self`.
@@ -99,7 +100,7 @@ unsafe impl Send for AlignedBuf {}
 unsafe impl Sync for AlignedBuf {}
 
 impl AlignedBuf {
-    /// `len` zero bytes for `what` (a name for the error message).
+    /// Allocates `len` zero bytes for `what` (a name for the error message).
     pub fn zeroed(what: &'static str, len: usize) -> Result<Self, DeviceError> {
         if len == 0 {
             return Ok(Self { ptr: NonNull::dangling(), base: NonNull::dangling(), len });
@@ -114,8 +115,8 @@ impl AlignedBuf {
         Ok(Self { ptr, base, len })
     }
 
-    /// `len` bytes and room to move up to the boundary. A larger alignment asked of the allocator would make it
-    /// write the zeros itself, touching every page; at the natural one it takes fresh zero pages from the system.
+    /// The layout of `len` bytes plus [`ALIGN`] bytes to reach the boundary. With a larger alignment the allocator
+    /// would write the zeros itself and touch every page; with the natural one it uses fresh zero pages of the system.
     fn layout(len: usize) -> Option<Layout> {
         Layout::from_size_align(len.checked_add(ALIGN)?, NATURAL_ALIGN).ok()
     }
@@ -125,21 +126,21 @@ impl AlignedBuf {
         self.len
     }
 
-    /// True if it holds nothing.
+    /// True if the length is 0.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The elements as plain numbers. A tail shorter than one element is left out.
+    /// The elements as plain numbers. A tail shorter than one element is omitted.
     pub fn as_slice<T: Plain>(&self) -> &[T] {
         if self.len == 0 {
             return &[];
         }
-        // SAFETY: `ptr` covers `len` initialised bytes aligned to 64 >= align_of::<T>(); `Plain` types take any bits.
+        // SAFETY: `ptr` covers `len` initialized bytes aligned to 64 >= align_of::<T>(); `Plain` types take any bits.
         unsafe { std::slice::from_raw_parts(self.ptr.as_ptr().cast(), self.len / size_of::<T>()) }
     }
 
-    /// The elements as plain numbers, to write.
+    /// The elements as mutable plain numbers, as [`AlignedBuf::as_slice`].
     pub fn as_mut_slice<T: Plain>(&mut self) -> &mut [T] {
         if self.len == 0 {
             return &mut [];
@@ -149,12 +150,12 @@ impl AlignedBuf {
     }
 }
 
-/// Asks for pages of 2 MiB: keys and values lie scattered, and each 4 KiB page of them costs a walk of the page
-/// tables, which is most expensive under a hypervisor. Memory is then touched 2 MiB at a time; buffers that lie side
-/// by side share such a page. A refusal only costs speed.
+/// Asks for 2 MiB pages. Keys and values are scattered, and each 4 KiB page of them costs a walk of the page tables,
+/// which is slowest under a hypervisor. Memory is then touched 2 MiB at a time, and neighboring buffers share such a
+/// page. If the system refuses, only speed is lost.
 #[cfg(target_os = "linux")]
 fn prefer_huge_pages(start: NonNull<u8>, len: usize) {
-    /// Below this nothing is gained.
+    /// Smaller buffers gain nothing.
     const WORTHWHILE: usize = 1 << 20;
     const PAGE: usize = 4096;
     if len >= WORTHWHILE {
@@ -165,7 +166,7 @@ fn prefer_huge_pages(start: NonNull<u8>, len: usize) {
     }
 }
 
-/// Other systems choose by themselves.
+/// Other systems choose page sizes themselves.
 #[cfg(not(target_os = "linux"))]
 fn prefer_huge_pages(_: NonNull<u8>, _: usize) {}
 
@@ -200,7 +201,8 @@ unsafe impl Plain for f32 {}
 // SAFETY: a u16 in a transparent wrapper.
 unsafe impl Plain for half::f16 {}
 
-/// K and V of one layer in one arena, `[cell][kv_head][d_head]` each (int8: each head's scale follows it), to read.
+/// K and V of one layer in one KV stream, to read: `[cell][kv_head][d_head]` each. For int8 each head's scale follows
+/// it.
 #[derive(Debug, Clone, Copy)]
 pub struct KvLayer<'a> {
     /// Element type of both.
@@ -215,7 +217,7 @@ pub struct KvLayer<'a> {
     pub v: &'a AlignedBuf,
 }
 
-/// K and V of one layer in one arena, as [`KvLayer`], to write.
+/// K and V of one layer in one KV stream, to write; the layout is that of [`KvLayer`].
 #[derive(Debug)]
 pub struct KvLayerMut<'a> {
     /// Element type of both.

@@ -1,20 +1,21 @@
-//! The worker pool: one job at a time on all threads, the caller being worker 0.
+//! The worker pool: one job at a time on all threads. The caller is worker 0.
 //!
-//! A decode step is some hundreds of regions of a few microseconds each, so handing out a job must cost less
-//! than one microsecond: workers wait by spinning, then by yielding, and park only when no job came for about
-//! 300 us (waking one costs 25 us). The core reads no clock, so waits are counted in spins.
+//! A decode step has some hundreds of parallel regions of a few microseconds each, so starting a job must cost less
+//! than one microsecond. Workers wait by spinning, then by yielding, and park only after about 300 us without a job,
+//! because waking one costs 25 us. The core reads no clock, so waits are counted in spins.
 //!
-//! Who may touch what in `Shared`, by number:
-//! 1. `job` is written by the caller alone, and only while no worker reads it: before `seq` is bumped, and
-//!    after every worker has either finished the job before or ended.
+//! The rules of access to `Shared`:
+//! 1. Only the caller writes `job`, and only while no worker reads it: before `seq` is incremented, and after every
+//!    worker has either finished the previous job or ended.
 //! 2. A worker reads `job` once for each new value of `seq`, after it has seen that value (acquire).
-//! 3. The caller of [`Pool::run`] does not return, nor unwind, before every worker has finished the job or ended, so
-//!    the borrow behind `job` outlives every use. Nothing between `publish` and the end of `finish` can panic: the
-//!    caller's part of the job runs in `catch_unwind`, and CPU ids were checked by [`Pool::on`].
-//! 4. A caller holds the lock of the pool ([`Pool::lock`]) and waits while another thread holds it; a job that runs a job is
-//!    a bug and panics. `busy` is checked before `job` and `queues` change, so it alone keeps them with one caller.
+//! 3. The caller of [`Pool::run`] neither returns nor unwinds before every worker has finished the job or ended, so the
+//!    borrow behind `job` outlives every use. Nothing between `publish` and the end of `finish` can panic: the caller's
+//!    part of the job runs in `catch_unwind`, and [`Pool::on`] has checked the CPU ids.
+//! 4. A caller holds the lock of the pool ([`Pool::lock`]) and waits while another thread holds it. A job that runs a
+//!    job is a bug and panics. `busy` is checked before `job` and `queues` change, so only one caller at a time uses
+//!    them.
 
-#![allow(unsafe_code, reason = "lends borrowed jobs to worker threads")]
+#![allow(unsafe_code, reason = "shares borrowed jobs with worker threads")]
 
 mod affinity;
 mod disjoint;
@@ -39,10 +40,10 @@ pub use ticket_lock::PoolGuard;
 
 /// Pause instructions before a waiting thread starts to yield: about 20 us at 23 ns each.
 const N_SPINS: u32 = 900;
-/// Yields before a waiting worker parks: about 300 us at 530 ns each, when nobody else wants the CPU.
+/// Yields before a waiting worker parks: about 300 us at 530 ns each, if no other thread uses the CPU.
 const N_YIELDS: u32 = 550;
 
-/// The most threads of a pool: more than a machine has, so a larger number is a typing error.
+/// The most threads of a pool. No machine has as many CPUs, so a larger number is a typing error.
 pub const THREADS_MAX: usize = 1024;
 
 /// Pools that contexts share ([`Pool::shared`]).
@@ -55,41 +56,41 @@ struct SharedPool {
 }
 
 thread_local! {
-    /// The pool whose worker this thread is, as the address of its `Shared`; 0 of other threads.
+    /// Address of the `Shared` of the pool whose worker this thread is; 0 for other threads.
     static WORKS_FOR: Cell<usize> = const { Cell::new(0) };
 }
 
-/// A job as the workers see it: its lifetime is erased, rule 3 stands for it.
+/// A job as the workers see it. Its lifetime is erased; rule 3 keeps it alive.
 type Job = *const (dyn Fn(usize) + Sync);
 
-/// Its own pair of cache lines, so that a spinning reader does not slow down the writer of a neighbour.
+/// A value in its own pair of cache lines, so that a spinning reader does not slow down the writer of a neighbor.
 #[repr(align(128))]
 struct Line<T>(T);
 
 struct Shared {
     /// Number of jobs published so far, wrapping.
     seq: Line<AtomicU32>,
-    /// What each worker has finished; worker `i` has index `i - 1`.
+    /// The progress of each worker; worker `i` has index `i - 1`.
     finished: Box<[Line<Finished>]>,
     /// Workers that are parked, or about to park.
     parked: Line<AtomicUsize>,
     /// The current job; `None` tells the workers to end.
     job: Line<UnsafeCell<Option<Job>>>,
-    /// What a worker's part of the current job panicked with.
+    /// The payload of the first panic of a worker in the current job.
     panic: Mutex<Option<Box<dyn Any + Send>>>,
 }
 
-/// How far one worker has come. Only that worker writes it.
+/// The progress of one worker. Only that worker writes it.
 #[derive(Default)]
 struct Finished {
     /// Number of the last job that the worker finished.
     seq: AtomicU32,
-    /// The worker's thread has ended, or is about to and touches no job any more.
+    /// The worker's thread has ended, or is about to end and accesses no job any more.
     has_ended: AtomicBool,
 }
 
 // SAFETY: `job` is the only field that is not Send and Sync by itself. The pointee is Sync, so any thread may
-// call it; who reads and writes the cell when is rules 1 and 2 above.
+// call it; rules 1 and 2 above keep the reads and writes of the cell apart.
 unsafe impl Send for Shared {}
 // SAFETY: as above.
 unsafe impl Sync for Shared {}
@@ -100,9 +101,9 @@ pub struct Pool {
     workers: Vec<JoinHandle<()>>,
     lock: TicketLock,
     busy: AtomicBool,
-    /// The CPU that is left to the caller when every worker is pinned to one of the others.
-    home: Option<usize>,
-    /// How many items of each queue of [`Pool::run_queues`] are taken.
+    /// The CPU for the caller, if every worker is pinned to one of the others.
+    caller_cpu: Option<usize>,
+    /// Number of items taken from each queue of [`Pool::run_queues`].
     queues: Box<[Line<AtomicUsize>]>,
 }
 
@@ -113,28 +114,28 @@ impl std::fmt::Debug for Pool {
 }
 
 impl Pool {
-    /// A pool of `n_threads >= 1`, of which the caller of [`Pool::run`] is the first: `n_threads - 1` are
-    /// started. If there are as many as CPUs that this thread may use, each worker is pinned to one of them, and
-    /// the caller is moved (not pinned) to the one that is left when it is found on a worker's; otherwise the
-    /// system places all. Two threads on one CPU make a region a hundred times as long.
+    /// A pool of `n_threads >= 1` threads. The caller of [`Pool::run`] is the first; `n_threads - 1` are started.
+    ///
+    /// If the pool has as many threads as this thread may use CPUs, each worker is pinned to one of the CPUs. The
+    /// caller is moved (not pinned) to the remaining one whenever it runs on a worker's. Otherwise the system places
+    /// all threads. Two threads on one CPU make a region a hundred times as long.
     ///
     /// Errors: [`Rejected::OutOfRange`] unless `n_threads` is 1 to [`THREADS_MAX`]; [`DeviceError::Threads`] if the
-    /// system refuses one; those already started are ended.
+    /// system cannot start a thread. Threads that were already started are then ended.
     pub fn new(n_threads: usize) -> Result<Self> {
         Self::on(n_threads, &one_each(n_threads))
     }
 
-    /// As [`Pool::new`], with a CPU for each thread in place of those that this thread may use; with none, the system
-    /// places all.
+    /// A pool of `n_threads` threads with a CPU for each; with no CPUs, the system places all threads.
     ///
-    /// Errors: as [`Pool::new`]; `cpus` neither empty nor one for each thread; a CPU id that no affinity mask can hold.
-    /// All are checked before a thread starts.
+    /// Errors: as [`Pool::new`], and if `cpus` is neither empty nor one for each thread, or has a CPU id that no
+    /// affinity mask can represent. All are checked before a thread starts.
     pub fn on(n_threads: usize, cpus: &[usize]) -> Result<Self> {
         check(n_threads, cpus)?;
         Self::start(n_threads, cpus, work)
     }
 
-    /// Starts the workers, each of which does `work` until it returns; `n_threads` and `cpus` were checked.
+    /// Starts the workers, each of which runs `work` until it returns. The caller has checked `n_threads` and `cpus`.
     fn start(n_threads: usize, cpus: &[usize], work: fn(&Shared, usize)) -> Result<Self> {
         let shared = Arc::new(Shared {
             seq: Line(AtomicU32::new(0)),
@@ -143,14 +144,14 @@ impl Pool {
             job: Line(UnsafeCell::new(None)),
             panic: Mutex::new(None),
         });
-        let home = cpus.first().copied().filter(|_| n_threads > 1);
+        let caller_cpu = cpus.first().copied().filter(|_| n_threads > 1);
         let queues = (0..n_threads).map(|_| Line(AtomicUsize::new(0))).collect();
         let mut pool = Self {
             shared,
             workers: Vec::new(),
             lock: TicketLock::default(),
             busy: AtomicBool::new(false),
-            home,
+            caller_cpu,
             queues,
         };
         for worker in 1..n_threads {
@@ -172,9 +173,9 @@ impl Pool {
         Ok(pool)
     }
 
-    /// The pool of that many threads that this process has already, or as [`Pool::new`], or, if they are not to be
-    /// pinned, as [`Pool::on`] without CPUs. Models that compute on one pool lock it in turn instead of pushing each
-    /// other off the CPUs. It ends with the last who has it.
+    /// Returns the pool with `n_threads` threads that contexts of this process share, or creates it: as [`Pool::new`],
+    /// or without pinning if `pins` is false. Contexts that share a pool lock it in turn and do not compete for the
+    /// CPUs. The pool ends when its last owner drops it.
     ///
     /// Errors: as [`Pool::new`].
     pub fn shared(n_threads: usize, pins: bool) -> Result<Arc<Self>> {
@@ -190,36 +191,36 @@ impl Pool {
         Ok(pool)
     }
 
-    /// Lock the pool for this thread until the guard is dropped: for a step, of which another model's jobs must not come
-    /// between the parts. Others wait, and have it in the order in which they came. At once if this thread has it.
+    /// Locks the pool for this thread until the guard is dropped. A step holds the lock, so that jobs of another model
+    /// do not run between its parts. Other threads wait and get the lock in the order in which they came. Returns at
+    /// once if this thread already holds the lock.
     ///
-    /// Panics on a thread of this pool's own.
+    /// Panics on a worker thread of this pool.
     pub fn lock(&self) -> PoolGuard<'_> {
         let works_here = WORKS_FOR.get() == Arc::as_ptr(&self.shared).addr();
-        assert!(!works_here, "a job of a pool runs a job on it");
+        assert!(!works_here, "a job of a pool runs a job on the same pool");
         self.lock.lock()
     }
 
-    /// Threads that a job runs on, the caller's included.
+    /// Number of threads that a job runs on, the caller's included.
     pub fn n_threads(&self) -> usize {
         self.workers.len() + 1
     }
 
-    /// Calls `job(worker)` once for each worker in `0..n_threads`, 0 on the calling thread, all at once, and
-    /// returns when all have returned.
+    /// Calls `job(worker)` once for each worker in `0..n_threads`, in parallel, 0 on the calling thread. Returns when
+    /// all calls have returned.
     ///
-    /// If any part panics, the others are waited for, then the panic is raised here; the pool stays usable.
-    /// Waits while another thread holds the pool. Panics if a job runs a job, or if a worker's thread has
-    /// ended.
+    /// If a call panics, this waits for the others and then raises the panic; the pool stays usable. Waits while
+    /// another thread holds the pool. Panics if a job runs a job, or if a worker's thread has ended.
     pub fn run(&self, job: &(dyn Fn(usize) + Sync)) {
         let busy = self.begin();
         self.run_on_all(&busy, job);
     }
 
-    /// Takes the pool for one job. Panics if it runs one already.
+    /// Locks the pool and marks it as busy with one job. Panics if it already runs one.
     fn begin(&self) -> Busy<'_> {
         let guard = self.lock();
-        assert!(!self.busy.swap(true, Ordering::Acquire), "the pool is running a job already");
+        assert!(!self.busy.swap(true, Ordering::Acquire), "the pool already runs a job");
         Busy { flag: &self.busy, _guard: guard }
     }
 
@@ -239,8 +240,8 @@ impl Pool {
         }
     }
 
-    /// Calls `job(i, chunk)` once for each chunk of `chunk_len` elements of `data` (the last may be shorter);
-    /// `i` counts chunks. Each worker gets a run of neighbouring chunks.
+    /// Calls `job(i, chunk)` once for each chunk of `chunk_len` elements of `data` (the last may be shorter); `i`
+    /// counts chunks. Each worker gets consecutive chunks.
     pub fn run_chunks<T: Send>(
         &self,
         data: &mut [T],
@@ -259,12 +260,12 @@ impl Pool {
         });
     }
 
-    /// One queue of `n` items for each thread, handed out in chunks of `chunk >= 1`: calls `job(queue, items)` once
-    /// for each chunk. A thread takes its own queue's chunks first, then what is left of the others': so each works
-    /// on data of its own, and none waits for one that another process slows down.
+    /// Distributes one queue of `n` items for each thread in chunks of `chunk >= 1`: calls `job(queue, items)` once for
+    /// each chunk. A thread takes the chunks of its own queue first, then those left in other queues. Each thread thus
+    /// works on its own data, and none waits for one that another process slows down.
     pub fn run_queues(&self, n: usize, chunk: usize, job: &(dyn Fn(usize, Range<usize>) + Sync)) {
         assert!(chunk >= 1, "a chunk has at least one item");
-        // A larger chunk is as good as `n`, and could make the counters overflow.
+        // A larger chunk has the same effect as `n`, and could make the counters overflow.
         let chunk = chunk.min(n.max(1));
         let busy = self.begin();
         self.queues.iter().for_each(|queue| queue.0.store(0, Ordering::Relaxed));
@@ -282,12 +283,12 @@ impl Pool {
         });
     }
 
-    /// Makes `job` the current one and wakes whoever is parked.
+    /// Makes `job` the current one and wakes parked workers.
     fn publish(&self, job: Option<Job>) {
         let shared = &*self.shared;
         // SAFETY: rule 1: `new` or the last `finish` left every worker waiting for the next `seq`.
         unsafe { *shared.job.0.get() = job };
-        // SeqCst here and in `next_job`: either the worker sees the new `seq`, or we see it as parked.
+        // SeqCst here and in `next_seq`: either the worker sees the new `seq`, or we see it as parked.
         shared.seq.0.fetch_add(1, Ordering::SeqCst);
         if shared.parked.0.load(Ordering::SeqCst) > 0 {
             self.workers.iter().map(JoinHandle::thread).for_each(Thread::unpark);
@@ -306,9 +307,9 @@ impl Pool {
                 }
                 pause(&mut waited);
                 if waited == N_SPINS
-                    && let Some(home) = self.home
+                    && let Some(caller_cpu) = self.caller_cpu
                 {
-                    affinity::move_to(home);
+                    affinity::move_to(caller_cpu);
                 }
             }
         }
@@ -316,7 +317,7 @@ impl Pool {
     }
 }
 
-/// The pool while it runs one job: locked, and marked `busy`.
+/// A locked pool, marked as `busy`, while it runs one job.
 struct Busy<'a> {
     flag: &'a AtomicBool,
     _guard: PoolGuard<'a>,
@@ -328,7 +329,7 @@ impl Drop for Busy<'_> {
     }
 }
 
-/// Says, when a worker's thread ends in whatever way, that it has.
+/// Records that a worker's thread has ended, however it ends.
 struct EndOfWorker<'a> {
     shared: &'a Shared,
     worker: usize,
@@ -344,13 +345,13 @@ impl Drop for Pool {
     fn drop(&mut self) {
         self.publish(None);
         for worker in self.workers.drain(..) {
-            // What a worker ended with was raised by `run`, if any job came after it.
+            // `run` has raised the worker's panic if a job came after it.
             let _ = worker.join();
         }
     }
 }
 
-/// One round of waiting: spin first, then yield.
+/// One round of waiting: spins first, then yields.
 fn pause(waited: &mut u32) {
     *waited = waited.saturating_add(1);
     if *waited < N_SPINS { std::hint::spin_loop() } else { thread::yield_now() }
@@ -360,15 +361,15 @@ fn work(shared: &Shared, worker: usize) {
     let mut seen = 0;
     loop {
         seen = next_seq(shared, seen);
-        // SAFETY: rule 2: a new `seq` was seen, and the caller does not write before we count ourselves done.
+        // SAFETY: rule 2: a new `seq` was seen, and the caller does not write before this worker has finished.
         let Some(job) = (unsafe { *shared.job.0.get() }) else { return };
-        // SAFETY: rule 3: the caller keeps the job alive until `done` is complete.
+        // SAFETY: rule 3: the caller keeps the job alive until every worker has finished.
         let result = catch_unwind(AssertUnwindSafe(|| unsafe { (*job)(worker) }));
         if let Err(payload) = result {
             let mut first = shared.panic.lock().unwrap_or_else(PoisonError::into_inner);
             match &*first {
                 None => *first = Some(payload),
-                // Dropping it could panic once more, outside of `catch_unwind`, and end this thread.
+                // Dropping it could panic again, outside of `catch_unwind`, and end this thread.
                 Some(_) => std::mem::forget(payload),
             }
         }
@@ -376,7 +377,7 @@ fn work(shared: &Shared, worker: usize) {
     }
 }
 
-/// Waits for a job after number `seen`; spins, yields, then parks.
+/// Waits for a job after number `seen`: spins, yields, then parks.
 fn next_seq(shared: &Shared, seen: u32) -> u32 {
     let mut waited = 0;
     while waited < N_SPINS + N_YIELDS {
@@ -398,13 +399,13 @@ fn next_seq(shared: &Shared, seen: u32) -> u32 {
     seq
 }
 
-/// The items of part `part` when `n` items are cut into `n_parts` runs whose lengths differ by at most one.
+/// The items of part `part` when `n` items are cut into `n_parts` ranges whose lengths differ by at most one.
 pub fn share(n: usize, n_parts: usize, part: usize) -> Range<usize> {
     n * part / n_parts..n * (part + 1) / n_parts
 }
 
-/// Items handed out in chunks to whoever asks first: for work whose parts take unequal time, or when another
-/// process takes part of a CPU.
+/// Distributes items in chunks to threads as they become free: for work whose parts take unequal time, or when another
+/// process uses part of a CPU.
 #[derive(Debug)]
 pub struct Chunks {
     next: AtomicUsize,
@@ -416,18 +417,18 @@ impl Chunks {
     /// `n` items in chunks of `chunk >= 1`.
     pub fn new(n: usize, chunk: usize) -> Self {
         assert!(chunk >= 1, "a chunk has at least one item");
-        // A larger chunk is as good as `n`, and could make the counter overflow.
+        // A larger chunk has the same effect as `n`, and could make the counter overflow.
         Self { next: AtomicUsize::new(0), n, chunk: chunk.min(n.max(1)) }
     }
 
-    /// The next chunk that nobody has; `None` when all are taken.
+    /// Takes the next chunk; `None` when all are taken.
     pub fn take(&self) -> Option<Range<usize>> {
         let start = self.next.fetch_add(self.chunk, Ordering::Relaxed);
         (start < self.n).then(|| start..(start + self.chunk).min(self.n))
     }
 }
 
-/// Refuses a number of threads or CPU ids that no pool can have.
+/// Rejects a number of threads or CPU ids that no pool can have.
 fn check(n_threads: usize, cpus: &[usize]) -> Result<()> {
     let out_of_range = |what, got: usize, min, max: usize| Rejected::OutOfRange {
         what,
@@ -448,13 +449,13 @@ fn check(n_threads: usize, cpus: &[usize]) -> Result<()> {
     }
 }
 
-/// A CPU for each of so many threads; none if this thread may use more or fewer.
+/// A CPU for each of `n_threads` threads; none if this thread may use more or fewer CPUs.
 fn one_each(n_threads: usize) -> Vec<usize> {
     let cpus = usable_cpus();
     if cpus.len() == n_threads { cpus } else { Vec::new() }
 }
 
-/// The CPUs in the calling thread's affinity mask, ascending; empty if the system does not say.
+/// The CPUs in the calling thread's affinity mask, ascending; empty if the system has no such masks.
 pub fn usable_cpus() -> Vec<usize> {
     affinity::usable_cpus()
 }

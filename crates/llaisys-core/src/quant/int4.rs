@@ -1,14 +1,14 @@
-//! Int4: `scale` f32, `zero` u8, then 16 bytes of nibbles; `value = scale * (nibble - zero)`. 21 bytes a block.
+//! Int4: `scale` f32, `zero` u8, then 16 bytes of nibbles; `value = scale * (nibble - zero)`. 21 bytes per block.
 //!
-//! What GPTQ and AWQ tensors with zero points are turned into while they are loaded, without loss.
+//! GPTQ and AWQ tensors with zero points are converted to it without loss while they are loaded.
 
 use super::{BLOCK_LEN, Block, nibbles};
 
-/// Bytes of a block.
+/// Bytes in a block.
 pub const BYTES: usize = 5 + BLOCK_LEN / 2;
 
-/// The block in `bytes`. The product of an f16 or bf16 scale with an integer below 32 is exact in f32, and so is
-/// the value. Panics unless there are 21.
+/// Decodes the block in `bytes`. The product of an f16 or bf16 scale with an integer below 32 is exact in f32, and so
+/// is the value. Panics unless there are 21 bytes.
 pub fn parse(bytes: &[u8]) -> Block {
     assert_eq!(bytes.len(), BYTES, "an Int4 block has 21 bytes");
     let scale = f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);

@@ -1,11 +1,11 @@
-//! Block-quantized types: how the bytes of a file are decoded.
+//! Block-quantized types: decoding of the bytes of a file.
 //!
-//! Every type is decoded to [`Block`]s of 32 consecutive elements of a row with unsigned integers, as the kernels need
-//! them: `value[i] = scale * (q[i] - offset) + min`, with a scale (and a minimum)
-//! for each half of the block. The K types store 256 elements together (a super-block of eight [`Block`]s), whose
-//! scales are small integers with one f16 unit for all; a scale here is their product, which f32 holds exactly.
+//! Every type is decoded to [`Block`]s of 32 consecutive elements of a row. A block has unsigned integers, as the
+//! kernels need them: `value[i] = scale * (q[i] - offset) + min`, with one scale (and minimum) for each half of the
+//! block. The K types store 256 elements together (a super-block of eight [`Block`]s). Their scales are small integers
+//! with one f16 unit for all; a block's scale is the product, which is exact in f32.
 //!
-//! One file for each type. Source: GGUF, the `block_*` structures of ggml-common.h; bytes are little endian.
+//! Each type has one file. Source: GGUF, the `block_*` structures of ggml-common.h; bytes are little endian.
 
 pub mod int4;
 pub mod iq4_nl;
@@ -25,28 +25,28 @@ use crate::dtype::DType;
 use crate::tensor::RowView;
 use half::{bf16, f16};
 
-/// Elements of a block, of every type.
+/// Elements in a block, of every type.
 pub const BLOCK_LEN: usize = 32;
-/// Elements of a half block, the fewest that share a scale.
+/// Elements in a half block, the fewest that share a scale.
 pub const HALF_LEN: usize = BLOCK_LEN / 2;
 
-/// One block in integers.
+/// One block as integers.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Block {
-    /// Distance of two neighboring values, of each half of the block.
+    /// Distance between neighboring values, for each half of the block.
     pub scale: [f32; 2],
     /// Added to every value of a half; zero for types without one.
     pub min: [f32; 2],
-    /// The integer that stands for `min`: 0 for types with minima.
+    /// The integer that represents `min`: 0 for types with minima.
     pub offset: u8,
     /// The integers, in order of the elements.
     pub q: [u8; BLOCK_LEN],
 }
 
 impl Block {
-    /// Block `i` of the `dtype.block_len() / 32` that `bytes` holds, or `None` if `dtype` is not a block type.
+    /// Decodes block `i` of the `dtype.block_len() / 32` in `bytes`. `None` if `dtype` is not a block type.
     ///
-    /// Panics if `bytes` is not one stored block long: rows are checked when a file is parsed.
+    /// Panics if `bytes` has another length than one stored block: rows are checked when a file is parsed.
     pub fn parse(dtype: DType, bytes: &[u8], i: usize) -> Option<Self> {
         match dtype {
             DType::F32 | DType::F16 | DType::BF16 | DType::I32 => None,
@@ -65,7 +65,8 @@ impl Block {
         }
     }
 
-    /// Calls `each` with every block of `row` in turn and its number. Panics if the row's type has no blocks.
+    /// Calls `each` with the index of every block of `row` and the block, in order. Panics if the row's type has no
+    /// blocks.
     pub fn for_each(row: RowView<'_>, mut each: impl FnMut(usize, &Self)) {
         let n_parts = row.dtype.block_len() / BLOCK_LEN;
         for (i, bytes) in row.bytes.chunks_exact(row.dtype.block_bytes()).enumerate() {
@@ -94,16 +95,16 @@ impl Block {
     }
 }
 
-/// The values of `row` as f32, exact for the plain types and as [`Block::value`] for block types.
+/// Decodes `row` to f32: exactly for plain types, as [`Block::value`] for block types.
 ///
-/// Panics if `row` does not hold `out.len()` elements: rows are checked when a file is parsed.
+/// Panics if `row` does not have `out.len()` elements: rows are checked when a file is parsed.
 pub fn dequantize_row(row: RowView<'_>, out: &mut [f32]) {
     assert_eq!(row.dtype.bytes_of(out.len()), Some(row.bytes.len()), "row of another length");
     match row.dtype {
         DType::F32 => plain(row.bytes, out, f32::from_le_bytes),
         DType::F16 => plain(row.bytes, out, |b| f16::from_le_bytes(b).to_f32()),
         DType::BF16 => plain(row.bytes, out, |b| bf16::from_le_bytes(b).to_f32()),
-        DType::I32 => unreachable!("opening a checkpoint refuses weights of this type"),
+        DType::I32 => unreachable!("the loader rejects weights of this type"),
         _ => Block::for_each(row, |i, block| {
             for (j, value) in out[i * BLOCK_LEN..][..BLOCK_LEN].iter_mut().enumerate() {
                 *value = block.value(j);
@@ -134,7 +135,7 @@ fn nibbles(bytes: &[u8]) -> [u8; BLOCK_LEN] {
     q
 }
 
-/// 20 bytes as 32 integers of 5 bits: the high bit of element `j` is bit `j` of the first four, [`nibbles`] follow.
+/// 20 bytes as 32 integers of 5 bits: the high bit of element `j` is bit `j` of the first four bytes, then [`nibbles`].
 fn five_bits(bytes: &[u8]) -> [u8; BLOCK_LEN] {
     let mut q = nibbles(&bytes[4..]);
     for (j, q) in q.iter_mut().enumerate() {
@@ -143,15 +144,15 @@ fn five_bits(bytes: &[u8]) -> [u8; BLOCK_LEN] {
     q
 }
 
-/// 64 bytes as 256 integers of 2 bits, of which part `i` (32 elements): a run of 32 bytes holds four parts, the
-/// first in the lowest bits.
+/// Part `i` (32 elements) of 256 integers of 2 bits in 64 bytes. 32 consecutive bytes have four parts, the first in the
+/// lowest bits.
 fn two_bits(bytes: &[u8], i: usize) -> [u8; BLOCK_LEN] {
     std::array::from_fn(|j| bytes[i / 4 * BLOCK_LEN + j] >> (2 * (i % 4)) & 3)
 }
 
-/// Scale and minimum `i` of the eight pairs of 6 bits in the 12 bytes of Q4_K and Q5_K: the first four lie in the
-/// low bits of bytes 0..4 and 4..8; the others' low nibbles share bytes 8..12, their high bits are the upper two
-/// of bytes 0..4 and 4..8.
+/// Scale and minimum `i` of the eight pairs of 6 bits in the 12 bytes of Q4_K and Q5_K. The first four pairs are in the
+/// low bits of bytes 0..4 and 4..8. The low nibbles of the others share bytes 8..12, and their high bits are the upper
+/// two of bytes 0..4 and 4..8.
 fn six_bit_pair(bytes: &[u8], i: usize) -> [f32; 2] {
     let pair = if i < 4 {
         [bytes[i] & 63, bytes[i + 4] & 63]

@@ -1,9 +1,9 @@
-//! Q2_K: 16 bytes of scale (low nibble) and minimum (high) for each 16 elements, 64 bytes of 2-bit integers, `d`
-//! f16, `dmin` f16; `value = d * scale * q - dmin * min`. 84 bytes for 256 elements, 2.625 bits an element.
+//! Q2_K: 16 bytes with scale (low nibble) and minimum (high) for each 16 elements, 64 bytes of 2-bit integers, `d` f16,
+//! `dmin` f16; `value = d * scale * q - dmin * min`. 84 bytes for 256 elements, 2.625 bits per element.
 
 use super::{Block, f16_at, two_bits};
 
-/// Block `i` of 8 in `bytes`. Panics unless there are 84.
+/// Decodes block `i` of 8 in `bytes`. Panics unless there are 84 bytes.
 pub fn parse(bytes: &[u8], i: usize) -> Block {
     assert_eq!(bytes.len(), 84, "a Q2_K block has 84 bytes");
     let (d, dmin) = (f16_at(&bytes[80..]), f16_at(&bytes[82..]));

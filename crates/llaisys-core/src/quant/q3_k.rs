@@ -1,9 +1,9 @@
 //! Q3_K: 32 bytes of high bits, 64 bytes of the low two, 12 bytes of 16 scales, `d` f16;
-//! `value = d * (scale - 32) * (q - 4)`. 110 bytes for 256 elements, 3.4375 bits an element.
+//! `value = d * (scale - 32) * (q - 4)`. 110 bytes for 256 elements, 3.4375 bits per element.
 
 use super::{Block, f16_at, two_bits};
 
-/// Block `i` of 8 in `bytes`. Panics unless there are 110.
+/// Decodes block `i` of 8 in `bytes`. Panics unless there are 110 bytes.
 pub fn parse(bytes: &[u8], i: usize) -> Block {
     assert_eq!(bytes.len(), 110, "a Q3_K block has 110 bytes");
     let d = f16_at(&bytes[108..]);
@@ -15,8 +15,8 @@ pub fn parse(bytes: &[u8], i: usize) -> Block {
     Block { scale, min: [0.0; 2], offset: 4, q }
 }
 
-/// Scale `i` of 16 without its offset: the low nibbles fill bytes 0..8, first all lower halves; the high pairs of
-/// bits fill bytes 8..12, four times from the lowest up.
+/// Scale `i` of 16, minus its offset of 32. The low nibbles are in bytes 0..8, those of scales 0..8 in the low halves.
+/// The high pairs of bits are in bytes 8..12, four per byte from the lowest bits up.
 fn scale(bytes: &[u8], i: usize) -> f32 {
     let low = bytes[i % 8] >> (4 * (i / 8)) & 15;
     let high = bytes[8 + i % 4] >> (2 * (i / 4)) & 3;

@@ -1,13 +1,13 @@
 //! Q6_K: 128 bytes of low nibbles, 64 bytes of the high two bits, 16 signed bytes of scales, `d` f16;
-//! `value = d * scale * (q - 32)`. 210 bytes for 256 elements, 6.5625 bits an element.
+//! `value = d * scale * (q - 32)`. 210 bytes for 256 elements, 6.5625 bits per element.
 
 use super::{BLOCK_LEN, Block, f16_at, two_bits};
 
-/// Block `i` of 8 in `bytes`. Panics unless there are 210.
+/// Decodes block `i` of 8 in `bytes`. Panics unless there are 210 bytes.
 pub fn parse(bytes: &[u8], i: usize) -> Block {
     assert_eq!(bytes.len(), 210, "a Q6_K block has 210 bytes");
     let d = f16_at(&bytes[208..]);
-    // 64 bytes of nibbles hold four parts: two in the low halves, then two in the high ones.
+    // 64 bytes of nibbles have four parts: two in the low halves, then two in the high halves.
     let low = &bytes[i / 4 * 64 + i % 2 * BLOCK_LEN..];
     let mut q = two_bits(&bytes[128..192], i);
     for (q, low) in q.iter_mut().zip(low) {

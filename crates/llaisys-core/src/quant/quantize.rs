@@ -1,19 +1,21 @@
 //! Quantizes float weights to small integers: `--quantization` while a model is loaded.
 //!
-//! A row is split into groups of 32. Each group has a scale of 8 bits, which is a multiple of the row's `unit`, and in one
-//! grid a zero point in 16ths; every weight is an integer:
+//! A row is split into groups of 32. Each group has an 8-bit scale, in multiples of the row's `unit`. In one of the
+//! grids it also has a zero point in 16ths. Every weight is an integer:
 //!
 //! ```text
 //! Symmetric { bits }   unit * scale * (q - 2^(bits - 1))    |q - 2^(bits - 1)| < 2^(bits - 1)
 //! ZeroPoint            unit * scale * (q - zero / 16)       q of 4 bits
 //! ```
 //!
-//! A search reduces the squared error of each group: it tries scales around the one that just covers the largest weight,
-//! each with the best zero point for its integers. The first candidate is rounding to nearest; another one is used only
-//! if it is better. Quantized values do not change when they are quantized again (except for groups that extend less than
-//! one step to one side of zero): a unit has 8 significant bits, so that every value is exact in f32; the group with the
-//! widest span, which determines the unit, keeps the scale 255; and a scale that gives a whole number of steps is always
-//! tried.
+//! A search reduces the squared error of each group. It tries scales around the one that just covers the largest
+//! weight, each with the best zero point for its integers. The first candidate is rounding to nearest; another one is
+//! used only if it is better.
+//!
+//! Quantized values do not change when they are quantized again, except in groups that extend less than one step to one
+//! side of zero. This holds for three reasons. A unit has 8 significant bits, so that every value is exact in f32. The
+//! group with the widest span, which determines the unit, keeps the scale 255. A scale that makes the span a whole
+//! number of steps is always tried.
 
 use super::{BLOCK_LEN, Block, dequantize_row};
 use crate::tensor::RowView;
@@ -35,28 +37,28 @@ pub enum Grid {
 const MAX_SCALE: f32 = 255.0;
 /// The largest integer of [`Grid::ZeroPoint`].
 const MAX_NIBBLE: f32 = 15.0;
-/// Parts of a step, the unit of zero points.
+/// Zero points per step of the integers.
 const ZERO_PARTS: f32 = 16.0;
-/// Scales that are tried below the one that covers the largest weight.
+/// Number of scales tried below the one that covers the largest weight.
 const N_BELOW: i32 = 6;
-/// Scales that are tried above it.
+/// Number of scales tried above it.
 const N_ABOVE: i32 = 3;
 
 /// One quantized row.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct QuantizedRow {
-    /// Scales are multiples of it. Not negative.
+    /// Scales are multiples of this; not negative.
     pub unit: f32,
-    /// In order of the elements.
+    /// The groups, in order of the elements.
     pub groups: Vec<Group>,
 }
 
 /// Up to 32 weights that share a scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Group {
-    /// In units; 0 in a group of zeros.
+    /// The scale in units; 0 in a group of zeros.
     pub scale: u8,
-    /// In 16ths of a step; 0 in symmetric grids.
+    /// The zero point in 16ths of a step; 0 in symmetric grids.
     pub zero: u8,
     /// The integers.
     pub q: [u8; BLOCK_LEN],
@@ -81,56 +83,56 @@ impl QuantizedRow {
 pub struct Quantizer {
     grid: Grid,
     values: Vec<f32>,
-    fitted: QuantizedRow,
+    quantized: QuantizedRow,
 }
 
 impl Quantizer {
-    /// For rows of `n_columns`, a multiple of 32.
+    /// A quantizer for rows of `n_columns`, a multiple of 32.
     pub fn new(grid: Grid, n_columns: usize) -> Self {
-        Self { grid, values: vec![0.0; n_columns], fitted: QuantizedRow::default() }
+        Self { grid, values: vec![0.0; n_columns], quantized: QuantizedRow::default() }
     }
 
-    /// Quantizes the values of `row`, which are finite. Panics if it has another length.
+    /// Quantizes the values of `row`, which must be finite. Panics if the row has another length.
     pub fn quantize(&mut self, row: RowView<'_>) -> &QuantizedRow {
         dequantize_row(row, &mut self.values);
-        quantize(self.grid, &self.values, &mut self.fitted);
-        &self.fitted
+        quantize(self.grid, &self.values, &mut self.quantized);
+        &self.quantized
     }
 }
 
-/// Quantizes `values`, which are finite and a multiple of 32, into `out`.
+/// Quantizes `values` into `out`. They must be finite, and their number a multiple of 32.
 pub fn quantize(grid: Grid, values: &[f32], out: &mut QuantizedRow) {
     let groups = values.as_chunks::<BLOCK_LEN>().0;
     let longest = groups.iter().map(|group| reach(grid, group)).fold(0.0, f32::max);
     out.unit = coarse(longest / MAX_SCALE);
     out.groups.clear();
     out.groups.extend(groups.iter().map(|group| match grid {
-        Grid::Symmetric { bits } => fit_symmetric(group, bits, out.unit),
-        Grid::ZeroPoint => fit_zero_point(group, out.unit),
+        Grid::Symmetric { bits } => quantize_symmetric(group, bits, out.unit),
+        Grid::ZeroPoint => quantize_zero_point(group, out.unit),
     }));
 }
 
 /// Quantizes a group to a Q8_0 block, with the best of the f16 scales next to the one that covers the largest weight.
 ///
-/// Its scales are finer than those of a [`Grid`]: weights that were in Q8_0 before get the same values again.
+/// Its scales are finer than those of a [`Grid`]: weights that were decoded from Q8_0 get the same values again.
 pub fn quantize_q8_0(group: &[f32; BLOCK_LEN]) -> Block {
     const MAX: f32 = 127.0;
     let [low, high] = ends(group);
     let whole = f16::from_f32(high.max(-low) / MAX);
     let mut best = (f32::INFINITY, Block::scaled(0.0, 128, [128; BLOCK_LEN]));
-    // Rounding to bf16 moves the farthest weight, and with it the scale, by up to 2^-8: 4 steps of f16.
+    // Rounding to bf16 changes the largest magnitude, and with it the scale, by up to 2^-8: 4 steps of f16.
     for step in [0, 1, -1, 2, -2, 3, -3, 4, -4] {
         let scale = f16::from_bits(whole.to_bits().saturating_add_signed(step)).to_f32();
-        let fitted = assign(group, scale, 0.0, [-MAX, MAX]);
-        if fitted.error < best.0 {
-            best = (fitted.error, Block::scaled(scale, 128, fitted.q.map(|q| (q + 128.0) as u8)));
+        let assigned = assign(group, scale, 0.0, [-MAX, MAX]);
+        if assigned.error < best.0 {
+            best = (assigned.error, Block::scaled(scale, 128, assigned.q.map(|q| (q + 128.0) as u8)));
         }
     }
     best.1
 }
 
-/// Rounds a group to a Q8_0 block at the scale that covers the largest number: less exact than [`quantize_q8_0`], in a
-/// fraction of the time.
+/// Rounds a group to a Q8_0 block at the scale that covers the largest number: less exact than [`quantize_q8_0`], but
+/// much faster.
 pub fn round_q8_0(group: &[f32; BLOCK_LEN]) -> Block {
     const MAX: f32 = 127.0;
     let [low, high] = ends(group);
@@ -139,7 +141,7 @@ pub fn round_q8_0(group: &[f32; BLOCK_LEN]) -> Block {
     Block::scaled(scale, 128, q.map(|q| (q + 128.0) as u8))
 }
 
-/// The scale, in absolute numbers, at which the grid covers every weight of a group.
+/// The absolute scale at which the grid covers every weight of a group.
 fn reach(grid: Grid, group: &[f32; BLOCK_LEN]) -> f32 {
     let [low, high] = ends(group);
     match grid {
@@ -148,7 +150,7 @@ fn reach(grid: Grid, group: &[f32; BLOCK_LEN]) -> f32 {
     }
 }
 
-/// The smallest and the largest weight, or zero where all weights are on one side of it.
+/// The smallest and the largest of the weights and zero.
 fn ends(group: &[f32; BLOCK_LEN]) -> [f32; 2] {
     group.iter().fold([0.0, 0.0], |[low, high], &w| [w.min(low), w.max(high)])
 }
@@ -157,20 +159,20 @@ fn max_symmetric(bits: u32) -> f32 {
     f32::from((1_u8 << (bits - 1)) - 1)
 }
 
-/// The nearest number of 8 significant bits.
+/// The nearest number with 8 significant bits.
 fn coarse(x: f32) -> f32 {
     half::bf16::from_f32(x).to_f32()
 }
 
-/// The smallest scale that covers `reach`, within 1 to 255; `None` for a group of zeros.
+/// The smallest integer scale that covers `reach`, within 1 to 255; `None` for a group of zeros.
 fn whole_scale(reach: f32, unit: f32) -> Option<u16> {
     let scale = (reach / unit).ceil();
     (reach > 0.0 && unit > 0.0).then(|| scale.clamp(1.0, MAX_SCALE) as u16)
 }
 
-/// Scales to try for a group whose weights span `span`: `whole`, shorter ones down to `1 - depth` of it, a few
-/// longer ones (weights may lie better on them), and those at which `span` is a whole number of steps up to
-/// `levels`. The longest group of a row, which has the scale 255, keeps it.
+/// Scales to try for a group whose weights span `span`: `whole`, smaller ones down to `1 - depth` of it, a few larger
+/// ones (which may fit the weights better), and those at which `span` is a whole number of steps up to `levels`. The
+/// group with the widest span of a row, which has the scale 255, keeps it.
 fn scales(whole: u16, depth: f32, span: f32, levels: u8) -> impl Iterator<Item = u16> {
     let is_longest = f32::from(whole) == MAX_SCALE;
     let step = ((f32::from(whole) * depth) as i32 / N_BELOW).max(1);
@@ -180,24 +182,24 @@ fn scales(whole: u16, depth: f32, span: f32, levels: u8) -> impl Iterator<Item =
     std::iter::once(whole).chain(others.map(|scale| scale as u16).filter(move |_| !is_longest))
 }
 
-fn fit_symmetric(group: &[f32; BLOCK_LEN], bits: u32, unit: f32) -> Group {
+fn quantize_symmetric(group: &[f32; BLOCK_LEN], bits: u32, unit: f32) -> Group {
     let (max, middle) = (max_symmetric(bits), f32::from(1_u8 << (bits - 1)));
     let zeros = Group { scale: 0, zero: 0, q: [middle as u8; BLOCK_LEN] };
     let Some(whole) = whole_scale(reach(Grid::Symmetric { bits }, group), unit) else { return zeros };
     let [low, high] = ends(group);
     let mut best = (f32::INFINITY, zeros);
-    // The fewer bits, the more a shorter scale can gain.
+    // The fewer bits, the more a smaller scale can gain.
     for scale in scales(whole, 4.0 / max, high.max(-low) / unit, max as u8) {
-        let fitted = assign(group, unit * f32::from(scale), 0.0, [-max, max]);
-        if fitted.error < best.0 {
-            let q = fitted.q.map(|q| (q + middle) as u8);
-            best = (fitted.error, Group { scale: scale as u8, zero: 0, q });
+        let assigned = assign(group, unit * f32::from(scale), 0.0, [-max, max]);
+        if assigned.error < best.0 {
+            let q = assigned.q.map(|q| (q + middle) as u8);
+            best = (assigned.error, Group { scale: scale as u8, zero: 0, q });
         }
     }
     best.1
 }
 
-fn fit_zero_point(group: &[f32; BLOCK_LEN], unit: f32) -> Group {
+fn quantize_zero_point(group: &[f32; BLOCK_LEN], unit: f32) -> Group {
     let zeros = Group { scale: 0, zero: 0, q: [0; BLOCK_LEN] };
     let Some(whole) = whole_scale(reach(Grid::ZeroPoint, group), unit) else { return zeros };
     let [low, high] = ends(group);
@@ -211,23 +213,23 @@ fn fit_zero_point(group: &[f32; BLOCK_LEN], unit: f32) -> Group {
         let mut zero =
             if high > 0.0 { whole_zero(-low / step - excess / 2.0) } else { whole_zero(MAX_NIBBLE) };
         for _ in 0..if may_move { 2 } else { 1 } {
-            let fitted = assign(group, step, zero / ZERO_PARTS, [0.0, MAX_NIBBLE]);
-            if fitted.error < best.0 {
-                let q = fitted.q.map(|q| q as u8);
-                best = (fitted.error, Group { scale: scale as u8, zero: zero as u8, q });
+            let assigned = assign(group, step, zero / ZERO_PARTS, [0.0, MAX_NIBBLE]);
+            if assigned.error < best.0 {
+                let q = assigned.q.map(|q| q as u8);
+                best = (assigned.error, Group { scale: scale as u8, zero: zero as u8, q });
             }
-            zero = whole_zero(fitted.zero);
+            zero = whole_zero(assigned.zero);
         }
     }
     best.1
 }
 
-/// A zero point in 16ths, within the integers.
+/// A zero point in 16ths, within the range of the integers.
 fn whole_zero(zero: f32) -> f32 {
     nearest(zero * ZERO_PARTS).clamp(0.0, MAX_NIBBLE * ZERO_PARTS)
 }
 
-/// Integers of a group at one scale and zero point.
+/// The integers of a group for one scale and zero point.
 struct Assigned {
     q: [f32; BLOCK_LEN],
     /// The sum of squared differences.
@@ -236,7 +238,7 @@ struct Assigned {
     zero: f32,
 }
 
-/// Assigns each weight the nearest integer within the ends.
+/// Assigns each weight the nearest integer in the range.
 fn assign(group: &[f32; BLOCK_LEN], step: f32, zero: f32, [least, most]: [f32; 2]) -> Assigned {
     let inverse = 1.0 / step;
     let mut q = [0.0; BLOCK_LEN];

@@ -1,5 +1,5 @@
-//! What narrows the candidates of a draw. Candidates are `(id, weight)` with `weight = exp(logit - max)`, so the
-//! best has weight 1; ties are ordered by id, so that every result is a function of the logits alone.
+//! Filters that narrow the candidates of a draw. A candidate is `(id, weight)` with `weight = exp(logit - max)`, so the
+//! best has weight 1. Ties are ordered by id, so that every result depends only on the logits.
 
 use std::cmp::Ordering;
 
@@ -10,7 +10,7 @@ pub(super) struct Candidate {
     pub weight: f64,
 }
 
-/// Heavier first, then the lower id.
+/// Orders by falling weight, then by rising id.
 fn by_weight(a: &Candidate, b: &Candidate) -> Ordering {
     b.weight.total_cmp(&a.weight).then(a.id.cmp(&b.id))
 }
@@ -19,7 +19,7 @@ fn total(candidates: &[Candidate]) -> f64 {
     candidates.iter().map(|c| c.weight).sum()
 }
 
-/// Drops candidates below `min_p` of the best one's weight.
+/// Removes candidates below `min_p` times the weight of the best.
 pub(super) fn min_p(candidates: &mut Vec<Candidate>, min_p: f32) {
     if min_p > 0.0 {
         let best = candidates.iter().map(|c| c.weight).fold(0.0, f64::max);
@@ -27,7 +27,7 @@ pub(super) fn min_p(candidates: &mut Vec<Candidate>, min_p: f32) {
     }
 }
 
-/// Keeps the `k` heaviest (all if `k` is 0), by selection: no sort of the vocabulary.
+/// Keeps the `k` candidates with the largest weights (all if `k` is 0), by selection instead of sorting the vocabulary.
 pub(super) fn top_k(candidates: &mut Vec<Candidate>, k: u32) {
     let k = k as usize;
     if k > 0 && k < candidates.len() {
@@ -36,7 +36,7 @@ pub(super) fn top_k(candidates: &mut Vec<Candidate>, k: u32) {
     }
 }
 
-/// Keeps the heaviest until their share reaches `p` (the one that reaches it included).
+/// Keeps the candidates with the largest weights until their share reaches `p`, including the one that reaches it.
 pub(super) fn top_p(candidates: &mut Vec<Candidate>, p: f32) {
     if p < 1.0 {
         let wanted = total(candidates) * f64::from(p);
@@ -44,8 +44,8 @@ pub(super) fn top_p(candidates: &mut Vec<Candidate>, p: f32) {
     }
 }
 
-/// Keeps the candidates whose surprise is nearest to the entropy until their share reaches `p`.
-/// `keyed` is scratch. Source: Meister et al., arXiv:2202.00666.
+/// Keeps the candidates whose surprise is closest to the entropy until their share reaches `p`. `keyed` is scratch.
+/// Source: Meister et al., arXiv:2202.00666.
 pub(super) fn typical_p(candidates: &mut Vec<Candidate>, p: f32, keyed: &mut Vec<(f64, Candidate)>) {
     if p >= 1.0 {
         return;
@@ -68,8 +68,8 @@ pub(super) fn typical_p(candidates: &mut Vec<Candidate>, p: f32, keyed: &mut Vec
     }
 }
 
-/// Orders the front of `candidates` and cuts it where the running weight reaches `wanted`. The front is selected
-/// in chunks that double, so a distribution with a heavy head is never sorted whole.
+/// Orders the front of `candidates` and cuts it where the running weight reaches `wanted`. The front is selected in
+/// chunks that double, so a distribution with most weight on few candidates is never sorted completely.
 fn keep_until(candidates: &mut Vec<Candidate>, wanted: f64, order: fn(&Candidate, &Candidate) -> Ordering) {
     let (mut sorted, mut reached, mut chunk) = (0, 0.0, 64);
     while sorted < candidates.len() {
@@ -100,6 +100,6 @@ pub(super) fn draw(candidates: &mut [Candidate], u: f64) -> u32 {
             return candidate.id;
         }
     }
-    // Rounding may leave the sum a hair below `wanted`: the last one that can be drawn.
+    // Rounding may leave the sum slightly below `wanted`: then the last candidate with a weight is drawn.
     candidates.iter().rev().find(|c| c.weight > 0.0).expect("the best candidate has weight 1").id
 }

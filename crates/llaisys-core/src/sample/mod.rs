@@ -1,5 +1,5 @@
-//! Logits -> token: `spec` (what a request asks for), `sampler` (one sequence's state), `filters` (what narrows
-//! the candidates), `philox` (the draw). Per request, deterministic, no allocation per call after warm-up.
+//! From logits to a token: `spec` (a request's parameters), `sampler` (the state of one sequence), `filters` (narrow
+//! the candidates), `philox` (the random draw). Deterministic for each request; calls do not allocate after warm-up.
 
 mod filters;
 pub mod philox;

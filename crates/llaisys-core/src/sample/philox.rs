@@ -1,8 +1,9 @@
-//! Philox4x32-10: a counter-based random number generator (Salmon, Moraes, Dror, Shaw, "Parallel random numbers:
-//! as easy as 1, 2, 3", SC 2011). A draw is a function of its counter and key alone, so a request's tokens depend
-//! on its seed and positions and on nothing that shares the batch.
+//! Philox4x32-10: a counter-based random number generator (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as
+//! easy as 1, 2, 3", SC 2011). A draw depends only on its counter and key. A request's tokens therefore depend on its
+//! seed and positions, and not on the other rows of a batch.
 //!
-//! Forty lines of our own: the crates that offer it are tiny or stale; the known-answer vectors of Random123 pin it.
+//! Implemented here because the crates that offer it are tiny or unmaintained. The known-answer vectors of Random123
+//! verify it.
 
 const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
@@ -25,7 +26,7 @@ fn wide_product(a: u32, b: u32) -> (u32, u32) {
     ((product >> 32) as u32, product as u32)
 }
 
-/// The uniform draw in `[0, 1)` of a token: 53 bits of the block at counter `(position, choice, 0, 0)`.
+/// Returns a uniform draw in `[0, 1)`: 53 bits of the block at counter `(position, choice, 0, 0)`.
 pub fn uniform(seed: u64, choice: u32, position: u32) -> f64 {
     let block = philox4x32([position, choice, 0, 0], [seed as u32, (seed >> 32) as u32]);
     let bits = (u64::from(block[0]) << 32 | u64::from(block[1])) >> 11;
@@ -53,7 +54,7 @@ mod tests {
         let n = 10_000;
         let draws: Vec<f64> = (0..n).map(|position| uniform(42, 0, position)).collect();
         assert!(draws.iter().all(|u| (0.0..1.0).contains(u)));
-        // The mean of n uniforms has deviation sqrt(1/12n) = 0.0029; five of them.
+        // The mean of n uniform draws has the standard deviation sqrt(1/12n) = 0.0029; this allows five of them.
         let mean = draws.iter().sum::<f64>() / f64::from(n);
         assert!((mean - 0.5).abs() < 0.0145, "mean {mean}");
         assert_ne!(uniform(42, 1, 0), uniform(42, 0, 0));

@@ -1,7 +1,7 @@
 //! One sequence's sampler, and the draw of one token.
 //!
-//! Order of the rules (vLLM's): mask, allowed ids, bad words, bias, min_tokens, penalties, temperature, min_p, top_k, top_p, typical_p.
-//! Logprobs are of the model's own distribution, before any of them.
+//! Rules apply in vLLM's order: mask, allowed ids, bad words, bias, min_tokens, penalties, temperature, min_p, top_k,
+//! top_p, typical_p. Logprobs are those of the model's own distribution, before all rules.
 
 use super::filters::{self, Candidate};
 use super::philox;
@@ -9,26 +9,26 @@ use super::spec::SamplerSpec;
 use crate::error::SamplingError;
 use crate::ops::{argmax, argmax_finite, largest};
 
-/// The sampling state of one sequence: its parameters and the tokens that penalties look at.
+/// The sampling state of one sequence: its parameters, and the tokens that penalties need.
 #[derive(Debug, Clone)]
 pub struct Sampler {
     spec: SamplerSpec,
-    /// Bit per token id: seen in the prompt. Empty without a repetition penalty.
+    /// One bit per token id, set if the prompt has it. Empty without a repetition penalty.
     in_prompt: Vec<u64>,
-    /// Answer tokens with their counts, ordered by id. Kept only while a penalty asks for it.
+    /// Tokens of the completion with their counts, ordered by id. Kept only if a penalty needs them.
     counts: Vec<(u32, u32)>,
     n_output: u32,
-    /// Bit per token id: may be drawn. Empty if all may.
+    /// One bit per token id, set if it may be drawn. Empty if all may.
     allowed: Vec<u32>,
-    /// The newest answer tokens, as many as a bad word may look back at.
+    /// The newest tokens of the completion, as many as the longest bad word needs.
     tail: Vec<u32>,
     n_tail: usize,
-    /// Kept only for the prompt's logprobs.
+    /// The prompt, kept only for its logprobs.
     prompt: Vec<u32>,
 }
 
 impl Sampler {
-    /// A sampler that has seen `prompt` and the `output` generated so far.
+    /// A sampler for a sequence with this `prompt` and the `output` generated so far.
     ///
     /// Errors: any [`SamplingError`] of the spec; `Token` for an id outside the vocabulary.
     pub fn new(
@@ -70,7 +70,7 @@ impl Sampler {
         Ok(sampler)
     }
 
-    /// Takes note of a token that now belongs to the answer.
+    /// Adds a token to the completion.
     pub fn accept(&mut self, token: u32) {
         self.n_output += 1;
         if self.n_tail > 0 {
@@ -90,26 +90,26 @@ impl Sampler {
         &self.spec
     }
 
-    /// The prompt's own token after its first `n_before`, and how many best ones are wanted with its logprob, if a
-    /// row there gives that and no draw.
+    /// The prompt's token after its first `n_before`, and the number of top logprobs for it. `None` unless the row
+    /// there returns prompt logprobs instead of a draw.
     pub fn prompt_token(&self, n_before: u32) -> Option<(u32, u32)> {
         Some((*self.prompt.get(n_before as usize)?, self.spec.prompt_logprobs?))
     }
 
-    /// True if after `n_before` tokens the id of the model's largest logit is all that is wanted.
+    /// True if the row after `n_before` tokens needs only the id of the model's largest logit.
     pub fn is_greedy(&self, n_before: u32) -> bool {
         let is_draw = self.prompt_token(n_before).is_none();
         self.spec.is_greedy() && is_draw && !self.adjusts() && self.spec.top_logprobs.is_none()
     }
 
-    /// False if [`Sampler::adjust`] leaves all logits as they are.
+    /// False if [`Sampler::adjust`] changes no logit.
     fn adjusts(&self) -> bool {
         let spec = &self.spec;
         let lists = [self.allowed.len(), spec.bad_words.len(), spec.logit_bias.len()];
         lists != [0; 3] || self.n_output < spec.min_tokens || spec.has_penalties()
     }
 
-    /// Allowed ids, bad words, bias, min_tokens and penalties, in place.
+    /// Applies allowed ids, bad words, bias, min_tokens and penalties in place.
     fn adjust(&self, logits: &mut [f32]) {
         if !self.allowed.is_empty() {
             apply_mask(logits, &self.allowed);
@@ -128,11 +128,11 @@ impl Sampler {
             }
         }
         if self.spec.has_penalties() {
-            self.penalise(logits);
+            self.penalize(logits);
         }
     }
 
-    fn penalise(&self, logits: &mut [f32]) {
+    fn penalize(&self, logits: &mut [f32]) {
         let repeated = |logit: f32| {
             if logit > 0.0 {
                 logit / self.spec.repetition_penalty
@@ -157,7 +157,7 @@ impl Sampler {
     }
 }
 
-/// Buffers that are reused from call to call.
+/// Buffers that are reused between calls.
 #[derive(Debug, Default)]
 pub struct Scratch {
     candidates: Vec<Candidate>,
@@ -166,14 +166,14 @@ pub struct Scratch {
     raw: Vec<f32>,
 }
 
-/// What a row gave.
+/// The result of sampling one row.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Outcome {
     /// The sampled token.
     Token {
         /// Its id.
         id: u32,
-        /// What its sampler asked for.
+        /// The logprobs that its sampler requested.
         logprobs: Option<Logprobs>,
     },
     /// The row cannot be sampled; its sequence must end.
@@ -183,7 +183,7 @@ pub enum Outcome {
 /// Why a row cannot be sampled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RowFault {
-    /// A logit is NaN or infinite, or a penalty made the best one so: the row's computation went wrong.
+    /// A logit is NaN or infinite, or a penalty made the best one so. The row's computation has failed.
     NonFinite,
     /// The mask (or bias) allows no token.
     AllMasked,
@@ -192,16 +192,17 @@ pub enum RowFault {
 /// Natural logarithms of probabilities under the model's own distribution.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Logprobs {
-    /// Of the sampled token.
+    /// Logprob of the sampled token.
     pub logprob: f32,
-    /// Its rank, from 1; tokens of equal logit share the better rank.
+    /// Rank of the sampled token, from 1; tokens of equal logit share the better rank.
     pub rank: u32,
-    /// The best tokens, falling, ties by id.
+    /// The best tokens, by falling logprob, ties by id.
     pub top: Vec<(u32, f32)>,
 }
 
-/// Samples one row. `logits` `[vocab]` are used up. `position` is the number of tokens before the sampled one:
-/// with seed and choice it fixes the draw, or says which token of the prompt is scored instead. `mask` has a bit for each id, set if allowed.
+/// Samples one row. `logits` `[vocab]` are overwritten. `position` is the number of tokens before the sampled one.
+/// Together with seed and choice it determines the draw, or it selects the token of the prompt that is scored instead.
+/// `mask` has one bit per id, set if the id is allowed.
 pub fn sample(
     scratch: &mut Scratch,
     logits: &mut [f32],
@@ -213,11 +214,11 @@ pub fn sample(
         return Outcome::Fault(RowFault::NonFinite);
     };
     if let Some((id, n)) = sampler.and_then(|s| s.prompt_token(position)) {
-        let normaliser = begin_logprobs(&mut scratch.best, logits, n);
-        return Outcome::Token { id, logprobs: Some(logprobs_of(id, logits, &scratch.best, normaliser)) };
+        let normalizer = begin_logprobs(&mut scratch.best, logits, n);
+        return Outcome::Token { id, logprobs: Some(logprobs_of(id, logits, &scratch.best, normalizer)) };
     }
-    // The drawn token is known only later, and the logits change on the way: keep the model's own.
-    let normaliser = sampler.and_then(|s| s.spec.top_logprobs).map(|n| {
+    // The token is drawn after the logits have changed, so keep the model's own logits.
+    let normalizer = sampler.and_then(|s| s.spec.top_logprobs).map(|n| {
         scratch.raw.clear();
         scratch.raw.extend_from_slice(logits);
         begin_logprobs(&mut scratch.best, logits, n)
@@ -234,7 +235,7 @@ pub fn sample(
     if logits[best] == f32::NEG_INFINITY {
         return Outcome::Fault(RowFault::AllMasked);
     }
-    // A huge finite logit can leave the range by a penalty; without a finite best there are no weights to draw by.
+    // A penalty can make a huge finite logit infinite. Without a finite best logit there are no weights for a draw.
     if !logits[best].is_finite() {
         return Outcome::Fault(RowFault::NonFinite);
     }
@@ -242,21 +243,21 @@ pub fn sample(
         Some(s) if !s.spec.is_greedy() => draw(scratch, logits, logits[best], &s.spec, position),
         _ => best as u32,
     };
-    let logprobs = normaliser.map(|normaliser| logprobs_of(id, &scratch.raw, &scratch.best, normaliser));
+    let logprobs = normalizer.map(|normalizer| logprobs_of(id, &scratch.raw, &scratch.best, normalizer));
     Outcome::Token { id, logprobs }
 }
 
-/// Candidates this far below the best one (in scaled logits) weigh less than e^-40 = 4e-18: a vocabulary of them
-/// is under the rounding of the f64 sum, and leaving them out saves most exponentials.
+/// Candidates this far below the best one (in scaled logits) weigh less than e^-40 = 4e-18. A whole vocabulary of them
+/// is below the rounding of the f64 sum, and skipping them saves most exponentials.
 const NEGLIGIBLE: f64 = -40.0;
-/// Logits that are left out together if their largest is negligible.
+/// Number of logits that are skipped together if their largest is negligible.
 const PART: usize = 64;
 
 fn draw(scratch: &mut Scratch, logits: &[f32], best: f32, spec: &SamplerSpec, position: u32) -> u32 {
     let candidates = &mut scratch.candidates;
     candidates.clear();
     let scale = 1.0 / f64::from(spec.temperature);
-    // Falls with the logit, so what is negligible for a part's largest is so for all of it.
+    // Scaling preserves the order, so if a part's largest logit is negligible, the whole part is.
     let scaled = |logit: f32| (f64::from(logit) - f64::from(best)) * scale;
     for (first, part) in (0..).step_by(PART).zip(logits.chunks(PART)) {
         if scaled(largest(part)) > NEGLIGIBLE {
@@ -273,7 +274,7 @@ fn draw(scratch: &mut Scratch, logits: &[f32], best: f32, spec: &SamplerSpec, po
     filters::draw(candidates, philox::uniform(spec.seed, spec.choice, position))
 }
 
-/// A bit for each id below `vocab_size`, set for `ids`; empty if there are none.
+/// One bit per id below `vocab_size`, set for `ids`; empty if `ids` is empty.
 fn bits(ids: &[u32], vocab_size: usize) -> Vec<u32> {
     if ids.is_empty() {
         return Vec::new();
@@ -310,12 +311,12 @@ fn begin_logprobs(best: &mut Vec<(u32, f32)>, logits: &[f32], n: u32) -> f32 {
     (f64::from(max) + sum.ln()) as f32
 }
 
-/// The logprob and rank of `id`, and those of `best`, from the model's own logits.
-fn logprobs_of(id: u32, raw: &[f32], best: &[(u32, f32)], normaliser: f32) -> Logprobs {
+/// The logprob and rank of `id`, and the logprobs of `best`, from the model's own logits.
+fn logprobs_of(id: u32, raw: &[f32], best: &[(u32, f32)], normalizer: f32) -> Logprobs {
     let own = raw[id as usize];
     Logprobs {
-        logprob: own - normaliser,
+        logprob: own - normalizer,
         rank: 1 + raw.iter().filter(|&&l| l > own).count() as u32,
-        top: best.iter().map(|&(id, logit)| (id, logit - normaliser)).collect(),
+        top: best.iter().map(|&(id, logit)| (id, logit - normalizer)).collect(),
     }
 }

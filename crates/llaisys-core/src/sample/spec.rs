@@ -2,45 +2,45 @@
 
 use crate::error::SamplingError;
 
-/// What one sequence asks of the sampler. Neutral values switch a rule off; the defaults are neutral.
+/// The sampling parameters of one sequence. Neutral values disable a rule; the defaults are neutral.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SamplerSpec {
     /// Divides the logits; 0 is greedy. In `0..=100`.
     pub temperature: f32,
-    /// Keep the `k` best; 0 keeps all.
+    /// Keeps the `k` best tokens; 0 keeps all.
     pub top_k: u32,
-    /// Keep the best until their probabilities reach this. In `(0, 1]`.
+    /// Keeps the best tokens until their probabilities reach this. In `(0, 1]`.
     pub top_p: f32,
-    /// Keep what has at least this share of the best one's probability. In `[0, 1]`.
+    /// Keeps tokens with at least this fraction of the best one's probability. In `[0, 1]`.
     pub min_p: f32,
-    /// Locally typical sampling (Meister et al., arXiv:2202.00666): keep the tokens whose surprise is nearest to
-    /// the entropy until their probabilities reach this. In `(0, 1]`.
+    /// Locally typical sampling (Meister et al., arXiv:2202.00666): keeps the tokens whose surprise is closest to the
+    /// entropy until their probabilities reach this. In `(0, 1]`.
     pub typical_p: f32,
-    /// Divides positive and multiplies negative logits of tokens in prompt or answer (arXiv:1909.05858). Above 0.
+    /// Divides positive and multiplies negative logits of tokens in prompt or completion (arXiv:1909.05858). Above 0.
     pub repetition_penalty: f32,
-    /// Subtracted once from tokens in the answer. In `[-2, 2]`.
+    /// Subtracted once from the logits of tokens in the completion. In `[-2, 2]`.
     pub presence_penalty: f32,
-    /// Subtracted from tokens in the answer, times their count. In `[-2, 2]`.
+    /// Subtracted from the logits of tokens in the completion, times their count. In `[-2, 2]`.
     pub frequency_penalty: f32,
     /// Added to the logits of these ids.
     pub logit_bias: Vec<(u32, f32)>,
-    /// Only these ids may be drawn; empty: all.
+    /// Only these ids may be drawn; empty allows all.
     pub allowed_ids: Vec<u32>,
-    /// Token sequences that the answer must not hold: the last token of each is forbidden where the ones before it
-    /// are the newest of the answer.
+    /// Token sequences that the completion must not contain. The last token of each is forbidden where the tokens
+    /// before it are the newest of the completion.
     pub bad_words: Vec<Vec<u32>>,
-    /// `stop_ids` cannot be drawn before so many tokens are out.
+    /// `stop_ids` cannot be drawn before the completion has this many tokens.
     pub min_tokens: u32,
-    /// Ids held back by `min_tokens`.
+    /// Ids that `min_tokens` forbids.
     pub stop_ids: Vec<u32>,
-    /// Key of the draws.
+    /// Random seed of the draws.
     pub seed: u64,
-    /// Which of a request's `n` answers this is.
+    /// Index of this sequence among the `n` choices of a request.
     pub choice: u32,
-    /// Logprobs wanted: `None`, or the drawn token's and so many best ones.
+    /// Logprobs to return: `None`, or those of the drawn token and of this many best ones.
     pub top_logprobs: Option<u32>,
-    /// Rows inside the prompt that want logits give, in place of a draw, the prompt's next token with its logprob
-    /// and so many best ones. `None`: such rows are sampled as any other.
+    /// Rows inside the prompt with logits output return, instead of a draw, the prompt's next token with its logprob
+    /// and those of this many best ones. `None`: such rows are sampled as any other.
     pub prompt_logprobs: Option<u32>,
 }
 
@@ -69,7 +69,7 @@ impl Default for SamplerSpec {
 }
 
 impl SamplerSpec {
-    /// Checks every bound. NaN is out of every range.
+    /// Checks every range. NaN is outside all of them.
     pub fn check(&self, vocab_size: usize) -> Result<(), SamplingError> {
         in_range("temperature", self.temperature, 0.0, 100.0)?;
         in_range("top_p", self.top_p, f32::MIN_POSITIVE, 1.0)?;
@@ -90,13 +90,13 @@ impl SamplerSpec {
         self.stop_ids.iter().try_for_each(|&id| token_in("stop_ids", id, vocab_size))
     }
 
-    /// True if the best logit is taken without a draw.
+    /// True if the token with the best logit is taken without a draw.
     pub fn is_greedy(&self) -> bool {
-        // Below this the division would overflow long before a second candidate gets a chance (vLLM's bound).
+        // Below this the division would overflow long before a second candidate could be drawn (vLLM's bound).
         self.temperature < 1e-5
     }
 
-    /// True if any penalty looks at the tokens so far.
+    /// True if any penalty depends on the tokens so far.
     pub(crate) fn has_penalties(&self) -> bool {
         self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
     }

@@ -1,4 +1,4 @@
-//! Which CPUs threads may use and do use.
+//! The CPUs on which threads may run, and the CPU on which a thread runs.
 //!
 //! `cpu_set_t` is a fixed array of bits: ids are checked against [`CPU_ID_MAX`] by [`super::Pool::on`].
 
@@ -11,7 +11,7 @@ pub(super) use other::{CPU_ID_MAX, move_to, pin_to, usable_cpus};
 
 #[cfg(target_os = "linux")]
 mod linux {
-    /// The largest id that an affinity mask can hold.
+    /// The largest id that an affinity mask can represent.
     pub(in crate::threads) const CPU_ID_MAX: usize = libc::CPU_SETSIZE as usize - 1;
 
     /// See [`crate::threads::usable_cpus`].
@@ -21,9 +21,9 @@ mod linux {
         (0..=CPU_ID_MAX).filter(|&cpu| unsafe { libc::CPU_ISSET(cpu, &set) }).collect()
     }
 
-    /// Binds the calling thread to `cpu`. A refusal only costs speed, so it is not reported.
+    /// Pins the calling thread to `cpu`. A failure only costs speed, so it is not reported.
     pub(in crate::threads) fn pin_to(cpu: usize) {
-        assert!(cpu <= CPU_ID_MAX, "CPU {cpu} is beyond an affinity mask");
+        assert!(cpu <= CPU_ID_MAX, "CPU id {cpu} does not fit an affinity mask");
         // SAFETY: an all-zero `cpu_set_t` is the empty set.
         let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
         // SAFETY: `cpu` is at most `CPU_ID_MAX` (asserted), below the number of bits of the set.
@@ -31,7 +31,7 @@ mod linux {
         set_mask(&set);
     }
 
-    /// Moves the calling thread to `cpu` if it is on another, and leaves its affinity mask as it was.
+    /// Moves the calling thread to `cpu` if it runs on another, and restores its affinity mask.
     pub(in crate::threads) fn move_to(cpu: usize) {
         // SAFETY: takes nothing; an error is a negative number, which is no CPU.
         let current = unsafe { libc::sched_getcpu() };
@@ -43,7 +43,7 @@ mod linux {
         }
     }
 
-    /// The calling thread's mask.
+    /// The calling thread's affinity mask.
     fn mask() -> Option<libc::cpu_set_t> {
         // SAFETY: an all-zero `cpu_set_t` is the empty set.
         let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };

@@ -1,10 +1,10 @@
-//! What only the inside of the pool can bring about: a worker thread that ends.
+//! A case that only the inside of the pool can cause: a worker thread that ends.
 
 use super::*;
 
 /// A worker that ends must not leave the caller waiting, nor let it return before the others have finished.
 #[test]
-fn a_worker_that_has_ended_is_a_panic_of_the_caller() {
+fn the_caller_panics_if_a_worker_thread_has_ended() {
     let endings: [fn(&Shared, usize); 2] = [
         |_, worker| assert_ne!(worker, 1, "this worker panics outside of any job"),
         |shared, worker| {

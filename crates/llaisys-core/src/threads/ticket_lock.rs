@@ -1,4 +1,4 @@
-//! The lock of a pool that several threads use: a ticket lock, first come, first served, reentrant.
+//! The lock of a pool that several threads use: a reentrant ticket lock, first come, first served.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -6,20 +6,20 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 
 thread_local! {
-    /// Its address is unique among the threads that are alive.
-    static ME: Cell<u8> = const { Cell::new(0) };
+    /// Its address is unique among the running threads.
+    static THREAD_MARK: Cell<u8> = const { Cell::new(0) };
 }
 
-fn me() -> usize {
-    ME.with(|me| std::ptr::from_ref(me).addr())
+fn thread_id() -> usize {
+    THREAD_MARK.with(|mark| std::ptr::from_ref(mark).addr())
 }
 
-/// A lock that threads get in the order in which they ask, each by its ticket.
+/// A lock that threads get in the order of their requests, by ticket.
 #[derive(Debug, Default)]
 pub(super) struct TicketLock {
     tickets: Mutex<Tickets>,
     released: Condvar,
-    /// The thread that holds the lock, as [`me`] names it; 0 if none does.
+    /// The [`thread_id`] of the thread that holds the lock; 0 if none does.
     holder: AtomicUsize,
 }
 
@@ -35,17 +35,17 @@ struct Tickets {
 #[derive(Debug)]
 #[must_use = "the lock is released when this is dropped"]
 pub struct PoolGuard<'a> {
-    /// None if the thread already held the lock.
+    /// `None` if the thread already held the lock.
     lock: Option<&'a TicketLock>,
     /// The guard belongs to the thread that locked, so it must not move to another.
     not_send: PhantomData<*const ()>,
 }
 
 impl TicketLock {
-    /// Wait for the threads that asked before; return at once if this thread already holds the lock.
+    /// Waits for the threads that requested the lock before; returns at once if this thread already holds it.
     pub(super) fn lock(&self) -> PoolGuard<'_> {
-        // Only this thread stores its own name, and clears it before it continues: relaxed is enough.
-        if self.holder.load(Ordering::Relaxed) == me() {
+        // Only this thread stores its own id, and clears it before it continues: relaxed is enough.
+        if self.holder.load(Ordering::Relaxed) == thread_id() {
             return PoolGuard { lock: None, not_send: PhantomData };
         }
         let mut tickets = self.tickets.lock().unwrap_or_else(PoisonError::into_inner);
@@ -54,7 +54,7 @@ impl TicketLock {
         while tickets.serving != ticket {
             tickets = self.released.wait(tickets).unwrap_or_else(PoisonError::into_inner);
         }
-        self.holder.store(me(), Ordering::Relaxed);
+        self.holder.store(thread_id(), Ordering::Relaxed);
         PoolGuard { lock: Some(self), not_send: PhantomData }
     }
 }
@@ -74,9 +74,9 @@ mod tests {
     use std::sync::mpsc::channel;
     use std::thread::{scope, yield_now};
 
-    /// A thread that asks later gets the lock later, although the holder asks again at once.
+    /// The lock is fair: a thread gets it before the holder gets it again.
     #[test]
-    fn threads_get_the_lock_in_the_order_of_asking() {
+    fn threads_get_the_lock_in_request_order() {
         let lock = TicketLock::default();
         let (sender, receiver) = channel();
         scope(|s| {
@@ -100,11 +100,15 @@ mod tests {
     }
 
     #[test]
-    fn a_nested_lock_is_the_same() {
+    fn a_nested_lock_keeps_the_outer_one() {
         let lock = TicketLock::default();
         let outer = lock.lock();
         drop(lock.lock());
-        assert_eq!(lock.holder.load(Ordering::Relaxed), me(), "the inner guard released the outer one");
+        assert_eq!(
+            lock.holder.load(Ordering::Relaxed),
+            thread_id(),
+            "the inner guard released the outer one"
+        );
         drop(outer);
         assert_eq!((lock.holder.load(Ordering::Relaxed), lock.tickets.lock().unwrap().serving), (0, 1));
     }

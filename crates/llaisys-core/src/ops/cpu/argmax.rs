@@ -1,7 +1,7 @@
 //! `argmax`: greedy sampling. Reference: `ops/reference/argmax.rs`.
 //!
-//! It needs no instruction set: comparisons are exact, and one pass over the vocabulary is bound by memory. `look` sees
-//! each part while the part is in the first-level cache. The index is searched in the part with the largest value.
+//! It needs no instruction set: comparisons are exact, and one pass over the vocabulary is bound by memory. `visit`
+//! sees each part while the part is in the first-level cache. The index is searched in the part with the largest value.
 
 /// Elements that are searched again after the largest value is found.
 const PART: usize = 1024;
@@ -25,12 +25,12 @@ pub fn argmax_finite(logits: &[f32]) -> Option<usize> {
     finite.then_some(best)
 }
 
-/// Index of the largest element; calls `look` with each part.
-fn best_place(logits: &[f32], mut look: impl FnMut(&[f32])) -> usize {
+/// Index of the largest element; calls `visit` with each part.
+fn best_place(logits: &[f32], mut visit: impl FnMut(&[f32])) -> usize {
     assert!(!logits.is_empty(), "no logits");
     let (mut best, mut best_part) = (f32::NEG_INFINITY, None);
     for (i, part) in logits.chunks(PART).enumerate() {
-        look(part);
+        visit(part);
         let max = largest(part);
         if max > best || (best_part.is_none() && part.contains(&max)) {
             (best, best_part) = (max, Some(i));

@@ -320,6 +320,6 @@ impl KvElement for i8 {
 /// The same memory, viewed as the halves of its words.
 #[inline(always)]
 fn halves(words: &mut [f32]) -> &mut [u16] {
-    // SAFETY: the same bytes, borrowed for as long; u16 needs less alignment, and both types take any bits.
+    // SAFETY: the same bytes for the same lifetime; u16 needs less alignment, and any bits are valid for both types.
     unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), 2 * words.len()) }
 }

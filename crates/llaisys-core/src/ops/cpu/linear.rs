@@ -237,7 +237,7 @@ impl Region<'_> {
         for target in self.targets() {
             let n = target.weight.n_panels();
             for p in panels.start.max(first)..panels.end.min(first + n) {
-                // SAFETY: as the caller promised.
+                // SAFETY: as the caller guarantees.
                 unsafe { self.panel(target, p - first, part, &mut tile) };
             }
             first += n;

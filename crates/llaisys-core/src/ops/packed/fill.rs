@@ -123,13 +123,13 @@ fn put_block(format: PackedFormat, panel: &mut [u8], g: usize, c: usize, block: 
 /// Writes column `c` of a panel from a quantized row. The integers of the column are zero before.
 fn put_quantized(format: PackedFormat, panel: &mut [u8], c: usize, row: &QuantizedRow) {
     let groups = panel.chunks_exact_mut(format.group_bytes());
-    for (group, fitted) in groups.zip(&row.groups) {
+    for (group, quantized) in groups.zip(&row.groups) {
         let (header, integers) = group.split_at_mut(format.header_bytes());
-        header[c] = fitted.scale;
+        header[c] = quantized.scale;
         if format.has_min() {
-            header[PANEL + c] = fitted.zero;
+            header[PANEL + c] = quantized.zero;
         }
-        put_integers(format, integers, c, &fitted.q);
+        put_integers(format, integers, c, &quantized.q);
     }
     let unit = format.units_at(row.groups.len() * BLOCK_LEN) + 4 * c;
     panel[unit..unit + 4].copy_from_slice(&row.unit.to_le_bytes());

@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn groups_are_the_same_bits_on_every_instruction_set() {
+    fn groups_have_the_same_bits_on_every_instruction_set() {
         const N_RUNS: usize = 11;
         let odd = [0.0, f32::NAN, f32::INFINITY, -0.0, 1e-40, -3e38];
         for n_rows in 1..=6 {

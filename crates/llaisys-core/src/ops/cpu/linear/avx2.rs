@@ -99,7 +99,7 @@ fn plain_tile(panel: &Panel<'_>, n_rows: usize, inputs: Inputs<'_>, out: &mut Ti
 #[target_feature(enable = "avx2")]
 fn load<const T: usize>(step: &[u8; STEP], first: usize) -> [__m256i; T] {
     let vectors = &step.as_chunks::<LANE>().0[first..first + T];
-    // SAFETY: each chunk has 32 bytes; the load asks for no alignment.
+    // SAFETY: each chunk has 32 bytes; the load needs no alignment.
     std::array::from_fn(|t| unsafe { _mm256_loadu_si256(vectors[t].as_ptr().cast()) })
 }
 
@@ -108,7 +108,7 @@ fn load<const T: usize>(step: &[u8; STEP], first: usize) -> [__m256i; T] {
 #[target_feature(enable = "avx2,f16c")]
 fn load_f16<const T: usize>(header: &[u8; 2 * PANEL], first: usize) -> [__m256; T] {
     let vectors = &header.as_chunks::<{ LANE / 2 }>().0[first..first + T];
-    // SAFETY: each chunk has 16 bytes; the load asks for no alignment.
+    // SAFETY: each chunk has 16 bytes; the load needs no alignment.
     std::array::from_fn(|t| _mm256_cvtph_ps(unsafe { _mm_loadu_si128(vectors[t].as_ptr().cast()) }))
 }
 
@@ -118,7 +118,7 @@ fn load_f16<const T: usize>(header: &[u8; 2 * PANEL], first: usize) -> [__m256; 
 fn load_u8<const T: usize>(header: &[u8; PANEL], first: usize) -> [__m256; T] {
     let vectors = &header.as_chunks::<{ LANE / 4 }>().0[first..first + T];
     std::array::from_fn(|t| {
-        // SAFETY: each chunk has 8 bytes; the load asks for no alignment.
+        // SAFETY: each chunk has 8 bytes; the load needs no alignment.
         let bytes = unsafe { _mm_loadl_epi64(vectors[t].as_ptr().cast()) };
         _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes))
     })
@@ -157,7 +157,7 @@ fn apply_units<const R: usize, const T: usize>(
 fn store<const R: usize, const T: usize>(sums: [[__m256; T]; R], first: usize, out: &mut Tile) {
     for (sums, out) in sums.into_iter().zip(&mut out.0) {
         for (sum, out) in sums.into_iter().zip(&mut out.as_chunks_mut::<8>().0[first..]) {
-            // SAFETY: each chunk has 8 numbers; the store asks for no alignment.
+            // SAFETY: each chunk has 8 numbers; the store needs no alignment.
             unsafe { _mm256_storeu_ps(out.as_mut_ptr(), sum) };
         }
     }

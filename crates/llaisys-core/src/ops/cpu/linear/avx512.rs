@@ -101,7 +101,7 @@ fn pairs_tile(panel: &Panel<'_>, n_rows: usize, x: &[u32], out: &mut Tile) {
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn load(bytes: &[u8; STEP]) -> [__m512i; 2] {
-    // SAFETY: the array has 128 bytes; the loads ask for no alignment.
+    // SAFETY: the array has 128 bytes; the loads need no alignment.
     unsafe { [_mm512_loadu_si512(bytes.as_ptr().cast()), _mm512_loadu_si512(bytes.as_ptr().add(64).cast())] }
 }
 
@@ -109,7 +109,7 @@ fn load(bytes: &[u8; STEP]) -> [__m512i; 2] {
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn load_f16(bytes: &[u8; 2 * PANEL]) -> [__m512; 2] {
-    // SAFETY: the array has 64 bytes; the loads ask for no alignment.
+    // SAFETY: the array has 64 bytes; the loads need no alignment.
     let halves = unsafe {
         [_mm256_loadu_si256(bytes.as_ptr().cast()), _mm256_loadu_si256(bytes.as_ptr().add(32).cast())]
     };
@@ -120,7 +120,7 @@ fn load_f16(bytes: &[u8; 2 * PANEL]) -> [__m512; 2] {
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn load_u8(bytes: &[u8; PANEL]) -> [__m512; 2] {
-    // SAFETY: the array has 32 bytes; the loads ask for no alignment.
+    // SAFETY: the array has 32 bytes; the loads need no alignment.
     let halves =
         unsafe { [_mm_loadu_si128(bytes.as_ptr().cast()), _mm_loadu_si128(bytes.as_ptr().add(16).cast())] };
     halves.map(|half| _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(half)))
@@ -148,7 +148,7 @@ fn apply_units<const R: usize>(sums: &mut [[__m512; 2]; R], units: &[u8; 4 * PAN
 #[target_feature(enable = "avx512f")]
 fn store<const R: usize>(sums: [[__m512; 2]; R], out: &mut Tile) {
     for (sums, out) in sums.into_iter().zip(&mut out.0) {
-        // SAFETY: the array `out` has 32 numbers; the stores ask for no alignment.
+        // SAFETY: the array `out` has 32 numbers; the stores need no alignment.
         unsafe {
             _mm512_storeu_ps(out.as_mut_ptr(), sums[0]);
             _mm512_storeu_ps(out.as_mut_ptr().add(16), sums[1]);

@@ -40,7 +40,7 @@ impl Round for Avx512 {
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn load(values: &[f32; BLOCK_LEN]) -> [__m512; 2] {
-    // SAFETY: the array has 32 numbers; the loads ask for no alignment.
+    // SAFETY: the array has 32 numbers; the loads need no alignment.
     unsafe { [_mm512_loadu_ps(values.as_ptr()), _mm512_loadu_ps(values.as_ptr().add(16))] }
 }
 
@@ -71,7 +71,7 @@ fn nearest(values: &[f32; BLOCK_LEN], inverse: f32) -> [__m512i; 2] {
 #[target_feature(enable = "avx512f")]
 fn integers(values: &[f32; BLOCK_LEN], inverse: f32, words: &mut [u32; BLOCK_LEN / 4]) -> [i32; 2] {
     let [a, b] = nearest(values, inverse);
-    // SAFETY: the array has 32 bytes, 16 for each half; the stores ask for no alignment.
+    // SAFETY: the array has 32 bytes, 16 for each half; the stores need no alignment.
     unsafe {
         _mm_storeu_si128(words.as_mut_ptr().cast(), _mm512_cvtepi32_epi8(a));
         _mm_storeu_si128(words.as_mut_ptr().add(4).cast(), _mm512_cvtepi32_epi8(b));
@@ -97,7 +97,7 @@ fn rounded(values: __m512) -> __m512i {
 fn pairs(values: &[f32; BLOCK_LEN], words: &mut [u32; BLOCK_LEN / 2]) {
     let [a, b] = load(values);
     let (a, b) = (rounded(a), rounded(b));
-    // SAFETY: the array has 64 bytes, 32 for each half; the stores ask for no alignment.
+    // SAFETY: the array has 64 bytes, 32 for each half; the stores need no alignment.
     unsafe {
         _mm256_storeu_si256(words.as_mut_ptr().cast(), _mm512_cvtepi32_epi16(a));
         _mm256_storeu_si256(words.as_mut_ptr().add(8).cast(), _mm512_cvtepi32_epi16(b));
@@ -116,7 +116,7 @@ fn four_groups(values: &[[f32; BLOCK_LEN]], out: GroupOutputs<'_>, first: usize,
         return false;
     }
     let mut inverse = [0.0; FOUR];
-    // SAFETY: the array has 16 bytes; the store asks for no alignment.
+    // SAFETY: the array has 16 bytes; the store needs no alignment.
     unsafe { _mm_storeu_ps(inverse.as_mut_ptr(), inverses) };
     let a = two_groups([&values[0], &values[1]], [inverse[0], inverse[1]]);
     let b = two_groups([&values[2], &values[3]], [inverse[2], inverse[3]]);
@@ -129,7 +129,7 @@ fn four_groups(values: &[[f32; BLOCK_LEN]], out: GroupOutputs<'_>, first: usize,
     let inputs = group_inputs(units, minus_sums(a, b));
     for i in 0..FOUR {
         let words: &mut [u32; BLOCK_LEN / 4] = run_at(words, first + i * stride);
-        // SAFETY: the array has 32 bytes; the store asks for no alignment.
+        // SAFETY: the array has 32 bytes; the store needs no alignment.
         unsafe { _mm256_storeu_si256(words.as_mut_ptr().cast(), bytes[i]) };
         groups[first + i * stride] = inputs[i];
     }
@@ -204,7 +204,7 @@ fn group_inputs(units: __m128, [first, second]: [__m128i; 2]) -> [GroupInput; FO
     let mut inputs = [GroupInput::default(); FOUR];
     for i in 0..FOUR {
         // SAFETY: a group is 32 bytes: a scale, three sums, three products and a zero, in this order; the store
-        // asks for no alignment.
+        // needs no alignment.
         unsafe { _mm256_storeu_ps((&raw mut inputs[i]).cast(), _mm256_set_m128(high[i], low[i])) };
     }
     inputs
