@@ -1,6 +1,6 @@
 """The plans of all steps equal those recorded in tests/data/plans.txt: no change of the scheduling.
 
-SIM_PLANS=all pytest tests/sim/test_plans.py     compares all 797 worlds instead of a sample
+SIM_PLANS=all pytest tests/sim/test_plans.py     compares all 800 worlds instead of a sample
 """
 
 from __future__ import annotations

@@ -304,7 +304,9 @@ class LLMEngine:
         self._round_robin = plan.round_robin
         self._last_deadline_scan_s = now_s if plan.scanned_deadlines else self._last_deadline_scan_s
         self._last_cleanup_s = now_s if plan.cleaned_cache else self._last_cleanup_s
-        for request in [self._open[ordinal] for ordinal in plan.expire]:
+        expired = [self._open[ordinal] for ordinal in plan.expire]
+        computed = [(r, r.num_computed, r.stream) for r in expired if isinstance(r.state, Running)]
+        for request in expired:
             outputs.append(self._finish(request, Expired(now_s - request.source.arrival_s)))
         for ordinal in plan.preempt:
             self._preempt(self._open[ordinal])
@@ -317,6 +319,9 @@ class LLMEngine:
                 )
         if self._kv_cache.caches_prefixes:
             self._stats.num_evicted_cells += self._kv_cache.evict(plan.n_free_wanted)
+        # Sessions pin only now what expired requests computed: the plan counts these cells as evictable.
+        for request, n_computed, stream in computed:
+            self.sessions.update_from_request(request, n_computed, stream)
         for admission in plan.admit:
             outputs += self._admit(admission, pins.get(admission.ordinal))
         return outputs
@@ -444,12 +449,15 @@ class LLMEngine:
         return output if event is None else self._finish(request, event, output)
 
     def _finish(self, request: Request, event: Event, last: EngineOutput | None = None) -> EngineOutput:
-        """End a choice: release what it holds, remove it, and return its only output with a finish reason."""
+        """End a choice: release what it holds, remove it, and return its only output with a finish reason.
+
+        The session of an expired request is updated by `_prepare`, after the eviction.
+        """
         if isinstance(request.state, Running):
             n_computed, stream = request.num_computed, request.state.stream
             is_valid = not isinstance(event, Failed)
             self._kv_cache.free(request, is_valid=is_valid)
-            if is_valid:
+            if is_valid and not isinstance(event, Expired):
                 self.sessions.update_from_request(request, n_computed, stream)
         request.state = state = advance(request.state, event)
         if not isinstance(state, Finished):

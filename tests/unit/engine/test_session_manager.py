@@ -9,6 +9,7 @@ import pytest
 
 from fakes import core
 from fakes.desk import Desk
+from fakes.engines import NOW
 from llaisys.engine.prefix_cache import Node
 from llaisys.errors import ExhaustedError, RejectedError, RequestFailedError, UnsupportedError
 from llaisys.outputs import FinishReason
@@ -261,3 +262,18 @@ def test_cells_that_sessions_share_count_once() -> None:
     assert desk.engine.stats().kv_cells_session == 40
     desk.begin("list")
     assert {session.num_pinned_tokens for session in desk.end()} == {40}
+
+
+def test_the_session_of_an_expired_request_pins_no_cell_that_the_step_allocates() -> None:
+    desk = Desk(n_cells=64, session_kv_share=1.0)
+    desk.submit("old", prompt=[1] * 50, session_id="chat", deadline_s=NOW + 1)
+    desk.step(3)
+    assert desk.context.n_cells_free == 12
+    desk.submit("new", prompt=[2] * 20)
+    desk.step(now_s=NOW + 2)  # in one plan, `old` expires and `new` allocates some of its cells
+    chat = desk.call("list")
+    assert (chat.num_tokens, chat.num_pinned_tokens) == (52, chat.num_cached_tokens)
+    assert 0 < chat.num_cached_tokens < 52
+    desk.finish()
+    assert desk.reasons() == {"old": FinishReason.TIMEOUT, "new": FinishReason.LENGTH}
+    assert desk.tokens["new"] == core.answer([2] * 20, 10)
