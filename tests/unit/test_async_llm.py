@@ -342,7 +342,7 @@ async def test_drain_waits_for_open_streams(gate: Gate) -> None:
 async def test_close_without_drain_ends_open_streams(
     monkeypatch: pytest.MonkeyPatch, fake_model: ModelAssets
 ) -> None:
-    """The completion would be 20,000 tokens, so it does not end before the engine dies."""
+    """The completion would be 20,000 tokens, so it does not end before the engine stops."""
     endless = replace(fake_model.info, max_position_embeddings=20_000)
     monkeypatch.setattr("llaisys.async_llm.load_model_assets", lambda _: text.model(info=endless))
     async with started(num_kv_cells=20_000) as service:

@@ -21,10 +21,10 @@ VARIABLES = ("LLAISYS_CUDA_LIB_DIR", "CONDA_PREFIX", "CUDA_PATH", "CUDA_HOME")
 
 
 def test_a_missing_driver_is_a_reason_not_an_error() -> None:
-    info = json.loads(_core.cuda_info([], "libcuda-of-nobody.so.1"))
+    info = json.loads(_core.cuda_info([], "libcuda-missing.so.1"))
     assert list(info) == ["reason"]
     assert "no NVIDIA driver" in info["reason"]
-    assert "libcuda-of-nobody.so.1" in info["reason"]
+    assert "libcuda-missing.so.1" in info["reason"]
 
 
 def test_this_machine_has_either_gpus_or_a_reason() -> None:
@@ -91,7 +91,7 @@ def opened(n_cells: int | None, gpu: _core.Gpu | None) -> _core.Context:
 
 def test_a_context_on_a_missing_gpu_is_rejected_with_the_reason() -> None:
     with pytest.raises(UnsupportedError, match=r'device "cuda" cannot be used: no NVIDIA driver'):
-        opened(64, _core.Gpu([], driver="libcuda-of-nobody.so.1"))
+        opened(64, _core.Gpu([], driver="libcuda-missing.so.1"))
     with pytest.raises(RejectedError, match="n_cells is None, which needs a gpu"):
         opened(None, None)
 

@@ -148,11 +148,11 @@ def test_closing_does_not_wait_for_a_trial(monkeypatch: pytest.MonkeyPatch) -> N
     (process,) = (each for each in processes() if each not in before)
     used = process.cpu_times().user
     with ThreadPoolExecutor(1) as thread:
-        verdict = thread.submit(trials.check_now, LONG)
+        result = thread.submit(trials.check_now, LONG)
         block_until(lambda: process.cpu_times().user >= used + 0.1)
         trials.close()
         with pytest.raises(EngineDeadError, match="shutting down"):
-            verdict.result()
+            result.result()
     assert not process.is_running()
     with pytest.raises(EngineDeadError, match="shutting down"):
         trials.check_now(Spec(regex="b"))

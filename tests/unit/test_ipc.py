@@ -98,10 +98,10 @@ def test_the_receiving_thread_sends_frames_of_the_others(ends: tuple[Channel, so
     block_until(lambda: channel._is_waiting)
     for each in sent:
         channel.send(each)
-    heard = b""
-    while len(heard) < 40 * 50_004:
-        heard += peer.recv(1 << 20)
-    assert heard == b"".join(map(frame, sent))
+    raw = b""
+    while len(raw) < 40 * 50_004:
+        raw += peer.recv(1 << 20)
+    assert raw == b"".join(map(frame, sent))
     channel.wake()
     waiting.join()
 
@@ -162,14 +162,14 @@ def test_a_peer_with_too_many_queued_bytes_is_disconnected(
 ) -> None:
     monkeypatch.setattr(ipc, "QUEUED_BYTES_MAX", 1 << 20)
     channel, peer = ends
-    peer.sendall(frame(b"said before"))
+    peer.sendall(frame(b"sent before"))
     queued = [0]
     for _ in range(100):
         channel.send(bytes(100_000))
         queued.append(channel.num_queued_bytes)
     assert 900_000 < max(queued) <= 1 << 20
     assert queued[-1] == 0
-    assert channel.receive(SECOND) == [b"said before"]
+    assert channel.receive(SECOND) == [b"sent before"]
     with pytest.raises(EOFError):
         channel.receive(SECOND)
     while peer.recv(1 << 20):  # the peer sees the end too
@@ -190,15 +190,15 @@ def test_a_wake_ends_the_wait_from_another_thread(ends: tuple[Channel, socket.so
 def test_receive_also_waits_for_another_descriptor(ends: tuple[Channel, socket.socket]) -> None:
     channel, peer = ends
     reader, writer = os.pipe()
-    heard: list[bytes] = []
-    channel.watch(reader, lambda: heard.append(os.read(reader, 100)))
+    pieces: list[bytes] = []
+    channel.watch(reader, lambda: pieces.append(os.read(reader, 100)))
     os.write(writer, b"line")
     assert channel.receive(0.0) == []
     os.close(writer)
     assert channel.receive(0.0) == []
-    assert heard == [b"line", b""]
+    assert pieces == [b"line", b""]
     channel.unwatch(reader)
     os.close(reader)
     peer.sendall(frame(b"news"))
     assert channel.receive(SECOND) == [b"news"]
-    assert len(heard) == 2
+    assert len(pieces) == 2

@@ -57,7 +57,7 @@ def test_a_closed_reader_only_loses_lines(pipe: tuple[int, int], tmp_path: Path)
     reader, fd = pipe
     os.close(reader)
     writer = LineWriter(fd)
-    writer.write("nobody reads this")
+    writer.write("not read")
     writer.flush(60)
     file = os.open(tmp_path / "log", os.O_CREAT | os.O_WRONLY)
     os.dup2(file, fd)

@@ -183,7 +183,7 @@ def test_output_after_the_end_of_a_choice_is_ignored() -> None:
 
 def test_a_delta_of_another_choice_is_appended() -> None:
     processor = opened(n=2)
-    held = processor.process(choice(1, ids("a")))
-    append_delta(held, processor.process(choice(0, ids("b"))))
-    append_delta(held, processor.process(choice(1, ids("c"))))
-    assert [(a.index, a.text) for a in held.outputs] == [(1, "ac"), (0, "b")]
+    merged = processor.process(choice(1, ids("a")))
+    append_delta(merged, processor.process(choice(0, ids("b"))))
+    append_delta(merged, processor.process(choice(1, ids("c"))))
+    assert [(a.index, a.text) for a in merged.outputs] == [(1, "ac"), (0, "b")]

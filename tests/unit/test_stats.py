@@ -55,8 +55,8 @@ def test_the_stats_of_one_request() -> None:
     assert stats.time_per_output_token_s.sum == pytest.approx(1 / 3)
     sizes = (stats.request_prompt_tokens, stats.request_generation_tokens, stats.max_num_generation_tokens)
     assert [(size.count, size.sum) for size in sizes] == [(1, 7), (1, 4), (1, 3)]
-    asked = (stats.params_n, stats.params_max_tokens, stats.prefill_kv_computed_tokens)
-    assert [(size.count, size.sum) for size in asked] == [(1, 2), (1, 9), (1, 4)]
+    sizes = (stats.params_n, stats.params_max_tokens, stats.prefill_kv_computed_tokens)
+    assert [(size.count, size.sum) for size in sizes] == [(1, 2), (1, 9), (1, 4)]
 
 
 def test_a_request_without_a_token_counts_no_prompt() -> None:

@@ -55,9 +55,9 @@ def test_the_report_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_processor_features_are_those_that_the_core_detects() -> None:
     source = Path(__file__).parents[3] / "crates/llaisys-core/src/ops/cpu/isa/mod.rs"
-    asked = re.findall(r'is_x86_feature_detected!\("(\w+)"\)', source.read_text("utf-8"))
+    detected = re.findall(r'is_x86_feature_detected!\("(\w+)"\)', source.read_text("utf-8"))
     kernel_names = {"avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni", "avxvnni": "avx_vnni"}
-    assert {kernel_names.get(name, name) for name in asked} == set(doctor._FEATURES)
+    assert {kernel_names.get(name, name) for name in detected} == set(doctor._FEATURES)
 
 
 def test_unusable_cuda_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:

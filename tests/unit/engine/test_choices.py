@@ -76,7 +76,7 @@ def test_each_choice_ends_once_and_one_output_is_the_last() -> None:
 
 
 @pytest.mark.parametrize("n_steps", [0, 1, 2, 5])
-def test_cancelling_one_choice_leaves_the_others(n_steps: int) -> None:
+def test_canceling_one_choice_leaves_the_others(n_steps: int) -> None:
     made = Engine()
     made.submit("a", **sampled(3))
     made.step(n_steps)
@@ -91,7 +91,7 @@ def test_cancelling_one_choice_leaves_the_others(n_steps: int) -> None:
 
 
 @pytest.mark.parametrize("n_steps", [0, 1, 2, 5])
-def test_cancelling_a_request_ends_all_its_choices(n_steps: int) -> None:
+def test_canceling_a_request_ends_all_its_choices(n_steps: int) -> None:
     made = Engine()
     made.submit("a", **sampled(3))
     made.step(n_steps)

@@ -335,7 +335,7 @@ def test_a_failed_restore_ends_its_requests(n: int) -> None:
     assert made.ends["b"].finish_reason is FinishReason.LENGTH
 
 
-def test_a_request_that_waits_for_a_restore_can_expire_or_be_cancelled() -> None:
+def test_a_request_that_waits_for_a_restore_can_expire_or_be_canceled() -> None:
     made = Engine()
     chat = made.engine.sessions.create("", "chat")
     made.engine.begin_restore(chat)

@@ -151,7 +151,7 @@ def test_cells_of_a_faulty_request_are_invalidated() -> None:
 
 
 @pytest.mark.parametrize("n_steps", [1, 2, 5])
-def test_a_cancelled_request_leaves_its_tokens_in_the_cache(n_steps: int) -> None:
+def test_a_canceled_request_leaves_its_tokens_in_the_cache(n_steps: int) -> None:
     made = engine_of(max_num_batched_tokens=16)
     made.submit("a", prompt=CHAT)
     made.step(n_steps)

@@ -154,7 +154,7 @@ def test_without_a_prefix_cache_there_are_no_sessions() -> None:
 # --- which completions update a session ---
 
 
-def test_a_cancelled_decode_updates_the_session_and_a_cancelled_prompt_does_not(desk: Desk) -> None:
+def test_a_canceled_decode_updates_the_session_and_a_canceled_prompt_does_not(desk: Desk) -> None:
     desk = Desk(max_num_batched_tokens=16)
     desk.run("a", CHAT, session_id="chat", max_tokens=1)
     desk.submit("b", prompt=[9] * 50, session_id="chat")

@@ -321,7 +321,7 @@ def test_an_engine_whose_rows_all_wait_for_a_grammar_is_not_stuck() -> None:
     assert made.ends["a"].error is None
 
 
-def test_a_cancelled_compile_changes_nothing() -> None:
+def test_a_canceled_compile_changes_nothing() -> None:
     grammars = Gated()
     made = engine(grammars)
     made.submit("a", **constrained(Spec(regex="slow")))

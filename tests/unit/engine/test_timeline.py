@@ -304,7 +304,7 @@ def test_choices_have_their_own_timelines_and_a_restore_is_recorded() -> None:
     assert spans(made, ("a", 1))[0] == (0, 4, SpanKind.QUEUED, ("a",))
 
 
-def test_the_timeline_of_a_cancelled_request_ends() -> None:
+def test_the_timeline_of_a_canceled_request_ends() -> None:
     made = Engine()
     made.submit("a")
     run(made, 3)

@@ -25,14 +25,14 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 @pytest.fixture
 def configs(monkeypatch: pytest.MonkeyPatch, engine: FakeService) -> list[Config]:
     """Replace the loaded engine by the scripted one; return the configurations used to start it."""
-    asked: list[Config] = []
+    started: list[Config] = []
 
     async def start(config: Config) -> ModelRegistry:
-        asked.append(config)
+        started.append(config)
         return ModelRegistry([engine])  # type: ignore[list-item]  # the fake has AsyncLLM's surface
 
     monkeypatch.setattr(batch_runner.ModelRegistry, "start", start)
-    return asked
+    return started
 
 
 def line(custom_id: str, url: str, body: Any, **more: Any) -> str:
@@ -145,7 +145,7 @@ async def test_a_dead_engine_fails_the_batch_after_the_last_line(engine: FakeSer
 
 
 @pytest.mark.usefixtures("configs")
-async def test_cancelling_a_batch_cancels_its_running_requests(engine: FakeService) -> None:
+async def test_canceling_a_batch_cancels_its_running_requests(engine: FakeService) -> None:
     engine.script = [Piece(["x"], "stop", gate=asyncio.Event())]
     running = asyncio.ensure_future(answers([line("a", "/v1/completions", {"prompt": "Hi"})]))
     for _ in range(200):  # as above

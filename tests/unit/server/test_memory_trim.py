@@ -13,7 +13,7 @@ FRAGMENTS = """
 import ctypes, resource
 from llaisys.server.lifecycle import trim
 
-def held():
+def allocated():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 
@@ -24,9 +24,9 @@ for piece in pieces:
     ctypes.memset(piece, 1, 1000)
 for piece in pieces[:-1]:
     libc.free(piece)
-kept = held()
+kept = allocated()
 trim()
-print(kept - held())
+print(kept - allocated())
 """
 
 

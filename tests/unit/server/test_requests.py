@@ -104,7 +104,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
 
 @pytest.mark.parametrize("form", ["whole", "stream", "stream that has begun"])
 @pytest.mark.parametrize(("path", "id"), [(CHAT, "chatcmpl-mine"), (COMPLETIONS, "cmpl-mine")])
-async def test_a_cancelled_request_ends_once(
+async def test_a_canceled_request_ends_once(
     http: httpx.AsyncClient, gate: Gate, written: asyncio.Event, path: str, id: str, form: str
 ) -> None:
     gate.n_free = 3 if form == "stream that has begun" else 0
@@ -133,7 +133,7 @@ async def test_a_cancelled_request_ends_once(
     assert again.json()["status"] == "ended"
 
 
-async def test_a_cancelled_request_leaves_no_choice_running(
+async def test_a_canceled_request_leaves_no_choice_running(
     http: httpx.AsyncClient, gate: Gate, state: ServerState
 ) -> None:
     work = asyncio.create_task(http.post(COMPLETIONS, json={**BODIES[COMPLETIONS], "request_id": "m"}))
@@ -147,7 +147,7 @@ async def test_a_cancelled_request_leaves_no_choice_running(
 
 
 @pytest.mark.parametrize("state", [{"preload": False}], indirect=True)
-async def test_a_request_is_cancelled_while_its_model_is_loaded(
+async def test_a_request_is_canceled_while_its_model_is_loaded(
     http: httpx.AsyncClient, state: ServerState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine never gets the request."""
@@ -185,7 +185,7 @@ async def test_a_request_id_belongs_to_its_key(
     assert code(await two) == (499, "cancelled")
     answer = await one
     assert (answer.status_code, answer.json()["id"]) == (200, "chatcmpl-mine")
-    await until(lambda: not client._open)  # the engine has ended the cancelled request too
+    await until(lambda: not client._open)  # the engine has ended the canceled request too
     for _ in range(2):
         assert (await http.post(CHAT, json={**body, "n": 2}, headers=TWO)).status_code == 200
     for headers, n in ((ONE, 1), (TWO, 2)):

@@ -55,9 +55,9 @@ def shown(name: str, n: int) -> dict[str, Any]:
 
 
 def error(answer: httpx.Response) -> tuple[int, str, str | None]:
-    told = answer.json()["error"]
-    assert set(told) == {"message", "type", "param", "code"}
-    return answer.status_code, told["code"], told["param"]
+    fields = answer.json()["error"]
+    assert set(fields) == {"message", "type", "param", "code"}
+    return answer.status_code, fields["code"], fields["param"]
 
 
 async def test_create_list_trim_and_delete_a_session(http: httpx.AsyncClient) -> None:

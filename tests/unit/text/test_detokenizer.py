@@ -101,9 +101,9 @@ def test_only_the_start_of_a_stop_string_stays_pending(tiny: Tokenizer, text: st
         seen, shown = seen + tiny.token_text(id), shown + delta.text
         if delta.stopped is not None:
             break
-        held = seen[len(shown) :]
+        pending = seen[len(shown) :]
         longest = max((n for s in stop for n in range(len(s)) if seen.endswith(s[:n])), default=0)
-        assert held == seen[len(seen) - longest :]
+        assert pending == seen[len(seen) - longest :]
 
 
 def test_a_stop_string_across_tokens_is_never_shown(qwen: Tokenizer) -> None:
