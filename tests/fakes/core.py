@@ -6,11 +6,10 @@ sequences, positions or chunks therefore changes a completion. Some tokens cause
 
 from __future__ import annotations
 
-import itertools
 import json
 import threading
 import zlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -180,7 +179,8 @@ class Context:
         return self._refs.count(0)
 
     def n_cells_free_in(self, stream: int) -> int:
-        return sum(self._refs[cell] == 0 for cell in self._cells_of(stream))
+        cells = self._cells_of(stream)
+        return self._refs[cells.start : cells.stop].count(0)
 
     @property
     def n_seq_free(self) -> int:
@@ -324,11 +324,13 @@ class Context:
 
     def _take(self, stream: int, n: int) -> list[int]:
         """Allocate free cells of a stream, with one reference each."""
-        cells = list(itertools.islice((c for c in self._cells_of(stream) if self._refs[c] == 0), n))
-        if len(cells) < n:
-            raise ExhaustedError(f"{n} cells are needed, {len(cells)} are free")
-        for cell in cells:
-            self._refs[cell] = 1
+        n_free, in_stream = self.n_cells_free_in(stream), self._cells_of(stream)
+        if n_free < n:
+            raise ExhaustedError(f"{n} cells are needed, {n_free} are free")
+        cells = []
+        for _ in range(n):
+            cells.append(self._refs.index(0, in_stream.start, in_stream.stop))
+            self._refs[cells[-1]] = 1
         return cells
 
     def _drop(self, cell: int) -> None:
@@ -436,9 +438,11 @@ class Context:
 
     def check_integrity(self) -> None:
         self._check()
-        n_refs = Counter(cell for sequence in self._lent.values() for cell in sequence.cells.values())
-        n_refs.update(cell for cells in self._nodes.values() for cell in cells.values())
-        if any(refs != n_refs[cell] for cell, refs in enumerate(self._refs)):
+        n_refs = [0] * self.n_cells
+        for cells in (*(sequence.cells for sequence in self._lent.values()), *self._nodes.values()):
+            for cell in cells.values():
+                n_refs[cell] += 1
+        if n_refs != self._refs:
             raise EngineDeadError("a cell is leaked, or counted twice")
         if self._node_of != {c: s for s, cells in self._nodes.items() for c in cells.values()}:
             raise EngineDeadError("a cell belongs to two nodes")

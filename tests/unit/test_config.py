@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from llaisys.config import Config, explain_config, home_folder, load_config
+from llaisys.config import Config, explain_config, load_config
 from llaisys.errors import RejectedError
 
 
@@ -109,14 +109,6 @@ def test_a_missing_yaml_file_is_named(tmp_path: Path) -> None:
 def test_config_is_frozen() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         Config().port = 1  # type: ignore[misc]
-
-
-def test_the_folder_of_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("LLAISYS_HOME", raising=False)
-    assert home_folder() == tmp_path / "llaisys"
-    monkeypatch.setenv("LLAISYS_HOME", str(tmp_path / "here"))
-    assert home_folder() == tmp_path / "here"
 
 
 MODELS = """

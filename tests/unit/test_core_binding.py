@@ -19,7 +19,7 @@ import pytest
 from golden import FOLDER
 from llaisys import _core
 from llaisys.errors import EngineDeadError, RejectedError, UnsupportedError
-from runner import LOGITS, Runner, arrays
+from runner import Runner, arrays
 
 TESTS = Path(__file__).parents[1]
 
@@ -76,29 +76,6 @@ def test_bounds_that_need_the_vocabulary_are_checked_by_set_sampler() -> None:
                 runner.context.set_sampler(seq, _core.SamplerSpec(**spec), none, none)
         with pytest.raises(RejectedError, match="600"):
             runner.context.set_sampler(seq, _core.SamplerSpec(), np.array([600], np.int32), none)
-
-
-def test_arrays_of_another_layout_or_dtype_are_rejected() -> None:
-    with Runner(FOLDER) as runner:
-        seq = runner.context.seq_acquire()
-        rows = arrays([(1, 0, [seq], LOGITS), (2, 1, [seq], LOGITS)])
-        with pytest.raises(RejectedError, match="tokens is not in C order"):
-            runner.context.decode(**{**rows, "tokens": np.ones(4, np.int32)[::2]})
-        with pytest.raises(TypeError):
-            runner.context.decode(**{**rows, "tokens": np.ones(2, np.int64)})
-        assert runner.context.kv_seq_pos_max(seq) == -1
-
-
-def test_arrays_of_the_caller_are_never_changed() -> None:
-    with Runner(FOLDER) as runner:
-        seq = runner.context.seq_acquire()
-        rows = arrays([(1, 0, [seq], LOGITS), (2, 1, [seq], LOGITS)])
-        before = {name: values.copy() for name, values in rows.items()}
-        for values in rows.values():
-            values.setflags(write=False)
-        runner.context.decode(**rows)
-        for name, values in rows.items():
-            np.testing.assert_array_equal(values, before[name])
 
 
 def test_inspect_raises_the_class_of_each_error(tmp_path: Path) -> None:
