@@ -4,7 +4,7 @@ use crate::error::FormatError;
 
 /// Checks that a number is within its bounds. Errors: [`FormatError::Bounds`], for NaN too.
 pub(crate) fn bounded(what: &'static str, got: f64, min: f64, max: f64) -> Result<(), FormatError> {
-    // Written so that NaN is refused.
+    // Written so that NaN is rejected.
     if got >= min && got <= max { Ok(()) } else { Err(FormatError::Bounds { what, got, min, max }) }
 }
 

@@ -6,11 +6,11 @@ use crate::arch::spec::{ArchSpec, QkNorm};
 use crate::arch::weight_id::{ExpertPart, LayerWeight, NameTable, WeightId};
 use crate::error::FormatError;
 
-/// What the forward pass needs to know. Only [`crate::load::checkpoint::Checkpoint::open`] creates it, so every value is
-/// within the bounds below, `d_head` is even, `n_kv_heads` divides `n_heads`, and ids are below `vocab_size`.
+/// The hyper-parameters of the forward pass. Only [`crate::load::checkpoint::Checkpoint::open`] creates them, so every
+/// value is within the bounds below, `d_head` is even, `n_kv_heads` divides `n_heads`, and ids are below `vocab_size`.
 #[derive(Debug, Clone)]
 pub struct ModelConfig {
-    /// What all models of the architecture share.
+    /// The properties that all models of the architecture share.
     pub arch: &'static ArchSpec,
     /// The names of tensors in the container.
     pub names: &'static NameTable,
@@ -98,7 +98,7 @@ const SCALE: (f64, f64) = (1e-6, 1e6);
 const EXPERTS_MAX: usize = 1 << 9;
 
 impl ModelConfig {
-    /// True if logits are the products of the head, unchanged. A scale or a soft cap can make other ids tie.
+    /// True if logits are the products of the head, unchanged. A scale or a soft cap can create new ties.
     pub fn has_plain_logits(&self) -> bool {
         self.logit_scale == 1.0 && self.logit_soft_cap.is_none()
     }
@@ -192,7 +192,7 @@ impl ModelConfig {
         }
     }
 
-    /// The stored weight that holds the rows of a layer's matrix, and its first row there.
+    /// Returns the stored weight that contains the rows of a layer's matrix, and the first of these rows.
     pub fn stored_in(&self, part: LayerWeight) -> (LayerWeight, usize) {
         let stores = |part| self.names.parts().any(|stored| stored == part);
         let (q, kv) = (self.n_heads * self.d_head, self.n_kv_heads * self.d_head);

@@ -1,5 +1,5 @@
-//! Model architectures: one row of facts each (`spec`), the checked hyper-parameters of one model (`config`), its
-//! rotary embedding (`rope`), and the ids and names of its weights (`weight_id`). Knows no file and no kernel.
+//! Model architectures: a table with one row for each (`spec`), the checked hyper-parameters of one model (`config`),
+//! its rotary embedding (`rope`), and the ids and names of its weights (`weight_id`). Reads no files, calls no kernels.
 
 pub(crate) mod bounds;
 pub mod config;

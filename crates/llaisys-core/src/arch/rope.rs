@@ -26,7 +26,7 @@ pub enum RopeScaling {
         /// Divisor.
         factor: f64,
     },
-    /// Slow frequencies are divided, fast ones kept, those between interpolated (Llama 3.1).
+    /// Slow frequencies are divided, fast ones kept, and those in between interpolated (Llama 3.1).
     Llama3 {
         /// Divisor.
         factor: f64,
@@ -37,7 +37,7 @@ pub enum RopeScaling {
         /// Positions of the original context.
         original: f64,
     },
-    /// YaRN (arXiv:2309.00071): slow frequencies divided, fast ones kept, a ramp over the pairs between.
+    /// YaRN (arXiv:2309.00071): slow frequencies are divided and fast ones kept, with a ramp over the pairs in between.
     Yarn {
         /// Divisor.
         factor: f64,
@@ -52,9 +52,9 @@ pub enum RopeScaling {
         /// Cosine and sine are multiplied by this.
         amplitude: f64,
     },
-    /// Each pair is divided by a factor of its own.
+    /// The frequency of each pair is divided by its own factor.
     PerPair {
-        /// `[d_head / 2]`; empty until the tensor that holds them is read.
+        /// `[d_head / 2]`; empty until the tensor with the factors is read.
         factors: Vec<f32>,
         /// Cosine and sine are multiplied by this.
         amplitude: f64,
@@ -63,7 +63,7 @@ pub enum RopeScaling {
 
 const FACTOR: (f64, f64) = (1e-3, 1e6);
 const POSITIONS: (f64, f64) = (1.0, (1 << 24) as f64);
-const TURNS: (f64, f64) = (1e-6, 1e6);
+const ROTATIONS: (f64, f64) = (1e-6, 1e6);
 const AMPLITUDE: (f64, f64) = (1e-3, 1e3);
 const THETA: (f64, f64) = (1.0, 1e12);
 
@@ -82,15 +82,15 @@ impl RopeConfig {
             RopeScaling::Linear { factor } => within("the rope's factor", *factor, FACTOR),
             RopeScaling::Llama3 { factor, low, high, original } => {
                 within("the rope's factor", *factor, FACTOR)?;
-                within("the rope's low_freq_factor", *low, TURNS)?;
+                within("the rope's low_freq_factor", *low, ROTATIONS)?;
                 // The interpolation divides by their distance.
-                within("the rope's high_freq_factor", *high, (*low + 1e-6, TURNS.1))?;
+                within("the rope's high_freq_factor", *high, (*low + 1e-6, ROTATIONS.1))?;
                 within("the rope's original context", *original, POSITIONS)
             }
             RopeScaling::Yarn { factor, beta_fast, beta_slow, original, amplitude, .. } => {
                 within("the rope's factor", *factor, FACTOR)?;
-                within("the rope's beta_fast", *beta_fast, TURNS)?;
-                within("the rope's beta_slow", *beta_slow, TURNS)?;
+                within("the rope's beta_fast", *beta_fast, ROTATIONS)?;
+                within("the rope's beta_slow", *beta_slow, ROTATIONS)?;
                 within("the rope's original context", *original, POSITIONS)?;
                 // The ramp divides by its logarithm.
                 within("the rope base", self.theta, (1.0 + 1e-6, THETA.1))?;
@@ -115,13 +115,14 @@ impl RopeConfig {
             RopeScaling::None => plain,
             RopeScaling::Linear { factor } => plain.scaled(1.0, |_, f| f / factor),
             RopeScaling::Llama3 { factor, low, high, original } => plain.scaled(1.0, |_, f| {
-                let turns = original * f / TAU;
-                let keep = ((turns - low) / (high - low)).clamp(0.0, 1.0);
+                let rotations = original * f / TAU;
+                let keep = ((rotations - low) / (high - low)).clamp(0.0, 1.0);
                 f * keep + f / factor * (1.0 - keep)
             }),
             RopeScaling::Yarn { factor, beta_fast, beta_slow, original, truncate, amplitude } => {
-                let pair =
-                    |turns: f64| d_head as f64 * (original / (turns * TAU)).ln() / (2.0 * self.theta.ln());
+                let pair = |rotations: f64| {
+                    d_head as f64 * (original / (rotations * TAU)).ln() / (2.0 * self.theta.ln())
+                };
                 let (first, last) = (pair(*beta_fast), pair(*beta_slow));
                 let (first, last) = if *truncate { (first.floor(), last.ceil()) } else { (first, last) };
                 let (first, last) = (first.max(0.0), last.min((d_head - 1) as f64));
@@ -138,12 +139,12 @@ impl RopeConfig {
     }
 }
 
-/// YaRN's amplitude where a file states none: `0.1 m ln(factor) + 1`.
+/// Returns the amplitude of YaRN where the file has none: `0.1 m ln(factor) + 1`.
 pub(crate) fn yarn_amplitude(factor: f64, m: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * m * factor.ln() + 1.0 }
 }
 
-/// LongRoPE's amplitude where a file states none: `sqrt(1 + ln(factor) / ln(original))`.
+/// Returns the amplitude of LongRoPE where the file has none: `sqrt(1 + ln(factor) / ln(original))`.
 pub(crate) fn longrope_amplitude(factor: f64, original: usize) -> f64 {
     if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / (original as f64).ln()).sqrt() }
 }

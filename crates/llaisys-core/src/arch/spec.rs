@@ -1,4 +1,5 @@
-//! What differs between architectures: one row for each. A new architecture is a new row, and an op if it needs one.
+//! The differences between architectures: a table with one row for each. A new architecture needs a new row, and an op
+//! if no existing one fits.
 
 use crate::arch::weight_id::{
     FOLDER_NAMES, FOUR_NORM_FOLDER_NAMES, FUSED_FOLDER_NAMES, FUSED_GGUF_NAMES, GGUF_NAMES,
@@ -8,15 +9,15 @@ use crate::error::Unsupported;
 
 pub use crate::arch::weight_id::{ExpertPart, LayerWeight, WeightId};
 
-/// What the forward pass and the loaders need to know of one architecture.
+/// The properties of one architecture that the forward pass and the loaders use.
 #[derive(Debug)]
 pub struct ArchSpec {
     /// `architectures[0]` of `config.json`.
     pub architecture: &'static str,
     /// `model_type` of `config.json`, used if it names no architecture.
     pub model_type: &'static str,
-    /// `general.architecture` of a GGUF file. Where several rows share it, the first one applies that agrees on
-    /// whether the model has experts.
+    /// `general.architecture` of a GGUF file. Of several rows that share it, the first one applies that has experts
+    /// exactly if the model has.
     pub gguf_architecture: &'static str,
     /// The q, k and v projections add a bias.
     pub qkv_bias: bool,
@@ -36,7 +37,7 @@ pub struct ArchSpec {
     pub tied_default: bool,
     /// Embeddings are multiplied by `sqrt(d_model)`.
     pub embed_sqrt: bool,
-    /// `config.json` states multipliers of embeddings, scores, residual branches and logits.
+    /// `config.json` has multipliers of embeddings, scores, residual branches and logits.
     pub multipliers: bool,
     /// The scale of attention scores where it is not `1 / sqrt(d_head)`.
     pub query_scalar: Option<QueryScalar>,
@@ -48,7 +49,7 @@ pub struct ArchSpec {
     pub window: WindowRule,
     /// Rope base of layers with a window, where it differs from the other layers.
     pub local_theta: Option<f64>,
-    /// Keys of a mixture of experts in `config.json`; None: a dense model.
+    /// The keys of a mixture of experts in `config.json`; None for a dense model.
     pub experts: Option<ExpertKeys>,
     /// Row order of q and k in a GGUF file.
     pub gguf_rope_rows: RopeRows,
@@ -82,7 +83,7 @@ pub enum QkNorm {
 /// file has no key for it; it follows from the sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueryScalar {
-    /// Default where `config.json` states none.
+    /// Default where `config.json` has none.
     pub default: usize,
     /// The number of layers of the one model size where the scalar is `d_model / n_heads`; it is `d_head` in the others.
     pub layers_by_width: usize,
@@ -91,16 +92,16 @@ pub struct QueryScalar {
 /// Where a soft cap comes from: `cap * tanh(x / cap)`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum SoftCap {
-    /// The architecture has none; a file that states one is rejected.
+    /// The architecture has none; a file with one is rejected.
     Refused,
-    /// The file states it (null: none); this is the default.
+    /// The file has it (null: none); this is the default.
     Stated(Option<f64>),
 }
 
 /// Which layers have a sliding window where `layer_types` is absent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WindowRule {
-    /// The architecture has none; a file that states one is rejected.
+    /// The architecture has none; a file with one is rejected.
     Refused,
     /// All layers, with `sliding_window` or this default.
     All(Option<usize>),
@@ -300,8 +301,8 @@ pub const QWEN3_MOE: ArchSpec = ArchSpec {
 pub static ARCHITECTURES: [ArchSpec; 11] =
     [LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, GRANITE, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE];
 
-/// Returns the architecture that is called `name` in one of the three spellings. Errors: there is none; the message
-/// lists those that are supported.
+/// Returns the architecture called `name` in one of the three spellings. Errors: there is none; the message lists the
+/// supported ones.
 pub fn find(name: &str, spelling: fn(&ArchSpec) -> &'static str) -> Result<&'static ArchSpec, Unsupported> {
     let found = ARCHITECTURES.iter().find(|arch| spelling(arch) == name);
     found.ok_or_else(|| {

@@ -90,14 +90,14 @@ pub enum ExpertPart {
 /// the number.
 pub type Names = &'static [(LayerWeight, &'static str)];
 
-/// The names of tensors in a container. A weight without a name is not stored by itself: fused projections have no names
-/// for their parts, stacked experts none for single ones.
+/// The names of tensors in a container. A weight without a name is not stored by itself: the parts of fused projections
+/// and the single matrices of stacked experts have no names.
 #[derive(Debug, PartialEq, Eq)]
 pub struct NameTable {
     /// Name of [`WeightId::Embed`].
     pub embed: &'static str,
-    /// Name of the tensor `[d_head / 2]` by which rope frequencies are divided, in GGUF files. It belongs to the
-    /// configuration and is no weight.
+    /// Name of the tensor `[d_head / 2]` by which rope frequencies are divided, in GGUF files. It is part of the
+    /// configuration, not a weight.
     pub rope_factors: &'static str,
     /// Name of [`WeightId::OutputNorm`].
     pub output_norm: &'static str,
@@ -107,7 +107,7 @@ pub struct NameTable {
     pub layer: &'static str,
     /// Endings after them, for each weight.
     pub in_layer: &'static [Names],
-    /// Endings of names of tensors that the forward pass does not need. They are ignored.
+    /// Endings of the names of tensors that are ignored, because the forward pass does not need them.
     pub ignored_endings: &'static [&'static str],
 }
 
@@ -240,7 +240,7 @@ pub const FUSED_GGUF_NAMES: NameTable = NameTable {
             (LayerWeight::Down, "ffn_down.weight"),
         ],
     ],
-    // Factors of positions that are rejected: the context ends where they would begin.
+    // Factors for positions that are rejected: the supported context ends where they begin to apply.
     ignored_endings: &["rope_factors_long.weight"],
     ..GGUF_NAMES
 };

@@ -1,5 +1,5 @@
-//! The boundary between a context and what computes for it: one trait, [`Backend`]. The CPU's is
-//! [`super::cpu_backend::CpuBackend`]; the others are in `crate::cuda::backend`.
+//! The interface between a context and the device that computes for it: one trait, [`Backend`]. The CPU backend is
+//! [`super::cpu_backend::CpuBackend`]; the CUDA backends are in `crate::cuda::backend`.
 
 use crate::arch::weight_id::WeightId;
 use crate::batch::Batch;
@@ -28,14 +28,14 @@ pub(crate) struct StepBatch<'a> {
     pub(crate) masks: Option<&'a [Option<&'a [u32]>]>,
 }
 
-/// Holds the weights and the contents of the KV cells, and computes with them. Cells have the KV cache's numbers. After
+/// Owns the weights and the contents of the KV cells, and computes with them. Cells have the KV cache's numbers. After
 /// a [`crate::error::DeviceError`] the contents that a call was to change are undefined.
 ///
-/// A backend may also run decode steps: it computes and samples rows from state that it keeps for each sequence, and may
-/// launch the next step before a decode asks for it (async scheduling). The cells of a step in flight are free in the KV
+/// A backend may also run decode steps: it computes and samples rows from state that it keeps for each sequence. It may
+/// launch the next step before a decode requests it (async scheduling). The cells of a step in flight are free in the KV
 /// cache. A decode calls [`Backend::launch_step`], runs the passes of its other rows, and calls
 /// [`Backend::launch_next_step`] and [`Backend::collect_step`]. It may fail at any point: the next decode compares the
-/// state with its rows. The defaults are those of a backend without decode steps.
+/// state with its rows. The default methods are those of a backend without decode steps.
 pub(crate) trait Backend: Any + Debug + Send {
     /// Runs all layers for `rows`, at most `n_batch`; each layer ticks `progress`.
     fn forward(&mut self, rows: &ForwardRows<'_>, progress: &Progress) -> Result<()>;
@@ -45,9 +45,9 @@ pub(crate) trait Backend: Any + Debug + Send {
     /// to `logits`.
     fn compute_outputs(&mut self, rows: &[usize], n_logits: usize, logits: &mut [f32]) -> Result<()>;
 
-    /// As [`Backend::compute_outputs`] for rows of which only the argmax is wanted: the id with the largest logit (the
-    /// lowest on ties) where every logit is finite and it was found without computing all of them. Empty if this backend
-    /// always computes all.
+    /// As [`Backend::compute_outputs`] for rows that need only the argmax. Returns the id with the largest logit (the
+    /// lowest on ties) for rows whose logits are all finite and for which pruning found it. Empty if this backend
+    /// always computes all logits.
     fn pruned_argmax(&mut self, _rows: &[usize]) -> Result<&[Option<u32>]> {
         Ok(&[])
     }
@@ -62,7 +62,7 @@ pub(crate) trait Backend: Any + Debug + Send {
     fn shift_cells(&mut self, cells: &[u32], delta: i32) -> Result<()>;
 
     /// Returns the contents of `cells`: for each layer their keys `[n][n_kv_heads][d_head]`, then their values in the same
-    /// order. With several ranks: all this for the heads of each rank in turn.
+    /// order. With several ranks, the contents for the heads of rank 0 are followed by those of rank 1, and so on.
     fn read_cells(&self, cells: &[u32]) -> Result<Vec<u8>>;
 
     /// Writes what [`Backend::read_cells`] returned to as many cells.
@@ -74,7 +74,7 @@ pub(crate) trait Backend: Any + Debug + Send {
     /// Fills every cell with NaN in all layers.
     fn nan_fill_all(&mut self) -> Result<()>;
 
-    /// Replaces one tensor. Errors: a weight in blocks or split over ranks; nothing has changed then.
+    /// Replaces one tensor. Errors, without side effects: a weight in quantized blocks or split over ranks.
     fn replace_weight(&mut self, id: WeightId, values: &Replacement<'_>) -> Result<()>;
 
     /// Returns the bytes of the packed weights.
@@ -83,15 +83,16 @@ pub(crate) trait Backend: Any + Debug + Send {
     /// Returns the bytes of one cell's keys and values in all layers.
     fn cell_bytes(&self) -> usize;
 
-    /// Returns threads for work of the host while no pass runs on them.
+    /// Returns threads for work on the host while no pass runs on them.
     fn host_pool(&self) -> &Pool;
 
-    /// Returns the threads that a step locks, because other contexts may use them too; None if it computes elsewhere.
+    /// Returns the threads that a step locks, because other contexts may use them too; None if it does not use shared
+    /// threads.
     fn shared_pool(&self) -> Option<Arc<Pool>> {
         None
     }
 
-    /// Returns what computes, in words: the instruction set, or the GPU's name.
+    /// Returns the name of what computes: the instruction set or the GPU.
     fn name(&self) -> &str;
 
     /// Returns the most rows of a decode step; 0 without decode steps.
@@ -99,7 +100,8 @@ pub(crate) trait Backend: Any + Debug + Send {
         0
     }
 
-    /// Returns whether a step can compute and sample the row of `id` at `position`, whose cell is its last one.
+    /// Returns whether a step can compute and sample the row of `id` at `position`. The row's cell is the last one of
+    /// the sequence.
     fn can_step(&self, _kv: &KvCache, _id: SeqId, _position: i32) -> bool {
         false
     }
@@ -109,7 +111,8 @@ pub(crate) trait Backend: Any + Debug + Send {
         Ok(())
     }
 
-    /// Launches the next step of the launched rows: `next_cells` has the cell that the next decode would give each.
+    /// Launches the next step of the launched rows: `next_cells` has the cell that the next decode would allocate for
+    /// each.
     fn launch_next_step(&mut self, _next_cells: &[u32]) -> Result<()> {
         Ok(())
     }
@@ -125,19 +128,19 @@ pub(crate) trait Backend: Any + Debug + Send {
     /// Appends `token` to the completion of a sequence.
     fn append_token(&mut self, _id: SeqId, _token: u32) {}
 
-    /// A sequence is about to change by other means than a step: drops its row in flight.
+    /// Drops a sequence's row in flight, before something other than a step changes the sequence.
     fn invalidate_sequence(&mut self, _id: SeqId) {}
 
-    /// All sequences may change: drops the step in flight.
+    /// Drops the step in flight, before any sequence may change.
     fn invalidate_all(&mut self) {}
 
-    /// Drops rows in flight whose cells are in use now, or lost their contents.
-    fn invalidate_cells(&mut self, _is_taken: &dyn Fn(u32) -> bool) {}
+    /// Drops rows in flight with a cell that was allocated again or lost its contents.
+    fn invalidate_cells(&mut self, _is_invalid: &dyn Fn(u32) -> bool) {}
 
-    /// A sequence is released: drops its row in flight and its sampling.
+    /// Drops the row in flight and the sampling of a released sequence.
     fn release_sequence(&mut self, _id: SeqId) {}
 
-    /// Returns once why steps are launched kernel by kernel, if a graph could not be captured.
+    /// Returns, once, why steps run without a CUDA graph, if one could not be captured.
     fn take_graph_refusal(&mut self) -> Option<String> {
         None
     }

@@ -1,6 +1,6 @@
-//! The CPU ranks of a context: each has its part of the weights and of the cells' tensors, and compute threads.
+//! The CPU ranks of a context. Each has compute threads and its part of the weights and of the cells' tensors.
 //!
-//! The context's thread is that of rank 0 and owns all ranks; the threads of the other ranks work only within
+//! The context's thread owns all ranks and runs rank 0; the threads of the other ranks work only within
 //! [`CpuBackend::run`]. Work other than compute (copies, exports, NaN fill) is a plain loop over all ranks.
 
 use super::ContextConfig;
@@ -32,7 +32,7 @@ pub(super) struct Rank {
     pub(super) storage: Storage,
     head: HeadScratch,
     pruned_argmax: PrunedArgmaxScratch,
-    /// What [`Rank::pruned_argmax`] found.
+    /// The result of the last [`Rank::pruned_argmax`].
     ids: Vec<Option<u32>>,
 }
 
@@ -42,11 +42,11 @@ pub(crate) struct CpuBackend {
     pub(super) ranks: Vec<Rank>,
     /// A thread for each rank, the caller's for the first; None with one rank.
     threads: Option<Pool>,
-    /// The ranks' collective works: not before the first run, nor after a run that failed.
+    /// The ranks share a working collective: false before the first run and after a failed one.
     in_group: bool,
 }
 
-/// A rank's layers as the forward pass sees them. On rank 0 each layer counts as progress.
+/// A rank's layers as the forward pass uses them. On rank 0 each layer counts as progress.
 struct Layers<'a> {
     storage: &'a mut Storage,
     progress: Option<&'a Progress>,
@@ -82,7 +82,7 @@ impl Rank {
         Ok(Self { decoder, ops, work, storage, head, pruned_argmax, ids: Vec::new() })
     }
 
-    /// As [`Decoder::forward`].
+    /// Runs [`Decoder::forward`] on this rank.
     pub(super) fn forward(&mut self, rows: &ForwardRows<'_>, progress: &Progress) -> Result<()> {
         let is_first = self.ops.collective.rank() == 0;
         if !is_first {
@@ -92,8 +92,8 @@ impl Rank {
         Ok(self.decoder.forward(&mut self.ops, rows, &mut layers, &mut self.work)?)
     }
 
-    /// Leaves the final hidden states of `rows` of the last forward pass in the workspace. The logits
-    /// of the first `n_logits` of them go to `logits`, unless it is empty.
+    /// Computes the final hidden states of `rows` of the last forward pass into the workspace, and the logits of the
+    /// first `n_logits` of them into `logits`. Only rank 0 has a buffer for logits.
     pub(super) fn outputs(&mut self, rows: &[usize], n_logits: usize, logits: &mut [f32]) -> Result<()> {
         let hidden = self.decoder.final_hidden(&mut self.ops, rows, &mut self.work);
         if n_logits > 0 {
@@ -103,7 +103,7 @@ impl Rank {
         Ok(())
     }
 
-    /// As [`Decoder::pruned_argmax`], of `rows` of the last forward pass.
+    /// Runs [`Decoder::pruned_argmax`] on `rows` of the last forward pass.
     fn pruned_argmax(&mut self, rows: &[usize]) -> &[Option<u32>] {
         self.ids.clear();
         if self.decoder.weights.argmax_bounds().is_some() {
@@ -126,7 +126,7 @@ impl Rank {
 /// A job for each rank, with its buffer for logits (empty except on rank 0).
 type Job<'a> = dyn Fn(&mut Rank, &mut [f32]) -> Result<()> + Sync + 'a;
 
-/// Each rank's part of the weights, packed with all threads of `pool`. `progress` counts the packed bytes.
+/// Packs each rank's part of the weights with all threads of `pool`. `progress` counts the packed bytes.
 ///
 /// Errors: a model that cannot be split over these ranks; no memory.
 pub(super) fn pack(
@@ -151,7 +151,8 @@ pub(super) fn pack(
 }
 
 impl CpuBackend {
-    /// A rank for each decoder. A single rank computes with `pool`; several ranks share the same number of threads.
+    /// Creates a rank for each decoder. A single rank computes with `pool`; several ranks divide the same number of
+    /// threads.
     ///
     /// Errors: no memory, no threads.
     pub(super) fn new(
@@ -163,7 +164,7 @@ impl CpuBackend {
     ) -> Result<Self> {
         let n_ranks = decoders.len();
         let n_threads = (config.n_threads / n_ranks).max(1);
-        // With several ranks, each has a contiguous range of the CPUs, and its own thread the first of them.
+        // With several ranks, each has a contiguous range of CPUs; its calling thread runs on the first of them.
         let cpus = if config.pins { usable_cpus() } else { Vec::new() };
         let cpus = if cpus.len() == n_ranks * n_threads { cpus } else { Vec::new() };
         let firsts: Vec<usize> = cpus.iter().copied().step_by(n_threads).collect();
@@ -181,13 +182,13 @@ impl CpuBackend {
 
     /// Runs `job` on all ranks at once, each on its own thread. `logits` is the buffer of rank 0; the others have none.
     ///
-    /// Errors: that of the first rank that did not fail because of another one. A panic of any rank is raised here once
-    /// all have ended.
+    /// Errors: the error of the first rank that did not fail because of another rank. A panic of any rank is propagated
+    /// once all ranks have ended.
     pub(super) fn run(&mut self, logits: &mut [f32], job: &Job<'_>) -> Result<()> {
         let Some(threads) = &self.threads else { return job(&mut self.ranks[0], logits) };
         if !std::mem::take(&mut self.in_group) {
-            for (rank, end) in self.ranks.iter_mut().zip(LocalRank::group(threads.n_threads())) {
-                rank.ops.collective = Box::new(end);
+            for (rank, collective) in self.ranks.iter_mut().zip(LocalRank::group(threads.n_threads())) {
+                rank.ops.collective = Box::new(collective);
             }
         }
         let mut jobs: Vec<(&mut Rank, &mut [f32], Result<()>)> =

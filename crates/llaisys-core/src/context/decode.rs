@@ -32,9 +32,9 @@ pub struct DecodeResult {
     pub rows: Vec<i32>,
     /// The sampled id, -1 where the row has no flag `LOGITS` or is faulty, `[n_out]`.
     pub token_ids: Vec<i32>,
-    /// Batch rows that could not be sampled, and the output rows after them in the same sequences, ascending. None
-    /// of these rows, nor rows without output after them, is committed: their sequences end before them, as if the
-    /// rows had not been in the batch. The other sequences' rows are kept.
+    /// Batch rows that could not be sampled and the later output rows of the same sequences, ascending. Neither these
+    /// rows nor later rows without output are committed: their sequences end before the first faulty row. The rows of
+    /// other sequences are kept.
     pub faults: Vec<(usize, RowFault)>,
     /// `[n_out, vocab_size]` if requested; zeros for rows without the flag `LOGITS`.
     pub logits: Option<Vec<f32>>,
@@ -42,16 +42,16 @@ pub struct DecodeResult {
     pub hidden: Option<Vec<f32>>,
     /// By output row, for samplers with logprobs.
     pub logprobs: Vec<(usize, Logprobs)>,
-    /// Why decode steps on a GPU are launched kernel by kernel, if one could not be captured: slower, not wrong. Reported
-    /// once.
+    /// Why decode steps on a GPU run without a CUDA graph, if one could not be captured. They are slower, with the same
+    /// results. Reported once.
     pub graph_refusal: Option<String>,
 }
 
 impl Context {
-    /// One forward pass for all rows, then a sampled id for each row with the flag `LOGITS`. The sampled id of a
-    /// sequence's last such row counts as its output for penalties. A row of several sequences uses the
-    /// cells and the sampler of its first one and counts for it. If the sampler has prompt logprobs, a row inside the
-    /// prompt returns the prompt's next token with its logprobs, which does not count.
+    /// Runs one forward pass for all rows, then samples an id for each row with the flag `LOGITS`. The sampled id of a
+    /// sequence's last such row counts as its output for penalties. A row of several sequences uses the cells and the
+    /// sampler of its first sequence and counts for that one. If the sampler has prompt logprobs, a row inside the
+    /// prompt returns the prompt's next token with its logprobs. That token does not count as output.
     ///
     /// Errors: a wrong row, a stale id, too few cells. An error or a panic has no side effects.
     pub fn decode(&mut self, request: &DecodeRequest<'_>) -> Result<DecodeResult> {
@@ -112,7 +112,7 @@ impl Context {
         Ok(result)
     }
 
-    /// Counts the last id that the batch sampled for each sequence as its output.
+    /// Counts the last id sampled for each sequence as its output.
     fn accept(&mut self, batch: &Batch, result: &DecodeResult) {
         let mut is_counted = vec![false; self.config.n_seq_max];
         for (&row, &token) in result.rows.iter().zip(&result.token_ids).rev() {
@@ -130,7 +130,7 @@ impl Context {
 }
 
 impl DecodeResult {
-    /// A result for the output rows of `batch`, with the values of rows without an output.
+    /// Returns a result for the output rows of `batch` in which no row has an id, logits or hidden states yet.
     fn for_batch(batch: &Batch, d_model: usize, logits_width: Option<usize>) -> Self {
         let out_rows = (0..batch.n_rows()).filter(|&row| batch.wants_output[row] != output::NONE);
         let rows: Vec<i32> = out_rows.map(|row| row as i32).collect();
@@ -144,7 +144,7 @@ impl DecodeResult {
         }
     }
 
-    /// Removes the ids of rows that were removed with a faulty one, and reports its fault for them.
+    /// Removes the ids of rows that were removed because of a faulty row, and reports its fault for them.
     fn remove_rows(&mut self, removed_with: &[Option<usize>]) {
         let culprits = std::mem::take(&mut self.faults);
         for (&row, token) in self.rows.iter().zip(&mut self.token_ids) {
@@ -171,8 +171,8 @@ struct Step<'a> {
 }
 
 impl Step<'_> {
-    /// Launches the rows that the backend computes in a decode step: rows of one sequence that is in no other row, with a
-    /// sampled id as their only output. Returns them, ascending.
+    /// Launches the rows that the backend computes in a decode step: rows of one sequence that is in no other row, with
+    /// a sampled id as their only output. Returns these rows, ascending.
     fn launch(&mut self, reservation: &Reservation<'_>, n_seq_max: usize) -> Result<Vec<usize>> {
         if self.backend.max_step_rows() == 0 {
             return Ok(Vec::new());
@@ -199,7 +199,7 @@ impl Step<'_> {
         Ok(rows)
     }
 
-    /// Collects the ids of the launched rows, after launching the next step of them.
+    /// Launches the next step of the launched rows, then collects their ids.
     fn collect(&mut self, reservation: &mut Reservation<'_>, rows: &[usize]) -> Result<()> {
         if self.backend.max_step_rows() == 0 {
             return Ok(());
@@ -245,7 +245,7 @@ impl Step<'_> {
         Ok(())
     }
 
-    /// Hidden states, logits and ids of the output rows `outs`; row 0 of the workspace is batch row `first_row`.
+    /// Computes hidden states, logits and ids of the output rows `outs`. Row 0 of the workspace is batch row `first_row`.
     fn outputs(&mut self, first_row: usize, outs: Range<usize>) -> Result<()> {
         let wants =
             |out: &usize, flag: u8| self.batch.wants_output[self.result.rows[*out] as usize] & flag != 0;
@@ -264,7 +264,8 @@ impl Step<'_> {
         Ok(())
     }
 
-    /// Logits of the output rows `sampled`, in the sampler bank, and final hidden states of them and of `hidden_only`.
+    /// Computes the logits of the output rows `sampled` into the sampler bank, and the final hidden states of these rows
+    /// and of `hidden_only`.
     fn compute(&mut self, first_row: usize, sampled: &[usize], hidden_only: &[usize]) -> Result<()> {
         // Rows with logits come first, so that the head's input is one block.
         let order: Vec<usize> = sampled.iter().chain(hidden_only).copied().collect();

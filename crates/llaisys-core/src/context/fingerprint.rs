@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::load::checkpoint::Checkpoint;
 use xxhash_rust::xxh3::Xxh3;
 
-/// Increased when the same inputs give different keys or values, or a cell gets another layout.
+/// Increased when the same inputs produce different keys or values, or when the layout of a cell changes.
 const KV_FORMAT: u32 = 1;
 
 /// The hashes of tensors follow the names of each group of this many bytes. Session files contain fingerprints, so this
@@ -19,12 +19,12 @@ const GROUP_BYTES: usize = 16 << 20;
 pub(crate) struct Fingerprint(u128);
 
 impl Fingerprint {
-    /// Uses the hashes that loading the weights computed, and reads only the tensors that the model ignores. `how`: what
-    /// computes, and the type of a cell. Errors: as [`Checkpoint::hashes`].
-    pub(crate) fn new(checkpoint: &Checkpoint, config: &ContextConfig, how: &str) -> Result<Self> {
+    /// Uses the hashes that were computed while the weights were loaded, and reads only the tensors that the model
+    /// ignores. `backend_format` names what computes and the type of a cell. Errors: as [`Checkpoint::hashes`].
+    pub(crate) fn new(checkpoint: &Checkpoint, config: &ContextConfig, backend_format: &str) -> Result<Self> {
         let mut hasher = Xxh3::new();
         hasher.update(&KV_FORMAT.to_le_bytes());
-        hasher.update(format!("{:?} {:?} {how}", checkpoint.config(), config.mode).as_bytes());
+        hasher.update(format!("{:?} {:?} {backend_format}", checkpoint.config(), config.mode).as_bytes());
         // The bytes of a cell are ordered by rank.
         if config.n_ranks > 1 {
             hasher.update(format!("{} ranks", config.n_ranks).as_bytes());
@@ -45,7 +45,7 @@ impl Fingerprint {
         Ok(Self(hasher.digest128()))
     }
 
-    /// The fingerprint after one of the weights was replaced.
+    /// Returns the fingerprint after one of the weights was replaced.
     pub(crate) fn with_replaced(self, name: &str, values: &[f32]) -> Self {
         let mut hasher = Xxh3::new();
         hasher.update(&self.0.to_le_bytes());

@@ -23,7 +23,7 @@ impl Context {
         self.kv.n_cells()
     }
 
-    /// KV cells that no sequence sees and no cache node has.
+    /// KV cells that no sequence sees and no node caches.
     pub fn n_cells_free(&self) -> usize {
         self.kv.n_cells_free()
     }
@@ -63,8 +63,8 @@ impl Context {
         Ok(())
     }
 
-    /// Attaches sampling to a sequence; without it rows are sampled greedily. `prompt` and `output` are the
-    /// tokens that penalties look at. Errors: a stale id, a parameter out of its bounds.
+    /// Attaches a sampler to a sequence; without one, its rows are sampled greedily. `prompt` and `output` are the
+    /// tokens that penalties count. Errors: a stale id, a parameter out of its bounds.
     pub fn set_sampler(
         &mut self,
         id: SeqId,
@@ -104,7 +104,7 @@ impl Context {
     }
 
     /// Adds `delta` to the positions in a range (as in [`Context::kv_seq_rm`]) and rotates their stored keys
-    /// by it. Errors: a stale id, a cell shared with another sequence or cached by a node, a position taken,
+    /// by it. Errors: a stale id, a cell shared with another sequence or cached by a node, a position that is in use,
     /// negative or past `max_model_len`.
     pub fn kv_seq_add(&mut self, id: SeqId, p0: i32, p1: i32, delta: i32) -> Result<()> {
         fault_point!("kv.seq_add");
@@ -144,15 +144,14 @@ impl Context {
         })
     }
 
-    /// Leaves positions below `at` in the node and moves the others to the new node `tail`.
+    /// Moves the positions from `at` on to the new node `tail`; those below `at` stay in the node.
     /// Errors: an unknown node, an existing tail, a part that would be empty.
     pub fn kv_node_split(&mut self, node: u64, at: i32, tail: u64) -> Result<()> {
         fault_point!("kv.node_split");
         self.change(Change::None, |context| context.kv.node_split(node, at, tail))
     }
 
-    /// Removes a node's positions from `at`; from its first one, the node itself.
-    /// Errors: an unknown node, `at` outside of it.
+    /// Removes a node's positions from `at` on, and the node if none is left. Errors: an unknown node, `at` outside of it.
     pub fn kv_node_trim(&mut self, node: u64, at: i32) -> Result<()> {
         fault_point!("kv.node_trim");
         self.change(Change::None, |context| context.kv.node_trim(node, at))
@@ -193,21 +192,20 @@ impl Context {
         self.kv.snapshot()
     }
 
-    /// Checks every invariant of the KV cache. Panics, and marks the context as broken, if one
-    /// does not hold.
+    /// Checks every invariant of the KV cache. Panics and marks the context as broken if one is violated.
     pub fn check_integrity(&mut self) {
         self.broken = true;
         self.kv.check();
         self.broken = false;
     }
 
-    /// A hash of the cells, the cache nodes, the acquired ids and the order of the free cells.
+    /// A hash of the cells, the cache nodes, the acquired ids and the order in which free cells are allocated.
     pub fn digest(&self) -> u64 {
         self.kv.digest()
     }
 
-    /// Runs a change of the KV cache that affects the sequences `affected`, and fills the freed cells with NaN where that
-    /// is on. If it panics or the device fails, the context stays marked as broken.
+    /// Runs a change of the KV cache that affects the sequences `affected`, then fills the freed cells with NaN if
+    /// `nan_fill` is set. If it panics or the device fails, the context stays marked as broken.
     pub(super) fn change<T>(
         &mut self,
         affected: Change,
@@ -229,7 +227,7 @@ impl Context {
         filled.and(result)
     }
 
-    /// With `nan_fill`, overwrites the cells that became free. Errors: the device's.
+    /// With `nan_fill`, fills the cells that became free with NaN. Errors: those of the device.
     pub(super) fn nan_fill_freed(&mut self) -> Result<()> {
         if !self.config.nan_fill {
             return Ok(());

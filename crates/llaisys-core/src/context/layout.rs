@@ -5,14 +5,14 @@ use crate::kv::{CellRange, KvCache};
 use crate::ops::{AttentionRow, AttentionRows, window_span};
 use std::ops::Range;
 
-/// Reused from pass to pass.
+/// The visible cells of a pass; the buffers are reused.
 #[derive(Debug)]
 pub(super) struct Layout {
     /// Visible cells of each sequence in position order, one sequence after the other.
     cells: Vec<u32>,
     rows: Vec<AttentionRow>,
     by_slot: Vec<SlotRange>,
-    /// What layers with a sliding window see, if the model has any.
+    /// The same for layers with a sliding window, if the model has any.
     windowed: Option<WindowRows>,
 }
 
@@ -32,7 +32,7 @@ struct WindowRow<'a> {
     /// The sequence's cells up to its last row of the pass.
     listed: &'a [u32],
     position: i32,
-    /// It is its sequence's first row of the pass.
+    /// True for its sequence's first row of the pass.
     is_first: bool,
 }
 
@@ -49,15 +49,15 @@ struct SlotRange {
 }
 
 impl Layout {
-    /// For up to `n_seq_max` sequences, and a model some of whose layers have this window.
+    /// A layout for up to `n_seq_max` sequences. `window` is the size of the model's sliding window, if it has one.
     pub(super) fn new(n_seq_max: usize, window: Option<usize>) -> Self {
         let windowed = window.map(|window| WindowRows { window, cells: Vec::new(), rows: Vec::new() });
         let by_slot = vec![SlotRange::default(); n_seq_max];
         Self { cells: Vec::new(), rows: Vec::new(), by_slot, windowed }
     }
 
-    /// Lists what `rows` of `batch` see. `row_cells` is the cell of each row of the batch, already linked
-    /// in `kv`. A row of several sequences is seen through its first: `prepare` has checked that they all see the same.
+    /// Lists the cells that `rows` of `batch` see. `row_cells` is the cell of each row of the batch, already linked in
+    /// `kv`. For a row of several sequences the first one is used: `prepare` has checked that they all see the same.
     pub(super) fn fill(&mut self, kv: &KvCache, batch: &Batch, row_cells: &[u32], rows: Range<usize>) {
         self.cells.clear();
         self.rows.clear();
@@ -79,9 +79,10 @@ impl Layout {
                 kv.visible_cells(seq, range.last_position, &mut self.cells);
                 range.end = self.cells.len();
             }
-            // A batch continues its sequences without gaps, so the rows after this one are its distance to the last.
-            let behind = (range.last_position - position) as usize;
-            let end = range.end - behind;
+            // A batch continues its sequences without gaps, so the distance to the last position counts the rows after
+            // this one.
+            let n_after = (range.last_position - position) as usize;
+            let end = range.end - n_after;
             assert_eq!(self.cells[end - 1], row_cells[row], "the last cell that a row sees is its own");
             let n_visible = (end - range.start) as u32;
             self.rows.push(AttentionRow { start: range.start as u32, n_hidden: 0, n_visible });
@@ -92,12 +93,12 @@ impl Layout {
         }
     }
 
-    /// What [`Layout::fill`] listed.
+    /// The rows of the last [`Layout::fill`] in layers without a window.
     pub(super) fn attention(&self) -> AttentionRows<'_> {
         AttentionRows { cells: &self.cells, rows: &self.rows, window: None }
     }
 
-    /// What it listed for layers with a sliding window.
+    /// The rows of the last [`Layout::fill`] in layers with a sliding window.
     pub(super) fn windowed(&self) -> Option<AttentionRows<'_>> {
         let windowed = self.windowed.as_ref()?;
         Some(AttentionRows { cells: &windowed.cells, rows: &windowed.rows, window: Some(windowed.window) })
@@ -105,11 +106,11 @@ impl Layout {
 }
 
 impl WindowRows {
-    /// Adds a row of the sequence of `slot`.
+    /// Adds a row of the sequence `slot`.
     ///
     /// Cells are counted by rank: a sequence's last cell has its position as rank, the cell before it one less, and so
     /// on (without missing positions, rank and position are equal). Neither appending nor removing the oldest cells
-    /// changes a rank, so the cuts of the list at multiples of the span do not move.
+    /// changes a rank, so the boundaries at multiples of the span do not move.
     fn push(&mut self, row: WindowRow<'_>, slot: &mut SlotRange) {
         let WindowRow { ranges, listed, position, is_first } = row;
         let before_window = i64::from(position) - self.window as i64 + 1;

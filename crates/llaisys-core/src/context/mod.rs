@@ -1,4 +1,4 @@
-//! `Context`: the API of the core. Owns weights, KV cache and its tensors, samplers, kernels and threads.
+//! `Context`: the API of the core. It owns the weights, the KV cache and its tensors, samplers, kernels and threads.
 //!
 //! Methods take `&mut self`: one thread owns a context, so there are no races. Rejected calls have no side effects.
 //! A panic inside a change of the KV cache leaves [`Context::is_broken`] true, and the context must not be used again;
@@ -58,8 +58,8 @@ pub struct ContextConfig {
     pub n_streams: usize,
     /// Reuse what was freed last (for tests).
     pub lifo: bool,
-    /// Fill every cell that is free or reserved with NaN (for tests): reading one before it is written shows in the
-    /// logits. Always on in builds with debug assertions.
+    /// Fill every cell that is free or reserved with NaN (for tests): a read of a cell before its first write then shows
+    /// in the logits. Always on in builds with debug assertions.
     pub nan_fill: bool,
     /// Rows of one forward pass; a larger batch is split.
     pub n_batch: usize,
@@ -71,8 +71,8 @@ pub struct ContextConfig {
     pub n_ranks: usize,
     /// With exactly as many CPUs as threads, pin each thread to a CPU; each rank has a contiguous range of CPUs.
     pub pins: bool,
-    /// Keep an 8-bit copy of a head in 16 or 32 bits, which finds most greedy tokens without reading the whole head (one
-    /// rank, on the CPU).
+    /// Keep an 8-bit copy of a 16- or 32-bit head, with which most greedy tokens are found without reading the whole
+    /// head (one rank, on the CPU).
     pub prune_argmax: bool,
 }
 
@@ -121,10 +121,10 @@ pub struct Context {
 }
 
 impl Context {
-    /// Opens the checkpoint at `path` (a folder or a `.gguf` file), packs its weights, drops the files.
+    /// Opens the checkpoint at `path` (a folder or a `.gguf` file), packs its weights, and closes its files.
     ///
-    /// Errors: a damaged or unsupported checkpoint, or one that is truncated meanwhile; a setting out of its bounds, no
-    /// memory.
+    /// Errors: a damaged or unsupported checkpoint, or one that is truncated while it is loaded; a setting out of its
+    /// bounds, no memory.
     pub fn load(path: &Path, config: ContextConfig) -> Result<Self> {
         Self::new(Checkpoint::open(path)?, config, Arc::default())
     }
@@ -140,8 +140,8 @@ impl Context {
             ComputeMode::Float32 => KvDType::Float32,
             _ => KvDType::Bfloat16,
         });
-        let how = format!("{:?}", (kv_dtype, kernels.isa()));
-        let fingerprint = Fingerprint::new(&checkpoint, &config, &how)?;
+        let backend_format = format!("{:?}", (kv_dtype, kernels.isa()));
+        let fingerprint = Fingerprint::new(&checkpoint, &config, &backend_format)?;
         let backend = Box::new(CpuBackend::new(decoders, &config, kernels, kv_dtype, pool)?);
         Ok(Self { progress, ..Self::assemble(checkpoint, config, backend, fingerprint)? })
     }
@@ -179,21 +179,22 @@ impl Context {
         &self.model
     }
 
-    /// The window W if every layer has one. The next row of a sequence whose last position is p sees p + 2 - W
-    /// and later: Removing what is before ([`Context::kv_seq_rm`]) changes no later result.
+    /// The size W of the attention window if every layer has one. The next row of a sequence whose last position is p
+    /// sees positions from p + 2 - W on, so removing earlier ones ([`Context::kv_seq_rm`]) does not change later
+    /// results.
     pub fn attention_window(&self) -> Option<usize> {
         let config = self.config();
         config.window.filter(|_| config.windowed.iter().all(|&windowed| windowed))
     }
 
-    /// The instruction set, or the GPU's name.
+    /// The name of the instruction set or the GPU that computes.
     pub fn computes_on(&self) -> &str {
         self.backend.name()
     }
 
     /// A hash of what keys and values depend on other than tokens: configuration, all weights (replaced ones included),
-    /// number formats, instruction set or GPU architecture, type and layout of a cell. 32 hexadecimal digits, the same in
-    /// every process: cells may be exported and imported between contexts with the same fingerprint.
+    /// number formats, instruction set or GPU architecture, type and layout of a cell. It has 32 hexadecimal digits and
+    /// is the same in every process. Contexts with the same fingerprint may exchange exported cells.
     pub fn fingerprint(&self) -> String {
         self.fingerprint.to_string()
     }
@@ -208,7 +209,7 @@ impl Context {
         Arc::clone(&self.progress)
     }
 
-    /// True after a panic or a device failure in the middle of a change: the state of the context is not reliable.
+    /// True after a panic or a device failure in the middle of a change: the state of the context is then unreliable.
     pub fn is_broken(&self) -> bool {
         self.broken
     }
@@ -216,13 +217,13 @@ impl Context {
     /// Replaces one tensor, by its name in the checkpoint, with `values` of the checkpoint's shape in its row
     /// order. Cells computed with the old values stay as they are.
     ///
-    /// Errors: no such name, another shape, a tensor in quantized blocks, a model that is split.
+    /// Errors: an unknown name, another shape, a tensor in quantized blocks, a model that is split over ranks.
     pub fn replace_weight(&mut self, name: &str, shape: &[usize], values: &[f32]) -> Result<()> {
         fault_point!("weights.replace");
-        let Some(slot) = self.names.weight_id(name) else {
+        let Some(id) = self.names.weight_id(name) else {
             return Err(Rejected::NoSuchWeight { name: name.to_owned() }.into());
         };
-        let want = self.names.shape(slot);
+        let want = self.names.shape(id);
         let n_values: usize = shape.iter().product();
         if shape != want || values.len() != n_values {
             let (name, want, got) = (name.to_owned(), want.to_vec(), shape.to_vec());
@@ -230,10 +231,10 @@ impl Context {
         }
         let n_columns = if want.len() < 2 { 1 } else { want[want.len() - 1] };
         self.change(Change::All, |context| {
-            let stored_row = |n: usize| context.names.stored_row(slot, n);
-            let offset = context.names.offset(slot);
+            let stored_row = |n: usize| context.names.stored_row(id, n);
+            let offset = context.names.offset(id);
             let replacement = Replacement { name, values, n_columns, stored_row: &stored_row, offset };
-            context.backend.replace_weight(slot, &replacement)?;
+            context.backend.replace_weight(id, &replacement)?;
             context.fingerprint = context.fingerprint.with_replaced(name, values);
             Ok(())
         })

@@ -9,7 +9,7 @@ use crate::seq::SeqId;
 use crate::tensor::AlignedBuf;
 use crate::threads::Pool;
 
-/// Rows whose logits exist at a time: bounds the largest activation, whatever the batch asks for.
+/// Rows whose logits exist at a time. Bounds the largest activation for any batch.
 pub(crate) const LOGITS_ROWS: usize = 64;
 
 /// Allowed tokens of some rows. Bit `id % 32` of word `id / 32` set: allowed.
@@ -22,7 +22,8 @@ pub struct RowMasks<'a> {
 }
 
 impl<'a> RowMasks<'a> {
-    /// The mask of each row of `batch`. Errors: wrong sizes, or a row that has no flag `LOGITS` or is named twice.
+    /// Returns the mask of each row of `batch`. Errors: wrong sizes, or a row that has no flag `LOGITS` or is named
+    /// twice.
     pub(super) fn by_row(self, batch: &Batch, vocab_size: usize) -> Result<Vec<Option<&'a [u32]>>, Rejected> {
         let n_words = vocab_size.div_ceil(32);
         let (got, want) = (self.bits.len(), self.rows.len() * n_words);
@@ -97,18 +98,18 @@ impl SamplerBank {
         true
     }
 
-    /// True if of a row without a mask only the id of the largest logit is wanted.
+    /// True if a row without a mask needs only the id of its largest logit.
     pub(super) fn is_greedy(&self, id: SeqId, n_before: u32) -> bool {
         self.by_slot[id.slot() as usize].as_ref().is_none_or(|sampler| sampler.is_greedy(n_before))
     }
 
-    /// The buffer for the logits of `n <= LOGITS_ROWS` rows, `[n, vocab_size]`.
+    /// Returns the buffer for the logits of `n <= LOGITS_ROWS` rows, `[n, vocab_size]`.
     pub(super) fn logits(&mut self, n: usize) -> &mut [f32] {
         &mut self.logits.as_mut_slice()[..n * self.vocab_size]
     }
 
-    /// Samples `rows` from the logits of the same order, overwriting those. Rows are independent, so the split
-    /// over threads changes nothing.
+    /// Samples `rows` from the logits in the same order, and overwrites these. Rows are independent, so the result does
+    /// not depend on the split over threads.
     pub(super) fn sample(&mut self, pool: &Pool, rows: &[SampleRow<'_>]) -> Vec<Outcome> {
         let logits = self.logits.as_mut_slice::<f32>().chunks_exact_mut(self.vocab_size);
         let by_slot = &self.by_slot;

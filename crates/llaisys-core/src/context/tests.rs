@@ -1,4 +1,4 @@
-//! What only unit tests can reach: a panic in the middle of a forward pass, and one in the middle of a change.
+//! Cases that only unit tests can cause: a panic in the middle of a forward pass or of a change, and NaN-filled cells.
 
 use super::cpu_backend::Rank;
 use super::kv::Change;
@@ -81,14 +81,14 @@ fn decode(context: &mut Context, seq: SeqId, positions: &[i32]) -> Result<Decode
 }
 
 #[test]
-fn a_panic_in_the_forward_pass_of_any_rank_has_no_side_effects() {
+fn panic_in_the_forward_pass_of_any_rank_has_no_side_effects() {
     for (n_ranks, failing) in [(1, 0), (2, 0), (2, 1)] {
         let mut context = split_context(n_ranks);
         let seq = context.seq_acquire(0).unwrap();
         decode(&mut context, seq, &[0, 1, 2]).unwrap();
         let before = context.digest();
-        // A norm of the wrong length trips the op's own check half-way through the layer, in the second pass too, while
-        // the other rank waits for the sum behind the feed-forward part.
+        // A norm of the wrong length fails the op's own check in the middle of the layer, in the second pass too, while
+        // the other rank waits for the sum after the feed-forward block.
         let norm = rank(&mut context, failing).decoder.weights.layers[0].ffn_norm.replace(vec![1.0; 3]);
         let rows = [3, 4, 5, 6, 7, 8];
         let panicked = catch_unwind(AssertUnwindSafe(|| decode(&mut context, seq, &rows)));
@@ -106,16 +106,16 @@ fn a_panic_in_the_forward_pass_of_any_rank_has_no_side_effects() {
 }
 
 #[test]
-fn a_panic_in_the_middle_of_a_change_marks_the_context_as_broken() {
+fn panic_in_the_middle_of_a_change_marks_the_context_as_broken() {
     let mut context = context();
     let panicked =
-        catch_unwind(AssertUnwindSafe(|| context.change::<()>(Change::None, |_| panic!("half-way"))));
+        catch_unwind(AssertUnwindSafe(|| context.change::<()>(Change::None, |_| panic!("injected"))));
     assert!(panicked.is_err());
     assert!(context.is_broken());
 }
 
 #[test]
-fn a_rejected_change_does_not_mark_the_context_as_broken() {
+fn rejected_change_does_not_mark_the_context_as_broken() {
     let mut context = context();
     let (a, b) = (context.seq_acquire(0).unwrap(), context.seq_acquire(0).unwrap());
     assert!(context.seq_acquire(0).is_err());
@@ -125,7 +125,7 @@ fn a_rejected_change_does_not_mark_the_context_as_broken() {
     assert!(!context.is_broken());
 }
 
-/// True if every element of the cell's keys and values is NaN, or none is.
+/// True if every element of the cell's keys and values is NaN, false if none is. Panics otherwise.
 fn is_nan_filled(context: &mut Context, cell: usize) -> bool {
     let layer = rank(context, 0).storage.layer(0);
     let width = layer.n_kv_heads * layer.d_head;
@@ -140,19 +140,19 @@ fn with_nan_fill_cells_are_nan_exactly_while_they_are_free() {
     let mut context = context();
     let seq = context.seq_acquire(0).unwrap();
     decode(&mut context, seq, &[0, 1, 2, 3]).unwrap();
-    let clean =
+    let written =
         |context: &mut Context| (0..32).filter(|&cell| !is_nan_filled(context, cell)).collect::<Vec<_>>();
-    assert_eq!(clean(&mut context), [0, 1, 2, 3]);
+    assert_eq!(written(&mut context), [0, 1, 2, 3]);
     context.kv_node_cache(1, seq, 0, 2).unwrap();
     context.kv_seq_rm(seq, 1, -1).unwrap();
-    assert_eq!(clean(&mut context), [0, 1], "cell 1 is held by the segment");
-    // A panic after the cells were written: the next call clears them.
+    assert_eq!(written(&mut context), [0, 1], "the node caches cell 1");
+    // After a panic with written cells, the next call fills them with NaN.
     let norm = std::mem::replace(&mut rank(&mut context, 0).decoder.weights.output_norm, vec![1.0; 3]);
     assert!(catch_unwind(AssertUnwindSafe(|| decode(&mut context, seq, &[1, 2]))).is_err());
     rank(&mut context, 0).decoder.weights.output_norm = norm;
     context.kv_node_trim(1, 1).unwrap();
-    assert_eq!(clean(&mut context), [0]);
+    assert_eq!(written(&mut context), [0]);
     context.seq_release(seq).unwrap();
     context.kv_node_trim(1, 0).unwrap();
-    assert_eq!(clean(&mut context), [0_usize; 0]);
+    assert_eq!(written(&mut context), [0_usize; 0]);
 }

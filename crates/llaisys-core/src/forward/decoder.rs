@@ -1,8 +1,9 @@
-//! The forward pass: one function for every architecture, a list of op calls in the order of the papers
-//! (transformer with rotary positions, grouped queries and a gated feed-forward block; arXiv:2302.13971,
-//! arXiv:2305.13245; norms before or after each block; experts: arXiv:2401.04088). In a model that is split
-//! ([`crate::forward::shard`]), each rank runs it on its part. The outputs of the ranks are summed where they join the
-//! residual stream, which every rank has whole.
+//! The forward pass: one list of op calls for every architecture, in the order of the papers. Models are transformers
+//! with rotary positions, grouped queries and a gated feed-forward block (arXiv:2302.13971, arXiv:2305.13245), with
+//! norms before or after each block, and with or without experts (arXiv:2401.04088).
+//!
+//! In a model that is split ([`crate::forward::shard`]), each rank runs it on its part. The outputs of the ranks are
+//! summed where they join the residual stream, of which every rank has all columns.
 
 use super::workspace::{Activations, ExpertRows};
 use crate::arch::config::{Experts, ModelConfig};
@@ -26,11 +27,11 @@ pub struct ForwardRows<'a> {
     pub cells: &'a [u32],
     /// The cells that each row sees; its own is the last.
     pub attention: AttentionRows<'a>,
-    /// What it sees of that in layers with a sliding window, in a model that has some.
+    /// The cells that each row sees in layers with a sliding window, in a model with such layers.
     pub windowed: Option<AttentionRows<'a>>,
 }
 
-/// The keys and values of each layer: all that the forward pass needs of the cache.
+/// The keys and values of each layer. The forward pass uses nothing else of the cache.
 pub trait KvLayers {
     /// Layer `index`, to read.
     fn layer(&self, index: usize) -> KvLayer<'_>;
@@ -42,16 +43,17 @@ pub trait KvLayers {
 #[derive(Debug)]
 pub struct Decoder {
     config: ModelConfig,
-    /// Each weight can be replaced.
+    /// The packed weights.
     pub weights: Weights,
     rope: RopeTable,
-    /// Table of layers with a window, where it differs.
+    /// The table of layers with a window, where it differs.
     local_rope: Option<RopeTable>,
     gate: Gate,
 }
 
 impl Decoder {
-    /// Joins packed weights with their configuration; for a rank, that of [`crate::forward::shard::Shard::config`].
+    /// Combines packed weights with their configuration: the model's, or a rank's of
+    /// [`crate::forward::shard::Shard::config`].
     pub fn new(config: ModelConfig, weights: Weights) -> Self {
         let rope = config.rope.table(config.d_head);
         let local_rope = config.local_rope.as_ref().map(|rope| rope.table(config.d_head));
@@ -67,14 +69,14 @@ impl Decoder {
         &self.config
     }
 
-    /// Rotation angles by position in a layer.
+    /// The rotary embedding of a layer.
     pub fn rope(&self, layer: usize) -> &RopeTable {
         self.local_rope.as_ref().filter(|_| self.config.windowed[layer]).unwrap_or(&self.rope)
     }
 
-    /// Runs all layers for `rows`: writes their keys and values into `kv` and leaves the last layer's output
-    /// in `work` (see [`Decoder::final_hidden`]). The bits of a row depend only on the cells that it sees and on the
-    /// number of ranks. Errors: another rank is lost.
+    /// Runs all layers for `rows`: writes their keys and values into `kv`, and the last layer's output into `work` (see
+    /// [`Decoder::final_hidden`]). The bits of a row depend only on the cells that it sees and on the number of ranks.
+    /// Errors: another rank failed.
     pub fn forward(
         &self,
         cx: &mut OpContext,
@@ -97,7 +99,8 @@ impl Decoder {
         Ok(())
     }
 
-    /// The embeddings of `tokens`. Each of several ranks has the rows of some tokens and contributes zeros for the others.
+    /// Writes the embeddings of `tokens` to `x`. Each of several ranks has the rows of some tokens and contributes zeros
+    /// for the others.
     fn embed(&self, cx: &mut OpContext, tokens: &[i32], x: &mut [f32]) -> Result<(), DeviceError> {
         let table = &self.weights.embed;
         if cx.collective.world() == 1 {
@@ -162,8 +165,8 @@ impl Decoder {
         }
     }
 
-    /// The weighted sum of the outputs of each row's experts, added in ascending order of the experts, so that it does not
-    /// depend on which rows are computed together.
+    /// Computes the weighted sum of the outputs of each row's experts. They are added in ascending order of the experts,
+    /// so that the sum does not depend on which rows are computed together.
     fn experts(&self, cx: &mut OpContext, mixture: Mixture<'_>, w: &mut ExpertRows<'_>) {
         let (d_model, d_ff) = (self.config.d_model, self.config.d_ff);
         let part = |weight| ops::LinearPart { weight, bias: None };
@@ -191,8 +194,8 @@ impl Decoder {
         }
     }
 
-    /// Adds the projection of a branch to the residual stream `x`, summed over the ranks and normalized if it has a norm.
-    /// Either needs `scratch`, of the length of `x`.
+    /// Adds the projection of a branch to the residual stream `x`. With several ranks it is summed over them first, and
+    /// with a norm it is normalized; either needs `scratch`, of the length of `x`.
     fn add_projection(
         &self,
         cx: &mut OpContext,
@@ -221,7 +224,7 @@ impl Decoder {
         ops::add(cx, x, branch);
     }
 
-    /// The final hidden states `[rows.len(), d_model]` of `rows` of the last [`Decoder::forward`].
+    /// Computes the final hidden states `[rows.len(), d_model]` of `rows` of the last [`Decoder::forward`].
     pub fn final_hidden<'w>(
         &self,
         cx: &mut OpContext,
@@ -237,9 +240,9 @@ impl Decoder {
         hidden
     }
 
-    /// The ids of the largest logits of final hidden states `[n, d_model]`, the lowest on ties; None for rows where the
-    /// pruned argmax does not find them. Empty without argmax bounds, which need a model on one rank whose logits are the
-    /// products of the head ([`ModelConfig::has_plain_logits`]).
+    /// Sets `ids` to the ids of the largest logits of final hidden states `[n, d_model]`, the lowest on ties. Rows for
+    /// which the pruned argmax does not find it are None. Empty without argmax bounds, which need a model on one rank
+    /// whose logits are the products of the head ([`ModelConfig::has_plain_logits`]).
     pub fn pruned_argmax(
         &self,
         cx: &mut OpContext,
@@ -253,8 +256,8 @@ impl Decoder {
         }
     }
 
-    /// Writes the logits `[n, vocab_size]` of final hidden states `[n, d_model]`. Every rank calls this; a rank with empty
-    /// `logits` only contributes its part. Errors: another rank is lost.
+    /// Writes the logits `[n, vocab_size]` of final hidden states `[n, d_model]`. Every rank calls this; a rank with
+    /// empty `logits` only contributes its part. Errors: another rank failed.
     pub fn logits(
         &self,
         cx: &mut OpContext,
@@ -286,7 +289,7 @@ impl Decoder {
     }
 }
 
-/// What a layer's attention or feed-forward block adds to the residual stream.
+/// The output of a layer's attention or feed-forward block, to be added to the residual stream.
 struct Branch<'a> {
     input: &'a mut [f32],
     /// The projection back to the width of the model.
@@ -313,7 +316,7 @@ struct Mixture<'a> {
     inner: &'a mut [f32],
 }
 
-/// `x`, or if there is a norm, `x` normalized into `out`.
+/// Returns `x`, or if there is a norm, `x` normalized into `out`.
 fn normalized<'a>(
     cx: &OpContext,
     norm: Option<&Vec<f32>>,

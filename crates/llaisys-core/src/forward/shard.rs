@@ -14,9 +14,9 @@ use std::ops::Range;
 /// One rank's part of a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shard {
-    /// From 0.
+    /// Number of this rank, from 0.
     pub rank: usize,
-    /// Ranks in all, at least 1.
+    /// Number of ranks, at least 1.
     pub world: usize,
 }
 
@@ -31,13 +31,14 @@ enum Split {
 }
 
 impl Shard {
-    /// The configuration of this rank's part: fewer heads and a narrower feed-forward block, with the whole vocabulary.
+    /// Returns the configuration of this rank's part: fewer heads and a narrower feed-forward block, with the whole
+    /// vocabulary.
     ///
     /// Errors: heads or inner columns are not divisible by the ranks; norms over all heads.
     pub fn config(self, whole: &ModelConfig) -> Result<ModelConfig, Unsupported> {
         let divided = |what: &'static str, got: usize| match got.is_multiple_of(self.world) {
             true => Ok(got / self.world),
-            false => Err(self.refused(what.to_owned(), got, 1)),
+            false => Err(self.not_divisible(what.to_owned(), got, 1)),
         };
         let n_kv_heads = divided("the number of key-value heads", whole.n_kv_heads)?;
         let d_ff = divided("the feed-forward width", whole.d_ff)?;
@@ -51,15 +52,15 @@ impl Shard {
         Ok(ModelConfig { n_heads: whole.n_heads / self.world, n_kv_heads, d_ff, ..whole.clone() })
     }
 
-    /// This rank's rows of a matrix of `n_rows`, or elements of a vector. Those of embeddings and head may go beyond the
-    /// last row: every rank has the same number.
+    /// Returns this rank's rows of a matrix of `n_rows`, or its elements of a vector. Every rank has the same number of
+    /// rows, so those of embeddings and head may go beyond the last one.
     pub(crate) fn rows(self, id: WeightId, n_rows: usize) -> Range<usize> {
         self.part(n_rows, split(id) == Split::Rows)
     }
 
-    /// This rank's columns of a matrix with blocks of `block` columns. `name` is used in the error.
+    /// Returns this rank's columns of a matrix with blocks of `block` columns. `name` is used in the error.
     ///
-    /// Errors: the border of two ranks is within a block.
+    /// Errors: the boundary between two ranks is within a block.
     pub(crate) fn columns(
         self,
         id: WeightId,
@@ -71,7 +72,7 @@ impl Shard {
         if columns.len().is_multiple_of(block) {
             return Ok(columns);
         }
-        Err(self.refused(format!("the row length of {} (blocks of {block})", name()), n_columns, block))
+        Err(self.not_divisible(format!("the row length of {} (blocks of {block})", name()), n_columns, block))
     }
 
     /// As [`Shard::columns`], of a matrix without blocks.
@@ -84,8 +85,8 @@ impl Shard {
         if is_split { self.rank * len..(self.rank + 1) * len } else { 0..n }
     }
 
-    fn refused(self, what: String, got: usize, unit: usize) -> Unsupported {
-        Unsupported::Split { n_ranks: self.world, what, got, multiple: self.world * unit }
+    fn not_divisible(self, what: String, got: usize, block: usize) -> Unsupported {
+        Unsupported::Split { n_ranks: self.world, what, got, multiple: self.world * block }
     }
 }
 

@@ -1,11 +1,11 @@
-//! Memory of the forward pass.
+//! The activations of the forward pass.
 
 use crate::arch::config::ModelConfig;
 use crate::error::{DeviceError, Result};
 use crate::ops::Routes;
 use crate::tensor::AlignedBuf;
 
-/// Activations of the rows of one forward pass, allocated once. Pages are touched as row counts grow.
+/// Activations of the rows of one forward pass, allocated once. Their memory is touched as row counts grow.
 #[derive(Debug)]
 pub struct Workspace {
     widths: Widths,
@@ -44,7 +44,7 @@ struct Widths {
     expert_model: usize,
 }
 
-/// One pass's slices, each `[n, width]`.
+/// The slices of one pass, each `[n, width]`.
 pub(super) struct Activations<'a> {
     pub(super) x: &'a mut [f32],
     pub(super) normed: &'a mut [f32],
@@ -116,7 +116,8 @@ impl Workspace {
         })
     }
 
-    /// The widest input of a product, for [`OpContext::new`](crate::ops::OpContext::new).
+    /// Returns the width of the widest input of a matrix product, for
+    /// [`OpContext::new`](crate::ops::OpContext::new).
     pub fn max_columns(config: &ModelConfig) -> usize {
         config.d_model.max(config.n_heads * config.d_head).max(config.d_ff)
     }

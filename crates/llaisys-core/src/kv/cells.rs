@@ -1,10 +1,10 @@
-//! What each cell has: a position, the set of sequences that see it, and whether a node caches it.
+//! The state of each cell: its position, the sequences that see it, and whether a node caches it.
 
 use super::KvShape;
 use super::free::FreeCells;
 use std::hash::{Hash, Hasher};
 
-/// The state of every cell. Zero is "free" everywhere, so new memory is not touched before use.
+/// The state of every cell. A free cell is all zeros, so new memory is not touched before use.
 #[derive(Debug)]
 pub(super) struct Cells {
     /// Position of each cell; 0 for a free one.
@@ -12,18 +12,19 @@ pub(super) struct Cells {
     /// `words_per_cell` words per cell: bit `slot` is set if that sequence sees the cell.
     seqs: Vec<u64>,
     words_per_cell: usize,
-    /// Bit per cell: a node caches it.
+    /// One bit per cell, set if a node caches it.
     cached: Vec<u64>,
     /// The free cells of each stream.
     pub(super) streams: Vec<FreeCells>,
     /// Cells of one stream.
     stream_len: u32,
-    /// Cells that became free since the last [`Cells::take_freed`]; `None` before the first.
+    /// Cells that became free since the last [`Cells::take_freed`]; `None` before the first call.
     freed: Option<Vec<u32>>,
 }
 
 impl Cells {
-    /// Free cells: 12 bytes and 2.1 bits per cell up to 64 sequences. [`super::KvCache::new`] has checked `shape`.
+    /// Creates cells that are all free, with 12 bytes and 2.1 bits per cell up to 64 sequences.
+    /// [`super::KvCache::new`] has checked `shape`.
     pub(super) fn new(shape: KvShape) -> Self {
         let words_per_cell = shape.n_seq_max.div_ceil(64);
         let n_in_stream = shape.n_cells / shape.n_streams;
@@ -57,8 +58,8 @@ impl Cells {
         self.streams[self.stream_of(cell) as usize].is_used(cell)
     }
 
-    /// Allocates a cell of a stream for `position`, to be linked or cached next; `last` is the cell of the position
-    /// before it.
+    /// Allocates a cell of a stream for `position`, which the caller links or caches next. `last` is the cell of the
+    /// previous position.
     pub(super) fn allocate(&mut self, stream: u32, last: Option<u32>, position: i32) -> u32 {
         let cell =
             self.streams[stream as usize].allocate(last).expect("the caller has counted the free cells");
@@ -110,7 +111,7 @@ impl Cells {
         self.seqs[cell as usize * self.words_per_cell + slot / 64] |= 1 << (slot % 64);
     }
 
-    /// Ends what [`Cells::link`] began; a cell without sequences and without a node becomes free.
+    /// The inverse of [`Cells::link`]. A cell without sequences and without a node becomes free.
     pub(super) fn unlink(&mut self, slot: usize, cell: u32) {
         self.seqs[cell as usize * self.words_per_cell + slot / 64] &= !(1 << (slot % 64));
         self.free_if_unused(cell);
@@ -126,7 +127,7 @@ impl Cells {
         self.cached[cell as usize / 64] |= 1 << (cell % 64);
     }
 
-    /// Ends what [`Cells::cache`] began; a cell without sequences and without a node becomes free.
+    /// The inverse of [`Cells::cache`]. A cell without sequences and without a node becomes free.
     pub(super) fn release(&mut self, cell: u32) {
         self.cached[cell as usize / 64] &= !(1 << (cell % 64));
         self.free_if_unused(cell);
@@ -142,17 +143,17 @@ impl Cells {
         self.freed.iter_mut().for_each(|freed| freed.push(cell));
     }
 
-    /// Number of recorded cells that became free.
+    /// Number of cells recorded as freed.
     pub(super) fn n_freed(&self) -> usize {
         self.freed.as_ref().map_or(0, Vec::len)
     }
 
-    /// Keeps the first `n` recorded cells: the others were allocated and freed by a prediction.
+    /// Keeps the first `n` recorded cells; the others were allocated and freed by a prediction.
     pub(super) fn truncate_freed(&mut self, n: usize) {
         self.freed.iter_mut().for_each(|freed| freed.truncate(n));
     }
 
-    /// The cells that became free since the last call; the first call starts the recording.
+    /// Returns the cells that became free since the last call. The first call starts the recording.
     pub(super) fn take_freed(&mut self) -> Vec<u32> {
         self.freed.replace(Vec::new()).unwrap_or_default()
     }

@@ -2,11 +2,11 @@
 
 use std::hash::{Hash, Hasher};
 
-/// Cells of one block. A sequence gets a whole free block while there is one, so its contiguous ranges have at least
-/// this length, and attention reads long stretches of consecutive memory.
+/// Cells of one block. A sequence is allocated whole free blocks while there are any, so its contiguous ranges have at
+/// least this length and attention reads consecutive memory.
 pub const BLOCK_CELLS: usize = 32;
 
-/// A set of bits that answers "lowest clear bit" in the depth of its tree (4 levels for 16 Mi bits).
+/// A set of bits that finds its lowest clear bit in time proportional to the depth of a tree (4 levels for 16 Mi bits).
 ///
 /// A bit of level `k + 1` is set exactly if the word of level `k` is full. Bits past the end are always set.
 /// New memory is all zero bits, so an unused part of a large pool is never touched.
@@ -72,7 +72,7 @@ impl BitTree {
         Some(index)
     }
 
-    /// Panics unless every summary bit says what its word says.
+    /// Panics unless every summary bit agrees with its word.
     fn check(&self) {
         for pair in self.levels.windows(2) {
             for (i, &word) in pair[0].iter().enumerate() {
@@ -83,23 +83,22 @@ impl BitTree {
     }
 }
 
-/// The free cells of one stream, numbered from `base`. The order of allocation depends on which cells are used and on
-/// nothing else: there is no list whose order a rollback would have to restore, and low cells are used first, so
-/// the memory of a large cache is touched as it fills.
+/// The free cells of one stream, numbered from `base`. The order of allocation depends only on which cells are in use:
+/// a rollback has no list to restore. Low cells are used first, so the memory of a large cache is touched as it fills.
 ///
-/// With `lifo` (for tests) the cell freed last is allocated next, so that a stale use of it shows at once. Freeing in
-/// the reverse order of allocation restores that stack too.
+/// With `lifo` (for tests) the cell freed last is allocated next, so that a stale use of it shows immediately. Freeing
+/// in the reverse order of allocation restores that stack too.
 #[derive(Debug)]
 pub(super) struct FreeCells {
     /// The stream's first cell.
     base: u32,
-    /// Bit per cell: in use.
+    /// One bit per cell, set if it is in use.
     used: BitTree,
-    /// Bit per whole block: some cell of it is in use. A short block at the end has none.
+    /// One bit per whole block, set if one of its cells is in use. A short block at the end has no bit.
     touched: BitTree,
     n_cells: usize,
     n_free: usize,
-    /// The free cells, next one last; only with `lifo`.
+    /// The free cells, the next one last; only with `lifo`.
     stack: Option<Vec<u32>>,
 }
 
@@ -129,9 +128,9 @@ impl FreeCells {
         self.used.get((cell - self.base) as usize)
     }
 
-    /// Allocates one cell for a sequence whose last cell is `last`. The first of these that is free:
-    /// the next cell, in the same block or opening a wholly free one; the first cell of the lowest wholly free
-    /// block; the lowest free cell, which may be in another sequence's block.
+    /// Allocates one cell for a sequence whose last cell is `last`. Candidates in order: the next cell, in the same block
+    /// or at the start of a wholly free one; the first cell of the lowest wholly free block; the lowest free cell, which
+    /// may be in another sequence's block.
     pub(super) fn allocate(&mut self, last: Option<u32>) -> Option<u32> {
         let cell = match &mut self.stack {
             Some(stack) => (stack.pop()? - self.base) as usize,
@@ -173,26 +172,26 @@ impl FreeCells {
         }
     }
 
-    /// The use bits of one block, lowest cell first.
+    /// Returns the use bits of one block, lowest cell first.
     fn block_bits(&self, block: usize) -> u64 {
         const BLOCKS_PER_WORD: usize = 64 / BLOCK_CELLS;
         let word = self.used.levels[0][block / BLOCKS_PER_WORD];
         word >> (block % BLOCKS_PER_WORD * BLOCK_CELLS) & ((1 << BLOCK_CELLS) - 1)
     }
 
-    /// Hashes all that decides which cell is allocated next: the use bits, and the stack if there is one.
+    /// Hashes what decides which cell is allocated next: the use bits, and the stack if there is one.
     pub(super) fn hash_order(&self, hasher: &mut impl Hasher) {
         self.used.levels[0].hash(hasher);
         self.n_free.hash(hasher);
         self.stack.hash(hasher);
     }
 
-    /// Panics if invariant 2 of [`super::KvCache`] is broken.
+    /// Panics if invariant 2 of [`super::KvCache`] is violated.
     pub(super) fn check(&self) {
         self.used.check();
         self.touched.check();
         let n_used = (0..self.n_cells).filter(|&cell| self.used.get(cell)).count();
-        assert_eq!(n_used + self.n_free, self.n_cells, "invariant 2: used and free cells are not all cells");
+        assert_eq!(n_used + self.n_free, self.n_cells, "invariant 2: the counts of used and free cells");
         for block in 0..self.n_cells / BLOCK_CELLS {
             let touched = self.block_bits(block) != 0;
             assert_eq!(self.touched.get(block), touched, "invariant 2: block {block} is in use: {touched}");
@@ -200,7 +199,7 @@ impl FreeCells {
         if let Some(stack) = &self.stack {
             let in_use = stack.iter().find(|&&cell| self.is_used(cell));
             assert!(in_use.is_none(), "invariant 2: cell {in_use:?} is in use and on the stack");
-            assert_eq!(stack.len(), self.n_free, "invariant 2: the stack does not hold every free cell");
+            assert_eq!(stack.len(), self.n_free, "invariant 2: the stack does not have every free cell once");
         }
     }
 }

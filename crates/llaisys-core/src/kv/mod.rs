@@ -1,8 +1,8 @@
 //! The unified KV cache: which sequence has which position in which cell.
 //!
-//! [`KvCache`] is bookkeeping alone: cells (`cells`, `free`), the ranges of each sequence (`ranges`), cache
-//! nodes (`nodes`), the pool of sequence ids (`seq_pool`) and reservations (`reserve`). The tensors are apart
-//! (`storage`) because a live reservation borrows the bookkeeping while kernels write the tensors.
+//! [`KvCache`] has only the metadata: cells (`cells`, `free`), the ranges of each sequence (`ranges`), cache nodes
+//! (`nodes`), the pool of sequence ids (`seq_pool`) and reservations (`reserve`). The tensors are separate (`storage`)
+//! because a live reservation borrows the metadata while kernels write the tensors.
 
 mod cells;
 mod check;
@@ -41,7 +41,7 @@ pub struct KvShape {
     pub n_seq_max: usize,
     /// KV streams of equal size: stream `s` has the cells `s * n .. (s + 1) * n` with `n = n_cells / n_streams`.
     pub n_streams: usize,
-    /// Reuse the cell or sequence id that was freed last, so that a test sees a stale use at once.
+    /// Reuse the cell or sequence id that was freed last (for tests), so that a stale use shows immediately.
     pub lifo: bool,
 }
 
@@ -62,7 +62,7 @@ pub struct Allocation<Id> {
     pub id: Id,
     /// Its stream.
     pub stream: u32,
-    /// Its positions and cells, in rising position order.
+    /// Its positions and cells, in ascending order of positions.
     pub ranges: Vec<CellRange>,
 }
 
@@ -81,9 +81,9 @@ pub struct Snapshot {
 /// to its tensors; a simulation of the engine uses one alone.
 ///
 /// A cell has one position, the set of sequences that see it, and at most one cache node. Each sequence has its own
-/// index of cells in position order, so an operation on a sequence costs that sequence's length, not the cache's.
-/// A sequence is in one stream. Sharing, forking and trimming within a stream are index edits; across streams keys and
-/// values are copied.
+/// index of cells in position order, so the time of an operation depends on the sequence's length, not the cache's.
+/// A sequence is in one stream. Within a stream, sharing, forking and trimming only edit the index; across streams, keys
+/// and values are copied.
 ///
 /// Positions are `0..i32::MAX`. In ranges `p0..p1` a negative `p0` means from the start, a negative `p1` to the end.
 /// Every method that takes a sequence id rejects one that is not acquired ([`Rejected::StaleSequence`]). Rejected calls
@@ -92,11 +92,11 @@ pub struct Snapshot {
 /// Invariants, verified by [`KvCache::check`] (those of the id pool are in `seq_pool.rs`):
 /// 1. A cell is in use exactly if a sequence sees it or a node caches it; a free cell has position 0.
 /// 2. The free counts, the use bits, their summaries and, with `lifo`, the stacks agree.
-/// 3. The ranges of a sequence rise in position, do not overlap, are not empty and are as long as possible.
-/// 4. A sequence has a cell at a position in its ranges exactly if the cell has that position and the sequence
-///    in its set: a position exists at most once per sequence.
+/// 3. The ranges of a sequence are in ascending order, do not overlap, are not empty and are as long as possible.
+/// 4. A sequence has a cell at a position in its ranges exactly if the cell has that position and lists the sequence.
+///    A position exists at most once per sequence.
 /// 5. A node has at least one cell, its positions have no gap, and its cells have those positions. A cell is
-///    marked as cached exactly if one node, and only one, has it.
+///    marked as cached exactly if one node has it; two nodes never have the same cell.
 /// 6. The cells of a sequence or node are in its stream.
 /// 7. A slot that is not acquired has no cells and is in stream 0.
 #[derive(Debug)]
@@ -111,13 +111,13 @@ pub struct KvCache {
     seqs: SeqPool,
     /// Cells of the live reservation, in row order; empty when there is none.
     reserved: Vec<u32>,
-    /// By slot: working memory of `prepare`, meaningless outside it.
+    /// By slot: scratch of `prepare`.
     marks: Vec<reserve::Mark>,
 }
 
 impl KvCache {
-    /// A cache whose cells and sequence ids are all free. Memory is about 12 bytes per cell (up to 64 sequences; 8 more
-    /// for each further 64), touched as cells are used.
+    /// Creates a cache whose cells and sequence ids are all free. It takes about 12 bytes per cell for up to 64
+    /// sequences and 8 more for each further 64. This memory is touched as cells are used.
     ///
     /// Errors: a size out of its bounds, a number of streams that does not divide the cells.
     pub fn new(shape: KvShape) -> Result<Self> {
@@ -155,7 +155,7 @@ impl KvCache {
         Ok(id)
     }
 
-    /// Releases the id and its cells; those that a node caches stay in use.
+    /// Releases the id and its cells. Cells that a node caches stay in use.
     pub fn seq_release(&mut self, id: SeqId) -> Result<()> {
         let slot = self.acquired(id)?;
         self.remove(slot, 0, i32::MAX);
@@ -199,7 +199,8 @@ impl KvCache {
         self.share(&pieces, self.streams[from], to)
     }
 
-    /// Lets `slot`, which has none of their positions, see the `pieces` of stream `stream`, or copies of them.
+    /// Lets `slot` see the `pieces` of stream `stream`, or copies of them in its own stream. The sequence has none of
+    /// their positions yet.
     fn share(&mut self, pieces: &[CellRange], stream: u32, slot: usize) -> Result<Copies> {
         let own_stream = self.streams[slot];
         if stream == own_stream {
@@ -236,8 +237,8 @@ impl KvCache {
         Ok(())
     }
 
-    /// Moves positions `p0..p1` of a sequence by `delta` and returns the cells that moved, in position order:
-    /// the keys stored there must be rotated by `delta`.
+    /// Shifts positions `p0..p1` of a sequence by `delta`. Returns the shifted cells in position order; the caller
+    /// rotates their keys by `delta`.
     ///
     /// Errors: [`KvError::Range`]; [`KvError::SharedCells`] if another sequence sees a cell of the range or a node caches
     /// it, [`KvError::ShiftRange`] if a position would leave `0..i32::MAX`, [`KvError::Occupied`] if the sequence has a
@@ -278,7 +279,7 @@ impl KvCache {
         Ok(self.index[self.acquired(id)?].end().map(|end| end - 1))
     }
 
-    /// The contiguous ranges of a sequence in rising position order; none if the id is not acquired.
+    /// The contiguous ranges of a sequence in ascending order of positions; none if the id is not acquired.
     pub fn ranges(&self, id: SeqId) -> &[CellRange] {
         self.acquired(id).map_or(&[], |slot| self.index[slot].as_slice())
     }
@@ -316,8 +317,8 @@ impl KvCache {
         self.prepare_rows(&rows)
     }
 
-    /// Changes the cache as a decode of these rows does: the same checks, the same errors. Tokens and outputs do not
-    /// matter.
+    /// Changes the cache as a decode of these rows does, with the same checks and errors. Tokens and outputs are
+    /// irrelevant.
     pub fn extend(&mut self, positions: &[i32], n_seq_id: &[i32], seq_ids: &[i64]) -> Result<()> {
         let limits = BatchLimits {
             vocab_size: 1,
@@ -376,38 +377,38 @@ impl KvCache {
         self.seqs.n_free()
     }
 
-    /// Returns the cells that became free since the last call, in that order; some may be in use again. The first call
-    /// returns none and starts the recording.
+    /// Returns the cells that became free since the last call, in the order of freeing; some may be in use again. The
+    /// first call returns none and starts the recording.
     pub fn take_freed_cells(&mut self) -> Vec<u32> {
         self.cells.take_freed()
     }
 
-    /// Errors: [`Rejected::StaleSequence`] unless the id is acquired.
+    /// Checks that an id is acquired. Errors: [`Rejected::StaleSequence`].
     pub fn check_acquired(&self, id: SeqId) -> Result<()> {
         self.acquired(id).map(|_| ())
     }
 
-    /// The slot of an acquired id, as an index.
+    /// Returns the slot of an acquired id, as an index. Errors: as [`KvCache::check_acquired`].
     fn acquired(&self, id: SeqId) -> Result<usize> {
         self.seqs.check_acquired(id)?;
         Ok(id.slot() as usize)
     }
 
-    /// Errors: [`Exhausted::Cells`] if the stream has fewer free cells than `needed`.
+    /// Checks that a stream has `needed` free cells. Errors: [`Exhausted::Cells`].
     fn check_free(&self, stream: u32, needed: usize) -> Result<()> {
         let cells = &self.cells.streams[stream as usize];
         let (free, capacity) = (cells.n_free(), cells.n_cells());
         if needed > free { Err(Exhausted::Cells { needed, free, capacity }.into()) } else { Ok(()) }
     }
 
-    /// Errors: [`KvError::Stream`] unless the stream exists.
+    /// Checks that a stream exists. Errors: [`KvError::Stream`].
     fn check_stream(&self, stream: u32) -> Result<()> {
         let n_streams = self.n_streams();
         let exists = (stream as usize) < n_streams;
         if exists { Ok(()) } else { Err(rejected(KvError::Stream { stream, n_streams })) }
     }
 
-    /// All allocated cells. Costs the number of ranges.
+    /// Returns all allocated cells. Takes time linear in the number of ranges.
     pub fn snapshot(&self) -> Snapshot {
         let sequence = |id: SeqId| {
             let slot = id.slot() as usize;
@@ -432,7 +433,7 @@ fn resolve_range(p0: i32, p1: i32) -> Result<(i32, i32)> {
     if lo > hi { Err(rejected(KvError::Range { p0, p1 })) } else { Ok((lo, hi)) }
 }
 
-/// Puts an error of the cache into the error tree.
+/// Wraps an error of the cache.
 fn rejected(error: KvError) -> Error {
     Rejected::Kv(error).into()
 }

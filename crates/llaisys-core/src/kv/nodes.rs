@@ -1,12 +1,12 @@
-//! Cache nodes: cells of consecutive positions that stay allocated whatever sequences see them. A node is what the
-//! prefix cache leases.
+//! Cache nodes: cells of consecutive positions that stay allocated independently of sequences. The prefix cache leases
+//! nodes.
 
 use super::ranges::{CellRange, CellRanges};
 use super::{Copies, KvCache, KvError, rejected};
 use crate::error::Result;
 use crate::seq::SeqId;
 
-/// One cache node: at least one cell, positions without a gap, all in one stream.
+/// One cache node: one or more cells of one stream, at consecutive positions.
 #[derive(Debug, PartialEq, Eq, Hash)]
 pub(super) struct Node {
     pub(super) stream: u32,
@@ -14,7 +14,7 @@ pub(super) struct Node {
 }
 
 impl Node {
-    /// First position, and the one after the last.
+    /// Returns the first position and the end of the positions.
     fn ends(&self) -> (i32, i32) {
         (self.ranges.start().unwrap_or(0), self.ranges.end().unwrap_or(0))
     }
@@ -60,7 +60,7 @@ impl KvCache {
         self.share(&pieces, stream, index)
     }
 
-    /// Leaves positions below `at` in the node and moves the others to the new node `tail`.
+    /// Moves the positions from `at` on to the new node `tail`; those below `at` stay in the node.
     ///
     /// Errors: [`KvError::NoNode`], [`KvError::NodeExists`], [`KvError::NodeBounds`] unless both parts have a position.
     pub fn node_split(&mut self, node: u64, at: i32, tail: u64) -> Result<()> {
@@ -77,10 +77,9 @@ impl KvCache {
         Ok(())
     }
 
-    /// Removes the node's positions from `at`; from its first one, the node itself. Cells that no sequence sees become
-    /// free.
+    /// Removes the node's positions from `at` on, and the node if none is left. Cells that no sequence sees become free.
     ///
-    /// Errors: [`KvError::NoNode`], [`KvError::NodeBounds`] unless `at` is from its start to its end.
+    /// Errors: [`KvError::NoNode`], [`KvError::NodeBounds`] unless `start <= at <= end`.
     pub fn node_trim(&mut self, node: u64, at: i32) -> Result<()> {
         let (start, end) = self.node(node)?.ends();
         if at < start || at > end {
@@ -142,7 +141,7 @@ fn node_pieces(cached: &Node, node: u64, p0: i32, p1: i32) -> Result<Vec<CellRan
     cached.ranges.whole(p0, p1).map_err(|position| rejected(KvError::NodeLacks { node, position }))
 }
 
-/// Positions of a node are named exactly: no open ends, not empty.
+/// Rejects empty ranges and ranges with open ends.
 fn check_span(p0: i32, p1: i32) -> Result<()> {
     if 0 <= p0 && p0 < p1 { Ok(()) } else { Err(rejected(KvError::Range { p0, p1 })) }
 }

@@ -14,7 +14,7 @@ pub struct CellRange {
 }
 
 impl CellRange {
-    /// The position after the last. Fits: positions are below `i32::MAX`.
+    /// The position after the last. It does not overflow: positions are below `i32::MAX`.
     pub fn end(self) -> i32 {
         self.position + self.len.cast_signed()
     }
@@ -45,8 +45,8 @@ impl CellRange {
     }
 }
 
-/// CellRanges in rising position order, none overlapping, none empty, none that joins its neighbour: equal contents
-/// have equal ranges.
+/// Ranges in ascending order of positions, not empty, not overlapping, and merged where they are contiguous. So equal
+/// contents have equal ranges.
 #[derive(Debug, Default, PartialEq, Eq, Hash)]
 pub(super) struct CellRanges {
     ranges: Vec<CellRange>,
@@ -72,19 +72,19 @@ impl CellRanges {
         self.ranges.last().map(|range| range.cells().end - 1)
     }
 
-    /// Appends one position; it is larger than all others.
+    /// Appends one position, which is larger than all others.
     pub(super) fn push(&mut self, position: i32, cell: u32) {
         append(&mut self.ranges, CellRange { position, cell, len: 1 });
     }
 
-    /// These pieces, in order, joined where one starts where the other ends.
+    /// Collects pieces, which are in order, and merges contiguous ones.
     pub(super) fn of(pieces: &[CellRange]) -> Self {
         let mut ranges = Vec::with_capacity(pieces.len());
         pieces.iter().for_each(|piece| append(&mut ranges, *piece));
         Self { ranges }
     }
 
-    /// The pieces at positions `lo..hi`, or the first position there that is missing.
+    /// Returns the pieces at positions `lo..hi` if none is missing. `Err` is the first missing position.
     pub(super) fn whole(&self, lo: i32, hi: i32) -> Result<Vec<CellRange>, i32> {
         let mut next = lo;
         let mut pieces = Vec::new();
@@ -110,7 +110,7 @@ impl CellRanges {
     /// Indices of the ranges that have a position in `lo..hi`.
     fn touching(&self, lo: i32, hi: i32) -> Range<usize> {
         let first = self.ranges.partition_point(|range| range.end() <= lo);
-        // An empty range touches nothing, also inside a range.
+        // An empty `lo..hi` touches no range, even inside one.
         let end = if lo < hi { self.ranges.partition_point(|range| range.position < hi) } else { first };
         first..end.max(first)
     }
@@ -131,8 +131,8 @@ impl CellRanges {
         self.ranges.splice(touched, left.into_iter().chain(right));
     }
 
-    /// Adds `pieces`, in order, all of them between two neighbours: there is no position of this sequence
-    /// from the first piece's start to the last one's end.
+    /// Inserts `pieces`, which are in order. The sequence has no position between the start of the first one and the end
+    /// of the last one.
     pub(super) fn insert(&mut self, pieces: impl Iterator<Item = CellRange>) {
         let mut pieces = pieces.peekable();
         let Some(first) = pieces.peek() else { return };
@@ -144,7 +144,7 @@ impl CellRanges {
         self.join(at);
     }
 
-    /// Joins ranges `i - 1` and `i` if both exist and the second starts where the first ends.
+    /// Merges ranges `i - 1` and `i` if both exist and are contiguous.
     fn join(&mut self, i: usize) {
         if i > 0 && i < self.ranges.len() && self.ranges[i - 1].joins(self.ranges[i]) {
             self.ranges[i - 1].len += self.ranges[i].len;
@@ -152,8 +152,8 @@ impl CellRanges {
         }
     }
 
-    /// These ranges with the positions `lo..hi` moved by `delta`; the caller has checked that no moved position
-    /// leaves the range of positions. `Err` is a position that would be there twice.
+    /// Returns these ranges with the positions `lo..hi` shifted by `delta`. The caller has checked that every shifted
+    /// position is valid. `Err` is a position that would occur twice.
     pub(super) fn shifted(&self, lo: i32, hi: i32, delta: i32) -> Result<CellRanges, i32> {
         let moved = self.pieces(lo, hi).map(|range| CellRange { position: range.position + delta, ..range });
         let mut moved = moved.peekable();
@@ -181,7 +181,7 @@ impl CellRanges {
     }
 }
 
-/// Appends `range`, as a part of the last one if it starts where that ends.
+/// Appends `range`, merged with the last one if they are contiguous.
 fn append(ranges: &mut Vec<CellRange>, range: CellRange) {
     match ranges.last_mut() {
         Some(last) if last.joins(range) => last.len += range.len,

@@ -1,10 +1,10 @@
-//! Reservations: cells allocated for one step, then committed to the sequences or freed without a trace.
+//! Reservations: cells that are allocated for one step, then committed to the sequences or freed.
 
 use super::{KvCache, KvError, rejected};
 use crate::error::Result;
 use crate::seq::SeqId;
 
-/// The place of one row of a batch: a position, in each of the sequences `seqs`.
+/// One row of a batch: a position in each of the sequences `seqs`.
 #[derive(Debug, Clone, Copy)]
 pub struct KvRow<'a> {
     /// From 0.
@@ -13,17 +13,17 @@ pub struct KvRow<'a> {
     pub seqs: &'a [SeqId],
 }
 
-/// What the rows of a batch checked so far do to one sequence.
+/// The effect on one sequence of the batch rows checked so far.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Mark {
-    /// Number of the last row (from 1) that is in the sequence, 0 if none is.
+    /// Number (from 1) of the last row in the sequence; 0 if there is none.
     last_row: u32,
     /// The position that the next row must have; `None`: any.
     next: Option<i32>,
 }
 
-/// Cells allocated for one step, one per row, already linked to the rows' sequences so that attention can see them.
-/// Dropping it frees them all and restores the cache, digest included; only [`commit`] keeps them.
+/// Cells allocated for one step, one per row. They are already linked to the rows' sequences so that attention can see
+/// them. Dropping the reservation frees them and restores the cache, digest included; [`commit`] keeps them.
 ///
 /// [`commit`]: Reservation::commit
 #[must_use = "dropping a reservation frees its cells"]
@@ -43,16 +43,16 @@ impl Reservation<'_> {
         &self.kv.reserved
     }
 
-    /// Predicts the cells that `prepare_rows(rows)` would allocate after this reservation is committed, if `rows` are
-    /// the next ones of their sequences and nothing happens in between; `None` if too few are free. Changes nothing.
+    /// Predicts the cells that `prepare_rows(rows)` would allocate directly after this reservation is committed. `rows`
+    /// must be the next ones of their sequences. Returns `None` if too few cells are free. Changes nothing.
     pub fn peek_next(&mut self, rows: &[KvRow<'_>]) -> Option<Vec<u32>> {
         let kv = &mut *self.kv;
         let (n_reserved, n_freed) = (kv.reserved.len(), kv.cells.n_freed());
         kv.check_capacity(rows).ok()?;
-        rows.iter().for_each(|row| kv.place(row));
+        rows.iter().for_each(|row| kv.allocate_row(row));
         let next = kv.reserved[n_reserved..].to_vec();
         for cell in kv.reserved.split_off(n_reserved).into_iter().rev() {
-            kv.unplace(cell);
+            kv.free_row(cell);
         }
         kv.cells.truncate_freed(n_freed);
         Some(next)
@@ -63,9 +63,8 @@ impl Reservation<'_> {
         self.kv.reserved.clear();
     }
 
-    /// Keeps the rows except the `faulty` ones and those that depend on them: the later rows of the same
-    /// sequences (and, where those are rows of several sequences, the later rows of these). By row: the faulty row
-    /// that caused its removal, or `None` if it was kept.
+    /// Keeps the rows except the `faulty` ones and the later rows that depend on them: those that share a sequence with
+    /// a removed row. Returns for each row the faulty row that caused its removal, or `None` if it was kept.
     pub fn commit_without(self, faulty: &[usize]) -> Vec<Option<usize>> {
         let mut fault_of_slot = vec![None; self.kv.index.len()];
         let mut removed_with = vec![None; self.kv.reserved.len()];
@@ -80,9 +79,9 @@ impl Reservation<'_> {
             }
             removed_with[row] = culprit;
         }
-        // From the last row: each cell removed is then its sequences' last one.
+        // From the last row, so that each removed cell is the last one of its sequences.
         for row in (0..removed_with.len()).rev().filter(|&row| removed_with[row].is_some()) {
-            self.kv.unplace(self.kv.reserved[row]);
+            self.kv.free_row(self.kv.reserved[row]);
         }
         self.commit();
         removed_with
@@ -93,7 +92,7 @@ impl Drop for Reservation<'_> {
     /// Frees the rows that were not committed, from the last one.
     fn drop(&mut self) {
         while let Some(cell) = self.kv.reserved.pop() {
-            self.kv.unplace(cell);
+            self.kv.free_row(cell);
         }
     }
 }
@@ -102,8 +101,8 @@ impl KvCache {
     /// Allocates one cell per row and links it, tentatively (llama.cpp's `find_slot` and `apply_ubatch`).
     ///
     /// The rows of a sequence continue at its largest position + 1, + 2, ... in row order; an empty sequence may
-    /// start anywhere. A row of several sequences needs them to see exactly the same cells below it. A
-    /// sequence gets whole blocks of [`super::BLOCK_CELLS`] while there are free ones.
+    /// start at any position. The sequences of one row must see exactly the same cells below it. A sequence is allocated
+    /// whole blocks of [`super::BLOCK_CELLS`] while there are free ones.
     ///
     /// Errors: an id that is not acquired, then [`KvError`] for a wrong row, then [`crate::error::Exhausted::Cells`]
     /// when a stream has fewer free cells than the rows of its sequences.
@@ -116,12 +115,12 @@ impl KvCache {
         self.check_capacity(rows)?;
         let reservation = Reservation { kv: self };
         for row in rows {
-            reservation.kv.place(row);
+            reservation.kv.allocate_row(row);
         }
         Ok(reservation)
     }
 
-    /// Errors: [`crate::error::Exhausted::Cells`] when a stream has fewer free cells than rows.
+    /// Checks that each stream has a free cell for each of its rows. Errors: [`crate::error::Exhausted::Cells`].
     fn check_capacity(&self, rows: &[KvRow<'_>]) -> Result<()> {
         let stream_of = |row: &KvRow<'_>| self.streams[row.seqs[0].slot() as usize];
         for stream in (0_u32..).take(self.n_streams()) {
@@ -130,31 +129,31 @@ impl KvCache {
         Ok(())
     }
 
-    /// Checks the rows one after the other, each against the sequences as the rows before it leave them.
+    /// Checks the rows in order, each against the state of the sequences after the rows before it.
     fn check_rows(&mut self, rows: &[KvRow<'_>]) -> Result<(), KvError> {
         self.marks.clear();
         self.marks.extend(self.index.iter().map(|ranges| Mark { last_row: 0, next: ranges.end() }));
-        for (row, place) in rows.iter().enumerate() {
-            self.check_row(row, place)?;
+        for (row, kv_row) in rows.iter().enumerate() {
+            self.check_row(row, kv_row)?;
             let last_row = u32::try_from(row + 1).unwrap_or(u32::MAX);
-            for slot in place.seqs.iter().map(|id| id.slot()) {
+            for slot in kv_row.seqs.iter().map(|id| id.slot()) {
                 let mark = &mut self.marks[slot as usize];
                 if mark.last_row == last_row {
                     return Err(KvError::RepeatedSlot { row, slot });
                 }
-                *mark = Mark { last_row, next: Some(place.position + 1) };
+                *mark = Mark { last_row, next: Some(kv_row.position + 1) };
             }
         }
         Ok(())
     }
 
-    fn check_row(&self, row: usize, place: &KvRow<'_>) -> Result<(), KvError> {
-        let position = place.position;
+    fn check_row(&self, row: usize, kv_row: &KvRow<'_>) -> Result<(), KvError> {
+        let position = kv_row.position;
         if !(0..i32::MAX).contains(&position) {
             return Err(KvError::Position { row, position, max: i32::MAX - 1 });
         }
-        let Some(first) = place.seqs.first() else { return Err(KvError::NoSequence { row }) };
-        for id in place.seqs {
+        let Some(first) = kv_row.seqs.first() else { return Err(KvError::NoSequence { row }) };
+        for id in kv_row.seqs {
             let (first, slot) = (first.slot(), id.slot());
             let next = self.marks[slot as usize].next;
             if let Some(expected) = next.filter(|next| *next != position) {
@@ -167,10 +166,10 @@ impl KvCache {
         Ok(())
     }
 
-    /// True if both slots' sequences, with the rows marked so far, see exactly the same cells. If their last row is
-    /// the same one, that row's check has found them equal before it and no row since has touched either; if
-    /// they have none, their ranges tell (equal contents have equal ranges); otherwise only one of them has the
-    /// cell of the later row.
+    /// True if both slots' sequences, with the rows marked so far, see exactly the same cells. There are three cases:
+    /// - They have the same last row: its check found them equal before it, and no row since has changed either.
+    /// - They have no rows: their ranges are compared (equal contents have equal ranges).
+    /// - Their last rows differ: only one of them has the cell of the later row.
     fn sees_the_same(&self, a: usize, b: usize) -> bool {
         let last_row = self.marks[a].last_row;
         self.streams[a] == self.streams[b]
@@ -178,8 +177,8 @@ impl KvCache {
             && (a == b || last_row > 0 || self.index[a] == self.index[b])
     }
 
-    /// Links one checked row to a cell; a cell is free.
-    fn place(&mut self, row: &KvRow<'_>) {
+    /// Allocates a cell for one checked row and links it. The caller has checked that a cell is free.
+    fn allocate_row(&mut self, row: &KvRow<'_>) {
         let first = row.seqs[0].slot() as usize;
         let cell = self.cells.allocate(self.streams[first], self.index[first].last_cell(), row.position);
         for slot in row.seqs.iter().map(|id| id.slot() as usize) {
@@ -189,8 +188,9 @@ impl KvCache {
         self.reserved.push(cell);
     }
 
-    /// Removes a reserved cell, the last one of each of its sequences, from them: the inverse of [`KvCache::place`].
-    fn unplace(&mut self, cell: u32) {
+    /// Unlinks a reserved cell, which is the last one of each of its sequences. The inverse of
+    /// [`KvCache::allocate_row`].
+    fn free_row(&mut self, cell: u32) {
         while let Some(slot) = self.cells.first_seq(cell) {
             self.index[slot].pop();
             self.cells.unlink(slot, cell);

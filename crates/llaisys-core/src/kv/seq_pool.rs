@@ -6,14 +6,14 @@ use std::collections::VecDeque;
 
 /// The sequence ids `0..n_seq_max`, acquired and released.
 ///
-/// The free list is first in, first out: a slot rests as long as possible before it is reused, so a late message about
-/// its former sequence is most likely to arrive while it is recognizably stale. With `lifo` (for tests) it is last in,
-/// first out: reuse is immediate, and so is the harm of a stale use.
+/// The free list is first in, first out: a slot is reused as late as possible, so that a late message about its former
+/// sequence most likely still has a recognizably stale id. With `lifo` (for tests) it is last in, first out: a slot is
+/// reused immediately, so that a stale use shows immediately.
 ///
 /// Invariants, verified by [`SeqPool::check`]:
 /// 1. Every slot is either acquired or on the free list, never both.
 /// 2. A slot is on the free list at most once.
-/// 3. `generations[slot]` is the generation of the slot's present id or, if free, of its next one.
+/// 3. `generations[slot]` is the generation of the slot's current id or, if it is free, of its next one.
 #[derive(Debug)]
 pub(super) struct SeqPool {
     generations: Vec<u32>,
@@ -54,7 +54,7 @@ impl SeqPool {
         }
     }
 
-    /// Errors: [`Rejected::StaleSequence`] unless exactly this id, generation included, is acquired.
+    /// Checks that this id, generation included, is acquired. Errors: [`Rejected::StaleSequence`].
     pub(super) fn check_acquired(&self, id: SeqId) -> Result<(), Rejected> {
         let slot = id.slot() as usize;
         if self.is_acquired.get(slot) == Some(&true) && self.generations[slot] == id.generation() {
@@ -77,7 +77,7 @@ impl SeqPool {
             .map(|(slot, (_, &generation))| SeqId::new(slot, generation))
     }
 
-    /// Panics if a numbered invariant is broken.
+    /// Panics if a numbered invariant is violated.
     pub(super) fn check(&self) {
         let mut is_free = vec![false; self.is_acquired.len()];
         for &slot in &self.free {

@@ -8,8 +8,8 @@ use crate::tensor::{AlignedBuf, KvLayer, KvLayerMut};
 /// All bits set is a NaN in every float type, and as the scale of an int8 head.
 const NAN_BYTE: u8 = 0xff;
 
-/// Keys and values: per layer two buffers `[n_cells][n_kv_heads][d_head]`. [`super::KvCache`] tells what each cell
-/// means; a cell's contents count only while a sequence sees it.
+/// Keys and values: per layer two buffers `[n_cells][n_kv_heads][d_head]`. [`super::KvCache`] records which cells are in
+/// use; the contents of the others are meaningless.
 #[derive(Debug)]
 pub struct Storage {
     layers: Vec<KeysAndValues>,
@@ -98,7 +98,7 @@ impl Storage {
         }
     }
 
-    /// Fills `cells` with NaN in all layers, so that one that is read before it is written shows in the logits.
+    /// Fills `cells` with NaN in all layers, so that a read before the first write shows in the logits.
     pub fn nan_fill(&mut self, cells: &[u32]) {
         let n = self.cell_row_bytes();
         for tensor in self.tensors() {

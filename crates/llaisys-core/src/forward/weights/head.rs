@@ -13,7 +13,7 @@ impl Weights {
         self.lm_head.as_ref().unwrap_or(&self.embed)
     }
 
-    /// Computes argmax bounds for the head, if its format allows, now and whenever it is replaced. Errors: no memory.
+    /// Computes argmax bounds for the head if its format has them, now and whenever it is replaced. Errors: no memory.
     pub fn bound_argmax(&mut self, pool: &Pool) -> Result<(), DeviceError> {
         self.prunes_argmax = true;
         self.argmax_bounds = ArgmaxBounds::new(pool, self.head())?;
@@ -25,14 +25,14 @@ impl Weights {
         self.argmax_bounds.as_ref()
     }
 
-    /// Drops the bounds before `id` is replaced, if it is the head: bounds of other values would give wrong ids.
+    /// Drops the bounds before `id` is replaced, if it is the head. Bounds of old values would give wrong ids.
     pub(super) fn drop_argmax_bounds(&mut self, id: WeightId) {
         if id == if self.lm_head.is_some() { WeightId::LmHead } else { WeightId::Embed } {
             self.argmax_bounds = None;
         }
     }
 
-    /// Computes dropped bounds again. Without memory for them the whole head is computed: slower, same result.
+    /// Computes dropped bounds again. Without memory for them, all logits are computed: slower, with the same result.
     pub(super) fn restore_argmax_bounds(&mut self, pool: &Pool) {
         if self.prunes_argmax && self.argmax_bounds.is_none() {
             self.argmax_bounds = ArgmaxBounds::new(pool, self.head()).unwrap_or_default();

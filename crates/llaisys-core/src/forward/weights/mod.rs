@@ -22,7 +22,7 @@ pub struct Projection {
 }
 
 impl Projection {
-    /// As a part of a [`linear`](crate::ops::linear) call.
+    /// Returns the projection as a part of a [`linear`](crate::ops::linear) call.
     pub fn part(&self) -> LinearPart<'_> {
         LinearPart { weight: &self.matrix, bias: self.bias.as_deref() }
     }
@@ -62,7 +62,7 @@ pub enum FeedForward {
     Dense(Mlp),
     /// A mixture of experts: the router chooses some for each token.
     Experts {
-        /// `[n_experts, d_model]`, in f32: a small error would choose other experts.
+        /// `[n_experts, d_model]`, in f32: with a rounding error the router could choose other experts.
         router: PackedMatrix,
         /// By expert number.
         experts: Vec<Mlp>,
@@ -72,7 +72,7 @@ pub enum FeedForward {
 /// A gated feed-forward network.
 #[derive(Debug)]
 pub struct Mlp {
-    /// Gate and up, interleaved 16 by 16 as [`gate_up_row`] says, `[gate_up_rows(d_ff), d_model]`.
+    /// Gate and up, interleaved in groups of 16 rows ([`gate_up_row`]), `[gate_up_rows(d_ff), d_model]`.
     pub gate_up: PackedMatrix,
     /// `[d_model, d_ff]`.
     pub down: PackedMatrix,
@@ -87,7 +87,7 @@ pub struct Weights {
     pub embed: PackedMatrix,
     /// As `embed`; None if the head is tied.
     lm_head: Option<PackedMatrix>,
-    /// Bounds of the head, after [`Weights::bound_argmax`], if its format allows.
+    /// Bounds of the head, after [`Weights::bound_argmax`], if its format has them.
     argmax_bounds: Option<ArgmaxBounds>,
     prunes_argmax: bool,
     /// Norm after the last layer, `[d_model]`.
@@ -105,23 +105,22 @@ impl Weights {
         self.embed.n_bytes() + head + bounds + self.output_norm.len() * size_of::<f32>() + layers
     }
 
-    /// Replaces one tensor. `values` is row-major in the checkpoint's shape; `stored_row(n)` is the row of it
-    /// that holds logical row `n`. `n_columns` is the length of a row (1 for a vector). The caller has checked
-    /// the number of values. Errors, without side effects: the weight is quantized.
+    /// Replaces one tensor. The caller has checked the number of values. Errors, without side effects: the weight is
+    /// quantized.
     pub fn replace(&mut self, pool: &Pool, id: WeightId, values: &Replacement<'_>) -> Result<()> {
-        for (place, _) in &self.places(id) {
-            place.matrix().map_or(Ok(()), |matrix| values.check_format(matrix))?;
+        for (target, _) in &self.targets(id) {
+            target.matrix().map_or(Ok(()), |matrix| values.check_format(matrix))?;
         }
         self.drop_argmax_bounds(id);
-        for (place, first) in &mut self.places(id) {
-            let rows_of_tensor = place.rows();
-            match place {
-                Place::Vector(vector) => {
+        for (target, first) in &mut self.targets(id) {
+            let rows_of_tensor = target.rows();
+            match target {
+                Target::Vector(vector) => {
                     for (n, value) in vector.iter_mut().enumerate() {
                         *value = values.row(n)[0] + values.offset;
                     }
                 }
-                Place::Matrix(matrix) | Place::GateOrUp { matrix, .. } | Place::BothGateUp { matrix, .. } => {
+                Target::Matrix(matrix) | Target::GateOrUp { matrix, .. } | Target::BothGateUp { matrix, .. } => {
                     let rows: Vec<usize> = rows_of_tensor.iter().map(|&(row, _)| row).collect();
                     let gathered: Vec<f32> =
                         rows_of_tensor.iter().flat_map(|&(_, n)| values.row(*first + n)).copied().collect();
@@ -133,17 +132,17 @@ impl Weights {
         Ok(())
     }
 
-    /// Where the values of a weight are, and the first stored row of each place. Panics if the model does not have the
-    /// weight: names were checked.
-    fn places(&mut self, id: WeightId) -> Vec<(Place<'_>, usize)> {
+    /// Returns the packed tensors that contain a weight, each with its first row in the weight. Panics if the model does
+    /// not have the weight; the caller has found it by name.
+    fn targets(&mut self, id: WeightId) -> Vec<(Target<'_>, usize)> {
         let (index, part) = match id {
-            WeightId::Embed => return vec![(Place::Matrix(&mut self.embed), 0)],
-            WeightId::LmHead => return vec![(Place::Matrix(self.lm_head.as_mut().expect(ABSENT)), 0)],
-            WeightId::OutputNorm => return vec![(Place::Vector(&mut self.output_norm), 0)],
+            WeightId::Embed => return vec![(Target::Matrix(&mut self.embed), 0)],
+            WeightId::LmHead => return vec![(Target::Matrix(self.lm_head.as_mut().expect(ABSENT)), 0)],
+            WeightId::OutputNorm => return vec![(Target::Vector(&mut self.output_norm), 0)],
             WeightId::Layer(index, part) => (index, part),
         };
         let layer = &mut self.layers[index];
-        let place = match part {
+        let target = match part {
             LayerWeight::AttnNorm => vector(&mut layer.attn_norm),
             LayerWeight::AttnPostNorm => vector(&mut layer.attn_post_norm),
             LayerWeight::FfnNorm => vector(&mut layer.ffn_norm),
@@ -151,53 +150,53 @@ impl Weights {
             LayerWeight::Qkv => {
                 let (q, k) = (layer.q.matrix.n_rows(), layer.k.matrix.n_rows());
                 return vec![
-                    (Place::Matrix(&mut layer.q.matrix), 0),
-                    (Place::Matrix(&mut layer.k.matrix), q),
-                    (Place::Matrix(&mut layer.v.matrix), q + k),
+                    (Target::Matrix(&mut layer.q.matrix), 0),
+                    (Target::Matrix(&mut layer.k.matrix), q),
+                    (Target::Matrix(&mut layer.v.matrix), q + k),
                 ];
             }
-            LayerWeight::Q => Place::Matrix(&mut layer.q.matrix),
-            LayerWeight::K => Place::Matrix(&mut layer.k.matrix),
-            LayerWeight::V => Place::Matrix(&mut layer.v.matrix),
+            LayerWeight::Q => Target::Matrix(&mut layer.q.matrix),
+            LayerWeight::K => Target::Matrix(&mut layer.k.matrix),
+            LayerWeight::V => Target::Matrix(&mut layer.v.matrix),
             LayerWeight::QBias => vector(&mut layer.q.bias),
             LayerWeight::KBias => vector(&mut layer.k.bias),
             LayerWeight::VBias => vector(&mut layer.v.bias),
-            LayerWeight::O => Place::Matrix(&mut layer.o),
+            LayerWeight::O => Target::Matrix(&mut layer.o),
             LayerWeight::QNorm => vector(&mut layer.q_norm),
             LayerWeight::KNorm => vector(&mut layer.k_norm),
-            other => return layer.feed_forward.places(other),
+            other => return layer.feed_forward.targets(other),
         };
-        vec![(place, 0)]
+        vec![(target, 0)]
     }
 }
 
-const ABSENT: &str = "the weight was found by its name in this model's checkpoint";
+const ABSENT: &str = "the caller found the weight by name in this model's checkpoint";
 
-fn vector(vector: &mut Option<Vec<f32>>) -> Place<'_> {
-    Place::Vector(vector.as_mut().expect(ABSENT))
+fn vector(vector: &mut Option<Vec<f32>>) -> Target<'_> {
+    Target::Vector(vector.as_mut().expect(ABSENT))
 }
 
 impl FeedForward {
-    /// As [`Weights::places`].
-    fn places(&mut self, part: LayerWeight) -> Vec<(Place<'_>, usize)> {
+    /// As [`Weights::targets`].
+    fn targets(&mut self, part: LayerWeight) -> Vec<(Target<'_>, usize)> {
         match (self, part) {
             (FeedForward::Dense(mlp), LayerWeight::GateUp) => {
                 let (d_ff, matrix) = (mlp.down.n_columns(), &mut mlp.gate_up);
-                vec![(Place::BothGateUp { matrix, d_ff }, 0)]
+                vec![(Target::BothGateUp { matrix, d_ff }, 0)]
             }
-            (FeedForward::Dense(mlp), LayerWeight::Gate) => vec![(mlp.place(ExpertPart::Gate), 0)],
-            (FeedForward::Dense(mlp), LayerWeight::Up) => vec![(mlp.place(ExpertPart::Up), 0)],
-            (FeedForward::Dense(mlp), LayerWeight::Down) => vec![(mlp.place(ExpertPart::Down), 0)],
-            (FeedForward::Experts { router, .. }, LayerWeight::Router) => vec![(Place::Matrix(router), 0)],
+            (FeedForward::Dense(mlp), LayerWeight::Gate) => vec![(mlp.target(ExpertPart::Gate), 0)],
+            (FeedForward::Dense(mlp), LayerWeight::Up) => vec![(mlp.target(ExpertPart::Up), 0)],
+            (FeedForward::Dense(mlp), LayerWeight::Down) => vec![(mlp.target(ExpertPart::Down), 0)],
+            (FeedForward::Experts { router, .. }, LayerWeight::Router) => vec![(Target::Matrix(router), 0)],
             (FeedForward::Experts { experts, .. }, LayerWeight::Expert(expert, matrix)) => {
-                vec![(experts[expert].place(matrix), 0)]
+                vec![(experts[expert].target(matrix), 0)]
             }
             (FeedForward::Experts { experts, .. }, LayerWeight::Experts(matrix)) => {
-                let places = experts.iter_mut().enumerate();
-                places
+                let experts = experts.iter_mut().enumerate();
+                experts
                     .map(|(e, mlp)| {
                         let n = mlp.n_rows(matrix);
-                        (mlp.place(matrix), e * n)
+                        (mlp.target(matrix), e * n)
                     })
                     .collect()
             }
@@ -223,12 +222,12 @@ impl Mlp {
         }
     }
 
-    fn place(&mut self, part: ExpertPart) -> Place<'_> {
+    fn target(&mut self, part: ExpertPart) -> Target<'_> {
         let d_ff = self.down.n_columns();
         match part {
-            ExpertPart::Gate => Place::GateOrUp { matrix: &mut self.gate_up, is_up: false, d_ff },
-            ExpertPart::Up => Place::GateOrUp { matrix: &mut self.gate_up, is_up: true, d_ff },
-            ExpertPart::Down => Place::Matrix(&mut self.down),
+            ExpertPart::Gate => Target::GateOrUp { matrix: &mut self.gate_up, is_up: false, d_ff },
+            ExpertPart::Up => Target::GateOrUp { matrix: &mut self.gate_up, is_up: true, d_ff },
+            ExpertPart::Down => Target::Matrix(&mut self.down),
         }
     }
 
@@ -237,43 +236,44 @@ impl Mlp {
     }
 }
 
-enum Place<'a> {
+/// A packed tensor, or some of its rows, that replaced values are written to.
+enum Target<'a> {
     Vector(&'a mut Vec<f32>),
     Matrix(&'a mut PackedMatrix),
-    /// The rows of the gate, or of up, in a matrix of both.
+    /// The rows of gate or of up in a matrix of both.
     GateOrUp {
         matrix: &'a mut PackedMatrix,
         is_up: bool,
         d_ff: usize,
     },
-    /// The rows of both, those of the gate first.
+    /// The rows of both, those of gate first.
     BothGateUp {
         matrix: &'a mut PackedMatrix,
         d_ff: usize,
     },
 }
 
-impl Place<'_> {
+impl Target<'_> {
     fn matrix(&self) -> Option<&PackedMatrix> {
         match self {
-            Place::Vector(_) => None,
-            Place::Matrix(matrix) | Place::GateOrUp { matrix, .. } | Place::BothGateUp { matrix, .. } => {
+            Target::Vector(_) => None,
+            Target::Matrix(matrix) | Target::GateOrUp { matrix, .. } | Target::BothGateUp { matrix, .. } => {
                 Some(matrix)
             }
         }
     }
 
-    /// Pairs of a packed row and the row of the tensor that it holds.
+    /// Returns pairs of a packed row and the row of the tensor in it.
     fn rows(&self) -> Vec<(usize, usize)> {
         let n_rows = self.matrix().map_or(0, PackedMatrix::n_rows);
         let rows = 0..n_rows;
         match *self {
-            Place::Vector(_) | Place::Matrix(_) => rows.map(|n| (n, n)).collect(),
-            Place::GateOrUp { is_up, d_ff, .. } => {
+            Target::Vector(_) | Target::Matrix(_) => rows.map(|n| (n, n)).collect(),
+            Target::GateOrUp { is_up, d_ff, .. } => {
                 let ours = |n| gate_up_row(d_ff, n).filter(|&(up, _)| up == is_up).map(|(_, row)| (n, row));
                 rows.filter_map(ours).collect()
             }
-            Place::BothGateUp { d_ff, .. } => {
+            Target::BothGateUp { d_ff, .. } => {
                 let both = |n| gate_up_row(d_ff, n).map(|(up, row)| (n, if up { d_ff + row } else { row }));
                 rows.filter_map(both).collect()
             }
@@ -289,7 +289,7 @@ pub struct Replacement<'a> {
     pub values: &'a [f32],
     /// Length of a row; 1 for a vector.
     pub n_columns: usize,
-    /// Maps a logical row to the row of `values` that holds it.
+    /// Maps a logical row to its row of `values`.
     pub stored_row: &'a dyn Fn(usize) -> usize,
     /// Added to a vector's values.
     pub offset: f32,

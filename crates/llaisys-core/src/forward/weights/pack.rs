@@ -19,17 +19,17 @@ use crate::threads::Pool;
 use std::cell::RefCell;
 use std::ops::Range;
 
-/// As large as keeps all threads busy, and small compared with the weights.
+/// Large enough to keep all threads busy, and small compared with the weights.
 const PIECE_BYTES: usize = 16 << 20;
 
-/// What is packed, and how.
+/// Settings of packing.
 #[derive(Debug, Clone, Copy)]
 pub struct PackSettings {
-    /// The caller has checked that the checkpoint supports this mode.
+    /// Number formats. The caller has checked that the checkpoint supports them.
     pub mode: ComputeMode,
-    /// The caller has checked that the checkpoint can be split so.
+    /// The rank's part. The caller has checked that the checkpoint can be split like this.
     pub shard: Shard,
-    /// Bytes of a tensor that are read at a time, if its rows allow; it changes no packed byte.
+    /// Bytes of a tensor that are read at a time, rounded to whole groups of rows. Does not affect the packed bytes.
     pub piece_bytes: usize,
 }
 
@@ -44,7 +44,7 @@ impl Weights {
     /// Packs a rank's part of every tensor of `checkpoint` in the format of the mode. `progress` counts each matrix.
     ///
     /// Errors: a file that was truncated, errors of the system; values that are not finite and cannot be quantized; no
-    /// memory; rows that cannot be split at the borders of the ranks' parts.
+    /// memory; rows that cannot be split at the boundaries of the ranks' parts.
     pub fn pack(
         checkpoint: &Checkpoint,
         settings: PackSettings,
@@ -129,7 +129,7 @@ impl Packer<'_> {
         self.matrix_as(id, None)
     }
 
-    /// A matrix in `format`, or in the format of the mode.
+    /// Packs a matrix in `format`, or in the format of the mode.
     fn matrix_as(&self, id: WeightId, format: Option<PackedFormat>) -> Result<PackedMatrix> {
         let (checkpoint, source) = (self.checkpoint, self.source(id));
         let Source { dtype, n_columns, .. } = source;
@@ -157,10 +157,10 @@ impl Packer<'_> {
     }
 
     fn name(&self, stored: WeightId) -> String {
-        self.checkpoint.config().names.name(stored).expect("what is stored has a name")
+        self.checkpoint.config().names.name(stored).expect("stored weights have names")
     }
 
-    /// Gate and up in one matrix, so that the input is read once. If their formats differ, both are packed in f32.
+    /// Packs gate and up in one matrix, so that the input is read once. If their formats differ, both are packed in f32.
     fn gate_up(&self, gate: WeightId, up: WeightId) -> Result<PackedMatrix> {
         let id = gate;
         let (gate, up) = (self.source(gate), self.source(up));
@@ -180,7 +180,7 @@ impl Packer<'_> {
             let row = |n: usize| match gate_up_row(n_inner, n) {
                 Some((false, row)) => gate.row(row - piece.start),
                 Some((true, row)) => up.row(row - piece.start),
-                // The rows that fill the last panel.
+                // Rows of padding in the last panel.
                 None => RowView { dtype: gate.dtype, bytes: &[] },
             };
             matrix.fill(self.pool, gate_up_rows(piece.start)..gate_up_rows(piece.end), &row);
@@ -189,7 +189,7 @@ impl Packer<'_> {
         Ok(matrix)
     }
 
-    /// A norm's or a bias's values in logical order.
+    /// Returns the values of a norm or a bias in logical order.
     fn vector(&self, id: WeightId) -> Result<Vec<f32>> {
         let mut buffer = self.buffers[0].borrow_mut();
         let tensor = self.checkpoint.read(id, 0..1, &mut buffer, self.pool)?;
@@ -200,7 +200,7 @@ impl Packer<'_> {
         Ok(rows.map(|n| stored[self.checkpoint.stored_row(id, n)] + offset).collect())
     }
 
-    /// Where a matrix is stored: by itself, or within another one.
+    /// Returns where a matrix is stored: by itself, or within another one.
     fn source(&self, id: WeightId) -> Source {
         let config = self.checkpoint.config();
         let (stored, first) = config.stored_weight(id);
@@ -208,19 +208,20 @@ impl Packer<'_> {
         Source { stored, dtype: self.checkpoint.dtype(stored), first, n_rows: shape[0], n_columns: shape[1] }
     }
 
-    /// Rows of `source` in one piece: whole panels and whole heads, because rows are reordered only within a head.
+    /// Returns the number of rows of `source` in one piece: whole panels and whole heads, because rows are reordered only
+    /// within a head.
     fn rows_at_once(&self, source: &Source) -> usize {
-        // A matrix that is made of several tensors needs all of them for each of its rows.
+        // Every row of a matrix that is stored in several tensors needs all of them.
         if self.checkpoint.tensor(source.stored).is_none() {
             return source.n_rows;
         }
         let d_head = self.checkpoint.config().d_head;
-        let unit = if d_head.is_multiple_of(PANEL) { d_head } else { d_head * PANEL };
+        let group = if d_head.is_multiple_of(PANEL) { d_head } else { d_head * PANEL };
         let row_bytes = source.dtype.bytes_of(source.n_columns).unwrap_or(1);
-        (self.piece_bytes / (row_bytes * unit)).max(1) * unit
+        (self.piece_bytes / (row_bytes * group)).max(1) * group
     }
 
-    /// Rows of `source`, which are to be packed. Errors: as [`Checkpoint::read`] and [`check_finite`].
+    /// Reads rows of `source`. Errors: as [`Checkpoint::read`] and [`check_finite`].
     fn read<'b>(
         &self,
         source: &Source,
@@ -237,7 +238,7 @@ impl Packer<'_> {
     }
 }
 
-/// `0..n_rows` in ranges of `at_once`, the last one shorter.
+/// Divides `0..n_rows` into ranges of `at_once`; the last one may be shorter.
 fn pieces(n_rows: usize, at_once: usize) -> impl Iterator<Item = Range<usize>> {
     (0..n_rows).step_by(at_once).map(move |start| start..(start + at_once).min(n_rows))
 }
