@@ -1,9 +1,9 @@
-//! `llaisys-fuzz TARGET`: AFL++ gives it inputs; `llaisys-fuzz seeds TARGET FOLDER` writes what it starts from.
+//! `llaisys-fuzz TARGET` runs a target on inputs from AFL++. `llaisys-fuzz seeds TARGET FOLDER` writes the initial inputs.
 //!
-//! A target fails (by aborting) on a panic, and if more was allocated at any moment than four times the input and
-//! 64 MiB. AFL++ itself takes a run of more than a second for a hang.
+//! A target fails (by aborting) on a panic, and if more than four times the input plus 64 MiB is allocated at a time.
+//! AFL++ itself reports a run of more than a second as a hang.
 
-mod ballast;
+mod allocator;
 #[path = "../../crates/llaisys-core/tests/model_files/mod.rs"]
 mod model_files;
 mod targets;
@@ -11,7 +11,7 @@ mod targets;
 use std::path::Path;
 
 #[global_allocator]
-static COUNTING: ballast::Counting = ballast::Counting;
+static COUNTING: allocator::Counting = allocator::Counting;
 
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -20,13 +20,13 @@ fn main() {
         ["seeds", name, folder] => {
             for (i, seed) in targets::find(name).seeds().into_iter().enumerate() {
                 std::fs::write(Path::new(folder).join(format!("seed-{i}")), seed)
-                    .expect("the folder takes files");
+                    .expect("the folder is writable");
             }
         }
         [name] => {
             let mut target = targets::find(name);
-            afl::fuzz!(|input: &[u8]| ballast::bounded(4 * input.len() + (64 << 20), || target.run(input)));
+            afl::fuzz!(|input: &[u8]| allocator::bounded(4 * input.len() + (64 << 20), || target.run(input)));
         }
-        _ => panic!("give a target, or: seeds TARGET FOLDER; targets: {}", targets::NAMES.join(" ")),
+        _ => panic!("usage: TARGET, or seeds TARGET FOLDER; targets: {}", targets::NAMES.join(" ")),
     }
 }

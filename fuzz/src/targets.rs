@@ -1,14 +1,14 @@
-//! One target for each parser. The input is a whole file, put where the parser looks for it.
+//! One target for each parser. The input is a whole file, which is written where the parser reads it.
 
 use crate::model_files::folder::{Folder, safetensors};
 use crate::model_files::gguf::Gguf;
 use crate::model_files::{Scratch, check};
 use llaisys_core::batch::{Batch, BatchArrays, BatchLimits};
+use llaisys_core::load::checkpoint::Checkpoint;
 use llaisys_core::load::gguf::Header;
 use llaisys_core::load::tokenizer_json;
-use llaisys_core::load::checkpoint::Checkpoint;
 
-/// The last must fail: it shows that a failure is noticed.
+/// The last one must fail. It verifies that failures are detected.
 pub const NAMES: [&str; 8] =
     ["safetensors", "gguf", "index", "config", "generation", "tokenizer", "batch", "canary"];
 
@@ -25,7 +25,7 @@ pub fn find(name: &str) -> Target {
         other => panic!("no target {other}; targets: {}", NAMES.join(" ")),
     };
     let scratch = Scratch::new();
-    let mut folder = Folder::small(FAMILIES[0]);
+    let mut folder = Folder::small(ARCHITECTURES[0]);
     folder.generation = Some(serde_json::json!({"eos_token_id": [2, 3], "temperature": 0.7, "top_k": 20}));
     if file == "model.safetensors.index.json" {
         folder.write_sharded(&scratch, 2);
@@ -35,7 +35,7 @@ pub fn find(name: &str) -> Target {
     Target { kind, file, scratch }
 }
 
-const FAMILIES: [&str; 3] = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"];
+const ARCHITECTURES: [&str; 3] = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"];
 
 enum Kind {
     Folder,
@@ -52,42 +52,42 @@ pub struct Target {
 }
 
 impl Target {
-    /// One run: refused or sound, and no third.
+    /// Runs the target on one input, which must be rejected or valid.
     pub fn run(&mut self, input: &[u8]) {
         match self.kind {
             Kind::Tokenizer => drop(tokenizer_json::check(input)),
             Kind::Batch => run_batch(input),
-            // Twice what is allowed, for inputs that begin with an odd byte.
+            // Allocates twice the bound for inputs that begin with an odd byte.
             Kind::Canary => drop(vec![0_u8; input.first().map_or(0, |b| usize::from(b % 2) * (128 << 20))]),
             Kind::Folder | Kind::Gguf => {
                 if matches!(self.kind, Kind::Gguf) {
-                    drop(Header::parse(input).and_then(|header| header.place()));
+                    drop(Header::parse(input).and_then(|header| header.tensors()));
                 }
                 let path = self.scratch.write(self.file, input);
                 let opened =
                     if matches!(self.kind, Kind::Gguf) { path.as_path() } else { self.scratch.path() };
                 match Checkpoint::open(opened) {
                     Ok(checkpoint) => check(&checkpoint),
-                    // The message is part of what a file can make large.
+                    // A file must not be able to make the message large.
                     Err(error) => assert!(error.to_string().len() <= 8 * input.len() + 4096),
                 }
             }
         }
     }
 
-    /// Small sound files.
+    /// Small valid files.
     pub fn seeds(&self) -> Vec<Vec<u8>> {
         match self.kind {
-            Kind::Gguf => ["llama", "qwen2", "qwen3"].map(|family| Gguf::small(family).bytes()).into(),
+            Kind::Gguf => ["llama", "qwen2", "qwen3"].map(|name| Gguf::small(name).bytes()).into(),
             Kind::Tokenizer => vec![small_tokenizer()],
             Kind::Canary => vec![vec![0; 4]],
             Kind::Batch => vec![vec![2, 1, 2, 7, 0, 0, 0, 99, 0, 0, 0, 0, 0, 0, 0, 15, 0, 0, 0], vec![0; 64]],
             Kind::Folder if self.file == "model.safetensors" => {
-                FAMILIES.map(|family| safetensors(&Folder::small(family).tensors)).into()
+                ARCHITECTURES.map(|name| safetensors(&Folder::small(name).tensors)).into()
             }
             Kind::Folder if self.file == "config.json" => {
-                let mut seeds: Vec<Vec<u8>> = FAMILIES
-                    .map(|f| serde_json::to_vec(&Folder::small(f).config).expect("it is JSON"))
+                let mut seeds: Vec<Vec<u8>> = ARCHITECTURES
+                    .map(|name| serde_json::to_vec(&Folder::small(name).config).expect("it is JSON"))
                     .into();
                 let real = include_bytes!("../../tests/data/goldens/qwen2-tied-bf16/config.json");
                 seeds.push(real.to_vec());
@@ -109,7 +109,7 @@ fn small_tokenizer() -> Vec<u8> {
         .to_vec()
 }
 
-/// The input as arrays: three lengths, then their bytes; what is missing is zero.
+/// Reads the input as arrays: three lengths, then their bytes. Missing bytes are zero.
 fn run_batch(input: &[u8]) {
     let mut bytes = input.iter().copied().chain(std::iter::repeat(0));
     let mut next = |n: usize| -> Vec<u8> { bytes.by_ref().take(n).collect() };

@@ -8,8 +8,8 @@
 //! └── Device       the machine failed: context is lost     rebuild         503
 //! ```
 //!
-//! A broken invariant is not an error: it is a bug, and panics. Numbers are fields, never text; each module
-//! has a precise enum of its own rejections and this file gathers them.
+//! A violated invariant is a bug, not an error: it panics. Errors carry numbers as fields, not as text. Each area has its
+//! own enum of rejections; this file combines them.
 
 mod batch;
 mod format;
@@ -41,7 +41,7 @@ pub enum Error {
     /// The machine failed (memory, device); the context must be rebuilt.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// A test asked for it.
+    /// A fault that a test injected.
     #[cfg(feature = "faults")]
     #[error("fault point {point}")]
     #[allow(missing_docs, reason = "the error text names the field")]
@@ -55,7 +55,7 @@ pub enum Rejected {
     /// A row of a batch is wrong.
     #[error(transparent)]
     Batch(#[from] BatchError),
-    /// A cache operation names positions or sequences that are not there.
+    /// A cache operation names positions or nodes that do not exist, or conflicts with existing ones.
     #[error(transparent)]
     Kv(#[from] KvError),
     /// A sampling parameter is out of its bounds.
@@ -64,7 +64,7 @@ pub enum Rejected {
     /// A model file is damaged or inconsistent.
     #[error(transparent)]
     Format(#[from] FormatError),
-    /// A sequence id that was released, or never acquired.
+    /// A sequence id that was released or never acquired.
     #[error("sequence id {raw} is not acquired (slot {slot} is at generation {current}, the id has {given})")]
     StaleSequence { raw: i64, slot: u32, given: u32, current: u32 },
     /// An array has the wrong number of elements.
@@ -73,16 +73,16 @@ pub enum Rejected {
     /// A setting is out of its bounds.
     #[error("{what} is {got}, allowed are {min} to {max}")]
     OutOfRange { what: &'static str, got: i64, min: i64, max: i64 },
-    /// Streams have equal sizes.
+    /// The streams would not have equal sizes.
     #[error("n_cells is {n_cells}, expected a multiple of n_streams ({n_streams})")]
     UnevenStreams { n_cells: usize, n_streams: usize },
-    /// Imported keys and values that are not those of one or more whole cells.
-    #[error("the data has {got} bytes; a cell has {of_cell}, and there must be one or more whole ones")]
+    /// Imported keys and values that are not a positive number of whole cells.
+    #[error("the data has {got} bytes, expected a positive multiple of {of_cell} (the bytes of a cell)")]
     CellBytes { got: usize, of_cell: usize },
     /// `replace_weight` names a tensor that the model does not have.
     #[error("the model has no weight named {name:?}")]
     NoSuchWeight { name: String },
-    /// `replace_weight` gives another shape than the checkpoint's.
+    /// `replace_weight` has values of another shape than the checkpoint's.
     #[error("weight {name:?} has shape {want:?}, the given values have {got:?}")]
     WeightShape { name: String, want: Vec<usize>, got: Vec<usize> },
     /// The context was closed.
@@ -102,11 +102,11 @@ pub enum Exhausted {
     SequenceIds { capacity: usize },
 }
 
-/// Understood, not implemented. Each variant names what was asked and what there is.
+/// Understood, not implemented. Each variant names the requested feature and the supported ones.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[allow(missing_docs, reason = "the error text names each field")]
 pub enum Unsupported {
-    /// The model's architecture has no row in the family table.
+    /// The model's architecture is not in the architecture table.
     #[error("architecture {name:?} is not supported; supported are {supported}")]
     Architecture { name: String, supported: String },
     /// A property of the checkpoint that would make the output wrong if ignored.
@@ -115,16 +115,16 @@ pub enum Unsupported {
     /// A tensor's element type.
     #[error("tensor {tensor:?} has type {dtype}; supported are {supported}")]
     TensorType { tensor: String, dtype: String, supported: &'static str },
-    /// A checkpoint in integers that is to be quantized while it is loaded.
+    /// A quantized checkpoint for which `quantization` is set.
     #[error(
-        "tensor {tensor:?} is quantized already ({dtype}); quantization takes checkpoints in F32, F16 or BF16: \
-         leave it out to load this one as it is"
+        "tensor {tensor:?} is quantized already ({dtype}), and quantization needs a checkpoint in F32, F16 or BF16; \
+         leave the setting out to load this checkpoint as it is"
     )]
     Quantized { tensor: String, dtype: String },
-    /// An instruction set that this machine lacks or that is not known.
+    /// An instruction set that this machine does not have, or an unknown one.
     #[error("instruction set {name:?} is not available on this machine; available are {available}")]
     Isa { name: String, available: String },
-    /// A device that this machine does not have, or has without what it needs.
+    /// A device that this machine does not have, or whose driver or libraries are missing.
     #[error("device {name:?} cannot be used: {reason}")]
     Device { name: &'static str, reason: String },
     /// A model whose sizes do not divide over the ranks.
@@ -133,13 +133,13 @@ pub enum Unsupported {
          of {multiple}"
     )]
     Split { n_ranks: usize, what: String, got: usize, multiple: usize },
-    /// A weight slot that cannot be replaced as asked.
+    /// A weight that cannot be replaced in its storage format.
     #[error("weight {name:?} is stored as {stored}; it cannot be replaced from {given}")]
     ReplaceWeight { name: String, stored: &'static str, given: &'static str },
 }
 
 impl Unsupported {
-    /// [`Unsupported::Feature`] with the text of `value`.
+    /// Creates [`Unsupported::Feature`] with `value` as text.
     pub(crate) fn feature(what: &'static str, value: impl ToString, supported: &'static str) -> Self {
         Self::Feature { what, value: value.to_string(), supported }
     }
@@ -149,7 +149,7 @@ impl Unsupported {
 #[derive(Debug, Error)]
 #[allow(missing_docs, reason = "the error text names each field")]
 pub enum DeviceError {
-    /// An allocation was refused by the system.
+    /// The system refused an allocation.
     #[error("cannot allocate {bytes} bytes for {what}")]
     Allocation { what: &'static str, bytes: usize },
     /// A worker thread could not be started.
@@ -158,7 +158,7 @@ pub enum DeviceError {
     /// A CUDA call failed; `status` is the driver's or the library's name and number.
     #[error("CUDA: {op} failed: {status}")]
     Cuda { op: String, status: String },
-    /// A rank ended while others waited for what it has to say.
-    #[error("rank {rank} of {world}: another rank ended in the middle of an exchange")]
+    /// A rank failed while others waited for it in a collective operation.
+    #[error("rank {rank} of {world}: another rank failed during a collective operation")]
     RankLost { rank: usize, world: usize },
 }

@@ -1,8 +1,9 @@
 //! The inference core of LLAISYS: a model's files in, sampled token ids out.
 //!
 //! A [`context::Context`] owns one model on the CPU or a GPU: its weights, the KV cache, the samplers and the threads. A
-//! decode takes a batch of rows, one token each, of any number of sequences ([`batch::BatchArrays`]), and returns the ids
-//! sampled for the rows that ask for one. Sequences share KV cells through [`kv::KvCache`], which can be used alone:
+//! decode takes a batch of rows from any number of sequences ([`batch::BatchArrays`]). Each row is one token. The decode
+//! returns a sampled id for each row that requests one. Sequences share KV cells through [`kv::KvCache`], which can be
+//! used alone:
 //!
 //! ```
 //! use llaisys_core::kv::{KvCache, KvShape};
@@ -31,12 +32,12 @@
 //!
 //! - `cuda` (default): the CUDA backend. Its libraries are found at run time; a machine without them uses the CPU.
 //! - `testing`: makes the internal modules public for tests and benches. They have no stable API.
-//! - `faults`: places where tests make the core fail.
+//! - `faults`: fault points, at which tests make the core fail.
 
-#![warn(clippy::unwrap_used, reason = "input never panics; a broken invariant panics with a message")]
+#![warn(clippy::unwrap_used, reason = "no input causes a panic; a violated invariant panics with a message")]
 #![cfg_attr(
     feature = "testing",
-    warn(unreachable_pub, reason = "a `pub` item is reached by the API or by tests")
+    warn(unreachable_pub, reason = "every `pub` item is reachable from the API or from tests")
 )]
 #![cfg_attr(not(feature = "testing"), allow(dead_code, reason = "some items are for tests and benches"))]
 
@@ -49,14 +50,14 @@ pub mod progress;
 pub mod sample;
 pub mod seq;
 
-/// Checkpoints: Hugging Face folders and GGUF files, opened, checked and described.
+/// Checkpoints: opens, checks and describes Hugging Face folders and GGUF files.
 pub mod checkpoint {
     pub use crate::arch::config::ModelConfig;
     pub use crate::load::checkpoint::Checkpoint;
     pub use crate::load::model_info::{FileFormat, KvBytesPerCell, ModelInfo};
 }
 
-/// NVIDIA GPUs, found at run time. [`context::Context::on_gpu`](crate::context::Context::on_gpu) uses one.
+/// NVIDIA GPUs, detected at run time. [`context::Context::on_gpu`](crate::context::Context::on_gpu) uses one.
 #[cfg(feature = "cuda")]
 pub mod gpu {
     pub use crate::cuda::Gpu;
@@ -66,7 +67,7 @@ pub mod gpu {
     pub use crate::cuda::ops::sources_json as kernel_sources_json;
 }
 
-// Internal modules: public with the feature `testing` alone.
+// Internal modules, which are public only with the feature `testing`.
 #[cfg(not(feature = "testing"))]
 mod arch;
 #[cfg(feature = "testing")]

@@ -93,7 +93,7 @@ pub struct QueryScalar {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum SoftCap {
     /// The architecture has none; a file with one is rejected.
-    Refused,
+    Unsupported,
     /// The file has it (null: none); this is the default.
     Stated(Option<f64>),
 }
@@ -102,7 +102,7 @@ pub enum SoftCap {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WindowRule {
     /// The architecture has none; a file with one is rejected.
-    Refused,
+    Unsupported,
     /// All layers, with `sliding_window` or this default.
     All(Option<usize>),
     /// The layers from `max_window_layers` on, if `use_sliding_window` is true.
@@ -164,9 +164,9 @@ pub const LLAMA: ArchSpec = ArchSpec {
     embed_sqrt: false,
     multipliers: false,
     query_scalar: None,
-    attn_soft_cap: SoftCap::Refused,
-    logit_soft_cap: SoftCap::Refused,
-    window: WindowRule::Refused,
+    attn_soft_cap: SoftCap::Unsupported,
+    logit_soft_cap: SoftCap::Unsupported,
+    window: WindowRule::Unsupported,
     local_theta: None,
     experts: None,
     gguf_rope_rows: RopeRows::Interleaved,
@@ -266,7 +266,7 @@ pub const GEMMA3: ArchSpec = ArchSpec {
     gguf_architecture: "gemma3",
     qk_norm: QkNorm::Head,
     query_scalar: Some(QueryScalar { default: 256, layers_by_width: 62 }),
-    attn_soft_cap: SoftCap::Refused,
+    attn_soft_cap: SoftCap::Unsupported,
     logit_soft_cap: SoftCap::Stated(None),
     window: WindowRule::AllButEvery(6),
     local_theta: Some(1e4),

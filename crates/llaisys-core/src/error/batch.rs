@@ -13,10 +13,10 @@ pub enum BatchError {
     /// A negative position, or one past the model's context.
     #[error("row {row}: position {position} is outside 0 to {max}")]
     Position { row: usize, position: i32, max: i32 },
-    /// A row without a sequence, or with more than may exist.
+    /// A row without a sequence, or with more sequences than may exist.
     #[error("row {row}: n_seq_id is {n_seq_id}, allowed are 1 to {max}")]
     SequenceCount { row: usize, n_seq_id: i32, max: usize },
-    /// The same sequence twice in one row.
+    /// A sequence that occurs twice in one row.
     #[error("row {row}: sequence slot {slot} is named twice")]
     RepeatedSequence { row: usize, slot: u32 },
     /// A stream that the context does not have.
@@ -25,7 +25,7 @@ pub enum BatchError {
     /// Unknown output flags.
     #[error("row {row}: output flags {flags:#x} are not known")]
     OutputFlags { row: usize, flags: u8 },
-    /// A logits mask for a row that has none to mask, or a second one.
-    #[error("logits_mask names row {row}, which asks for no logits or is named twice")]
+    /// A logits mask for a row without logits, or a second one for a row.
+    #[error("logits_mask names row {row}, which requests no logits or is named twice")]
     Mask { row: i32 },
 }

@@ -1,4 +1,4 @@
-//! What can be wrong with a model file.
+//! Errors of model files.
 
 use std::path::PathBuf;
 use thiserror::Error;
@@ -20,7 +20,7 @@ pub enum FormatError {
     #[error("{} is not a regular file", path.display())]
     NotAFile { path: PathBuf },
     /// A file of a folder that resolves to a path outside of it.
-    #[error("{} leads outside of the model folder {}", path.display(), root.display())]
+    #[error("{} is a link to a path outside of the model folder {}", path.display(), root.display())]
     OutsideFolder { path: PathBuf, root: PathBuf },
     /// A folder without a file that it must have.
     #[error("the folder {} has no {name}", folder.display())]
@@ -28,10 +28,10 @@ pub enum FormatError {
     /// A file or header above the size limit.
     #[error("{file} has {bytes} bytes, at most {max} are read")]
     TooLarge { file: String, bytes: u64, max: u64 },
-    /// Not JSON, or JSON with a key twice or nested too deep.
+    /// Not JSON, or JSON with a repeated key or too many levels.
     #[error("{file} is not acceptable JSON: {source}")]
     Json { file: String, source: serde_json::Error },
-    /// A key that must be there.
+    /// A required key that is missing.
     #[error("{file} has no {key:?}")]
     KeyMissing { file: &'static str, key: &'static str },
     /// A key of the wrong type.
@@ -46,8 +46,8 @@ pub enum FormatError {
     /// A token id outside of the vocabulary.
     #[error("{what} is {got}, the vocabulary has {vocab_size} tokens")]
     TokenId { what: &'static str, got: u64, vocab_size: usize },
-    /// Two facts that must agree.
-    #[error("{what} is {got}, but {other} says {want}")]
+    /// Two values that must agree.
+    #[error("{what} is {got}, expected {want} (from {other})")]
     Disagree { what: &'static str, got: u64, other: &'static str, want: u64 },
     /// A safetensors header that the format does not allow.
     #[error("{file} is not a valid safetensors file: {source}")]
@@ -66,46 +66,46 @@ pub enum FormatError {
         "model.safetensors.index.json names the shard {shard:?}, which is not a plain *.safetensors file name"
     )]
     ShardName { shard: String },
-    /// A tensor that the index places in a shard which lacks it.
-    #[error("model.safetensors.index.json places {tensor:?} in {shard:?}, which does not have it")]
+    /// A tensor that the index lists for a shard that does not have it.
+    #[error("model.safetensors.index.json lists {tensor:?} in {shard:?}, which does not have it")]
     NotInShard { tensor: String, shard: String },
-    /// A tensor in a shard that the index does not place there.
-    #[error("{shard:?} has the tensor {tensor:?}, which model.safetensors.index.json does not place there")]
+    /// A tensor in a shard for which the index does not list it.
+    #[error("{shard:?} has the tensor {tensor:?}, which model.safetensors.index.json does not list for it")]
     NotInIndex { tensor: String, shard: String },
     /// A regular expression that can take exponential time.
     #[error("tokenizer.json has the pattern {pattern:?}: {why}")]
     Pattern { pattern: String, why: &'static str },
-    /// A tokenizer that makes a text much longer.
+    /// A tokenizer that can make a text much longer.
     #[error("tokenizer.json: {what} is {got}, at most {max} are allowed")]
     Growth { what: &'static str, got: u64, max: u64 },
     /// Damage in a GGUF file.
     #[error("the GGUF file is damaged: {0}")]
     Gguf(#[from] GgufError),
-    /// Tensors of the configuration that the file does not have.
+    /// Tensors that the configuration requires and the file does not have.
     #[error("{n_missing} tensors are missing, the first is {first:?}")]
     MissingTensors { n_missing: usize, first: String },
-    /// Tensors that the configuration does not have: without them the model would compute something else.
-    #[error("{n_extra} tensors have no place in this model, the first is {first:?}")]
+    /// Tensors that the configuration does not have. To ignore them could change the output.
+    #[error("{n_extra} tensors are not part of this model, the first is {first:?}")]
     ExtraTensors { n_extra: usize, first: String },
-    /// A tensor of another shape than the configuration says.
-    #[error("tensor {name:?} has shape {got:?}, the configuration says {want:?}")]
+    /// A tensor of another shape than the configuration requires.
+    #[error("tensor {name:?} has shape {got:?}, the configuration requires {want:?}")]
     TensorShape { name: String, got: Vec<usize>, want: Vec<usize> },
 }
 
-/// Damage in a GGUF file. Offsets are bytes from the start of the file unless they say otherwise.
+/// Damage in a GGUF file. Offsets are bytes from the start of the file, except where the text names the data part.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[allow(missing_docs, reason = "the error text names each field")]
 pub enum GgufError {
     /// The first four bytes are not `GGUF`.
     #[error("it starts with {found:02x?}, not with \"GGUF\"")]
     Magic { found: Vec<u8> },
-    /// The file ends inside something.
+    /// The file ends in the middle of an item.
     #[error("{what} at offset {at} needs {needed} bytes, {left} are left")]
     Truncated { what: &'static str, at: usize, needed: u64, left: usize },
-    /// A header that is longer than what is read of a file.
+    /// A header that is longer than the part of the file that is read.
     #[error("the header has at least {needed} bytes, {read} are read")]
     HeaderBytes { needed: usize, read: usize },
-    /// A count above what the file can hold.
+    /// A count that is larger than the file or the limit allows.
     #[error("{count} {what}, at most {max} are possible or allowed")]
     Count { what: &'static str, count: u64, max: u64 },
     /// A string that is not UTF-8.
@@ -117,43 +117,43 @@ pub enum GgufError {
     /// A metadata key or tensor name above the length limit.
     #[error("{what} at offset {at} has {bytes} bytes, at most {max} are read")]
     LongName { what: &'static str, at: usize, bytes: usize, max: usize },
-    /// A value type that the format does not have, or not in an array.
+    /// A value type that the format does not have, or does not allow in an array.
     #[error("metadata key {key:?} has the value type {type_id}{}", if *in_array { " in an array" } else { "" })]
     UnknownValueType { key: String, type_id: u32, in_array: bool },
     /// A boolean that is neither 0 nor 1.
-    #[error("metadata key {key:?} has the truth value {value}")]
+    #[error("metadata key {key:?} is a boolean with the value {value}, expected 0 or 1")]
     Bool { key: String, value: u8 },
-    /// The same metadata key twice.
-    #[error("metadata key {key:?} is there twice")]
+    /// A repeated metadata key.
+    #[error("metadata key {key:?} occurs twice")]
     DuplicateKey { key: String },
-    /// A metadata key that must be there.
+    /// A required metadata key that is missing.
     #[error("metadata key {key:?} is missing")]
     KeyMissing { key: String },
     /// A metadata value of the wrong type.
     #[error("metadata key {key:?} is {found}, expected {expected}")]
     KeyType { key: String, expected: &'static str, found: &'static str },
-    /// The same tensor name twice.
-    #[error("tensor {name:?} is there twice")]
+    /// A repeated tensor name.
+    #[error("tensor {name:?} occurs twice")]
     DuplicateTensor { name: String },
     /// No dimensions, or more than four.
     #[error("tensor {name:?} has {n_dims} dimensions, allowed are 1 to 4")]
     Dimensions { name: String, n_dims: u32 },
-    /// A size of zero, or a product that does not fit.
+    /// A size of zero, or a product that overflows.
     #[error("tensor {name:?} has impossible sizes {sizes:?}")]
     Sizes { name: String, sizes: Vec<u64> },
     /// Rows that are not whole blocks.
-    #[error("tensor {name:?} has rows of {columns}, its type needs a multiple of {block}")]
+    #[error("tensor {name:?} has rows of {columns} elements, its type needs a multiple of {block}")]
     PartialBlock { name: String, columns: u64, block: usize },
-    /// An alignment that is no power of two, or too large.
+    /// An alignment that is not a power of two, or too large.
     #[error("the alignment is {alignment}, allowed are powers of two up to {max}")]
     Alignment { alignment: u64, max: u64 },
-    /// Tensor data that does not start on the alignment.
+    /// Tensor data that does not start at a multiple of the alignment.
     #[error("the data of tensor {name:?} starts at {offset} in the data part, the alignment is {alignment}")]
     Misaligned { name: String, offset: u64, alignment: usize },
     /// Tensor data outside of the file.
     #[error("tensor {name:?} has {bytes} bytes at {offset} in the data part of {data_bytes}")]
     OutsideFile { name: String, offset: u64, bytes: u64, data_bytes: usize },
-    /// Two tensors share bytes.
+    /// Two tensors whose data overlaps.
     #[error("the data of tensors {first:?} and {second:?} overlaps")]
     Overlap { first: String, second: String },
 }

@@ -7,13 +7,13 @@ pub enum KvError {
     /// A range that ends before it starts.
     #[error("positions {p0} to {p1} are not a range")]
     Range { p0: i32, p1: i32 },
-    /// A row of no sequence: nothing could ever see or free its cell.
+    /// A row without a sequence: nothing could see or free its cell.
     #[error("row {row} belongs to no sequence")]
     NoSequence { row: usize },
-    /// The same sequence twice in one row.
+    /// A sequence that occurs twice in one row.
     #[error("row {row} names sequence slot {slot} twice")]
     RepeatedSlot { row: usize, slot: u32 },
-    /// A negative position, or the largest integer (the end of its range could not be written).
+    /// A negative position, or the largest integer, after which a range cannot end.
     #[error("row {row}: position {position} is outside 0 to {max}")]
     Position { row: usize, position: i32, max: i32 },
     /// A row that does not continue its sequence.
@@ -21,41 +21,40 @@ pub enum KvError {
         "row {row}: position {position} does not continue sequence slot {slot}; expected position {expected}"
     )]
     NotNext { row: usize, slot: u32, position: i32, expected: i32 },
-    /// A row of several sequences that do not see the same cells below it: attention over one list of cells
-    /// could not serve all of them.
+    /// A row of several sequences that do not see the same cells below it. Attention reads one list of cells per row.
     #[error("row {row}: coupled sequences differ (slots {first} and {second} do not see the same cells)")]
     CoupledDiffer { row: usize, first: u32, second: u32 },
-    /// A shift of a cell that another sequence sees or a node caches.
+    /// A shift of a cell that another sequence also sees or a node caches.
     #[error("position {position} of sequence slot {slot} is shared or cached and cannot be shifted")]
     SharedCells { slot: u32, position: i32 },
     /// A copy or shift onto a position that the sequence already has.
     #[error("sequence slot {slot} already has position {position}")]
     Occupied { slot: u32, position: i32 },
-    /// A shift to below zero or past the largest position.
+    /// A shift to a negative position or past the largest one.
     #[error("shifting position {position} of sequence slot {slot} by {delta} leaves the range of positions")]
     ShiftRange { slot: u32, position: i32, delta: i32 },
     /// A stream that the cache does not have.
     #[error("stream {stream} is outside 0 to {n_streams} - 1")]
     Stream { stream: u32, n_streams: usize },
-    /// A row that names another stream than that of its sequences.
+    /// A row with another stream than that of its sequences.
     #[error("row {row}: stream is {stream}, but sequence slot {slot} is in stream {expected}")]
     WrongStream { row: usize, stream: u32, slot: u32, expected: u32 },
-    /// An id that no node has: never created, or trimmed away.
+    /// An id that no node has: it was never created, or was trimmed away.
     #[error("there is no cache node {node}")]
     NoNode { node: u64 },
-    /// An id for a new node that another node has.
+    /// An id for a new node that another node already has.
     #[error("cache node {node} exists already; use a new id for each node")]
     NodeExists { node: u64 },
-    /// One node at most caches a cell.
+    /// A cell that another node already caches.
     #[error("position {position} of sequence slot {slot} is already cached by a node")]
     AlreadyCached { slot: u32, position: i32 },
-    /// A position to be cached that the sequence does not have.
+    /// A position to cache that the sequence does not have.
     #[error("sequence slot {slot} has no position {position}")]
     SequenceLacks { slot: u32, position: i32 },
     /// A position that the node does not have.
     #[error("cache node {node} has no position {position}")]
     NodeLacks { node: u64, position: i32 },
-    /// A node's positions that do not continue the sequence.
+    /// Positions of a node that do not continue the sequence.
     #[error("position {position} does not continue sequence slot {slot}; expected position {expected}")]
     NotAtEnd { slot: u32, position: i32, expected: i32 },
     /// A cut outside the node.

@@ -1,4 +1,4 @@
-//! What can be wrong with sampling parameters.
+//! Errors of sampling parameters.
 
 use thiserror::Error;
 
@@ -12,7 +12,7 @@ pub enum SamplingError {
     /// A token id outside the vocabulary.
     #[error("{name} names token id {id}, outside the vocabulary of {vocab_size}")]
     Token { name: &'static str, id: i64, vocab_size: usize },
-    /// A sequence of tokens without a token.
-    #[error("{name} holds an empty sequence of tokens")]
+    /// An empty sequence of tokens.
+    #[error("{name} contains an empty sequence of tokens")]
     Empty { name: &'static str },
 }

@@ -40,7 +40,11 @@ impl KvCache {
             let is_in_use = n_seqs > 0 || cached;
             n_seen += n_seqs;
             n_cached += usize::from(cached);
-            assert_eq!(self.cells.is_used(cell), is_in_use, "invariant 1: {n_seqs} sequences see cell {cell}");
+            assert_eq!(
+                self.cells.is_used(cell),
+                is_in_use,
+                "invariant 1: {n_seqs} sequences see cell {cell}"
+            );
             assert!(
                 is_in_use || self.cells.position(cell) == 0,
                 "invariant 1: free cell {cell} has a position"

@@ -26,8 +26,8 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::Path;
 
-/// Files of a folder that are read by the Python code.
-const READ_ELSEWHERE: [&str; 5] = [
+/// Files of a folder that the Python code reads.
+const PYTHON_FILES: [&str; 5] = [
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
@@ -35,32 +35,34 @@ const READ_ELSEWHERE: [&str; 5] = [
     "1_Pooling/config.json",
 ];
 
-/// An open checkpoint. Every weight of its configuration has a tensor of the right shape, and there is no other tensor.
-/// The files stay open until it is dropped.
+const NAMED: &str = "weight_ids returns only weights that the name table has";
+
+/// An open checkpoint. Every weight of its configuration has a tensor of the right shape, and there are no other
+/// tensors. The files stay open until it is dropped.
 #[derive(Debug)]
 pub struct Checkpoint {
     config: ModelConfig,
     info: ModelInfo,
     files: TensorFiles,
-    by_id: HashMap<WeightId, Place>,
+    by_id: HashMap<WeightId, Location>,
     names: WeightNames,
 }
 
 /// Where a weight is stored.
 #[derive(Debug, Clone, Copy)]
-enum Place {
+enum Location {
     /// In the tensor of this index.
     Stored(usize),
     /// In several tensors, which make up a quantized matrix.
     Quantized(QuantizedMatrix),
 }
 
-impl Place {
+impl Location {
     /// The type of the rows that are read.
     fn dtype(&self, files: &TensorFiles) -> DType {
         match self {
-            Place::Stored(index) => files.tensors()[*index].dtype,
-            Place::Quantized(matrix) => matrix.dtype(),
+            Location::Stored(index) => files.tensors()[*index].dtype,
+            Location::Quantized(matrix) => matrix.dtype(),
         }
     }
 }
@@ -87,15 +89,15 @@ impl Checkpoint {
         }
     }
 
-    /// Reads the [`ModelInfo`] of a checkpoint. Of a folder, the files that the Python code reads are checked too: they
-    /// are in the folder, and `tokenizer.json` is within the bounds that protect the library that reads it.
+    /// Reads the [`ModelInfo`] of a checkpoint. The files of a folder that the Python code reads are checked too: they
+    /// must be in the folder, and `tokenizer.json` must be within the bounds that protect the library that reads it.
     ///
     /// Errors: as [`Self::open`], `ModelFolder::regular_file` and `tokenizer_json::check`.
     pub fn inspect(path: &Path) -> Result<ModelInfo> {
         let checkpoint = Self::open(path)?;
         if checkpoint.info.file_format == FileFormat::Safetensors {
             let folder = ModelFolder::open(path)?;
-            READ_ELSEWHERE.into_iter().try_for_each(|name| folder.regular_file(name).map(drop))?;
+            PYTHON_FILES.into_iter().try_for_each(|name| folder.regular_file(name).map(drop))?;
             tokenizer_json::check_folder(&folder)?;
         }
         Ok(checkpoint.info)
@@ -119,7 +121,7 @@ impl Checkpoint {
     fn open_gguf(path: &Path) -> Result<Self> {
         let file = GgufFile::open(path)?;
         let ((config, tokenizer), pooling_type, tensors) = file.with_header(|header| {
-            Ok((gguf_config::read(header)?, gguf_config::pooling_type(header)?, header.place()?))
+            Ok((gguf_config::read(header)?, gguf_config::pooling_type(header)?, header.tensors()?))
         })?;
         let source = Source {
             path: path.to_string_lossy().into_owned(),
@@ -145,12 +147,12 @@ impl Checkpoint {
         for id in config.weight_ids() {
             let n_elements = config.shape(id).iter().product();
             sizes.push(match by_id[&id] {
-                Place::Stored(index) => {
+                Location::Stored(index) => {
                     let stored = &files.tensors()[index];
                     check_stored(stored, config.shape(id))?;
                     TensorSize { dtype: stored.dtype, n_elements, n_bytes: stored.range.len() }
                 }
-                Place::Quantized(matrix) => {
+                Location::Quantized(matrix) => {
                     let n_bytes = matrix.indices().map(|index| files.tensors()[index].range.len()).sum();
                     TensorSize { dtype: DType::Int4, n_elements, n_bytes }
                 }
@@ -175,7 +177,7 @@ impl Checkpoint {
         &self.config
     }
 
-    /// What is reported about the model.
+    /// The properties that are reported about the model.
     pub fn info(&self) -> &ModelInfo {
         &self.info
     }
@@ -184,8 +186,8 @@ impl Checkpoint {
     /// in several tensors.
     pub fn tensor(&self, id: WeightId) -> Option<&StoredTensor> {
         match self.by_id.get(&id)? {
-            Place::Stored(index) => Some(&self.files.tensors()[*index]),
-            Place::Quantized(_) => None,
+            Location::Stored(index) => Some(&self.files.tensors()[*index]),
+            Location::Quantized(_) => None,
         }
     }
 
@@ -204,9 +206,9 @@ impl Checkpoint {
         let matrices = self.config.weight_ids().filter(|&id| self.config.shape(id).len() > 1);
         for (id, dtype) in matrices.map(|id| (id, self.tensor(id).map_or(DType::Int4, |tensor| tensor.dtype)))
         {
-            // Several tensors that stand for one matrix are another type than its rows.
+            // A matrix that is stored in several tensors is in integers even if its rows are read in another type.
             if dtype.is_quantized() {
-                let tensor = self.config.names.name(id).expect("weights are those that the table names");
+                let tensor = self.config.names.name(id).expect(NAMED);
                 return Err(Unsupported::Quantized { tensor, dtype: dtype.name().to_uppercase() });
             }
         }
@@ -229,20 +231,20 @@ impl Checkpoint {
         let shape = [rows.len(), n_columns];
         let dtype = self.dtype(id);
         let bytes = match self.by_id[&id] {
-            Place::Stored(index) => {
+            Location::Stored(index) => {
                 let row_bytes =
                     dtype.bytes_of(n_columns).expect("opening the checkpoint checked whole blocks");
                 let bytes = buffer_of(buffer, rows.len() * row_bytes)?;
                 self.files.read(index, rows.start * row_bytes, bytes, pool)?;
                 &*bytes
             }
-            Place::Quantized(matrix) => matrix.read(&self.files, rows, buffer, pool)?,
+            Location::Quantized(matrix) => matrix.read(&self.files, rows, buffer, pool)?,
         };
         Ok(TensorRows { dtype, shape, bytes })
     }
 
-    /// Every tensor of the files with the 128-bit XXH3 hash of its bytes, in the order of names. Tensors that
-    /// [`Checkpoint::read`] has read in order are not read again. Errors: as there.
+    /// Returns every tensor of the files, in the order of names, with the 128-bit XXH3 hash of its bytes. Tensors that
+    /// [`Checkpoint::read`] has read in order are not read again. Errors: as [`Checkpoint::read`].
     pub fn hashes(&self) -> impl Iterator<Item = Result<(&StoredTensor, u128)>> {
         let tensors = self.files.tensors().iter().enumerate();
         tensors.map(|(index, tensor)| Ok((tensor, self.files.hash(index)?)))
@@ -285,7 +287,7 @@ impl WeightNames {
         self.config.shape(id)
     }
 
-    /// The stored row that holds row `n` of the weight in half-split order.
+    /// Returns the stored row of row `n` of the weight in half-split order.
     pub fn stored_row(&self, id: WeightId, n: usize) -> usize {
         match id {
             WeightId::Layer(_, LayerWeight::Q | LayerWeight::K | LayerWeight::QBias | LayerWeight::KBias) => {
@@ -295,7 +297,7 @@ impl WeightNames {
         }
     }
 
-    /// What is added to the stored values of a weight.
+    /// Returns the number that is added to the stored values of a weight.
     pub fn offset(&self, id: WeightId) -> f32 {
         match id {
             WeightId::OutputNorm => self.config.norm_offset,
@@ -304,8 +306,6 @@ impl WeightNames {
         }
     }
 }
-
-type Places = (HashMap<WeightId, Place>, HashMap<String, WeightId>);
 
 /// Reads the rope factors of a configuration that stores them as a tensor.
 fn read_rope_factors(config: &mut ModelConfig, files: &TensorFiles) -> Result<(), FormatError> {
@@ -328,25 +328,26 @@ fn read_rope_factors(config: &mut ModelConfig, files: &TensorFiles) -> Result<()
     config.rope.check(config.d_head)
 }
 
+/// Finds each weight in the files, and returns the weights by name too. Errors: a tensor is missing.
 fn find_weights(
     config: &ModelConfig,
     files: &TensorFiles,
     quantization: Option<Quantization>,
-) -> Result<Places> {
+) -> Result<(HashMap<WeightId, Location>, HashMap<String, WeightId>)> {
     let (mut by_id, mut by_name) = (HashMap::new(), HashMap::new());
     let (mut n_missing, mut missing) = (0, None);
     for id in config.weight_ids() {
-        let name = config.names.name(id).expect("weights are those that the table names");
-        let place = match (files.find(&name), quantization) {
-            (Some(index), _) => Some(Place::Stored(index)),
+        let name = config.names.name(id).expect(NAMED);
+        let location = match (files.find(&name), quantization) {
+            (Some(index), _) => Some(Location::Stored(index)),
             (None, Some(quantization)) => {
-                quantization.find(files, &name, &config.shape(id))?.map(Place::Quantized)
+                quantization.find(files, &name, &config.shape(id))?.map(Location::Quantized)
             }
             (None, None) => None,
         };
-        match place {
-            Some(place) => {
-                by_id.insert(id, place);
+        match location {
+            Some(location) => {
+                by_id.insert(id, location);
                 by_name.insert(name, id);
             }
             None => {
@@ -361,7 +362,7 @@ fn find_weights(
     }
 }
 
-/// Errors: the tensor has another shape than the weight, or holds packed integers.
+/// Checks the tensor of a weight. Errors: it has another shape than the weight, or contains packed integers.
 fn check_stored(stored: &StoredTensor, want: Vec<usize>) -> Result<()> {
     let name = stored.name.clone();
     if stored.dtype == DType::I32 {
@@ -374,19 +375,20 @@ fn check_stored(stored: &StoredTensor, want: Vec<usize>) -> Result<()> {
     Ok(())
 }
 
+/// Rejects tensors that the model does not use. Errors: [`FormatError::ExtraTensors`].
 fn reject_extra(
     config: &ModelConfig,
     files: &TensorFiles,
-    by_id: &HashMap<WeightId, Place>,
+    by_id: &HashMap<WeightId, Location>,
 ) -> Result<(), FormatError> {
     let table = config.names;
-    let indices_of = |place: &Place| match place {
-        Place::Stored(index) => vec![*index],
-        Place::Quantized(matrix) => matrix.indices().collect(),
+    let indices_of = |location: &Location| match location {
+        Location::Stored(index) => vec![*index],
+        Location::Quantized(matrix) => matrix.indices().collect(),
     };
     let known: HashSet<usize> = by_id.values().flat_map(indices_of).collect();
     let has_factors = matches!(config.rope.scaling, RopeScaling::PerPair { .. });
-    // A tied head saved a second time is the embedding again: transformers ties it whatever the file holds.
+    // A tied head that is saved too is ignored: transformers ties it to the embeddings whatever the file contains.
     let is_ignored = |name: &str| {
         table.ignores(name)
             || (config.tied_head && name == table.lm_head)

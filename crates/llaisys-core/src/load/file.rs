@@ -1,7 +1,7 @@
 //! A file that is read at given offsets.
 //!
-//! Files are never mapped: access to a mapped page beyond a truncation ends the whole process with SIGBUS, while a short
-//! read is an error.
+//! Files are never mapped. After a truncation, an access to a mapped page ends the whole process with SIGBUS; a short
+//! read is only an error.
 
 use crate::error::FormatError;
 use std::fs::{self, File};
@@ -38,7 +38,7 @@ impl ModelFile {
 
     /// Fills `out` with the bytes from `offset`. Any thread may read.
     ///
-    /// Errors: [`FormatError::Truncated`] if the file ends before; those of the system.
+    /// Errors: [`FormatError::Truncated`] if the file is too short; those of the system.
     pub fn read_at(&self, offset: usize, out: &mut [u8]) -> Result<(), FormatError> {
         let io = |source| FormatError::Io { path: self.path.clone(), source };
         match self.file.read_exact_at(out, offset as u64) {
@@ -53,7 +53,7 @@ impl ModelFile {
         }
     }
 
-    /// The first `n` bytes. Errors: as [`Self::read_at`].
+    /// Reads the first `n` bytes. Errors: as [`Self::read_at`].
     pub fn front(&self, n: usize) -> Result<Vec<u8>, FormatError> {
         let mut bytes = vec![0; n];
         self.read_at(0, &mut bytes)?;

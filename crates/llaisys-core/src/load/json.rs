@@ -1,6 +1,6 @@
-//! JSON from untrusted files: a key may appear once, nesting and the number of values are bounded.
+//! JSON from untrusted files: keys must be unique, and nesting and the number of values are bounded.
 //!
-//! `serde_json` alone keeps the last of two equal keys, so two readers of a file could see two different models.
+//! `serde_json` alone keeps the last of two equal keys, so two programs could read two different models from one file.
 
 use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, de};
@@ -13,12 +13,12 @@ use std::marker::PhantomData;
 
 /// Levels of objects and arrays that a file may nest.
 pub const DEPTH_MAX: u32 = 32;
-/// Values that a configuration may have: more than its bytes allow, so that only depth is limiting.
+/// Values that a configuration may have: more than fit in its bytes, so that only the depth is limited.
 const VALUES_MAX: u32 = 1 << 20;
 
 /// Parses `bytes` as one JSON value.
 ///
-/// Errors: those of `serde_json`, a key twice in one object, more than [`DEPTH_MAX`] levels.
+/// Errors: those of `serde_json`, a repeated key in one object, more than [`DEPTH_MAX`] levels.
 pub fn parse(bytes: &[u8]) -> Result<Value, serde_json::Error> {
     let mut input = serde_json::Deserializer::from_slice(bytes);
     let value = Strict::new(&Cell::new(VALUES_MAX), DEPTH_MAX).deserialize(&mut input)?;
@@ -26,7 +26,7 @@ pub fn parse(bytes: &[u8]) -> Result<Value, serde_json::Error> {
     Ok(value)
 }
 
-/// Deserializes one value with a bound on its levels, and subtracts its parts from a budget that values may share.
+/// Deserializes one value with a bound on its nesting, and subtracts its parts from a budget that values may share.
 #[derive(Clone, Copy)]
 pub(super) struct Strict<'a> {
     levels_left: u32,
@@ -46,13 +46,13 @@ impl<'a> Strict<'a> {
     }
 
     fn deeper<E: Error>(self) -> Result<Self, E> {
-        let refused = || E::custom(format_args!("nested deeper than {DEPTH_MAX} levels"));
-        Ok(Self { levels_left: self.levels_left.checked_sub(1).ok_or_else(refused)?, ..self })
+        let rejected = || E::custom(format_args!("nested deeper than {DEPTH_MAX} levels"));
+        Ok(Self { levels_left: self.levels_left.checked_sub(1).ok_or_else(rejected)?, ..self })
     }
 }
 
 fn repeated<E: Error>(key: &str) -> E {
-    E::custom(format_args!("the key {key:?} is there twice"))
+    E::custom(format_args!("the key {key:?} occurs twice"))
 }
 
 impl<'de> DeserializeSeed<'de> for Strict<'_> {
@@ -140,8 +140,8 @@ impl<'de, V: Deserialize<'de>> Visitor<'de> for UniqueMapVisitor<V> {
         let mut map = BTreeMap::new();
         while let Some(key) = entries.next_key::<String>()? {
             match map.entry(key) {
-                Entry::Occupied(taken) => return Err(repeated(taken.key())),
-                Entry::Vacant(free) => free.insert(entries.next_value()?),
+                Entry::Occupied(entry) => return Err(repeated(entry.key())),
+                Entry::Vacant(entry) => entry.insert(entries.next_value()?),
             };
         }
         Ok(UniqueMap(map))

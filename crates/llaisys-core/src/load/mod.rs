@@ -1,13 +1,16 @@
-//! Loading models: untrusted files -> a checked [`Checkpoint`](checkpoint::Checkpoint), and the bytes of its tensors.
+//! Loading models: turns untrusted files into a checked [`Checkpoint`](checkpoint::Checkpoint) and reads its tensors.
 //!
-//! Two containers: Hugging Face folders (`folder`, `safetensors`, `tokenizer_json`) and GGUF files (`gguf`). A file is
-//! never trusted: counts are checked against the bytes that are left before anything is allocated, sizes are multiplied
-//! with overflow checks, every range is within its file and overlaps no other, names are unique, and the files of a
-//! folder are in the folder. What is well formed but not implemented is refused with
-//! [`Unsupported`](crate::error::Unsupported), which names it.
+//! There are two containers: Hugging Face folders (`folder`, `safetensors`, `tokenizer_json`) and GGUF files (`gguf`).
+//! No file is trusted:
+//! - Counts are checked against the remaining bytes before anything is allocated.
+//! - Sizes are multiplied with overflow checks.
+//! - Every range is within its file and overlaps no other.
+//! - Names are unique, and the files of a folder are in the folder.
 //!
-//! A file that is truncated while it is read is refused by name. Replace a model file by renaming a new one over it:
-//! a file that is overwritten in place is read partly old and partly new.
+//! Valid but unimplemented features are rejected with [`Unsupported`](crate::error::Unsupported), which names them.
+//!
+//! A file that is truncated while it is read is rejected with its name. Replace a model file by renaming a new one over
+//! it: a file that is overwritten in place is read partly old and partly new.
 #![warn(
     clippy::arithmetic_side_effects,
     reason = "release builds wrap silently: sizes from a file are untrusted"

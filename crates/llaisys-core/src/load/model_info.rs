@@ -1,4 +1,4 @@
-//! What is reported about a checkpoint: `llaisys.model_info.ModelInfo`, field for field.
+//! The properties that are reported about a checkpoint, with the fields of `llaisys.model_info.ModelInfo`.
 
 use crate::arch::config::ModelConfig;
 use crate::dtype::{DType, KvDType};
@@ -7,7 +7,7 @@ use crate::load::gguf::tokenizer::GgufTokenizer;
 use crate::load::packed_size::PackedBytes;
 use serde::Serialize;
 
-/// Which container a checkpoint is.
+/// The container of a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FileFormat {
@@ -39,7 +39,7 @@ pub struct ModelInfo {
     pub file_format: FileFormat,
     /// The name of the architecture in transformers, for both containers.
     pub architecture: &'static str,
-    /// The element type that most bytes of the weights have.
+    /// The element type of most bytes of the weights.
     pub dtype: DType,
     /// Layers.
     pub n_layers: usize,
@@ -88,7 +88,7 @@ pub(super) struct TensorSize {
     pub(super) n_bytes: usize,
 }
 
-/// Bytes that the model takes in memory, in each mode.
+/// Bytes of the model in memory, in each mode.
 pub(super) struct MemoryBytes {
     pub(super) weights: PackedBytes,
     /// The bounds for the pruned argmax.
@@ -143,7 +143,7 @@ impl ModelInfo {
     }
 }
 
-/// Bytes of K and V of one token in all layers. The configuration's bounds keep it below 2^35.
+/// Returns the bytes of K and V of one token in all layers. The bounds of the configuration keep it below 2^35.
 pub fn kv_bytes_per_cell(config: &ModelConfig, dtype: KvDType) -> usize {
     2 * config.n_layers * config.n_kv_heads * dtype.head_bytes(config.d_head)
 }

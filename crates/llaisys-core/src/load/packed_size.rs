@@ -9,7 +9,7 @@ use crate::ops::gate_up_rows;
 use crate::ops::packed::PackedFormat;
 use serde::Serialize;
 
-/// Bytes of the packed weights in each mode, padding included: what [`Weights::n_bytes`] would be.
+/// Bytes of the packed weights in each mode, padding included. Predicts [`Weights::n_bytes`].
 ///
 /// [`Weights::n_bytes`]: crate::forward::weights::Weights::n_bytes
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -27,7 +27,7 @@ pub struct PackedBytes {
 }
 
 impl PackedBytes {
-    /// The bytes in `mode`.
+    /// Returns the bytes in `mode`.
     pub fn of(&self, mode: ComputeMode) -> usize {
         match mode {
             ComputeMode::Auto => self.auto,
@@ -38,12 +38,12 @@ impl PackedBytes {
         }
     }
 
-    /// `stored` returns the type in which the packer reads the rows of a stored weight.
+    /// Computes the sizes. `stored` returns the type in which the packer reads the rows of a stored weight.
     pub(super) fn new(config: &ModelConfig, stored: &dyn Fn(WeightId) -> DType) -> Self {
         Self::each(|mode| Sizes { config, stored, mode }.total())
     }
 
-    /// As [`PackedBytes::new`], of the argmax bounds of the head; 0 where it cannot have any.
+    /// As [`PackedBytes::new`] for the argmax bounds of the head; 0 where it cannot have any.
     pub(super) fn of_argmax_bounds(config: &ModelConfig, stored: &dyn Fn(WeightId) -> DType) -> Self {
         Self::each(|mode| Sizes { config, stored, mode }.argmax_bounds())
     }
@@ -59,7 +59,7 @@ impl PackedBytes {
     }
 }
 
-/// Mirrors the packer. The bounds of the configuration keep every sum below 2^62.
+/// Mirrors `crate::forward::weights::pack`. The bounds of the configuration keep every sum below 2^62.
 struct Sizes<'a> {
     config: &'a ModelConfig,
     stored: &'a dyn Fn(WeightId) -> DType,

@@ -1,7 +1,7 @@
 //! Safetensors: `model.safetensors`, or shards named by `model.safetensors.index.json`.
 //!
-//! The `safetensors` crate parses and checks the header (offsets contiguous, sizes equal to shape times type,
-//! the whole file covered); this module adds unique names, the shard rules and the supported element types.
+//! The `safetensors` crate parses the header and checks that offsets are contiguous, sizes match shapes and types, and
+//! the whole file is covered. This module also checks unique names, the shards and the element types.
 
 use super::file::ModelFile;
 use super::folder::ModelFolder;
@@ -29,7 +29,7 @@ const DIMENSIONS_MAX: usize = 4;
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
-/// Bytes of the header's length, in front of it.
+/// Bytes of the length before the header.
 const LENGTH_BYTES: usize = 8;
 
 /// Opens the tensors of a folder. `model.safetensors` takes precedence over an index, as in transformers.
@@ -53,8 +53,8 @@ struct Index {
 }
 
 fn open_shards(folder: &ModelFolder, index: &[u8]) -> Result<TensorFiles> {
-    let refused = |source| FormatError::Json { file: INDEX.to_owned(), source };
-    let Index { weight_map: UniqueMap(weight_map) } = serde_json::from_slice(index).map_err(refused)?;
+    let rejected = |source| FormatError::Json { file: INDEX.to_owned(), source };
+    let Index { weight_map: UniqueMap(weight_map) } = serde_json::from_slice(index).map_err(rejected)?;
     let mut by_shard: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     for (tensor, shard) in &weight_map {
         by_shard.entry(shard).or_default().push(tensor);
@@ -62,19 +62,19 @@ fn open_shards(folder: &ModelFolder, index: &[u8]) -> Result<TensorFiles> {
     by_shard.keys().try_for_each(|shard| check_shard_name(shard))?;
     let mut files = Vec::new();
     let mut tensors = Vec::new();
-    for (shard, placed) in by_shard {
-        let not_there = || FormatError::NotInShard { tensor: placed[0].to_owned(), shard: shard.to_owned() };
-        let path = folder.file(shard)?.ok_or_else(not_there)?;
+    for (shard, listed) in by_shard {
+        let missing = || FormatError::NotInShard { tensor: listed[0].to_owned(), shard: shard.to_owned() };
+        let path = folder.file(shard)?.ok_or_else(missing)?;
         let file = ModelFile::open(&path)?;
         let found = tensors_of(&file, shard, files.len())?;
-        check_placed(shard, &placed, &found, &weight_map)?;
+        check_shard(shard, &listed, &found, &weight_map)?;
         files.push(file);
         tensors.extend(found);
     }
     Ok(TensorFiles::new(files, tensors))
 }
 
-/// A shard is a file in the folder of the index: no subfolders, no `..`, only `*.safetensors`.
+/// Checks that a shard is a `*.safetensors` file in the folder of the index: no subfolders, no `..`.
 fn check_shard_name(shard: &str) -> Result<(), FormatError> {
     let path = Path::new(shard);
     let is_plain = path.file_name() == Some(OsStr::new(shard)) && !shard.contains(['/', '\\', '\0']);
@@ -84,42 +84,42 @@ fn check_shard_name(shard: &str) -> Result<(), FormatError> {
     Err(FormatError::ShardName { shard: shard.to_owned() })
 }
 
-/// The index and the shard must name the same tensors; a name is once in the index, so no tensor can
-/// come from two shards.
-fn check_placed(
+/// Checks that the index lists exactly the tensors of a shard. A name occurs once in the index, so no tensor can be in
+/// two shards.
+fn check_shard(
     shard: &str,
-    placed: &[&str],
+    listed: &[&str],
     found: &[StoredTensor],
     weight_map: &BTreeMap<String, String>,
 ) -> Result<(), FormatError> {
     let mut names: Vec<&str> = found.iter().map(|tensor| tensor.name.as_str()).collect();
     names.sort_unstable();
-    if let Some(name) = names.iter().find(|&&name| weight_map.get(name).is_none_or(|place| place != shard)) {
+    if let Some(name) = names.iter().find(|&&name| weight_map.get(name).is_none_or(|other| other != shard)) {
         return Err(FormatError::NotInIndex { tensor: (*name).to_owned(), shard: shard.to_owned() });
     }
-    match placed.iter().find(|name| names.binary_search(name).is_err()) {
+    match listed.iter().find(|name| names.binary_search(name).is_err()) {
         Some(name) => Err(FormatError::NotInShard { tensor: (*name).to_owned(), shard: shard.to_owned() }),
         None => Ok(()),
     }
 }
 
 fn tensors_of(file: &ModelFile, name: &str, index: usize) -> Result<Vec<StoredTensor>> {
-    let refused = |source| FormatError::Safetensors { file: name.to_owned(), source };
+    let rejected = |source| FormatError::Safetensors { file: name.to_owned(), source };
     let header = read_header(file, name)?;
-    let invalid = || refused(SafeTensorError::InvalidHeaderLength);
+    let invalid = || rejected(SafeTensorError::InvalidHeaderLength);
     let data_start = header.len().checked_add(LENGTH_BYTES).ok_or_else(invalid)?;
-    // Deserialization has checked offsets, and sizes by shape and type.
+    // Deserialization checks offsets, shapes and sizes.
     let metadata: Metadata = serde_json::from_slice(&header)
-        .map_err(|source| refused(SafeTensorError::InvalidHeaderDeserialization(source)))?;
+        .map_err(|source| rejected(SafeTensorError::InvalidHeaderDeserialization(source)))?;
     if data_start.checked_add(metadata.data_len()) != Some(file.n_bytes()) {
-        return Err(refused(SafeTensorError::MetadataIncompleteBuffer).into());
+        return Err(rejected(SafeTensorError::MetadataIncompleteBuffer).into());
     }
     let mut tensors = Vec::new();
     let by_name: BTreeMap<String, _> = metadata.tensors().into_iter().collect();
     for (tensor, info) in by_name {
         let (start, end) = info.data_offsets;
-        let place = |offset: usize| data_start.checked_add(offset).filter(|&at| at <= file.n_bytes());
-        let (Some(start), Some(end)) = (place(start), place(end)) else { return Err(invalid().into()) };
+        let at = |offset: usize| data_start.checked_add(offset).filter(|&at| at <= file.n_bytes());
+        let (Some(start), Some(end)) = (at(start), at(end)) else { return Err(invalid().into()) };
         check_entry(name, &tensor, info.shape.len())?;
         let dtype = dtype_of(&tensor, info.dtype)?;
         tensors.push(StoredTensor {
@@ -133,11 +133,11 @@ fn tensors_of(file: &ModelFile, name: &str, index: usize) -> Result<Vec<StoredTe
     Ok(tensors)
 }
 
-/// The bytes of the header. Checks what the crate does not: a plausible size, each name once.
+/// Reads the bytes of the header, and checks what the crate does not: a plausible size and unique names.
 fn read_header(file: &ModelFile, name: &str) -> Result<Vec<u8>, FormatError> {
-    let refused = |source| FormatError::Safetensors { file: name.to_owned(), source };
+    let rejected = |source| FormatError::Safetensors { file: name.to_owned(), source };
     let Some(rest) = file.n_bytes().checked_sub(LENGTH_BYTES) else {
-        return Err(refused(SafeTensorError::HeaderTooSmall));
+        return Err(rejected(SafeTensorError::HeaderTooSmall));
     };
     let mut length = [0; LENGTH_BYTES];
     file.read_at(0, &mut length)?;
@@ -147,7 +147,7 @@ fn read_header(file: &ModelFile, name: &str) -> Result<Vec<u8>, FormatError> {
         return Err(FormatError::TooLarge { file, bytes: header_bytes, max: HEADER_BYTES_MAX });
     }
     let n_bytes = usize::try_from(header_bytes).ok().filter(|&n| n <= rest);
-    let mut header = vec![0; n_bytes.ok_or_else(|| refused(SafeTensorError::InvalidHeaderLength))?];
+    let mut header = vec![0; n_bytes.ok_or_else(|| rejected(SafeTensorError::InvalidHeaderLength))?];
     file.read_at(LENGTH_BYTES, &mut header)?;
     match serde_json::from_slice::<UniqueMap<IgnoredAny>>(&header) {
         Ok(_) => Ok(header),
@@ -155,7 +155,7 @@ fn read_header(file: &ModelFile, name: &str) -> Result<Vec<u8>, FormatError> {
     }
 }
 
-/// Checks that a name and a shape can be shown in an error, and are plausible for a model.
+/// Checks that a name is short enough for an error message and that a shape is plausible for a model.
 fn check_entry(file: &str, tensor: &str, n_dims: usize) -> Result<(), FormatError> {
     let file = || file.to_owned();
     if tensor.len() > NAME_BYTES_MAX {
@@ -173,7 +173,7 @@ fn dtype_of(tensor: &str, dtype: FileType) -> Result<DType, Unsupported> {
         FileType::F32 => Ok(DType::F32),
         FileType::F16 => Ok(DType::F16),
         FileType::BF16 => Ok(DType::BF16),
-        // Packed integers of a quantized checkpoint; they are rejected as weights.
+        // Packed integers of a quantized checkpoint. As weights they are rejected later.
         FileType::I32 => Ok(DType::I32),
         other => Err(Unsupported::TensorType {
             tensor: tensor.to_owned(),

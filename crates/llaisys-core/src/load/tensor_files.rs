@@ -1,4 +1,4 @@
-//! The tensors of a checkpoint: where each is in its files, and its hash.
+//! The tensors of a checkpoint: the range of each in its file, and its hash.
 
 use super::file::ModelFile;
 use crate::dtype::DType;
@@ -12,8 +12,8 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 /// Bytes of one read. Larger reads are divided over threads.
 const PIECE_BYTES: usize = 1 << 20;
 
-/// One tensor in a file. The parser that made it has checked that `range` is within the file and is exactly
-/// `shape` elements of `dtype`.
+/// One tensor in a file. Its parser has checked that `range` is within the file and is exactly `shape` elements of
+/// `dtype`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoredTensor {
     /// The name in the file.
@@ -30,7 +30,7 @@ pub struct StoredTensor {
 
 /// All tensors of a checkpoint, in order of their names, and their files.
 ///
-/// Every read also hashes what it reads, so that [`TensorFiles::hash`] does not have to read a tensor again.
+/// Every read also hashes its bytes, so that [`TensorFiles::hash`] does not have to read a tensor again.
 pub struct TensorFiles {
     files: Vec<ModelFile>,
     tensors: Vec<StoredTensor>,
@@ -53,7 +53,7 @@ impl std::fmt::Debug for TensorFiles {
 }
 
 impl TensorHash {
-    /// Hashes the part of `bytes`, which begin at `start`, that continues the bytes hashed so far, if there is one.
+    /// Hashes the part of `bytes` that continues the bytes hashed so far, if there is one. `bytes` begin at `start`.
     fn update(&mut self, start: usize, bytes: &[u8], n_bytes: usize) {
         let new = self.n_hashed.checked_sub(start).and_then(|n_known| bytes.get(n_known..));
         let Some(new) = new.filter(|new| !new.is_empty()) else { return };
@@ -67,11 +67,11 @@ impl TensorHash {
     }
 }
 
-/// The first `n_bytes` bytes of `buffer`, which grows if it has fewer. Errors: no memory.
+/// Returns the first `n_bytes` bytes of `buffer`, which grows if it has fewer. Errors: no memory.
 pub fn buffer_of(buffer: &mut Vec<u8>, n_bytes: usize) -> Result<&mut [u8], DeviceError> {
     if let Some(more) = n_bytes.checked_sub(buffer.len()) {
-        let refused = |_| DeviceError::Allocation { what: "tensors of a file", bytes: n_bytes };
-        buffer.try_reserve_exact(more).map_err(refused)?;
+        let rejected = |_| DeviceError::Allocation { what: "tensors of a file", bytes: n_bytes };
+        buffer.try_reserve_exact(more).map_err(rejected)?;
         buffer.resize(n_bytes, 0);
     }
     Ok(&mut buffer[..n_bytes])
@@ -99,7 +99,7 @@ impl TensorFiles {
     ///
     /// Errors: [`FormatError::Truncated`], errors of the system. Panics if the tensor has no such bytes.
     pub fn read(&self, index: usize, start: usize, out: &mut [u8], pool: &Pool) -> Result<(), FormatError> {
-        let (file, at) = self.place(index, start, out.len());
+        let (file, at) = self.locate(index, start, out.len());
         let failed = Mutex::new(None);
         pool.run_chunks(out, PIECE_BYTES, &|i, piece| {
             let offset = at.saturating_add(i.saturating_mul(PIECE_BYTES));
@@ -116,14 +116,14 @@ impl TensorFiles {
         }
     }
 
-    /// Calls `visit` with the bytes of tensor `index` from its byte `start`, in order and in pieces of
-    /// 1 MiB, the last one shorter. Errors: as [`Self::read`].
+    /// Calls `visit` with the bytes of tensor `index` from its byte `start`, in order and in pieces of up to 1 MiB.
+    /// Errors: as [`Self::read`].
     pub fn visit(&self, index: usize, start: usize, visit: &mut dyn FnMut(&[u8])) -> Result<(), FormatError> {
         let n_bytes = self.tensors[index].range.len();
         let mut buffer = vec![0; PIECE_BYTES.min(n_bytes.saturating_sub(start))];
         for begin in (start..n_bytes).step_by(PIECE_BYTES) {
             let piece = &mut buffer[..PIECE_BYTES.min(n_bytes.saturating_sub(begin))];
-            let (file, offset) = self.place(index, begin, piece.len());
+            let (file, offset) = self.locate(index, begin, piece.len());
             file.read_at(offset, piece)?;
             self.update_hash(index, begin, piece);
             visit(piece);
@@ -131,19 +131,20 @@ impl TensorFiles {
         Ok(())
     }
 
-    /// The 128-bit XXH3 of tensor `index`. Reads the bytes that were not yet read in order. Errors: as [`Self::read`].
+    /// Returns the 128-bit XXH3 of tensor `index`. Reads the bytes that were not yet read in order. Errors: as
+    /// [`Self::read`].
     pub fn hash(&self, index: usize) -> Result<u128, FormatError> {
         let n_hashed = self.hash_state(index).n_hashed;
         self.visit(index, n_hashed, &mut |_| ())?;
-        // A tensor of no bytes has no read that could have hashed it.
+        // A tensor without bytes is never read.
         Ok(self.hash_state(index).digest.unwrap_or_else(|| xxh3_128(&[])))
     }
 
-    /// The file of tensor `index`, and the offset there of its bytes `start..start + n_bytes`.
-    fn place(&self, index: usize, start: usize, n_bytes: usize) -> (&ModelFile, usize) {
+    /// Returns the file of tensor `index`, and the offset in it of the tensor's bytes `start..start + n_bytes`.
+    fn locate(&self, index: usize, start: usize, n_bytes: usize) -> (&ModelFile, usize) {
         let tensor = &self.tensors[index];
-        let lies_within = start.checked_add(n_bytes).is_some_and(|end| end <= tensor.range.len());
-        assert!(lies_within, "{n_bytes} bytes from {start} on of {}", tensor.range.len());
+        let is_within = start.checked_add(n_bytes).is_some_and(|end| end <= tensor.range.len());
+        assert!(is_within, "{n_bytes} bytes from {start} on, of {}", tensor.range.len());
         (&self.files[tensor.file], tensor.range.start.saturating_add(start))
     }
 

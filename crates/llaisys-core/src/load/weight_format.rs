@@ -1,4 +1,4 @@
-//! The format of each matrix in memory, and the check of values that are quantized while they are loaded.
+//! The format of each matrix in memory, and the check of values before they are quantized.
 
 use crate::arch::weight_id::WeightId;
 use crate::dtype::{ComputeMode, DType};
@@ -13,12 +13,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// Rows that a thread checks at a time.
 const ROWS_AT_ONCE: usize = 64;
 
-/// The format in memory, in `mode`, of the matrix `id`, which is stored as `dtype` with rows of `n_columns`.
+/// Returns the format in memory, in `mode`, of the matrix `id`, which is stored as `dtype` with rows of `n_columns`.
 ///
-/// The head (and the embeddings, to which it is often tied) gets more precision, because its errors go directly into the
-/// logits: 6 bits in a 4-bit model; finer scales in an 8-bit one, which reproduce a head that was in Q8_0 before.
+/// The head (and the embeddings, to which it is often tied) has more precision, because its errors go directly into the
+/// logits: 6 bits in a 4-bit model, and finer scales in an 8-bit one. The latter reproduce a head that is stored in Q8_0.
 pub fn packed_format(mode: ComputeMode, id: WeightId, dtype: DType, n_columns: usize) -> PackedFormat {
-    let own = PackedFormat::of(dtype);
+    let stored = PackedFormat::of(dtype);
     let wanted = match (mode, id) {
         (ComputeMode::Float32, _) => PackedFormat::F32,
         (ComputeMode::Bfloat16, _) => PackedFormat::BF16,
@@ -26,12 +26,12 @@ pub fn packed_format(mode: ComputeMode, id: WeightId, dtype: DType, n_columns: u
         (ComputeMode::Int8, _) => PackedFormat::I8,
         (ComputeMode::Int4, WeightId::Embed | WeightId::LmHead) => PackedFormat::I6,
         (ComputeMode::Int4, _) => PackedFormat::I4,
-        (ComputeMode::Auto, _) => own,
+        (ComputeMode::Auto, _) => stored,
     };
     match mode {
         _ if PackedMatrix::can_pack(wanted, n_columns) => wanted,
         // Rows that are not whole blocks are not quantized.
-        ComputeMode::Int8 | ComputeMode::Int4 => own,
+        ComputeMode::Int8 | ComputeMode::Int4 => stored,
         _ => PackedFormat::F32,
     }
 }
@@ -52,19 +52,19 @@ pub fn check_finite(
 ) -> Result<(), FormatError> {
     let n_columns = rows.n_columns();
     let n_rows = rows.n_rows();
-    let (chunks, worst) = (Chunks::new(n_rows, ROWS_AT_ONCE), AtomicUsize::new(n_rows));
+    let (chunks, first_bad) = (Chunks::new(n_rows, ROWS_AT_ONCE), AtomicUsize::new(n_rows));
     pool.run(&|_| {
         let mut values = vec![0.0; n_columns];
         while let Some(chunk) = chunks.take() {
             for n in chunk {
                 dequantize_row(rows.row(n), &mut values);
                 if !values.iter().all(|value| value.is_finite()) {
-                    worst.fetch_min(n, Ordering::Relaxed);
+                    first_bad.fetch_min(n, Ordering::Relaxed);
                 }
             }
         }
     });
-    match worst.into_inner() {
+    match first_bad.into_inner() {
         row if row == n_rows => Ok(()),
         row => Err(FormatError::NotFinite { name: name(), row: first + row }),
     }

@@ -1,5 +1,5 @@
-//! What `config.json` says of each family: windows by layer, rotations, experts, multipliers and caps read, and what
-//! would run wrong refused by name.
+//! The keys of each architecture in `config.json`: windows by layer, rotary embeddings, experts, multipliers and caps.
+//! Unimplemented settings are rejected by name.
 
 use crate::model_files::folder::Folder;
 use crate::model_files::{assert_names, format_error, unsupported};
@@ -13,8 +13,9 @@ fn llama() -> Folder {
     Folder::small("LlamaForCausalLM")
 }
 
-/// The small Llama as another family's: `add` are tensors of its layer, `drop` parts of names that it lacks.
-fn family(architecture: &str, drop: &[&str], add: &[(&str, &[usize])]) -> Folder {
+/// The small Llama as another architecture. `add` are additional tensors of its layer; tensors whose names contain one of
+/// `drop` are removed.
+fn changed_llama(architecture: &str, drop: &[&str], add: &[(&str, &[usize])]) -> Folder {
     let mut folder = llama().with("architectures", json!([architecture]));
     folder.tensors.retain(|tensor| !drop.iter().any(|part| tensor.name.contains(part)));
     for (name, shape) in add {
@@ -25,7 +26,7 @@ fn family(architecture: &str, drop: &[&str], add: &[(&str, &[usize])]) -> Folder
 
 fn gemma2() -> Folder {
     let norms = ["pre_feedforward_layernorm", "post_feedforward_layernorm"];
-    family("Gemma2ForCausalLM", &[], &norms.map(|name| (name, &[16][..])))
+    changed_llama("Gemma2ForCausalLM", &[], &norms.map(|name| (name, &[16][..])))
 }
 
 fn gemma3() -> Folder {
@@ -38,11 +39,11 @@ fn gemma3() -> Folder {
 
 fn phi3() -> Folder {
     let fused: [(&str, &[usize]); 2] = [("self_attn.qkv_proj", &[32, 16]), ("mlp.gate_up_proj", &[48, 16])];
-    family("Phi3ForCausalLM", &["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"], &fused)
+    changed_llama("Phi3ForCausalLM", &["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"], &fused)
 }
 
 fn qwen3_moe() -> Folder {
-    let mut folder = family(
+    let mut folder = changed_llama(
         "Qwen3MoeForCausalLM",
         &["mlp"],
         &[("self_attn.q_norm", &[8]), ("self_attn.k_norm", &[8]), ("mlp.gate", &[3, 16])],
@@ -57,7 +58,7 @@ fn qwen3_moe() -> Folder {
 }
 
 fn config_of(folder: &Folder) -> ModelConfig {
-    folder.open().expect("the small folder opens").config().clone()
+    folder.open().expect("a valid folder").config().clone()
 }
 
 fn window_of(folder: &Folder) -> Option<usize> {
@@ -80,13 +81,17 @@ fn mistral_and_phi3_have_windows_in_all_layers_if_stated() {
     let mistral = || llama().with("architectures", json!(["MistralForCausalLM"]));
     assert_eq!(window_of(&mistral().with("sliding_window", 32)), Some(32));
     assert_eq!(window_of(&mistral().with("sliding_window", Value::Null)), None);
-    // transformers' default where nothing is stated.
+    // transformers' default where the key is absent.
     assert_eq!(window_of(&mistral()), None);
     assert_eq!(window_of(&mistral().with("max_position_embeddings", 8192)), Some(4096));
     assert_eq!(window_of(&phi3().with("sliding_window", 32)), Some(32));
     assert_eq!(window_of(&phi3().with("max_position_embeddings", 8192)), None);
     for window in [64, 65] {
-        assert_eq!(window_of(&mistral().with("sliding_window", window)), None, "it hides nothing");
+        assert_eq!(
+            window_of(&mistral().with("sliding_window", window)),
+            None,
+            "a window as long as the context"
+        );
     }
     let error = format_error(mistral().with("sliding_window", 0).open());
     assert!(matches!(error, FormatError::Bounds { what: "the sliding window", .. }));
@@ -104,7 +109,7 @@ fn qwen_switches_windows_on_from_a_layer() {
         assert_eq!(window_of(&on().with("max_window_layers", 0)), Some(32));
         assert_eq!(window_of(&on().with("max_window_layers", 1)), None);
         assert_eq!(window_of(&on().with("layer_types", json!(["sliding_attention"]))), Some(32));
-        // A list of layers without a window contradicts itself.
+        // A list of windowed layers without a window is contradictory.
         let error = unsupported(qwen().with("layer_types", json!(["sliding_attention"])).open());
         assert_names(&error, &["layer type", "sliding_attention", "full_attention"]);
     }
@@ -115,7 +120,7 @@ fn qwen_switches_windows_on_from_a_layer() {
 }
 
 #[test]
-fn gemma_alternates_and_turns_its_local_layers_otherwise() {
+fn gemma_alternates_windows_and_rotates_local_layers_by_another_base() {
     let config = config_of(&gemma3().with("sliding_window", 32));
     assert_eq!((config.window_of(0), config.windowed.as_slice()), (Some(32), [true].as_slice()));
     assert_eq!((config.rope, config.local_rope), (RopeConfig::plain(1e6), Some(RopeConfig::plain(1e4))));
@@ -138,7 +143,7 @@ fn gemma_alternates_and_turns_its_local_layers_otherwise() {
 }
 
 #[test]
-fn facts_of_gemma() {
+fn gemma_scales_and_caps_are_read() {
     let config = config_of(&gemma2().without("tie_word_embeddings"));
     assert_eq!((config.embed_scale, config.score_scale), (4.0, 1.0 / 16.0));
     assert_eq!((config.attn_soft_cap, config.logit_soft_cap), (Some(50.0), Some(30.0)));
@@ -192,7 +197,7 @@ fn rope_scalings_are_read_in_both_spellings() {
 }
 
 #[test]
-fn amplitudes_of_yarn() {
+fn yarn_amplitude_follows_attention_factor_or_mscale() {
     let amplitude = |set: Value| {
         let mut whole = json!({"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 16});
         whole.as_object_mut().unwrap().extend(set.as_object().unwrap().clone());
@@ -209,7 +214,7 @@ fn amplitudes_of_yarn() {
 }
 
 #[test]
-fn longrope_ends_where_its_long_factors_would_begin() {
+fn longrope_context_ends_where_the_long_factors_would_begin() {
     let set = |n: usize| json!({"type": "longrope", "short_factor": vec![1.5; n], "long_factor": vec![9; n]});
     let folder = |n| phi3().with("rope_scaling", set(n)).with("original_max_position_embeddings", 32);
     let config = config_of(&folder(4));
@@ -223,10 +228,10 @@ fn longrope_ends_where_its_long_factors_would_begin() {
 }
 
 #[test]
-fn wrong_rope_scalings_are_refused() {
-    let refused = |set: Value| format_error(llama().with("rope_parameters", set).open());
+fn wrong_rope_scalings_are_rejected() {
+    let rejected = |set: Value| format_error(llama().with("rope_parameters", set).open());
     let missing = |set: Value, key: &str| {
-        let error = refused(set);
+        let error = rejected(set);
         assert!(matches!(&error, FormatError::KeyMissing { key: k, .. } if *k == key), "{error}");
     };
     missing(json!({"rope_type": "linear"}), "factor");
@@ -247,17 +252,17 @@ fn wrong_rope_scalings_are_refused() {
         ("high_freq_factor", json!(1)),
         ("original_max_position_embeddings", json!(0)),
     ] {
-        let error = refused(with(key, value));
+        let error = rejected(with(key, value));
         assert!(matches!(error, FormatError::Bounds { .. }), "{key}: {error}");
     }
     let yarn = json!({"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 0});
-    assert!(matches!(refused(yarn), FormatError::Bounds { .. }));
+    assert!(matches!(rejected(yarn), FormatError::Bounds { .. }));
     let flat = json!({"rope_type": "yarn", "factor": 4, "rope_theta": 1});
-    assert!(matches!(refused(flat), FormatError::Bounds { what: "the rope base", .. }));
+    assert!(matches!(rejected(flat), FormatError::Bounds { what: "the rope base", .. }));
 }
 
 #[test]
-fn multipliers_are_granites() {
+fn multipliers_are_read_for_granite_and_rejected_elsewhere() {
     let granite = llama().with("architectures", json!(["GraniteForCausalLM"]));
     let granite = granite.with("embedding_multiplier", 12).with("logits_scaling", 8);
     let granite = granite.with("residual_multiplier", 0.25).with("attention_multiplier", 0.5);
@@ -273,7 +278,7 @@ fn multipliers_are_granites() {
 }
 
 #[test]
-fn fused_projections_are_one_slot_each() {
+fn fused_projections_are_one_weight_each() {
     let checkpoint = phi3().open().unwrap();
     let ids: Vec<WeightId> = checkpoint.weight_ids().collect();
     let layer = |part| WeightId::Layer(0, part);
@@ -287,7 +292,7 @@ fn fused_projections_are_one_slot_each() {
 }
 
 #[test]
-fn experts_are_slots_by_number() {
+fn each_expert_matrix_is_one_weight() {
     let checkpoint = qwen3_moe().open().unwrap();
     let config = checkpoint.config();
     assert_eq!(config.experts, Some(Experts { n: 3, n_used: 2, normalize: false }));
@@ -301,7 +306,7 @@ fn experts_are_slots_by_number() {
     assert!(matches!(error, FormatError::MissingTensors { n_missing: 3, .. }));
 }
 
-/// transformers 5 writes `num_local_experts` for every family; published files have the key of their family.
+/// transformers 5 writes `num_local_experts` for every architecture; published files have the architecture's own key.
 #[test]
 fn both_spellings_of_the_number_of_experts_are_read() {
     let both = ["num_experts", "num_local_experts"];
@@ -313,18 +318,18 @@ fn both_spellings_of_the_number_of_experts_are_read() {
         assert_eq!(config_of(&stated(keys)).experts.unwrap().n, 3, "{keys:?}");
     }
     let error = format_error(stated(&[(both[0], 3), (both[1], 4)]).open());
-    assert_names(&error, &["num_experts is 3", "num_local_experts says 4"]);
+    assert_names(&error, &["num_experts is 3", "expected 4 (from num_local_experts)"]);
     assert_names(&format_error(stated(&[]).open()), &["no \"num_experts\""]);
     let mut mixtral = qwen3_moe().without("num_experts").with("num_local_experts", 4);
     mixtral = mixtral.with("architectures", json!(["MixtralForCausalLM"])).with("intermediate_size", 24);
-    // Its number of experts is read: it lacks the tensors that Mixtral has.
+    // The number of experts is read; the tensors of Mixtral are missing.
     for folder in [mixtral.clone(), mixtral.without("num_local_experts").with("num_experts", 4)] {
         assert!(matches!(format_error(folder.open()), FormatError::MissingTensors { .. }));
     }
 }
 
 #[test]
-fn unlikely_experts_are_refused() {
+fn invalid_numbers_of_experts_are_rejected() {
     for (key, value) in [("num_experts", 0), ("num_experts", 1 << 20), ("num_experts_per_tok", 4)] {
         let error = format_error(qwen3_moe().with(key, value).open());
         assert!(matches!(error, FormatError::Bounds { .. }), "{key}: {error}");

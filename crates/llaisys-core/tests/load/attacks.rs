@@ -1,6 +1,6 @@
-//! The corpus of named attacks: a maker and what the refusal must name. Attacks on one rule of a format stand
-//! beside that rule's test in `folder.rs`, `gguf.rs` and `config.rs`; here are those that
-//! need more than a field, all those on `tokenizer.json`, and what fuzzing found.
+//! The corpus of named attacks: how to make each one, and the words that its error must contain. Attacks on one rule of
+//! a format are next to that rule's test in `folder.rs`, `gguf.rs` and `config.rs`. This file has the larger ones, all
+//! those on `tokenizer.json`, and those that fuzzing found.
 
 use crate::model_files::folder::{Folder, Tensor, safetensors, shard_name, with_header};
 use crate::model_files::gguf::{F32, Gguf, Meta};
@@ -13,10 +13,10 @@ use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 
-/// Makes the attack in the scratch folder; what to open.
+/// Makes the attack in the scratch folder. Returns the path to open.
 type Maker = fn(&Scratch) -> PathBuf;
 
-fn refused(name: &str, make: Maker, words: &[&str]) {
+fn rejected(name: &str, make: Maker, words: &[&str]) {
     let scratch = Scratch::new();
     let path = make(&scratch);
     let text = match Checkpoint::inspect(&path) {
@@ -27,7 +27,7 @@ fn refused(name: &str, make: Maker, words: &[&str]) {
         assert!(text.contains(word), "{name}: {text:?} does not name {word:?}");
     }
     assert!(text.len() < 2000, "{name}: {} bytes of error", text.len());
-    assert!(!text.contains(|c: char| c.is_control()), "{name}: {text:?} could drive a terminal");
+    assert!(!text.contains(|c: char| c.is_control()), "{name}: {text:?} has control characters");
 }
 
 fn llama() -> Folder {
@@ -82,7 +82,7 @@ fn attacks_on_safetensors_and_their_index() {
             &["a\\0b\\u{1b}[2J"],
         ),
         (
-            "a hundred thousand tensors of no bytes",
+            "a hundred thousand empty tensors",
             |s| {
                 folder(s, |f| {
                     let empty =
@@ -90,7 +90,7 @@ fn attacks_on_safetensors_and_their_index() {
                     f.tensors.extend((0..100_000).map(empty));
                 })
             },
-            &["100000 tensors have no place"],
+            &["100000 tensors are not part of this model"],
         ),
         (
             "a depth bomb in the metadata of the header",
@@ -120,7 +120,7 @@ fn attacks_on_safetensors_and_their_index() {
                 symlink(shard_name(0), s.file(&shard_name(1))).unwrap();
                 s.path().to_owned()
             },
-            &["model-00001.safetensors", "does not place there"],
+            &["model-00001.safetensors", "does not list for it"],
         ),
         (
             "a shard that is a link to itself",
@@ -158,7 +158,7 @@ fn attacks_on_safetensors_and_their_index() {
             &["outside of the model folder"],
         ),
         (
-            "an index of a hundred thousand shards that are not there",
+            "an index of a hundred thousand shards that do not exist",
             |s| {
                 llama().write_configs(s);
                 let map: serde_json::Map<String, Value> =
@@ -170,7 +170,7 @@ fn attacks_on_safetensors_and_their_index() {
         ),
     ];
     for (name, make, words) in table {
-        refused(name, make, words);
+        rejected(name, make, words);
     }
 }
 
@@ -203,7 +203,7 @@ fn attacks_on_gguf() {
             &["\\u{1b}[2J"],
         ),
         (
-            "a hundred thousand tensors in the same place",
+            "a hundred thousand tensors with the same data",
             |s| {
                 file(s, |f| {
                     for i in 0..100_000 {
@@ -226,7 +226,7 @@ fn attacks_on_gguf() {
         ),
     ];
     for (name, make, words) in table {
-        refused(name, make, words);
+        rejected(name, make, words);
     }
 }
 
@@ -263,7 +263,7 @@ fn regex(pattern: &str) -> Vec<u8> {
 }
 
 #[test]
-fn a_sound_tokenizer_passes() {
+fn valid_tokenizer_is_accepted() {
     tokenizer_json::check(&with("/version", json!("1.0"))).unwrap();
     tokenizer_json::check(&with("/added_tokens", json!(null))).unwrap();
     tokenizer_json::check(&with("/model/merges", json!([["a", "b"]]))).unwrap();
@@ -300,9 +300,9 @@ fn attacks_on_tokenizer_json() {
             || format!("{{\"model\":{{\"vocab\":{{\"a\":{}", "[".repeat(99)).into_bytes(),
             "f64",
         ),
-        ("a key twice", || b"{\"model\":{},\"model\":{}}".to_vec(), "twice"),
+        ("a repeated key", || b"{\"model\":{},\"model\":{}}".to_vec(), "twice"),
         ("two vocabularies", || b"{\"model\":{\"vocab\":{},\"vocab\":{}}}".to_vec(), "twice"),
-        ("a key twice, deep", || b"{\"x\":{\"a\":1,\"a\":1}}".to_vec(), "\"a\" is there twice"),
+        ("a repeated nested key", || b"{\"x\":{\"a\":1,\"a\":1}}".to_vec(), "\"a\" occurs twice"),
         (
             "a vocabulary of two million",
             || {
@@ -382,7 +382,7 @@ fn attacks_on_tokenizer_json() {
 }
 
 #[test]
-fn a_folder_is_inspected_with_its_tokenizer() {
+fn inspecting_a_folder_checks_its_tokenizer() {
     let scratch = Scratch::new();
     let path = folder(&scratch, |_| {});
     Checkpoint::inspect(&path).unwrap();
@@ -393,12 +393,16 @@ fn a_folder_is_inspected_with_its_tokenizer() {
         s.write("tokenizer.json", regex("(a+)+"));
         folder(s, |_| {})
     };
-    refused("a pattern", make, &["tokenizer.json", "(a+)+"]);
+    rejected("a pattern", make, &["tokenizer.json", "(a+)+"]);
     let make: Maker = |s| {
         symlink("/etc/hostname", s.file("tokenizer.json")).unwrap();
         folder(s, |_| {})
     };
-    refused("a link to a file outside", make, &["tokenizer.json leads outside of the model folder"]);
+    rejected(
+        "a link to a file outside",
+        make,
+        &["tokenizer.json is a link to a path outside of the model folder"],
+    );
     for name in ["tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "modules.json"] {
         let scratch = Scratch::new();
         let path = folder(&scratch, |_| {});
@@ -414,5 +418,5 @@ fn a_folder_is_inspected_with_its_tokenizer() {
         fs::File::create(s.file("tokenizer.json")).unwrap().set_len((64 << 20) + 1).unwrap();
         folder(s, |_| {})
     };
-    refused("a file of 64 MiB and a byte", make, &["tokenizer.json has 67108865 bytes"]);
+    rejected("a file of 64 MiB and a byte", make, &["tokenizer.json has 67108865 bytes"]);
 }

@@ -1,4 +1,4 @@
-//! Block types, byte by byte as GGUF defines them.
+//! Block types, byte by byte according to the GGUF definitions.
 
 use half::f16;
 use llaisys_core::dtype::DType;
@@ -12,7 +12,7 @@ fn dequantize(dtype: DType, bytes: &[u8], n: usize) -> Vec<f32> {
     values
 }
 
-/// The definition, element by element, in f32.
+/// Computes element `i` from the definition of its block type, in f32.
 fn definition(dtype: DType, block: &[u8], i: usize) -> f32 {
     let f16_at = |at: usize| f16::from_le_bytes([block[at], block[at + 1]]).to_f32();
     let nibble = |at: usize| f32::from(if i < 16 { block[at + i] & 15 } else { block[at + i - 16] >> 4 });
@@ -25,20 +25,20 @@ fn definition(dtype: DType, block: &[u8], i: usize) -> f32 {
 }
 
 #[test]
-fn blocks_by_hand() {
+fn handmade_blocks_are_dequantized() {
     // Scale 0.5 (0x3800), values -128, -1, 0, 127 and zeros.
     let mut q8_0 = vec![0x00, 0x38, 0x80, 0xff, 0x00, 0x7f];
     q8_0.resize(34, 0);
     assert_eq!(dequantize(DType::Q8_0, &q8_0, 32)[..5], [-64.0, -0.5, 0.0, 63.5, 0.0]);
 
-    // Scale 2: byte 0 holds elements 0 (low, 15) and 16 (high, 0); the other nibbles are 8, which is zero.
+    // Scale 2: byte 0 has elements 0 (low, 15) and 16 (high, 0); the other nibbles are 8, which is zero.
     let mut q4_0 = vec![0x00, 0x40, 0x0f];
     q4_0.resize(18, 0x88);
     let mut want = vec![0.0; 32];
     (want[0], want[16]) = (14.0, -16.0);
     assert_eq!(dequantize(DType::Q4_0, &q4_0, 32), want);
 
-    // Scale 2, minimum -1: byte 15 holds elements 15 (1) and 31 (3).
+    // Scale 2, minimum -1: byte 15 has elements 15 (1) and 31 (3).
     let mut q4_1 = vec![0x00, 0x40, 0x00, 0xbc];
     q4_1.resize(19, 0);
     q4_1.push(0x31);
@@ -62,9 +62,9 @@ fn plain_types_have_no_blocks() {
     }
 }
 
-/// Random blocks and their values by the PyPI package gguf (`tests/data/quants/regenerate.py`), bit by bit.
+/// Random blocks and their values from the PyPI package gguf (`tests/data/quants/regenerate.py`), bit for bit.
 #[test]
-fn gguf_types_are_what_the_gguf_package_says() {
+fn gguf_types_agree_with_the_gguf_package() {
     const N_VALUES: usize = 2048;
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/data/quants");
     let types: Vec<DType> =
@@ -81,9 +81,9 @@ fn gguf_types_are_what_the_gguf_package_says() {
     }
 }
 
-/// Scale 0.5, zero point 9: nibbles 0, 9 and 15; the second half of the block lies in the high nibbles.
+/// Scale 0.5, zero point 9: nibbles 0, 9 and 15. The second half of the block is in the high nibbles.
 #[test]
-fn int4_blocks_by_hand() {
+fn handmade_int4_blocks_are_dequantized() {
     let mut block = 0.5_f32.to_le_bytes().to_vec();
     block.extend([9, 0x90, 0xf9]);
     block.resize(21, 0x99);
@@ -94,13 +94,13 @@ fn int4_blocks_by_hand() {
 
 #[test]
 #[should_panic(expected = "row of another length")]
-fn a_row_of_another_length_is_a_bug() {
+fn row_of_another_length_panics() {
     dequantize(DType::Q8_0, &[0; 34], 64);
 }
 
 proptest! {
     #[test]
-    fn any_bytes_are_read_by_the_definition(
+    fn any_bytes_are_dequantized_by_the_definition(
         dtype in prop::sample::select(vec![DType::Q8_0, DType::Q4_0, DType::Q4_1]),
         mut bytes in prop::collection::vec(any::<u8>(), 3 * 34),
     ) {

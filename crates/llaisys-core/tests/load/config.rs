@@ -1,4 +1,4 @@
-//! `config.json` and `generation_config.json`: both spellings read, what would run wrong refused by name.
+//! `config.json` and `generation_config.json` in old and new spellings. Unimplemented settings are rejected by name.
 
 use crate::model_files::folder::Folder;
 use crate::model_files::{Scratch, assert_names, format_error, golden, unsupported};
@@ -13,7 +13,7 @@ fn small() -> Folder {
 }
 
 fn config_of(folder: &Folder) -> ModelConfig {
-    folder.open().expect("the small folder opens").config().clone()
+    folder.open().expect("a valid folder").config().clone()
 }
 
 /// Opens `small` with `text` as its `config.json`.
@@ -25,7 +25,7 @@ fn with_text(text: impl AsRef<[u8]>) -> FormatError {
 }
 
 #[test]
-fn facts_of_the_goldens() {
+fn hyper_parameters_of_the_golden_models_are_read() {
     let facts = |name: &str| {
         let checkpoint = Checkpoint::open(&golden(name)).unwrap();
         let c = checkpoint.config();
@@ -46,15 +46,15 @@ fn facts_of_the_goldens() {
 #[test]
 fn info_has_the_fields_of_the_python_type() {
     let checkpoint = Checkpoint::open(&golden("qwen3-tied-bf16")).unwrap();
-    // 5 norms of the width and 4 of a head in f32; the embedding's 600 rows are filled up to 608.
+    // 5 norms of the width and 4 of a head in f32; the embedding's 600 rows are padded to 608.
     let n_vectors = 5 * 64 + 4 * 32;
     let packed = |bytes: usize| (155_584 - n_vectors + 8 * 64) * bytes + n_vectors * 4;
-    // Panels of 32 outputs: groups of 32 inputs (scales and integers, in 4 bits zero points too), and the units.
+    // Panels of 32 outputs: groups of 32 inputs (scales and integers, with 4 bits zero points too), and the units.
     let fitted = |n_panels: usize, n_columns: usize, column: usize| {
         n_panels * (n_columns / 32 * 32 * column + 128).next_multiple_of(64)
     };
-    // Of a layer: Q, K, V and 22 panels of gate and up together; O of 128 inputs; d_ff is 176, which is no whole
-    // number of groups, so down stays in bf16.
+    // Per layer: Q, K, V and 22 panels of gate and up together; O has 128 inputs; d_ff is 176, which is not a multiple
+    // of the group size, so down stays in bf16.
     let layer = |column| fitted(4 + 2 + 2 + 11, 64, column) + fitted(2, 128, column) + 64 * 176 * 2;
     let int8 = 19 * 32 * (2 * 34) + 2 * layer(33) + n_vectors * 4;
     let int4 = fitted(19, 64, 25) + 2 * layer(18) + n_vectors * 4;
@@ -75,7 +75,7 @@ fn info_has_the_fields_of_the_python_type() {
 }
 
 #[test]
-fn slots_and_names_of_every_family() {
+fn every_weight_has_an_id_and_a_name() {
     for (architecture, n_in_layer) in
         [("LlamaForCausalLM", 9), ("Qwen2ForCausalLM", 12), ("Qwen3ForCausalLM", 11)]
     {
@@ -104,7 +104,7 @@ fn rope_base_in_old_and_new_spelling() {
 }
 
 #[test]
-fn rope_kinds_are_refused_by_name() {
+fn rope_kinds_are_rejected_by_name() {
     for kind in ["dynamic", "mrope", "su", "ntk"] {
         for (key, type_key) in
             [("rope_parameters", "rope_type"), ("rope_scaling", "rope_type"), ("rope_scaling", "type")]
@@ -148,12 +148,12 @@ fn dtype_in_old_and_new_spelling() {
 fn head_dim_explicit_or_derived() {
     assert_eq!(config_of(&small().without("head_dim")).d_head, 8);
     assert_eq!(config_of(&small().with("head_dim", Value::Null)).d_head, 8);
-    // 16 wide heads of 8 give other shapes than 12: explicit wins over derived.
+    // The stated width takes precedence over the derived one.
     let error = format_error(small().with("head_dim", 12).open());
     assert!(matches!(error, FormatError::TensorShape { want, .. } if want == [24, 16]));
     let error = format_error(small().without("head_dim").with("num_attention_heads", 3).open());
     assert!(matches!(error, FormatError::NotAMultiple { got: 16, divisor: 3, .. }));
-    // Qwen3's own default, whatever the width.
+    // Qwen3 has its own default, which does not depend on the width.
     let error = format_error(Folder::small("Qwen3ForCausalLM").without("head_dim").open());
     assert!(matches!(error, FormatError::TensorShape { want, .. } if want == [128] || want[0] == 256));
 }
@@ -175,7 +175,7 @@ fn tied_or_not() {
 }
 
 #[test]
-fn end_tokens_of_both_files_are_joined() {
+fn end_tokens_of_both_files_are_combined() {
     let eos = |config: Value, generation: Option<Value>| {
         let mut folder = small().with("eos_token_id", config);
         folder.generation = generation;
@@ -190,7 +190,7 @@ fn end_tokens_of_both_files_are_joined() {
 }
 
 #[test]
-fn ids_are_in_the_vocabulary() {
+fn ids_outside_the_vocabulary_are_rejected() {
     for (key, value) in
         [("eos_token_id", json!(12)), ("eos_token_id", json!([2, 99])), ("bos_token_id", json!(12))]
     {
@@ -204,7 +204,7 @@ fn ids_are_in_the_vocabulary() {
 }
 
 #[test]
-fn sampling_defaults_count_whatever_do_sample_says() {
+fn sampling_defaults_do_not_depend_on_do_sample() {
     let generation = |text: Value| {
         let mut folder = small();
         folder.generation = Some(text);
@@ -246,7 +246,7 @@ fn architectures_are_found_by_name() {
 }
 
 #[test]
-fn other_quantized_checkpoints_are_refused_by_name() {
+fn other_quantized_checkpoints_are_rejected_by_name() {
     for method in ["fp8", "bitsandbytes", "compressed-tensors", "hqq", "GPTQ"] {
         let folder = small().with("quantization_config", json!({"quant_method": method, "bits": 4}));
         assert_names(
@@ -261,18 +261,18 @@ fn other_quantized_checkpoints_are_refused_by_name() {
 }
 
 #[test]
-fn other_things_that_would_run_wrong_are_refused_by_name() {
-    let refused = |key: &str, value: Value, words: &[&str]| {
+fn other_unimplemented_settings_are_rejected_by_name() {
+    let rejected = |key: &str, value: Value, words: &[&str]| {
         assert_names(&unsupported(small().with(key, value).open()), words);
     };
     for key in ["num_experts", "num_local_experts", "n_routed_experts"] {
-        refused(key, json!(8), &["mixture of experts", key, "8", "dense"]);
+        rejected(key, json!(8), &["mixture of experts", key, "8", "dense"]);
         small().with(key, 0).open().unwrap();
     }
-    refused("hidden_act", json!("gelu_pytorch_tanh"), &["hidden_act", "gelu_pytorch_tanh", "silu"]);
-    refused("mlp_bias", json!(true), &["mlp_bias", "true"]);
-    refused("attention_bias", json!(true), &["attention_bias", "true"]);
-    refused("is_causal", json!(false), &["is_causal"]);
+    rejected("hidden_act", json!("gelu_pytorch_tanh"), &["hidden_act", "gelu_pytorch_tanh", "silu"]);
+    rejected("mlp_bias", json!(true), &["mlp_bias", "true"]);
+    rejected("attention_bias", json!(true), &["attention_bias", "true"]);
+    rejected("is_causal", json!(false), &["is_causal"]);
     Folder::small("Qwen2ForCausalLM").with("attention_bias", true).open().unwrap();
 }
 
@@ -303,7 +303,7 @@ fn required_keys_are_named_when_missing_or_wrong() {
 }
 
 #[test]
-fn numbers_out_of_bounds_are_refused() {
+fn numbers_out_of_bounds_are_rejected() {
     for (key, value) in [
         ("rms_norm_eps", json!(0.0)),
         ("rms_norm_eps", json!(1.0)),
@@ -324,7 +324,7 @@ fn numbers_out_of_bounds_are_refused() {
 }
 
 #[test]
-fn json_that_is_not_acceptable_is_refused() {
+fn invalid_json_and_repeated_keys_are_rejected() {
     for text in [
         "",
         "{",
@@ -343,7 +343,7 @@ fn json_that_is_not_acceptable_is_refused() {
 }
 
 #[test]
-fn depth_bombs_are_refused() {
+fn depth_bombs_are_rejected() {
     for n in [33, 10_000, 100_000] {
         for text in ["[".repeat(n), "{\"a\":".repeat(n / 2)] {
             let error = with_text(format!("{{\"a\":{text}"));
@@ -356,7 +356,7 @@ fn depth_bombs_are_refused() {
 }
 
 #[test]
-fn large_configurations_are_refused() {
+fn large_configurations_are_rejected() {
     let error = with_text(vec![b' '; (1 << 20) + 1]);
     assert!(matches!(error, FormatError::TooLarge { max, .. } if max == 1 << 20));
 }

@@ -1,4 +1,4 @@
-//! Damaged and hostile model folders, each by name.
+//! Damaged and hostile model folders: each is rejected by name.
 
 use crate::model_files::folder::{Folder, safetensors, shard_name, with_header, write_index};
 use crate::model_files::{Scratch, assert_names, bytes_of, check, format_error, golden, unsupported};
@@ -27,7 +27,7 @@ fn open_tensors(bytes: &[u8]) -> Result<Checkpoint> {
 }
 
 #[test]
-fn the_goldens_open() {
+fn golden_models_open() {
     for name in
         ["llama-untied-bf16", "qwen2-f16", "qwen2-odd-f32-sharded", "qwen2-tied-bf16", "qwen3-tied-bf16"]
     {
@@ -36,7 +36,7 @@ fn the_goldens_open() {
 }
 
 #[test]
-fn single_and_sharded_hold_the_same_tensors() {
+fn single_and_sharded_files_have_the_same_tensors() {
     for n_shards in [1, 3, 12] {
         let scratch = Scratch::new();
         let mut folder = small();
@@ -54,7 +54,7 @@ fn single_and_sharded_hold_the_same_tensors() {
 }
 
 #[test]
-fn what_is_not_there_is_named() {
+fn missing_files_are_named() {
     let scratch = Scratch::new();
     assert!(matches!(format_error(Checkpoint::open(&scratch.file("none"))), FormatError::Io { .. }));
     assert!(matches!(format_error(open(&scratch)), FormatError::FileMissing { name: "config.json", .. }));
@@ -66,7 +66,7 @@ fn what_is_not_there_is_named() {
 }
 
 #[test]
-fn truncated_at_every_byte() {
+fn truncation_at_every_byte_is_rejected() {
     let whole = safetensors(&small().tensors);
     check(&open_tensors(&whole).unwrap());
     let header_end = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
@@ -79,14 +79,14 @@ fn truncated_at_every_byte() {
 }
 
 #[test]
-fn bytes_that_no_tensor_owns_are_refused() {
+fn bytes_outside_of_all_tensors_are_rejected() {
     let mut longer = safetensors(&small().tensors);
     longer.push(0);
     assert!(matches!(format_error(open_tensors(&longer)), FormatError::Safetensors { .. }));
 }
 
 #[test]
-fn huge_headers_are_refused_before_allocating() {
+fn huge_headers_are_rejected_before_allocating() {
     for length in [(8 << 20) + 1, u64::from(u32::MAX), u64::MAX] {
         let mut bytes = length.to_le_bytes().to_vec();
         bytes.extend([b'{'; 64]);
@@ -98,17 +98,17 @@ fn huge_headers_are_refused_before_allocating() {
 }
 
 #[test]
-fn headers_that_lie_are_refused() {
+fn inconsistent_headers_are_rejected() {
     let entry = |shape: &str, start: u64, end: u64| {
         format!(r#"{{"dtype":"BF16","shape":{shape},"data_offsets":[{start},{end}]}}"#)
     };
     let (a, b) = (entry("[2]", 0, 4), entry("[2]", 4, 8));
     let gap = entry("[1]", 6, 8);
     let headers = [
-        format!(r#"{{"a":{a},"a":{a}}}"#),                    // a name twice
-        format!(r#"{{"a":{a},"b":{gap}}}"#),                  // bytes between
+        format!(r#"{{"a":{a},"a":{a}}}"#),                    // a repeated name
+        format!(r#"{{"a":{a},"b":{gap}}}"#),                  // unused bytes
         format!(r#"{{"a":{a},"b":{a}}}"#),                    // the same bytes
-        format!(r#"{{"a":{},"b":{b}}}"#, entry("[3]", 0, 4)), // shape and bytes
+        format!(r#"{{"a":{},"b":{b}}}"#, entry("[3]", 0, 4)), // shape and bytes disagree
         format!(r#"{{"a":{},"b":{b}}}"#, entry("[4294967296,4294967296]", 0, 4)), // a product of 2^64
         format!(r#"{{"a":{},"b":{b}}}"#, entry("[9223372036854775808]", 0, 4)), // 2^64 bytes
         format!(r#"{{"a":{},"b":{b}}}"#, entry("[-1]", 0, 4)),
@@ -130,7 +130,7 @@ fn headers_that_lie_are_refused() {
 }
 
 #[test]
-fn other_element_types_are_refused_by_name() {
+fn other_element_types_are_rejected_by_name() {
     for (dtype, n_bytes) in [("I8", 1), ("F8_E4M3", 1), ("I32", 4), ("F64", 8)] {
         let mut folder = small();
         let norm = folder.tensors.iter_mut().find(|t| t.name == "model.norm.weight").unwrap();
@@ -140,7 +140,7 @@ fn other_element_types_are_refused_by_name() {
 }
 
 #[test]
-fn missing_extra_and_misshapen_tensors_are_refused() {
+fn missing_extra_and_wrongly_shaped_tensors_are_rejected() {
     let error = format_error(small().without_tensor("lm_head.weight").open());
     assert!(
         matches!(&error, FormatError::MissingTensors { n_missing: 1, first } if first == "lm_head.weight")
@@ -154,7 +154,7 @@ fn missing_extra_and_misshapen_tensors_are_refused() {
 }
 
 #[test]
-fn known_harmless_tensors_are_passed_over() {
+fn known_harmless_tensors_are_ignored() {
     let mut folder = small().with("tie_word_embeddings", true);
     folder.tensor("model.layers.0.self_attn.rotary_emb.inv_freq", &[4]);
     let checkpoint = folder.open().unwrap();
@@ -164,7 +164,7 @@ fn known_harmless_tensors_are_passed_over() {
 }
 
 #[test]
-fn shard_names_stay_in_the_folder() {
+fn shard_names_outside_the_folder_are_rejected() {
     let outside = Scratch::new();
     outside.write("model.safetensors", safetensors(&small().tensors));
     let absolute = outside.file("model.safetensors").to_string_lossy().into_owned();
@@ -193,7 +193,7 @@ fn shard_names_stay_in_the_folder() {
 }
 
 #[test]
-fn links_out_of_the_folder_are_refused() {
+fn links_out_of_the_folder_are_rejected() {
     let outside = Scratch::new();
     small().write(&outside);
     for name in ["model.safetensors", "config.json"] {
@@ -226,7 +226,7 @@ fn links_inside_the_folder_and_to_the_folder_are_followed() {
 }
 
 #[test]
-fn the_hubs_cache_is_one_root() {
+fn links_within_the_hub_cache_are_followed() {
     let scratch = Scratch::new();
     let folder = Scratch::new();
     small().write(&folder);
@@ -257,7 +257,7 @@ fn the_hubs_cache_is_one_root() {
 }
 
 #[test]
-fn cyclic_links_between_shards_are_refused() {
+fn cyclic_links_between_shards_are_rejected() {
     let scratch = Scratch::new();
     small().write_sharded(&scratch, 2);
     fs::remove_file(scratch.file(&shard_name(0))).unwrap();
@@ -268,10 +268,10 @@ fn cyclic_links_between_shards_are_refused() {
 }
 
 #[test]
-fn what_is_not_a_file_is_refused_without_waiting() {
+fn pipes_and_devices_are_rejected_without_waiting() {
     let scratch = Scratch::new();
     small().write_configs(&scratch);
-    // A socket stands for a pipe: to open either would fail or wait.
+    // A socket is used like a pipe: opening either would fail or wait.
     let _socket = UnixListener::bind(scratch.file("model.safetensors")).unwrap();
     assert!(matches!(format_error(open(&scratch)), FormatError::NotAFile { .. }));
     let scratch = Scratch::new();
@@ -283,24 +283,24 @@ fn what_is_not_a_file_is_refused_without_waiting() {
 fn index_and_shards_must_agree() {
     let scratch = Scratch::new();
     let weight_map = small().write_sharded(&scratch, 3);
-    let refused = |change: &dyn Fn(&mut serde_json::Map<String, Value>)| {
+    let rejected = |change: &dyn Fn(&mut serde_json::Map<String, Value>)| {
         let mut changed = weight_map.clone();
         change(&mut changed);
         write_index(&scratch, &changed);
         format_error(open(&scratch))
     };
-    let moved = refused(&|map| map["model.norm.weight"] = shard_name(2).into());
+    let moved = rejected(&|map| map["model.norm.weight"] = shard_name(2).into());
     assert!(matches!(moved, FormatError::NotInIndex { .. }));
-    let unplaced = refused(&|map| drop(map.remove("model.norm.weight")));
+    let unplaced = rejected(&|map| drop(map.remove("model.norm.weight")));
     assert!(matches!(unplaced, FormatError::NotInIndex { .. }));
-    let invented = refused(&|map| drop(map.insert("invented".into(), shard_name(0).into())));
+    let invented = rejected(&|map| drop(map.insert("invented".into(), shard_name(0).into())));
     assert!(matches!(invented, FormatError::NotInShard { tensor, .. } if tensor == "invented"));
-    let lost = refused(&|map| drop(map.insert("invented".into(), "lost.safetensors".into())));
+    let lost = rejected(&|map| drop(map.insert("invented".into(), "lost.safetensors".into())));
     assert!(matches!(lost, FormatError::NotInShard { shard, .. } if shard == "lost.safetensors"));
 }
 
 #[test]
-fn a_tensor_in_two_shards_is_refused() {
+fn tensor_in_two_shards_is_rejected() {
     let scratch = Scratch::new();
     let folder = small();
     folder.write_sharded(&scratch, 2);
@@ -311,7 +311,7 @@ fn a_tensor_in_two_shards_is_refused() {
 }
 
 #[test]
-fn damaged_indexes_are_refused() {
+fn damaged_indexes_are_rejected() {
     let name = shard_name(0);
     let texts = [
         String::new(),

@@ -1,5 +1,5 @@
-//! Damaged and hostile GGUF files, each by name: a named error, no panic, no allocation that the file's size
-//! does not justify.
+//! Damaged and hostile GGUF files: each is rejected by name, without a panic and without an allocation that is larger
+//! than the file justifies.
 
 use crate::model_files::gguf::{F32, Gguf, Meta, Q8_0, array_head, parse, put_string};
 use crate::model_files::{assert_names, check, gguf_error, unsupported};
@@ -15,7 +15,7 @@ fn with_raw(type_id: u32, bytes: Vec<u8>) -> Gguf {
 }
 
 #[test]
-fn small_files_of_every_family_open() {
+fn small_files_of_every_architecture_open() {
     for architecture in ["llama", "qwen2", "qwen3"] {
         for version in [2, 3] {
             let mut file = Gguf::small(architecture);
@@ -26,7 +26,7 @@ fn small_files_of_every_family_open() {
 }
 
 #[test]
-fn truncated_at_every_byte() {
+fn truncation_at_every_byte_is_rejected() {
     let whole = small().bytes();
     parse(&whole).unwrap();
     for end in 0..whole.len() {
@@ -35,19 +35,19 @@ fn truncated_at_every_byte() {
 }
 
 #[test]
-fn an_empty_file_is_refused() {
+fn empty_file_is_rejected() {
     assert!(matches!(gguf_error(parse(&[])), GgufError::Truncated { needed: 4, left: 0, .. }));
 }
 
 #[test]
-fn another_magic_number_is_refused() {
+fn wrong_magic_number_is_rejected() {
     let mut bytes = small().bytes();
     bytes[..4].copy_from_slice(b"lmgg");
     assert!(matches!(gguf_error(parse(&bytes)), GgufError::Magic { .. }));
 }
 
 #[test]
-fn other_versions_are_refused_by_name() {
+fn other_versions_are_rejected_by_name() {
     for version in [0, 1, 4, u32::MAX] {
         let file = Gguf { version, ..small() };
         assert_names(&unsupported(file.parse()), &["GGUF version", &version.to_string(), "2 and 3"]);
@@ -55,7 +55,7 @@ fn other_versions_are_refused_by_name() {
 }
 
 #[test]
-fn big_endian_is_refused_by_name() {
+fn big_endian_is_rejected_by_name() {
     let swapped = Gguf { version: 3_u32.swap_bytes(), ..small() };
     assert_names(&unsupported(swapped.parse()), &["byte order", "big-endian", "little-endian"]);
     let mut bytes = small().bytes();
@@ -64,14 +64,14 @@ fn big_endian_is_refused_by_name() {
 }
 
 #[test]
-fn one_file_of_several_is_refused_by_name() {
+fn one_file_of_several_is_rejected_by_name() {
     let split = small().with("split.count", Meta::U32(3));
     assert_names(&unsupported(split.parse()), &["split.count = 3", "one file"]);
     small().with("split.count", Meta::U32(1)).parse().unwrap();
 }
 
 #[test]
-fn huge_counts_are_refused_before_allocating() {
+fn huge_counts_are_rejected_before_allocating() {
     for count in [1 << 20, 1 << 40, u64::MAX] {
         let tensors = Gguf { n_tensors: Some(count), ..small() };
         assert!(matches!(gguf_error(tensors.parse()), GgufError::Count { what: "tensors", .. }));
@@ -87,7 +87,7 @@ fn huge_counts_are_refused_before_allocating() {
 }
 
 #[test]
-fn counts_above_the_limit_are_refused_even_if_the_file_is_long_enough() {
+fn counts_above_the_limit_are_rejected_even_if_the_file_is_long_enough() {
     let n = (1 << 22) + 1;
     let mut array = array_head(0, n);
     array.resize(array.len() + n as usize, 0);
@@ -100,7 +100,7 @@ fn counts_above_the_limit_are_refused_even_if_the_file_is_long_enough() {
 }
 
 #[test]
-fn more_keys_or_tensors_than_said_leave_garbage_that_is_refused() {
+fn wrong_counts_of_keys_or_tensors_are_rejected() {
     let n_keys = small().keys.len() as u64;
     assert!(Gguf { n_keys: Some(n_keys - 1), ..small() }.parse().is_err());
     assert!(Gguf { n_keys: Some(n_keys + 1), ..small() }.parse().is_err());
@@ -108,7 +108,7 @@ fn more_keys_or_tensors_than_said_leave_garbage_that_is_refused() {
 }
 
 #[test]
-fn unknown_value_types_are_refused() {
+fn unknown_value_types_are_rejected() {
     for type_id in [13, 99, u32::MAX] {
         let want = GgufError::UnknownValueType { key: "x".into(), type_id, in_array: false };
         assert_eq!(gguf_error(with_raw(type_id, vec![0; 8]).parse()), want);
@@ -116,7 +116,7 @@ fn unknown_value_types_are_refused() {
 }
 
 #[test]
-fn arrays_of_arrays_and_of_unknown_types_are_refused() {
+fn arrays_of_arrays_and_of_unknown_types_are_rejected() {
     for type_id in [9, 13, u32::MAX] {
         let want = GgufError::UnknownValueType { key: "x".into(), type_id, in_array: true };
         assert_eq!(gguf_error(with_raw(9, array_head(type_id, 0)).parse()), want);
@@ -124,7 +124,7 @@ fn arrays_of_arrays_and_of_unknown_types_are_refused() {
 }
 
 #[test]
-fn truth_values_are_0_or_1() {
+fn booleans_other_than_0_and_1_are_rejected() {
     with_raw(7, vec![1]).parse().unwrap();
     assert_eq!(gguf_error(with_raw(7, vec![2]).parse()), GgufError::Bool { key: "x".into(), value: 2 });
     let mut array = array_head(7, 3);
@@ -145,7 +145,7 @@ fn every_value_type_is_read() {
 }
 
 #[test]
-fn strings_that_are_not_utf8_are_refused() {
+fn strings_that_are_not_utf8_are_rejected() {
     let mut text = vec![];
     put_string(&mut text, &[0xc3, 0x28]);
     assert!(matches!(gguf_error(with_raw(8, text).parse()), GgufError::Utf8 { .. }));
@@ -155,21 +155,21 @@ fn strings_that_are_not_utf8_are_refused() {
 }
 
 #[test]
-fn a_key_twice_is_refused() {
+fn repeated_key_is_rejected() {
     let mut file = small();
     file.keys.push(("general.architecture".into(), "qwen2".into()));
     assert_eq!(gguf_error(file.parse()), GgufError::DuplicateKey { key: "general.architecture".into() });
 }
 
 #[test]
-fn a_tensor_twice_is_refused() {
+fn repeated_tensor_is_rejected() {
     let mut file = small();
     file.vector("output_norm.weight", 32);
     assert_eq!(gguf_error(file.parse()), GgufError::DuplicateTensor { name: "output_norm.weight".into() });
 }
 
 #[test]
-fn empty_names_are_refused() {
+fn empty_names_are_rejected() {
     assert!(matches!(gguf_error(small().with("", Meta::U32(1)).parse()), GgufError::EmptyName { .. }));
     let mut file = small();
     file.vector("", 32);
@@ -177,7 +177,7 @@ fn empty_names_are_refused() {
 }
 
 #[test]
-fn tensors_have_1_to_4_dimensions() {
+fn tensors_without_1_to_4_dimensions_are_rejected() {
     for n_dims in [0_usize, 5, 64] {
         let mut file = small();
         file.tensor("output_norm.weight").sizes = vec![1; n_dims];
@@ -187,7 +187,7 @@ fn tensors_have_1_to_4_dimensions() {
 }
 
 #[test]
-fn zero_and_overflowing_sizes_are_refused() {
+fn zero_and_overflowing_sizes_are_rejected() {
     for sizes in [
         vec![0],
         vec![32, 0],
@@ -204,7 +204,7 @@ fn zero_and_overflowing_sizes_are_refused() {
 }
 
 #[test]
-fn rows_are_whole_blocks() {
+fn rows_of_partial_blocks_are_rejected() {
     let mut file = small();
     // The product is a multiple of 32, the row is not.
     file.tensor("token_embd.weight").sizes = vec![16, 16];
@@ -220,7 +220,7 @@ fn rows_are_whole_blocks() {
 }
 
 #[test]
-fn alignments_are_powers_of_two_up_to_a_mebibyte() {
+fn alignments_other_than_powers_of_two_up_to_1_mib_are_rejected() {
     for alignment in [0, 3, 33, (1 << 20) + 1, 1 << 21, u32::MAX] {
         let file = small().with("general.alignment", Meta::U32(alignment));
         let want = GgufError::Alignment { alignment: alignment.into(), max: 1 << 20 };
@@ -235,7 +235,7 @@ fn alignments_are_powers_of_two_up_to_a_mebibyte() {
 }
 
 #[test]
-fn data_off_the_alignment_is_refused() {
+fn unaligned_data_is_rejected() {
     let mut file = small();
     file.tensor("output_norm.weight").offset = Some(8);
     let want = GgufError::Misaligned { name: "output_norm.weight".into(), offset: 8, alignment: 32 };
@@ -243,7 +243,7 @@ fn data_off_the_alignment_is_refused() {
 }
 
 #[test]
-fn data_outside_of_the_file_is_refused() {
+fn data_outside_of_the_file_is_rejected() {
     for offset in [1 << 20, 1 << 62, !31] {
         let mut file = small();
         file.tensor("output_norm.weight").offset = Some(offset);
@@ -256,7 +256,7 @@ fn data_outside_of_the_file_is_refused() {
 }
 
 #[test]
-fn a_header_without_data_is_refused() {
+fn header_without_data_is_rejected() {
     let (mut header, _) = small().header();
     assert!(matches!(gguf_error(parse(&header)), GgufError::OutsideFile { data_bytes: 0, .. }));
     header.truncate(header.len() - 1);
@@ -264,12 +264,12 @@ fn a_header_without_data_is_refused() {
 }
 
 #[test]
-fn overlapping_tensors_are_refused() {
+fn overlapping_tensors_are_rejected() {
     let mut file = small();
     file.tensor("blk.0.attn_norm.weight").offset = Some(0);
     let (first, second) = ("token_embd.weight".into(), "blk.0.attn_norm.weight".into());
     assert_eq!(gguf_error(file.parse()), GgufError::Overlap { first, second });
-    // The same bytes for two tensors: inside one another.
+    // One tensor within the data of another.
     let mut file = small();
     file.vector("one", 64);
     file.vector("two", 8);
@@ -279,7 +279,7 @@ fn overlapping_tensors_are_refused() {
 }
 
 #[test]
-fn other_tensor_types_are_refused_by_their_ggml_name() {
+fn other_tensor_types_are_rejected_by_their_ggml_name() {
     for (type_id, name) in
         [(9, "Q8_1"), (15, "Q8_K"), (23, "IQ4_XS"), (28, "F64"), (39, "MXFP4"), (4, "number 4")]
     {
@@ -293,7 +293,7 @@ fn other_tensor_types_are_refused_by_their_ggml_name() {
 }
 
 #[test]
-fn every_supported_tensor_type_is_placed() {
+fn every_supported_tensor_type_is_accepted() {
     let of_32 = [(F32, 128), (1, 64), (2, 18), (3, 20), (6, 22), (7, 24), (Q8_0, 34), (20, 18), (30, 64)];
     let of_256 = [(10, 84), (11, 110), (12, 144), (13, 176), (14, 210)];
     let types = of_32.map(|t| (t, 32)).into_iter().chain(of_256.map(|t| (t, 256)));

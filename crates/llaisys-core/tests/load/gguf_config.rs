@@ -1,4 +1,4 @@
-//! What a GGUF file says of its model and tokenizer: read, or refused by name.
+//! The metadata of GGUF files about model and tokenizer. Unimplemented settings are rejected by name.
 
 use crate::model_files::gguf::{D_HEAD, F32, Gguf, Meta, N_HEADS, Q8_0, array_head};
 use crate::model_files::{assert_names, bytes_of, check, format_error, gguf_error, unsupported};
@@ -13,7 +13,7 @@ fn small() -> Gguf {
 }
 
 #[test]
-fn facts_of_a_small_file() {
+fn hyper_parameters_of_a_small_file_are_read() {
     let checkpoint = small().open().unwrap();
     let config = checkpoint.config();
     assert_eq!((config.n_layers, config.d_model, config.n_heads, config.n_kv_heads), (1, 32, 2, 1));
@@ -33,18 +33,18 @@ fn info_has_the_fields_of_the_python_type() {
     info.as_object_mut().unwrap().remove("path");
     let n_q8_0 = (8 + 32 + 3 * 32) * 32;
     let n_f32 = 3 * 32 + (32 + 16 + 16) * 32;
-    // Rows come in panels of 32: the 8 tokens' and the 16 of K and V are filled up, vectors are not.
+    // Rows are packed in panels of 32: the 8 of the tokens and the 16 of K and V are padded; vectors are not.
     let (q8_0, f32) = ((32 + 32 + 3 * 32) * 32, (32 + 32 + 32) * 32);
     let vectors = 3 * 32 * 4;
     let packed = json!({
         "auto": q8_0 / 32 * 34 + f32 * 4 + vectors,
         "float32": (q8_0 + f32) * 4 + vectors,
         "bfloat16": (q8_0 + f32) * 2 + vectors,
-        // Each panel of one group of 32 inputs: its numbers and integers, and the units.
+        // Each panel has one group of 32 inputs: its numbers and integers, and the units.
         "int8": 32 * 34 + 7 * (32 * 33 + 128_usize).next_multiple_of(64) + vectors,
         "int4": (32 * 25 + 128_usize).next_multiple_of(64) + 7 * (32 * 18 + 128) + vectors,
     });
-    // One panel, and its 32 rows' lengths and their differences'.
+    // One panel, and for its 32 rows their lengths and those of their differences.
     let screen = 32 * 34 + 2 * 32 * 4;
     let want = json!({
         "file_format": "gguf", "architecture": "LlamaForCausalLM", "dtype": "f32",
@@ -66,7 +66,8 @@ fn info_has_the_fields_of_the_python_type() {
     assert_eq!(info, want);
 }
 
-/// The converter's reshape `[heads, 2, d_head / 2, columns]` with the middle axes swapped, as a row number.
+/// The row that the converter writes row `n` to: a reshape to `[heads, 2, d_head / 2, columns]` with the middle axes
+/// swapped.
 fn converted_row(n: usize) -> usize {
     let (d_head, half) = (D_HEAD as usize, D_HEAD as usize / 2);
     let (head, side, pair) = (n / d_head, n % d_head / half, n % half);
@@ -74,7 +75,7 @@ fn converted_row(n: usize) -> usize {
 }
 
 #[test]
-fn rows_of_q_and_k_are_put_back_for_llama_only() {
+fn rows_of_q_and_k_are_reordered_for_llama_only() {
     for architecture in ["llama", "qwen2", "qwen3"] {
         let checkpoint = Gguf::small(architecture).open().unwrap();
         let is_llama = architecture == "llama";
@@ -88,7 +89,7 @@ fn rows_of_q_and_k_are_put_back_for_llama_only() {
             for n in 0..n_rows as usize {
                 let want = if moved { converted_row(n) } else { n };
                 let at = checkpoint.stored_row(id, n) * row_bytes;
-                // The writer fills a row with its own number.
+                // The writer fills a row with its number.
                 assert_eq!(bytes[at..at + 4], (want as f32).to_le_bytes(), "{architecture} {part:?} {n}");
             }
         }
@@ -107,7 +108,7 @@ fn names_are_those_of_the_file() {
 }
 
 #[test]
-fn the_head_is_tied_unless_output_weight_is_there() {
+fn head_is_tied_unless_the_file_has_output_weight() {
     let mut file = small();
     file.matrix("output.weight", 8, 32, 0);
     let checkpoint = file.open().unwrap();
@@ -116,7 +117,7 @@ fn the_head_is_tied_unless_output_weight_is_there() {
 }
 
 #[test]
-fn all_end_tokens_are_gathered_once() {
+fn end_tokens_of_all_keys_are_combined() {
     let file = small()
         .with("tokenizer.ggml.eot_token_id", Meta::U32(3))
         .with("tokenizer.ggml.eom_token_id", Meta::U32(6));
@@ -161,13 +162,13 @@ fn required_keys_are_named_when_missing() {
 }
 
 #[test]
-fn unknown_architectures_are_refused_by_name() {
+fn unknown_architectures_are_rejected_by_name() {
     let error = unsupported(small().with("general.architecture", "gemma3n").open());
     assert_names(&error, &["gemma3n", "llama, qwen2, qwen3, phi3, olmo2, granite, gemma2, gemma3, llama"]);
 }
 
 #[test]
-fn tokenizers_are_refused_by_name() {
+fn tokenizers_are_rejected_by_name() {
     for model in ["bert", "t5", "rwkv"] {
         let error = unsupported(small().with("tokenizer.ggml.model", model).open());
         assert_names(&error, &["tokenizer.ggml.model", model, "gpt2"]);
@@ -214,7 +215,7 @@ fn scored_tokenizers_are_read() {
 }
 
 #[test]
-fn add_bos_follows_the_file_then_the_pre() {
+fn add_bos_defaults_by_pre() {
     let add_bos = |file: Gguf| file.open().unwrap().info().tokenizer.as_ref().unwrap().add_bos;
     let silent = small().without("tokenizer.ggml.add_bos_token");
     assert!(!add_bos(silent.clone()));
@@ -228,7 +229,7 @@ fn add_bos_follows_the_file_then_the_pre() {
 }
 
 #[test]
-fn ids_outside_of_the_vocabulary_are_refused() {
+fn ids_outside_of_the_vocabulary_are_rejected() {
     for key in ["bos", "eos", "unknown", "eot", "eom"] {
         for id in [Meta::U32(8), Meta::U32(u32::MAX), Meta::U64(u64::MAX)] {
             let file = small().with(&format!("tokenizer.ggml.{key}_token_id"), id);
@@ -238,7 +239,7 @@ fn ids_outside_of_the_vocabulary_are_refused() {
 }
 
 #[test]
-fn lists_of_unequal_length_are_refused() {
+fn lists_of_unequal_length_are_rejected() {
     let types = small().with("tokenizer.ggml.token_type", Meta::I32s(vec![1; 7]));
     assert!(matches!(format_error(types.open()), FormatError::Disagree { got: 7, want: 8, .. }));
     let tokens = small().with("llama.vocab_size", Meta::U32(9));
@@ -246,7 +247,7 @@ fn lists_of_unequal_length_are_refused() {
 }
 
 #[test]
-fn rope_kinds_are_refused_by_name() {
+fn rope_kinds_are_rejected_by_name() {
     for kind in ["longrope", "dynamic"] {
         let error = unsupported(small().with("llama.rope.scaling.type", kind).open());
         assert_names(&error, &["rope type", kind, "none"]);
@@ -265,7 +266,7 @@ fn rope_kinds_are_refused_by_name() {
 }
 
 #[test]
-fn the_pooling_of_embeddings_is_told_as_the_file_states_it() {
+fn pooling_type_is_reported_as_in_the_file() {
     let pooling = |gguf: Gguf| gguf.open().unwrap().info().pooling_type;
     assert_eq!(pooling(small()), None);
     assert_eq!(pooling(small().with("llama.pooling_type", Meta::U32(3))), Some(3));
@@ -273,16 +274,16 @@ fn the_pooling_of_embeddings_is_told_as_the_file_states_it() {
 }
 
 #[test]
-fn other_things_that_would_run_wrong_are_refused_by_name() {
-    let refused = |key: &str, value: Meta, words: &[&str]| {
+fn other_unimplemented_settings_are_rejected_by_name() {
+    let rejected = |key: &str, value: Meta, words: &[&str]| {
         assert_names(&unsupported(small().with(key, value).open()), words);
     };
-    refused("llama.attention.sliding_window", Meta::U32(32), &["sliding window", "32 of 64"]);
-    refused("llama.attention.causal", Meta::Bool(false), &["causal"]);
-    refused("llama.logit_scale", Meta::F32(8.0), &["llama.logit_scale = 8"]);
-    refused("llama.attention.scale", Meta::F32(0.5), &["llama.attention.scale"]);
-    refused("general.type", "adapter".into(), &["adapter", "model"]);
-    refused("llama.attention.head_count_kv", Meta::I32s(vec![1, 2]), &["each layer", "head_count_kv"]);
+    rejected("llama.attention.sliding_window", Meta::U32(32), &["sliding window", "32 of 64"]);
+    rejected("llama.attention.causal", Meta::Bool(false), &["causal"]);
+    rejected("llama.logit_scale", Meta::F32(8.0), &["llama.logit_scale = 8"]);
+    rejected("llama.attention.scale", Meta::F32(0.5), &["llama.attention.scale"]);
+    rejected("general.type", "adapter".into(), &["adapter", "model"]);
+    rejected("llama.attention.head_count_kv", Meta::I32s(vec![1, 2]), &["each layer", "head_count_kv"]);
     let unequal = small().with("llama.attention.key_length", Meta::U32(16));
     let unequal = unequal.with("llama.attention.value_length", Meta::U32(32));
     assert_names(&unsupported(unequal.open()), &["unequal width", "16 and 32"]);
@@ -292,7 +293,7 @@ fn other_things_that_would_run_wrong_are_refused_by_name() {
     assert_names(&unsupported(dense.open()), &["mixture of experts", "qwen2.expert_count = 8", "dense"]);
     let sparse = Gguf::small("qwen3").with("general.architecture", "qwen3moe");
     assert_names(&unsupported(sparse.open()), &["mixture of experts", "qwen3moe.expert_count = 0"]);
-    refused("llama.attn_logit_softcapping", Meta::F32(30.0), &["attn_logit_softcapping = 30"]);
+    rejected("llama.attn_logit_softcapping", Meta::F32(30.0), &["attn_logit_softcapping = 30"]);
     let experts = |key: &str, value: Meta| {
         let file = small().with("llama.expert_count", Meta::U32(4));
         let file = file.with("llama.expert_used_count", Meta::U32(2)).with(key, value);
@@ -304,7 +305,7 @@ fn other_things_that_would_run_wrong_are_refused_by_name() {
 }
 
 #[test]
-fn experts_in_single_tensors_are_an_old_layout() {
+fn experts_in_single_tensors_are_rejected_as_an_old_layout() {
     let mut file = small().with("llama.expert_count", Meta::U32(2));
     file = file.with("llama.expert_used_count", Meta::U32(2));
     for part in ["gate", "up", "down"] {
@@ -348,7 +349,7 @@ fn rope_scalings_are_read() {
 }
 
 #[test]
-fn sizes_out_of_bounds_are_refused() {
+fn sizes_out_of_bounds_are_rejected() {
     for key in
         ["block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count"]
     {
@@ -374,7 +375,7 @@ fn sizes_out_of_bounds_are_refused() {
 }
 
 #[test]
-fn missing_extra_and_misshapen_tensors_are_refused() {
+fn missing_extra_and_wrongly_shaped_tensors_are_rejected() {
     let mut missing = small();
     missing.tensors.retain(|tensor| !tensor.name.starts_with("blk.0.ffn"));
     let error = format_error(missing.open());
@@ -396,13 +397,13 @@ fn missing_extra_and_misshapen_tensors_are_refused() {
         matches!(&error, FormatError::TensorShape { got, want, .. } if got == &[32, 16] && want == &[16, 32])
     );
 
-    // A layer more than the file says.
+    // One more layer than in the file.
     let layers = small().with("llama.block_count", Meta::U32(2));
     assert!(matches!(format_error(layers.open()), FormatError::MissingTensors { n_missing: 9, .. }));
 }
 
 #[test]
-fn the_architecture_is_named_before_the_tensor_types() {
+fn unknown_architecture_is_reported_before_unknown_tensor_types() {
     let mut file = small().with("general.architecture", "phi4");
     file.tensor("blk.0.ffn_up.weight").type_id = 12;
     assert_names(&unsupported(file.open()), &["phi4"]);

@@ -1,4 +1,4 @@
-//! Model files: what is read, what is refused, and what weights become in memory.
+//! Model files: reading them, rejecting invalid ones, and packing their weights.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -1,4 +1,4 @@
-//! Random damage: every file opens as a sound checkpoint or is refused; nothing panics.
+//! Random damage: every file opens as a valid checkpoint or is rejected; nothing panics.
 
 use crate::model_files::folder::{Folder, safetensors};
 use crate::model_files::gguf::{Gguf, parse};
@@ -18,7 +18,7 @@ enum Damage {
     Flip(Index, u8),
     Insert(Index, Vec<u8>),
     Remove(Index, usize),
-    /// Eight bytes of a number that likes to overflow.
+    /// Eight bytes of a number that is likely to overflow.
     Number(Index, u64),
     Copy(Index, Index, usize),
     Cut(Index),
@@ -42,7 +42,7 @@ fn damage() -> impl Strategy<Value = Damage> {
     ]
 }
 
-/// Applies `changes` within the first `front` bytes, where the parsers look.
+/// Applies `changes` within the first `front` bytes, which the parsers read.
 fn damaged(mut bytes: Vec<u8>, front: usize, changes: &[Damage]) -> Vec<u8> {
     for change in changes {
         let front = front.min(bytes.len());
@@ -77,7 +77,7 @@ fn damaged(mut bytes: Vec<u8>, front: usize, changes: &[Damage]) -> Vec<u8> {
     bytes
 }
 
-/// Runs `test` on `n_cases` values of `strategy`; a failing one is made small and printed.
+/// Runs `test` on `n_cases` values of `strategy`. A failing one is minimized and printed.
 fn for_each<T: Debug>(n_cases: u32, strategy: impl Strategy<Value = T>, test: impl Fn(T)) {
     let config = Config { cases: n_cases, failure_persistence: None, ..Config::default() };
     let run = |value| {
@@ -96,13 +96,13 @@ fn check_if_it_opens(path: &Path) {
 }
 
 #[test]
-fn damaged_gguf_files_are_sound_or_refused() {
+fn damaged_gguf_files_are_valid_or_rejected() {
     let scratch = Scratch::new();
     for architecture in ["llama", "qwen2", "qwen3"] {
         let file = Gguf::small(architecture);
         let (bytes, front) = (file.bytes(), file.header().0.len());
         for_each(4000, vec(damage(), 1..5), |changes| {
-            // A refusal is as good as a sound table: only a panic would fail.
+            // Both a rejection and a valid table are right; only a panic fails.
             parse(&damaged(bytes.clone(), front, &changes)).ok();
         });
         for_each(600, vec(damage(), 1..5), |changes| {
@@ -112,7 +112,7 @@ fn damaged_gguf_files_are_sound_or_refused() {
 }
 
 #[test]
-fn damaged_safetensors_headers_are_sound_or_refused() {
+fn damaged_safetensors_headers_are_valid_or_rejected() {
     let folder = Folder::small("Qwen2ForCausalLM");
     let scratch = Scratch::new();
     folder.write_configs(&scratch);
@@ -125,7 +125,7 @@ fn damaged_safetensors_headers_are_sound_or_refused() {
 }
 
 #[test]
-fn damaged_configurations_are_sound_or_refused() {
+fn damaged_configurations_are_valid_or_rejected() {
     let mut folder = Folder::small("Qwen3ForCausalLM");
     folder.generation = Some(serde_json::json!({"eos_token_id": [2, 3], "temperature": 0.7, "top_k": 20}));
     let scratch = Scratch::new();
@@ -142,9 +142,9 @@ fn damaged_configurations_are_sound_or_refused() {
 }
 
 #[test]
-fn noise_behind_a_magic_number_is_refused() {
+fn random_bytes_after_a_magic_number_are_rejected() {
     for_each(4000, vec(any::<u8>(), 0..256), |noise| {
         let bytes = [b"GGUF\x03\0\0\0".to_vec(), noise].concat();
-        parse(&bytes).expect_err("so few bytes cannot hold the counts that noise states");
+        parse(&bytes).expect_err("random counts are larger than so few bytes");
     });
 }

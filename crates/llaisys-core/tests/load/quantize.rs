@@ -1,5 +1,5 @@
-//! Fitting plain weights: never worse than rounding to nearest, the same again on what was fitted, and sane on
-//! whatever finite numbers a file holds.
+//! Quantizing plain weights: never worse than rounding to nearest, unchanged for quantized values, and finite for any
+//! finite weights.
 
 use llaisys_core::quant::BLOCK_LEN;
 use llaisys_core::quant::quantize::{Grid, QuantizedRow, quantize};
@@ -19,8 +19,8 @@ fn errors(values: &[f32], fitted: &[f32]) -> Vec<f64> {
     values.chunks(BLOCK_LEN).zip(fitted.chunks(BLOCK_LEN)).map(of).collect()
 }
 
-/// Rounding to nearest, from its definition: the least scale that reaches every weight, each weight the nearest
-/// value of the grid.
+/// Rounds to nearest according to the definition: the smallest scale that covers every weight, and for each weight the
+/// nearest value of the grid.
 fn nearest(grid: Grid, values: &[f32], unit: f32) -> Vec<f32> {
     let mut out = Vec::new();
     for group in values.chunks(BLOCK_LEN) {
@@ -36,7 +36,7 @@ fn nearest(grid: Grid, values: &[f32], unit: f32) -> Vec<f32> {
         let step = (reach / unit).ceil().clamp(1.0, 255.0) * unit;
         let zero = match grid {
             Grid::Symmetric { .. } => 0.0,
-            // Of a group without positive weights, zero is the largest integer.
+            // In a group without positive weights, zero is the largest integer.
             Grid::ZeroPoint if high == 0.0 => 15.0,
             Grid::ZeroPoint => (-low / step * 16.0).round_ties_even().min(240.0) / 16.0,
         };
@@ -46,8 +46,8 @@ fn nearest(grid: Grid, values: &[f32], unit: f32) -> Vec<f32> {
     out
 }
 
-/// Rows of three groups: sums of uniform numbers, so nearly normal, of sizes between these powers of two, some on
-/// one side of zero, some constant, some normal, and of six kinds the last with a far outlier.
+/// Rows of three groups with sizes between these powers of two. Weights are sums of uniform numbers (nearly normal), or
+/// all of one sign, or constant, or with six kinds also with an outlier.
 fn rows(powers: std::ops::Range<i32>, kinds: u8) -> impl Strategy<Value = Vec<f32>> {
     let group = (prop::collection::vec(-1.0_f32..1.0, 4 * BLOCK_LEN), powers, 0..kinds);
     let group = group.prop_map(|(parts, power, kind)| {
@@ -67,7 +67,7 @@ fn rows(powers: std::ops::Range<i32>, kinds: u8) -> impl Strategy<Value = Vec<f3
 
 proptest! {
     #[test]
-    fn no_group_is_worse_than_rounded_to_nearest(values in rows(-12..3, 6)) {
+    fn no_group_is_worse_than_rounding_to_nearest(values in rows(-12..3, 6)) {
         for grid in GRIDS {
             let fitted = fitted(grid, &values);
             let ours = errors(&values, &fitted.values(grid));
@@ -80,7 +80,7 @@ proptest! {
     }
 
     #[test]
-    fn what_was_fitted_fits_itself(values in rows(-2..3, 5)) {
+    fn quantized_values_stay_unchanged(values in rows(-2..3, 5)) {
         for grid in GRIDS {
             let first = fitted(grid, &values).values(grid);
             let again = fitted(grid, &first).values(grid);
@@ -99,7 +99,7 @@ proptest! {
     }
 }
 
-/// What the search gains on normal weights: figures of this quantizer, so that a change that loses them is seen.
+/// The gain of the search on normal weights. The bounds are measured errors of this quantizer, so that a regression fails.
 #[test]
 fn errors_on_normal_weights() {
     let mut state = 1_u64;
@@ -124,7 +124,7 @@ fn errors_on_normal_weights() {
 }
 
 #[test]
-fn zeros_stay_zeros() {
+fn zeros_stay_zero() {
     for grid in GRIDS {
         assert_eq!(fitted(grid, &[0.0; 64]).values(grid), [0.0; 64]);
         let mut values = [0.0; 64];

@@ -1,4 +1,4 @@
-//! GPTQ and AWQ folders: every integer, zero point and scale in its place; what does not fit is refused.
+//! GPTQ and AWQ folders: integers, zero points and scales are read correctly, and inconsistent folders are rejected.
 
 use crate::model_files::folder::{Folder, Tensor};
 use crate::model_files::{Scratch, assert_names, bytes_of, format_error, unsupported};
@@ -22,7 +22,7 @@ const K: usize = 128;
 const MODULE: &str = "model.layers.0.mlp.down_proj";
 const WEIGHT: WeightId = WeightId::Layer(0, LayerWeight::Down);
 
-/// The integers of a matrix, as the methods define them.
+/// The integers, zero points and scales of a matrix.
 struct Quants {
     group_size: usize,
     /// `[N][K]`.
@@ -74,7 +74,7 @@ fn bytes(words: &[u32]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_le_bytes()).collect()
 }
 
-/// A small model whose `down_proj` is `K` wide and not there yet.
+/// A small model without its `down_proj`, which is `K` wide.
 fn base(config: Value) -> Folder {
     let mut folder = Folder::small("LlamaForCausalLM")
         .with("intermediate_size", K)
@@ -148,7 +148,7 @@ fn assert_loads(folder: &Folder, quants: &Quants, dtype: DType, what: &str) {
 }
 
 #[test]
-fn integers_zero_points_and_scales_are_where_the_methods_put_them() {
+fn integers_zero_points_and_scales_are_read_from_their_layouts() {
     for group_size in [32, 64, 96, K] {
         for symmetric in [false, true] {
             let quants = Quants::random(group_size as u64, group_size, symmetric);
@@ -164,9 +164,9 @@ fn integers_zero_points_and_scales_are_where_the_methods_put_them() {
     }
 }
 
-/// Scales of bf16 and f32 do not fit Q4_0's f16.
+/// Scales in bf16 and f32 cannot be stored in Q4_0's f16.
 #[test]
-fn other_scales_are_kept() {
+fn scales_in_bf16_and_f32_are_exact() {
     for (dtype, n_bytes) in [("BF16", 2), ("F32", 4)] {
         let mut quants = Quants::random(1, 32, true);
         // 1/4 in each type.
@@ -180,7 +180,7 @@ fn other_scales_are_kept() {
 }
 
 #[test]
-fn a_bias_of_zeros_is_passed_over_and_no_other() {
+fn bias_of_zeros_is_ignored_and_any_other_is_rejected() {
     let quants = Quants::random(2, 64, false);
     let mut folder = gptq(&quants, "gptq");
     push(&mut folder, "bias", "F16", &[N], vec![0; 2 * N]);
@@ -191,7 +191,7 @@ fn a_bias_of_zeros_is_passed_over_and_no_other() {
 }
 
 #[test]
-fn parts_that_do_not_fit_are_refused() {
+fn missing_and_inconsistent_parts_are_rejected() {
     let quants = Quants::random(3, 64, false);
     for (folder, parts) in [
         (gptq(&quants, "gptq"), &["qweight", "qzeros", "scales", "g_idx"][..]),
@@ -202,7 +202,7 @@ fn parts_that_do_not_fit_are_refused() {
             let without = folder.clone().without_tensor(&name).open();
             match *part {
                 "g_idx" => drop(without.unwrap()),
-                // Without words nothing says that the matrix is quantized: its `.weight` is missing.
+                // Without `qweight` the matrix is not recognized as quantized: its `.weight` is missing.
                 "qweight" => assert_names(&format_error(without), &[&format!("{MODULE}.weight")]),
                 _ => assert_names(&format_error(without), &[&name]),
             }
@@ -224,9 +224,9 @@ fn parts_that_do_not_fit_are_refused() {
     }
 }
 
-/// Inputs in another order than the groups', whatever the configuration says.
+/// Inputs in another order than their groups, with and without `desc_act` in the configuration.
 #[test]
-fn inputs_out_of_order_are_refused_by_name() {
+fn inputs_out_of_order_are_rejected_by_name() {
     let quants = Quants::random(4, 64, false);
     for group in [0, 2, u32::MAX] {
         let mut folder = gptq(&quants, "gptq");
@@ -237,7 +237,7 @@ fn inputs_out_of_order_are_refused_by_name() {
 }
 
 #[test]
-fn words_are_no_weights() {
+fn packed_words_are_rejected_as_weights() {
     let mut folder = gptq(&Quants::random(5, 64, false), "gptq");
     let embed = folder.tensors.iter_mut().find(|t| t.name == "model.embed_tokens.weight").unwrap();
     (embed.dtype, embed.data) = ("I32", embed.data.repeat(2));
@@ -249,7 +249,7 @@ fn opened(config: Value) -> Result<Checkpoint> {
 }
 
 #[test]
-fn other_settings_are_refused_by_name() {
+fn other_settings_are_rejected_by_name() {
     let gptq = |key: &str, value: Value| {
         let mut config = json!({"quant_method": "gptq", "bits": 4, "group_size": 64});
         config[key] = value;
@@ -273,7 +273,7 @@ fn other_settings_are_refused_by_name() {
     for (key, value) in [("group_size", Value::Null), ("group_size", json!("64")), ("bits", json!("4"))] {
         assert!(matches!(gptq(key, value), Err(Error::Rejected(_))));
     }
-    // Groups of another size than the tensors have, up to the largest number.
+    // Groups of another size than in the tensors, up to the largest number.
     for size in [32, 128, i64::MAX / 32 * 32] {
         assert_names(&format_error(gptq("group_size", json!(size))), &[MODULE, "shape"]);
     }
@@ -293,8 +293,8 @@ fn other_settings_are_refused_by_name() {
 }
 
 #[test]
-fn matrices_that_words_do_not_fill_are_refused_by_name() {
-    // 24 wide: no whole blocks. The matrices of a small model are.
+fn matrices_of_partial_words_or_blocks_are_rejected_by_name() {
+    // 24 columns are not whole blocks.
     let mut folder = Folder::small("LlamaForCausalLM")
         .without_tensor(&format!("{MODULE}.weight"))
         .with("quantization_config", json!({"quant_method": "gptq", "bits": 4, "group_size": -1}));
@@ -302,8 +302,8 @@ fn matrices_that_words_do_not_fill_are_refused_by_name() {
     assert_names(&unsupported(folder.open()), &[MODULE, "16 x 24", "multiples of 32"]);
 }
 
-/// Damage anywhere in the configuration, or in the header and the words behind it: refused, or loaded whole.
-fn assert_sound_or_refused(file: &str, changes: &[(Index, u8)]) {
+/// Damages the configuration, or the header and the words after it. The folder must be rejected or load completely.
+fn assert_valid_or_rejected(file: &str, changes: &[(Index, u8)]) {
     let quants = Quants::random(7, 32, false);
     for folder in [gptq(&quants, "gptq"), awq(&quants)] {
         let scratch = Scratch::new();
@@ -328,9 +328,9 @@ proptest! {
     #[test]
     fn damaged_folders_never_panic(
         is_config in any::<bool>(),
-        // Digits, so that numbers and shapes change; and any byte.
+        // Digits, which change numbers and shapes, and any other bytes.
         changes in vec((any::<Index>(), prop_oneof![b'0'..=b'9', any::<u8>()]), 1..4),
     ) {
-        assert_sound_or_refused(if is_config { "config.json" } else { "model.safetensors" }, &changes);
+        assert_valid_or_rejected(if is_config { "config.json" } else { "model.safetensors" }, &changes);
     }
 }

@@ -1,5 +1,5 @@
-//! How files are read while a model is loaded: in pieces that change nothing, and a file
-//! that becomes shorter meanwhile is refused by name.
+//! How files are read while a model is loaded: the size of the pieces does not affect the weights, and a file that is
+//! truncated meanwhile is rejected by name.
 
 use crate::common::{Tiny, load, settings};
 use crate::model_files::gguf::{Gguf, Meta};
@@ -23,14 +23,14 @@ fn in_mode(mode: ComputeMode) -> ContextConfig {
     ContextConfig { mode, max_model_len: 64, ..settings() }
 }
 
-/// Makes the file `n_bytes` long.
+/// Truncates the file to `n_bytes`.
 fn cut(path: &Path, n_bytes: u64) {
     File::options().write(true).open(path).unwrap().set_len(n_bytes).unwrap();
 }
 
-/// A shorter file ends a process that has mapped it (SIGBUS), and all models that it serves.
+/// If files were mapped, a truncated one would end the process and all its models (SIGBUS).
 #[test]
-fn a_file_truncated_while_it_is_loaded_is_refused_by_name_and_costs_no_other_model() {
+fn file_truncated_while_loading_is_rejected_by_name_and_affects_no_other_model() {
     let model = Tiny::odd("LlamaForCausalLM", true);
     let mut other = load(&model, settings());
     let mut answer = || {
@@ -53,11 +53,11 @@ fn a_file_truncated_while_it_is_loaded_is_refused_by_name_and_costs_no_other_mod
                 for end in [n_bytes - 1, n_bytes / 2, 7, 0] {
                     let checkpoint = Checkpoint::open(&path).unwrap();
                     cut(file, end);
-                    let refused = format_error(Context::new(checkpoint, in_mode(mode), Arc::default()));
+                    let rejected = format_error(Context::new(checkpoint, in_mode(mode), Arc::default()));
                     let name = file.file_name().unwrap().to_string_lossy();
-                    assert_names(&refused, &[&name, "truncated while it was loaded", "at offset"]);
-                    let FormatError::Truncated { offset, expected, n_bytes, .. } = refused else {
-                        panic!("{refused}")
+                    assert_names(&rejected, &[&name, "truncated while it was loaded", "at offset"]);
+                    let FormatError::Truncated { offset, expected, n_bytes, .. } = rejected else {
+                        panic!("{rejected}")
                     };
                     assert!((offset + expected) as u64 > end && n_bytes == end, "{offset} {expected} {end}");
                     fs::write(file, &whole).unwrap();
@@ -70,7 +70,7 @@ fn a_file_truncated_while_it_is_loaded_is_refused_by_name_and_costs_no_other_mod
 }
 
 #[test]
-fn a_read_behind_the_end_names_file_offset_and_bytes() {
+fn read_past_the_end_names_file_offset_and_bytes() {
     let scratch = Scratch::new();
     let path = scratch.write("x.bin", [7; 100]);
     let file = ModelFile::open(&path).unwrap();
@@ -78,14 +78,14 @@ fn a_read_behind_the_end_names_file_offset_and_bytes() {
     file.read_at(60, &mut out).unwrap();
     assert_eq!(out, [7; 40]);
     cut(&path, 90);
-    let refused = file.read_at(60, &mut out).unwrap_err();
-    assert_names(&refused, &["x.bin", "40 bytes", "offset 60", "only 90 bytes"]);
+    let rejected = file.read_at(60, &mut out).unwrap_err();
+    assert_names(&rejected, &["x.bin", "40 bytes", "offset 60", "only 90 bytes"]);
     assert_names(&file.front(91).unwrap_err(), &["91 bytes", "offset 0"]);
     file.read_at(50, &mut out).unwrap();
 }
 
 #[test]
-fn hashes_are_those_of_the_bytes_whatever_was_read_before() {
+fn hashes_do_not_depend_on_earlier_reads() {
     let scratch = Scratch::new();
     for (path, _) in containers(&scratch) {
         let hashes = |read: &dyn Fn(&Checkpoint)| -> Vec<(String, u128)> {
@@ -118,7 +118,7 @@ fn hashes_are_those_of_the_bytes_whatever_was_read_before() {
     }
 }
 
-/// All rows that matrices of `weights` hold, in the order of the model.
+/// All rows of the matrices of `weights`, in the order of the model.
 fn rows_of(weights: &Weights) -> Vec<f32> {
     let mut matrices: Vec<&PackedMatrix> = vec![&weights.embed, weights.head()];
     for layer in &weights.layers {
@@ -163,7 +163,7 @@ fn pieces_of_any_size_pack_the_same_weights() {
                 let checkpoint = Checkpoint::open(path).unwrap();
                 let (shard, mode) = (Shard { rank, world }, ComputeMode::Auto);
                 if shard.config(checkpoint.config()).is_err() {
-                    return Vec::new(); // not a model that two ranks can share
+                    return Vec::new(); // this model cannot be split over two ranks
                 }
                 let settings = PackSettings { piece_bytes, ..PackSettings::new(mode, shard) };
                 let weights = Weights::pack(&checkpoint, settings, &pool, &Progress::default());
@@ -179,7 +179,7 @@ fn pieces_of_any_size_pack_the_same_weights() {
 }
 
 #[test]
-fn a_long_gguf_header_is_read_whole_and_one_without_end_is_not() {
+fn long_gguf_header_is_read_and_one_above_the_limit_is_rejected() {
     let text = |n_bytes: usize| Meta::Str("x".repeat(n_bytes));
     let mut long = Gguf::small("llama");
     for i in 0..3 {
@@ -188,7 +188,7 @@ fn a_long_gguf_header_is_read_whole_and_one_without_end_is_not() {
     let checkpoint = long.open().unwrap();
     crate::model_files::check(&checkpoint);
     let endless = (0..5).fold(Gguf::small("llama"), |file, i| file.with(&format!("a.{i}"), text(15 << 20)));
-    let refused = gguf_error(endless.open());
-    assert!(matches!(refused, GgufError::HeaderBytes { read: 0x400_0000, .. }), "{refused}");
-    assert_names(&refused, &["header", "67108864"]);
+    let rejected = gguf_error(endless.open());
+    assert!(matches!(rejected, GgufError::HeaderBytes { read: 0x400_0000, .. }), "{rejected}");
+    assert_names(&rejected, &["header", "67108864"]);
 }

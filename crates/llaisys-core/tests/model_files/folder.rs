@@ -5,7 +5,7 @@ use llaisys_core::error::Result;
 use llaisys_core::load::checkpoint::Checkpoint;
 use serde_json::{Map, Value, json};
 
-/// A tensor of a safetensors file; `dtype` as the header spells it.
+/// A tensor of a safetensors file; `dtype` as in the header.
 #[derive(Clone)]
 pub struct Tensor {
     pub name: String,
@@ -22,7 +22,7 @@ pub struct Folder {
 }
 
 impl Folder {
-    /// A whole model of one layer: 2 heads and 1 key-value head of 8, width 16, 12 tokens, untied.
+    /// A model of one layer: 2 heads and 1 key-value head of 8, width 16, 12 tokens, untied.
     pub fn small(architecture: &str) -> Self {
         let config = json!({
             "architectures": [architecture],
@@ -150,7 +150,7 @@ pub fn safetensors(tensors: &[Tensor]) -> Vec<u8> {
     with_header(&Value::Object(header).to_string(), &data)
 }
 
-/// A safetensors file of any header.
+/// A safetensors file with any header.
 pub fn with_header(header: &str, data: &[u8]) -> Vec<u8> {
     let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
     bytes.extend(header.as_bytes());

@@ -1,4 +1,4 @@
-//! A GGUF writer that can also write nonsense.
+//! A GGUF writer that can also write invalid files.
 
 use super::Scratch;
 use llaisys_core::error::Result;
@@ -19,7 +19,7 @@ pub enum Meta {
     Str(String),
     Strs(Vec<String>),
     I32s(Vec<i32>),
-    /// Type number and bytes, as they come.
+    /// A raw type number and bytes.
     Raw(u32, Vec<u8>),
 }
 
@@ -36,7 +36,7 @@ pub struct Tensor {
     pub sizes: Vec<u64>,
     pub type_id: u32,
     pub data: Vec<u8>,
-    /// Instead of the next free place.
+    /// The offset, if it is not the next free one.
     pub offset: Option<u64>,
 }
 
@@ -57,12 +57,12 @@ pub const N_HEADS: u64 = 2;
 pub const VOCAB: u64 = 8;
 
 impl Gguf {
-    /// A file without anything.
+    /// A file without keys and tensors.
     pub fn empty() -> Self {
         Self { version: 3, keys: vec![], tensors: vec![], alignment: 32, n_keys: None, n_tensors: None }
     }
 
-    /// A whole model of one layer: 2 heads and 1 key-value head of 16, width 32, 8 tokens, tied.
+    /// A model of one layer: 2 heads and 1 key-value head of 16, width 32, 8 tokens, tied.
     pub fn small(architecture: &str) -> Self {
         let mut file = Self::empty();
         file.keys.push(("general.architecture".into(), architecture.into()));
@@ -126,7 +126,7 @@ impl Gguf {
         }
     }
 
-    /// A matrix whose every number is its row's.
+    /// Adds a matrix in which every number is the number of its row.
     pub fn matrix(&mut self, name: &str, n_rows: u64, n_columns: u64, type_id: u32) {
         let data = match type_id {
             F32 => (0..n_rows * n_columns).flat_map(|i| ((i / n_columns) as f32).to_le_bytes()).collect(),
@@ -142,7 +142,7 @@ impl Gguf {
         });
     }
 
-    /// A vector of ones.
+    /// Adds a vector of ones.
     pub fn vector(&mut self, name: &str, n: u64) {
         let data = (0..n).flat_map(|_| 1_f32.to_le_bytes()).collect();
         self.tensors.push(Tensor { name: name.into(), sizes: vec![n], type_id: F32, data, offset: None });
@@ -203,7 +203,7 @@ impl Gguf {
         (out, offsets)
     }
 
-    /// Parses and places without looking at the model.
+    /// Parses the header and checks the tensors, but not the model.
     pub fn parse(&self) -> Result<()> {
         parse(&self.bytes())
     }
@@ -215,7 +215,7 @@ impl Gguf {
 }
 
 pub fn parse(bytes: &[u8]) -> Result<()> {
-    Header::parse(bytes)?.place().map(drop)
+    Header::parse(bytes)?.tensors().map(drop)
 }
 
 pub fn put_string(out: &mut Vec<u8>, text: &[u8]) {

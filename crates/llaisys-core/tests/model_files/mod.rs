@@ -1,4 +1,4 @@
-//! Writers of small model files, and of damaged ones.
+//! Writers of small model files, valid and damaged ones.
 #![allow(dead_code, unreachable_pub, reason = "each test binary uses its own part of these writers")]
 pub mod folder;
 pub mod gguf;
@@ -14,7 +14,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// A folder of its own, removed when dropped.
+/// A temporary folder, removed when dropped.
 pub struct Scratch(PathBuf);
 
 impl Scratch {
@@ -48,7 +48,7 @@ impl Drop for Scratch {
     }
 }
 
-/// The golden folder `name`: of the source, or beside a binary that was carried elsewhere (`benches/gpu/bundle.py`).
+/// The golden folder `name`: in the source, or next to a binary that was copied elsewhere (`benches/gpu/bundle.py`).
 pub fn golden(name: &str) -> PathBuf {
     let of_source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/goldens").join(name);
     if of_source.is_dir() {
@@ -57,7 +57,8 @@ pub fn golden(name: &str) -> PathBuf {
     std::env::current_exe().unwrap().with_file_name("goldens").join(name)
 }
 
-/// A Llama whose tensors differ, as one file, as shards and as GGUF: what to open, and the files with tensors.
+/// Writes a Llama with random tensors as one file, as shards and as GGUF. Returns the paths to open, each with its tensor
+/// files.
 pub fn containers(scratch: &Scratch) -> [(PathBuf, Vec<PathBuf>); 3] {
     let mut folder = Folder::small("LlamaForCausalLM");
     for (i, tensor) in folder.tensors.iter_mut().enumerate() {
@@ -92,7 +93,7 @@ pub fn bytes_of(checkpoint: &Checkpoint, id: WeightId) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// What every opened checkpoint promises. Reads every tensor, so that a range outside of the file would not go unseen.
+/// Checks the properties of every opened checkpoint. Reads every tensor, which fails if a range is outside of the file.
 pub fn check(checkpoint: &Checkpoint) {
     let config = checkpoint.config();
     assert!(config.d_head.is_multiple_of(2) && config.n_heads.is_multiple_of(config.n_kv_heads));
@@ -127,7 +128,7 @@ pub fn unsupported(result: Result<impl Sized>) -> Unsupported {
     }
 }
 
-/// Asserts that the refusal's text names each of `words`.
+/// Asserts that the text of an error contains each of `words`.
 pub fn assert_names(error: &impl std::fmt::Display, words: &[&str]) {
     let text = error.to_string();
     for word in words {

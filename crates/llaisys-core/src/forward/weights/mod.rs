@@ -120,7 +120,9 @@ impl Weights {
                         *value = values.row(n)[0] + values.offset;
                     }
                 }
-                Target::Matrix(matrix) | Target::GateOrUp { matrix, .. } | Target::BothGateUp { matrix, .. } => {
+                Target::Matrix(matrix)
+                | Target::GateOrUp { matrix, .. }
+                | Target::BothGateUp { matrix, .. } => {
                     let rows: Vec<usize> = rows_of_tensor.iter().map(|&(row, _)| row).collect();
                     let gathered: Vec<f32> =
                         rows_of_tensor.iter().flat_map(|&(_, n)| values.row(*first + n)).copied().collect();

@@ -1,6 +1,6 @@
-//! `config.json` of a Hugging Face folder -> [`ModelConfig`], old and new spellings.
+//! Reads [`ModelConfig`] from `config.json` of a Hugging Face folder, in old and new spellings.
 //!
-//! What would change the output and is not implemented is rejected with its name; other keys are ignored.
+//! Unimplemented keys that would change the output are rejected by name; other keys are ignored.
 
 use crate::arch::config::{Experts, ModelConfig, add_ids};
 use crate::arch::rope::RopeConfig;
@@ -15,15 +15,15 @@ use crate::load::folder::{options, window};
 use serde_json::Value;
 
 const FILE: &str = "config.json";
-/// transformers' default where a file states no base.
+/// transformers' default where the file has no base.
 const ROPE_THETA_DEFAULT: f64 = 10_000.0;
 /// transformers' default for all architectures here.
 const RMS_EPS_DEFAULT: f64 = 1e-6;
 
-/// Reads `config.json`, and how matrices are quantized; ids that end a completion are the union of `generation`'s and
-/// its own.
+/// Reads `config.json`, including how matrices are quantized. The ids that end a completion are its own and those of
+/// `generation`.
 ///
-/// Errors: damage, a missing or wrong key; [`Unsupported`] for what the forward pass lacks.
+/// Errors: damage, a missing or wrong key; [`Unsupported`] for what the forward pass does not implement.
 pub(crate) fn read(
     folder: &ModelFolder,
     generation: &GenerationConfig,
@@ -31,8 +31,8 @@ pub(crate) fn read(
     let missing = || FormatError::FileMissing { folder: folder.path().to_owned(), name: FILE };
     let map = folder.object(FILE)?.ok_or_else(missing)?;
     let fields = Fields { file: FILE, map: &map };
-    let arch = family_of(&fields)?;
-    options::refuse_unsupported(&fields, arch)?;
+    let arch = architecture_of(&fields)?;
+    options::reject_unsupported(&fields, arch)?;
 
     let n_layers = fields.required_size("num_hidden_layers")?;
     let n_heads = fields.required_size("num_attention_heads")?;
@@ -83,7 +83,7 @@ pub(crate) fn read(
 }
 
 /// The first of `architectures`, or `model_type` if there are none.
-fn family_of(fields: &Fields<'_>) -> Result<&'static ArchSpec> {
+fn architecture_of(fields: &Fields<'_>) -> Result<&'static ArchSpec> {
     let key = "architectures";
     if let Some(first) = fields.list(key)?.and_then(<[Value]>::first) {
         let wrong = FormatError::KeyType { file: FILE, key, expected: "a list of strings" };
@@ -113,17 +113,18 @@ fn d_head(
     d_model.checked_div(n_heads).filter(|_| d_model.is_multiple_of(n_heads)).ok_or(uneven)
 }
 
-/// Rotary embeddings, and for how many positions they are valid.
+/// Rotary embeddings, and the number of positions that they are valid for.
 struct Ropes {
     rope: RopeConfig,
     local: Option<RopeConfig>,
     max_positions: usize,
 }
 
-/// The new spelling is `rope_parameters`: one set, or one for each type of layer where layers with a window differ. The
-/// old one is `rope_theta` and `rope_local_base_freq`, with `rope_scaling` for layers without a window.
+/// Reads the rotary embeddings. The new spelling is `rope_parameters`: one set, or one for each type of layer where
+/// layers with a window differ. The old one is `rope_theta` and `rope_local_base_freq`, with `rope_scaling` for layers
+/// without a window.
 fn ropes(fields: &Fields<'_>, arch: &ArchSpec, max_positions: usize) -> Result<Ropes> {
-    rope::refuse_partial_rotation(fields)?;
+    rope::reject_partial_rotation(fields)?;
     // The base of layers without a window: transformers has another default for Gemma 3.
     let theta_default = if arch.local_theta.is_some() { 1e6 } else { ROPE_THETA_DEFAULT };
     let theta = fields.number("rope_theta")?.unwrap_or(theta_default);
@@ -154,7 +155,7 @@ fn ropes(fields: &Fields<'_>, arch: &ArchSpec, max_positions: usize) -> Result<R
     Ok(ropes)
 }
 
-/// `1 / sqrt(d_head)`, unless the architecture states otherwise.
+/// Returns the scale of scores: `1 / sqrt(d_head)`, except in architectures with a key for it.
 fn score_scale(fields: &Fields<'_>, arch: &ArchSpec, d_head: usize) -> Result<f32> {
     if arch.multipliers {
         return multiplier(fields, arch, "attention_multiplier");
@@ -164,7 +165,7 @@ fn score_scale(fields: &Fields<'_>, arch: &ArchSpec, d_head: usize) -> Result<f3
     Ok(scalar.powf(-0.5) as f32)
 }
 
-/// A multiplier that the file states, for architectures with multipliers.
+/// Reads a multiplier. Errors: one other than 1 in an architecture without multipliers.
 fn multiplier(fields: &Fields<'_>, arch: &ArchSpec, key: &'static str) -> Result<f32> {
     let stated = fields.number(key)?.unwrap_or(1.0);
     if arch.multipliers || stated == 1.0 {
@@ -173,13 +174,13 @@ fn multiplier(fields: &Fields<'_>, arch: &ArchSpec, key: &'static str) -> Result
     Err(Unsupported::feature(key, stated, "1.0 in this family").into())
 }
 
-/// A cap that the file states; null means none.
+/// Reads a soft cap; null means none. Errors: one in an architecture without it.
 fn soft_cap(fields: &Fields<'_>, key: &'static str, rule: SoftCap) -> Result<Option<f32>> {
     let stated = fields.number(key)?;
     match rule {
         SoftCap::Stated(default) if !fields.map.contains_key(key) => Ok(default.map(|cap| cap as f32)),
         SoftCap::Stated(_) => Ok(stated.map(|cap| cap as f32)),
-        SoftCap::Refused => match stated {
+        SoftCap::Unsupported => match stated {
             None => Ok(None),
             Some(cap) => Err(Unsupported::feature(key, cap, "null in this family").into()),
         },

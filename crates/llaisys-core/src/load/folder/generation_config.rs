@@ -7,7 +7,7 @@ use serde::Serialize;
 
 const FILE: &str = "generation_config.json";
 
-/// Sampling defaults; None where the file has none. As in vLLM, they apply whatever `do_sample` is.
+/// Sampling defaults; None where the file has none. As in vLLM, `do_sample` does not affect them.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct SamplingDefaults {
     /// 0 or more.
@@ -37,8 +37,8 @@ pub struct GenerationConfig {
 }
 
 impl GenerationConfig {
-    /// Reads the file of a folder. Errors: damaged JSON, a key of the wrong type. Bounds are checked where the
-    /// values are used, as a caller may choose to ignore them.
+    /// Reads the file of a folder. Bounds are checked where the values are used, because a caller may ignore them.
+    /// Errors: damaged JSON, a key of the wrong type.
     pub fn read(folder: &ModelFolder) -> Result<Self, FormatError> {
         let Some(map) = folder.object(FILE)? else { return Ok(Self::default()) };
         let fields = Fields { file: FILE, map: &map };

@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 /// Bytes of `config.json` and `generation_config.json` that are read.
 pub const CONFIG_BYTES_MAX: u64 = 1 << 20;
 
-/// A folder, and the roots: each file of the folder must resolve to a path below one of them.
+/// A folder and its roots. Each file of the folder must resolve to a path below one of the roots.
 #[derive(Debug)]
 pub struct ModelFolder {
     folder: PathBuf,
@@ -28,7 +28,7 @@ pub struct ModelFolder {
 }
 
 impl ModelFolder {
-    /// The folder at `path`. Errors: it does not exist, or cannot be read.
+    /// Opens the folder at `path`. Errors: it does not exist or cannot be read.
     pub fn open(path: &Path) -> Result<Self, FormatError> {
         let io = |source| FormatError::Io { path: path.to_owned(), source };
         let folder = fs::canonicalize(path).map_err(io)?;
@@ -41,9 +41,9 @@ impl ModelFolder {
         &self.folder
     }
 
-    /// The file `name`, links resolved; None if there is none. `name` is a path below the folder.
+    /// Returns the path of the file `name` with links resolved; None if there is none. `name` is a path below the folder.
     ///
-    /// Errors: [`FormatError::OutsideFolder`] if it is a link to a place outside.
+    /// Errors: [`FormatError::OutsideFolder`] if it is a link to a path outside the folder.
     pub fn file(&self, name: &str) -> Result<Option<PathBuf>, FormatError> {
         let named = self.folder.join(name);
         let path = match fs::canonicalize(&named) {
@@ -61,12 +61,13 @@ impl ModelFolder {
     /// As [`Self::file`], with its metadata. Errors: also [`FormatError::NotAFile`] for a pipe or a folder.
     pub fn regular_file(&self, name: &str) -> Result<Option<(PathBuf, Metadata)>, FormatError> {
         let Some(path) = self.file(name)? else { return Ok(None) };
-        let facts = fs::metadata(&path).map_err(|source| FormatError::Io { path: path.clone(), source })?;
-        if facts.is_file() { Ok(Some((path, facts))) } else { Err(FormatError::NotAFile { path }) }
+        let metadata =
+            fs::metadata(&path).map_err(|source| FormatError::Io { path: path.clone(), source })?;
+        if metadata.is_file() { Ok(Some((path, metadata))) } else { Err(FormatError::NotAFile { path }) }
     }
 
-    /// The bytes of file `name`; None if there is none. Errors: more than `max` bytes, as [`Self::file`] and
-    /// [`ModelFile::read_at`].
+    /// Reads file `name`; None if there is none. Errors: as [`Self::file`] and [`ModelFile::read_at`], or the file has
+    /// more than `max` bytes.
     pub fn read(&self, name: &str, max: u64) -> Result<Option<Vec<u8>>, FormatError> {
         let Some(path) = self.file(name)? else { return Ok(None) };
         let file = ModelFile::open(&path)?;
@@ -77,24 +78,26 @@ impl ModelFolder {
         file.front(file.n_bytes()).map(Some)
     }
 
-    /// The JSON object in file `name`; None if there is no such file. Errors: as [`Self::read`] and
-    /// [`json::parse`], or a value that is no object.
+    /// Reads the JSON object in file `name`; None if there is no such file. Errors: as [`Self::read`] and
+    /// [`json::parse`], or the file is not an object.
     pub fn object(
         &self,
         name: &'static str,
     ) -> Result<Option<serde_json::Map<String, serde_json::Value>>, FormatError> {
         let Some(bytes) = self.read(name, CONFIG_BYTES_MAX)? else { return Ok(None) };
-        let refused = |source| FormatError::Json { file: name.to_owned(), source };
-        match json::parse(&bytes).map_err(refused)? {
+        let rejected = |source| FormatError::Json { file: name.to_owned(), source };
+        match json::parse(&bytes).map_err(rejected)? {
             serde_json::Value::Object(map) => Ok(Some(map)),
             _ => Err(FormatError::KeyType { file: name, key: "the whole file", expected: "an object" }),
         }
     }
 }
 
-/// The Hub's cache keeps `models--owner--name/snapshots/<revision>/*` as links into `models--owner--name/blobs`,
-/// and since huggingface_hub 2 the files there may be links into the `blobs` that all repositories share: there
-/// the repository's folder and the shared one are the roots.
+/// Returns the roots of a folder in the Hub's cache; None for other folders.
+///
+/// The cache has `models--owner--name/snapshots/<revision>/*` as links into `models--owner--name/blobs`. Since
+/// huggingface_hub 2, these files may be links into a `blobs` folder that all repositories share. So the roots are the
+/// repository's folder and the shared one.
 fn hub_cache_roots(folder: &Path) -> Option<Vec<PathBuf>> {
     let snapshots = folder.parent()?;
     let repository = snapshots.parent()?;

@@ -1,17 +1,17 @@
-//! Options of `config.json` that are rejected where they are switched on.
+//! Options of `config.json` that are rejected if they are switched on.
 
 use crate::arch::spec::{Activation, ArchSpec};
 use crate::error::{Result, Unsupported};
 use crate::load::folder::fields::Fields;
 
-/// Both spellings of the number of experts: published files of a family have one of them, transformers 5 writes the
-/// second for all.
+/// Both spellings of the number of experts. Published files have one of them, depending on the architecture;
+/// transformers 5 writes the second one for all.
 pub(super) const EXPERT_COUNT_KEYS: [&str; 2] = ["num_experts", "num_local_experts"];
 
 /// Rejects keys that would need a forward pass that is not implemented.
-pub(super) fn refuse_unsupported(fields: &Fields<'_>, arch: &ArchSpec) -> Result<()> {
-    refuse_experts(fields, arch)?;
-    refuse_activation(fields, arch)?;
+pub(super) fn reject_unsupported(fields: &Fields<'_>, arch: &ArchSpec) -> Result<()> {
+    reject_experts(fields, arch)?;
+    reject_activation(fields, arch)?;
     // In Llama and Qwen3 this adds a bias to the output projection too; Qwen2 has no such key.
     if fields.flag("attention_bias")? == Some(true) && !arch.qkv_bias {
         return Err(Unsupported::feature("attention_bias", true, "false").into());
@@ -37,17 +37,17 @@ pub(super) fn refuse_unsupported(fields: &Fields<'_>, arch: &ArchSpec) -> Result
     Ok(())
 }
 
-/// Rejects experts where the architecture has none, and layers without experts where it has.
-fn refuse_experts(fields: &Fields<'_>, arch: &ArchSpec) -> Result<()> {
-    let own: &[&str] = if arch.experts.is_some() { &EXPERT_COUNT_KEYS } else { &[] };
+/// Rejects experts in an architecture without them, and layers without experts in one with them.
+fn reject_experts(fields: &Fields<'_>, arch: &ArchSpec) -> Result<()> {
+    let supported_keys: &[&str] = if arch.experts.is_some() { &EXPERT_COUNT_KEYS } else { &[] };
     for key in ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"] {
         let n_experts = fields.get(key).filter(|value| value.as_u64() != Some(0));
-        if let Some(n_experts) = n_experts.filter(|_| !own.contains(&key)) {
+        if let Some(n_experts) = n_experts.filter(|_| !supported_keys.contains(&key)) {
             let value = format!("{key} = {n_experts}");
             return Err(Unsupported::feature("a mixture of experts", value, "dense models").into());
         }
     }
-    if own.is_empty() {
+    if supported_keys.is_empty() {
         return Ok(());
     }
     if let Some(step) = fields.size("decoder_sparse_step")?.filter(|&step| step != 1) {
@@ -62,8 +62,9 @@ fn refuse_experts(fields: &Fields<'_>, arch: &ArchSpec) -> Result<()> {
     }
 }
 
-/// Gemma's own key takes precedence over the other one, which its first files also have.
-fn refuse_activation(fields: &Fields<'_>, arch: &ArchSpec) -> Result<()> {
+/// Rejects other activations than the architecture's. Gemma's own key takes precedence over `hidden_act`, which its
+/// first files also have.
+fn reject_activation(fields: &Fields<'_>, arch: &ArchSpec) -> Result<()> {
     match arch.activation {
         Activation::Silu => match fields.text("hidden_act")?.unwrap_or("silu") {
             "silu" | "swish" => Ok(()),

@@ -1,7 +1,7 @@
 //! Quantized matrices of Hugging Face folders: GPTQ and AWQ with 4 bits.
 //!
-//! A matrix `[N outputs, K inputs]` is stored as three or four tensors in place of its `.weight`. Words are 32 bits
-//! with eight integers, the first in the lowest bits; there are `G = ceil(K / group_size)` groups of inputs.
+//! A matrix `[N outputs, K inputs]` is stored as three or four tensors instead of its `.weight`. A word has 32 bits and
+//! eight integers, the first in the lowest bits. There are `G = ceil(K / group_size)` groups of inputs.
 //!
 //! ```text
 //!           GPTQ                                  AWQ (version "gemm")
@@ -23,10 +23,10 @@ use crate::threads::Pool;
 use half::{bf16, f16};
 use std::ops::Range;
 
-/// Integers of a word.
+/// Integers in a word.
 const PER_WORD: usize = 8;
-/// The place of output `n % 8` in its word, in AWQ.
-const AWQ_PLACES: [usize; PER_WORD] = [0, 4, 1, 5, 2, 6, 3, 7];
+/// The index of output `n % 8` in its word, in AWQ.
+const AWQ_ORDER: [usize; PER_WORD] = [0, 4, 1, 5, 2, 6, 3, 7];
 /// A word of zero points that are all 8.
 const SYMMETRIC: u32 = 0x8888_8888;
 /// Rows that are converted together: their words share cache lines.
@@ -42,9 +42,9 @@ pub(crate) struct Quantization {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Layout {
-    /// What is added to a stored word of zero points.
     Gptq {
-        zeros_less: u32,
+        /// The number that is added to a stored word of zero points.
+        zeros_offset: u32,
     },
     Awq,
 }
@@ -78,9 +78,9 @@ impl Quantization {
         Ok(Some(Self { layout, group_size }))
     }
 
-    /// The tensors that stand for the matrix `name` (ending in `.weight`) of `shape`; None if there are none.
+    /// Finds the tensors of the matrix `name` (ending in `.weight`) of `shape`; None if there are none.
     ///
-    /// Errors: one is missing or has another shape or type than the matrix needs; inputs out of order.
+    /// Errors: a tensor is missing or has another shape or type than the matrix needs; inputs out of order.
     pub(crate) fn find(
         &self,
         files: &TensorFiles,
@@ -131,7 +131,7 @@ fn gptq_layout(config: &Fields<'_>) -> Result<Layout> {
     if config.flag("is_marlin_format")? == Some(true) {
         return Err(Unsupported::feature("the GPTQ format", "marlin", "gptq, gptq_v2").into());
     }
-    // These rules give some modules other bits or groups.
+    // With these rules, some modules have other bits or groups.
     if let Some(rules) = config.object("dynamic")?
         && let Some(module) = rules.map.keys().next()
     {
@@ -143,8 +143,8 @@ fn gptq_layout(config: &Fields<'_>) -> Result<Layout> {
         .into());
     }
     match config.text("checkpoint_format")?.or(config.text("format")?).unwrap_or("gptq") {
-        "gptq" => Ok(Layout::Gptq { zeros_less: 0x1111_1111 }),
-        "gptq_v2" => Ok(Layout::Gptq { zeros_less: 0 }),
+        "gptq" => Ok(Layout::Gptq { zeros_offset: 0x1111_1111 }),
+        "gptq_v2" => Ok(Layout::Gptq { zeros_offset: 0 }),
         other => Err(Unsupported::feature("the GPTQ format", other, "gptq, gptq_v2").into()),
     }
 }
@@ -168,11 +168,11 @@ fn other_method(name: &str) -> Unsupported {
     )
 }
 
-/// A quantized matrix: where its tensors are. Their shapes and types were checked.
+/// A quantized matrix, by the indices of its tensors. Their shapes and types were checked.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct QuantizedMatrix {
     quantization: Quantization,
-    /// Determined once, because that reads every zero point.
+    /// Determined once, because this reads every zero point.
     dtype: DType,
     n_rows: usize,
     n_columns: usize,
@@ -220,12 +220,12 @@ impl QuantizedMatrix {
         Ok(())
     }
 
-    /// The type of its rows once loaded: Q4_0 if every zero point is 8, else Int4. Both are lossless.
+    /// The type in which its rows are read: Q4_0 if every zero point is 8, else Int4. Both are lossless.
     pub(crate) fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Whether Q4_0 represents it: f16 scales, and every zero point is 8.
+    /// True if Q4_0 represents it exactly: scales are f16 and every zero point is 8.
     fn is_symmetric(&self, files: &TensorFiles) -> Result<bool, FormatError> {
         if files.tensors()[self.scales].dtype != DType::F16 {
             return Ok(false);
@@ -241,14 +241,15 @@ impl QuantizedMatrix {
     /// The zero points of a stored word.
     fn zeros(&self, word: u32) -> u32 {
         match self.quantization.layout {
-            Layout::Gptq { zeros_less } => word.wrapping_add(zeros_less),
+            Layout::Gptq { zeros_offset } => word.wrapping_add(zeros_offset),
             Layout::Awq => word,
         }
     }
 
-    /// Reads some rows as blocks of [`Self::dtype`] into `buffer`. Words contain integers of many rows, so whole tensors
-    /// are read; zero points only if they are not all 8. Errors: no memory; a file that was truncated, errors of the
-    /// system.
+    /// Reads rows as blocks of [`Self::dtype`] into `buffer`. Words contain integers of many rows, so whole tensors are
+    /// read; zero points only if they are not all 8.
+    ///
+    /// Errors: no memory; a file that was truncated, errors of the system.
     pub(crate) fn read<'b>(
         &self,
         files: &TensorFiles,
@@ -286,7 +287,7 @@ impl QuantizedMatrix {
     }
 }
 
-/// Errors: another shape or type.
+/// Checks a tensor's shape and type. Errors: another shape or type.
 fn check_tensor(files: &TensorFiles, index: usize, shape: &[usize], types: &[DType]) -> Result<()> {
     let stored = &files.tensors()[index];
     if !types.contains(&stored.dtype) {
@@ -313,9 +314,9 @@ impl Words {
     }
 }
 
-/// Integer `place` of a word.
-fn integer(word: u32, place: usize) -> u8 {
-    (word >> (4 * place) & 15) as u8
+/// Returns integer `index` of a word.
+fn integer(word: u32, index: usize) -> u8 {
+    (word >> (4 * index) & 15) as u8
 }
 
 /// The tensors of a matrix.
@@ -329,7 +330,7 @@ struct Tensors<'a> {
 }
 
 impl Tensors<'_> {
-    /// Block `b` of row `n`, of the matrix's type.
+    /// Writes block `b` of row `n` in the matrix's type.
     fn write_block(&self, b: usize, n: usize, block: &mut [u8]) {
         let group = self.matrix.quantization.group_size.map_or(0, |size| b * BLOCK_LEN / size);
         let at = group * self.matrix.n_rows + n;
@@ -342,7 +343,7 @@ impl Tensors<'_> {
             Some(qzeros) => {
                 let zeros = self.matrix.zeros(qzeros.at(group, n / PER_WORD));
                 block[..4].copy_from_slice(&scale(*dtype, scales, at).to_le_bytes());
-                block[4] = integer(zeros, self.place(n));
+                block[4] = integer(zeros, self.index_in_word(n));
                 &mut block[int4::BYTES - BLOCK_LEN / 2..]
             }
         };
@@ -355,15 +356,15 @@ impl Tensors<'_> {
     fn weight(&self, k: usize, n: usize) -> u8 {
         match self.matrix.quantization.layout {
             Layout::Gptq { .. } => integer(self.qweight.at(k / PER_WORD, n), k % PER_WORD),
-            Layout::Awq => integer(self.qweight.at(k, n / PER_WORD), self.place(n)),
+            Layout::Awq => integer(self.qweight.at(k, n / PER_WORD), self.index_in_word(n)),
         }
     }
 
-    /// The place of output `n` in a word of eight outputs.
-    fn place(&self, n: usize) -> usize {
+    /// Returns the index of output `n` in a word of eight outputs.
+    fn index_in_word(&self, n: usize) -> usize {
         match self.matrix.quantization.layout {
             Layout::Gptq { .. } => n % PER_WORD,
-            Layout::Awq => AWQ_PLACES[n % PER_WORD],
+            Layout::Awq => AWQ_ORDER[n % PER_WORD],
         }
     }
 }

@@ -5,7 +5,7 @@ use crate::error::{FormatError, Result, Unsupported};
 use crate::load::folder::fields::Fields;
 use serde_json::Value;
 
-/// What is read from `config.json` in addition to the set.
+/// The parts of `config.json` outside of the set.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Context<'a> {
     /// The whole file.
@@ -15,17 +15,17 @@ pub(super) struct Context<'a> {
 }
 
 impl Context<'_> {
-    /// The original context of a set: its own key, or the file's.
+    /// Reads the original context of a set: its own key, or the file's.
     fn original(&self, set: &Fields<'_>) -> Result<Option<usize>, FormatError> {
         const KEY: &str = "original_max_position_embeddings";
         Ok(set.size(KEY)?.or(self.fields.size(KEY)?))
     }
 }
 
-/// Reads one set of `rope_scaling` or `rope_parameters`; `theta` where it states no base. Also returns for how
-/// many positions it is valid. Errors: a type that is not implemented; a missing or wrong key.
+/// Reads one set of `rope_scaling` or `rope_parameters`. `theta` is the default base. Also returns the number of
+/// positions that it is valid for. Errors: a type that is not implemented; a missing or wrong key.
 pub(super) fn read_set(set: &Fields<'_>, theta: f64, context: Context<'_>) -> Result<(RopeConfig, usize)> {
-    refuse_partial_rotation(set)?;
+    reject_partial_rotation(set)?;
     let theta = set.number("rope_theta")?.unwrap_or(theta);
     let missing = |key| FormatError::KeyMissing { file: set.file, key };
     let required = |key| -> Result<f64> { Ok(set.number(key)?.ok_or_else(|| missing(key))?) };
@@ -65,7 +65,7 @@ pub(super) fn read_set(set: &Fields<'_>, theta: f64, context: Context<'_>) -> Re
         "longrope" => {
             let original = original(ORIGINAL)?;
             let factor = set.number("factor")?.unwrap_or(max_positions as f64 / original as f64);
-            // Beyond the original context, all positions would need other factors, also earlier ones.
+            // A longer context would need other factors at all positions.
             max_positions = max_positions.min(original);
             let derived = longrope_amplitude(factor, original);
             let factors = numbers(set, "short_factor")?.ok_or_else(|| missing("short_factor"))?;
@@ -88,7 +88,7 @@ fn numbers(set: &Fields<'_>, key: &'static str) -> Result<Option<Vec<f32>>, Form
 }
 
 /// Rejects rotary embeddings of a part of each head.
-pub(super) fn refuse_partial_rotation(fields: &Fields<'_>) -> Result<()> {
+pub(super) fn reject_partial_rotation(fields: &Fields<'_>) -> Result<()> {
     match fields.number("partial_rotary_factor")? {
         Some(factor) if factor != 1.0 => Err(Unsupported::Feature {
             what: "partial_rotary_factor",

@@ -1,4 +1,4 @@
-//! Which layers of a folder's model have a sliding window.
+//! The sliding window of a folder's model, and the layers that have it.
 
 use crate::arch::bounds::bounded;
 use crate::arch::config::ModelConfig;
@@ -6,12 +6,12 @@ use crate::arch::spec::WindowRule;
 use crate::error::{FormatError, Result, Unsupported};
 use crate::load::folder::fields::Fields;
 
-/// transformers' `sliding_window` of families that switch it on or alternate, if it is not stated.
+/// transformers' default of `sliding_window` in architectures where it is switched on or alternates.
 const WINDOW_DEFAULT: usize = 4096;
-/// transformers' `max_window_layers`.
+/// transformers' default of `max_window_layers`.
 const FIRST_LAYER_DEFAULT: usize = 28;
 
-/// The window and the layers that have it. A window as long as the context has no effect and counts as none.
+/// Reads the window and the layers that have it. A window as long as the context has no effect and counts as none.
 ///
 /// Errors: a window in an architecture without one, layers of an unknown type.
 pub(super) fn read(fields: &Fields<'_>, config: &ModelConfig) -> Result<(Option<usize>, Vec<bool>)> {
@@ -37,12 +37,12 @@ pub(super) fn read(fields: &Fields<'_>, config: &ModelConfig) -> Result<(Option<
     };
     match window.filter(|&window| window < config.max_positions && windowed.contains(&true)) {
         Some(window) => Ok((Some(window), windowed)),
-        // The layers stay marked: they may have a rotary embedding of their own.
+        // The layers stay marked: they may have their own rotary embedding.
         None => Ok((None, windowed)),
     }
 }
 
-/// The window that the file states or the architecture implies, and the layers that have it in the absence of a list.
+/// Returns the window of the file or the architecture's default, and the layers that have it if the file has no list.
 fn by_rule(fields: &Fields<'_>, config: &ModelConfig) -> Result<(Option<usize>, Vec<bool>)> {
     const KEY: &str = "sliding_window";
     let stated = fields.size(KEY)?;
@@ -51,7 +51,7 @@ fn by_rule(fields: &Fields<'_>, config: &ModelConfig) -> Result<(Option<usize>, 
     let layers = |has_window: &dyn Fn(usize) -> bool| (0..config.n_layers).map(has_window).collect();
     let switched = fields.flag("use_sliding_window")?;
     match config.arch.window {
-        WindowRule::Refused => {
+        WindowRule::Unsupported => {
             let active = match switched {
                 Some(false) => None,
                 Some(true) => or(Some(WINDOW_DEFAULT)),

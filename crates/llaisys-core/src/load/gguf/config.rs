@@ -1,7 +1,7 @@
-//! Metadata of a GGUF file -> [`ModelConfig`].
+//! Reads [`ModelConfig`] from the metadata of a GGUF file.
 //!
-//! Keys are those of the GGUF specification, `<architecture>.…`; what would change the output and is not implemented is
-//! rejected with its name.
+//! Keys are those of the GGUF specification, `<architecture>.…`. Unimplemented keys that would change the output are
+//! rejected by name.
 
 use crate::arch::bounds::bounded;
 use crate::arch::config::{Experts, ModelConfig, add_ids};
@@ -13,14 +13,14 @@ use crate::load::gguf::Header;
 use crate::load::gguf::metadata::{Metadata, Value};
 use crate::load::gguf::tokenizer::GgufTokenizer;
 
-/// llama.cpp's default where a file states no base.
+/// llama.cpp's default where the file has no base.
 const ROPE_THETA_DEFAULT: f64 = 10_000.0;
 const EOS_KEYS: [&str; 3] =
     ["tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"];
 
 /// Reads the configuration and the tokenizer of a GGUF file.
 ///
-/// Errors: damage, a missing or wrong key; [`Unsupported`] for what the forward pass or the tokenizer lacks.
+/// Errors: damage, a missing or wrong key; [`Unsupported`] for what the forward pass or the tokenizer does not implement.
 pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> {
     let metadata = &header.metadata;
     let architecture = required(metadata.str("general.architecture")?, "general.architecture")?;
@@ -29,8 +29,8 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
     let keys = Keys { metadata, architecture };
     let n_experts = keys.size("expert_count")?.unwrap_or(0);
     let arch = spec::find_gguf(architecture, n_experts)?;
-    refuse_unsupported(&keys, arch)?;
-    refuse_single_experts(header)?;
+    reject_unsupported(&keys, arch)?;
+    reject_single_experts(header)?;
     let tokenizer = GgufTokenizer::read(metadata)?;
 
     let n_heads = keys.required_size("attention.head_count")?;
@@ -94,9 +94,9 @@ pub(crate) fn read(header: &Header<'_>) -> Result<(ModelConfig, GgufTokenizer)> 
     Ok((config, tokenizer))
 }
 
-/// `<architecture>.pooling_type`: llama.cpp's number for how a prompt's hidden states become an embedding.
+/// Reads `<architecture>.pooling_type`: llama.cpp's number for how a prompt's hidden states become an embedding.
 ///
-/// Errors: no architecture, or another type of value.
+/// Errors: no architecture, or a value of another type.
 pub(crate) fn pooling_type(header: &Header<'_>) -> Result<Option<u64>> {
     let metadata = &header.metadata;
     let architecture = required(metadata.str("general.architecture")?, "general.architecture")?;
@@ -123,7 +123,7 @@ fn d_head(keys: &Keys<'_>, d_model: usize, n_heads: usize) -> Result<usize> {
     Ok(d_model.checked_div(n_heads).filter(|_| d_model.is_multiple_of(n_heads)).ok_or(uneven)?)
 }
 
-/// The rotary embedding of layers without a window, and for how many positions it is valid.
+/// Reads the rotary embedding of layers without a window, and the number of positions that it is valid for.
 fn rope(
     keys: &Keys<'_>,
     header: &Header<'_>,
@@ -132,7 +132,7 @@ fn rope(
 ) -> Result<(RopeConfig, usize)> {
     let theta = keys.float("rope.freq_base")?.unwrap_or(ROPE_THETA_DEFAULT);
     let original = keys.size("rope.scaling.original_context_length")?;
-    // llama.cpp's converter writes the frequency factors of llama3 and longrope as a tensor; no key states it.
+    // llama.cpp's converter writes the frequency factors of llama3 and longrope as a tensor, without a key.
     let has = |name: &str| header.tensor_names().any(|tensor| tensor == name);
     let has_factors = has(arch.gguf_names.rope_factors);
     let kind = keys.metadata.str(&keys.full("rope.scaling.type"))?.unwrap_or("none");
@@ -141,10 +141,10 @@ fn rope(
     let scaling = match kind {
         "none" | "longrope" if has_factors => {
             let long = has("rope_factors_long.weight");
-            let good = original.filter(|_| long).unwrap_or(max_positions).min(max_positions);
-            let derived = longrope_amplitude(max_positions as f64 / good as f64, good);
+            let n_valid = original.filter(|_| long).unwrap_or(max_positions).min(max_positions);
+            let derived = longrope_amplitude(max_positions as f64 / n_valid as f64, n_valid);
             let rope = RopeScaling::PerPair { factors: vec![], amplitude: attn_factor.unwrap_or(derived) };
-            return Ok((RopeConfig { theta, scaling: rope }, good));
+            return Ok((RopeConfig { theta, scaling: rope }, n_valid));
         }
         "none" => {
             keys.expect_neutral("rope.scaling.factor", &[0.0, 1.0])?;
@@ -177,13 +177,13 @@ fn rope(
     Ok((RopeConfig { theta, scaling }, max_positions))
 }
 
-/// The rotary embedding of layers with a window, where the architecture has a separate one.
+/// Reads the rotary embedding of layers with a window, where the architecture has a separate one.
 fn local_rope(keys: &Keys<'_>, arch: &ArchSpec) -> Result<Option<RopeConfig>> {
     let Some(default) = arch.local_theta else { return Ok(None) };
     Ok(Some(RopeConfig::plain(keys.float("rope.freq_base_swa")?.unwrap_or(default))))
 }
 
-/// The window and which layers have it.
+/// Reads the window and which layers have it.
 fn window(
     keys: &Keys<'_>,
     arch: &ArchSpec,
@@ -200,7 +200,9 @@ fn window(
             bounded("attention.sliding_window_pattern", n as f64, 1.0, f64::from(u32::MAX))?;
             every(n)
         }
-        WindowRule::Refused | WindowRule::Switched | WindowRule::SwitchedFromLayer => vec![false; n_layers],
+        WindowRule::Unsupported | WindowRule::Switched | WindowRule::SwitchedFromLayer => {
+            vec![false; n_layers]
+        }
     };
     let active = stated.filter(|&window| window < max_positions);
     match active {
@@ -214,7 +216,7 @@ fn window(
     }
 }
 
-/// Sizes from which the scale of scores follows.
+/// The sizes that determine the scale of scores.
 struct ModelSizes {
     n_layers: usize,
     d_model: usize,
@@ -222,7 +224,7 @@ struct ModelSizes {
     d_head: usize,
 }
 
-/// The scale of scores: Granite states it, for Gemma it follows from the size.
+/// Reads the scale of scores. Granite has a key for it; for Gemma it follows from the sizes.
 fn score_scale(keys: &Keys<'_>, arch: &ArchSpec, sizes: &ModelSizes) -> Result<f32> {
     if arch.multipliers {
         let stated = keys.float("attention.scale")?.filter(|&scale| scale != 0.0);
@@ -261,7 +263,7 @@ impl Keys<'_> {
         format!("{}.{key}", self.architecture)
     }
 
-    /// A whole number. Errors: another type; an array (a size for each layer) by name.
+    /// Reads a whole number. Errors: another type; an array (a size for each layer).
     fn size(&self, key: &str) -> Result<Option<usize>> {
         let key = self.full(key);
         if let Some(Value::Array(_)) = self.metadata.get(&key) {
@@ -282,7 +284,7 @@ impl Keys<'_> {
         required(self.float(key)?, &self.full(key))
     }
 
-    /// Rejects a float key with another value than its neutral ones.
+    /// Rejects a float key with a value other than its neutral ones.
     fn expect_neutral(&self, key: &str, neutral: &[f64]) -> Result<()> {
         match self.float(key)? {
             Some(value) if !neutral.contains(&value) => Err(Unsupported::feature(
@@ -305,16 +307,16 @@ impl Keys<'_> {
         }
     }
 
-    /// A multiplier; 0 is unset.
+    /// Reads a multiplier; 0 means unset.
     fn multiplier(&self, key: &str) -> Result<f32> {
         Ok(self.float(key)?.filter(|&scale| scale != 0.0).unwrap_or(1.0) as f32)
     }
 
-    /// The soft cap that the file states, else that of the architecture; 0 is none.
+    /// Reads the soft cap, or returns the architecture's default; 0 means none.
     fn soft_cap(&self, key: &str, rule: SoftCap) -> Result<Option<f32>> {
         let stated = self.float(key)?;
         match rule {
-            SoftCap::Refused => self.expect_neutral(key, &[0.0]).map(|()| None),
+            SoftCap::Unsupported => self.expect_neutral(key, &[0.0]).map(|()| None),
             SoftCap::Stated(default) => {
                 Ok(stated.or(default).filter(|&cap| cap != 0.0).map(|cap| cap as f32))
             }
@@ -322,7 +324,7 @@ impl Keys<'_> {
     }
 }
 
-fn refuse_unsupported(keys: &Keys<'_>, arch: &ArchSpec) -> Result<()> {
+fn reject_unsupported(keys: &Keys<'_>, arch: &ArchSpec) -> Result<()> {
     match keys.metadata.str("general.type")? {
         None | Some("model") => {}
         Some(other) => return Err(Unsupported::feature("a GGUF file of the type", other, "model").into()),
@@ -339,8 +341,8 @@ fn refuse_unsupported(keys: &Keys<'_>, arch: &ArchSpec) -> Result<()> {
     Ok(())
 }
 
-/// Rejects files from before experts were stacked in one tensor (llama.cpp, until April 2024).
-fn refuse_single_experts(header: &Header<'_>) -> Result<()> {
+/// Rejects the old layout with one tensor for each expert (llama.cpp until April 2024).
+fn reject_single_experts(header: &Header<'_>) -> Result<()> {
     let is_single = |name: &str| {
         let mut parts = name.split('.').skip(2);
         matches!(parts.next(), Some("ffn_gate" | "ffn_up" | "ffn_down"))

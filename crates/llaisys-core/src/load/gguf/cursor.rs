@@ -6,10 +6,10 @@ use crate::load::NAME_BYTES_MAX;
 /// Upper bound on the bytes of one string (a chat template or one token).
 pub(super) const STRING_BYTES_MAX: u64 = 16 << 20;
 
-/// A position in a file that is being parsed.
+/// A position in a file during parsing.
 #[derive(Debug)]
 pub(super) struct Cursor<'a> {
-    /// The beginning of the file, as far as it was read.
+    /// The beginning of the file: the part that was read.
     bytes: &'a [u8],
     /// Bytes of the whole file.
     file_bytes: usize,
@@ -17,7 +17,7 @@ pub(super) struct Cursor<'a> {
 }
 
 impl<'a> Cursor<'a> {
-    /// At the start of `bytes`, which are the first of a file of `file_bytes`.
+    /// A cursor at the start of `bytes`, which are the first bytes of a file of `file_bytes`.
     pub(super) fn new(bytes: &'a [u8], file_bytes: usize) -> Self {
         Self { bytes, file_bytes, at: 0 }
     }
@@ -27,25 +27,26 @@ impl<'a> Cursor<'a> {
         self.at
     }
 
+    /// Bytes of the file after the cursor.
     fn left(&self) -> usize {
         self.file_bytes.saturating_sub(self.at)
     }
 
-    /// The next `n` bytes, which are `what`. Errors: the file ends before; [`GgufError::HeaderBytes`] if only `bytes`
-    /// end.
-    pub(super) fn take(&mut self, n: u64, what: &'static str) -> Result<&'a [u8], GgufError> {
+    /// Returns the next `n` bytes; `what` names them in errors. Errors: the file is too short, or
+    /// [`GgufError::HeaderBytes`] if only the part that was read is too short.
+    pub(super) fn bytes(&mut self, n: u64, what: &'static str) -> Result<&'a [u8], GgufError> {
         let truncated = GgufError::Truncated { what, at: self.at, needed: n, left: self.left() };
         let end = usize::try_from(n).ok().and_then(|n| self.at.checked_add(n));
         let end = end.filter(|&end| end <= self.file_bytes).ok_or(truncated)?;
         let read = self.bytes.len();
-        let taken = self.bytes.get(self.at..end).ok_or(GgufError::HeaderBytes { needed: end, read })?;
-        self.at = self.at.saturating_add(taken.len());
-        Ok(taken)
+        let bytes = self.bytes.get(self.at..end).ok_or(GgufError::HeaderBytes { needed: end, read })?;
+        self.at = self.at.saturating_add(bytes.len());
+        Ok(bytes)
     }
 
     fn array<const N: usize>(&mut self, what: &'static str) -> Result<[u8; N], GgufError> {
-        let taken = self.take(N as u64, what)?;
-        Ok(taken.try_into().expect("take gives as many bytes as it is asked for"))
+        let bytes = self.bytes(N as u64, what)?;
+        Ok(bytes.try_into().expect("the slice has N bytes"))
     }
 
     /// One byte.
@@ -68,23 +69,23 @@ impl<'a> Cursor<'a> {
         Ok(u64::from_le_bytes(self.array(what)?))
     }
 
-    /// A count of items of at least `bytes_min` bytes each: at most `max`, and at most as many as the rest of the file
-    /// can hold. So the size of the file bounds what is allocated for them.
+    /// Reads a count of items of at least `bytes_min` bytes each. The count is bounded by `max` and by the rest of the
+    /// file, so the size of the file bounds what is allocated for the items.
     pub(super) fn count(&mut self, what: &'static str, bytes_min: u64, max: u64) -> Result<u64, GgufError> {
         let count = self.u64(what)?;
         let possible = (self.left() as u64).checked_div(bytes_min).unwrap_or(0).min(max);
         if count > possible { Err(GgufError::Count { what, count, max: possible }) } else { Ok(count) }
     }
 
-    /// A string: its length and its bytes.
+    /// Reads a string: its length and its bytes.
     pub(super) fn string(&mut self, what: &'static str) -> Result<&'a str, GgufError> {
         let n_bytes = self.count(what, 1, STRING_BYTES_MAX)?;
         let at = self.at;
-        let bytes = self.take(n_bytes, what)?;
+        let bytes = self.bytes(n_bytes, what)?;
         std::str::from_utf8(bytes).map_err(|_| GgufError::Utf8 { what, at })
     }
 
-    /// A string that names something: short enough to be shown in an error.
+    /// Reads a name: a string that is short enough for an error message.
     pub(super) fn name(&mut self, what: &'static str) -> Result<&'a str, GgufError> {
         let at = self.at;
         match self.string(what)? {

@@ -9,7 +9,7 @@ pub(super) const ENTRY_BYTES_MIN: u64 = 14;
 /// Elements of one array (the longest real ones are merges of large vocabularies).
 pub const ELEMENTS_MAX: u64 = 1 << 22;
 
-/// A value. Numbers of any width are widened.
+/// A value. Numbers are widened to 64 bits.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Value<'a> {
     /// Unsigned, 8 to 64 bits.
@@ -27,13 +27,13 @@ pub enum Value<'a> {
 }
 
 impl Value<'_> {
-    /// What the value is, for error messages.
+    /// Returns the type of the value for error messages.
     pub fn type_name(&self) -> &'static str {
         match self {
             Value::Uint(_) => "an unsigned number",
             Value::Int(_) => "a signed number",
             Value::Float(_) => "a float",
-            Value::Bool(_) => "a truth value",
+            Value::Bool(_) => "a boolean",
             Value::Str(_) => "a string",
             Value::Array(array) if array.kind == Kind::String => "an array of strings",
             Value::Array(_) => "an array of numbers",
@@ -97,7 +97,7 @@ impl Kind {
         }
     }
 
-    /// Reads one value; `key` is for the error message.
+    /// Reads one value. `key` names it in errors.
     fn read<'a>(self, cursor: &mut Cursor<'a>, key: &str) -> Result<Value<'a>, GgufError> {
         const WHAT: &str = "a metadata value";
         Ok(match self {
@@ -171,7 +171,7 @@ impl<'a> Metadata<'a> {
         self.values.get(key)
     }
 
-    /// The value of `key` if it is text. Errors: it is something else.
+    /// Returns the string `key`; None if it is absent. Errors: another type.
     pub fn str(&self, key: &str) -> Result<Option<&'a str>, GgufError> {
         match self.get(key) {
             None => Ok(None),
@@ -180,7 +180,8 @@ impl<'a> Metadata<'a> {
         }
     }
 
-    /// The value of `key` if it is a whole number from 0, of any width. Errors: it is something else.
+    /// Returns the non-negative integer `key`, of any width; None if it is absent. Errors: another type, a negative
+    /// number.
     pub fn uint(&self, key: &str) -> Result<Option<u64>, GgufError> {
         let found = match self.get(key) {
             None => return Ok(None),
@@ -198,7 +199,7 @@ impl<'a> Metadata<'a> {
         }
     }
 
-    /// The value of `key` if it is a float. Errors: it is something else.
+    /// Returns the float `key`; None if it is absent. Errors: another type.
     pub fn float(&self, key: &str) -> Result<Option<f64>, GgufError> {
         match self.get(key) {
             None => Ok(None),
@@ -207,16 +208,16 @@ impl<'a> Metadata<'a> {
         }
     }
 
-    /// The value of `key` if it is a truth value. Errors: it is something else.
+    /// Returns the boolean `key`; None if it is absent. Errors: another type.
     pub fn bool(&self, key: &str) -> Result<Option<bool>, GgufError> {
         match self.get(key) {
             None => Ok(None),
             Some(Value::Bool(value)) => Ok(Some(*value)),
-            Some(other) => Err(wrong_type(key, "a truth value", other)),
+            Some(other) => Err(wrong_type(key, "a boolean", other)),
         }
     }
 
-    /// The value of `key` if it is an array of strings. Errors: it is something else.
+    /// Returns the array of strings `key`; None if it is absent. Errors: another type.
     pub fn strings(&self, key: &str) -> Result<Option<Vec<String>>, GgufError> {
         let array = match self.get(key) {
             None => return Ok(None),
@@ -227,7 +228,7 @@ impl<'a> Metadata<'a> {
         Ok(Some(array.values().filter_map(text).collect()))
     }
 
-    /// The value of `key` if it is an array of 32-bit signed numbers. Errors: it is something else.
+    /// Returns the array of 32-bit signed integers `key`; None if it is absent. Errors: another type.
     pub fn ints(&self, key: &str) -> Result<Option<Vec<i32>>, GgufError> {
         let array = match self.get(key) {
             None => return Ok(None),
@@ -238,7 +239,7 @@ impl<'a> Metadata<'a> {
         Ok(Some(array.values().filter_map(number).collect()))
     }
 
-    /// The value of `key` if it is an array of 32-bit floats. Errors: it is something else.
+    /// Returns the array of 32-bit floats `key`; None if it is absent. Errors: another type.
     pub fn floats(&self, key: &str) -> Result<Option<Vec<f32>>, GgufError> {
         let array = match self.get(key) {
             None => return Ok(None),

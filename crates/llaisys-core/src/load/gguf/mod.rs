@@ -44,7 +44,7 @@ pub struct GgufFile {
     file: ModelFile,
 }
 
-/// The parsed header of a GGUF file: metadata, and the table of tensors before its ranges are checked.
+/// The parsed header of a GGUF file: metadata, and the table of tensors, whose ranges are not yet checked.
 #[derive(Debug)]
 pub struct Header<'a> {
     /// Keys and values.
@@ -60,10 +60,10 @@ impl GgufFile {
         Ok(Self { file: ModelFile::open(path)? })
     }
 
-    /// Calls `read` with the header. A header does not state its length, so more of the file is read until the header
+    /// Calls `read` with the header. The length of a header is not stored, so more of the file is read until the header
     /// is complete.
     ///
-    /// Errors: damage; an unsupported version or byte order, or one file of several; errors of `read`.
+    /// Errors: damage; an unsupported version or byte order; one file of several; errors of `read`.
     pub fn with_header<T>(&self, read: impl FnOnce(&Header<'_>) -> Result<T>) -> Result<T> {
         let file_bytes = self.file.n_bytes();
         let most = file_bytes.min(HEADER_BYTES_MAX);
@@ -85,7 +85,7 @@ impl GgufFile {
         }
     }
 
-    /// The file with the tensors that [`Header::place`] found in it.
+    /// Combines the file with the tensors that [`Header::tensors`] found in it.
     pub(crate) fn into_files(self, tensors: Vec<StoredTensor>) -> TensorFiles {
         TensorFiles::new(vec![self.file], tensors)
     }
@@ -106,7 +106,7 @@ impl<'a> Header<'a> {
         let n_tensors = cursor.count("tensors", table::ENTRY_BYTES_MIN, TENSORS_MAX)?;
         let n_keys = cursor.count("metadata keys", metadata::ENTRY_BYTES_MIN, KEYS_MAX)?;
         let metadata = Metadata::read(&mut cursor, bytes, n_keys)?;
-        refuse_split(&metadata)?;
+        reject_split(&metadata)?;
         let alignment = alignment_of(&metadata)?;
         let table = table::read(&mut cursor, n_tensors)?;
         let data_start = cursor.at().checked_next_multiple_of(alignment).unwrap_or(usize::MAX);
@@ -119,11 +119,11 @@ impl<'a> Header<'a> {
         self.table.iter().map(|entry| entry.name)
     }
 
-    /// Checks types, sizes and ranges of all tensors.
+    /// Returns all tensors, with checked types, sizes and ranges.
     ///
-    /// Errors: [`GgufError`]; [`Unsupported::TensorType`] naming the first type that is not implemented.
-    pub fn place(&self) -> Result<Vec<StoredTensor>> {
-        table::place(&self.table, self.alignment, &self.data)
+    /// Errors: [`GgufError`]; [`Unsupported::TensorType`] names the first type that is not implemented.
+    pub fn tensors(&self) -> Result<Vec<StoredTensor>> {
+        table::check(&self.table, self.alignment, &self.data)
     }
 }
 
@@ -133,7 +133,7 @@ fn read_magic_and_version(cursor: &mut Cursor<'_>) -> Result<()> {
         value: "big-endian".into(),
         supported: "little-endian",
     };
-    let magic = cursor.take(4, "the magic number")?;
+    let magic = cursor.bytes(4, "the magic number")?;
     if magic == b"FUGG" {
         return Err(big_endian().into());
     }
@@ -150,7 +150,7 @@ fn read_magic_and_version(cursor: &mut Cursor<'_>) -> Result<()> {
     }
 }
 
-fn refuse_split(metadata: &Metadata<'_>) -> Result<()> {
+fn reject_split(metadata: &Metadata<'_>) -> Result<()> {
     match metadata.uint("split.count")? {
         Some(n @ 2..) => Err(Unsupported::Feature {
             what: "a GGUF split over several files",
@@ -171,9 +171,9 @@ fn alignment_of(metadata: &Metadata<'_>) -> Result<usize, GgufError> {
             return Err(GgufError::KeyType { key, expected: "an unsigned number", found: other.type_name() });
         }
     };
-    let refused = GgufError::Alignment { alignment, max: ALIGNMENT_MAX };
+    let rejected = GgufError::Alignment { alignment, max: ALIGNMENT_MAX };
     if !alignment.is_power_of_two() || alignment > ALIGNMENT_MAX {
-        return Err(refused);
+        return Err(rejected);
     }
-    usize::try_from(alignment).map_err(|_| refused)
+    usize::try_from(alignment).map_err(|_| rejected)
 }

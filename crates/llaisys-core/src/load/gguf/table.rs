@@ -1,4 +1,4 @@
-//! The tensor table of a GGUF file: entries as stated, then checked ranges.
+//! The tensor table of a GGUF file: the entries of the file, then checked tensors.
 
 use super::cursor::Cursor;
 use crate::dtype::DType;
@@ -14,18 +14,18 @@ const DIMENSIONS_MAX: u32 = 4;
 /// The supported types, for the error message.
 const SUPPORTED: &str = "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL";
 
-/// An entry as the file states it.
+/// An entry of the table, unchecked.
 #[derive(Debug)]
 pub(super) struct TensorEntry<'a> {
     pub(super) name: &'a str,
-    /// Fastest first, as the file has them.
+    /// Fastest first, as in the file.
     sizes: Vec<u64>,
     type_id: u32,
     /// From the start of the data part.
     offset: u64,
 }
 
-/// Reads `n_tensors` entries. Errors: the file ends, a name twice, not 1 to 4 dimensions.
+/// Reads `n_tensors` entries. Errors: the file is too short, a repeated name, not 1 to 4 dimensions.
 pub(super) fn read<'a>(cursor: &mut Cursor<'a>, n_tensors: u64) -> Result<Vec<TensorEntry<'a>>, GgufError> {
     let mut entries = Vec::new();
     let mut names = BTreeSet::new();
@@ -47,11 +47,11 @@ pub(super) fn read<'a>(cursor: &mut Cursor<'a>, n_tensors: u64) -> Result<Vec<Te
     Ok(entries)
 }
 
-/// Gives each entry its type, shape and bytes. `data` is the data part of the file.
+/// Checks the entries and returns their types, shapes and ranges. `data` is the data part of the file.
 ///
 /// Errors: [`Unsupported::TensorType`]; sizes that are zero or overflow, rows that are not whole blocks,
 /// offsets that are not aligned or outside the file, overlaps.
-pub(super) fn place(
+pub(super) fn check(
     entries: &[TensorEntry<'_>],
     alignment: usize,
     data: &Range<usize>,
@@ -63,7 +63,7 @@ pub(super) fn place(
         let range = range_of(entry, n_bytes, alignment, data)?;
         tensors.push(StoredTensor { name: entry.name.to_owned(), dtype, shape, file: 0, range });
     }
-    refuse_overlap(&tensors)?;
+    reject_overlap(&tensors)?;
     Ok(tensors)
 }
 
@@ -93,7 +93,7 @@ fn dtype_of(entry: &TensorEntry<'_>) -> Result<DType, Unsupported> {
     })
 }
 
-/// The name of an unsupported `ggml_type` (ggml.h), for the error message.
+/// Returns the name of an unsupported `ggml_type` (ggml.h) for the error message.
 fn ggml_type_name(type_id: u32) -> String {
     let name = match type_id {
         9 => "Q8_1",
@@ -121,7 +121,7 @@ fn ggml_type_name(type_id: u32) -> String {
     name.to_owned()
 }
 
-/// Shape (slowest first) and bytes.
+/// Returns the shape (slowest first) and the number of bytes.
 fn sizes_of(entry: &TensorEntry<'_>, dtype: DType) -> Result<(Vec<usize>, usize), GgufError> {
     let impossible = || GgufError::Sizes { name: entry.name.to_owned(), sizes: entry.sizes.clone() };
     let columns = entry.sizes.first().copied().unwrap_or(0);
@@ -162,10 +162,10 @@ fn range_of(
     }
 }
 
-fn refuse_overlap(tensors: &[StoredTensor]) -> Result<(), GgufError> {
-    let mut by_place: Vec<&StoredTensor> = tensors.iter().collect();
-    by_place.sort_by_key(|tensor| tensor.range.start);
-    for pair in by_place.windows(2) {
+fn reject_overlap(tensors: &[StoredTensor]) -> Result<(), GgufError> {
+    let mut by_start: Vec<&StoredTensor> = tensors.iter().collect();
+    by_start.sort_by_key(|tensor| tensor.range.start);
+    for pair in by_start.windows(2) {
         if let [first, second] = pair
             && second.range.start < first.range.end
         {

@@ -1,4 +1,4 @@
-//! The tokenizer in a GGUF file, as plain data from which Python builds the tokenizer.
+//! The tokenizer in a GGUF file: the data from which the Python code builds the tokenizer.
 
 use crate::arch::bounds::check_id;
 use crate::error::{FormatError, GgufError};
@@ -11,9 +11,9 @@ const MODELS: [&str; 2] = ["gpt2", SCORED];
 const SCORED: &str = "llama";
 /// Supported values of `tokenizer.ggml.pre`, which selects how text is split into words before the merges.
 const PRES: [&str; 4] = ["smollm", "qwen2", "llama-bpe", "default"];
-/// With this one, llama.cpp adds the begin token where the file does not state it.
+/// With this value, llama.cpp adds the begin token where the file has no key for it.
 const PRE_THAT_ADDS_BOS: &str = "llama-bpe";
-/// Type of an ordinary token, where the file states no types.
+/// The type of an ordinary token; the default where the file has no types.
 const NORMAL: i32 = 1;
 
 /// The same fields as `llaisys.model_info.GgufTokenizer`.
@@ -21,18 +21,18 @@ const NORMAL: i32 = 1;
 pub struct GgufTokenizer {
     /// `tokenizer.ggml.model`: `gpt2` or `llama`.
     pub model: String,
-    /// `tokenizer.ggml.pre`: one of the four supported; `default` for the model `llama`, which splits nothing.
+    /// `tokenizer.ggml.pre`: one of the four supported; `default` for the model `llama`, which does not split text.
     pub pre: String,
-    /// Tokens by id; bytes written as GPT-2's letters for them, or spaces as U+2581.
+    /// Tokens by id, with bytes as GPT-2's letters for them, or with spaces as U+2581.
     pub tokens: Vec<String>,
     /// Kind of each token (1 normal, 2 unknown, 3 control, 4 user defined, 5 unused, 6 byte).
     pub token_types: Vec<i32>,
-    /// Merges, best first: two tokens with a space between. Empty for the model `llama`.
+    /// Merges, best first: two tokens separated by a space. Empty for the model `llama`.
     pub merges: Vec<String>,
-    /// Scores by id, of the model `llama`: of the possible merges, the one with the highest score is applied.
+    /// Scores by id, of the model `llama`: the possible merge with the highest score is applied.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub scores: Option<Vec<f32>>,
-    /// Of the model `llama`: a text begins with a space.
+    /// Of the model `llama`: a space is inserted before the text.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub add_space_prefix: Option<bool>,
     /// A prompt begins with `bos`.
@@ -48,8 +48,8 @@ pub struct GgufTokenizer {
 }
 
 impl GgufTokenizer {
-    /// Reads `tokenizer.*`. Errors: an unsupported model or pre; a missing list, lists of unequal length, an
-    /// id outside the vocabulary.
+    /// Reads `tokenizer.*`. Errors: an unsupported `model` or `pre`; a missing list, lists of unequal length, an id
+    /// outside the vocabulary.
     pub(super) fn read(metadata: &Metadata<'_>) -> Result<Self> {
         let model = known(metadata, "tokenizer.ggml.model", &MODELS, "gpt2, llama")?;
         let is_scored = model == SCORED;
@@ -67,10 +67,10 @@ impl GgufTokenizer {
             stated if is_scored => Some(stated.unwrap_or(true)),
             _ => None,
         };
-        let squeezes = "tokenizer.ggml.remove_extra_whitespaces";
-        if metadata.bool(squeezes)? == Some(true) {
+        let what = "tokenizer.ggml.remove_extra_whitespaces";
+        if metadata.bool(what)? == Some(true) {
             let value = "true".to_owned();
-            return Err(Unsupported::Feature { what: squeezes, value, supported: "false" }.into());
+            return Err(Unsupported::Feature { what, value, supported: "false" }.into());
         }
         let token_types =
             metadata.ints("tokenizer.ggml.token_type")?.unwrap_or_else(|| vec![NORMAL; tokens.len()]);
@@ -106,7 +106,7 @@ impl GgufTokenizer {
     }
 }
 
-/// The text of `key`, which must be one of `known`. Errors: [`Unsupported::Feature`], also if it is absent.
+/// Returns the string `key`, which must be one of `known`. Errors: [`Unsupported::Feature`], also if it is absent.
 fn known<'a>(
     metadata: &Metadata<'a>,
     key: &'static str,
@@ -124,7 +124,7 @@ fn strings(metadata: &Metadata<'_>, key: &str) -> Result<Vec<String>, GgufError>
     metadata.strings(key)?.ok_or_else(|| GgufError::KeyMissing { key: key.to_owned() })
 }
 
-/// One finite score for each token.
+/// Reads the scores: one for each token, all finite.
 fn scores(metadata: &Metadata<'_>, n_tokens: usize) -> Result<Vec<f32>> {
     const KEY: &str = "tokenizer.ggml.scores";
     let scores = metadata.floats(KEY)?.ok_or_else(|| GgufError::KeyMissing { key: KEY.to_owned() })?;

@@ -1,4 +1,4 @@
-//! Bounds on how much longer a text gets before it is tokenized.
+//! Bounds on how much a text can grow before it is tokenized.
 
 use crate::error::FormatError;
 use serde_json::Value;
@@ -7,7 +7,7 @@ use serde_json::Value;
 const GROWTH_MAX: u64 = 64;
 /// Times that the post-processors together may repeat the text.
 const REPEATS_MAX: u64 = 8;
-/// Special tokens that the post-processors together may put around it.
+/// Special tokens that the post-processors together may add to the text.
 const SPECIALS_MAX: u64 = 256;
 
 /// Rejects normalizers that multiply a text by more than [`GROWTH_MAX`].
@@ -20,7 +20,8 @@ pub(super) fn check_normalizer(normalizer: &Value) -> Result<(), FormatError> {
     Ok(())
 }
 
-/// The factor of a normalizer, or of a sequence of them. Normal forms are bounded by Unicode (18 at worst, once).
+/// Returns the factor by which a normalizer, or a sequence of them, can multiply a text. Unicode normal forms are not
+/// counted: their factor is at most 18, once.
 fn growth(value: &Value) -> u64 {
     match value {
         Value::Array(items) => items.iter().fold(1, |product, item| product.saturating_mul(growth(item))),
@@ -41,7 +42,7 @@ fn growth(value: &Value) -> u64 {
     }
 }
 
-/// Rejects post-processors that repeat the text, or surround it, more often than any real one.
+/// Rejects post-processors that repeat the text or add special tokens more often than any real one.
 pub(super) fn check_post_processor(post_processor: &Value) -> Result<(), FormatError> {
     let mut found = Pieces { n_texts: 0, n_specials: 0 };
     found.count(post_processor);
@@ -56,6 +57,7 @@ pub(super) fn check_post_processor(post_processor: &Value) -> Result<(), FormatE
     Ok(())
 }
 
+/// The pieces that templates are made of.
 struct Pieces {
     n_texts: u64,
     n_specials: u64,

@@ -1,8 +1,8 @@
-//! Bounds on `tokenizer.json`, before the `tokenizers` package reads it.
+//! Checks `tokenizer.json` before the `tokenizers` package reads it.
 //!
-//! That package trusts the file: it allocates what the file states, runs its regular expressions, and its normalizers and
-//! templates can multiply a text. This module checks size, nesting, counts, patterns and growth, but not what the fields
-//! mean.
+//! The package trusts the file: it allocates what the file requests and runs its regular expressions. The normalizers
+//! and templates of a file can multiply a text. This module checks size, nesting, counts, patterns and growth, but not
+//! the meaning of fields.
 
 mod growth;
 mod pattern;
@@ -22,39 +22,38 @@ pub const BYTES_MAX: u64 = 64 << 20;
 pub const VOCAB_MAX: u32 = 1 << 20;
 /// Merges.
 pub const MERGES_MAX: u32 = 1 << 21;
-/// Tokens that are matched before all others.
+/// Added tokens, which are matched before all others.
 pub const ADDED_MAX: u32 = 1 << 17;
-/// Bytes of their texts together: the package builds an automaton with a state for each byte.
+/// Total bytes of the added tokens. The package builds an automaton with a state for each byte.
 pub const ADDED_BYTES_MAX: usize = 2 << 20;
-/// Values in all other places together.
+/// Values in the rest of the file.
 pub const VALUES_MAX: u32 = 1 << 16;
 /// Values of one added token or one merge.
 const ENTRY_VALUES_MAX: u32 = 32;
 
 const FILE: &str = "tokenizer.json";
 
-/// Checks the folder's `tokenizer.json`; nothing to check if there is none. Errors: as [`check`], and those of
-/// [`ModelFolder::read`].
+/// Checks the folder's `tokenizer.json`, if there is one. Errors: as [`check`] and [`ModelFolder::read`].
 pub fn check_folder(folder: &ModelFolder) -> Result<(), FormatError> {
     folder.read(FILE, BYTES_MAX)?.map_or(Ok(()), |bytes| check(&bytes))
 }
 
-/// Checks the bytes of a `tokenizer.json`. Allocates less than the file has bytes.
+/// Checks the bytes of a `tokenizer.json`. Allocates less memory than the file has bytes.
 ///
-/// Errors: [`FormatError::Json`] (no JSON, too deep, too many values, a key twice),
-/// [`FormatError::Pattern`], [`FormatError::Growth`].
+/// Errors: [`FormatError::Json`] (no JSON, too deep, too many values, a repeated key), [`FormatError::Pattern`],
+/// [`FormatError::Growth`].
 pub fn check(bytes: &[u8]) -> Result<(), FormatError> {
-    let refused = |source| FormatError::Json { file: FILE.to_owned(), source };
+    let rejected = |source| FormatError::Json { file: FILE.to_owned(), source };
     let mut input = serde_json::Deserializer::from_slice(bytes);
     let values_left = Cell::new(VALUES_MAX);
-    let parts = input.deserialize_map(Root { values_left: &values_left }).map_err(refused)?;
-    input.end().map_err(refused)?;
+    let parts = input.deserialize_map(Root { values_left: &values_left }).map_err(rejected)?;
+    input.end().map_err(rejected)?;
     parts.values().try_for_each(pattern::check_all)?;
     growth::check_normalizer(parts.get("normalizer").unwrap_or(&Value::Null))?;
     growth::check_post_processor(parts.get("post_processor").unwrap_or(&Value::Null))
 }
 
-/// The whole file: the model and the added tokens are counted, the rest is kept.
+/// The whole file. The model and the added tokens are only counted; the rest is returned.
 struct Root<'a> {
     values_left: &'a Cell<u32>,
 }
@@ -81,7 +80,7 @@ impl<'de> Visitor<'de> for Root<'_> {
                 _ => entries.next_value_seed(Strict::new(self.values_left, DEPTH_MAX))?,
             };
             if parts.insert(key, value).is_some() {
-                return Err(A::Error::custom("a key of the file is there twice"));
+                return Err(A::Error::custom("a key of the file occurs twice"));
             }
             if parts.len() > 64 {
                 return Err(A::Error::custom("more than 64 keys in the file"));
@@ -133,14 +132,14 @@ impl<'de> Visitor<'de> for Model<'_> {
                 }
             };
             if std::mem::replace(seen, true) {
-                return Err(A::Error::custom(format_args!("the key {key:?} of the model is there twice")));
+                return Err(A::Error::custom(format_args!("the key {key:?} of the model occurs twice")));
             }
         }
         Ok(())
     }
 }
 
-/// A long list or map: counted, each entry small, nothing kept. `n_bytes`: of the texts of added tokens so far.
+/// A long list or map of small entries, which are counted and dropped. `n_bytes` counts the texts of added tokens.
 struct Entries {
     what: &'static str,
     max: u32,

@@ -1,8 +1,8 @@
 //! Rejects regular expressions that take a backtracking matcher exponential time.
 //!
-//! A repeated group that holds a choice or another repetition may match a text in exponentially many ways
-//! (`(a+)+`, `(a|aa)*`); a back reference or a call makes even that question hard. None of the pre-tokenizers of
-//! known models has one. What is left takes polynomial time at worst, and the matcher has its own limit of steps.
+//! A repeated group that contains an alternation or another repetition may match a text in exponentially many ways
+//! (`(a+)+`, `(a|aa)*`). With a back reference or a call, this is hard to decide. The pre-tokenizers of known models have
+//! neither. All other patterns take polynomial time at worst, and the matcher limits its own number of steps.
 
 use crate::error::FormatError;
 use serde_json::Value;
@@ -27,12 +27,12 @@ fn check(pattern: &str) -> Result<(), FormatError> {
     if pattern.len() > PATTERN_BYTES_MAX {
         return Err(FormatError::Pattern { pattern: shown(), why: "longer than 16 KiB" });
     }
-    fault(pattern.as_bytes()).map_or(Ok(()), |why| Err(FormatError::Pattern { pattern: shown(), why }))
+    find_danger(pattern.as_bytes()).map_or(Ok(()), |why| Err(FormatError::Pattern { pattern: shown(), why }))
 }
 
-/// What is wrong with a pattern. Bytes are enough: all that matters is ASCII.
-fn fault(pattern: &[u8]) -> Option<&'static str> {
-    // For each open group, whether it holds a choice or a repetition; the first is the whole pattern.
+/// Returns why a pattern is rejected. It scans bytes, because all syntax is ASCII.
+fn find_danger(pattern: &[u8]) -> Option<&'static str> {
+    // For each open group, whether it contains an alternation or a repetition; the first is the whole pattern.
     let mut open = vec![false];
     let mut at = 0_usize;
     while let Some(&byte) = pattern.get(at) {
@@ -78,7 +78,7 @@ fn mark(open: &mut [bool]) {
     }
 }
 
-/// The index after the `]` of a class whose `[` is before `at`; classes nest.
+/// Returns the index after the `]` of a class whose `[` is before `at`. Classes nest.
 fn end_of_class(pattern: &[u8], mut at: usize) -> usize {
     let mut depth = 1_usize;
     while let Some(&byte) = pattern.get(at) {
@@ -96,7 +96,7 @@ fn end_of_class(pattern: &[u8], mut at: usize) -> usize {
     at
 }
 
-/// The index after `?:`, `?=`, `?<name>`, `?i:` and the like, so that their `?` is no quantifier.
+/// Returns the index after `?:`, `?=`, `?<name>`, `?i:` and the like, so that their `?` is not read as a quantifier.
 fn after_group_head(pattern: &[u8], at: usize) -> usize {
     if pattern.get(at) != Some(&b'?') {
         return at;
@@ -108,9 +108,11 @@ fn after_group_head(pattern: &[u8], at: usize) -> usize {
     at.saturating_add(n)
 }
 
-/// What follows a piece of a pattern: at most how many times the piece stands, and whether that varies.
+/// The quantifier after a piece of a pattern.
 struct Quantifier {
+    /// The largest number of repetitions.
     most: u32,
+    /// The number of repetitions varies.
     varies: bool,
     /// The index after it.
     end: usize,
@@ -125,7 +127,7 @@ impl Quantifier {
             Some(b'{') => braces(pattern, at).unwrap_or(Self { most: 1, varies: false, end: at }),
             _ => Self { most: 1, varies: false, end: at },
         };
-        // Lazy, possessive, or a quantifier of a quantifier: taken for the latter only where it repeats.
+        // A suffix makes it lazy or possessive, or is a quantifier of a quantifier. Only `*` is taken as the latter.
         while let (true, Some(byte @ (b'*' | b'+' | b'?'))) = (found.end > at, pattern.get(found.end)) {
             found.most = if *byte == b'*' { u32::MAX } else { found.most };
             found.end = found.end.saturating_add(1);
@@ -150,10 +152,10 @@ fn braces(pattern: &[u8], at: usize) -> Option<Quantifier> {
 
 #[cfg(test)]
 mod tests {
-    use super::fault;
+    use super::find_danger;
 
     #[test]
-    fn patterns_of_known_models_pass() {
+    fn patterns_of_known_models_are_accepted() {
         for pattern in [
             r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
             r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -167,12 +169,12 @@ mod tests {
             "{",
             "a{x}",
         ] {
-            assert_eq!(fault(pattern.as_bytes()), None, "{pattern}");
+            assert_eq!(find_danger(pattern.as_bytes()), None, "{pattern}");
         }
     }
 
     #[test]
-    fn patterns_that_backtrack_without_end_do_not() {
+    fn patterns_with_exponential_backtracking_are_rejected() {
         let why = "a repeated group with a choice or a repetition in it";
         for pattern in [
             "(a+)+$",
@@ -189,10 +191,10 @@ mod tests {
             "(?:a?a)+",
             "(?=(a+)+b)c",
         ] {
-            assert_eq!(fault(pattern.as_bytes()), Some(why), "{pattern}");
+            assert_eq!(find_danger(pattern.as_bytes()), Some(why), "{pattern}");
         }
         for pattern in [r"(a)\1", r"\k<a>", r"(?<a>x|\g<a>y)", "(?~a)", "(?(1)a|b)", "(?R)", ")"] {
-            assert!(fault(pattern.as_bytes()).is_some(), "{pattern}");
+            assert!(find_danger(pattern.as_bytes()).is_some(), "{pattern}");
         }
     }
 }
