@@ -1,4 +1,4 @@
-"""The compiled door (crates/llaisys-py). Errors are the classes of `llaisys.errors`."""
+"""The compiled core (crates/llaisys-py). Errors are the classes of `llaisys.errors`."""
 
 from typing import final
 
@@ -8,38 +8,40 @@ from numpy.typing import NDArray
 __version__: str
 
 def inspect(path: str) -> str:
-    """Facts of a checkpoint from its headers: a JSON object with the fields of `types.ModelInfo`.
+    """Return the properties of a checkpoint: a JSON object with the fields of `model_info.ModelInfo`.
 
-    `path` is a Hugging Face folder or a `.gguf` file. Checks a folder's tokenizer and template files too, as
-    their readers trust them. Raises RejectedError (damaged) or UnsupportedError.
+    `path` is a Hugging Face folder or a `.gguf` file. Reads only headers. Checks the tokenizer and template
+    files of a folder too, because the libraries that read them trust them. Raises RejectedError (damaged) or
+    UnsupportedError.
     """
 
 def available_isas() -> list[str]:
-    """Instruction sets that this machine can run, best first, of `avx512_bf16`, `avx512_vnni`, `avx512`,
-    `avx2_vnni`, `avx2`, `scalar`."""
+    """Return the instruction sets that this machine can run, best first, of `avx512_bf16`, `avx512_vnni`,
+    `avx512`, `avx2_vnni`, `avx2`, `scalar`."""
 
 def cuda_info(folders: list[str], driver: str = ...) -> str:
-    """What CUDA computes with on this machine, or why it cannot.
+    """Return what CUDA uses on this machine, or why CUDA cannot be used.
 
-    A JSON object with the fields of `types.CudaInfo`. `folders`: where libraries are looked for before the
-    system's loader is asked; `driver`: the driver's library.
+    The result is a JSON object with the fields of `model_info.CudaInfo`. `folders` are searched for libraries
+    before the system's loader is used. `driver` is the driver's library.
     """
 
 def cuda_kernel_sources() -> str:
-    """The CUDA kernels, JSON: `[{unit, source, defines: {NAME: value}, kernels}]`, each kernel
-    `{name, max_threads, max_registers, max_shared_bytes}`."""
+    """Return the CUDA kernels as JSON: `[{unit, source, defines: {NAME: value}, kernels}]`, where each kernel
+    is `{name, max_threads, max_registers, max_shared_bytes}`."""
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """One Philox4x32-10 block (Salmon et al. 2011), for known-answer tests."""
+    """Return one Philox4x32-10 block (Salmon et al. 2011), for known-answer tests."""
 
 @final
 class Gpu:
-    """A GPU for a Context, and how it is used. Opening it is the Context's business.
+    """A GPU for a Context, and its settings. The Context opens it.
 
-    `folders`, `driver`: as of `cuda_info`. `ordinal`: which GPU, in the driver's order. `cubin_folder`: where
-    machine code is kept; None: nowhere. `memory_share`: of the GPU's memory, more than 0 up to 1, what a
-    Context without `n_cells` may fill. `synchronous`: wait after every kernel, so that an error names it.
-    `overlap`: a decode step may be launched before the tokens of the one before are known.
+    `folders`, `driver`: as in `cuda_info`. `ordinal`: number of the GPU in the driver's order.
+    `cubin_folder`: where compiled kernels are cached; None: nowhere. `memory_share`: the share of the GPU's
+    memory, above 0 and up to 1, that a Context without `n_cells` may fill. `synchronous`: wait after every
+    kernel, so that an error names the kernel. `overlap`: launch a decode step before the tokens of the
+    previous one are known (async scheduling).
     """
 
     def __new__(
@@ -56,13 +58,13 @@ class Gpu:
 
 @final
 class SamplerSpec:
-    """Sampling of one sequence, checked once. See `types.SamplingParams` for the meanings.
+    """Sampling parameters of one sequence. See `SamplingParams` for their meanings.
 
-    `stop_ids` only matter for `min_tokens`: they are masked until so many tokens are out. `top_logprobs` -1
-    (the default): no logprobs; 0: the sampled token's only. `allowed_ids` empty: all may be drawn.
-    `bad_words`: token sequences, none empty. `prompt_logprobs` n (-1: off): a row inside the prompt that
-    wants logits gives the prompt's next token as its id, not counted as output, with its logprobs and the n
-    best.
+    `stop_ids` are used only with `min_tokens`: they are masked until that many tokens were sampled.
+    `top_logprobs`: -1 (the default) returns no logprobs, 0 only the sampled token's. `allowed_ids`: empty
+    allows all ids. `bad_words`: token sequences, none of them empty. `prompt_logprobs`: with n (-1: off), a
+    row inside the prompt that requests logits returns the prompt's next token with its logprob and the n
+    best. That token does not count as output.
     """
 
     def __new__(
@@ -89,32 +91,32 @@ class SamplerSpec:
 
 @final
 class DecodeOutput:
-    """What a decode gives. Output rows are the batch rows with flags, in batch order."""
+    """The result of a decode. Output rows are the batch rows with output flags, in batch order."""
 
     @property
     def rows(self) -> NDArray[np.int32]:
         """`[n_out]`: the batch row of each output row."""
     @property
     def token_ids(self) -> NDArray[np.int32]:
-        """`[n_out]`: the sampled id; -1 where the row asked for no logits or is faulty."""
+        """`[n_out]`: the sampled id; -1 where the row requested no logits or is faulty."""
     @property
     def faults(self) -> list[tuple[int, str]]:
-        """Output rows that could not be sampled, or that come after one in the same sequence: (batch row,
-        `"non_finite"` or `"all_masked"`), ascending. These rows, and rows without output after them, are not
-        committed: their sequences end before the first of them. The other sequences' rows are kept."""
+        """Output rows that could not be sampled and the later output rows of the same sequences: (batch row,
+        `"non_finite"` or `"all_masked"`), ascending. Neither these rows nor later rows without output are
+        committed: their sequences end before the first faulty row. The rows of other sequences are kept."""
     @property
     def logits(self) -> NDArray[np.float32] | None:
-        """`[n_out, vocab_size]` if asked for by `return_logits` (zeros where a row asked for no logits)."""
+        """`[n_out, vocab_size]` with `return_logits`; zeros for rows that requested no logits."""
     @property
     def hidden(self) -> NDArray[np.float32] | None:
-        """`[n_out, d_model]` final hidden states if any row asked (zeros where a row did not)."""
+        """`[n_out, d_model]` final hidden states if any row requested them; zeros for rows that did not."""
     @property
     def logprobs(self) -> list[tuple[int, float, int, list[tuple[int, float]]]]:
-        """For rows whose sampler wants them: (index of the output row, logprob of the sampled id, its rank
-        from 1, the best ids with their logprobs in falling order)."""
+        """For rows whose sampler requests them: (index of the output row, logprob of the sampled id, its rank
+        from 1, the best ids with their logprobs in descending order)."""
     @property
     def graph_refusal(self) -> str | None:
-        """Why decode steps on a GPU are not launched as a graph, if one cannot be. Set on one output only."""
+        """Why decode steps on a GPU run without a CUDA graph, if one could not be captured. Reported once."""
 
 @final
 class Snapshot:
@@ -123,22 +125,22 @@ class Snapshot:
 
     @property
     def sequences(self) -> list[tuple[int, int, list[tuple[int, int, int]]]]:
-        """The acquired sequences by slot: (id, stream, ranges in rising position order)."""
+        """The acquired sequences by slot: (id, stream, ranges in ascending order of positions)."""
     @property
     def nodes(self) -> list[tuple[int, int, int, list[tuple[int, int, int]]]]:
-        """The cache nodes by id: (id, stream, first position, ranges in rising position order)."""
+        """The cache nodes by id: (id, stream, first position, ranges in ascending order of positions)."""
     @property
     def n_free(self) -> list[int]:
         """Free cells of each stream."""
 
 @final
 class KvCache:
-    """The KV bookkeeping of a Context without a model, for simulation: cells, sequence ids, cache nodes, KV
-    streams. The same calls, checks and errors; see Context. Any thread may call. After a panic
-    (EngineDeadError) every call raises EngineDeadError."""
+    """The KV cache of a Context without a model, for simulation: cells, sequence ids, cache nodes, KV
+    streams. It has the calls, checks and errors of Context. Any thread may call it. After a panic, every call
+    raises EngineDeadError."""
 
     def __new__(cls, *, n_cells: int, n_seq_max: int, n_streams: int = 1, lifo: bool = False) -> KvCache:
-        """Create a cache with free cells. `lifo`: the id or cell that was freed last is reused first."""
+        """Create a cache whose cells are all free. `lifo`: reuse the id or cell that was freed last."""
     @property
     def n_cells(self) -> int: ...
     @property
@@ -151,7 +153,7 @@ class KvCache:
     def extend(
         self, positions: NDArray[np.int32], n_seq_id: NDArray[np.int32], seq_ids: NDArray[np.int64]
     ) -> None:
-        """Change the cache as `Context.decode` of these rows does: the same checks, errors and cells."""
+        """Change the cache as `Context.decode` of these rows does, with the same checks, errors and cells."""
     def kv_seq_rm(self, seq_id: int, p0: int, p1: int) -> None: ...
     def kv_seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None: ...
     def kv_seq_keep(self, seq_id: int) -> None: ...
@@ -168,30 +170,29 @@ class KvCache:
 
 @final
 class Progress:
-    """What a context has done so far: counters that only grow. Any thread may read them, while a decode runs
-    and after the context is closed; nothing waits."""
+    """Progress counters of a context, which only grow. Any thread may read them without waiting, also while a
+    decode runs and after the context is closed."""
 
     def __new__(cls) -> Progress:
-        """Of a context that is still to be loaded."""
+        """Create counters for a context that is loaded later."""
     @property
     def loading(self) -> tuple[int, int]:
-        """Bytes of weights packed so far, and of all; equal once all are, (0, 0) before it is known."""
+        """Bytes of weights packed so far and in total; (0, 0) before the total is known."""
     @property
     def argmax_pruning(self) -> tuple[int, int]:
-        """Output rows whose largest logit was looked for with the head's screen, and those of them where
-        it was found without the others."""
+        """Output rows for which pruned argmax ran, and those for which it found the token."""
     @property
     def n_steps_begun(self) -> int:
-        """Decodes that were called."""
+        """Number of decodes that were called."""
     @property
     def n_steps_ended(self) -> int:
-        """Decodes that returned, whatever with."""
+        """Number of decodes that returned or raised."""
     @property
     def n_layers_begun(self) -> int:
-        """Layers that forward passes have reached."""
+        """Number of layers that forward passes have begun."""
     @property
     def n_rows_committed(self) -> int:
-        """Rows computed for good."""
+        """Number of committed rows."""
     @property
     def n_sequences_acquired(self) -> int: ...
     @property
@@ -199,21 +200,23 @@ class Progress:
 
 @final
 class Watchdog:
-    """A native thread that decides whether the engine is stuck. It never takes the GIL and never waits; time
-    in which the process did not run does not count. The first verdict stays:
+    """A native thread that detects a stalled engine. It never takes the GIL and never blocks. Time in which
+    the process did not run does not count. The first stall reason is kept:
 
-    - V1 inside a decode, no layer begun for `step_s` (or `step_factor` predicted steps, if that is more)
-    - V2 requests wait, none runs, and no sequence was lent for `admit_s`
-    - V3 requests run, but no row was committed and no sequence returned for `commit_s` (or as V1)
-    - V4 a waiting request is past its deadline by `deadline_s`
-    - V5 no `beat` for `loop_s`, after the first one; the only one without a `progress`, whose engine is in
-      another process
+    - V1: no layer was begun for `step_s` inside a decode (or for `step_factor` predicted steps, if longer).
+    - V2: requests wait, none runs, and no sequence id was acquired for `admit_s`.
+    - V3: requests run, but no row was committed and no sequence id released for `commit_s` (or as V1).
+    - V4: a waiting request is past its deadline by `deadline_s`.
+    - V5: no `beat` for `loop_s` after the first one. Without a `progress` (the engine is in another process)
+      only this reason is checked.
 
-    It is readable as `verdict`, and once as a byte `1` to `5` from the socket `fileno()`. If it is not
-    acknowledged within `exit_after_s` seconds, the process ends with code 70 and runs no exit handler.
+    The reason is available as `stall_reason`, and once as a byte `1` to `5` from the socket `fileno()`.
+    Unless the stall is acknowledged within `exit_after_s` seconds, the process exits with code 70 and runs no
+    exit handlers.
 
-    An event loop is late, and no verdict, from `late_s` without a `beat` until the next one: a byte `L`, once
-    each time. While it is late, V2 and V4 do not count: it may hold the interpreter that the engine needs."""
+    The event loop is late from `late_s` without a `beat` until the next one. This is not a stall: the socket
+    sends a byte `L` once each time. While the loop is late, V2 and V4 do not count, because it may hold the
+    interpreter that the engine needs."""
 
     def __new__(
         cls,
@@ -229,7 +232,7 @@ class Watchdog:
         step_factor: float = 20.0,
         exit_after_s: float | None = None,
     ) -> Watchdog:
-        """Starts the thread. Raises RejectedError for a span that is not above 0 and at most a day."""
+        """Start the thread. Raises RejectedError for a time that is not above 0 and up to a day."""
     def report(
         self,
         *,
@@ -238,29 +241,29 @@ class Watchdog:
         seconds_to_deadline: float | None = None,
         predicted_step_s: float = 0.0,
     ) -> None:
-        """The engine's numbers, to be told after each of its turns: requests that wait for capacity, that
-        run, seconds until the earliest deadline of a waiting one, and what the next step is thought to
-        take."""
+        """Report the engine's state after each of its iterations: the numbers of waiting and running
+        requests, the seconds until the earliest deadline of a waiting one, and the predicted seconds of the
+        next step."""
     def beat(self) -> None:
-        """The event loop came round."""
+        """Report an iteration of the event loop."""
     @property
     def stall_reason(self) -> str | None:
-        """`V1` to `V5`, or None."""
+        """The first stall reason, `V1` to `V5`; None without a stall."""
     def fileno(self) -> int:
-        """The reading end of the socket; it is closed with this object."""
+        """Return the reading end of the socket. It is closed with this object."""
     def acknowledge(self) -> None:
-        """Somebody acts on the verdict: no exit."""
+        """Acknowledge the stall, so that the process does not exit."""
     def close(self) -> None:
-        """Ends the thread; idempotent. The verdict stays readable."""
+        """Stop the thread; idempotent. The stall reason stays readable."""
 
 @final
 class Context:
-    """One model on one device with its KV cells. Built, used and closed on one thread; a call from another
-    thread raises RejectedError. Every method except `close` raises RejectedError once closed.
+    """One model on one device with its KV cells. It is created, used and closed on one thread; a call from
+    another thread raises RejectedError. After `close`, every other method raises RejectedError.
 
     A panic in the forward pass or the sampler raises CoreFaultError: it has no side effects, and the context
-    can be used again. A panic inside a change of the KV cache raises EngineDeadError, and so does every later
-    call, every call in a process forked from the one that built the context, and a failure of the GPU."""
+    can be used again. A panic in a change of the KV cache or a failure of the GPU raises EngineDeadError, and
+    so does every later call. Every call in a process forked after the creation raises EngineDeadError too."""
 
     def __new__(
         cls,
@@ -283,55 +286,58 @@ class Context:
         prune_argmax: bool = False,
         progress: Progress | None = None,
     ) -> Context:
-        """Load the weights (GIL released); `dtype` "int8" and "int4" quantize those of a float checkpoint.
+        """Load the weights (GIL released). The `dtype`s "int8" and "int4" quantize a float checkpoint.
 
-        `n_batch`: rows of one ubatch; larger batches are split. `n_ranks`: ranks that the model is split over
-        (tensor parallelism). `n_threads`: compute threads of all ranks, at least one each. `n_streams`: KV
-        streams of `n_cells // n_streams` cells each (it must divide); stream `s` has the cells from `s *
-        n_cells // n_streams`. `pins`: with exactly as many CPUs as threads, pin each thread to a CPU.
-        `prune_argmax`: keep an 8-bit copy of a head in 16 or 32 bits, which finds most greedy tokens without
-        reading the whole head (one rank, on the CPU). `progress`: the counters of this context, which show
-        the loading (on the CPU). For tests: `lifo` reuses what was freed last, `nan_fill` keeps NaN in every
-        cell that is free or reserved.
-
-        `gpu`: compute there, in the checkpoint's 16-bit type (bf16 for float32 and blocks). Then `n_cells`
-        may be None, which fills the GPU's memory, and `isa` is ignored."""
+        - `n_batch`: rows of one ubatch; larger batches are split.
+        - `n_ranks`: ranks that the model is split over (tensor parallelism).
+        - `n_threads`: compute threads of all ranks, at least one for each.
+        - `n_streams`: KV streams of `n_cells // n_streams` cells each; must divide `n_cells`. Stream `s` has
+          the cells from `s * n_cells // n_streams` on.
+        - `pins`: with exactly as many CPUs as threads, pin each thread to a CPU.
+        - `prune_argmax`: keep an 8-bit copy of a 16- or 32-bit head, with which most greedy tokens are found
+          without reading the whole head (one rank, on the CPU).
+        - `progress`: the counters of this context, which also show the loading (on the CPU).
+        - `lifo`, `nan_fill`: for tests. Reuse cells and ids that were freed last; fill every cell that is
+          free or reserved with NaN.
+        - `gpu`: compute on this GPU, in the checkpoint's 16-bit type (bf16 for float32 and quantized blocks).
+          Then `n_cells` may be None, which fills the GPU's memory, and `isa` is ignored.
+        """
     def close(self) -> None:
-        """Free everything; idempotent."""
+        """Free all resources; idempotent."""
     @property
     def isa(self) -> str:
-        """The instruction set; on a GPU its name."""
+        """The name of the instruction set or the GPU that computes."""
     @property
     def n_cells(self) -> int: ...
     @property
     def n_cells_free(self) -> int:
-        """Cells that no sequence sees and no cache node has."""
+        """Cells that no sequence sees and no node caches."""
     def n_cells_free_in(self, stream: int) -> int:
-        """Free cells of one KV stream."""
+        """Return the number of free cells of one KV stream."""
     @property
     def n_seq_free(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
     @property
     def attention_window(self) -> int | None:
-        """Positions that a row sees at most, its own included, if every layer has a sliding window: positions
-        below a sequence's last + 2 - this may be removed, no later row reads them. None: some layer sees all.
-        """
+        """The size W of the sliding window, if every layer has one; None if some layer sees all positions.
+        After the last position p of a sequence, no row sees positions below p + 2 - W, so they may be
+        removed."""
     @property
     def weight_bytes(self) -> int:
         """Bytes of the packed weights."""
     def seq_acquire(self, stream: int = 0) -> int:
-        """Acquire a sequence id (slot and generation in one number) whose cells will be in that KV stream.
-        Raises ExhaustedError if no id is free."""
+        """Acquire a sequence id (slot and generation in one number) whose cells are in that KV stream. Raises
+        ExhaustedError if no id is free."""
     def seq_release(self, seq_id: int) -> None:
         """Release the id, its cells (those of a cache node stay in use) and its sampler. Raises RejectedError
         if the id is stale."""
     def set_sampler(
         self, seq_id: int, spec: SamplerSpec, prompt_ids: NDArray[np.int32], output_ids: NDArray[np.int32]
     ) -> None:
-        """Attach a sampler to a sequence. `output_ids` are tokens already generated (after a preemption).
-        Rows of a sequence without a sampler are sampled greedily. Of the ids that one decode samples for a
-        sequence, the last counts as its output. Raises RejectedError for a stale id or a parameter out of its
+        """Attach a sampler to a sequence. `output_ids` are the tokens generated so far (after a preemption).
+        Rows of a sequence without a sampler are sampled greedily. The last id that a decode samples for a
+        sequence counts as its output. Raises RejectedError for a stale id or a parameter out of its
         bounds."""
     def decode(
         self,
@@ -345,18 +351,20 @@ class Context:
         logits_mask: tuple[NDArray[np.int32], NDArray[np.uint32]] | None = None,
         return_logits: bool = False,
     ) -> DecodeOutput:
-        """Run one forward pass for all rows (GIL released). All arrays are `[n_rows]` except `seq_ids`
-        `[sum(n_seq_id)]`. `wants_output`: 1 logits and a sampled id, 2 final hidden state, 3 both.
-        `logits_mask`: batch rows `[n]`, each wanting logits, and bits `[n, ceil(vocab / 32)]`, bit set =
-        allowed.
-        A row of several sequences is stored once and seen by all; it is sampled with the first one's sampler.
-        `stream` is checked against the streams of the rows' sequences.
+        """Run one forward pass for all rows (GIL released) and sample.
+
+        All arrays are `[n_rows]`, except `seq_ids` `[sum(n_seq_id)]`. `wants_output`: 1 logits and a sampled
+        id, 2 final hidden state, 3 both. `logits_mask`: batch rows `[n]` that request logits, and bits
+        `[n, ceil(vocab / 32)]`, where a set bit allows its id. `stream` is checked against the streams of the
+        rows' sequences. A row of several sequences is stored once and seen by all; it is sampled with the
+        sampler of the first one.
 
         Raises ExhaustedError (cells), RejectedError (a wrong row) or CoreFaultError (a panic), with no side
-        effects."""
+        effects.
+        """
     def kv_seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
-        """Remove positions `p0 <= p < p1` of a sequence. Here and below a negative p0 means from the start,
-        a negative p1 to the end."""
+        """Remove positions `p0 <= p < p1` of a sequence. In all `kv_seq_*` methods, a negative p0 means from
+        the start and a negative p1 to the end."""
     def kv_seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
         """Let `dst` see the positions of `src` in the range: the same cells within a KV stream; across
         streams K and V are copied into newly allocated cells. Raises ExhaustedError if too few are free,
@@ -365,51 +373,55 @@ class Context:
         """Remove the cells of every other sequence. All ids stay acquired, cache nodes keep their cells."""
     def kv_seq_add(self, seq_id: int, p0: int, p1: int, delta: int) -> None:
         """Shift positions in the range by `delta` and rotate the stored keys. Raises RejectedError if a cell
-        is shared with another sequence or cached by a node, or if a new position is taken, negative or past
+        is shared with another sequence or cached by a node, or if a new position is in use, negative or past
         `max_model_len`."""
     def kv_seq_pos_min(self, seq_id: int) -> int:
-        """Smallest position, -1 if the sequence is empty."""
+        """Return the smallest position; -1 if the sequence is empty."""
     def kv_seq_pos_max(self, seq_id: int) -> int:
-        """Largest position, -1 if the sequence is empty."""
+        """Return the largest position; -1 if the sequence is empty."""
     def kv_node_cache(self, node: int, seq_id: int, p0: int, p1: int) -> None:
-        """Cache the sequence's cells of positions `p0 <= p < p1` in a new node: they stay allocated after the
-        sequence is released (the prefix cache). The caller chooses the node's id (0 to 2^64 - 1) and uses it
-        once. A cell is in at most one node. Raises RejectedError, with no side effects: an existing node, an
-        empty range, a position that the sequence lacks or that another node has."""
+        """Cache the sequence's cells of positions `p0 <= p < p1` in a new node, in which they stay allocated
+        after the sequence is released (the prefix cache). The caller chooses the node's id (0 to 2^64 - 1)
+        and uses it once. A cell is in at most one node.
+
+        Raises RejectedError, with no side effects: an existing node, an empty range, a position that is
+        missing in the sequence or already cached."""
     def kv_node_attach(self, node: int, seq_id: int, p0: int, p1: int) -> None:
-        """Let a sequence that ends at `p0` (0: it is empty) see the node's positions `p0 <= p < p1`: the same
-        cells within a KV stream; across streams K and V are copied into newly allocated cells. Raises
-        ExhaustedError (a copy) or RejectedError, with no side effects: an unknown node, an empty range, a
-        position that the node lacks."""
+        """Let a sequence that ends at `p0` (0 if it is empty) see the node's positions `p0 <= p < p1`: the
+        same cells within a KV stream; across streams K and V are copied into newly allocated cells.
+
+        Raises ExhaustedError (too few cells for a copy) or RejectedError, with no side effects: an unknown
+        node, an empty range, a position that is missing in the node."""
     def kv_node_split(self, node: int, at: int, tail: int) -> None:
-        """Leave positions below `at` in the node and move the others to the new node `tail`. Raises
+        """Move the positions from `at` on to the new node `tail`; those below `at` stay in the node. Raises
         RejectedError if either part would be empty."""
     def kv_node_trim(self, node: int, at: int) -> None:
-        """Remove the node's positions from `at`; from its first one, the node itself. Raises RejectedError if
+        """Remove the node's positions from `at` on, and the node if none is left. Raises RejectedError if
         `at` is outside the node."""
     def kv_node_export(self, node: int, p0: int, p1: int) -> NDArray[np.uint8]:
         """Return K and V of the node's positions `p0 <= p < p1` (GIL released): for each layer K
         `[p1 - p0][n_kv_heads][d_head]`, then V likewise, in the cells' type, little endian. Raises
         RejectedError."""
     def kv_node_import(self, node: int, stream: int, p0: int, data: NDArray[np.uint8]) -> None:
-        """Create a cache node on free cells of a stream at positions from `p0`, with the bytes that
-        `kv_node_export` returned on a context of the same fingerprint (GIL released). Raises ExhaustedError
-        (cells) or RejectedError, with no side effects: a known node, not the bytes of whole cells, positions
-        past `max_model_len`."""
+        """Create a cache node on newly allocated cells of a stream, at positions from `p0`, with the bytes
+        that `kv_node_export` returned in a context with the same fingerprint (GIL released).
+
+        Raises ExhaustedError (cells) or RejectedError, with no side effects: an existing node, a number of
+        bytes that is not that of whole cells, positions past `max_model_len`."""
     def fingerprint(self) -> str:
-        """A hash of what K and V depend on other than tokens and positions, as 32 hexadecimal digits:
-        configuration, all weights (replaced ones included), dtypes, cell layout, instruction set. The same in
-        every process."""
+        """Return a hash of what K and V depend on other than tokens and positions: configuration, all weights
+        (replaced ones included), dtypes, cell layout and instruction set or GPU architecture. It has 32
+        hexadecimal digits and is the same in every process."""
     def progress(self) -> Progress:
-        """Progress counters, readable from any thread."""
+        """Return the progress counters, which any thread may read."""
     def snapshot(self) -> Snapshot:
-        """All cells of sequences and cache nodes. Costs the number of contiguous ranges."""
+        """Return all cells of sequences and cache nodes, in time linear in the number of ranges."""
     def digest(self) -> int:
-        """A hash of the cells, the cache nodes, the acquired ids and the order of the free cells. Costs the
-        size of the cache."""
+        """Return a hash of the cells, the cache nodes, the acquired ids and the order of the free cells, in
+        time linear in the size of the cache."""
     def replace_weight(self, name: str, values: NDArray[np.float32]) -> None:
         """Replace one tensor, by its name in the checkpoint, with values of the same shape. Raises
-        RejectedError or UnsupportedError, with no side effects: a wrong name or shape, a block-quantized
-        tensor, a model on several ranks."""
+        RejectedError or UnsupportedError, with no side effects: a wrong name or shape, a tensor in quantized
+        blocks, a model on several ranks."""
     def check_integrity(self) -> None:
-        """Check every invariant of the KV cache; a panic is raised as EngineDeadError."""
+        """Check every invariant of the KV cache. Raises EngineDeadError if one is violated."""

@@ -99,7 +99,7 @@ def test_two_gpus_share_a_model(ask: Ask, two_heads: Path) -> None:
     assert (said["errors"], said["token_ids"]) == ([], golden()[1])
     ((kind, text),) = ask(asked)["errors"]
     assert kind == "UnsupportedError"
-    assert "tensor_parallel_size 2 from GPU 0 on, of which the driver sees 1" in text
+    assert "tensor_parallel_size is 2 from GPU 0 on, but the number of GPUs is 1" in text
 
 
 def test_a_fault_of_one_gpu_ends_the_engine_of_both(ask: Ask, two_heads: Path) -> None:

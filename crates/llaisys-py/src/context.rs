@@ -1,9 +1,11 @@
-//! `Context`: one model with its KV cells, owned by the thread that built it.
+//! `Context`: one model with its KV cells, owned by the thread that created it.
 //!
 //! The class is frozen, so Python has only shared references. The state is in a mutex that is never contended: the
-//! owner check comes first, and the owner cannot be in two calls at once.
+//! owner is checked first, and it cannot be in two calls at the same time.
 
-use crate::convert::{OwnedArrays, OwnedMasks, compute_mode, count, isa, kv_dtype, natural, owned};
+use crate::convert::{
+    OwnedArrays, OwnedMasks, compute_mode, count, natural, owned, parse_isa, parse_kv_dtype,
+};
 use crate::cuda::Gpu;
 use crate::errors::{Fault, guarded, panic_message};
 use crate::kv_cache::Snapshot;
@@ -22,7 +24,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::ThreadId;
 
-/// One model on one device with its KV cells. Built, used and closed on one thread.
+/// One model on one device with its KV cells. Created, used and closed on one thread.
 #[pyclass(frozen, module = "llaisys._core")]
 pub(crate) struct Context {
     owner: ThreadId,
@@ -33,14 +35,14 @@ pub(crate) struct Context {
 enum State {
     Open(Box<Core>),
     Closed,
-    /// A panic left the context inconsistent; its message. The core was leaked and is never read again.
+    /// The message of a panic or device failure that left the context inconsistent. After a panic, the core is leaked.
     Dead(String),
 }
 
 impl Context {
-    /// Runs `call` on the core. Rejects other threads and forked processes. A panic becomes [`Fault::Whole`] if the
-    /// context is unchanged; else [`Fault::Panic`], and every later call fails with [`Fault::Dead`], as after a failure
-    /// of the device.
+    /// Runs `call` on the core. Rejects other threads and forked processes. A panic becomes [`Fault::RolledBack`] if the
+    /// context is unchanged, else [`Fault::Panic`]. After the latter and after a device failure, every later call fails
+    /// with [`Fault::Dead`].
     fn call<T>(&self, call: impl FnOnce(&mut Core) -> Result<T, llaisys_core::Error>) -> Result<T, Fault> {
         self.check_owner()?;
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -59,7 +61,7 @@ impl Context {
         };
         let message = panic_message(payload.as_ref());
         if !core.is_broken() {
-            return Err(Fault::Whole(message));
+            return Err(Fault::RolledBack(message));
         }
         if let State::Open(core) = std::mem::replace(&mut *state, State::Dead(message.clone())) {
             std::mem::forget(core);
@@ -77,7 +79,7 @@ impl Context {
         Ok(())
     }
 
-    /// A short call, GIL held.
+    /// Runs a short call without releasing the GIL.
     fn brief<T>(
         &self,
         py: Python<'_>,
@@ -86,7 +88,7 @@ impl Context {
         self.call(call).map_err(|fault| fault.into_py(py))
     }
 
-    /// A long call, GIL released.
+    /// Runs a long call with the GIL released.
     fn detached<T: Send>(
         &self,
         py: Python<'_>,
@@ -96,8 +98,8 @@ impl Context {
     }
 }
 
-/// Dropped without `close`: at interpreter exit, or by the garbage collector on any thread. Freeing touches no
-/// Python, and no panic leaves it. In a forked process the worker threads to be joined do not exist: it leaks.
+/// Runs without `close` at interpreter exit, or by the garbage collector on any thread. Freeing calls no Python, and no
+/// panic leaves it. In a forked process the worker threads do not exist and cannot be joined, so the core is leaked.
 impl Drop for Context {
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
@@ -139,8 +141,8 @@ impl Context {
         progress: Option<&Progress>,
     ) -> PyResult<Self> {
         let progress = progress.map(|progress| Arc::clone(&progress.core)).unwrap_or_default();
-        let words = Words { dtype, kv_dtype, isa };
-        let loaded = words.parse().and_then(|(mode, kv_dtype, isa)| {
+        let load = || {
+            let (mode, kv_dtype, isa) = (compute_mode(dtype)?, parse_kv_dtype(kv_dtype)?, parse_isa(isa)?);
             let config = ContextConfig {
                 mode,
                 kv_dtype,
@@ -159,13 +161,13 @@ impl Context {
             };
             match gpu {
                 None if n_cells.is_none() => {
-                    Err(Fault::Argument("n_cells is None, which needs a gpu to fill".to_owned()))
+                    Err(Fault::Argument("n_cells is None, which is allowed only with a gpu".to_owned()))
                 }
                 None => py.detach(|| guarded(|| Core::new(Checkpoint::open(&path)?, config, progress))),
                 Some(gpu) => py.detach(|| guarded(|| gpu.load(&path, config, n_cells.is_none()))),
             }
-        });
-        let core = loaded.map_err(|fault| fault.into_py(py))?;
+        };
+        let core = load().map_err(|fault| fault.into_py(py))?;
         Ok(Self {
             owner: std::thread::current().id(),
             process: std::process::id(),
@@ -173,7 +175,7 @@ impl Context {
         })
     }
 
-    /// Free everything; idempotent.
+    /// Free all resources; idempotent.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.check_owner().map_err(|fault| fault.into_py(py))?;
         let state = {
@@ -189,7 +191,7 @@ impl Context {
         .map_err(|fault| fault.into_py(py))
     }
 
-    /// The instruction set; on a GPU its name.
+    /// The name of the instruction set or the GPU.
     #[getter]
     fn isa(&self, py: Python<'_>) -> PyResult<String> {
         self.brief(py, |core| Ok(core.computes_on().to_owned()))
@@ -334,12 +336,12 @@ impl Context {
         self.detached(py, |core| core.kv_node_attach(node, SeqId::from_raw(seq_id), p0, p1))
     }
 
-    /// Move a node's positions from `at` to the new node `tail`.
+    /// Move a node's positions from `at` on to the new node `tail`.
     fn kv_node_split(&self, py: Python<'_>, node: u64, at: i32, tail: u64) -> PyResult<()> {
         self.brief(py, |core| core.kv_node_split(node, at, tail))
     }
 
-    /// Remove a node's positions from `at`.
+    /// Remove a node's positions from `at` on.
     fn kv_node_trim(&self, py: Python<'_>, node: u64, at: i32) -> PyResult<()> {
         self.brief(py, |core| core.kv_node_trim(node, at))
     }
@@ -363,7 +365,7 @@ impl Context {
         self.detached(py, |core| core.kv_node_import(node, natural("stream", stream)?, p0, &data))
     }
 
-    /// What K and V depend on besides tokens.
+    /// A hash of what K and V depend on other than tokens and positions.
     fn fingerprint(&self, py: Python<'_>) -> PyResult<String> {
         self.brief(py, |core| Ok(core.fingerprint()))
     }
@@ -403,22 +405,3 @@ impl Context {
         })
     }
 }
-
-/// Settings that are given as strings.
-struct Words<'a> {
-    dtype: &'a str,
-    kv_dtype: &'a str,
-    isa: &'a str,
-}
-
-impl Words<'_> {
-    fn parse(&self) -> Result<ParsedWords, Fault> {
-        Ok((compute_mode(self.dtype)?, kv_dtype(self.kv_dtype)?, isa(self.isa)?))
-    }
-}
-
-type ParsedWords = (
-    llaisys_core::dtype::ComputeMode,
-    Option<llaisys_core::dtype::KvDType>,
-    Option<llaisys_core::context::IsaName>,
-);

@@ -1,5 +1,5 @@
-//! NumPy arrays and words -> core values. Arrays are copied while the GIL is held: another Python thread may
-//! write to them as soon as it is released.
+//! Converts NumPy arrays and strings to core values. Arrays are copied while the GIL is held, because another Python
+//! thread may write to them once it is released.
 
 use crate::errors::Fault;
 use llaisys_core::Error;
@@ -11,11 +11,11 @@ use llaisys_core::error::Rejected;
 use numpy::ndarray::Dimension;
 use numpy::{Element, PyReadonlyArray, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
 
-/// The elements of `values` in C order (the last index fastest), copied. Every array argument of the binding passes
-/// here; its dtype and number of dimensions were checked by its type.
+/// Copies the elements of `values` in C order (the last index fastest). Every array argument of the bindings is copied
+/// here; its type has checked dtype and number of dimensions.
 ///
-/// Errors: [`Fault::Argument`] unless the array lies in memory in C order and every element is aligned. NumPy's
-/// `is_contiguous`, and so `as_slice`, also holds for Fortran order.
+/// Errors: [`Fault::Argument`] unless the array is in C order in memory and every element is aligned. (NumPy's
+/// `is_contiguous`, and so `as_slice`, also accept Fortran order.)
 pub(crate) fn owned<T: Element + Copy, D: Dimension>(
     what: &str,
     values: &PyReadonlyArray<'_, T, D>,
@@ -92,13 +92,13 @@ impl OwnedMasks {
     }
 }
 
-/// A number from 0 that Python gave as any integer. Errors: outside `0..=u32::MAX`.
+/// Converts an integer argument of Python. Errors: outside `0..=u32::MAX`.
 pub(crate) fn natural(what: &'static str, value: i64) -> Result<u32, Error> {
     u32::try_from(value)
         .map_err(|_| Rejected::OutOfRange { what, got: value, min: 0, max: i64::from(u32::MAX) }.into())
 }
 
-/// A count that Python gave as any integer. Errors: outside `1..=max`.
+/// Converts a count argument of Python. Errors: outside `1..=max`.
 pub(crate) fn count(what: &'static str, value: i64, max: i64) -> Result<usize, Error> {
     if value < 1 || value > max {
         return Err(Rejected::OutOfRange { what, got: value, min: 1, max }.into());
@@ -106,35 +106,35 @@ pub(crate) fn count(what: &'static str, value: i64, max: i64) -> Result<usize, E
     usize::try_from(value).map_err(|_| Rejected::OutOfRange { what, got: value, min: 1, max }.into())
 }
 
-/// `auto`, `float32`, `bfloat16`, `int8` or `int4`.
-pub(crate) fn compute_mode(word: &str) -> Result<ComputeMode, Fault> {
-    match word {
+/// Parses `auto`, `float32`, `bfloat16`, `int8` or `int4`.
+pub(crate) fn compute_mode(name: &str) -> Result<ComputeMode, Fault> {
+    match name {
         "auto" => Ok(ComputeMode::Auto),
         "float32" => Ok(ComputeMode::Float32),
         "bfloat16" => Ok(ComputeMode::Bfloat16),
         "int8" => Ok(ComputeMode::Int8),
         "int4" => Ok(ComputeMode::Int4),
-        _ => Err(unknown_word("dtype", word, "auto, float32, bfloat16, int8 and int4")),
+        _ => Err(unknown_name("dtype", name, "auto, float32, bfloat16, int8 and int4")),
     }
 }
 
-/// `auto` (None), `float32`, `float16`, `bfloat16` or `int8`.
-pub(crate) fn kv_dtype(word: &str) -> Result<Option<KvDType>, Fault> {
-    match word {
+/// Parses `auto` (None), `float32`, `float16`, `bfloat16` or `int8`.
+pub(crate) fn parse_kv_dtype(name: &str) -> Result<Option<KvDType>, Fault> {
+    match name {
         "auto" => Ok(None),
         "float32" => Ok(Some(KvDType::Float32)),
         "float16" => Ok(Some(KvDType::Float16)),
         "bfloat16" => Ok(Some(KvDType::Bfloat16)),
         "int8" => Ok(Some(KvDType::Int8)),
-        _ => Err(unknown_word("kv_dtype", word, "auto, float32, float16, bfloat16 and int8")),
+        _ => Err(unknown_name("kv_dtype", name, "auto, float32, float16, bfloat16 and int8")),
     }
 }
 
-/// `auto` (None) or the name of an instruction set.
-pub(crate) fn isa(word: &str) -> Result<Option<IsaName>, Error> {
-    if word == "auto" { Ok(None) } else { Ok(Some(IsaName::parse(word)?)) }
+/// Parses `auto` (None) or the name of an instruction set.
+pub(crate) fn parse_isa(name: &str) -> Result<Option<IsaName>, Error> {
+    if name == "auto" { Ok(None) } else { Ok(Some(IsaName::parse(name)?)) }
 }
 
-fn unknown_word(what: &str, word: &str, allowed: &str) -> Fault {
-    Fault::Argument(format!("{what} is {word:?}, allowed are {allowed}"))
+fn unknown_name(what: &str, name: &str, allowed: &str) -> Fault {
+    Fault::Argument(format!("{what} is {name:?}, allowed are {allowed}"))
 }

@@ -1,4 +1,4 @@
-//! Whether CUDA can be used, and with what.
+//! `cuda_info`, and `Gpu`: the GPU of a context and its settings.
 
 use crate::convert::natural;
 use crate::errors::{Fault, guarded};
@@ -15,8 +15,8 @@ use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-/// What CUDA computes with on this machine, or why it cannot: a JSON object with the fields of `types.CudaInfo`.
-/// `folders`: where libraries are looked for before the system's loader is asked; `driver`: the driver's library.
+/// What CUDA uses on this machine, or why it cannot be used: a JSON object with the fields of `model_info.CudaInfo`.
+/// `folders` are searched for libraries before the system's loader is used; `driver` is the driver's library.
 #[pyfunction]
 #[pyo3(signature = (folders, driver = DRIVER.to_owned()))]
 pub(crate) fn cuda_info(py: Python<'_>, folders: Vec<PathBuf>, driver: String) -> PyResult<String> {
@@ -40,7 +40,7 @@ pub(crate) fn cuda_info(py: Python<'_>, folders: Vec<PathBuf>, driver: String) -
     text.map_err(|fault: Fault| fault.into_py(py))
 }
 
-/// A GPU for a context, and how it is used.
+/// A GPU for a context, and its settings.
 #[pyclass(frozen, module = "llaisys._core")]
 pub(crate) struct Gpu {
     folders: Vec<PathBuf>,
@@ -79,8 +79,8 @@ impl Gpu {
 }
 
 impl Gpu {
-    /// The checkpoint at `path` on the GPU, opened on this thread; of several ranks, on as many GPUs from this one on.
-    /// `fills`: as many cells as its memory has room for, in place of the configuration's number.
+    /// Loads the checkpoint at `path` on the GPU, which is opened on this thread. Several ranks use as many GPUs from this
+    /// one on. `fills`: use as many cells as fit in the GPU's memory instead of the configured number.
     ///
     /// Errors: CUDA cannot be used, with the reason; there is no such GPU; as [`Context::on_gpu`].
     pub(crate) fn load(&self, path: &Path, config: ContextConfig, fills: bool) -> Result<Context, Error> {
@@ -98,12 +98,12 @@ impl Gpu {
         }
         let n_devices = self.find()?.info.devices.len();
         if self.ordinal + n_ranks > n_devices {
-            let (first, seen) = (self.ordinal, "the driver sees");
-            let reason =
-                format!("tensor_parallel_size {n_ranks} from GPU {first} on, of which {seen} {n_devices}");
-            return Err(refused(reason));
+            let first = self.ordinal;
+            return Err(unusable(format!(
+                "tensor_parallel_size is {n_ranks} from GPU {first} on, but the number of GPUs is {n_devices}"
+            )));
         }
-        let nccl = Nccl::find(&self.folders).map_err(|why| refused(why.to_string()))?;
+        let nccl = Nccl::find(&self.folders).map_err(|why| unusable(why.to_string()))?;
         let members: Vec<_> =
             nccl.group(n_ranks)?.into_iter().map(|member| Mutex::new(Some(member))).collect();
         Context::on_gpus(checkpoint, config, &|rank| {
@@ -115,10 +115,10 @@ impl Gpu {
     }
 
     fn find(&self) -> Result<Cuda, Error> {
-        Cuda::find(&self.driver, &self.folders).map_err(|why| refused(why.to_string()))
+        Cuda::find(&self.driver, &self.folders).map_err(|why| unusable(why.to_string()))
     }
 
-    /// The GPU of a rank.
+    /// Opens the GPU of a rank.
     fn open(&self, rank: usize, n_threads: usize) -> Result<Nvidia, Error> {
         let settings = NvidiaSettings {
             ordinal: self.ordinal + rank,
@@ -130,6 +130,6 @@ impl Gpu {
     }
 }
 
-fn refused(reason: String) -> Error {
+fn unusable(reason: String) -> Error {
     Unsupported::Device { name: "cuda", reason }.into()
 }

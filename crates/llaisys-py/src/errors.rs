@@ -1,4 +1,4 @@
-//! Maps core errors to Python classes. The matches are exhaustive: a new kind does not build until it has a class.
+//! Maps core errors to Python classes. The matches are exhaustive: a new kind of error does not compile without a class.
 
 use llaisys_core::Error;
 use pyo3::prelude::*;
@@ -10,22 +10,22 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 /// Characters of a message that are shown.
 const MESSAGE_CHARS_MAX: usize = 1000;
 
-/// What a call into the core may end with.
+/// The failures of a call into the core.
 #[derive(Debug)]
 pub(crate) enum Fault {
     /// The core returned an error.
     Core(Error),
-    /// The core panicked; its context is as it was before the call.
-    Whole(String),
-    /// The core panicked, in the middle of a change or outside of any context.
+    /// The core panicked and rolled back: its context has not changed.
+    RolledBack(String),
+    /// The core panicked in the middle of a change or outside of any context.
     Panic(String),
-    /// An earlier call broke the context; the message of its panic.
+    /// An earlier call broke the context; the message of its failure.
     Dead(String),
-    /// Called from another thread than the one that built the context.
+    /// Called from another thread than the one that created the context.
     ForeignThread,
-    /// Called in a process forked from the one that built the context, where its worker threads do not exist.
+    /// Called in a process forked after the context was created, where its worker threads do not exist.
     ForeignProcess,
-    /// A wrong argument that is not passed to the core: a string or an array layout.
+    /// An invalid argument that is not passed to the core: a string or an array layout.
     Argument(String),
 }
 
@@ -40,7 +40,7 @@ impl Fault {
     pub(crate) fn into_py(self, py: Python<'_>) -> PyErr {
         let (class, message) = match self {
             Fault::Core(error) => (Class::of(&error), shortened(error.to_string())),
-            Fault::Whole(message) => {
+            Fault::RolledBack(message) => {
                 (Class::CoreFault, format!("the core panicked and rolled back: {message}"))
             }
             Fault::Panic(message) => (Class::EngineDead, format!("the core panicked: {message}")),
@@ -64,7 +64,7 @@ impl Fault {
     }
 }
 
-/// Runs core code that belongs to no context; a panic becomes [`Fault::Panic`].
+/// Runs core code outside of any context. A panic becomes [`Fault::Panic`].
 pub(crate) fn guarded<T>(call: impl FnOnce() -> Result<T, Error>) -> Result<T, Fault> {
     match catch_unwind(AssertUnwindSafe(call)) {
         Ok(result) => result.map_err(Fault::Core),
@@ -72,7 +72,7 @@ pub(crate) fn guarded<T>(call: impl FnOnce() -> Result<T, Error>) -> Result<T, F
     }
 }
 
-/// A message that fits a screen: it may show a value of a model file, which may be a megabyte.
+/// Shortens a message, which may contain a value of a model file of a megabyte.
 fn shortened(message: String) -> String {
     match message.char_indices().nth(MESSAGE_CHARS_MAX) {
         Some((end, _)) => format!("{} ...", &message[..end]),
@@ -80,7 +80,7 @@ fn shortened(message: String) -> String {
     }
 }
 
-/// The text of a panic.
+/// Returns the message of a panic.
 pub(crate) fn panic_message(payload: &(dyn Any + Send)) -> String {
     let text = payload.downcast_ref::<&str>().copied();
     let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
@@ -109,7 +109,7 @@ impl Class {
         }
     }
 
-    /// The class object, imported at the first error and kept.
+    /// Returns the class object, which is imported at the first error.
     fn python<'py>(self, py: Python<'py>) -> PyResult<&'py Bound<'py, PyType>> {
         static REJECTED: PyOnceLock<Py<PyType>> = PyOnceLock::new();
         static EXHAUSTED: PyOnceLock<Py<PyType>> = PyOnceLock::new();

@@ -1,23 +1,24 @@
-//! The fault points, for tests (cargo feature `faults`). Not in `_core.pyi`: no shipped build has them.
+//! Fault points for tests (Cargo feature `faults`). They are not in `_core.pyi`, because released builds do not have them.
 
 use crate::errors::Fault;
 use llaisys_core::faults::{Action, SetError, hits, names, set};
 use pyo3::prelude::*;
 
-/// Every place where a test can make the core fail.
+/// The names of all fault points.
 #[pyfunction]
 pub(crate) fn fault_points() -> Vec<&'static str> {
     names().collect()
 }
 
-/// How often a point was passed.
+/// How often a point was reached.
 #[pyfunction]
 pub(crate) fn fault_hits(py: Python<'_>, point: &str) -> PyResult<u64> {
     hits(point).ok_or_else(|| Fault::Argument(format!("no fault point {point:?}")).into_py(py))
 }
 
-/// Lets a point do `action` (`error`, `panic`, `pause`, `leak`; `off` ends a pause) the `nth` time, from 1, that it is
-/// passed from now on, once. A pause under the GIL cannot be ended from Python: only `decode.*` run without.
+/// Makes a point do `action` once, the `nth` time (from 1) that it is reached from now on. Actions are `error`, `panic`,
+/// `pause` and `leak`; `off` ends a pause. A pause with the GIL held cannot be ended from Python; only `decode.*` points
+/// run without it.
 #[pyfunction]
 #[pyo3(signature = (point, action, nth = 1))]
 pub(crate) fn set_fault(py: Python<'_>, point: &str, action: &str, nth: u64) -> PyResult<()> {

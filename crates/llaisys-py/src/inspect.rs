@@ -1,4 +1,4 @@
-//! Functions without a context: facts of a checkpoint, of the machine, of the random generator.
+//! Functions without a context: properties of a checkpoint, instruction sets, CUDA kernels and the random generator.
 
 use crate::errors::{Fault, guarded};
 use llaisys_core::checkpoint::Checkpoint;
@@ -8,7 +8,7 @@ use llaisys_core::sample::philox;
 use pyo3::prelude::*;
 use std::path::PathBuf;
 
-/// Facts of a checkpoint from its headers: a JSON object with the fields of `types.ModelInfo`.
+/// The properties of a checkpoint from its headers: a JSON object with the fields of `model_info.ModelInfo`.
 #[pyfunction]
 pub(crate) fn inspect(py: Python<'_>, path: PathBuf) -> PyResult<String> {
     let text = py.detach(|| {
@@ -26,7 +26,7 @@ pub(crate) fn available_isas(py: Python<'_>) -> PyResult<Vec<&'static str>> {
         .map_err(|fault| fault.into_py(py))
 }
 
-/// The CUDA kernels as JSON: each unit's text, its constants and the bounds that its kernels declare.
+/// The CUDA kernels as JSON: the text of each kernel source, its constants and the bounds that its kernels declare.
 #[pyfunction]
 pub(crate) fn cuda_kernel_sources(py: Python<'_>) -> PyResult<String> {
     guarded(|| Ok(gpu::kernel_sources_json())).map_err(|fault| fault.into_py(py))

@@ -1,4 +1,4 @@
-//! `KvCache`: the KV bookkeeping of a context without a model, and `Snapshot`: the allocated cells of either.
+//! `KvCache`: the KV cache of a context without a model, and `Snapshot`: the allocated cells of either.
 
 use crate::convert::{count, natural, owned};
 use crate::errors::{Fault, guarded};
@@ -9,7 +9,7 @@ use numpy::PyReadonlyArray1;
 use pyo3::prelude::*;
 use std::sync::{Mutex, PoisonError};
 
-/// A contiguous range as Python sees it: first position, first cell, length.
+/// A contiguous range for Python: first position, first cell, length.
 type RangeTuple = (i32, u32, u32);
 
 /// All allocated cells.
@@ -54,7 +54,7 @@ fn tuples(ranges: &[CellRange]) -> Vec<RangeTuple> {
     ranges.iter().map(|range| (range.position, range.cell, range.len)).collect()
 }
 
-/// The KV bookkeeping of a context without a model. Any thread may call; a panic in a call makes it unusable.
+/// The KV cache of a context without a model. Any thread may call it; a panic in a call makes it unusable.
 #[pyclass(frozen, module = "llaisys._core")]
 pub(crate) struct KvCache {
     /// None after a panic.
@@ -64,7 +64,7 @@ pub(crate) struct KvCache {
 impl KvCache {
     fn call<T>(&self, py: Python<'_>, call: impl FnOnce(&mut Core) -> Result<T, Error>) -> PyResult<T> {
         let mut guard = self.core.lock().unwrap_or_else(PoisonError::into_inner);
-        // Taken out for the call: a panic leaves nothing half-changed to be read.
+        // Taken out during the call, so that no later call reads a partial change after a panic.
         let result = match guard.take() {
             None => Err(Fault::Dead("the KV cache may be inconsistent".to_owned())),
             Some(mut core) => guarded(|| {
@@ -183,12 +183,12 @@ impl KvCache {
         self.call(py, |kv| kv.node_attach(node, SeqId::from_raw(seq_id), p0, p1).map(|_no_tensors| ()))
     }
 
-    /// Move a node's positions from `at` to the new node `tail`.
+    /// Move a node's positions from `at` on to the new node `tail`.
     fn kv_node_split(&self, py: Python<'_>, node: u64, at: i32, tail: u64) -> PyResult<()> {
         self.call(py, |kv| kv.node_split(node, at, tail))
     }
 
-    /// Remove a node's positions from `at`.
+    /// Remove a node's positions from `at` on.
     fn kv_node_trim(&self, py: Python<'_>, node: u64, at: i32) -> PyResult<()> {
         self.call(py, |kv| kv.node_trim(node, at))
     }

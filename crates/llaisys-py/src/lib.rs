@@ -1,11 +1,11 @@
-//! Python bindings of the core. Each call converts its arguments, releases the GIL where the work is long, calls the
-//! core once and converts the result. There is no policy, no loop and no state of its own.
+//! Python bindings of the core. Each call converts its arguments, calls the core once and converts the result. Long
+//! calls release the GIL. The bindings have no policy, no loop and no state of their own.
 //!
-//! Errors are the classes of `llaisys.errors`; no panic gets out as pyo3's `PanicException`, which is a
-//! `BaseException` that `except Exception` would miss.
+//! Errors are the classes of `llaisys.errors`. No panic reaches Python as pyo3's `PanicException`, a `BaseException` that
+//! `except Exception` would miss.
 
-#![warn(clippy::unwrap_used, reason = "input never panics; a broken invariant panics with a message")]
-#![allow(clippy::too_many_arguments, reason = "keyword arguments are Python's signature, not ours")]
+#![warn(clippy::unwrap_used, reason = "no input causes a panic; a violated invariant panics with a message")]
+#![allow(clippy::too_many_arguments, reason = "the signatures follow the keyword arguments of Python")]
 
 use pyo3::prelude::*;
 
@@ -23,7 +23,7 @@ mod output;
 mod sampler;
 mod watchdog;
 
-/// The compiled core of LLAISYS. Its Python face is `_core.pyi`.
+/// The compiled core of LLAISYS. `_core.pyi` declares it for Python.
 #[pymodule]
 mod _core {
     use pyo3::prelude::*;

@@ -1,14 +1,14 @@
-//! `DecodeOutput`: what one decode gives, as NumPy arrays.
+//! `DecodeOutput`: the result of one decode, as NumPy arrays.
 
 use llaisys_core::context::DecodeResult;
 use llaisys_core::sample::RowFault;
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
 
-/// One row's logprobs as Python sees them: output row, logprob of the sampled id, its rank, the best ids.
+/// The logprobs of one row for Python: output row, logprob of the sampled id, its rank, the best ids.
 type RowLogprobs = (usize, f32, u32, Vec<(u32, f32)>);
 
-/// What a decode gives. Output rows are the batch rows with flags, in batch order.
+/// The result of a decode. Output rows are the batch rows with output flags, in batch order.
 #[pyclass(frozen, module = "llaisys._core")]
 pub(crate) struct DecodeOutput {
     rows: Py<PyArray1<i32>>,
@@ -21,7 +21,7 @@ pub(crate) struct DecodeOutput {
 }
 
 impl DecodeOutput {
-    /// Hands the core's vectors over to NumPy without a copy.
+    /// Passes the core's vectors to NumPy without a copy.
     pub(crate) fn new(py: Python<'_>, result: DecodeResult) -> PyResult<Self> {
         let n_out = result.rows.len();
         let matrix = |values: Vec<f32>| -> PyResult<Py<PyArray2<f32>>> {
@@ -52,7 +52,7 @@ impl DecodeOutput {
         self.rows.clone_ref(py)
     }
 
-    /// `[n_out]`: the sampled id; -1 where the row asked for no logits or is faulty.
+    /// `[n_out]`: the sampled id; -1 where the row requested no logits or is faulty.
     #[getter]
     fn token_ids(&self, py: Python<'_>) -> Py<PyArray1<i32>> {
         self.token_ids.clone_ref(py)
@@ -64,25 +64,25 @@ impl DecodeOutput {
         self.faults.clone()
     }
 
-    /// `[n_out, vocab_size]` if asked for.
+    /// `[n_out, vocab_size]` if requested.
     #[getter]
     fn logits(&self, py: Python<'_>) -> Option<Py<PyArray2<f32>>> {
         self.logits.as_ref().map(|array| array.clone_ref(py))
     }
 
-    /// `[n_out, d_model]` final hidden states if any row asked.
+    /// `[n_out, d_model]` final hidden states if any row requested them.
     #[getter]
     fn hidden(&self, py: Python<'_>) -> Option<Py<PyArray2<f32>>> {
         self.hidden.as_ref().map(|array| array.clone_ref(py))
     }
 
-    /// For rows whose sampler wants them: (output row, logprob, rank, best ids with logprobs).
+    /// For rows whose sampler requests them: (output row, logprob, rank, best ids with logprobs).
     #[getter]
     fn logprobs(&self) -> Vec<RowLogprobs> {
         self.logprobs.clone()
     }
 
-    /// Why decode steps on a GPU are launched kernel by kernel, if one could not be captured. Set on one output only.
+    /// Why decode steps on a GPU run without a CUDA graph, if one could not be captured. Reported once.
     #[getter]
     fn graph_refusal(&self) -> Option<&str> {
         self.graph_refusal.as_deref()

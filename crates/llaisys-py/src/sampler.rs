@@ -1,4 +1,4 @@
-//! `SamplerSpec`: sampling parameters of one sequence, as the core holds them.
+//! `SamplerSpec`: the sampling parameters of one sequence, in the core's form.
 
 use crate::convert::natural;
 use crate::errors::Fault;
@@ -6,7 +6,7 @@ use llaisys_core::Error;
 use llaisys_core::sample::SamplerSpec as CoreSpec;
 use pyo3::prelude::*;
 
-/// Sampling of one sequence. Bounds are checked when it is attached, where the vocabulary is known.
+/// Sampling parameters of one sequence. Bounds are checked when they are attached, where the vocabulary is known.
 #[pyclass(frozen, module = "llaisys._core")]
 pub(crate) struct SamplerSpec {
     pub(crate) spec: CoreSpec,
@@ -90,7 +90,7 @@ fn naturals(what: &'static str, ids: &[i64]) -> Result<Vec<u32>, Error> {
     ids.iter().map(|&id| natural(what, id)).collect()
 }
 
-/// A count, or `None` for -1.
+/// Converts a count; `None` for -1.
 fn unless_off(what: &'static str, n: i64) -> Result<Option<u32>, Error> {
     if n == -1 { Ok(None) } else { natural(what, n).map(Some) }
 }

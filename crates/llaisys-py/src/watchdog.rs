@@ -1,5 +1,5 @@
-//! `Progress` and `Watchdog`: is the engine stuck? A native thread that never touches Python looks at atomics; what it
-//! finds is an atomic too, and a byte in a socket for whoever waits.
+//! `Progress` and `Watchdog`: detect a stalled engine. A native thread that calls no Python polls atomics. It publishes
+//! its result in an atomic, and as a byte in a socket.
 
 use crate::errors::Fault;
 use crate::exit;
@@ -16,12 +16,12 @@ use std::time::{Duration, Instant};
 
 /// The exit code of the process if nothing acknowledges a stall.
 const EXIT_CODE: i32 = 70;
-/// The byte that tells that the event loop is late; stall reasons are `1` to `5`.
+/// The byte for a late event loop; stall reasons are `1` to `5`.
 const LATE: u8 = b'L';
-/// How often, and how many times, the end looks whether its last line is written.
-const SAYING: (Duration, u32) = (Duration::from_millis(10), 50);
+/// Interval and number of the polls for the end of the last write to stderr.
+const WRITE_POLL: (Duration, u32) = (Duration::from_millis(10), 50);
 
-/// What a context has done so far. Any thread may read it, while a decode runs and after the context is closed.
+/// Progress counters of a context. Any thread may read them, also while a decode runs and after the context is closed.
 #[pyclass(frozen, module = "llaisys._core")]
 pub(crate) struct Progress {
     pub(crate) core: Arc<CoreProgress>,
@@ -35,19 +35,19 @@ impl From<Arc<CoreProgress>> for Progress {
 
 #[pymethods]
 impl Progress {
-    /// Of a context that is still to be loaded.
+    /// Counters for a context that is loaded later.
     #[new]
     fn new() -> Self {
         Self { core: Arc::default() }
     }
 
-    /// Bytes of weights packed so far, and of all.
+    /// Bytes of weights packed so far and in total.
     #[getter]
     fn loading(&self) -> (u64, u64) {
         self.core.loading()
     }
 
-    /// Output rows for which pruned argmax ran, and those of them whose token it found.
+    /// Output rows for which pruned argmax ran, and those for which it found the token.
     #[getter]
     fn argmax_pruning(&self) -> (u64, u64) {
         self.core.argmax_pruning()
@@ -65,7 +65,7 @@ impl Progress {
         self.core.sample().n_steps_ended
     }
 
-    /// Layers that forward passes have reached.
+    /// Layers that forward passes have begun.
     #[getter]
     fn n_layers_begun(&self) -> u64 {
         self.core.sample().n_layers_begun
@@ -77,26 +77,26 @@ impl Progress {
         self.core.sample().n_rows_committed
     }
 
-    /// Sequence ids lent.
+    /// Sequence ids acquired.
     #[getter]
     fn n_sequences_acquired(&self) -> u64 {
         self.core.sample().n_sequences_acquired
     }
 
-    /// Sequence ids returned.
+    /// Sequence ids released.
     #[getter]
     fn n_sequences_released(&self) -> u64 {
         self.core.sample().n_sequences_released
     }
 }
 
-/// What the thread reads and writes. All of it lock-free.
+/// The state that the thread shares with the Python object, without locks.
 struct Shared {
     progress: Arc<CoreProgress>,
-    born: Instant,
+    start: Instant,
     n_waiting: AtomicU64,
     n_running: AtomicU64,
-    /// Bits of seconds since `born`.
+    /// Bits of seconds since `start`.
     deadline_s: AtomicU64,
     /// Bits of seconds.
     predicted_step_s: AtomicU64,
@@ -109,7 +109,7 @@ struct Shared {
 
 impl Shared {
     fn now_s(&self) -> f64 {
-        self.born.elapsed().as_secs_f64()
+        self.start.elapsed().as_secs_f64()
     }
 
     fn sample(&self) -> LivenessSample {
@@ -124,10 +124,10 @@ impl Shared {
         }
     }
 
-    /// Poll until there is a stall or the watchdog is stopped. A panic in here would be a watchdog that is silently
-    /// gone, so nothing in here can.
+    /// Polls until there is a stall or the watchdog is stopped. Nothing in this function can panic, because a panic would
+    /// end the watchdog silently.
     ///
-    /// `listener` never blocks. What it does not accept is lost; the stall reason stays in its atomic.
+    /// `listener` never blocks. A byte that it does not accept is lost; the stall reason stays in its atomic.
     fn watch(
         &self,
         mut detector: StallDetector,
@@ -152,14 +152,14 @@ impl Shared {
         self.stall_reason.store(reason as u8, Ordering::Release);
         let _ = listener.write_all(&[b'0' + reason as u8]);
         let Some(exit_after) = exit_after else { return };
-        let given_s = self.now_s();
-        while self.now_s() - given_s < exit_after.as_secs_f64() {
+        let stalled_s = self.now_s();
+        while self.now_s() - stalled_s < exit_after.as_secs_f64() {
             if self.acknowledged.load(Ordering::Acquire) || self.stop.load(Ordering::Acquire) {
                 return;
             }
             std::thread::park_timeout(period);
         }
-        say(format!(
+        write_to_stderr(format!(
             "llaisys: still running {} s after the watchdog found stall {}; ending with exit code {EXIT_CODE}\n",
             exit_after.as_secs_f64(),
             reason.name(),
@@ -168,24 +168,24 @@ impl Shared {
     }
 }
 
-/// Writes a line to stderr, on a thread of its own and for half a second at most: stderr may be a full pipe that no
+/// Writes a line to stderr on a separate thread, and waits for it up to half a second: stderr may be a full pipe that no
 /// process reads.
-fn say(line: String) {
-    let saying = std::thread::Builder::new().spawn(move || {
+fn write_to_stderr(line: String) {
+    let writer = std::thread::Builder::new().spawn(move || {
         let _ = std::io::stderr().write_all(line.as_bytes());
     });
-    let Ok(saying) = saying else { return };
-    let (period, n_looks) = SAYING;
-    for _ in 0..n_looks {
-        if saying.is_finished() {
+    let Ok(writer) = writer else { return };
+    let (period, n_polls) = WRITE_POLL;
+    for _ in 0..n_polls {
+        if writer.is_finished() {
             return;
         }
         std::thread::park_timeout(period);
     }
 }
 
-/// Watches one context's progress, the engine's numbers and the event loop; without a context (its engine is in another
-/// process) the event loop alone.
+/// Watches the progress of one context, the engine's state and the event loop. Without a context (the engine is in
+/// another process) it watches only the event loop.
 #[pyclass(frozen, module = "llaisys._core")]
 pub(crate) struct Watchdog {
     shared: Arc<Shared>,
@@ -240,7 +240,7 @@ impl Watchdog {
             };
             let core = progress.map_or_else(Arc::default, |progress| Arc::clone(&progress.core));
             let shared = Arc::new(shared(core));
-            // A socket and not a pipe: the watching thread must not block where nobody reads.
+            // A socket, not a pipe: the watchdog's thread must not block if no process reads.
             let (reader, writer) = UnixStream::pair()
                 .and_then(|(reader, writer)| writer.set_nonblocking(true).map(|()| (reader, writer)))
                 .map_err(|e| Fault::Argument(format!("no socket for the watchdog: {e}")))?;
@@ -254,7 +254,7 @@ impl Watchdog {
         start().map_err(|fault| fault.into_py(py))
     }
 
-    /// The engine's numbers, after each of its turns.
+    /// Report the engine's state after each of its iterations.
     #[pyo3(signature = (*, waiting, running, seconds_to_deadline = None, predicted_step_s = 0.0))]
     fn report(&self, waiting: u64, running: u64, seconds_to_deadline: Option<f64>, predicted_step_s: f64) {
         let deadline_s = seconds_to_deadline.map_or(f64::INFINITY, |s| self.shared.now_s() + s);
@@ -264,7 +264,7 @@ impl Watchdog {
         self.shared.n_waiting.store(waiting, Ordering::Release);
     }
 
-    /// The event loop came round.
+    /// Report an iteration of the event loop.
     fn beat(&self) {
         self.shared.n_beats.fetch_add(1, Ordering::Release);
     }
@@ -285,30 +285,33 @@ impl Watchdog {
         self.shared.acknowledged.store(true, Ordering::Release);
     }
 
-    /// Ends the thread; idempotent.
+    /// Stop the thread; idempotent.
     fn close(&self, py: Python<'_>) {
         self.shared.stop.store(true, Ordering::Release);
         let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(thread) = thread {
             thread.thread().unpark();
-            // It touches no Python, so this cannot wait for the GIL; what it may have panicked with is of no use.
+            // The thread calls no Python, so joining it cannot deadlock on the GIL. A panic payload is ignored.
             let _ = py.detach(|| thread.join());
         }
     }
 }
 
-/// Without `close`: the thread is told and not waited for (after a fork it does not exist).
+/// Without `close`, the thread is stopped but not joined: after a fork it does not exist.
 impl Drop for Watchdog {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
     }
 }
 
-#[allow(clippy::disallowed_methods, reason = "the watchdog's one clock; the core is given its seconds")]
+#[allow(
+    clippy::disallowed_methods,
+    reason = "the only clock of the watchdog, which passes seconds to the core"
+)]
 fn shared(progress: Arc<CoreProgress>) -> Shared {
     Shared {
         progress,
-        born: Instant::now(),
+        start: Instant::now(),
         n_waiting: AtomicU64::new(0),
         n_running: AtomicU64::new(0),
         deadline_s: AtomicU64::new(f64::INFINITY.to_bits()),
@@ -320,7 +323,7 @@ fn shared(progress: Arc<CoreProgress>) -> Shared {
     }
 }
 
-/// A span of time that can be one: above 0, at most a day.
+/// Converts a time in seconds. Errors: not above 0, or more than a day.
 fn seconds(what: &str, value: f64) -> Result<Duration, Fault> {
     if value > 0.0 && value <= 86_400.0 {
         return Ok(Duration::from_secs_f64(value));
