@@ -1,8 +1,8 @@
 //! Attention on the shape of SmolLM2-135M, and the row-wise ops on its widths.
 //!
-//! `cargo bench -p llaisys-core --bench attention` on all usable CPUs. What is timed is compared with the
-//! reference first. Attention's throughput is in elements of 2 flops (one product and its sum) of causal work,
-//! bound by the machine's f32 rate; the row-wise ops' is in bytes read and written, bound by its caches.
+//! `cargo bench -p llaisys-core --bench attention` runs on all usable CPUs. Results are compared with the reference
+//! before they are timed. The throughput of attention is in elements of 2 flops (a product and its sum) of causal work,
+//! bound by the machine's f32 rate. That of the row-wise ops is in bytes read and written, bound by its caches.
 
 mod bound;
 
@@ -16,13 +16,13 @@ use llaisys_core::ops::{self, OpContext, Queries, attention, reference};
 use llaisys_core::threads::Pool;
 use std::hint::black_box;
 
-/// Query heads, heads of K and V; elements of a head; widths of the model and of its feed-forward block; words.
+/// Query heads; heads of K and V; elements of a head; widths of the model and of its feed-forward block; tokens.
 const HEADS: (usize, usize) = (9, 3);
 const D_HEAD: usize = 64;
 const D_MODEL: usize = 576;
 const D_FF: usize = 1536;
 const VOCAB_SIZE: usize = 49_152;
-/// Most rows of a call.
+/// The largest number of rows of a call.
 const MAX_ROWS: usize = 512;
 
 fn context() -> OpContext {
@@ -37,7 +37,7 @@ fn check(input: &AttentionInput, got: &[f32]) {
     let want = reference::attention::attention(&q, scoring, input.numbers(), input.rows());
     let bound = input.tolerance();
     let wrong = got.iter().zip(&want).filter(|(got, want)| (f64::from(**got) - **want).abs() > bound);
-    assert_eq!(wrong.count(), 0, "what is timed is not attention");
+    assert_eq!(wrong.count(), 0, "attention differs from the reference");
 }
 
 /// Cells that a batch reads.
@@ -45,7 +45,7 @@ fn n_cells(case: &AttentionCase) -> usize {
     case.sequences.iter().map(|sequence| sequence.len).sum()
 }
 
-/// Single rows after 96 to 4096 cells, 16 of them, and prompts; cells in order and anywhere.
+/// Single rows after 96 to 4096 cells, 16 such rows, and prompts, with cells in order and shuffled.
 fn attend(c: &mut Criterion) {
     let mut cx = context();
     let decode = |len, n| vec![Sequence { len, n_rows: 1 }; n];

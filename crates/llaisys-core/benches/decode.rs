@@ -1,4 +1,4 @@
-//! The decode step and prefill of a six-layer model of SmolLM2's widths (random weights, bf16), two threads.
+//! The decode step and prefill of a six-layer model with SmolLM2's widths (random weights, bf16), on two threads.
 //! `throughput` is in tokens. The same steps on the real file are in `benches/` at the project's root.
 
 mod bound;
@@ -13,7 +13,7 @@ use llaisys_core::context::{ContextConfig, DecodeRequest};
 use llaisys_core::dtype::ComputeMode;
 use llaisys_core::seq::SeqId;
 
-/// Positions that every sequence holds before its timed step.
+/// Positions of every sequence before its timed step.
 const N_CONTEXT: usize = 96;
 
 fn start() -> Loaded {
@@ -31,11 +31,11 @@ fn start() -> Loaded {
     load(&model, ContextConfig { max_model_len: 512, ..config })
 }
 
-/// Decodes and checks that something came out: a bench of a wrong answer measures nothing.
+/// Decodes and checks that every row has a token, so that no failed decode is measured.
 fn step(loaded: &mut Loaded, rows: &Rows) {
     let request = DecodeRequest { arrays: rows.arrays(), masks: None, return_logits: false };
-    let result = loaded.context.decode(&request).expect("there are cells");
-    assert!(result.token_ids.iter().all(|&token| token >= 0), "every row gave a token");
+    let result = loaded.context.decode(&request).expect("enough free cells");
+    assert!(result.token_ids.iter().all(|&token| token >= 0), "every row has a token");
 }
 
 /// Every weight, in 16 bits, is read once and multiplied with each row.
@@ -86,7 +86,7 @@ fn prefill(c: &mut Criterion, loaded: &mut Loaded, n_tokens: usize) {
         });
     });
     group.finish();
-    loaded.context.seq_release(seq).expect("the id is lent");
+    loaded.context.seq_release(seq).expect("the id is acquired");
 }
 
 fn decode_step(c: &mut Criterion) {

@@ -1,8 +1,8 @@
-//! `linear` on the shapes of SmolLM2-135M, beside the memory bandwidth that bounds it.
+//! `linear` on the shapes of SmolLM2-135M, compared with the memory bandwidth that bounds it.
 //!
-//! `cargo bench -p llaisys-core --bench kernels` on all usable CPUs. Each matrix has as many copies as make it
-//! larger than the caches, used in turn, as the layers of a model are. Bandwidth of a machine moves, so `read`
-//! (a plain sum over memory) comes first and last: compare with the run's own.
+//! `cargo bench -p llaisys-core --bench kernels` runs on all usable CPUs. Each matrix has enough copies to exceed the
+//! caches, used in turn like the layers of a model. The bandwidth of a machine varies, so `read` (a plain sum over
+//! memory) is measured first and last: compare results with those of the same run.
 
 mod bound;
 
@@ -15,9 +15,9 @@ use llaisys_core::tensor::RowView;
 use llaisys_core::threads::Pool;
 use std::hint::black_box;
 
-/// Bytes of weights that no cache of a common machine holds.
+/// Bytes of weights that exceed the caches of common machines.
 const UNCACHED: usize = 128 << 20;
-/// Most rows of a call here.
+/// The largest number of rows of a call.
 const MAX_ROWS: usize = 512;
 
 /// SmolLM2-135M: query, key and value together; output; gate and up interleaved; down; the vocabulary.
@@ -35,7 +35,7 @@ fn context() -> OpContext {
     OpContext::new(kernels, pool, MAX_ROWS, 1536).expect("memory for the scratch")
 }
 
-/// A matrix of small numbers that depend on their place.
+/// A matrix of small numbers that depend on their row and column.
 fn matrix(pool: &Pool, format: PackedFormat, shape: (usize, usize)) -> PackedMatrix {
     let (n, k) = shape;
     let dtype = format.dtype();
@@ -88,10 +88,10 @@ fn read_last(c: &mut Criterion) {
     read(c, "read-last");
 }
 
-/// One shape in one format for several numbers of rows: bytes a second for few rows, products for many.
+/// One shape in one format for several numbers of rows: bytes per second for few rows, products for many.
 fn shapes(c: &mut Criterion) {
     let mut cx = context();
-    // The formats of K types fit no shape but `down`; the others are here to be compared with them there.
+    // The formats of K types fit only the shape `down`; the other formats are measured there for comparison.
     let everywhere =
         [PackedFormat::Q4_1, PackedFormat::Q4_0, PackedFormat::Q8_0, PackedFormat::BF16, PackedFormat::F32];
     let names = [("qkv", QKV), ("o", O), ("gate-up", GATE_UP), ("down", DOWN), ("head", HEAD)];
@@ -128,7 +128,7 @@ fn shapes(c: &mut Criterion) {
     }
 }
 
-/// All products of one token: 30 layers and the head, Q4_1 with a Q8_0 head as the embedded model has.
+/// All products of one token: 30 layers and the head, Q4_1 with a Q8_0 head as in the embedded model.
 fn decode(c: &mut Criterion) {
     let mut cx = context();
     let mut layers = Vec::new();

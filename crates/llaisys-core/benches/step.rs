@@ -1,19 +1,22 @@
-//! Where the time of a step goes: every op of a forward pass, in the decoder's order, beside what the machine
-//! could do.
+//! The time of each op of a step: every op of a forward pass, in the decoder's order, compared with the memory bandwidth
+//! of the machine. Weights are random.
 //!
-//! `cargo bench -p llaisys-core --bench step -- --model qwen --format bf16 --rows 1,4,16,512`: decode steps of that
-//! many sequences at 96 positions each (`--context` says otherwise), or (512) one prompt. Random weights. One line of JSON for each number of
-//! rows: microseconds of a step by kind of op (sums over layers, medians over steps); for products also the bytes of
-//! their weights and their operations a second, the bytes beside the bandwidth that a plain sum over memory reads.
-//! `--json` for the machine, a table otherwise. `--rows -` takes numbers of rows from
-//! standard input, one a line, and answers each at once: so two builds can be measured in turn (`benches/pairs.py`).
-//! `--screen off|on`: the head has random numbers, and is read as a whole or screened. `--isa NAME`: an instruction set
-//! below the best. `--list` names the steps; flags of other benches of the package have no effect here.
+//! `cargo bench -p llaisys-core --bench step -- --model qwen --format bf16 --rows 1,4,16,512` measures decode steps of
+//! that many sequences at 96 positions each (`--context` changes this), or, from 64 rows on, one prompt.
+//!
+//! For each number of rows it prints the microseconds of a step by kind of op (sums over layers, medians over steps). For
+//! products it also prints the bytes of their weights, compared with the bandwidth of a plain sum over memory, and their
+//! operations per second. Flags:
+//! - `--json`: one line of JSON for each number of rows instead of a table.
+//! - `--rows -`: read numbers of rows from standard input, one per line, and print each result immediately. So two builds
+//!   can be measured in turn (`benches/pairs.py`).
+//! - `--screen off|on`: a head of random numbers, read completely or with pruned argmax.
+//! - `--isa NAME`: another instruction set than the best.
+//! - `--list`: print the names of the steps.
+//!
+//! Flags of other benches of the package are ignored.
 
-#![allow(
-    clippy::disallowed_methods,
-    reason = "a bench is there to read the clock; the core it times does not"
-)]
+#![allow(clippy::disallowed_methods, reason = "a bench reads the clock; the core does not")]
 
 use llaisys_core::dtype::{DType, KvDType};
 use llaisys_core::ops::argmax_bounds::ArgmaxBounds;
@@ -31,13 +34,13 @@ use std::time::{Duration, Instant};
 
 /// Rows from which a step is a prompt.
 const PROMPT: usize = 64;
-/// Bytes of the array that bandwidth is measured on.
+/// Bytes of the array for measuring the bandwidth.
 const UNCACHED: usize = 256 << 20;
 const D_HEAD: usize = 64;
-/// Cells at least: a pool that lies in pages as an engine's does.
+/// The smallest number of cells: a cache with the memory pages of a real engine.
 const N_CELLS: usize = 16_384;
 
-/// A family of shapes.
+/// The sizes of a model.
 #[derive(Debug, Clone, Copy)]
 struct Shape {
     d_model: usize,
@@ -84,13 +87,13 @@ struct Model {
     layers: Vec<Layer>,
     head: PackedMatrix,
     bounds: Option<ArgmaxBounds>,
-    /// The head is.
+    /// The head has random numbers.
     is_random: bool,
     scratch: PrunedArgmaxScratch,
     rope: RopeTable,
 }
 
-/// A matrix of small numbers that depend on their place.
+/// A matrix of small numbers that depend on their row and column.
 fn matrix(pool: &Pool, format: PackedFormat, n: usize, k: usize) -> PackedMatrix {
     let dtype = format.dtype();
     // 0x2x or 0x3x in the upper bytes makes every float (of 16 or 32 bits) a number below one.
@@ -101,7 +104,7 @@ fn matrix(pool: &Pool, format: PackedFormat, n: usize, k: usize) -> PackedMatrix
     PackedMatrix::pack(pool, format, n, k, &row).expect("memory for the weights")
 }
 
-/// A matrix of independent numbers between -1 and 1, near the normal distribution.
+/// A matrix of independent numbers between -1 and 1, approximately normal.
 fn random_matrix(pool: &Pool, format: PackedFormat, n: usize, k: usize) -> PackedMatrix {
     let draw = &mut SplitMix64::new(43);
     // The sum of 4 numbers of 16 bits.
@@ -177,7 +180,7 @@ impl Model {
     }
 }
 
-/// The rows of a step and the memory they are computed in.
+/// The rows of a step and their activations.
 struct Rows {
     n: usize,
     cells: Vec<u32>,
@@ -201,7 +204,7 @@ impl Rows {
     fn new(shape: Shape, n: usize, n_context: usize) -> Self {
         let Shape { d_model, d_ff, n_heads, n_kv_heads, vocab_size, .. } = shape;
         let prompt = n >= PROMPT;
-        // Sequences have runs of 32 cells in turn, as the cells are handed out.
+        // Sequences have ranges of 32 cells in turn, as the KV cache allocates them.
         let cell = |seq: usize, i: usize| ((i / 32 * n + seq) * 32 + i % 32) as u32;
         let (mut listed, mut seen, mut cells, mut positions) = (vec![], vec![], vec![], vec![]);
         if prompt {
@@ -297,14 +300,14 @@ fn step(cx: &mut OpContext, model: &mut Model, r: &mut Rows, start: &[f32]) -> L
     let n_out = r.logits.len() / model.shape.vocab_size;
     let hidden = &mut r.x[(r.n - n_out) * d_model..];
     if model.is_random {
-        // What the layers made of their weights is the same for all rows.
+        // The outputs of the layers are the same for all rows.
         hidden.copy_from_slice(&start[..n_out * d_model]);
     }
     ops::rms_norm_in_place(cx, hidden, &weight, 1e-6);
     laps.lap(10);
     if let Some(bounds) = &model.bounds {
         let ids = ops::pruned_argmax(cx, hidden, &model.head, bounds, &mut model.scratch);
-        assert_eq!(ids.flatten().count(), n_out, "rows that the screen could not settle");
+        assert_eq!(ids.flatten().count(), n_out, "pruned argmax did not find every row");
         laps.lap(11);
         return laps;
     }
@@ -317,7 +320,7 @@ fn step(cx: &mut OpContext, model: &mut Model, r: &mut Rows, start: &[f32]) -> L
     laps
 }
 
-/// GB/s that a plain sum over memory reads.
+/// The bandwidth of a plain sum over memory, in GB/s.
 fn bandwidth(pool: &Pool, data: &[u64]) -> f64 {
     let once = || {
         let start = Instant::now();
@@ -339,18 +342,18 @@ struct Arguments {
     shape: Shape,
     formats: (PackedFormat, PackedFormat),
     rows: Vec<usize>,
-    /// Instead of `rows`, which then only says what is the most.
+    /// Read numbers of rows from standard input; `rows` then has only the largest.
     from_stdin: bool,
     /// None: the best.
     isa: Option<IsaName>,
     n_threads: usize,
-    /// Positions that every sequence holds in a decode step, its new one included.
+    /// Positions of every sequence in a decode step, its new one included.
     n_context: usize,
     seconds: f64,
-    /// A head of random numbers, read as a whole (off) or screened (on).
+    /// A head of random numbers, read completely (off) or with pruned argmax (on).
     screen: Option<bool>,
     json: bool,
-    /// Names what would be measured, as Criterion does, and measures nothing.
+    /// Only print the names of the steps, as Criterion does.
     lists: bool,
 }
 
@@ -427,7 +430,7 @@ fn main() {
 /// The medians of steps with `n` rows.
 struct Times {
     n: usize,
-    /// What plain reads of memory reach, in GB per second.
+    /// The bandwidth of plain reads, in GB per second.
     read: f64,
     /// Microseconds of each of [`KINDS`].
     spent: Vec<f64>,
@@ -435,7 +438,7 @@ struct Times {
     whole: f64,
 }
 
-/// Print one step: the time of each kind of work, and its share of what memory allows.
+/// Prints one step: the time of each kind of op, and its share of the memory bandwidth.
 fn report(model: &Model, times: &Times, json: bool) {
     let Times { n, read, spent, whole } = times;
     let (n, read, whole) = (*n, *read, *whole);

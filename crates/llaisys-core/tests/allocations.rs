@@ -1,5 +1,5 @@
-//! A decode step after warm-up allocates its short lists and its result, and nothing else: no op and no layer allocates.
-//! One test in its own process, as the counter counts every thread.
+//! After warm-up, a decode step allocates only its short lists and its result: no op and no layer allocates. This test
+//! has its own process, because the counter counts all threads.
 
 #![allow(unsafe_code, reason = "a global allocator is unsafe by its trait")]
 
@@ -55,8 +55,8 @@ static ALLOCATOR: Counting = Counting;
 
 const N_STEPS: i32 = 100;
 
-/// Decodes `N_STEPS` tokens of `n_seqs` new sequences with these samplers. Returns what each step allocated:
-/// calls and bytes.
+/// Decodes `N_STEPS` tokens of `n_seqs` new sequences with these samplers. Returns the allocations of each step: calls
+/// and bytes.
 fn steps(context: &mut Context, n_seqs: usize, spec: &SamplerSpec) -> Vec<(usize, usize)> {
     let seqs: Vec<_> = (0..n_seqs).map(|_| context.seq_acquire(0).unwrap()).collect();
     for &seq in &seqs {
@@ -79,15 +79,15 @@ fn steps(context: &mut Context, n_seqs: usize, spec: &SamplerSpec) -> Vec<(usize
     counted
 }
 
-/// The median over all steps: sometimes a list that grows with the sequences is reallocated, and the test harness has
-/// its own thread.
+/// The median over all steps. Some steps reallocate a list that grows with the sequences, and the test harness has its
+/// own thread.
 fn median(mut steps: Vec<(usize, usize)>) -> (usize, usize) {
     steps.sort_unstable();
     steps[steps.len() / 2]
 }
 
 #[test]
-fn a_warm_step_allocates_its_lists_and_nothing_by_layer() {
+fn warm_step_allocates_its_lists_and_nothing_per_layer() {
     let greedy = SamplerSpec { temperature: 0.0, ..SamplerSpec::default() };
     let drawn = SamplerSpec { top_k: 20, top_p: 0.9, ..SamplerSpec::default() };
     for spec in [greedy, drawn] {
@@ -95,7 +95,7 @@ fn a_warm_step_allocates_its_lists_and_nothing_by_layer() {
         for (mode, n_layers, n_seqs) in
             [(ComputeMode::Bfloat16, 1, 2), (ComputeMode::Bfloat16, 5, 2), (ComputeMode::Float32, 2, 8)]
         {
-            // With pruned argmax for greedy rows.
+            // Greedy rows use pruned argmax.
             let model = Tiny::sized("Qwen2ForCausalLM", true, |model| {
                 (model.n_layers, model.d_model, model.vocab_size) = (n_layers, 64, 1500);
             });
@@ -113,7 +113,7 @@ fn a_warm_step_allocates_its_lists_and_nothing_by_layer() {
     }
 }
 
-/// The checked batch (5: tokens, positions, sequences and their starts, flags), the rows of the reservation, the result
-/// (2), the rows by output (3), the rows to sample, their jobs, their parts per thread and their outcomes, the counted
-/// sequences, and lists that grow: 19 were counted. All are some bytes per row, and none grows with the model.
+/// 19 allocations were counted: the checked batch (5: tokens, positions, sequences and their starts, flags), the rows of
+/// the reservation, the result (2), the rows by output (3), the rows to sample, their jobs, the parts per thread, the
+/// outcomes, the counted sequences, and lists that grow. All take some bytes per row; none depends on the model.
 const MOST_CALLS: usize = 24;

@@ -1,4 +1,5 @@
-//! Loading a model reads every byte of a tensor once. A test of its own process: the system counts the reads of all threads.
+//! Loading a model reads every byte of a tensor once. This test has its own process, because the system counts the reads
+//! of all threads.
 
 mod common;
 mod model_files;
@@ -35,9 +36,9 @@ fn every_byte_of_a_tensor_is_read_once() {
         written(Tiny::odd("LlamaForCausalLM", true)),
         written(Tiny::odd("Phi3ForCausalLM", false).joined()),
         written(Tiny::experts(4)),
-        // Rows of whole blocks, which are quantized.
+        // Rows are whole blocks, which can be quantized.
         written(Tiny::sized("LlamaForCausalLM", false, |model| (model.d_model, model.d_ff) = (64, 96))),
-        // A head that is the embedding again, which the model passes over but the fingerprint does not.
+        // A stored head of a tied model, which the model ignores but the fingerprint includes.
         {
             let mut tied = Tiny::odd("LlamaForCausalLM", true);
             let embed = tied.tensors["model.embed_tokens.weight"].clone();
@@ -58,7 +59,7 @@ fn every_byte_of_a_tensor_is_read_once() {
             let context = Context::new(checkpoint, in_mode(mode), Arc::default()).unwrap();
             let n_read = n_bytes_read() - before;
             assert!(context.fingerprint().len() == 32);
-            // The counters themselves are a file of less than this.
+            // The file with the counters is smaller than this.
             assert!((n_bytes..n_bytes + 512).contains(&n_read), "{path:?} {mode:?}: {n_read} of {n_bytes}");
         }
     }

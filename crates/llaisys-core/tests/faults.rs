@@ -1,5 +1,5 @@
-//! Every fault point, hit once with each of its actions in every call that passes it: the error, the side effects, and
-//! whether the context can be used again. Needs the feature `faults`, which `make test` sets.
+//! Every fault point is hit once with each of its actions in every call that reaches it. The tests check the error, the
+//! side effects, and whether the context can be used again. They need the feature `faults`, which `make test` sets.
 #![cfg(feature = "faults")]
 
 mod common;
@@ -14,10 +14,10 @@ use llaisys_core::seq::SeqId;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Points after which the context must not be used.
+/// Points after which the context is broken.
 const BREAKING: [&str; 3] = ["kv.change", "kv.prepare", "kv.commit"];
 
-/// The table of faults belongs to the process, so one test runs at a time.
+/// The table of faults is shared by the process, so one test runs at a time.
 fn lock_table() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
@@ -93,7 +93,7 @@ fn bits(context: &mut Context, rows: &Rows) -> Outputs {
     outputs
 }
 
-/// The points that a call passes on `n_ranks` ranks when nothing fails.
+/// The points that a call reaches on `n_ranks` ranks without a fault.
 fn passed(call: Call, n_ranks: usize) -> Vec<&'static str> {
     let mut scene = scene(n_ranks);
     let before: Vec<_> = names().map(hits).collect();
@@ -101,8 +101,8 @@ fn passed(call: Call, n_ranks: usize) -> Vec<&'static str> {
     names().zip(before).filter(|(point, before)| hits(point) > *before).map(|(point, _)| point).collect()
 }
 
-/// An error or panic at any point of a call is reported and has no side effects: later calls give the same results as
-/// without it. In the middle of a change the context reports that it is broken.
+/// An error or panic at any point of a call is reported and has no side effects: later calls have the same results as
+/// without it. After a fault in the middle of a change, the context reports that it is broken.
 #[test]
 fn every_point_of_every_call_has_no_side_effects_or_breaks_the_context() {
     let _lock = lock_table();
@@ -142,16 +142,16 @@ fn fail_at(call: Call, n_ranks: usize, point: &'static str, action: Action, want
     if context.is_broken() {
         return;
     }
-    assert_eq!(context.digest(), before, "{name} left a trace");
+    assert_eq!(context.digest(), before, "{name} has side effects");
     context.check_integrity();
     let progress = context.progress().sample();
     assert_eq!(progress.n_steps_begun, progress.n_steps_ended, "{name}");
     let rows = both(&scene);
-    assert!(&bits(&mut scene.loaded.context, &rows) == want, "{name}: the next decode is another");
+    assert!(&bits(&mut scene.loaded.context, &rows) == want, "{name}: the next decode differs");
 }
 
 #[test]
-fn a_fault_in_any_pass_or_layer_rolls_back() {
+fn fault_in_any_pass_or_layer_rolls_back() {
     let _lock = lock_table();
     RANKS.into_iter().for_each(fail_in_any_pass_or_layer);
 }
@@ -180,7 +180,7 @@ fn fail_in_any_pass_or_layer(n_ranks: usize) {
 }
 
 #[test]
-fn a_leaked_release_is_reported_as_done_but_is_not() {
+fn leaked_release_returns_success_without_releasing() {
     let _lock = lock_table();
     let mut scene = scene(1);
     let free = (scene.loaded.context.n_cells_free(), scene.loaded.context.n_seq_free());
@@ -188,11 +188,11 @@ fn a_leaked_release_is_reported_as_done_but_is_not() {
     scene.loaded.context.seq_release(scene.b).unwrap();
     assert_eq!((scene.loaded.context.n_cells_free(), scene.loaded.context.n_seq_free()), free);
     let leaked: Vec<SeqId> = scene.loaded.context.snapshot().sequences.iter().map(|held| held.id).collect();
-    assert!(leaked.contains(&scene.b), "the snapshot names it");
+    assert!(leaked.contains(&scene.b), "the snapshot still has it");
 }
 
 #[test]
-fn a_pause_stops_the_step_until_it_ends() {
+fn pause_stops_the_step_until_it_ends() {
     let _lock = lock_table();
     let mut scene = scene(1);
     let progress = scene.loaded.context.progress();
@@ -220,7 +220,7 @@ fn unknown_points_are_rejected() {
 
 /// The table and the source have the same points.
 #[test]
-fn every_point_of_the_table_is_in_the_source_once() {
+fn every_point_of_the_table_occurs_in_the_source_once() {
     let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src/context");
     let source: String = std::fs::read_dir(folder)
         .unwrap()

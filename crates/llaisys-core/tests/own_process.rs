@@ -1,5 +1,5 @@
-//! What a test measures of its whole process: the threads that contexts share, and resident memory. In a binary of its
-//! own, where no other test starts threads or allocates.
+//! Measurements of the whole process: the threads that contexts share, and resident memory. They are in a separate
+//! binary, where no other test starts threads or allocates.
 
 mod common;
 
@@ -11,13 +11,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
-/// Held by each test, so that they run one at a time.
+/// Locked by each test, so that one runs at a time.
 static ALONE: Mutex<()> = Mutex::new(());
 
 /// The number of threads of this process that pools have started.
 fn n_workers() -> usize {
     let names = std::fs::read_dir("/proc/self/task").unwrap().filter_map(|task| {
-        // A thread may end between the listing and the look.
+        // A thread may end between listing and reading it.
         std::fs::read_to_string(task.unwrap().path().join("comm")).ok()
     });
     names.filter(|name| name.starts_with("llaisys-")).count()
@@ -39,7 +39,7 @@ fn expect_workers(expected: usize) {
 }
 
 #[test]
-fn pools_of_the_same_threads_are_one_until_the_last_user_ends() {
+fn pool_is_shared_until_its_last_user_ends() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let pool = Pool::shared(3, false).unwrap();
     assert!(Arc::ptr_eq(&pool, &Pool::shared(3, false).unwrap()));
@@ -50,7 +50,7 @@ fn pools_of_the_same_threads_are_one_until_the_last_user_ends() {
     Pool::shared(3, false).unwrap().run(&|_| {});
 }
 
-/// Jobs of several threads never overlap, and while a guard is held no other thread's runs.
+/// Jobs of several threads never overlap, and no job of another thread runs while a guard exists.
 #[test]
 fn jobs_wait_for_each_other_and_guards_exclude_other_threads() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -88,9 +88,9 @@ fn answer(model: &Tiny, seed: u64) -> Outputs {
     feed(&mut loaded.context, seq, &model.tokens(seed, 60), 5)
 }
 
-/// Two models that compute at once, on threads that are started once.
+/// Two models compute concurrently on shared threads.
 #[test]
-fn two_contexts_at_once_give_what_each_gives_alone() {
+fn concurrent_contexts_have_the_outputs_of_single_ones() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let models = [Tiny::odd("Qwen2ForCausalLM", true), Tiny::odd("LlamaForCausalLM", false)];
     let alone: Vec<Outputs> = models.iter().map(|model| answer(model, 7)).collect();
@@ -114,7 +114,7 @@ fn resident() -> usize {
 }
 
 #[test]
-fn a_large_buffer_costs_nothing_until_it_is_written() {
+fn large_buffer_is_not_resident_until_written() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let before = resident();
     let mut buf = AlignedBuf::zeroed("test", 512 << 20).expect("address space");

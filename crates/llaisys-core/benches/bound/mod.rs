@@ -1,9 +1,9 @@
 //! The roofline of a bench, printed above its times.
 
-/// FLOP per byte from which arithmetic, not memory, is assumed to limit a CPU.
+/// FLOP per byte above which arithmetic, not memory, is assumed to limit a CPU.
 const RIDGE: f64 = 16.0;
 
-/// Print what one iteration of `name` moves and computes, and what limits it.
+/// Prints the bytes and operations of one iteration of `name`, and what limits it.
 pub(crate) fn print_bound(name: &str, n_bytes: usize, n_flops: usize) {
     let intensity = n_flops as f64 / n_bytes.max(1) as f64;
     let limit = if intensity < RIDGE { "memory bandwidth" } else { "arithmetic" };

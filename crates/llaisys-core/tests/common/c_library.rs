@@ -1,4 +1,4 @@
-//! Shared objects made for a test, and where the real ones are.
+//! Shared objects: builds those for tests, and finds the real ones.
 #![allow(dead_code, reason = "each test binary uses its own part of this file")]
 
 use std::path::{Path, PathBuf};
@@ -11,12 +11,12 @@ pub fn build(folder: &Path, name: &str, text: &str, defines: &[&str]) -> PathBuf
     let mut cc = Command::new("cc");
     cc.args(["-shared", "-fPIC", "-w", &format!("-Wl,-soname,{name}"), "-o"]).arg(&library).arg(&source);
     let made = cc.args(defines.iter().map(|define| format!("-D{define}"))).status();
-    assert!(made.expect("cc is there: apt-get install build-essential").success());
+    assert!(made.expect("cc is missing: apt-get install build-essential").success());
     library
 }
 
-/// The folder of NVRTC: the one that is named, or the one of `make setup`'s environment.
-#[allow(clippy::disallowed_methods, reason = "where a test finds a library is the machine's to say")]
+/// The folder of NVRTC: the one in the environment variable, or the one that `make setup` installs.
+#[allow(clippy::disallowed_methods, reason = "the environment names the folder of a library for tests")]
 pub fn nvrtc_folder() -> PathBuf {
     if let Ok(named) = std::env::var("LLAISYS_CUDA_LIB_DIR") {
         return named.into();
@@ -24,5 +24,5 @@ pub fn nvrtc_folder() -> PathBuf {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.venv/lib");
     let pythons = root.read_dir().into_iter().flatten().filter_map(Result::ok);
     let mut folders = pythons.map(|python| python.path().join("site-packages/nvidia/cu13/lib"));
-    folders.find(|folder| folder.join("libnvrtc.so.13").is_file()).expect("`make setup` brings NVRTC")
+    folders.find(|folder| folder.join("libnvrtc.so.13").is_file()).expect("`make setup` installs NVRTC")
 }

@@ -1,9 +1,9 @@
-//! A folder of a test's own.
+//! A temporary folder.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Empty at first; gone with the value.
+/// A folder that is empty at first and removed when dropped.
 pub struct Folder(PathBuf);
 
 impl Folder {

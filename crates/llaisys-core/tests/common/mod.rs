@@ -1,4 +1,4 @@
-//! Small random models written as Hugging Face folders, and short ways to decode with them.
+//! Small random models that are written as Hugging Face folders, and helpers to decode with them.
 #![allow(dead_code, reason = "each test binary uses its own part of this file")]
 use half::bf16;
 use llaisys_core::batch::{BatchArrays, output};
@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// A model to be made: sizes, family and the tensors by name.
+/// A model to write: sizes, architecture and tensors by name.
 pub(crate) struct Tiny {
     pub(crate) architecture: &'static str,
     pub(crate) n_layers: usize,
@@ -23,7 +23,7 @@ pub(crate) struct Tiny {
     pub(crate) vocab_size: usize,
     pub(crate) tied_head: bool,
     pub(crate) max_positions: usize,
-    /// More keys of `config.json`, each with a comma in front.
+    /// More keys of `config.json`, each after a comma.
     pub(crate) more_keys: String,
     pub(crate) tensors: BTreeMap<String, (Vec<usize>, Vec<f32>)>,
 }
@@ -40,7 +40,7 @@ impl Tiny {
         self.architecture == "Qwen3ForCausalLM"
     }
 
-    /// Odd sizes on purpose: the last panels are partly filled, the inner width is no multiple of 16.
+    /// A model with odd sizes: the last panels are partly filled, and the inner width is not a multiple of 16.
     pub(crate) fn odd(architecture: &'static str, tied_head: bool) -> Self {
         Self::sized(architecture, tied_head, |_| ())
     }
@@ -66,8 +66,8 @@ impl Tiny {
         model
     }
 
-    /// A head that the GPU's kernels have, with every shape around it odd, and matrices and biases of numbers that bf16
-    /// has: what differs from the CPU then are activations.
+    /// A model with a head width that the GPU kernels support and odd sizes otherwise. Matrices and biases are exact in
+    /// bf16, so that only activations differ from the CPU.
     pub(crate) fn for_gpu(architecture: &'static str, tied_head: bool) -> Self {
         let model = Self::sized(architecture, tied_head, |model| {
             (model.d_model, model.d_ff, model.vocab_size) = (72, 104, 75);
@@ -76,7 +76,7 @@ impl Tiny {
         model.in_bf16()
     }
 
-    /// Its numbers become the nearest that bf16 has.
+    /// Rounds its numbers to bf16.
     pub(crate) fn in_bf16(mut self) -> Self {
         for (_, values) in self.tensors.values_mut() {
             values.iter_mut().for_each(|value| *value = bf16::from_f32(*value).to_f32());
@@ -84,7 +84,7 @@ impl Tiny {
         self
     }
 
-    /// Stored as Phi-3's: projections of the same input one below the other.
+    /// Stores projections of the same input in one tensor, as in Phi-3.
     pub(crate) fn joined(mut self) -> Self {
         let joined = [("self_attn", "qkv", &["q", "k", "v"][..]), ("mlp", "gate_up", &["gate", "up"])];
         for layer in 0..self.n_layers {
@@ -99,8 +99,8 @@ impl Tiny {
         self
     }
 
-    /// Random tensors: scales keep small models' activations near one, so that tokens differ and sums do not
-    /// explode.
+    /// Fills the tensors with random numbers. The scales keep activations near one, so that tokens differ and sums stay
+    /// small.
     fn fill(&mut self) {
         let mut random = Random(0x5eed ^ self.d_model as u64);
         let (d, q, kv) = (self.d_model, self.n_heads * self.d_head, self.n_kv_heads * self.d_head);
@@ -137,7 +137,7 @@ impl Tiny {
         }
     }
 
-    /// Writes `config.json` and `model.safetensors` (f32) into a folder of its own.
+    /// Writes `config.json` and `model.safetensors` (f32) into a new folder.
     pub(crate) fn write(&self) -> PathBuf {
         self.write_as(Dtype::F32)
     }
@@ -147,7 +147,7 @@ impl Tiny {
         static COUNTER: AtomicU32 = AtomicU32::new(0);
         let number = COUNTER.fetch_add(1, Ordering::Relaxed);
         let name = format!("tiny-{}-{number}", std::process::id());
-        // A binary may be run where it was not built.
+        // A binary may run on another machine than the one that built it.
         let built = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
         let folder = if built.is_dir() { built } else { std::env::temp_dir() }.join(name);
         std::fs::create_dir_all(&folder).unwrap();
@@ -191,7 +191,7 @@ impl Tiny {
         )
     }
 
-    /// A Mixtral of `n` experts of which two compute a token: the feed-forward parts of as many layers of a Llama.
+    /// A Mixtral with `n` experts, two of them per token. The experts are the feed-forward blocks of the layers of a Llama.
     pub(crate) fn experts(n: usize) -> Self {
         Self::experts_sized(n, |_| ())
     }
@@ -254,7 +254,7 @@ pub(crate) fn settings() -> ContextConfig {
     }
 }
 
-/// A model and its folder, which goes away with it.
+/// A context and the folder of its model, which is removed when dropped.
 pub(crate) struct Loaded {
     pub(crate) context: Context,
     folder: PathBuf,
@@ -292,7 +292,7 @@ impl Rows {
         self
     }
 
-    /// `tokens` of one sequence from position `start`, all wanting logits and hidden states.
+    /// Adds `tokens` of one sequence from position `start`, all with logits and hidden states.
     pub(crate) fn run(mut self, seq: SeqId, start: usize, tokens: &[i32]) -> Self {
         for (i, &token) in tokens.iter().enumerate() {
             self = self.row(token, (start + i) as i32, &[seq], output::LOGITS | output::HIDDEN);
@@ -319,7 +319,7 @@ impl Rows {
     }
 }
 
-/// Logits and hidden states of every token of one sequence, fed in chunks of the given sizes.
+/// Decodes one sequence in chunks. Returns logits and hidden states of every token.
 pub(crate) fn feed(context: &mut Context, seq: SeqId, tokens: &[i32], chunk: usize) -> Outputs {
     let mut outputs = Outputs::default();
     for (i, part) in tokens.chunks(chunk).enumerate() {
@@ -328,7 +328,7 @@ pub(crate) fn feed(context: &mut Context, seq: SeqId, tokens: &[i32], chunk: usi
     outputs
 }
 
-/// Bits of what rows gave, so that comparisons are exact.
+/// The bits of the rows' outputs, for exact comparisons.
 #[derive(Debug, Default, PartialEq, Eq, Clone)]
 pub(crate) struct Outputs {
     pub(crate) logits: Vec<u32>,

@@ -1,5 +1,5 @@
-//! Decodes of a context: the same bits for any split of the rows, rejected calls without side effects, sequences that
-//! share, fork, trim and shift.
+//! Decodes of a context: the same bits for any split of the rows, rejected calls without side effects, and shared,
+//! forked, trimmed and shifted sequences.
 
 use crate::common::{Loaded, Outputs, Rows, Tiny, feed, load, settings};
 use llaisys_core::Error;
@@ -17,14 +17,14 @@ fn model() -> Tiny {
     Tiny::odd("Qwen2ForCausalLM", true)
 }
 
-/// One sequence with `tokens` fed whole.
+/// Decodes `tokens` as one sequence in one batch.
 fn alone(config: ContextConfig, tokens: &[i32]) -> Outputs {
     let mut loaded = load(&model(), config);
     let seq = loaded.context.seq_acquire(0).unwrap();
     feed(&mut loaded.context, seq, tokens, tokens.len())
 }
 
-/// Appends to two other sequences in turn and releases one of them, so that the free cells are scattered.
+/// Appends to two other sequences in turn and releases one of them, so that free cells are scattered.
 fn fragment(context: &mut Context) {
     let seqs = [context.seq_acquire(0).unwrap(), context.seq_acquire(0).unwrap()];
     for position in 0..60 {
@@ -38,7 +38,7 @@ fn fragment(context: &mut Context) {
 }
 
 #[test]
-fn chunks_passes_threads_and_cells_do_not_change_a_bit() {
+fn bits_do_not_depend_on_chunks_passes_threads_or_cells() {
     let tokens = model().tokens(1, 70);
     for mode in MODES {
         let want = alone(ContextConfig { mode, n_batch: 70, n_threads: 1, ..settings() }, &tokens);
@@ -55,7 +55,7 @@ fn chunks_passes_threads_and_cells_do_not_change_a_bit() {
 }
 
 #[test]
-fn every_instruction_set_keeps_its_bits_whatever_the_batch() {
+fn bits_of_every_instruction_set_do_not_depend_on_the_batch() {
     let tokens = model().tokens(2, 40);
     for isa in IsaName::available() {
         for mode in MODES {
@@ -70,7 +70,7 @@ fn every_instruction_set_keeps_its_bits_whatever_the_batch() {
 }
 
 #[test]
-fn sequences_decoded_together_equal_each_alone() {
+fn sequences_in_one_batch_equal_sequences_decoded_alone() {
     let prompts: Vec<Vec<i32>> = (0..5).map(|i| model().tokens(10 + i, 11 + 6 * i as usize)).collect();
     for mode in MODES {
         let config = ContextConfig { mode, ..settings() };
@@ -100,7 +100,7 @@ fn sequences_decoded_together_equal_each_alone() {
     }
 }
 
-/// A context in which sequence `seq` holds `tokens`.
+/// A context with a sequence of `tokens`.
 fn started(config: ContextConfig, tokens: &[i32]) -> (Loaded, SeqId) {
     let mut loaded = load(&model(), config);
     let seq = loaded.context.seq_acquire(0).unwrap();
@@ -109,7 +109,7 @@ fn started(config: ContextConfig, tokens: &[i32]) -> (Loaded, SeqId) {
 }
 
 #[test]
-fn a_refused_decode_changes_nothing() {
+fn rejected_decode_has_no_side_effects() {
     let tokens = model().tokens(3, 30);
     let config = ContextConfig { n_cells: 40, n_batch: 4, ..settings() };
     let want = alone(config, &tokens);
@@ -119,7 +119,7 @@ fn a_refused_decode_changes_nothing() {
     context.seq_release(stale).unwrap();
     let before = context.digest();
     let good = Rows::default().run(seq, 20, &tokens[20..25]);
-    let refused = [
+    let rejected = [
         good.clone().row(71, 25, &[seq], 0),
         good.clone().row(0, 128, &[seq], 0),
         good.clone().row(0, 27, &[seq], 0),
@@ -130,12 +130,12 @@ fn a_refused_decode_changes_nothing() {
         good.clone().row(0, 25, &[seq], 4),
         good.clone().run(seq, 25, &[0; 16]),
     ];
-    for rows in &refused {
+    for rows in &rejected {
         assert!(rows.decode(context).is_err(), "{rows:?}");
         assert_eq!(context.digest(), before, "{rows:?}");
     }
     assert!(matches!(
-        refused[8].decode(context),
+        rejected[8].decode(context),
         Err(Error::Exhausted(Exhausted::Cells { needed: 21, free: 20, capacity: 40 }))
     ));
     let got = good.run(seq, 25, &tokens[25..]).decode(context).unwrap();
@@ -145,7 +145,7 @@ fn a_refused_decode_changes_nothing() {
 }
 
 #[test]
-fn ragged_arrays_and_unknown_streams_are_refused() {
+fn ragged_arrays_and_unknown_streams_are_rejected() {
     let (mut loaded, seq) = started(settings(), &[1, 2, 3]);
     let rows = Rows::default().row(4, 3, &[seq], output::LOGITS);
     let whole = rows.arrays();
@@ -166,7 +166,7 @@ fn ragged_arrays_and_unknown_streams_are_refused() {
 }
 
 #[test]
-fn a_fork_shares_its_prefix_and_both_go_their_own_way() {
+fn fork_shares_its_prefix_and_both_continue_independently() {
     let (prompt, left, right) = (model().tokens(4, 33), model().tokens(5, 6), model().tokens(6, 6));
     let (mut loaded, parent) = started(settings(), &prompt);
     let context = &mut loaded.context;
@@ -191,7 +191,7 @@ fn a_fork_shares_its_prefix_and_both_go_their_own_way() {
 }
 
 #[test]
-fn a_trimmed_end_can_be_written_again() {
+fn trimmed_end_can_be_decoded_again() {
     let (prompt, other) = (model().tokens(7, 30), model().tokens(8, 10));
     let (mut loaded, seq) = started(settings(), &prompt);
     let context = &mut loaded.context;
@@ -234,10 +234,10 @@ fn shifted_keys_are_rotated() {
     let logits = result.logits.unwrap();
     let (want, got) = logits.split_at(logits.len() / 2);
     let largest = want.iter().fold(0.0_f32, |m, v| m.max(v.abs()));
-    // Rotating twice instead of once: f32 rounding only.
+    // Rotating twice instead of once changes only f32 roundings.
     assert!(want.iter().zip(got).all(|(w, g)| (w - g).abs() <= 1e-5 * largest));
     let before = context.digest();
-    assert!(context.kv_seq_add(here, 0, -1, 108).is_err(), "21 positions moved by 108 end past 127");
+    assert!(context.kv_seq_add(here, 0, -1, 108).is_err(), "21 positions shifted by 108 end past 127");
     assert!(context.kv_seq_add(here, 0, -1, -1).is_err(), "position -1");
     assert_eq!(context.digest(), before);
     context.kv_seq_add(here, 0, -1, 107).unwrap();
@@ -245,7 +245,7 @@ fn shifted_keys_are_rotated() {
 }
 
 #[test]
-fn a_row_of_several_sequences_is_stored_once_and_seen_by_all() {
+fn row_of_several_sequences_is_stored_once_and_seen_by_all() {
     let (prompt, tail) = (model().tokens(11, 12), model().tokens(12, 5));
     let mut loaded = load(&model(), settings());
     let context = &mut loaded.context;
@@ -265,20 +265,20 @@ fn a_row_of_several_sequences_is_stored_once_and_seen_by_all() {
         got.push(&Rows::default().run(seq, 12, &tail).decode(context).unwrap());
         assert_eq!(got.logits, want.logits[want.logits.len() - got.logits.len()..]);
     }
-    // They have gone apart: one row for two of them would have to attend to two different pasts.
+    // The sequences differ now, so one row of two of them would need two lists of cells.
     let before = context.digest();
     assert!(Rows::default().row(1, 17, &seqs[..2], 0).decode(context).is_err());
     assert_eq!(context.digest(), before);
 }
 
 #[test]
-fn stale_ids_are_refused_everywhere_and_change_nothing() {
+fn stale_ids_are_rejected_everywhere_without_side_effects() {
     let (mut loaded, seq) = started(settings(), &[1, 2, 3]);
     let context = &mut loaded.context;
     let stale = context.seq_acquire(0).unwrap();
     context.seq_release(stale).unwrap();
     let before = context.digest();
-    let refusals = [
+    let rejections = [
         context.seq_release(stale),
         context.set_sampler(stale, greedy(), &[], &[]),
         context.kv_seq_rm(stale, -1, -1),
@@ -292,8 +292,8 @@ fn stale_ids_are_refused_everywhere_and_change_nothing() {
         context.seq_release(SeqId::from_raw(1 << 20)),
         context.seq_release(SeqId::from_raw(-1)),
     ];
-    for refusal in refusals {
-        assert!(matches!(refusal, Err(Error::Rejected(Rejected::StaleSequence { .. }))), "{refusal:?}");
+    for rejection in rejections {
+        assert!(matches!(rejection, Err(Error::Rejected(Rejected::StaleSequence { .. }))), "{rejection:?}");
     }
     assert_eq!(context.digest(), before);
     assert_eq!(context.n_seq_free(), 7);
@@ -304,9 +304,9 @@ fn greedy() -> SamplerSpec {
 }
 
 #[test]
-fn samplers_count_only_what_was_committed() {
+fn samplers_count_only_committed_tokens() {
     let prompt = model().tokens(13, 10);
-    // A frequency penalty that no logit outweighs: no token comes twice.
+    // A frequency penalty that no logit outweighs: no token occurs twice.
     let spec =
         SamplerSpec { frequency_penalty: 2.0, logit_bias: vec![(3, 50.0), (4, 49.5), (5, 49.0)], ..greedy() };
     let mut loaded = load(&model(), ContextConfig { n_cells: 14, ..settings() });
@@ -327,12 +327,12 @@ fn samplers_count_only_what_was_committed() {
         tokens.push(token);
     }
     assert_eq!(tokens[0], 3);
-    // Bias 50, 49.5, 49 and 2 off for each time: every refused decode that counted would show.
+    // Biases of 50, 49.5 and 49, and 2 less for each occurrence: a rejected decode that counted would show.
     let again = replay(&tokens);
     assert_eq!(tokens, again);
 }
 
-/// The same ids from samplers that get the earlier output as an argument instead of sampling it.
+/// Samples the same ids with samplers that get the earlier output as an argument instead of sampling it.
 fn replay(tokens: &[i32]) -> Vec<i32> {
     let prompt = model().tokens(13, 10);
     let spec =
@@ -352,7 +352,7 @@ fn replay(tokens: &[i32]) -> Vec<i32> {
 }
 
 #[test]
-fn masks_bind_their_row_and_wrong_ones_are_refused() {
+fn masks_apply_to_their_row_and_invalid_ones_are_rejected() {
     let (mut loaded, seq) = started(settings(), &[1, 2, 3]);
     let context = &mut loaded.context;
     let rows = Rows::default().row(4, 3, &[seq], output::LOGITS).row(5, 4, &[seq], 0).row(
@@ -367,9 +367,9 @@ fn masks_bind_their_row_and_wrong_ones_are_refused() {
     };
     let only = |id: usize| (0..3).map(move |word| if word == id / 32 { 1_u32 << (id % 32) } else { 0 });
     for mask_rows in [[1], [3], [-1]] {
-        let refused = decode(&mask_rows, &only(40).collect::<Vec<_>>());
+        let rejected = decode(&mask_rows, &only(40).collect::<Vec<_>>());
         assert!(
-            matches!(refused, Err(Error::Rejected(Rejected::Batch(BatchError::Mask { .. })))),
+            matches!(rejected, Err(Error::Rejected(Rejected::Batch(BatchError::Mask { .. })))),
             "{mask_rows:?}"
         );
     }
@@ -408,7 +408,7 @@ fn each_row_has_the_outputs_of_its_flags() {
 }
 
 #[test]
-fn a_replaced_weight_gives_the_bits_of_a_model_saved_with_it() {
+fn replaced_weight_gives_the_bits_of_a_checkpoint_with_it() {
     let tokens = model().tokens(15, 9);
     for architecture in ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"] {
         let original = Tiny::odd(architecture, architecture == "Qwen2ForCausalLM");
@@ -431,7 +431,7 @@ fn a_replaced_weight_gives_the_bits_of_a_model_saved_with_it() {
 }
 
 #[test]
-fn a_refused_replacement_changes_nothing() {
+fn rejected_replacement_has_no_side_effects() {
     let tokens = model().tokens(16, 5);
     let want = alone(settings(), &tokens);
     let mut loaded = load(&model(), settings());
@@ -442,15 +442,15 @@ fn a_refused_replacement_changes_nothing() {
         Err(Error::Rejected(Rejected::NoSuchWeight { .. }))
     ));
     for (shape, n) in [(&[40, 48][..], 1920), (&[1920], 1920), (&[48, 40], 1919)] {
-        let refused = context.replace_weight(name, shape, &vec![0.0; n]);
-        assert!(matches!(refused, Err(Error::Rejected(Rejected::WeightShape { .. }))), "{refused:?}");
+        let rejected = context.replace_weight(name, shape, &vec![0.0; n]);
+        assert!(matches!(rejected, Err(Error::Rejected(Rejected::WeightShape { .. }))), "{rejected:?}");
     }
     let seq = context.seq_acquire(0).unwrap();
     assert!(feed(context, seq, &tokens, 5) == want);
 }
 
 #[test]
-fn settings_out_of_their_bounds_are_refused_by_name() {
+fn settings_out_of_their_bounds_are_rejected_by_name() {
     let model = model();
     let folder = model.write();
     let wrong = [
@@ -461,10 +461,10 @@ fn settings_out_of_their_bounds_are_refused_by_name() {
         (ContextConfig { n_threads: 0, ..settings() }, "n_threads"),
     ];
     for (config, name) in wrong {
-        let refused = Context::load(&folder, config).map(|_| ()).unwrap_err();
+        let rejected = Context::load(&folder, config).map(|_| ()).unwrap_err();
         assert!(
-            matches!(refused, Error::Rejected(Rejected::OutOfRange { what, .. }) if what == name),
-            "{refused}"
+            matches!(rejected, Error::Rejected(Rejected::OutOfRange { what, .. }) if what == name),
+            "{rejected}"
         );
     }
     let available = IsaName::available();
@@ -476,12 +476,12 @@ fn settings_out_of_their_bounds_are_refused_by_name() {
 }
 
 #[test]
-fn heads_wider_than_the_kernels_take_are_refused_by_name() {
+fn heads_too_wide_for_the_kernels_are_rejected_by_name() {
     let folder = Tiny::sized("LlamaForCausalLM", true, |model| model.d_head = 258).write();
-    let refused = Context::load(&folder, settings()).map(|_| ()).unwrap_err();
+    let rejected = Context::load(&folder, settings()).map(|_| ()).unwrap_err();
     assert!(
-        matches!(&refused, Error::Unsupported(Unsupported::Feature { value, .. }) if value == "258"),
-        "{refused}"
+        matches!(&rejected, Error::Unsupported(Unsupported::Feature { value, .. }) if value == "258"),
+        "{rejected}"
     );
     std::fs::remove_dir_all(folder).unwrap();
 }

@@ -1,5 +1,5 @@
-//! Export and import of keys and values between contexts: decodes continue with the same bits, and data that does not
-//! fit is rejected.
+//! Export and import of keys and values between contexts: decodes continue with the same bits, and invalid data is
+//! rejected.
 
 use crate::common::{Outputs, Rows, Tiny, feed, load};
 use llaisys_core::Error;
@@ -9,7 +9,7 @@ use llaisys_core::error::{Exhausted, Rejected};
 use llaisys_core::kv::KvError;
 use llaisys_core::ops::dispatch::IsaName;
 
-/// One thread: the number of threads changes no bit (`decode.rs`), and many small decodes are faster so.
+/// One thread: the bits do not depend on the number of threads (`decode.rs`), and many small decodes are faster.
 fn settings() -> ContextConfig {
     ContextConfig { n_threads: 1, ..crate::common::settings() }
 }
@@ -18,7 +18,7 @@ fn model() -> Tiny {
     Tiny::odd("LlamaForCausalLM", true)
 }
 
-/// Positions 3 to 26 of a sequence, from cells that do not lie together.
+/// Exports positions 3 to 26 of a sequence, whose cells are not contiguous.
 fn exported(context: &mut Context, tokens: &[i32]) -> Vec<u8> {
     let [other, seq] = [(); 2].map(|()| context.seq_acquire(0).unwrap());
     feed(context, other, &[1, 2, 3], 3);
@@ -32,13 +32,13 @@ fn exported(context: &mut Context, tokens: &[i32]) -> Vec<u8> {
 }
 
 #[test]
-fn another_context_goes_on_from_the_same_bits() {
+fn another_context_continues_with_the_same_bits() {
     let tokens = model().tokens(1, 40);
     for kv_dtype in KvDType::ALL {
         let config = ContextConfig { kv_dtype: Some(kv_dtype), lifo: true, ..settings() };
         let mut source = load(&model(), config);
         let data = exported(&mut source.context, &tokens);
-        // Two layers, K and V, one head of 16.
+        // Two layers, each with K and V of one head of 16.
         assert_eq!(data.len(), 24 * 2 * 2 * kv_dtype.head_bytes(16));
         let want = source.context.seq_acquire(0).unwrap();
         source.context.kv_node_attach(1, want, 0, 27).unwrap();
@@ -62,7 +62,7 @@ fn another_context_goes_on_from_the_same_bits() {
 }
 
 #[test]
-fn a_part_of_an_export_is_the_export_of_a_part() {
+fn part_of_an_export_equals_the_export_of_the_part() {
     let tokens = model().tokens(2, 40);
     let mut loaded = load(&model(), settings());
     let context = &mut loaded.context;
@@ -75,7 +75,7 @@ fn a_part_of_an_export_is_the_export_of_a_part() {
 }
 
 #[test]
-fn a_rejected_import_changes_nothing() {
+fn rejected_import_has_no_side_effects() {
     let tokens = model().tokens(3, 40);
     let mut loaded = load(&model(), ContextConfig { n_cells: 128, n_streams: 2, ..settings() });
     let context = &mut loaded.context;

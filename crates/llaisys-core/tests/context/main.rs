@@ -1,4 +1,4 @@
-//! The context: decodes, shared and moved cells, KV streams, sliding windows, rows that fail.
+//! The context: decodes, shared and shifted cells, KV streams, sliding windows and faulty rows.
 
 #[path = "../common/mod.rs"]
 mod common;

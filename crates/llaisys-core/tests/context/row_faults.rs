@@ -1,4 +1,4 @@
-//! A row that cannot be sampled costs its own sequence only; a row that scores the prompt is not sampled.
+//! A row that cannot be sampled affects only its own sequences; a row that scores the prompt is not sampled.
 
 use crate::common::{Outputs, Rows, Tiny, feed, load, settings};
 use llaisys_core::batch::output;
@@ -15,7 +15,7 @@ fn greedy() -> SamplerSpec {
 
 /// Three sequences in one decode, with no token allowed in row 2 (the second sequence's second row).
 #[test]
-fn a_faulty_row_takes_its_sequences_later_rows_along_and_no_others() {
+fn faulty_row_removes_only_later_rows_of_its_sequences() {
     let tokens = model().tokens(17, 12);
     let mut loaded = load(&model(), settings());
     let context = &mut loaded.context;
@@ -48,7 +48,7 @@ fn a_faulty_row_takes_its_sequences_later_rows_along_and_no_others() {
     let ends = [a, b, c].map(|seq| context.kv_seq_pos_max(seq).unwrap());
     assert_eq!(ends, [Some(6), Some(0), Some(0)]);
     assert_eq!(free - context.n_cells_free(), 4);
-    // Both go on with the bits they would have had.
+    // Both continue with the bits of an undisturbed decode.
     let both = Rows::default().run(a, 7, &tokens[7..]).run(b, 1, &tokens[1..]);
     let mut got = Outputs::default();
     got.push(&both.decode(context).unwrap());
@@ -57,7 +57,7 @@ fn a_faulty_row_takes_its_sequences_later_rows_along_and_no_others() {
 }
 
 #[test]
-fn a_lost_row_is_not_counted_as_output() {
+fn removed_row_is_not_counted_as_output() {
     let prompt = model().tokens(18, 4);
     let mut loaded = load(&model(), settings());
     let context = &mut loaded.context;
@@ -68,20 +68,20 @@ fn a_lost_row_is_not_counted_as_output() {
     let masks = Some(RowMasks { rows: &[0], bits: &[0; 3] });
     let lost = context.decode(&DecodeRequest { arrays: rows.arrays(), masks, return_logits: false }).unwrap();
     assert_eq!((lost.faults.len(), context.kv_seq_pos_max(seq).unwrap()), (4, None));
-    // Had the lost rows' token 3 been counted, the penalty would have made way for token 4.
+    // If token 3 of the removed rows had been counted, the penalty would lead to token 4.
     assert_eq!(rows.decode(context).unwrap().token_ids[3], 3);
 }
 
 /// A prompt in two chunks, of which each row scores the token after it; then its first completion token.
 #[test]
-fn rows_of_the_prompt_score_its_tokens_and_count_as_no_output() {
+fn rows_of_the_prompt_score_its_tokens_and_do_not_count_as_output() {
     let prompt = model().tokens(19, 6);
     let mut loaded = load(&model(), settings());
     let context = &mut loaded.context;
     let (plain, seq) = (context.seq_acquire(0).unwrap(), context.seq_acquire(0).unwrap());
     let last = Rows::default().run(plain, 0, &prompt).decode(context).unwrap().logits.unwrap();
     let last = &last[last.len() / 6 * 5..];
-    // Were the scored `prompt[4]` counted, the penalties (4 in all) would make way for the other token.
+    // If the scored `prompt[4]` were counted, the penalties (4 in total) would lead to the other token.
     let (first, other) = (prompt[4] as usize, (0..60).find(|id| !prompt.contains(id)).unwrap() as usize);
     let logit_bias = vec![(first as u32, 60.0 - last[first]), (other as u32, 58.0 - last[other])];
     let (frequency_penalty, presence_penalty) = (2.0, 2.0);
@@ -102,7 +102,7 @@ fn rows_of_the_prompt_score_its_tokens_and_count_as_no_output() {
         let logits = &logits[row * logits.len() / 6..][..logits.len() / 6];
         let sum: f64 = logits.iter().map(|&l| f64::from(l).exp()).sum();
         let wanted = f64::from(logits[prompt[row + 1] as usize]) - sum.ln();
-        // Roundings to f32 of numbers below 16: 2^-20 each, a few of them.
+        // A few roundings to f32 of numbers below 16, 2^-20 each.
         assert!((f64::from(entry.logprob) - wanted).abs() < 4e-6);
     }
 }

@@ -1,5 +1,5 @@
-//! Cache nodes and KV streams under a real forward pass: the same bits for any placement of the cells, whether a prefix
-//! was computed, linked or copied. Built with debug assertions, so every cell that is free or reserved holds NaN.
+//! Cache nodes and KV streams with a real forward pass: the same bits for any placement of the cells, whether a prefix
+//! was computed, linked or copied. With debug assertions, every cell that is free or reserved is filled with NaN.
 
 use crate::common::{Outputs, Rows, Tiny, feed, load};
 use llaisys_core::Error;
@@ -8,7 +8,7 @@ use llaisys_core::dtype::{ComputeMode, KvDType};
 use llaisys_core::error::{Exhausted, Rejected};
 use llaisys_core::kv::KvError;
 
-/// One thread: the number of threads changes no bit (`decode.rs`), and many small decodes are faster so.
+/// One thread: the bits do not depend on the number of threads (`decode.rs`), and many small decodes are faster.
 fn settings() -> ContextConfig {
     ContextConfig { n_threads: 1, ..crate::common::settings() }
 }
@@ -27,7 +27,7 @@ fn configs() -> [ContextConfig; 3] {
     ]
 }
 
-/// What each of `tokens` gives in a sequence of its own.
+/// The outputs of each of `tokens` in a separate sequence.
 fn alone(config: ContextConfig, tokens: &[i32]) -> Outputs {
     let mut loaded = load(&model(), config);
     let seq = loaded.context.seq_acquire(0).unwrap();
@@ -56,7 +56,7 @@ fn one_two_and_four_streams_give_the_same_bits() {
         for n_streams in [1, 2, 4] {
             let mut loaded = load(&model(), ContextConfig { n_streams, n_cells: 512, ..config });
             let context = &mut loaded.context;
-            // Every stream's prefix serves a sequence of every stream: linked in the same one, copied to another one.
+            // Sequences of every stream use the prefix of every stream: linked in the same stream, copied to another one.
             for stream in 0..n_streams as u32 {
                 cache_prompt(context, &tokens, stream);
             }
@@ -79,7 +79,7 @@ fn one_two_and_four_streams_give_the_same_bits() {
 }
 
 #[test]
-fn a_fork_into_another_stream_is_independent() {
+fn fork_into_another_stream_is_independent() {
     let tokens = model().tokens(2, 30);
     for config in configs() {
         let want = tail(&alone(config, &tokens), &tokens, 20);
@@ -115,7 +115,7 @@ fn sequences_of_all_streams_share_a_batch() {
 }
 
 #[test]
-fn a_row_that_names_another_stream_is_rejected() {
+fn row_with_another_stream_is_rejected() {
     let mut loaded = load(&model(), ContextConfig { n_streams: 2, ..settings() });
     let context = &mut loaded.context;
     let seq = context.seq_acquire(1).unwrap();
@@ -132,7 +132,7 @@ fn a_row_that_names_another_stream_is_rejected() {
 }
 
 #[test]
-fn a_rejected_attach_or_copy_changes_nothing() {
+fn rejected_attach_or_copy_has_no_side_effects() {
     let mut loaded = load(&model(), ContextConfig { n_streams: 2, n_cells: 100, ..settings() });
     let context = &mut loaded.context;
     cache_prompt(context, &model().tokens(4, 40), 0);
@@ -148,7 +148,7 @@ fn a_rejected_attach_or_copy_changes_nothing() {
     assert!(context.kv_node_attach(9, late, 0, 1).is_err());
     assert!(context.kv_node_attach(0, late, 1, 2).is_err(), "an empty sequence ends at 0");
     assert!(context.kv_node_attach(0, late, 0, 41).is_err());
-    assert!(context.kv_node_cache(0, there, 0, 1).is_err(), "the id is taken");
+    assert!(context.kv_node_cache(0, there, 0, 1).is_err(), "the id is in use");
     assert!(context.kv_node_split(0, 40, 1).is_err());
     assert!(context.kv_node_trim(0, 41).is_err());
     assert_eq!(context.digest(), before);

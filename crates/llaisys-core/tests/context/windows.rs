@@ -1,4 +1,4 @@
-//! Sliding windows in the context: the same bits for any split of the rows and any reclaimed cells. Experts give the same
+//! Sliding windows in the context: the same bits for any split of the rows and any reclaimed cells. Experts: the same
 //! bits in any batch.
 
 use crate::common::{Loaded, Outputs, Random, Rows, Tiny, feed, load, settings};
@@ -8,7 +8,7 @@ use llaisys_core::seq::SeqId;
 
 const WINDOW: usize = 150;
 
-/// Every layer with a window that ends inside a block of 128.
+/// A model with a window in every layer that ends inside a block of 128.
 fn windowed() -> Tiny {
     Tiny::sized("MistralForCausalLM", true, |model| {
         model.max_positions = 1024;
@@ -16,7 +16,7 @@ fn windowed() -> Tiny {
     })
 }
 
-/// The second of two layers with a window.
+/// A model with a window in the second of two layers.
 fn half_windowed() -> Tiny {
     Tiny::sized("Qwen2ForCausalLM", true, |model| {
         model.max_positions = 1024;
@@ -36,7 +36,7 @@ fn start(model: &Tiny, config: ContextConfig) -> (Loaded, SeqId) {
 }
 
 #[test]
-fn chunks_passes_and_threads_do_not_change_a_bit() {
+fn bits_do_not_depend_on_chunks_passes_or_threads() {
     for model in [windowed(), half_windowed()] {
         let tokens = model.tokens(1, 600);
         for isa in IsaName::available() {
@@ -54,7 +54,7 @@ fn chunks_passes_and_threads_do_not_change_a_bit() {
 }
 
 #[test]
-fn a_row_depends_on_what_its_windows_reach_and_on_nothing_before() {
+fn row_depends_only_on_positions_within_its_windows() {
     let model = windowed();
     let reach = model.n_layers * (WINDOW - 1);
     let (mut tokens, mut others) = (model.tokens(1, 500), model.tokens(2, 500));
@@ -79,12 +79,12 @@ fn reclaim(context: &mut Context, seq: SeqId) {
 }
 
 #[test]
-fn reclaimed_prefixes_free_their_cells_and_change_no_bit() {
+fn reclaimed_prefixes_free_their_cells_without_changing_bits() {
     let model = windowed();
     let tokens = model.tokens(1, 600);
     let (mut whole, seq) = start(&model, config());
     let want = feed(&mut whole.context, seq, &tokens, 600);
-    // Cells for a window and one chunk only, so that positions exceed the number of cells by far.
+    // Only the cells of a window and one chunk, so that positions far exceed the number of cells.
     for (chunk, n_batch) in [(3, 600), (37, 600), (130, 64)] {
         let n_cells = WINDOW - 1 + chunk;
         let (mut loaded, seq) = start(&model, ContextConfig { n_cells, n_batch, ..config() });
@@ -101,7 +101,7 @@ fn reclaimed_prefixes_free_their_cells_and_change_no_bit() {
 }
 
 #[test]
-fn an_empty_sequence_may_start_anywhere_and_forks_reclaim_apart() {
+fn empty_sequence_may_start_at_any_position_and_forks_reclaim_independently() {
     let model = windowed();
     let tokens = model.tokens(1, 420);
     let (mut loaded, seq) = start(&model, config());
@@ -117,7 +117,7 @@ fn an_empty_sequence_may_start_anywhere_and_forks_reclaim_apart() {
     };
     let want = continue_with(context, seq);
     assert_eq!(continue_with(context, fork), want);
-    // The same cells, shared into a sequence that never had the others.
+    // Shares the same cells with a sequence that never had the others.
     let late = context.seq_acquire(0).unwrap();
     context.kv_seq_cp(seq, late, 401 - WINDOW as i32, 400).unwrap();
     assert_eq!(continue_with(context, late), want);
@@ -127,9 +127,9 @@ fn an_empty_sequence_may_start_anywhere_and_forks_reclaim_apart() {
     assert_eq!(context.kv_seq_pos_min(fresh).unwrap(), Some(300));
 }
 
-/// A hole hides its positions, and the window still ends at its position.
+/// Missing positions count for the window, which still ends at its position.
 #[test]
-fn windows_count_positions_across_a_hole() {
+fn windows_count_missing_positions() {
     let model = Tiny::sized("MistralForCausalLM", true, |model| {
         model.n_layers = 1;
         model.more_keys = r#", "sliding_window": 10"#.to_owned();
@@ -145,13 +145,13 @@ fn windows_count_positions_across_a_hole() {
         outputs.push(&Rows::default().run(seq, 30, &tokens[30..=30]).decode(&mut loaded.context).unwrap());
         outputs
     };
-    // Position 30 sees 21 to 30: of a sequence without 22 to 25, the first is 21 and nothing takes their place.
+    // Position 30 sees 21 to 30. In a sequence without 22 to 25, the first one is 21; no earlier ones replace the missing.
     assert_eq!(last(&[(22, 26)]), last(&[(22, 26), (0, 21)]));
     assert_ne!(last(&[(22, 26)]), last(&[(21, 26)]));
 }
 
 #[test]
-fn only_windows_in_every_layer_make_cells_reclaimable() {
+fn cells_are_reclaimable_only_with_windows_in_every_layer() {
     let (loaded, _) = start(&windowed(), config());
     assert_eq!(loaded.context.attention_window(), Some(WINDOW));
     for model in [half_windowed(), Tiny::odd("LlamaForCausalLM", true)] {
@@ -161,7 +161,7 @@ fn only_windows_in_every_layer_make_cells_reclaimable() {
 }
 
 #[test]
-fn experts_give_a_row_the_same_bits_in_any_batch() {
+fn bits_of_a_row_with_experts_do_not_depend_on_the_batch() {
     let model = Tiny::experts(5);
     let prompts: Vec<Vec<i32>> = (0..4).map(|i| model.tokens(i, 30)).collect();
     let config = ContextConfig { n_cells: 512, n_batch: 64, ..settings() };
@@ -179,7 +179,7 @@ fn experts_give_a_row_the_same_bits_in_any_batch() {
         let mut random = Random(11);
         let mut got = vec![Outputs::default(); prompts.len()];
         for start in (0..30).step_by(10) {
-            // Each time another order of the sequences, all in one batch.
+            // All sequences in one batch, each time in another order.
             let mut order: Vec<usize> = (0..prompts.len()).collect();
             order.rotate_left(random.next_u64() as usize % prompts.len());
             let rows = order

@@ -1,5 +1,5 @@
-//! What ranks say to each other: sums in one order, on every rank the same bits; a rank that is gone keeps nobody
-//! waiting.
+//! Collective operations of ranks: sums in one order, the same bits on every rank, and no rank that waits for a failed
+//! one.
 
 use llaisys_core::collective::{Collective, LocalRank, SingleRank};
 use llaisys_core::error::DeviceError;
@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 const WORLDS: [usize; 3] = [2, 3, 4];
 
-/// What each rank's thread makes of its end of a new group, in the order of the ranks.
+/// Runs `job` with each rank of a new group on its own thread. Returns the results in the order of the ranks.
 fn on_all<T: Send>(world: usize, job: impl Fn(&mut LocalRank) -> T + Sync) -> Vec<T> {
     let job = &job;
     std::thread::scope(|scope| {
@@ -29,7 +29,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
 }
 
 #[test]
-fn sums_are_taken_in_the_order_of_the_ranks() {
+fn sums_are_in_the_order_of_the_ranks() {
     for world in WORLDS {
         // Lengths change from round to round, and some are 0.
         let lengths = (0..300).map(|round| round % 40);
@@ -54,7 +54,7 @@ fn sums_are_taken_in_the_order_of_the_ranks() {
 }
 
 #[test]
-fn a_gather_is_in_the_order_of_the_ranks() {
+fn gather_is_in_the_order_of_the_ranks() {
     for world in WORLDS {
         let want: Vec<f32> = (0..world).flat_map(|rank| words(rank, 5, 7)).collect();
         let gathered = on_all(world, |end| {
@@ -68,7 +68,7 @@ fn a_gather_is_in_the_order_of_the_ranks() {
 }
 
 #[test]
-fn a_broadcast_is_what_its_root_has() {
+fn broadcast_sends_the_values_of_its_root() {
     for world in WORLDS {
         let got = on_all(world, |end| {
             let from = |root| {
@@ -84,7 +84,7 @@ fn a_broadcast_is_what_its_root_has() {
 }
 
 #[test]
-fn alone_there_is_nothing_to_do() {
+fn operations_of_a_single_rank_do_nothing() {
     let (mut buf, mut all) = ([1.5, -2.0], [0.0; 2]);
     assert_eq!((SingleRank.rank(), SingleRank.world()), (0, 1));
     SingleRank.all_reduce_sum(&mut buf).unwrap();
@@ -97,9 +97,9 @@ fn is_lost(result: Result<(), DeviceError>) -> bool {
     matches!(result, Err(DeviceError::RankLost { .. }))
 }
 
-/// The dying rank takes part in some exchanges before; the others are waiting by then, or come later.
+/// The rank takes part in some operations before it panics; the others wait already or arrive later.
 #[test]
-fn a_rank_that_panics_ends_the_others_with_an_error() {
+fn panic_of_a_rank_is_an_error_of_the_others() {
     for world in WORLDS {
         for (dying, n_before) in [(0, 0), (1, 3), (world - 1, 20)] {
             let n_lost = AtomicUsize::new(0);
@@ -107,7 +107,7 @@ fn a_rank_that_panics_ends_the_others_with_an_error() {
                 let rank = end.rank();
                 let mut n_done = 0;
                 loop {
-                    assert!(rank != dying || n_done < n_before, "this rank was to die");
+                    assert!(rank != dying || n_done < n_before, "injected");
                     if let Err(error) = end.all_reduce_sum(&mut [1.0]) {
                         assert!(error.to_string().contains(&format!("rank {rank} of {world}")));
                         break;
@@ -115,14 +115,14 @@ fn a_rank_that_panics_ends_the_others_with_an_error() {
                     n_done += 1;
                 }
                 assert_eq!(n_done, n_before);
-                assert!(is_lost(end.all_gather(&[1.0], &mut vec![0.0; world])), "it stays so");
+                assert!(is_lost(end.all_gather(&[1.0], &mut vec![0.0; world])), "later operations fail too");
                 assert!(is_lost(end.broadcast(&mut [1.0], 0)));
                 n_lost.fetch_add(1, Ordering::Relaxed);
             };
             let end_all = &end_all;
             std::thread::scope(|scope| {
                 for end in LocalRank::group(world) {
-                    // The panic drops the end, as it would in a thread that nobody joins.
+                    // The panic drops the rank's handle, as it would in a thread that is not joined.
                     scope.spawn(move || catch_unwind(AssertUnwindSafe(|| end_all(end))));
                 }
             });
@@ -132,7 +132,7 @@ fn a_rank_that_panics_ends_the_others_with_an_error() {
 }
 
 #[test]
-fn a_rank_that_gives_up_ends_the_others_with_an_error() {
+fn abort_of_a_rank_is_an_error_of_the_others() {
     let lost = on_all(3, |end| {
         if end.rank() == 1 {
             end.abort();
@@ -142,9 +142,9 @@ fn a_rank_that_gives_up_ends_the_others_with_an_error() {
     assert_eq!(lost, [true; 3]);
 }
 
-/// A rank that leaves when its last exchange is over takes nothing from those that have not seen its end yet.
+/// A rank that ends after its last operation does not disturb ranks that have not finished that operation yet.
 #[test]
-fn a_rank_that_leaves_after_the_last_exchange_disturbs_nobody() {
+fn rank_that_ends_after_the_last_operation_does_not_disturb_the_others() {
     for _ in 0..300 {
         let sums = on_all(3, |end| {
             let mut buf = [end.rank() as f32];

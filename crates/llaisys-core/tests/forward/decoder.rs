@@ -1,11 +1,11 @@
-//! The forward pass against a plain f64 one: every family row, odd sizes, tied and own head.
+//! The forward pass compared with a plain f64 one: every architecture, odd sizes, tied and separate heads.
 
 use crate::common::{RMS_EPS, ROPE_THETA, Tiny, feed, load, settings};
 use llaisys_core::dtype::{ComputeMode, KvDType};
 
 type Rows = Vec<Vec<f64>>;
 
-/// What the papers say, one token after the other, everything in f64 and nothing cached.
+/// The forward pass of the papers, token by token, in f64 and without a cache.
 struct Plain<'a>(&'a Tiny);
 
 impl Plain<'_> {
@@ -120,7 +120,7 @@ fn relative_error(got: &[u32], want: &Rows) -> f64 {
     worst / largest
 }
 
-/// One family row in one mode; returns the errors of hidden states and logits.
+/// Runs a model in one mode. Returns the errors of hidden states and logits.
 fn errors(model: &Tiny, mode: ComputeMode, kv_dtype: Option<KvDType>) -> (f64, f64) {
     let tokens = model.tokens(5, 40);
     let (hidden, logits) = Plain(model).forward(&tokens);
@@ -133,7 +133,7 @@ fn errors(model: &Tiny, mode: ComputeMode, kv_dtype: Option<KvDType>) -> (f64, f
 const FAMILIES: [&str; 3] = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"];
 
 #[test]
-fn float32_agrees_with_the_plain_forward_for_every_family() {
+fn float32_agrees_with_the_plain_forward_for_every_architecture() {
     for architecture in FAMILIES {
         for tied in [false, true] {
             let (hidden, logits) = errors(&Tiny::odd(architecture, tied), ComputeMode::Float32, None);
@@ -144,17 +144,18 @@ fn float32_agrees_with_the_plain_forward_for_every_family() {
 }
 
 #[test]
-fn bfloat16_stays_near_the_plain_forward() {
+fn bfloat16_is_close_to_the_plain_forward() {
     for architecture in FAMILIES {
         let (hidden, logits) = errors(&Tiny::odd(architecture, false), ComputeMode::Bfloat16, None);
-        // Weights, activations, keys and values rounded to 8 bits of mantissa: 2^-8 each, over two layers.
+        // Weights, activations, keys and values are rounded to 8 bits of mantissa: 2^-8 each, over two layers.
         assert!(hidden < 0.05 && logits < 0.05, "{architecture}: {hidden:e}, {logits:e}");
     }
 }
 
 #[test]
-fn a_narrow_cache_alone_costs_little() {
-    // Rounded by 2^-11, 2^-8 and 1/254 of a head's largest number; these are the worst of 40 rows over two layers.
+fn error_of_a_narrow_cache_is_small() {
+    // Roundings of 2^-11, 2^-8 and 1/254 of a head's largest number. The bounds hold for the worst of 40 rows over two
+    // layers.
     for (kv_dtype, bound) in [(KvDType::Float16, 0.005), (KvDType::Bfloat16, 0.02), (KvDType::Int8, 0.05)] {
         let model = Tiny::odd("LlamaForCausalLM", true);
         let (hidden, logits) = errors(&model, ComputeMode::Float32, Some(kv_dtype));

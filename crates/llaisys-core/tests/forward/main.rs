@@ -1,4 +1,4 @@
-//! The forward pass: against a plain f64 one, and split over ranks.
+//! The forward pass: compared with a plain f64 one, and split over ranks.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -1,5 +1,5 @@
-//! Models split over ranks: every family gives what it gives whole, the same bits in every run, and what cannot be split
-//! is refused by name.
+//! Models split over ranks: every architecture agrees with one rank, every run has the same bits, and models that cannot
+//! be split are rejected by name.
 
 use crate::common::{Loaded, Outputs, Random, Rows, Tiny, feed, load, settings};
 use crate::model_files::gguf::{Gguf, Meta, Q8_0};
@@ -8,7 +8,7 @@ use llaisys_core::context::{Context, ContextConfig};
 use llaisys_core::dtype::{ComputeMode, KvDType};
 use llaisys_core::seq::SeqId;
 
-/// Two layers that four ranks can share, with 32 inner columns each: a whole block. The vocabulary has no such luck.
+/// Two layers that can be split over four ranks, with 32 inner columns each: a whole block. The vocabulary is not divisible.
 fn sized(architecture: &'static str, tied_head: bool, more_keys: &str) -> Tiny {
     Tiny::sized(architecture, tied_head, |model| sizes(model, more_keys))
 }
@@ -69,8 +69,9 @@ fn qwen3_moe() -> Tiny {
     model
 }
 
-/// Every family that can be split: windows, biases, experts, own and tied heads, norms behind the parts, soft caps.
-fn families() -> Vec<Tiny> {
+/// Every architecture that can be split: windows, biases, experts, separate and tied heads, norms after the blocks, soft
+/// caps.
+fn splittable_models() -> Vec<Tiny> {
     let half_windowed = r#", "use_sliding_window": true, "max_window_layers": 1, "sliding_window": 9"#;
     let multipliers = r#", "embedding_multiplier": 3, "residual_multiplier": 0.5, "attention_multiplier": 0.2,
         "logits_scaling": 2"#;
@@ -88,7 +89,7 @@ fn families() -> Vec<Tiny> {
     ]
 }
 
-/// A thread for each rank: more of them are slow where other processes want the CPUs, and change no bit.
+/// One thread for each rank. More threads do not change the bits, and are slow on busy CPUs.
 fn split(n_ranks: usize) -> ContextConfig {
     ContextConfig { n_ranks, n_threads: n_ranks, n_streams: 2, ..settings() }
 }
@@ -105,7 +106,7 @@ fn outputs(model: &Tiny, config: ContextConfig, chunk: usize) -> Outputs {
     feed(&mut loaded.context, seq, &model.tokens(5, 40), chunk)
 }
 
-/// Largest difference over the largest value that is wanted.
+/// Largest difference relative to the largest expected value.
 fn relative_error(got: &[u32], want: &[u32]) -> f32 {
     assert_eq!(got.len(), want.len());
     let value = |bits: &u32| f32::from_bits(*bits);
@@ -114,24 +115,24 @@ fn relative_error(got: &[u32], want: &[u32]) -> f32 {
 }
 
 #[test]
-fn every_family_gives_on_several_ranks_what_it_gives_on_one() {
-    for model in families() {
+fn several_ranks_agree_with_one_rank_for_every_architecture() {
+    for model in splittable_models() {
         let want = outputs(&model, split(1), 13);
         for n_ranks in [2, 4] {
             let got = outputs(&model, split(n_ranks), 13);
             let (hidden, logits) =
                 (relative_error(&got.hidden, &want.hidden), relative_error(&got.logits, &want.logits));
-            // The same f32 sums of 128 terms, cut into two or four: as far from the exact ones as the whole sums are,
-            // for which `decoder.rs` has the bound.
+            // The same f32 sums of 128 terms, split into two or four parts. Their errors have the bound of whole sums, which
+            // `decoder.rs` derives.
             let name = model.architecture;
             assert!(hidden < 1e-5 && logits < 1e-5, "{name} on {n_ranks} ranks: {hidden:e}, {logits:e}");
         }
     }
 }
 
-/// A row's bits depend on its sequence and on the number of ranks: not on the run, chunks, threads or company.
+/// A row's bits depend on its sequence and on the number of ranks, but not on the run, chunks, threads or batch.
 #[test]
-fn every_run_gives_the_same_bits() {
+fn every_run_has_the_same_bits() {
     for model in [sized("Qwen2ForCausalLM", true, ""), mixtral()] {
         for n_ranks in [2, 4] {
             let want = outputs(&model, split(n_ranks), 13);
@@ -149,7 +150,7 @@ fn every_run_gives_the_same_bits() {
     }
 }
 
-/// Outputs of 12 tokens, decoded one by one as the first of `n` sequences.
+/// The outputs of 12 tokens, decoded one by one as the first of `n` sequences.
 fn first_of(model: &Tiny, n_ranks: usize, n: usize) -> Outputs {
     let mut loaded = load(model, split(n_ranks));
     let context = &mut loaded.context;
@@ -169,7 +170,7 @@ fn first_of(model: &Tiny, n_ranks: usize, n: usize) -> Outputs {
 }
 
 #[test]
-fn greedy_ids_are_those_of_one_rank() {
+fn greedy_ids_equal_those_of_one_rank() {
     for model in [sized("LlamaForCausalLM", false, ""), qwen3_moe()] {
         let want = greedy(&model, split(1), 2);
         for n_ranks in [2, 4] {
@@ -195,9 +196,9 @@ fn greedy(model: &Tiny, config: ContextConfig, n: usize) -> Vec<Vec<i32>> {
     ids
 }
 
-/// Modes that round: on several ranks the roundings are others, and no more of them.
+/// Modes with rounding: on several ranks the roundings differ, but the errors are not larger.
 #[test]
-fn every_mode_is_as_near_to_float32_as_on_one_rank() {
+fn every_mode_is_as_close_to_float32_as_on_one_rank() {
     let model = sized("LlamaForCausalLM", false, "");
     let exact = outputs(&model, split(1), 13);
     for mode in [ComputeMode::Bfloat16, ComputeMode::Int8, ComputeMode::Int4] {
@@ -215,7 +216,8 @@ fn every_mode_is_as_near_to_float32_as_on_one_rank() {
     }
 }
 
-/// Copies, shifts, forgets, exports and imports cells, and what comes of it.
+/// Copies, shifts, removes, exports and imports cells. Returns the outputs of the following decode and the bytes of the
+/// export.
 fn moved(context: &mut Context, tokens: &[i32]) -> (Outputs, usize) {
     let [a, b] = [(); 2].map(|()| context.seq_acquire(0).unwrap());
     let abroad = context.seq_acquire(1).unwrap();
@@ -239,7 +241,7 @@ fn moved(context: &mut Context, tokens: &[i32]) -> (Outputs, usize) {
 }
 
 #[test]
-fn what_is_done_to_cells_is_done_on_every_rank() {
+fn cell_operations_apply_to_every_rank() {
     let model = sized("Qwen3ForCausalLM", true, "");
     let tokens = model.tokens(9, 24);
     for kv_dtype in KvDType::ALL {
@@ -249,8 +251,8 @@ fn what_is_done_to_cells_is_done_on_every_rank() {
         for n_ranks in [2, 4] {
             let mut parts = load(&model, config(n_ranks));
             let (got, n_parts) = moved(&mut parts.context, &tokens);
-            // Keys in bf16 differ by a unit in the last place, 2^-8, where an f32 sum fell on the other side; in f16 by
-            // less, in int8 by a 127th of the largest.
+            // Where an f32 sum rounds to the other side, keys in bf16 differ by a unit in the last place, 2^-8. In f16 they
+            // differ by less, in int8 by a 127th of the largest.
             let bound = if kv_dtype == KvDType::Float32 { 1e-5 } else { 0.02 };
             let error = relative_error(&got.logits, &want.logits);
             assert!(error < bound, "{kv_dtype:?} on {n_ranks} ranks: {error:e}");
@@ -261,31 +263,31 @@ fn what_is_done_to_cells_is_done_on_every_rank() {
 }
 
 #[test]
-fn what_cannot_be_split_is_refused_by_name() {
-    let refused = |model: &Tiny, config: ContextConfig| {
+fn models_that_cannot_be_split_are_rejected_by_name() {
+    let rejected = |model: &Tiny, config: ContextConfig| {
         let folder = model.write();
         let error = unsupported(Context::load(&folder, config));
         std::fs::remove_dir_all(folder).unwrap();
         error
     };
     let llama = sized("LlamaForCausalLM", false, "");
-    let error = refused(&llama, split(3));
+    let error = rejected(&llama, split(3));
     assert_names(&error, &["3 ranks", "tensor_parallel_size", "key-value heads is 4", "multiple of 3"]);
-    assert_names(&refused(&llama, split(8)), &["key-value heads is 4", "multiple of 8"]);
+    assert_names(&rejected(&llama, split(8)), &["key-value heads is 4", "multiple of 8"]);
     let narrow = Tiny::sized("LlamaForCausalLM", false, |model| {
         sizes(model, "");
         model.d_ff = 129;
     });
-    assert_names(&refused(&narrow, split(2)), &["feed-forward width is 129", "multiple of 2"]);
-    assert_names(&refused(&olmo2(), split(2)), &["Olmo2ForCausalLM", "norm"]);
+    assert_names(&rejected(&narrow, split(2)), &["feed-forward width is 129", "multiple of 2"]);
+    assert_names(&rejected(&olmo2(), split(2)), &["Olmo2ForCausalLM", "norm"]);
     load(&olmo2(), split(1));
-    // In blocks of 32, a row of 96 has three.
+    // A row of 96 has three blocks of 32.
     let uneven = Tiny::sized("LlamaForCausalLM", false, |model| {
         sizes(model, "");
         model.d_ff = 96;
     });
     load(&uneven, split(2));
-    let error = refused(&uneven, ContextConfig { mode: ComputeMode::Int8, ..split(2) });
+    let error = rejected(&uneven, ContextConfig { mode: ComputeMode::Int8, ..split(2) });
     assert_names(&error, &["model.layers.0.mlp.down_proj.weight", "blocks of 32", "is 96", "multiple of 64"]);
     let mut loaded = load(&llama, split(2));
     let (shape, values) = &llama.tensors["model.norm.weight"];
@@ -324,7 +326,7 @@ fn gguf(d_ff: u64) -> Gguf {
 }
 
 #[test]
-fn a_quantized_file_is_split_between_blocks_or_refused() {
+fn quantized_file_is_split_between_blocks_or_rejected() {
     let scratch = crate::model_files::Scratch::new();
     let path = scratch.write("even.gguf", gguf(64).bytes());
     let logits = |n_ranks| {
@@ -333,8 +335,7 @@ fn a_quantized_file_is_split_between_blocks_or_refused() {
         let seq = context.seq_acquire(0).unwrap();
         feed(&mut context, seq, &[1, 2, 3, 4, 3, 0, 2, 1], 8).logits
     };
-    // The groups of 32 whose activations are rounded together are the same. A value that an f32 sum leaves between two
-    // of its 127 steps may fall to the other side.
+    // Activations are rounded in the same groups of 32. A value between two of its 127 steps may round to the other side.
     let error = relative_error(&logits(2), &logits(1));
     assert!(error < 1.0 / 127.0, "{error:e}");
     let path = scratch.write("uneven.gguf", gguf(96).bytes());

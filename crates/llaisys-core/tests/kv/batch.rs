@@ -1,4 +1,4 @@
-//! `Batch::new`: what a right batch holds, and every way to be wrong, by name.
+//! `Batch::new`: the contents of a valid batch, and every error by name.
 
 use llaisys_core::batch::{Batch, BatchArrays, BatchError, BatchLimits, output};
 use llaisys_core::error::Rejected;
@@ -16,13 +16,13 @@ const ARRAYS: BatchArrays<'static> = BatchArrays {
 };
 
 fn rejected(arrays: BatchArrays<'_>) -> Rejected {
-    Batch::new(arrays, LIMITS).expect_err("the batch is wrong")
+    Batch::new(arrays, LIMITS).expect_err("an invalid batch")
 }
 
 fn batch_error(arrays: BatchArrays<'_>) -> BatchError {
     match rejected(arrays) {
         Rejected::Batch(error) => error,
-        other => panic!("not about a row: {other}"),
+        other => panic!("expected an error of a row, got {other}"),
     }
 }
 
@@ -30,19 +30,19 @@ fn batch_error(arrays: BatchArrays<'_>) -> BatchError {
 fn length_error(arrays: BatchArrays<'_>) -> (&'static str, usize, usize) {
     match rejected(arrays) {
         Rejected::Length { what, got, want } => (what, got, want),
-        other => panic!("not about a length: {other}"),
+        other => panic!("expected a length error, got {other}"),
     }
 }
 
 #[test]
-fn a_right_batch_keeps_the_rows_in_order() {
+fn valid_batch_keeps_the_rows_in_order() {
     let batch = Batch::new(ARRAYS, LIMITS).unwrap();
     assert_eq!((batch.n_rows(), &batch.tokens[..], &batch.positions[..]), (2, &[7, 99][..], &[0, 15][..]));
     assert_eq!(batch.seq_start, [0, 1, 3]);
     let slots = |row| batch.row_seqs(row).iter().map(|id| id.slot()).collect::<Vec<_>>();
     assert_eq!((slots(0), slots(1)), (vec![3], vec![0, 1]));
     assert_eq!(batch.row_seqs(1)[1].generation(), 1);
-    assert!(batch.stream.is_empty(), "no streams given: nothing to check");
+    assert!(batch.stream.is_empty(), "streams are optional");
     assert_eq!(batch.wants_output, [0, 3]);
 }
 
@@ -53,7 +53,7 @@ fn streams_are_kept_when_given() {
 }
 
 #[test]
-fn arrays_that_disagree_in_length() {
+fn arrays_of_unequal_length_are_rejected() {
     assert_eq!(length_error(BatchArrays { positions: &[0], ..ARRAYS }), ("positions", 1, 2));
     assert_eq!(length_error(BatchArrays { n_seq_id: &[1, 1, 1], ..ARRAYS }), ("n_seq_id", 3, 2));
     assert_eq!(length_error(BatchArrays { wants_output: &[], ..ARRAYS }), ("wants_output", 0, 2));
@@ -64,12 +64,12 @@ fn arrays_that_disagree_in_length() {
 }
 
 #[test]
-fn empty() {
+fn empty_batch_is_rejected() {
     assert_eq!(batch_error(BatchArrays::default()), BatchError::Empty);
 }
 
 #[test]
-fn token() {
+fn token_outside_the_vocabulary_is_rejected() {
     for token in [-1, 100, i32::MIN, i32::MAX] {
         let error = batch_error(BatchArrays { tokens: &[0, token], ..ARRAYS });
         assert_eq!(error, BatchError::Token { row: 1, token, vocab_size: 100 });
@@ -77,7 +77,7 @@ fn token() {
 }
 
 #[test]
-fn position() {
+fn position_out_of_bounds_is_rejected() {
     for position in [-1, 16, i32::MIN, i32::MAX] {
         let error = batch_error(BatchArrays { positions: &[0, position], ..ARRAYS });
         assert_eq!(error, BatchError::Position { row: 1, position, max: 15 });
@@ -85,7 +85,7 @@ fn position() {
 }
 
 #[test]
-fn sequence_count() {
+fn wrong_sequence_count_is_rejected() {
     for n_seq_id in [0, -1, 5, i32::MAX] {
         let error = batch_error(BatchArrays { n_seq_id: &[1, n_seq_id], ..ARRAYS });
         assert_eq!(error, BatchError::SequenceCount { row: 1, n_seq_id, max: 4 });
@@ -93,24 +93,24 @@ fn sequence_count() {
 }
 
 #[test]
-fn repeated_sequence() {
+fn repeated_sequence_in_a_row_is_rejected() {
     let error = batch_error(BatchArrays { seq_ids: &[3, 2, 2], ..ARRAYS });
     assert_eq!(error, BatchError::RepeatedSequence { row: 1, slot: 2 });
 }
 
 #[test]
-fn the_same_sequence_in_two_rows_is_no_repetition() {
+fn same_sequence_in_two_rows_is_accepted() {
     assert!(Batch::new(BatchArrays { seq_ids: &[2, 1, 2], ..ARRAYS }, LIMITS).is_ok());
 }
 
 #[test]
-fn stream() {
+fn unknown_stream_is_rejected() {
     let error = batch_error(BatchArrays { stream: &[1, 2], ..ARRAYS });
     assert_eq!(error, BatchError::Stream { row: 1, stream: 2, n_streams: 2 });
 }
 
 #[test]
-fn output_flags() {
+fn unknown_output_flags_are_rejected() {
     for flags in [4, 0x80, 0xff] {
         let error = batch_error(BatchArrays { wants_output: &[0, flags], ..ARRAYS });
         assert_eq!(error, BatchError::OutputFlags { row: 1, flags });

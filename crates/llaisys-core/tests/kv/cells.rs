@@ -1,5 +1,5 @@
-//! The KV cache against a naive model: random operations on both, compared after each one, in results and contents.
-//! A failure prints the seed and the shortest sequence of operations found.
+//! The KV cache compared with a reference model: random operations are applied to both, and results and contents are
+//! compared after each. A failure prints the seed and the shortest sequence of operations found.
 
 use crate::model::{Model, Rejection, Row, acquired, id, kv_rows, one_stream, rejection};
 use crate::seeded;
@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 /// Sequences of operations to try.
 const N_CASES: u32 = 10_000;
 
-/// Rows that continue a set of sequences (bits of `seqs`) at where the first of them ends, `skip` off.
+/// Rows that continue a set of sequences (bits of `seqs`) at the end of the first of them plus `skip`.
 #[derive(Debug, Clone)]
 struct Group {
     seqs: u32,
@@ -58,7 +58,7 @@ enum Op {
         p0: i32,
         p1: i32,
     },
-    /// The positions that continue the sequence, `skip` off.
+    /// The positions that continue the sequence, plus `skip`.
     Attach {
         node: u64,
         slot: usize,
@@ -82,7 +82,7 @@ enum Op {
     },
 }
 
-/// A cache to try, and the slots that are used of it.
+/// The shape of a cache under test, and the slots that operations use.
 #[derive(Debug, Clone, Copy)]
 struct Shape {
     kv: KvShape,
@@ -91,8 +91,8 @@ struct Shape {
 
 const SLOTS: [u32; 4] = [0, 1, 2, 3];
 
-/// A cache below one block, one of whole blocks, one with a short last block, one whose sets of sequences take two
-/// words; streams of whole blocks, of none and with a short last one; `lifo`.
+/// Caches of less than one block, of whole blocks, with a short last block, and with sets of sequences of two words;
+/// streams of whole blocks, of less than one and with a short last one; `lifo`.
 fn shapes() -> Vec<Shape> {
     let in_streams = |n_streams, shape: KvShape| KvShape { n_streams, ..shape };
     let lifo = |shape: KvShape| KvShape { lifo: true, ..shape };
@@ -116,8 +116,8 @@ fn any_group() -> impl Strategy<Value = Group> {
     (seqs, n_rows, skip).prop_map(|(seqs, n_rows, skip)| Group { seqs, n_rows, skip })
 }
 
-/// From, to: mostly a range, sometimes open ended, sometimes reversed. Half of the ends are multiples
-/// of ten, so that one operation often restores what another one cut.
+/// Mostly a range, sometimes open-ended, sometimes reversed. Half of the ends are multiples of ten, so that operations
+/// often meet at the same positions.
 fn any_range() -> impl Strategy<Value = (i32, i32)> {
     let seam = || (0..6_i32).prop_map(|p| p * 10);
     let range = (0..60_i32, 0..30_i32).prop_map(|(p0, len)| (p0, p0 + len));
@@ -146,7 +146,7 @@ fn any_op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// Few nodes, so that operations meet; ranges mostly from the start, where sequences are.
+/// Few nodes, so that operations often use the same one. Ranges mostly begin at the start, where sequences are.
 fn any_node_op() -> impl Strategy<Value = Op> {
     let slot = || 0..4_usize;
     let node = || 0..3_u64;
@@ -162,7 +162,7 @@ fn any_node_op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// The rows that the groups mean for the present contents of the model.
+/// Converts the groups to rows for the current contents of the model.
 fn rows_of(model: &Model, tested: &Tested, shape: Shape, groups: &[Group]) -> Vec<Row> {
     let mut next: BTreeMap<u32, i32> = BTreeMap::new();
     let mut rows = Vec::new();
@@ -184,7 +184,7 @@ fn rows_of(model: &Model, tested: &Tested, shape: Shape, groups: &[Group]) -> Ve
     rows
 }
 
-/// The result of an operation, the same for the cache and the model.
+/// The result of an operation, in one form for the cache and the model.
 #[derive(Debug, PartialEq)]
 enum Outcome {
     Placed(Vec<u32>),
@@ -203,7 +203,7 @@ fn expected<T>(result: Result<T, Rejection>, done: impl Fn(T) -> Outcome) -> Out
     result.map_or_else(Outcome::Rejected, done)
 }
 
-/// The cache under test: by slot, the acquired id. Slots outside the cache have an id that is never acquired.
+/// The cache under test with the acquired id of each slot. Slots outside the cache have an id that is never acquired.
 struct Tested {
     kv: KvCache,
     ids: Vec<SeqId>,
@@ -266,7 +266,7 @@ impl Tested {
             Op::Split { node, at, tail } => outcome_of(kv.node_split(node, at, tail), |()| Outcome::Done),
             Op::Trim { node, at } => outcome_of(kv.node_trim(node, at), |()| Outcome::Done),
             Op::Create { node, stream, p0, n } => {
-                let n = usize::try_from(n).expect("the generator gives no negative count");
+                let n = usize::try_from(n).expect("the generator makes no negative counts");
                 outcome_of(kv.node_create(node, stream, p0, n), Outcome::Created)
             }
         }
@@ -306,7 +306,7 @@ fn apply_model(model: &mut Model, shape: Shape, op: &Op, rows: &[Row]) -> Outcom
     }
 }
 
-/// The contents of the cache, against the model.
+/// Compares the contents of the cache with the model.
 fn compare(tested: &Tested, model: &Model, shape: Shape) -> Result<(), TestCaseError> {
     let kv = &tested.kv;
     prop_assert_eq!(kv.dump(), model.dump());
@@ -417,7 +417,7 @@ const OUTCOMES: [&str; 32] = [
     "done",
 ];
 
-/// Most operations on an unknown node become one on an existing node, if there is any.
+/// Turns most operations on an unknown node into one on an existing node, if there is any.
 fn known(op: &Op, model: &Model) -> Op {
     let mut op = op.clone();
     if let Op::Attach { node, .. } | Op::Split { node, .. } | Op::Trim { node, .. } = &mut op {
@@ -451,7 +451,7 @@ fn run_case(
         tested.kv.check();
         compare(&tested, &model, shape)?;
         if matches!((&outcome, op), (Outcome::Rejected(_), _) | (_, Op::Prepare { commit: false, .. })) {
-            prop_assert_eq!(before, tested.kv.digest(), "{:?} left a trace", op);
+            prop_assert_eq!(before, tested.kv.digest(), "{:?} has side effects", op);
         }
         *seen.borrow_mut().entry(name_of(op, &outcome)).or_default() += 1;
     }
@@ -466,19 +466,19 @@ fn run_case(
     }
     prop_assert_eq!(kv.n_cells_free(), kv.n_cells());
     if !shape.kv.lifo {
-        prop_assert_eq!(empty, kv.digest(), "without sequences and nodes the cache is as new");
+        prop_assert_eq!(empty, kv.digest(), "a cache without sequences and nodes equals a new one");
     }
     Ok(())
 }
 
 #[test]
-fn the_cache_agrees_with_the_model() {
+fn cache_agrees_with_the_reference_model() {
     let seen = RefCell::new(BTreeMap::new());
     let input = (prop::sample::select(shapes()), prop::collection::vec(any_op(), 1..60));
     seeded::check(N_CASES, input, |(shape, ops)| run_case(shape, &ops, &seen));
     let seen = seen.into_inner();
-    // A generator that no longer reaches an outcome would leave its code untested. The rarest is seen 90 to 300 times,
-    // in clusters.
+    // If the generator no longer reached an outcome, its code would be untested. The rarest outcome occurs 90 to 300
+    // times, in clusters.
     for name in OUTCOMES {
         assert!(seen.get(name).is_some_and(|n| *n >= 20), "{name} was reached too rarely: {seen:?}");
     }

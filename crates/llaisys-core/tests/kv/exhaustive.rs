@@ -1,5 +1,5 @@
-//! Every history of six operations on a small cache (6 cells in two streams, 3 sequence ids, 2 nodes) against the
-//! naive model: a bounded proof by enumeration. Histories that lead to the same state are followed once.
+//! Every history of six operations on a small cache (6 cells in two streams, 3 sequence ids, 2 nodes), compared with the
+//! reference model. Histories that lead to the same state are continued once.
 
 use crate::model::{Model, Rejection, Row, rejection};
 use llaisys_core::kv::{KvCache, KvShape};
@@ -15,7 +15,7 @@ const SHAPE: KvShape = KvShape { n_cells: 6, n_seq_max: N_SEQS, n_streams: 2, li
 #[derive(Debug, Clone, Copy)]
 enum Op {
     Acquire(u32),
-    /// The id of a slot, or the one that it had last.
+    /// The current or last id of a slot.
     Release(u32),
     /// Rows of one sequence, or (the second slot another one) of two at once.
     Extend(u32, u32, i32),
@@ -47,11 +47,11 @@ fn alphabet() -> Vec<Op> {
     ops
 }
 
-/// The cache, and all that is known of it from outside.
+/// The cache, and its state as known from the outside.
 struct World {
     kv: KvCache,
     model: Model,
-    /// By slot: the id that is acquired, or was last.
+    /// By slot: the current or last id.
     ids: [Option<SeqId>; N_SEQS],
     is_acquired: [bool; N_SEQS],
     free: VecDeque<u32>,
@@ -76,7 +76,7 @@ impl World {
         self.model.all(slot).last().map_or(0, |(position, _)| position + 1)
     }
 
-    /// The operation on the cache.
+    /// Applies the operation to the cache.
     fn on_cache(&mut self, op: Op) -> Result<(), Error> {
         let end = |world: &Self, slot: u32| world.end(slot);
         match op {
@@ -108,7 +108,7 @@ impl World {
         }
     }
 
-    /// The same on the model.
+    /// Applies the operation to the model.
     fn on_model(&mut self, op: Op) -> Result<(), Rejection> {
         let used: &[u32] = match op {
             Op::Release(slot) | Op::Cut(slot, _) | Op::Keep(slot) | Op::Shift(slot, _) => &[slot],
@@ -153,13 +153,13 @@ impl World {
         }
     }
 
-    /// Both, compared; true if the operation succeeded.
+    /// Applies the operation to both and compares them. Returns true if it succeeded.
     fn apply(&mut self, op: Op) -> bool {
         let before = self.kv.digest();
         let real = self.on_cache(op);
         let done = real.is_ok();
         assert_eq!(real.map_err(rejection), self.on_model(op), "{op:?}");
-        assert!(done || self.kv.digest() == before, "the rejected {op:?} left a trace");
+        assert!(done || self.kv.digest() == before, "the rejected {op:?} has side effects");
         done
     }
 
@@ -171,7 +171,7 @@ impl World {
         assert_eq!(n_acquired + self.free.len(), N_SEQS);
     }
 
-    /// Releases everything; then the cache is as new.
+    /// Releases everything. The cache must then equal a new one.
     fn drain(mut self) {
         for (node, start) in [0, 1].map(|id| (id, self.model.node(id).first().map(|(p, _)| *p))) {
             assert!(start.is_none_or(|at| self.apply(Op::Trim(node, at))));
@@ -183,7 +183,7 @@ impl World {
         assert_eq!(self.kv.digest(), KvCache::new(SHAPE).unwrap().digest());
     }
 
-    /// What decides what can come next. Generations only ever grow, so they do not count.
+    /// A hash of the state that determines later behavior. Generations only grow, so they are left out.
     fn key(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
         let dump = self.model.dump();
@@ -229,7 +229,7 @@ fn every_short_history_keeps_the_invariants() {
         }
         frontier = next;
     }
-    // A smaller number would mean that the enumeration no longer enumerates.
+    // A smaller number would mean that the enumeration no longer works.
     println!("{n_tried} operations on {} states", seen.len());
     assert!(seen.len() > 1_000, "{} states", seen.len());
 }

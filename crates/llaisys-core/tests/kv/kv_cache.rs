@@ -1,4 +1,4 @@
-//! The KV cache as the engine drives it: ids, cells, nodes and streams together.
+//! The KV cache as the engine uses it: ids, cells, nodes and streams together.
 
 use crate::model::{Rejection, Row, acquired, id, kv_rows, one_stream, rejection};
 use crate::seeded;
@@ -27,12 +27,12 @@ fn extend(kv: &mut KvCache, id: SeqId, n: i32) -> Result<(), Error> {
 fn kv_error<T: std::fmt::Debug>(result: Result<T, Error>) -> KvError {
     match result.unwrap_err() {
         Error::Rejected(Rejected::Kv(error)) => error,
-        other => panic!("not an error of the cache: {other}"),
+        other => panic!("expected an error of the cache, got {other}"),
     }
 }
 
 #[test]
-fn sizes_have_bounds_and_streams_are_equal() {
+fn sizes_out_of_bounds_and_unequal_streams_are_rejected() {
     let message = |shape| KvCache::new(shape).map(drop).unwrap_err().to_string();
     assert_eq!(
         message(KvShape { n_cells: 100, n_streams: 3, ..SHAPE }),
@@ -47,7 +47,7 @@ fn sizes_have_bounds_and_streams_are_equal() {
 }
 
 #[test]
-fn a_sequence_stays_in_its_stream() {
+fn sequence_stays_in_its_stream() {
     let mut kv = new_cache();
     let empty = kv.digest();
     let a = kv.seq_acquire(0).unwrap();
@@ -75,7 +75,7 @@ fn a_sequence_stays_in_its_stream() {
 }
 
 #[test]
-fn a_batch_over_two_streams_is_all_or_nothing() {
+fn batch_over_two_streams_is_all_or_nothing() {
     let mut kv = new_cache();
     let (a, b) = (kv.seq_acquire(0).unwrap(), kv.seq_acquire(1).unwrap());
     extend(&mut kv, b, 63).unwrap();
@@ -100,7 +100,7 @@ fn rows_of_sequences_in_two_streams_are_not_coupled() {
 }
 
 #[test]
-fn extend_checks_as_a_decode_does() {
+fn extend_has_the_checks_of_a_decode() {
     let mut kv = new_cache();
     let id = kv.seq_acquire(0).unwrap();
     let raw = id.to_raw();
@@ -116,7 +116,7 @@ fn extend_checks_as_a_decode_does() {
 }
 
 #[test]
-fn a_node_outlives_its_sequence_and_serves_the_next() {
+fn node_outlives_its_sequence_and_is_attached_to_the_next() {
     let mut kv = new_cache();
     let empty = kv.digest();
     let first = kv.seq_acquire(0).unwrap();
@@ -136,14 +136,14 @@ fn a_node_outlives_its_sequence_and_serves_the_next() {
     assert_eq!(kv.snapshot().n_free, [43, 64], "positions 20 to 29 are free again, 20 is the new one");
     kv.node_trim(7, 0).unwrap();
     kv.node_trim(8, 12).unwrap();
-    assert_eq!(kv.snapshot().n_free, [43, 64], "the sequence still sees what the nodes cached");
+    assert_eq!(kv.snapshot().n_free, [43, 64], "the sequence still sees the cached cells");
     assert_eq!(kv_error(kv.node_trim(7, 0)), KvError::NoNode { node: 7 });
     kv.seq_release(next).unwrap();
     assert_eq!(kv.digest(), empty);
 }
 
 #[test]
-fn another_stream_gets_copies() {
+fn sequence_in_another_stream_gets_copies() {
     let mut kv = new_cache();
     let (here, there) = (kv.seq_acquire(0).unwrap(), kv.seq_acquire(1).unwrap());
     extend(&mut kv, here, 10).unwrap();
@@ -158,7 +158,7 @@ fn another_stream_gets_copies() {
     assert_eq!(
         kv.snapshot().n_free,
         [54, 55],
-        "a copy belongs to its sequence alone, the node keeps its cells"
+        "a copy is used by its sequence only, and the node keeps its cells"
     );
     let full = kv.seq_acquire(1).unwrap();
     extend(&mut kv, full, 55).unwrap();
@@ -185,7 +185,7 @@ fn cached_positions_cannot_be_shifted() {
 }
 
 #[test]
-fn with_lifo_what_was_freed_last_is_reused_first() {
+fn lifo_reuses_the_last_freed_first() {
     let mut kv = KvCache::new(KvShape { lifo: true, ..SHAPE }).unwrap();
     let ids = [0, 1, 0].map(|stream| kv.seq_acquire(stream).unwrap());
     for id in ids {
@@ -201,7 +201,7 @@ fn with_lifo_what_was_freed_last_is_reused_first() {
 }
 
 #[test]
-fn stale_ids_are_rejected_everywhere_and_change_nothing() {
+fn stale_ids_are_rejected_everywhere_without_side_effects() {
     let mut kv = new_cache();
     let (id, stale) = (kv.seq_acquire(0).unwrap(), kv.seq_acquire(1).unwrap());
     extend(&mut kv, id, 4).unwrap();
@@ -272,8 +272,8 @@ fn apply(kv: &mut KvCache, ids: &[SeqId], op: &Op) -> Result<Option<SeqId>, Erro
     Ok(None)
 }
 
-/// In any history a rejected call leaves the digest, the invariants hold, every free cell is counted, and without
-/// sequences and nodes the cache is as new.
+/// In any history, rejected calls keep the digest, the invariants hold, and every free cell is counted. A cache without
+/// sequences and nodes equals a new one.
 #[test]
 fn any_history_can_be_undone() {
     let input = (any::<bool>(), prop::collection::vec(any_op(), 1..80));
@@ -285,7 +285,7 @@ fn any_history_can_be_undone() {
             let before = kv.digest();
             match apply(&mut kv, &ids, op) {
                 Ok(id) => ids.extend(id),
-                Err(_) => prop_assert_eq!(kv.digest(), before, "{:?} left a trace", op),
+                Err(_) => prop_assert_eq!(kv.digest(), before, "{:?} has side effects", op),
             }
             ids.retain(|id| kv.check_acquired(*id).is_ok());
             kv.check();
@@ -310,7 +310,7 @@ fn any_history_can_be_undone() {
 }
 
 #[test]
-fn a_range_that_is_cut_and_copied_back_is_one_range_again() {
+fn range_that_is_cut_and_copied_back_is_one_range_again() {
     let mut kv = acquired(one_stream(64, 2));
     let rows: Vec<Row> = (0..30).map(|position| Row { position, seqs: vec![id(0)] }).collect();
     kv.prepare_rows(&kv_rows(&rows)).unwrap().commit();
@@ -325,7 +325,7 @@ fn a_range_that_is_cut_and_copied_back_is_one_range_again() {
 }
 
 #[test]
-fn the_largest_positions_are_positions() {
+fn largest_positions_are_accepted() {
     let mut kv = acquired(one_stream(8, 1));
     let last = i32::MAX - 1;
     let rows = [last - 1, last].map(|position| Row { position, seqs: vec![id(0)] });

@@ -1,5 +1,5 @@
-//! The naive model of the KV cache: ordered maps from (sequence, position) and (node, position) to cell, and a
-//! count of readers per cell.
+//! The reference model of the KV cache: ordered maps from (sequence, position) and (node, position) to cell, and a count
+//! of users per cell.
 
 use llaisys_core::kv::{BLOCK_CELLS, Copies, KvCache, KvDump, KvError, KvRow, KvShape};
 use llaisys_core::seq::SeqId;
@@ -7,7 +7,7 @@ use llaisys_core::{Error, error::Exhausted, error::Rejected};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-/// Why an operation was rejected, comparable.
+/// The reason of a rejection, in a form that can be compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Rejection {
     Kv(KvError),
@@ -16,13 +16,13 @@ pub(crate) enum Rejection {
     Stale,
 }
 
-/// The cache's error as one of these. Any other kind is a bug in the cache.
+/// Converts an error of the cache. Panics on other kinds, which the cache must not return.
 pub(crate) fn rejection(error: Error) -> Rejection {
     match error {
         Error::Rejected(Rejected::Kv(error)) => Rejection::Kv(error),
         Error::Exhausted(error) => Rejection::Exhausted(error),
         Error::Rejected(Rejected::StaleSequence { .. }) => Rejection::Stale,
-        other => panic!("not an error of the cache: {other}"),
+        other => panic!("expected an error of the cache, got {other}"),
     }
 }
 
@@ -33,17 +33,17 @@ pub(crate) struct Row {
     pub(crate) seqs: Vec<SeqId>,
 }
 
-/// The rows as `prepare_rows` takes them.
+/// The rows in the form of `prepare_rows`.
 pub(crate) fn kv_rows(rows: &[Row]) -> Vec<KvRow<'_>> {
     rows.iter().map(|row| KvRow { position: row.position, seqs: &row.seqs }).collect()
 }
 
-/// The first id that a new cache gives for a slot.
+/// The first id of a slot in a new cache.
 pub(crate) fn id(slot: u32) -> SeqId {
     SeqId::from_raw(i64::from(slot))
 }
 
-/// A cache of this shape with every id acquired, in stream 0.
+/// A cache of this shape in which every id is acquired, in stream 0.
 pub(crate) fn acquired(shape: KvShape) -> KvCache {
     let mut kv = KvCache::new(shape).expect("sizes in their bounds");
     for slot in (0..).take(shape.n_seq_max) {
@@ -52,7 +52,7 @@ pub(crate) fn acquired(shape: KvShape) -> KvCache {
     kv
 }
 
-/// The shape of one stream that reuses in the order of production.
+/// The shape of a cache of one stream, without `lifo`.
 pub(crate) fn one_stream(n_cells: usize, n_seq_max: usize) -> KvShape {
     KvShape { n_cells, n_seq_max, n_streams: 1, lifo: false }
 }
@@ -65,7 +65,7 @@ pub(crate) struct Model {
     cached: BTreeMap<(u64, i32), u32>,
     /// Sequences and nodes of each cell.
     n_readers: Vec<u32>,
-    /// All free cells of all streams, last freed last: the order of reuse with `lifo`.
+    /// The free cells of all streams, the last freed one last: the order of reuse with `lifo`.
     freed: Vec<u32>,
 }
 
@@ -96,7 +96,7 @@ impl Model {
         self.shape.n_cells / self.shape.n_streams
     }
 
-    /// Cells of an stream.
+    /// The cells of a stream.
     fn stream(&self, stream: u32) -> Range<usize> {
         let start = stream as usize * self.stream_len();
         start..start + self.stream_len()
@@ -123,7 +123,7 @@ impl Model {
         Err(Rejection::Exhausted(Exhausted::Cells { needed, free, capacity: self.stream_len() }))
     }
 
-    /// An empty sequence in stream `stream` in place of a slot's sequence.
+    /// Replaces a slot's sequence by an empty one in stream `stream`.
     pub(crate) fn acquire_again(&mut self, slot: u32, stream: u32) -> Result<(), Rejection> {
         self.check_slot(slot)?;
         self.check_stream(stream)?;
@@ -141,12 +141,12 @@ impl Model {
         self.links.range(range).map(|(&(_, position), &cell)| (position, cell)).collect()
     }
 
-    /// Everything that a sequence has, ascending.
+    /// All positions and cells of a sequence, ascending.
     pub(crate) fn all(&self, slot: u32) -> Vec<(i32, u32)> {
         self.in_range(slot, 0..i32::MAX)
     }
 
-    /// Everything that a node has, ascending.
+    /// All positions and cells of a node, ascending.
     pub(crate) fn node(&self, node: u64) -> Vec<(i32, u32)> {
         let range = (node, 0)..=(node, i32::MAX);
         self.cached.range(range).map(|(&(_, position), &cell)| (position, cell)).collect()
@@ -165,7 +165,7 @@ impl Model {
     }
 
     fn link(&mut self, slot: u32, position: i32, cell: u32) {
-        assert_eq!(self.links.insert((slot, position), cell), None, "a position twice");
+        assert_eq!(self.links.insert((slot, position), cell), None, "a repeated position");
         self.gain(cell);
     }
 
@@ -174,27 +174,27 @@ impl Model {
         self.lose(cell);
     }
 
-    /// Places the rows and returns their cells, or returns why not, unchanged.
+    /// Allocates and links cells for the rows and returns them. A rejection has no side effects.
     pub(crate) fn prepare(&mut self, rows: &[Row]) -> Result<Vec<u32>, Rejection> {
         rows.iter().flat_map(|row| &row.seqs).try_for_each(|id| self.check_slot(id.slot()))?;
         let before = self.clone();
-        // Rows are checked as if there were always free cells: the extra cells exist during the call only.
+        // Rows are checked as if there were always free cells: the extra cells exist only during the call.
         let n_cells = self.n_readers.len();
         self.n_readers.resize(n_cells + rows.len(), 0);
-        let mut placed = Vec::new();
+        let mut cells = Vec::new();
         let mut streams = Vec::new();
-        for (row, place) in rows.iter().enumerate() {
-            if let Err(error) = self.check_row(row, place) {
+        for (row, kv_row) in rows.iter().enumerate() {
+            if let Err(error) = self.check_row(row, kv_row) {
                 *self = before;
                 return Err(Rejection::Kv(error));
             }
-            let first = place.seqs[0].slot();
+            let first = kv_row.seqs[0].slot();
             let last = self.all(first).last().map(|(_, cell)| *cell);
             let cell = self.choose(self.streams[first as usize], last);
-            for id in &place.seqs {
-                self.link(id.slot(), place.position, cell);
+            for id in &kv_row.seqs {
+                self.link(id.slot(), kv_row.position, cell);
             }
-            placed.push(cell);
+            cells.push(cell);
             streams.push(self.streams[first as usize]);
         }
         for stream in (0_u32..).take(self.shape.n_streams) {
@@ -205,17 +205,17 @@ impl Model {
             }
         }
         self.n_readers.truncate(n_cells);
-        Ok(placed)
+        Ok(cells)
     }
 
-    fn check_row(&self, row: usize, place: &Row) -> Result<(), KvError> {
-        let position = place.position;
+    fn check_row(&self, row: usize, kv_row: &Row) -> Result<(), KvError> {
+        let position = kv_row.position;
         if !(0..i32::MAX).contains(&position) {
             return Err(KvError::Position { row, position, max: i32::MAX - 1 });
         }
-        let Some(first) = place.seqs.first() else { return Err(KvError::NoSequence { row }) };
+        let Some(first) = kv_row.seqs.first() else { return Err(KvError::NoSequence { row }) };
         let first = first.slot();
-        for slot in place.seqs.iter().map(|id| id.slot()) {
+        for slot in kv_row.seqs.iter().map(|id| id.slot()) {
             let last = self.all(slot).last().copied();
             if let Some((last, _)) = last.filter(|(last, _)| last + 1 != position) {
                 return Err(KvError::NotNext { row, slot, position, expected: last + 1 });
@@ -226,13 +226,13 @@ impl Model {
             }
         }
         let mut seen = BTreeSet::new();
-        match place.seqs.iter().find(|id| !seen.insert(**id)) {
+        match kv_row.seqs.iter().find(|id| !seen.insert(**id)) {
             Some(id) => Err(KvError::RepeatedSlot { row, slot: id.slot() }),
             None => Ok(()),
         }
     }
 
-    /// The cell that a sequence whose last cell is `last` gets next, found by looking at every cell; one of the extra
+    /// Finds the next cell of a sequence whose last cell is `last` by a search of all cells. Returns one of the extra
     /// cells if the stream is full.
     fn choose(&self, stream: u32, last: Option<u32>) -> u32 {
         let stream = self.stream(stream);
@@ -244,7 +244,7 @@ impl Model {
             self.choose_by_blocks(stream, within)
         };
         u32::try_from(cell.or_else(extra).expect("there is an extra cell for each row"))
-            .expect("a small pool")
+            .expect("a small cache")
     }
 
     fn choose_by_blocks(&self, stream: Range<usize>, last: Option<u32>) -> Option<usize> {
@@ -291,14 +291,14 @@ impl Model {
         self.share(&self.in_range(src, range), self.streams[src as usize], dst)
     }
 
-    fn share(&mut self, places: &[(i32, u32)], stream: u32, dst: u32) -> Result<Copies, Rejection> {
+    fn share(&mut self, cells: &[(i32, u32)], stream: u32, dst: u32) -> Result<Copies, Rejection> {
         let own_stream = self.streams[dst as usize];
         let mut copies = Copies::default();
         if stream != own_stream {
-            self.check_free(own_stream, places.len())?;
+            self.check_free(own_stream, cells.len())?;
         }
         let mut last = self.all(dst).last().map(|(_, cell)| *cell);
-        for &(position, cell) in places {
+        for &(position, cell) in cells {
             let to = if stream == own_stream { cell } else { self.choose(own_stream, last) };
             if stream != own_stream {
                 copies.from.push(cell);
@@ -327,7 +327,7 @@ impl Model {
         }
         let leaves =
             |position: i32| !(0..i64::from(i32::MAX)).contains(&(i64::from(position) + i64::from(delta)));
-        // The ends of the range leave first, so the cache names one of them.
+        // The ends of the range are checked first, because the cache names one of them.
         let ends = moved.first().into_iter().chain(moved.last());
         if let Some(&(position, _)) = ends.into_iter().find(|(position, _)| leaves(*position)) {
             return Err(Rejection::Kv(KvError::ShiftRange { slot, position, delta }));
@@ -349,10 +349,10 @@ impl Model {
         if exists { Err(Rejection::Kv(KvError::NodeExists { node })) } else { Ok(()) }
     }
 
-    /// First position of a node, and the one after the last.
+    /// The first position of a node and the end of its positions.
     fn ends(&self, node: u64) -> Result<(i32, i32), Rejection> {
-        let places = self.node(node);
-        match (places.first(), places.last()) {
+        let cells = self.node(node);
+        match (cells.first(), cells.last()) {
             (Some(first), Some(last)) => Ok((first.0, last.0 + 1)),
             _ => Err(Rejection::Kv(KvError::NoNode { node })),
         }
@@ -367,12 +367,12 @@ impl Model {
                 return Err(Rejection::Kv(KvError::SequenceLacks { slot, position }));
             }
         }
-        let places = self.in_range(slot, p0..p1);
+        let cells = self.in_range(slot, p0..p1);
         let is_cached = |cell: u32| self.cached.values().any(|other| *other == cell);
-        if let Some(&(position, _)) = places.iter().find(|(_, cell)| is_cached(*cell)) {
+        if let Some(&(position, _)) = cells.iter().find(|(_, cell)| is_cached(*cell)) {
             return Err(Rejection::Kv(KvError::AlreadyCached { slot, position }));
         }
-        for (position, cell) in places {
+        for (position, cell) in cells {
             self.cached.insert((node, position), cell);
             self.gain(cell);
         }
@@ -393,15 +393,15 @@ impl Model {
         if p0 != expected {
             return Err(Rejection::Kv(KvError::NotAtEnd { slot, position: p0, expected }));
         }
-        let mut places = Vec::new();
+        let mut cells = Vec::new();
         for position in p0..p1 {
             match self.cached.get(&(node, position)) {
-                Some(&cell) => places.push((position, cell)),
+                Some(&cell) => cells.push((position, cell)),
                 None => return Err(Rejection::Kv(KvError::NodeLacks { node, position })),
             }
         }
-        let stream = u32::try_from(places[0].1 as usize / self.stream_len()).expect("a small pool");
-        self.share(&places, stream, slot)
+        let stream = u32::try_from(cells[0].1 as usize / self.stream_len()).expect("a small cache");
+        self.share(&cells, stream, slot)
     }
 
     pub(crate) fn node_split(&mut self, node: u64, at: i32, tail: u64) -> Result<(), Rejection> {

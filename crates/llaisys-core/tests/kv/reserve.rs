@@ -1,4 +1,4 @@
-//! Reservations: all cells or none, no trace when dropped, allocation by blocks.
+//! Reservations: all cells or none, no side effects when dropped, allocation by blocks.
 
 use crate::model::{Model, Rejection, Row, acquired, id, kv_rows, one_stream, rejection};
 use crate::seeded;
@@ -14,7 +14,7 @@ fn rows_from(slot: u32, start: i32, n: usize) -> Vec<Row> {
 }
 
 fn commit(kv: &mut KvCache, rows: &[Row]) -> Vec<u32> {
-    let reservation = kv.prepare_rows(&kv_rows(rows)).expect("right rows and free cells");
+    let reservation = kv.prepare_rows(&kv_rows(rows)).expect("valid rows and enough free cells");
     let cells = reservation.row_cells().to_vec();
     reservation.commit();
     kv.check();
@@ -32,7 +32,7 @@ fn extend(kv: &mut KvCache, slot: u32, n: usize) -> Vec<u32> {
     commit(kv, &rows_from(slot, start, n))
 }
 
-/// Any history: sequences that grew by some rows and lost five positions.
+/// A random history: sequences that grew by some rows and lost five positions.
 type History = Vec<(u32, usize, i32)>;
 
 /// A cache with that history.
@@ -47,7 +47,7 @@ fn cache_with(history: History, lifo: bool) -> KvCache {
     kv
 }
 
-/// Rows that continue the sequences, a number for each, one after the other.
+/// Rows that continue the sequences, one sequence after the other, with a number of rows for each.
 fn rows_for(kv: &KvCache, requested: &[(u32, usize)]) -> Vec<Row> {
     let mut next = [0, 1, 2, 3].map(|slot| end(kv, slot));
     let mut rows = Vec::new();
@@ -58,10 +58,10 @@ fn rows_for(kv: &KvCache, requested: &[(u32, usize)]) -> Vec<Row> {
     rows
 }
 
-/// A dropped reservation leaves the digest as it was, and preparing again allocates the same cells: the order of the
-/// free cells has not changed either.
+/// A dropped reservation restores the digest. Preparing again allocates the same cells, so the order of the free cells
+/// is restored too.
 #[test]
-fn a_dropped_reservation_leaves_no_trace() {
+fn dropped_reservation_has_no_side_effects() {
     let history = prop::collection::vec((0_u32..4, 1_usize..30, 0..20_i32), 0..12);
     let requested = prop::collection::vec((0_u32..4, 1_usize..20), 1..5);
     seeded::check(2_000, (history, requested), |(history, requested)| {
@@ -77,7 +77,7 @@ fn a_dropped_reservation_leaves_no_trace() {
     });
 }
 
-/// `peek_next` predicts the next allocation and leaves no trace, not even in the recording of freed cells.
+/// `peek_next` predicts the next allocation and has no side effects, not even on the recording of freed cells.
 #[test]
 fn peek_next_predicts_the_next_allocation_and_changes_nothing() {
     let history = prop::collection::vec((0_u32..4, 1_usize..30, 0..20_i32), 0..12);
@@ -104,10 +104,10 @@ fn peek_next_predicts_the_next_allocation_and_changes_nothing() {
     });
 }
 
-/// Rows of up to four sequences, some coupled, some rows faulty at random. The result is that of preparing the kept
-/// rows alone (except for the choice of cells), and each kept row keeps its cell.
+/// Rows of up to four sequences, some coupled, with random faulty rows. The result equals that of preparing only the
+/// kept rows (except for the choice of cells), and each kept row keeps its cell.
 #[test]
-fn commit_without_keeps_the_rows_that_depend_on_no_faulty_one() {
+fn commit_without_keeps_the_rows_that_do_not_depend_on_faulty_ones() {
     let coupled = prop::collection::vec((0_u32..16, 1_usize..6), 1..6);
     let faulty = prop::collection::vec(prop::bool::weighted(0.15), 40);
     seeded::check(3_000, (coupled, faulty, any::<bool>()), |(requested, faulty, lifo)| {
@@ -119,7 +119,7 @@ fn commit_without_keeps_the_rows_that_depend_on_no_faulty_one() {
             for _ in 0..n {
                 let next = seqs.first().and_then(|id| model.all(id.slot()).last().map(|(p, _)| p + 1));
                 let row = Row { position: next.unwrap_or(0), seqs: seqs.clone() };
-                // Wrong rows (coupled sequences that differ) are left out.
+                // Invalid rows (coupled sequences that differ) are left out.
                 if model.prepare(std::slice::from_ref(&row)).is_ok() {
                     rows.push(row);
                 }
@@ -161,7 +161,7 @@ fn commit_without_keeps_the_rows_that_depend_on_no_faulty_one() {
 }
 
 #[test]
-fn a_panic_while_reserved_rolls_back() {
+fn panic_during_a_reservation_rolls_back() {
     let mut kv = acquired(one_stream(64, 2));
     extend(&mut kv, 0, 10);
     let before = kv.digest();
@@ -176,14 +176,14 @@ fn a_panic_while_reserved_rolls_back() {
 }
 
 #[test]
-fn a_live_reservation_shows_its_rows() {
+fn rows_of_a_live_reservation_are_visible() {
     let mut kv = acquired(one_stream(64, 2));
     extend(&mut kv, 0, 3);
     let rows = rows_from(0, 3, 2);
     let reservation = kv.prepare_rows(&kv_rows(&rows)).unwrap();
     let mut visible = Vec::new();
     reservation.kv().visible_cells(id(0), 3, &mut visible);
-    assert_eq!(visible, [0, 1, 2, 3], "a row sees itself and what is before it, not the row after it");
+    assert_eq!(visible, [0, 1, 2, 3], "a row sees itself and earlier rows, but not the row after it");
     assert_eq!(reservation.row_cells(), [3, 4]);
     assert_eq!(reservation.kv().n_cells_free(), 59);
 }
@@ -198,11 +198,11 @@ fn commit_changes_the_digest_and_an_empty_batch_does_not() {
     let one = kv.digest();
     assert_ne!(empty, one);
     let _linked = kv.seq_cp(id(0), id(1), -1, -1).unwrap();
-    assert_ne!(one, kv.digest(), "a second reader is part of the state");
+    assert_ne!(one, kv.digest(), "a second sequence of a cell is part of the state");
 }
 
 #[test]
-fn the_last_free_cell_can_be_allocated_and_no_more() {
+fn exactly_the_free_cells_can_be_allocated() {
     for n_cells in [1, 31, 32, 33, 63, 64, 65, 100, 4097] {
         let mut kv = acquired(one_stream(n_cells, 2));
         extend(&mut kv, 0, n_cells - 1);
@@ -217,7 +217,7 @@ fn the_last_free_cell_can_be_allocated_and_no_more() {
 }
 
 #[test]
-fn a_wrong_row_is_named_even_when_cells_are_short() {
+fn invalid_row_is_reported_before_too_few_cells() {
     let mut kv = acquired(one_stream(2, 2));
     let rows = [(0, 0), (1, 0), (2, 0), (9, 1), (11, 1)]
         .map(|(position, slot)| Row { position, seqs: vec![id(slot)] });
@@ -269,25 +269,29 @@ fn coupled_sequences_share_rows_while_they_see_the_same() {
 }
 
 #[test]
-fn four_mi_cells_are_cheap_until_used() {
+fn cache_of_4_mi_cells_touches_no_memory_until_used() {
     let mut kv = acquired(one_stream(4 << 20, 8));
     assert_eq!(kv.n_cells_free(), 4 << 20);
     let placed = extend(&mut kv, 7, 100);
-    assert_eq!(placed, (0..100).collect::<Vec<u32>>(), "low cells first: the pool is touched as it fills");
+    assert_eq!(
+        placed,
+        (0..100).collect::<Vec<u32>>(),
+        "low cells are used first, so memory is touched as the cache fills"
+    );
     kv.seq_rm(id(7), -1, -1).unwrap();
     assert_eq!(kv.n_cells_free(), 4 << 20);
 }
 
 #[test]
 #[should_panic(expected = "neither committed nor dropped")]
-fn a_forgotten_reservation_is_a_bug() {
+fn forgotten_reservation_panics() {
     let mut kv = acquired(one_stream(8, 1));
     std::mem::forget(kv.prepare_rows(&[KvRow { position: 0, seqs: &[id(0)] }]).unwrap());
     drop(kv.prepare_rows(&[KvRow { position: 1, seqs: &[id(0)] }]));
 }
 
 #[test]
-fn the_model_rejects_and_places() {
+fn reference_model_rejects_and_allocates() {
     let mut model = Model::new(one_stream(4, 1));
     assert_eq!(model.prepare(&rows_from(0, 0, 4)), Ok(vec![0, 1, 2, 3]));
     let full = Exhausted::Cells { needed: 1, free: 0, capacity: 4 };

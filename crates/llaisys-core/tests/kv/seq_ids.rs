@@ -1,4 +1,4 @@
-//! Sequence ids: acquired once, released once, recognized when stale.
+//! Sequence ids: each is acquired once and released once, and stale ids are rejected.
 
 use crate::seeded;
 use llaisys_core::Error;
@@ -8,7 +8,7 @@ use llaisys_core::seq::{SEQ_LIMIT, SeqId};
 use proptest::prelude::*;
 use std::collections::VecDeque;
 
-/// A cache of four cells with these ids.
+/// A cache of four cells with `n_seq_max` ids.
 fn new_pool(n_seq_max: usize, lifo: bool) -> KvCache {
     KvCache::new(KvShape { n_cells: 4, n_seq_max, n_streams: 1, lifo }).unwrap()
 }
@@ -23,7 +23,7 @@ fn is_stale(result: Result<(), Error>, id: SeqId, current: u32) -> bool {
 }
 
 #[test]
-fn the_first_id_of_a_slot_is_its_number() {
+fn first_id_of_a_slot_is_its_number() {
     let mut pool = new_pool(3, false);
     let raw: Vec<i64> = (0..3).map(|_| pool.seq_acquire(0).unwrap().to_raw()).collect();
     assert_eq!(raw, [0, 1, 2]);
@@ -33,7 +33,7 @@ fn the_first_id_of_a_slot_is_its_number() {
 }
 
 #[test]
-fn the_slot_free_for_longest_is_acquired_next() {
+fn slot_that_is_free_for_longest_is_acquired_next() {
     let mut pool = new_pool(3, false);
     let [a, b, c] = [(); 3].map(|()| pool.seq_acquire(0).unwrap());
     for id in [b, a, c] {
@@ -44,7 +44,7 @@ fn the_slot_free_for_longest_is_acquired_next() {
 }
 
 #[test]
-fn a_second_release_is_rejected_and_changes_nothing() {
+fn second_release_is_rejected_without_side_effects() {
     let mut pool = new_pool(2, false);
     let old = pool.seq_acquire(0).unwrap();
     pool.seq_release(old).unwrap();
@@ -60,20 +60,20 @@ fn a_second_release_is_rejected_and_changes_nothing() {
 }
 
 #[test]
-fn an_id_that_was_never_acquired_is_stale() {
+fn id_that_was_never_acquired_is_stale() {
     let mut pool = new_pool(2, false);
     let far = SeqId::from_raw(2);
     assert!(is_stale(pool.check_acquired(SeqId::from_raw(0)), SeqId::from_raw(0), 0));
     assert!(is_stale(pool.seq_release(far), far, 0));
     pool.seq_acquire(0).unwrap();
-    // None of these may pass as slot 0, generation 0.
+    // None of these may be read as slot 0, generation 0.
     for raw in [-1, i64::MIN, i64::MAX, 1 << 48, -1 << 48, 1 << 16] {
         assert!(pool.check_acquired(SeqId::from_raw(raw)).is_err(), "{raw}");
     }
 }
 
 #[test]
-fn the_size_has_bounds() {
+fn sizes_out_of_bounds_are_rejected() {
     for n_seq_max in [0, SEQ_LIMIT + 1] {
         let shape = KvShape { n_cells: 4, n_seq_max, n_streams: 1, lifo: false };
         assert!(KvCache::new(shape).is_err(), "{n_seq_max}");
@@ -127,7 +127,7 @@ fn agrees_with_a_model(n_seq_max: usize, lifo: bool, ops: Vec<Option<u8>>) -> Re
 }
 
 #[test]
-fn the_pool_agrees_with_a_model() {
+fn pool_agrees_with_a_model() {
     let input = (1_usize..9, any::<bool>(), prop::collection::vec(any::<Option<u8>>(), 1..300));
     seeded::check(500, input, |(n_seq_max, lifo, ops)| agrees_with_a_model(n_seq_max, lifo, ops));
 }

@@ -1,4 +1,4 @@
-//! The K and V tensors: sizes, layout, refusal.
+//! The K and V tensors: sizes, layout and NaN fill.
 
 use llaisys_core::dtype::KvDType;
 use llaisys_core::error::DeviceError;
@@ -18,7 +18,7 @@ fn each_layer_has_its_own_zeroed_tensors() {
 }
 
 #[test]
-fn narrow_types_take_less() {
+fn narrow_types_need_fewer_bytes() {
     let bytes = |dtype| Storage::new(1, 64, 2, 8, dtype).unwrap().n_bytes();
     let float32 = 2 * 64 * 2 * 8 * 4;
     // An int8 head has its scale of four bytes.
@@ -26,9 +26,9 @@ fn narrow_types_take_less() {
     assert_eq!(KvDType::ALL.map(bytes), want);
 }
 
-/// What is read before it is written shows, in every type.
+/// A read before the first write shows as NaN, in every type.
 #[test]
-fn nan_filled_cells_are_not_numbers() {
+fn nan_filled_cells_read_as_nan() {
     for dtype in KvDType::ALL {
         let mut storage = Storage::new(1, 4, 2, 6, dtype).unwrap();
         storage.nan_fill(&[2]);
@@ -45,7 +45,7 @@ fn nan_filled_cells_are_not_numbers() {
 }
 
 #[test]
-fn a_size_that_cannot_be_is_refused() {
+fn size_that_overflows_is_rejected() {
     let error = Storage::new(1, usize::MAX / 2, 2, 64, KvDType::Bfloat16).unwrap_err();
     assert!(matches!(error, DeviceError::Allocation { what: "KV cells", bytes: usize::MAX }), "{error}");
 }

@@ -1,5 +1,5 @@
-//! Attention on every instruction set of the machine: against the f64 reference, and bit for bit the same
-//! whatever else is in the batch, on any number of threads, wherever the cells lie.
+//! Attention on every instruction set of the machine: compared with the f64 reference, and with the same bits for any
+//! batch, number of threads and placement of cells.
 
 use llaisys_core::dtype::KvDType;
 use llaisys_core::ops::cases::attention::{AttentionCase, AttentionInput, Placement, Sequence};
@@ -8,7 +8,7 @@ use llaisys_core::ops::{AttentionRow, AttentionRows, OpContext, Queries, attenti
 use llaisys_core::threads::Pool;
 
 fn context(isa: IsaName, n_threads: usize) -> OpContext {
-    let kernels = Kernels::select(Some(isa)).expect("the machine has it");
+    let kernels = Kernels::select(Some(isa)).expect("the machine has the instruction set");
     let pool = Pool::new(n_threads).expect("threads start");
     OpContext::new(kernels, pool, 256, 2048).expect("memory for the scratch")
 }
@@ -19,8 +19,8 @@ fn compute(cx: &mut OpContext, input: &AttentionInput) -> Vec<f32> {
     out
 }
 
-/// Each row in a call of its own; with a window, on a list that begins at the last cut before what it sees, and
-/// that has a seen cell's number where the row sees nothing.
+/// Computes each row in a separate call. With a window, the list begins at the last boundary before the visible cells,
+/// and has the number of a visible cell for hidden ones.
 fn compute_alone(cx: &mut OpContext, input: &AttentionInput) -> Vec<f32> {
     let AttentionRows { cells, rows, window } = input.rows();
     let row_len = input.q.len() / rows.len().max(1);
@@ -47,9 +47,9 @@ fn assert_same_bits(got: &[f32], want: &[f32], what: &str) {
     assert!(got.len() == want.len() && different == 0, "{what}: {different} of {} differ", want.len());
 }
 
-/// The cells that no sequence has are NaN, so this also shows that none of them is read.
+/// Cells that no sequence has are NaN, so this also verifies that none of them is read.
 #[test]
-fn attention_is_the_reference_within_its_roundings() {
+fn attention_agrees_with_the_reference_within_rounding() {
     for case in AttentionCase::all() {
         let input = case.build(Placement::Shuffled(1)).unwrap();
         if case.n_rows() == 0 {
@@ -73,7 +73,7 @@ fn attention_is_the_reference_within_its_roundings() {
 }
 
 #[test]
-fn a_row_is_bitwise_the_same_alone_in_any_batch_on_any_threads_and_in_any_cells() {
+fn bits_of_a_row_do_not_depend_on_batch_threads_or_cells() {
     for case in AttentionCase::all() {
         let in_order = case.build(Placement::InOrder).unwrap();
         for isa in IsaName::available() {
@@ -95,10 +95,9 @@ fn a_row_is_bitwise_the_same_alone_in_any_batch_on_any_threads_and_in_any_cells(
     }
 }
 
-/// A long single row is cut into spans for the threads only if there are threads enough; more threads than
-/// anything else here.
+/// A long single row is split into spans only with enough threads. This test has more threads than work.
 #[test]
-fn more_threads_than_work_change_nothing() {
+fn more_threads_than_work_give_the_same_bits() {
     let one = |len| Sequence { len, n_rows: 1 };
     let lists = [vec![one(1)], vec![one(2500)], vec![one(700), one(129), one(3000)]];
     let lists = lists.into_iter().flat_map(|list| [(list.clone(), None), (list, Some(1100))]);
@@ -118,9 +117,9 @@ fn more_threads_than_work_change_nothing() {
     }
 }
 
-/// A later row's key or value that is not finite is no earlier row's business, and its own row shows it.
+/// A key or value that is not finite affects its own row and later ones, but no earlier row.
 #[test]
-fn numbers_that_are_not_finite_reach_the_rows_that_see_them_and_no_others() {
+fn non_finite_numbers_affect_only_the_rows_that_see_them() {
     let sequences = vec![Sequence { len: 40, n_rows: 9 }, Sequence { len: 3, n_rows: 3 }];
     for dtype in KvDType::ALL {
         let case = AttentionCase {
@@ -132,7 +131,7 @@ fn numbers_that_are_not_finite_reach_the_rows_that_see_them_and_no_others() {
         };
         let sound = case.build(Placement::InOrder).unwrap();
         let mut damaged = case.build(Placement::InOrder).unwrap();
-        // The sixth row's own cell: seen by it and the three after it.
+        // The cell of the sixth row is seen by it and the three after it.
         damaged.corrupt(36, f32::NAN);
         for isa in IsaName::available() {
             for n_threads in [1, 2] {

@@ -1,4 +1,4 @@
-//! What is done to KV cells of every type, on every instruction set of the machine: storing, and turning keys.
+//! Ops on KV cells of every type, on every instruction set of the machine: storing, and rotating keys.
 
 use crate::parity::{assert_close, contexts, name};
 use llaisys_core::dtype::KvDType;
@@ -6,7 +6,7 @@ use llaisys_core::ops::cases::{self, Size, SplitMix64};
 use llaisys_core::ops::{self, RopeTable, reference};
 use llaisys_core::tensor::{AlignedBuf, KvLayerMut};
 
-/// K and V of 700 cells, written by `kv_store`; every number of cells that nobody has is NaN.
+/// K and V of 700 cells, written by `kv_store`. All other cells are NaN.
 struct Tensors {
     dtype: KvDType,
     heads: (usize, usize),
@@ -80,7 +80,7 @@ fn kv_store_writes_the_named_cells_and_no_others() {
 }
 
 #[test]
-fn shifted_keys_are_keys_of_the_new_positions() {
+fn shifted_keys_equal_keys_of_the_new_positions() {
     // Relative to the largest number of a head. Int8: half a scale, which grows by sqrt 2 at most with the rotation.
     let steps = [cases::ROUNDING, 1.0 / 2048.0, 1.0 / 512.0, 2.0_f64.sqrt() / 254.0];
     for cx in contexts() {
@@ -119,10 +119,10 @@ fn shifted_keys_are_keys_of_the_new_positions() {
     }
 }
 
-/// What int8 cells promise of every head, on every instruction set: off by half a scale at most, which is a 127th of
-/// the largest number; a head that is not finite is NaN, all of it.
+/// The error bound of int8 cells for every head, on every instruction set: half a scale, which is a 127th of the largest
+/// number. A head with a non-finite number becomes NaN.
 #[test]
-fn int8_cells_are_off_by_half_a_scale() {
+fn int8_cells_have_an_error_of_half_a_scale() {
     for cx in contexts() {
         for (heads, size) in
             [((3, 64), Size::Unit), ((1, 34), Size::Outliers), ((2, 256), Size::Tiny), ((2, 16), Size::Huge)]
@@ -152,7 +152,7 @@ fn int8_cells_are_off_by_half_a_scale() {
 }
 
 #[test]
-fn scaled_tables_turn_by_their_own_frequencies_and_shifts_keep_the_amplitude() {
+fn scaled_tables_rotate_by_their_frequencies_and_shifts_keep_the_amplitude() {
     let plain = RopeTable::new(8, 1e4);
     let table = plain.clone().scaled(1.5, |i, f| if i == 1 { f / 4.0 } else { f });
     let angles = |table: &RopeTable, position: i32| {
@@ -180,7 +180,7 @@ fn scaled_tables_turn_by_their_own_frequencies_and_shifts_keep_the_amplitude() {
         ops::kv_store(&cx, tensors.layer(), &[3], &before, &before);
         ops::rope_shift(&cx, tensors.layer(), &[3], -30, &table);
         let want: Vec<f64> = key_at(40).into_iter().map(f64::from).collect();
-        // As of the test above, with numbers below 1.5 * 1.5.
+        // As in the test above, with numbers below 1.5 * 1.5.
         let bound = 2.3 * (2.5 + 3.0 * 100.0 * 14.0) * cases::ROUNDING;
         assert_close(&tensors.numbers(&tensors.k)[24..32], &want, |_, _| bound, &name(&cx));
     }

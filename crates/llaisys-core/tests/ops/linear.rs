@@ -1,5 +1,5 @@
-//! `linear` on every instruction set of the machine, in every format and odd shapes: against the f64 reference,
-//! and bit for bit against itself in other batches and on other numbers of threads.
+//! `linear` on every instruction set of the machine, in every format and odd shapes: compared with the f64 reference, and
+//! bit for bit with other batches and numbers of threads.
 
 use crate::stored::{Rng, Stored, block_len, f16_places};
 use llaisys_core::ops::dispatch::{IsaName, Kernels};
@@ -10,8 +10,8 @@ use llaisys_core::ops::{
 };
 use llaisys_core::threads::Pool;
 
-/// Rows from one tile to several, over the borders of every tile height (1, 2, 4, 6, 12), of dynamic
-/// chunks and of rows cut for threads.
+/// Rows from one tile to several, across the boundaries of every tile height (1, 2, 4, 6, 12), of dynamic chunks and of
+/// the rows of threads.
 const N_ROWS: [usize; 15] = [1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 25, 31, 33, 70];
 
 fn context(isa: IsaName, n_threads: usize) -> OpContext {
@@ -19,8 +19,8 @@ fn context(isa: IsaName, n_threads: usize) -> OpContext {
     OpContext::new(kernels, Pool::new(n_threads).unwrap(), 100, 1536).unwrap()
 }
 
-/// Outputs and inputs of the test matrices: tails of panels, odd K for plain formats, whole blocks for others; panels
-/// of every size that is prefetched in its own way (BF16 of 577, 8 bits of 864: to the second-level cache).
+/// Outputs and inputs of the test matrices: tails of panels, odd K for plain formats, and whole blocks for others. Panels
+/// have every size with its own kind of prefetch (BF16 of 577 and 8 bits of 864: to the second-level cache).
 fn shapes(format: PackedFormat) -> &'static [(usize, usize)] {
     match block_len(format) {
         1 => &[(1, 1), (5, 2), (31, 3), (32, 31), (33, 64), (100, 65), (65, 577)],
@@ -29,13 +29,13 @@ fn shapes(format: PackedFormat) -> &'static [(usize, usize)] {
     }
 }
 
-/// The next size of at least `k` inputs that the format's own type has.
+/// The next multiple of the block length of the format's type, from `k` inputs on.
 fn whole(format: PackedFormat, k: usize) -> usize {
     k.next_multiple_of(block_len(format))
 }
 
-/// `x W^T + b` by the reference on inputs rounded as the format's product rounds them, and for each output the
-/// sum of `|x w|` and `|b|`, against which rounding errors are measured.
+/// `x W^T + b` by the reference on inputs rounded as in the format's product. Also returns for each output the sum of
+/// `|x w|` and `|b|`, to which rounding errors are relative.
 fn expected(format: PackedFormat, x: &[f32], weight: &Stored, bias: &[f32]) -> (Vec<f64>, Vec<f64>) {
     let k = weight.n_columns;
     let x = match format {
@@ -50,9 +50,9 @@ fn expected(format: PackedFormat, x: &[f32], weight: &Stored, bias: &[f32]) -> (
     (y, reference::linear::linear(&x_size, k, &weight.sizes(), &bias_size))
 }
 
-/// How many roundings of f32 an output's terms go through, at most: a sum of K products (each k a rounding, two
-/// for scalar, which rounds the product as well), or for groups, whose integer sums are exact, five for each scale
-/// (its two scalings, the minimum's product, their two additions); then the column's unit and the bias.
+/// The largest number of f32 roundings of an output's terms. A sum of K products has one for each k, or two for scalar,
+/// which also rounds products. Groups have exact integer sums and five roundings for each scale (its two scalings, the
+/// product of the minimum, two additions). Then the column's unit and the bias are rounded.
 fn n_roundings(format: PackedFormat, k: usize) -> f64 {
     // These formats have a scale for 16 elements.
     let is_halved = matches!(format, PackedFormat::Q6_K | PackedFormat::Q3_K | PackedFormat::Q2_K);
@@ -73,7 +73,7 @@ fn assert_close(format: PackedFormat, k: usize, got: &[f32], expected: &(Vec<f64
 }
 
 #[test]
-fn linear_is_the_reference_within_its_roundings() {
+fn linear_agrees_with_the_reference_within_rounding() {
     for isa in IsaName::available() {
         let mut cx = context(isa, 2);
         for format in PackedFormat::ALL {
@@ -129,9 +129,9 @@ fn integer_kernels_do_not_saturate() {
     }
 }
 
-/// The bits of a row's outputs do not depend on the rows beside it, nor on the number of threads.
+/// The bits of a row's outputs depend neither on other rows nor on the number of threads.
 #[test]
-fn rows_are_bitwise_the_same_in_any_batch_and_on_any_threads() {
+fn bits_of_a_row_do_not_depend_on_batch_or_threads() {
     let batches: Vec<usize> = (1..=33).chain([63, 64, 65, 100]).collect();
     for isa in IsaName::available() {
         for format in PackedFormat::ALL {
@@ -164,10 +164,10 @@ fn rows_are_bitwise_the_same_in_any_batch_and_on_any_threads() {
     }
 }
 
-/// All sets but scalar add the same products in the same order, integers exactly and everything else by fused
-/// multiply-adds, with one exception: `vdpbf16ps`.
+/// All instruction sets except scalar add the same products in the same order: integers exactly and floats by fused
+/// multiply-adds. `vdpbf16ps` is the only other exception.
 #[test]
-fn sets_that_fuse_give_the_same_bits() {
+fn instruction_sets_with_fused_multiply_add_give_the_same_bits() {
     let sets = IsaName::available().into_iter().filter(|isa| *isa != IsaName::Scalar);
     let mut contexts: Vec<OpContext> = sets.map(|isa| context(isa, 1)).collect();
     for format in PackedFormat::ALL {
@@ -193,7 +193,7 @@ fn sets_that_fuse_give_the_same_bits() {
 }
 
 #[test]
-fn parts_of_one_call_are_the_same_as_calls() {
+fn parts_of_one_call_equal_separate_calls() {
     for isa in IsaName::available() {
         let mut cx = context(isa, 2);
         let rng = &mut Rng(11);
@@ -220,9 +220,9 @@ fn parts_of_one_call_are_the_same_as_calls() {
     }
 }
 
-/// The sums that `linear` gives, through the gate, in every form of work.
+/// The sums of `linear`, through the gate, with every division of the work.
 #[test]
-fn linear_gated_is_linear_and_a_gate() {
+fn linear_gated_equals_linear_and_a_gate() {
     for isa in IsaName::available() {
         for n_threads in [1, 3] {
             let mut cx = context(isa, n_threads);
@@ -250,7 +250,7 @@ fn linear_gated_is_linear_and_a_gate() {
 }
 
 #[test]
-fn linear_add_adds_to_what_is_there() {
+fn linear_add_adds_to_the_output() {
     for isa in IsaName::available() {
         let mut cx = context(isa, 2);
         for format in PackedFormat::ALL {
@@ -268,10 +268,10 @@ fn linear_add_adds_to_what_is_there() {
     }
 }
 
-/// A row with a number that is not finite gets no finite result, and spoils no other row; zeros and the smallest
-/// numbers give zeros (or next to it).
+/// A row with a non-finite number has no finite result and does not affect other rows. Zeros and the smallest numbers
+/// give zeros or almost zeros.
 #[test]
-fn odd_numbers_stay_in_their_row() {
+fn extreme_numbers_affect_only_their_row() {
     for isa in IsaName::available() {
         let mut cx = context(isa, 1);
         for format in PackedFormat::ALL {
@@ -305,7 +305,7 @@ fn odd_numbers_stay_in_their_row() {
 }
 
 #[test]
-fn no_rows_give_no_results() {
+fn empty_input_is_accepted() {
     let mut cx = context(IsaName::available()[0], 2);
     let weight = Stored::of(&mut Rng(1), PackedFormat::F32, 40, 8).pack(&cx.pool, PackedFormat::F32);
     linear(&mut cx, &[], &[LinearPart { weight: &weight, bias: None }], &mut [&mut []]);
@@ -314,7 +314,7 @@ fn no_rows_give_no_results() {
 
 #[test]
 #[should_panic(expected = "the context has capacity for")]
-fn more_rows_than_the_context_holds_are_refused() {
+fn more_rows_than_the_capacity_panic() {
     let mut cx = context(IsaName::Scalar, 1);
     let weight = Stored::of(&mut Rng(1), PackedFormat::F32, 1, 8).pack(&cx.pool, PackedFormat::F32);
     linear_add(&mut cx, &[0.0; 101 * 8], &weight, &mut [0.0; 101]);

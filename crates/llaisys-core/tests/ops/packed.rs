@@ -1,4 +1,4 @@
-//! Packed matrices: what goes in comes out, in every format, shape and conversion.
+//! Packed matrices: values are preserved in every format, shape and conversion.
 
 use crate::stored::{Rng, Stored, as_packed, block_len};
 use half::bf16;
@@ -10,7 +10,7 @@ use llaisys_core::quant::{BLOCK_LEN, Block, HALF_LEN, dequantize_row};
 use llaisys_core::tensor::RowView;
 use llaisys_core::threads::Pool;
 
-/// Outputs and inputs; those of types with larger blocks have as many blocks.
+/// Outputs and inputs; types with larger blocks have the same number of blocks.
 const SHAPES: [(usize, usize); 5] = [(1, 32), (31, 64), (32, 96), (33, 32), (100, 320)];
 /// Sizes that only plain types have.
 const ODD_SHAPES: [(usize, usize); 4] = [(1, 1), (33, 7), (64, 31), (5, 65)];
@@ -24,7 +24,7 @@ fn dtypes() -> impl Iterator<Item = DType> {
     DType::ALL.into_iter().filter(|&dtype| dtype != DType::I32)
 }
 
-/// `k` elements of a type of 32 to a block, or as many blocks of another block type.
+/// `k` elements of a type with blocks of 32, or the same number of blocks of another type.
 fn columns(dtype: DType, k: usize) -> usize {
     if dtype.is_quantized() { k / BLOCK_LEN * dtype.block_len() } else { k }
 }
@@ -41,7 +41,7 @@ fn read(matrix: &PackedMatrix, n: usize) -> Vec<f32> {
     values
 }
 
-/// The values of a row in the format that its type has: with scales and minima rounded to f16.
+/// The values of a row in the format of its type: with scales and minima rounded to f16.
 fn packed_values(row: RowView<'_>) -> Vec<f32> {
     let mut values = Vec::new();
     Block::for_each(row, |_, block| {
@@ -69,7 +69,7 @@ fn assert_holds(matrix: &PackedMatrix, stored: &Stored) {
 }
 
 #[test]
-fn rows_come_out_as_they_went_in() {
+fn packed_rows_read_back() {
     let pool = pool();
     for dtype in dtypes() {
         for format in PackedFormat::ALL {
@@ -89,7 +89,7 @@ fn rows_come_out_as_they_went_in() {
 }
 
 #[test]
-fn what_fits_comes_out_as_it_went_in() {
+fn quantized_rows_read_back() {
     let pool = pool();
     for format in PackedFormat::ALL.into_iter().filter(|format| format.grid().is_some()) {
         for (i, &(n, k)) in SHAPES.iter().enumerate() {
@@ -103,9 +103,9 @@ fn what_fits_comes_out_as_it_went_in() {
     }
 }
 
-/// Weights of every plain type become what `quant::quantize` makes of their values.
+/// Weights of every plain type are packed as `quant::quantize` quantizes their values.
 #[test]
-fn plain_weights_are_fitted_as_they_are_packed() {
+fn plain_weights_are_quantized_while_packed() {
     let pool = pool();
     for format in PackedFormat::ALL {
         let Some(grid) = format.grid() else { continue };
@@ -121,10 +121,10 @@ fn plain_weights_are_fitted_as_they_are_packed() {
     }
 }
 
-/// Types with f16 scales lose nothing; the others' scales and minima are off by 2^-11 of themselves at most, which
-/// is a 64th of a step where an integer is 32 steps from its zero.
+/// Types with f16 scales are exact. Scales and minima of the others have a relative error of up to 2^-11, which is a 64th
+/// of a step where an integer is 32 steps from its zero.
 #[test]
-fn grouped_formats_are_exact_but_for_the_rounding_of_products() {
+fn grouped_formats_are_exact_except_for_rounded_scales() {
     let pool = pool();
     for dtype in dtypes().filter(|dtype| dtype.is_quantized()) {
         let is_exact = dtype.block_len() == BLOCK_LEN && dtype != DType::Int4;
@@ -148,7 +148,7 @@ fn grouped_formats_are_exact_but_for_the_rounding_of_products() {
 }
 
 #[test]
-fn any_row_of_the_file_may_be_any_output() {
+fn rows_can_be_packed_in_any_order() {
     let (pool, stored) = (pool(), Stored::random(&mut Rng(3), DType::Q4_1, 70, 64));
     let from = |n: usize| (n * 37) % 70;
     let matrix = PackedMatrix::pack(&pool, PackedFormat::Q4_1, 70, 64, &|n| stored.row(from(n))).unwrap();
@@ -158,7 +158,7 @@ fn any_row_of_the_file_may_be_any_output() {
 }
 
 #[test]
-fn rows_without_bytes_are_zeros() {
+fn rows_without_bytes_are_zero() {
     let pool = pool();
     for format in PackedFormat::ALL {
         let k = 64_usize.next_multiple_of(block_len(format));
@@ -175,7 +175,7 @@ fn rows_without_bytes_are_zeros() {
 }
 
 #[test]
-fn sizes_are_those_of_the_layout() {
+fn sizes_follow_the_layout() {
     let pool = pool();
     // Two panels of 32 outputs, bits an element times two.
     let half_bits = [64, 32, 17, 9, 10, 11, 12, 14, 8, 8];
@@ -184,7 +184,7 @@ fn sizes_are_those_of_the_layout() {
         let matrix = Stored::random(&mut Rng(1), format.dtype(), 33, 256).pack(&pool, format);
         assert_eq!(matrix.n_bytes(), 64 * 256 * half_bits / 16, "{format:?}");
     }
-    // Two panels of three groups (a scale, or two numbers, of a byte; the integers) and 32 units of four bytes.
+    // Two panels of three groups (a scale of a byte, or two numbers of a byte; the integers) and 32 units of four bytes.
     for (format, column) in fits.into_iter().zip([1 + 32, 1 + 24, 2 + 16]) {
         let matrix = Stored::of(&mut Rng(1), format, 33, 96).pack(&pool, format);
         assert_eq!(matrix.n_bytes(), 2 * (3 * 32 * column + 128_usize).next_multiple_of(64), "{format:?}");
@@ -203,7 +203,7 @@ fn groups_need_whole_blocks() {
 }
 
 #[test]
-fn replaced_rows_read_back_and_leave_the_others() {
+fn replaced_rows_read_back_and_others_are_unchanged() {
     let pool = pool();
     for format in [PackedFormat::F32, PackedFormat::BF16] {
         for (n, k) in [(70, 9), (33, 64)] {
@@ -233,15 +233,15 @@ fn rows_of_groups_cannot_be_replaced() {
 
 #[test]
 #[should_panic(expected = "its own block types only")]
-fn a_group_format_takes_no_other_type() {
+fn group_format_rejects_other_types() {
     Stored::random(&mut Rng(1), DType::Q4_0, 4, 32).pack(&pool(), PackedFormat::Q4_1);
 }
 
 #[test]
-fn memory_that_does_not_exist_is_an_error() {
+fn failed_allocation_is_an_error() {
     let none = RowView { dtype: DType::F32, bytes: &[] };
     for n_rows in [1 << 50, usize::MAX] {
-        let refused = PackedMatrix::pack(&pool(), PackedFormat::F32, n_rows, 1 << 20, &|_| none);
-        assert!(matches!(refused, Err(DeviceError::Allocation { what: "packed weights", .. })), "{n_rows}");
+        let rejected = PackedMatrix::pack(&pool(), PackedFormat::F32, n_rows, 1 << 20, &|_| none);
+        assert!(matches!(rejected, Err(DeviceError::Allocation { what: "packed weights", .. })), "{n_rows}");
     }
 }

@@ -1,5 +1,5 @@
-//! `pruned_argmax` against `argmax` of `linear`, bit for bit, where a copy in 8 bits alone would go wrong, and where it has to
-//! say that it does not know.
+//! `pruned_argmax` compared with `argmax` of `linear`, also where the 8-bit copy alone would be wrong, and where it must
+//! not decide.
 
 use llaisys_core::dtype::DType;
 use llaisys_core::ops::argmax_bounds::ArgmaxBounds;
@@ -15,7 +15,7 @@ const FORMATS: [PackedFormat; 2] = [PackedFormat::F32, PackedFormat::BF16];
 const N: usize = 40 * 32 + 7;
 const K: usize = 96;
 
-/// A context on every instruction set that the machine has.
+/// A context for every instruction set of the machine.
 fn contexts(n_threads: usize) -> impl Iterator<Item = OpContext> {
     let kernels = IsaName::available().into_iter().map(|isa| Kernels::select(Some(isa)).unwrap());
     kernels.map(move |kernels| OpContext::new(kernels, Pool::new(n_threads).unwrap(), 70, K).unwrap())
@@ -27,7 +27,7 @@ fn packed(pool: &Pool, format: PackedFormat, weights: &[f32]) -> PackedMatrix {
     PackedMatrix::pack(pool, format, weights.len() / K, K, &row).unwrap()
 }
 
-/// The ids of the rows `x`, by all products.
+/// The ids of the rows `x` from all products.
 fn by_argmax(cx: &mut OpContext, x: &[f32], matrix: &PackedMatrix) -> Vec<u32> {
     let mut out = vec![0.0; x.len() / K * matrix.n_rows()];
     linear(cx, x, &[LinearPart { weight: matrix, bias: None }], &mut [&mut out]);
@@ -39,7 +39,7 @@ fn by_bounds(cx: &mut OpContext, x: &[f32], matrix: &PackedMatrix) -> Vec<Option
     pruned_argmax(cx, x, matrix, &bounds, &mut PrunedArgmaxScratch::default()).collect()
 }
 
-/// Asserts that every id that was found is right, and returns how many were.
+/// Asserts that every id that was found is right, and returns their number.
 fn n_right(cx: &mut OpContext, x: &[f32], matrix: &PackedMatrix, what: &str) -> usize {
     let (want, got) = (by_argmax(cx, x, matrix), by_bounds(cx, x, matrix));
     assert_eq!(want.len(), got.len(), "{what}");
@@ -50,7 +50,7 @@ fn n_right(cx: &mut OpContext, x: &[f32], matrix: &PackedMatrix, what: &str) -> 
 }
 
 #[test]
-fn finds_what_argmax_of_linear_finds() {
+fn agrees_with_argmax_of_linear() {
     for n_threads in [1, 2] {
         for mut cx in contexts(n_threads) {
             for format in FORMATS {
@@ -59,7 +59,7 @@ fn finds_what_argmax_of_linear_finds() {
                     let matrix = packed(&cx.pool, format, &draw.values(Size::Unit, N * K));
                     let mut x = draw.values(Size::Unit, n_rows * K);
                     for (i, row) in x.chunks_mut(K).enumerate() {
-                        // One input of many times the others' size, which 8 bits for 32 neighbours do not like.
+                        // One input is many times larger than the others, which is bad for the 8-bit integers of its group of 32.
                         row[i % K] *= if i % 3 == 1 { 1000.0 } else { 1.0 };
                     }
                     let what = format!("{format:?}, {n_rows} rows, seed {seed}");
@@ -71,9 +71,9 @@ fn finds_what_argmax_of_linear_finds() {
     }
 }
 
-/// Rows of weights that differ from the best one by less than 8 bits can tell.
+/// Rows of weights whose differences from the best one are below the resolution of 8 bits.
 #[test]
-fn decides_between_near_ties_with_the_matrix_itself() {
+fn resolves_near_ties_with_the_full_matrix() {
     let mut n_misled = 0;
     for mut cx in contexts(2) {
         for format in FORMATS {
@@ -93,11 +93,11 @@ fn decides_between_near_ties_with_the_matrix_itself() {
             }
         }
     }
-    assert!(n_misled > 10, "the copy alone was right but for {n_misled} times: no near ties");
+    assert!(n_misled > 10, "the copy alone was wrong only {n_misled} times: no near ties");
 }
 
 #[test]
-fn takes_the_lowest_of_equal_products() {
+fn returns_the_lowest_of_equal_products() {
     for mut cx in contexts(2) {
         for format in FORMATS {
             for (first, second) in [(3, 4), (31, 32), (0, N - 1), (600, 640)] {
@@ -115,9 +115,9 @@ fn takes_the_lowest_of_equal_products() {
     }
 }
 
-/// No output stands out, or the inputs are no numbers: the caller computes all products then.
+/// If no output is clearly the largest, or an input is NaN, the caller computes all products.
 #[test]
-fn says_that_it_does_not_know() {
+fn returns_none_when_undecided() {
     for mut cx in contexts(2) {
         for format in FORMATS {
             let draw = &mut SplitMix64::new(4);
@@ -139,7 +139,7 @@ fn says_that_it_does_not_know() {
 }
 
 #[test]
-fn a_matrix_that_cannot_be_bounded_has_no_bounds() {
+fn unsupported_matrix_has_no_bounds() {
     let pool = Pool::new(2).unwrap();
     for format in FORMATS {
         for odd in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 3e38, -1e20] {
@@ -156,7 +156,7 @@ fn a_matrix_that_cannot_be_bounded_has_no_bounds() {
 }
 
 #[test]
-fn says_how_many_bytes_it_takes() {
+fn reports_its_bytes() {
     let pool = Pool::new(1).unwrap();
     for n in [1, 32, 33, 100] {
         let matrix = packed(&pool, PackedFormat::BF16, &SplitMix64::new(4).values(Size::Unit, n * K));

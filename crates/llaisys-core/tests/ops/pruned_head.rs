@@ -1,5 +1,5 @@
-//! A context with pruned argmax gives what one without gives: for greedy rows, for the other rows of their batch, and
-//! after the head is replaced.
+//! A context with pruned argmax agrees with one without: for greedy rows, for other rows of the batch, and after the head
+//! is replaced.
 
 use crate::common::{Loaded, Random, Rows, Tiny, load, settings};
 use llaisys_core::batch::output;
@@ -19,7 +19,7 @@ fn greedy() -> SamplerSpec {
     SamplerSpec { temperature: 0.0, ..SamplerSpec::default() }
 }
 
-/// The model with pruned argmax, and without.
+/// The model with and without pruned argmax.
 fn both(model: &Tiny, mode: ComputeMode) -> [Loaded; 2] {
     [true, false].map(|prune_argmax| load(model, ContextConfig { mode, prune_argmax, ..settings() }))
 }
@@ -28,7 +28,7 @@ fn argmax_pruning(loaded: &Loaded) -> (u64, u64) {
     loaded.context.progress().argmax_pruning()
 }
 
-/// `n_steps` tokens of a sequence for each of `specs`, from the same prompt, each fed with what it gave.
+/// Generates `n_steps` tokens of a sequence for each of `specs` from the same prompt.
 fn generate(loaded: &mut Loaded, specs: &[SamplerSpec], n_steps: i32) -> Vec<Vec<i32>> {
     let context = &mut loaded.context;
     let seqs: Vec<SeqId> = specs.iter().map(|_| context.seq_acquire(0).unwrap()).collect();
@@ -53,7 +53,7 @@ fn generate(loaded: &mut Loaded, specs: &[SamplerSpec], n_steps: i32) -> Vec<Vec
 }
 
 #[test]
-fn greedy_tokens_are_the_same_and_found_by_pruned_argmax() {
+fn pruned_argmax_finds_the_same_greedy_tokens() {
     for (tied, mode) in
         [(true, ComputeMode::Bfloat16), (false, ComputeMode::Bfloat16), (false, ComputeMode::Float32)]
     {
@@ -93,10 +93,10 @@ fn rows_that_need_more_than_the_largest_logit_are_not_pruned() {
     let tokens = generate(&mut on, std::slice::from_ref(&held_back), 20);
     assert!(tokens[0][..5].iter().all(|token| *token >= 750));
     assert_eq!(tokens, generate(&mut off, &[held_back], 20));
-    assert_eq!(argmax_pruning(&on).0 - before, 15, "once enough tokens are out, nothing is held back");
+    assert_eq!(argmax_pruning(&on).0 - before, 15, "min_tokens no longer applies after enough tokens");
 }
 
-/// One decode of three rows: of the first, `flags`.
+/// One decode of three rows, the first with `flags`.
 fn three_rows(
     loaded: &mut Loaded,
     flags: u8,
@@ -114,7 +114,7 @@ fn three_rows(
 }
 
 #[test]
-fn masks_hidden_states_and_returned_logits_are_as_without() {
+fn masks_hidden_states_and_returned_logits_are_not_affected() {
     let [mut on, mut off] = both(&model(true), ComputeMode::Bfloat16);
     let mut few = vec![0_u32; VOCAB.div_ceil(32)];
     few[20] = 0b1010;
@@ -136,7 +136,7 @@ fn masks_hidden_states_and_returned_logits_are_as_without() {
 }
 
 #[test]
-fn a_replaced_head_has_new_bounds() {
+fn replaced_head_has_new_bounds() {
     for tied in [true, false] {
         let model = model(tied);
         let name = if tied { "model.embed_tokens.weight" } else { "lm_head.weight" };
@@ -153,7 +153,7 @@ fn a_replaced_head_has_new_bounds() {
         assert_ne!(before, after);
         assert!(settled >= 30, "{settled} rows found");
         assert_eq!(on.context.weight_bytes(), bytes);
-        // What is not finite is found as without bounds, and repaired by the next replacement.
+        // Non-finite weights are reported as without bounds, and the next replacement repairs them.
         let mut faulty = values.clone();
         faulty[VOCAB * 64 - 1] = f32::NAN;
         for loaded in [&mut on, &mut off] {
@@ -168,7 +168,7 @@ fn a_replaced_head_has_new_bounds() {
 }
 
 #[test]
-fn the_bytes_of_the_bounds_are_known_before_and_counted_after() {
+fn bytes_of_the_bounds_are_predicted_and_counted() {
     let model = model(false);
     for mode in [ComputeMode::Float32, ComputeMode::Bfloat16, ComputeMode::Int8, ComputeMode::Int4] {
         let [on, off] = both(&model, mode);
@@ -193,7 +193,7 @@ fn ranks_have_no_bounds() {
     assert_eq!(argmax_pruning(&loaded), (0, 0));
 }
 
-/// Logits that are more than products can tie where those do not.
+/// Scaled or capped logits can tie where the products do not.
 #[test]
 fn scaled_logits_are_not_pruned() {
     let mut model =

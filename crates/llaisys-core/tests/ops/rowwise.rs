@@ -1,6 +1,5 @@
-//! The row-wise ops on every instruction set of the machine: against their references on the contract's cases,
-//! and bit for bit against single rows. (`linear`, attention and
-//! what is done to KV cells have files of their own.)
+//! The row-wise ops on every instruction set of the machine: compared with their references on the op cases, and bit for
+//! bit with single rows. (`linear`, attention and the ops on KV cells are in other files.)
 
 use crate::parity::{assert_close, contexts, name};
 use crate::stored::{Rng, Stored};
@@ -45,7 +44,7 @@ fn embed_gathers_the_stored_values() {
 }
 
 #[test]
-fn rms_norm_is_the_reference_within_its_roundings() {
+fn rms_norm_agrees_with_the_reference_within_rounding() {
     for cx in contexts() {
         for case @ RowsCase { n, width, size } in cases::rows_cases() {
             let draw = &mut SplitMix64::new(width as u64);
@@ -69,7 +68,7 @@ fn rms_norm_is_the_reference_within_its_roundings() {
 }
 
 #[test]
-fn angles_are_the_reference_far_into_a_context() {
+fn angles_agree_with_the_reference_at_large_positions() {
     for (d_head, theta) in [(64, 1e4), (128, 1e6), (80, 5e5), (2, 1e4)] {
         let positions = [0, 1, 2, 100, 511, 8191, 131_071, -1, -700];
         let n = positions.len() * d_head / 2;
@@ -84,7 +83,7 @@ fn angles_are_the_reference_far_into_a_context() {
 }
 
 #[test]
-fn rope_is_the_reference_within_its_roundings() {
+fn rope_agrees_with_the_reference_within_rounding() {
     for cx in contexts() {
         for case in cases::rope_cases() {
             let (half, row_len) = (case.d_head / 2, case.n_heads * case.d_head);
@@ -98,7 +97,7 @@ fn rope_is_the_reference_within_its_roundings() {
             if case.n > 0 {
                 let want = reference::rope::rope(&x, case.d_head, &cos, &sin);
                 let sizes: Vec<f32> = x.iter().map(|x| x.abs()).collect();
-                // |a cos| + |b sin|, as a rotation of sizes with the sign that adds them.
+                // |a cos| + |b sin|: a rotation of absolute values with the sign that adds them.
                 let add = |s: &[f32], sign: f32| s.iter().map(|s| s.abs() * sign).collect::<Vec<f32>>();
                 let low = reference::rope::rope(&sizes, case.d_head, &add(&cos, 1.0), &add(&sin, -1.0));
                 let high = reference::rope::rope(&sizes, case.d_head, &add(&cos, 1.0), &add(&sin, 1.0));
@@ -115,8 +114,8 @@ fn rope_is_the_reference_within_its_roundings() {
     }
 }
 
-/// `linear_gated` of numbers `[n, d_ff]` as they are: row t of the inputs picks the weights of columns 2t (gates) and
-/// 2t + 1 (ups), and its product with them is exact.
+/// `linear_gated` of given numbers `[n, d_ff]`: row t of the inputs selects the weights of columns 2t (gates) and 2t + 1
+/// (ups), and its product with them is exact.
 fn gated(cx: &mut OpContext, function: Gate, d_ff: usize, gate: &[f32], up: &[f32]) -> Vec<f32> {
     let n = gate.len() / d_ff;
     let k = 2 * n.max(1);
@@ -138,7 +137,7 @@ fn gated(cx: &mut OpContext, function: Gate, d_ff: usize, gate: &[f32], up: &[f3
 }
 
 #[test]
-fn gate_up_rows_hold_each_row_of_both_once() {
+fn gate_up_rows_have_each_row_of_both_once() {
     for d_ff in cases::swiglu_widths() {
         let rows: Vec<_> = (0..ops::gate_up_rows(d_ff)).filter_map(|n| ops::gate_up_row(d_ff, n)).collect();
         let sorted: std::collections::BTreeSet<_> = rows.iter().copied().collect();
@@ -148,7 +147,7 @@ fn gate_up_rows_hold_each_row_of_both_once() {
 }
 
 #[test]
-fn swiglu_is_the_reference_within_its_roundings() {
+fn swiglu_agrees_with_the_reference_within_rounding() {
     for mut cx in contexts() {
         for d_ff in cases::swiglu_widths() {
             for (n, size) in
@@ -162,7 +161,7 @@ fn swiglu_is_the_reference_within_its_roundings() {
     }
 }
 
-/// Every gate from -130 to 130 in steps of 1/64, so the exponential over its whole range.
+/// Every gate from -130 to 130 in steps of 1/64: the exponential over its whole range.
 #[test]
 fn swiglu_is_accurate_for_every_gate() {
     for mut cx in contexts() {
@@ -183,7 +182,7 @@ fn assert_swiglu(cx: &mut OpContext, d_ff: usize, gate: &[f32], up: &[f32]) {
 }
 
 #[test]
-fn geglu_is_the_reference_within_its_roundings() {
+fn geglu_agrees_with_the_reference_within_rounding() {
     for mut cx in contexts() {
         // Every gate from -13 to 13 in steps of 1/512, and larger ones.
         let mut gate: Vec<f32> = (-13 * 512..13 * 512).map(|i| i as f32 / 512.0).collect();
@@ -201,7 +200,7 @@ fn geglu_is_the_reference_within_its_roundings() {
 }
 
 #[test]
-fn soft_cap_is_the_reference_within_its_roundings() {
+fn soft_cap_agrees_with_the_reference_within_rounding() {
     for cx in contexts() {
         for (cap, size) in [(50.0, Size::Outliers), (2.0, Size::Unit), (30.0, Size::Huge), (1.0, Size::Tiny)]
         {
@@ -236,7 +235,7 @@ fn scale_and_add_round_once() {
 }
 
 #[test]
-fn gathered_rows_scatter_back_with_their_weights() {
+fn gathered_rows_are_scattered_back_with_their_weights() {
     for cx in contexts() {
         for (n, width) in [(1, 1), (9, 5), (50, 576)] {
             let draw = &mut SplitMix64::new(width as u64);
@@ -258,7 +257,7 @@ fn gathered_rows_scatter_back_with_their_weights() {
 }
 
 #[test]
-fn routes_are_the_reference() {
+fn routes_agree_with_the_reference() {
     let mut routes = ops::Routes::default();
     for (n_experts, n_used) in [(1, 1), (2, 1), (5, 2), (8, 8), (128, 8)] {
         let mut logits = SplitMix64::new(n_experts as u64).values(Size::Unit, 30 * n_experts);
@@ -289,9 +288,9 @@ fn routes_are_the_reference() {
     assert!(routes.of(0).next().is_none() && routes.of(2).next().is_some());
 }
 
-/// Numbers that are not finite come out as such and stay in their row.
+/// Non-finite numbers remain non-finite and affect only their row.
 #[test]
-fn numbers_that_are_not_finite_are_not_hidden() {
+fn non_finite_numbers_are_propagated() {
     for mut cx in contexts() {
         let mut x = vec![1.0; 3 * 40];
         x[45] = f32::NAN;
@@ -310,7 +309,7 @@ fn numbers_that_are_not_finite_are_not_hidden() {
 }
 
 #[test]
-fn argmax_is_the_reference() {
+fn argmax_agrees_with_the_reference() {
     for logits in cases::argmax_cases() {
         let what = format!("{} logits", logits.len());
         let want = reference::argmax::argmax(&logits);

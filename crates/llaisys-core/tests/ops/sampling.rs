@@ -1,4 +1,4 @@
-//! The sampler against a naive f64 model, its distribution, and each rule alone.
+//! The sampler compared with a naive f64 model, its distribution, and each rule by itself.
 use llaisys_core::sample::philox::uniform;
 use llaisys_core::sample::{Outcome, RowFault, Sampler, SamplerSpec, Scratch, sample};
 use proptest::prelude::*;
@@ -21,7 +21,7 @@ fn token(row: &[f32], sampler: &Sampler, position: u32) -> u32 {
     }
 }
 
-/// The distribution that the rules leave, by sorting everything: id -> probability.
+/// The distribution after the rules, computed by sorting everything: id -> probability.
 fn distribution(row: &[f32], spec: &SamplerSpec) -> BTreeMap<u32, f64> {
     let best = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let mut kept: Vec<(u32, f64)> = row
@@ -73,7 +73,7 @@ prop_compose! {
 }
 
 proptest! {
-    /// The draw is the one that the naive distribution gives for the same uniform number.
+    /// The draw agrees with the naive distribution for the same uniform number.
     #[test]
     fn draws_agree_with_the_model(spec in any_spec(), row_seed in 0_u64..1000, position in 0_u32..1000) {
         let row = logits(row_seed);
@@ -87,7 +87,7 @@ proptest! {
         prop_assert!(below - 1e-12 <= u && u <= below + own.unwrap() + 1e-12);
     }
 
-    /// Penalties, bias and min_tokens, against the formulas written out.
+    /// Penalties, bias and min_tokens, compared with the formulas.
     #[test]
     fn adjustments_agree_with_the_formulas(
         penalties in (0.5_f32..2.0, -2.0_f32..2.0, -2.0_f32..2.0),
@@ -120,7 +120,7 @@ proptest! {
 }
 
 #[test]
-fn the_distribution_is_the_softmax() {
+fn draws_follow_the_softmax_distribution() {
     let row = [1.0_f32, 0.0, 2.0, -1.0, 0.5];
     let spec = SamplerSpec { seed: 20261121, ..SamplerSpec::default() };
     let model = distribution(&row, &spec);
@@ -137,7 +137,7 @@ fn the_distribution_is_the_softmax() {
 }
 
 #[test]
-fn a_draw_depends_on_seed_choice_and_position_only() {
+fn draw_depends_only_on_seed_choice_and_position() {
     let row = logits(5);
     let run = |seed, choice| -> Vec<u32> {
         let s = sampler(SamplerSpec { seed, choice, ..SamplerSpec::default() }, &[], &[]);
@@ -155,7 +155,7 @@ fn a_draw_depends_on_seed_choice_and_position_only() {
 }
 
 #[test]
-fn greedy_takes_the_lowest_id_of_a_tie() {
+fn greedy_returns_the_lowest_id_of_a_tie() {
     let mut row = vec![0.0_f32; VOCAB];
     row[40] = 3.0;
     row[60] = 3.0;
@@ -175,9 +175,9 @@ fn faults_are_named() {
     assert_eq!(fault(logits(1), Some(&[0; 4])), Outcome::Fault(RowFault::AllMasked));
 }
 
-/// Rows are looked at in parts of 1024 and lanes of 16: a bad logit is found in each of them, and in the tail.
+/// Rows are scanned in parts of 1024 and lanes of 16. A bad logit is found in each of them and in the tail.
 #[test]
-fn a_logit_that_is_not_finite_is_found_anywhere() {
+fn non_finite_logit_is_found_at_any_index() {
     let places = (0..17).chain(1008..1041).chain(2030..2061);
     for (place, bad) in places.flat_map(|i| [f32::NAN, f32::INFINITY, f32::NEG_INFINITY].map(|bad| (i, bad)))
     {
@@ -188,9 +188,9 @@ fn a_logit_that_is_not_finite_is_found_anywhere() {
     }
 }
 
-/// Whatever takes the best token away, the greedy choice is the next one.
+/// If any rule excludes the best token, the greedy choice is the next one.
 #[test]
-fn the_greedy_choice_is_made_after_every_rule() {
+fn greedy_choice_is_made_after_every_rule() {
     let mut row = vec![0.0; VOCAB];
     (row[40], row[60]) = (3.0, 2.0);
     let plain = || SamplerSpec { temperature: 0.0, ..SamplerSpec::default() };
@@ -210,7 +210,7 @@ fn the_greedy_choice_is_made_after_every_rule() {
 }
 
 #[test]
-fn a_mask_leaves_only_its_bits() {
+fn mask_allows_only_its_bits() {
     let mut mask = [0_u32; 4];
     mask[2] = 1 << 5 | 1 << 9;
     let s = sampler(SamplerSpec { seed: 3, temperature: 2.0, ..SamplerSpec::default() }, &[], &[]);
@@ -221,7 +221,7 @@ fn a_mask_leaves_only_its_bits() {
 }
 
 #[test]
-fn logprobs_are_of_the_models_own_distribution() {
+fn logprobs_are_of_the_unmodified_distribution() {
     let row = logits(8);
     let spec = SamplerSpec {
         temperature: 0.0,
@@ -244,7 +244,7 @@ fn logprobs_are_of_the_models_own_distribution() {
 }
 
 #[test]
-fn logprobs_of_none_give_the_drawn_token_only() {
+fn zero_logprobs_return_only_the_drawn_token() {
     let spec = SamplerSpec { top_logprobs: Some(0), ..SamplerSpec::default() };
     let outcome = sample(&mut Scratch::default(), &mut logits(8), Some(&sampler(spec, &[], &[])), 0, None);
     assert!(
@@ -255,28 +255,28 @@ fn logprobs_of_none_give_the_drawn_token_only() {
 
 #[test]
 fn out_of_bounds_parameters_are_named() {
-    let refuse = |spec: SamplerSpec| Sampler::new(spec, VOCAB, &[], &[]).unwrap_err().to_string();
+    let reject = |spec: SamplerSpec| Sampler::new(spec, VOCAB, &[], &[]).unwrap_err().to_string();
     let base = SamplerSpec::default;
-    assert!(refuse(SamplerSpec { temperature: -1.0, ..base() }).contains("temperature"));
-    assert!(refuse(SamplerSpec { temperature: f32::NAN, ..base() }).contains("temperature"));
-    assert!(refuse(SamplerSpec { top_p: 0.0, ..base() }).contains("top_p"));
-    assert!(refuse(SamplerSpec { min_p: 1.5, ..base() }).contains("min_p"));
-    assert!(refuse(SamplerSpec { typical_p: 1.5, ..base() }).contains("typical_p"));
-    assert!(refuse(SamplerSpec { repetition_penalty: 0.0, ..base() }).contains("repetition_penalty"));
-    assert!(refuse(SamplerSpec { presence_penalty: 3.0, ..base() }).contains("presence_penalty"));
-    assert!(refuse(SamplerSpec { frequency_penalty: -3.0, ..base() }).contains("frequency_penalty"));
-    assert!(refuse(SamplerSpec { logit_bias: vec![(97, 0.0)], ..base() }).contains("97"));
-    assert!(refuse(SamplerSpec { stop_ids: vec![97], ..base() }).contains("97"));
-    assert!(refuse(SamplerSpec { allowed_ids: vec![97], ..base() }).contains("97"));
-    assert!(refuse(SamplerSpec { bad_words: vec![vec![1, 97]], ..base() }).contains("97"));
-    assert!(refuse(SamplerSpec { bad_words: vec![vec![]], ..base() }).contains("bad_words"));
+    assert!(reject(SamplerSpec { temperature: -1.0, ..base() }).contains("temperature"));
+    assert!(reject(SamplerSpec { temperature: f32::NAN, ..base() }).contains("temperature"));
+    assert!(reject(SamplerSpec { top_p: 0.0, ..base() }).contains("top_p"));
+    assert!(reject(SamplerSpec { min_p: 1.5, ..base() }).contains("min_p"));
+    assert!(reject(SamplerSpec { typical_p: 1.5, ..base() }).contains("typical_p"));
+    assert!(reject(SamplerSpec { repetition_penalty: 0.0, ..base() }).contains("repetition_penalty"));
+    assert!(reject(SamplerSpec { presence_penalty: 3.0, ..base() }).contains("presence_penalty"));
+    assert!(reject(SamplerSpec { frequency_penalty: -3.0, ..base() }).contains("frequency_penalty"));
+    assert!(reject(SamplerSpec { logit_bias: vec![(97, 0.0)], ..base() }).contains("97"));
+    assert!(reject(SamplerSpec { stop_ids: vec![97], ..base() }).contains("97"));
+    assert!(reject(SamplerSpec { allowed_ids: vec![97], ..base() }).contains("97"));
+    assert!(reject(SamplerSpec { bad_words: vec![vec![1, 97]], ..base() }).contains("97"));
+    assert!(reject(SamplerSpec { bad_words: vec![vec![]], ..base() }).contains("bad_words"));
     assert!(Sampler::new(base(), VOCAB, &[-1], &[]).is_err());
     assert!(Sampler::new(base(), VOCAB, &[], &[97]).is_err());
 }
 
 #[test]
-fn a_penalty_that_overflows_is_a_fault_not_a_panic() {
-    // Every logit is finite; dividing by the penalty is what leaves the range of f32.
+fn overflow_by_a_penalty_is_a_fault() {
+    // Every logit is finite; the division by the penalty overflows f32.
     for temperature in [0.0, 1.0] {
         let spec = SamplerSpec { temperature, repetition_penalty: 1e-3, ..SamplerSpec::default() };
         let sampler = sampler(spec, &[7], &[]);
@@ -289,8 +289,8 @@ fn a_penalty_that_overflows_is_a_fault_not_a_panic() {
 
 #[test]
 fn draws_from_a_large_vocabulary_agree_with_the_model() {
-    // Flat and peaked rows of 20,000 ids, with many exact ties: nuclei from a few ids to most of them, so that
-    // the selection in doubling chunks goes through many of its chunks.
+    // Flat and peaked rows of 20,000 ids with many exact ties. Nuclei have from a few ids to most of them, so that the
+    // selection in doubling chunks reaches many chunks.
     let n_ids = 20_000;
     let mut scratch = Scratch::default();
     for (case, spread) in [0.5, 4.0, 16.0, 40.0].into_iter().enumerate() {
@@ -328,13 +328,13 @@ fn only_allowed_ids_are_drawn() {
 }
 
 proptest! {
-    /// Greedy answers never hold a bad word, and differ from the best token only where one would be completed.
+    /// Greedy completions never contain a bad word, and differ from the best token only where one would be completed.
     #[test]
-    fn a_bad_word_is_never_completed(
+    fn bad_word_is_never_completed(
         bad_words in prop::collection::vec(prop::collection::vec(0_u32..4, 1..4), 1..4),
         output in prop::collection::vec(0_i32..4, 0..6), row_seed in 0_u64..1000,
     ) {
-        // Ids 0 to 3 are by far the best ones, so that words are met often.
+        // Ids 0 to 3 are by far the best ones, so that bad words occur often.
         let mut row = logits(row_seed);
         row[..4].iter_mut().for_each(|l| *l += 20.0);
         let spec = SamplerSpec { temperature: 0.0, bad_words: bad_words.clone(), ..SamplerSpec::default() };
@@ -357,7 +357,7 @@ proptest! {
 }
 
 #[test]
-fn a_row_of_the_prompt_gives_its_next_token_with_logprobs() {
+fn row_of_the_prompt_returns_its_next_token_with_logprobs() {
     let row = logits(8);
     let spec = SamplerSpec {
         prompt_logprobs: Some(3),
@@ -377,5 +377,5 @@ fn a_row_of_the_prompt_gives_its_next_token_with_logprobs() {
         assert_eq!(logprobs.top.len(), 3);
     }
     let outcome = sample(&mut Scratch::default(), &mut row.clone(), Some(&s), 3, None);
-    assert_eq!(outcome, Outcome::Token { id: 11, logprobs: None }, "behind the prompt it is a draw");
+    assert_eq!(outcome, Outcome::Token { id: 11, logprobs: None }, "after the prompt the id is drawn");
 }

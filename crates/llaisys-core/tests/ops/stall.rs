@@ -1,4 +1,4 @@
-//! Stall reasons as a function of samples and times: each fires inside its window, and never for a busy engine.
+//! Stall reasons as a function of samples and times: each is reported within its window, and never for a busy engine.
 
 use llaisys_core::progress::ProgressSample;
 use llaisys_core::progress::{LivenessSample, StallDetector, StallReason, StallWindows};
@@ -38,19 +38,19 @@ fn watch(
     })
 }
 
-/// It fires later than `window_s` after `from_s`, by one look.
+/// Asserts that `reason` is reported at the first poll later than `window_s` after `from_s`.
 fn fires(reason: StallReason, from_s: f64, window_s: f64, found: Option<(StallReason, f64)>) {
     let expected = from_s + window_s + PERIOD_S;
     assert_eq!(found, Some((reason, expected)));
 }
 
 #[test]
-fn an_idle_engine_is_well() {
+fn idle_engine_does_not_stall() {
     assert_eq!(watch(3600.0, IDLE, |_, _| ()), None);
 }
 
 #[test]
-fn a_step_without_a_layer_stalls() {
+fn step_without_a_layer_is_a_stall() {
     let begin = |now: f64, s: &mut LivenessSample| s.progress.n_steps_begun = u64::from(now >= 10.0);
     fires(StallReason::StalledStep, 10.0, 30.0, watch(100.0, IDLE, begin));
     let ticks_until_20 = |now: f64, s: &mut LivenessSample| {
@@ -62,11 +62,11 @@ fn a_step_without_a_layer_stalls() {
         begin(now, s);
         s.progress.n_layers_begun = (now / 29.0) as u64;
     };
-    assert_eq!(watch(3600.0, IDLE, ticks), None, "slow, and moving");
+    assert_eq!(watch(3600.0, IDLE, ticks), None, "slow, with progress");
 }
 
 #[test]
-fn a_slow_step_that_was_predicted_is_no_stall() {
+fn slow_step_that_was_predicted_is_not_a_stall() {
     let sample = LivenessSample { predicted_step_s: 4.0, ..IDLE };
     let begin = |_: f64, s: &mut LivenessSample| s.progress.n_steps_begun = 1;
     fires(StallReason::StalledStep, 0.0, 80.0, watch(200.0, sample, begin));
@@ -74,9 +74,9 @@ fn a_slow_step_that_was_predicted_is_no_stall() {
     fires(StallReason::NoProgress, 0.0, 80.0, watch(200.0, running, |_, _| ()));
 }
 
-/// Another context has the threads: that one is watched, and its fault is not this one's.
+/// Another context uses the threads. That context is watched itself, so waiting for it is not a stall of this one.
 #[test]
-fn who_is_in_line_for_its_threads_is_not_stuck() {
+fn waiting_for_the_thread_pool_is_not_a_stall() {
     for (n_waiting, n_running) in [(1, 0), (0, 1), (3, 2)] {
         let line_until_100 = |now: f64, s: &mut LivenessSample| s.progress.waiting_for_pool = now < 100.0;
         let sample = LivenessSample { n_waiting, n_running, ..IDLE };
@@ -88,7 +88,7 @@ fn who_is_in_line_for_its_threads_is_not_stuck() {
 }
 
 #[test]
-fn waiting_alone_without_admission_is_a_deadlock() {
+fn waiting_requests_without_admission_are_a_stall() {
     let wait = |now: f64, s: &mut LivenessSample| s.n_waiting = u64::from(now >= 3.0);
     fires(StallReason::NothingAdmitted, 3.0, 5.0, watch(60.0, IDLE, wait));
     let lent_at_6 = |now: f64, s: &mut LivenessSample| {
@@ -101,11 +101,11 @@ fn waiting_alone_without_admission_is_a_deadlock() {
         s.n_running = 1;
         s.progress.n_rows_committed = now as u64;
     };
-    assert_eq!(watch(3600.0, IDLE, running), None, "a queue behind running requests is load");
+    assert_eq!(watch(3600.0, IDLE, running), None, "waiting behind running requests is load");
 }
 
 #[test]
-fn an_iteration_counter_is_no_progress() {
+fn iterations_without_commits_are_a_stall() {
     let livelock = |now: f64, s: &mut LivenessSample| {
         s.n_running = 2;
         s.progress.n_steps_begun = (now * 4.0) as u64;
@@ -121,20 +121,20 @@ fn an_iteration_counter_is_no_progress() {
 }
 
 #[test]
-fn a_deadline_that_nobody_keeps() {
+fn missed_deadline_is_a_stall() {
     let sample = LivenessSample { deadline_s: 10.0, n_waiting: 1, n_running: 1, ..IDLE };
     let moving = |now: f64, s: &mut LivenessSample| s.progress.n_rows_committed = now as u64;
     fires(StallReason::Overdue, 10.0, 5.0, watch(60.0, sample, moving));
     let ended_late = |now: f64, s: &mut LivenessSample| {
         moving(now, s);
-        // Each waiting one ends three seconds late, and the next one is due by then.
+        // Each waiting request ends three seconds late, and the next one is due by then.
         s.deadline_s = now - now % 4.0 + 1.0;
     };
     assert_eq!(watch(600.0, sample, ended_late), None);
 }
 
 #[test]
-fn a_loop_that_stops_coming_round() {
+fn event_loop_without_beats_is_a_stall() {
     let beats_until_8 = |now: f64, s: &mut LivenessSample| s.n_beats = now.min(8.0) as u64;
     fires(StallReason::LoopLag, 8.0, 30.0, watch(60.0, IDLE, beats_until_8));
     assert_eq!(watch(600.0, IDLE, |now, s| s.n_beats = (now / 29.5) as u64 + 1), None, "late, not stuck");
@@ -142,7 +142,7 @@ fn a_loop_that_stops_coming_round() {
 
 /// Late from 5 s without a beat until the next one, and never without a loop to watch.
 #[test]
-fn a_late_loop_is_seen_once_an_episode() {
+fn late_loop_is_reported_once_per_episode() {
     let mut detector = StallDetector::new(StallWindows::default());
     let (mut episodes, mut was_late) = (Vec::new(), false);
     for i in 0..400 {
@@ -162,9 +162,9 @@ fn a_late_loop_is_seen_once_an_episode() {
     }
 }
 
-/// A loop that holds the interpreter keeps the engine's thread from admitting and expiring.
+/// An event loop that holds the interpreter keeps the engine's thread from admitting and expiring requests.
 #[test]
-fn what_a_late_loop_holds_up_is_not_the_engines_fault() {
+fn late_loop_suspends_the_stall_reasons_of_the_engine() {
     let waits = LivenessSample { n_waiting: 1, deadline_s: 0.0, n_beats: 1, ..IDLE };
     let back_at_25 = |now: f64, s: &mut LivenessSample| s.n_beats = if now < 25.0 { 1 } else { now as u64 };
     let found = watch(100.0, waits, back_at_25);
@@ -173,7 +173,7 @@ fn what_a_late_loop_holds_up_is_not_the_engines_fault() {
 }
 
 #[test]
-fn time_in_which_nobody_ran_does_not_count() {
+fn time_in_which_the_process_was_stopped_does_not_count() {
     let mut detector = StallDetector::new(StallWindows::default());
     let stuck = LivenessSample { n_waiting: 1, n_running: 0, deadline_s: 2.0, ..IDLE };
     assert_eq!(detector.poll(&stuck, 0.0), None);
@@ -181,7 +181,7 @@ fn time_in_which_nobody_ran_does_not_count() {
     assert_eq!(detector.poll(&stuck, 10_004.0), None, "one second of these counts, and one of those before");
     let found = (0..20).find_map(|i| detector.poll(&stuck, 10_004.0 + f64::from(i) * PERIOD_S));
     assert_eq!(found, Some(StallReason::NothingAdmitted));
-    // A clock that goes back counts for nothing.
+    // A clock that goes backwards adds no time.
     assert_eq!(StallDetector::new(StallWindows::default()).poll(&IDLE, -5.0), None);
 }
 
@@ -194,9 +194,9 @@ fn stall_reasons_have_codes_and_names() {
     assert_eq!((StallReason::from_code(0), StallReason::from_code(6)), (None, None));
 }
 
-/// Whatever an engine does, it is well as long as each thing moves inside its window.
+/// An engine in which each counter moves within its window never stalls.
 #[test]
-fn who_moves_in_time_is_never_blamed() {
+fn progress_within_every_window_is_never_a_stall() {
     let spans = prop::collection::vec((0.25_f64..4.9, 0_u64..3, any::<bool>()), 1..200);
     crate::seeded::check(300, spans, |spans| {
         let mut detector = StallDetector::new(StallWindows::default());

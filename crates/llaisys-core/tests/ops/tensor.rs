@@ -1,4 +1,4 @@
-//! Aligned buffers: on the boundary and zero. What they cost: `own_process.rs`.
+//! Aligned buffers: aligned and zeroed. Their memory use is in `own_process.rs`.
 
 use llaisys_core::tensor::{ALIGN, AlignedBuf};
 

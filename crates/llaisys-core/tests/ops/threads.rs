@@ -1,4 +1,4 @@
-//! The worker pool: every worker once, disjoint chunks, panics, dropping.
+//! The worker pool: every worker runs once, chunks are disjoint, panics are propagated, dropping joins.
 
 use llaisys_core::threads::{Chunks, Pool, PoolGuard, THREADS_MAX, share, usable_cpus};
 use std::cell::RefCell;
@@ -27,9 +27,9 @@ fn worker_zero_is_the_caller() {
     pool.run(&|worker| assert_eq!(worker == 0, std::thread::current().id() == caller));
 }
 
-/// Each thread has a queue; whoever is through with its own helps with the others'.
+/// Each thread has a queue. A thread that has emptied its own takes items from the others.
 #[test]
-fn queues_are_emptied_once_by_whoever_comes() {
+fn every_queued_item_runs_once_on_any_thread() {
     for (n_threads, n, chunk) in [(1, 7, 2), (2, 0, 1), (3, 1, 5), (3, 100, 7), (4, 64, 1)] {
         let pool = Pool::new(n_threads).unwrap();
         for _ in 0..50 {
@@ -46,7 +46,7 @@ fn queues_are_emptied_once_by_whoever_comes() {
 }
 
 #[test]
-fn a_panic_of_any_worker_reaches_the_caller_and_the_pool_lives_on() {
+fn panic_of_any_worker_reaches_the_caller_and_the_pool_remains_usable() {
     let pool = Pool::new(3).unwrap();
     for bad in 0..3 {
         let ran = AtomicUsize::new(0);
@@ -67,7 +67,7 @@ fn a_panic_of_any_worker_reaches_the_caller_and_the_pool_lives_on() {
     assert_eq!(ran.load(Ordering::Relaxed), 3);
 }
 
-/// Panics once more where it is dropped.
+/// Panics again when it is dropped.
 struct Bomb;
 
 impl Drop for Bomb {
@@ -76,9 +76,9 @@ impl Drop for Bomb {
     }
 }
 
-/// The pool keeps the first panic of its workers; what it does with the others must not end a worker.
+/// The pool keeps the first panic of its workers. Dropping the payloads of others must not end a worker.
 #[test]
-fn a_panic_that_cannot_be_dropped_ends_no_worker() {
+fn panic_payload_that_panics_on_drop_ends_no_worker() {
     let pool = Pool::new(3).unwrap();
     let result = catch_unwind(AssertUnwindSafe(|| {
         pool.run(&|worker| {
@@ -95,9 +95,9 @@ fn a_panic_that_cannot_be_dropped_ends_no_worker() {
     assert_eq!(ran.into_inner(), 3);
 }
 
-/// A wrong setting is an error before a thread starts, never a panic while one is at work.
+/// An invalid setting is an error before a thread starts, never a panic while threads run.
 #[test]
-fn settings_that_no_pool_can_have_are_refused() {
+fn invalid_settings_are_rejected() {
     let cases: [(usize, &[usize], &str); 7] = [
         (0, &[], "n_threads is 0, allowed are 1 to 1024"),
         (THREADS_MAX + 1, &[], "n_threads is 1025, allowed are 1 to 1024"),
@@ -124,13 +124,13 @@ impl<T: ?Sized + Send> IsNotSend<u8> for T {}
 const _: () = <PoolGuard<'static> as IsNotSend<_>>::IS_NOT_SEND;
 
 thread_local! {
-    /// A turn that a job ends while it runs, which no scope can.
+    /// A guard that a job drops while it runs, which no scope can.
     static TURN: RefCell<Option<PoolGuard<'static>>> = const { RefCell::new(None) };
 }
 
-/// A second caller is refused before it changes the queues, so no item is handed out twice.
+/// A second caller is rejected before it changes the queues, so no item runs twice.
 #[test]
-fn a_caller_that_comes_while_a_job_runs_leaves_its_queues_alone() {
+fn second_caller_does_not_change_the_queues_of_a_running_job() {
     static POOL: LazyLock<Pool> = LazyLock::new(|| Pool::new(2).unwrap());
     let counts: Vec<AtomicUsize> = (0..16).map(|_| AtomicUsize::new(0)).collect();
     let caller = std::thread::current().id();
@@ -149,7 +149,7 @@ fn a_caller_that_comes_while_a_job_runs_leaves_its_queues_alone() {
 }
 
 #[test]
-fn a_chunk_larger_than_the_items_hands_them_out_once() {
+fn chunk_larger_than_the_items_runs_them_once() {
     let pool = Pool::new(3).unwrap();
     let n_items = AtomicUsize::new(0);
     pool.run_queues(5, usize::MAX / 2 + 1, &|_, items| {
@@ -161,7 +161,7 @@ fn a_chunk_larger_than_the_items_hands_them_out_once() {
 }
 
 #[test]
-fn a_job_that_runs_a_job_is_refused() {
+fn nested_job_is_rejected() {
     for n_threads in 1..=2 {
         let pool = Pool::new(n_threads).unwrap();
         let nested = catch_unwind(AssertUnwindSafe(|| pool.run(&|_| pool.run(&|_| {}))));
@@ -202,10 +202,10 @@ fn shares_and_dynamic_chunks_cover_the_items_once() {
     }
 }
 
-/// Threads stay where they are put, and without CPUs may go wherever the caller may.
+/// Threads stay on their CPUs; without a list of CPUs they may run where the caller may.
 #[test]
 #[cfg(target_os = "linux")]
-fn workers_are_kept_to_their_cpus() {
+fn workers_are_pinned_to_their_cpus() {
     let allowed = || {
         let status = std::fs::read_to_string("/proc/thread-self/status").unwrap();
         let line = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).map(str::trim);
@@ -240,10 +240,10 @@ fn dropping_the_pool_joins_its_workers() {
     });
     assert_eq!(Arc::strong_count(&held), 3);
     drop(pool);
-    assert_eq!(Arc::strong_count(&held), 1, "a worker is still there");
+    assert_eq!(Arc::strong_count(&held), 1, "a worker still runs");
 }
 
-/// Workers that have parked (they do after some hundred yields) still take the next job.
+/// Workers that have parked (after some hundred yields) still run the next job.
 #[test]
 fn parked_workers_wake_up() {
     let pool = Pool::new(2).unwrap();

@@ -1,5 +1,5 @@
-//! Rows to sample, and the sampler's rules by sorting everything in f64, with the candidates that are kept for sure and
-//! those that rounding may keep or drop.
+//! Rows to sample, and a model of the sampler's rules that sorts everything in f64. It separates the candidates that are
+//! certainly kept from those that rounding may keep or drop.
 
 use llaisys_core::ops::cases::SplitMix64;
 use llaisys_core::sample::philox::uniform;
@@ -18,8 +18,8 @@ pub(crate) struct Row {
     pub(crate) mask: Option<Vec<u32>>,
 }
 
-/// Relative difference of summed weights between f32 weights in units of 2^-44 and f64: each is off by at most three
-/// roundings of 6e-8 on a distance of up to 58, weighed by the weight itself, and they mostly cancel.
+/// Relative difference of sums of f32 weights in units of 2^-44 and sums in f64. The error of each is at most three
+/// roundings of 6e-8 on a distance of up to 58, times the weight itself, and errors mostly cancel.
 const SUMS: f64 = 2e-6;
 /// Difference of distances (up to 58 log2 = 40 nats) in f32: three roundings.
 const DISTANCES: f64 = 1.5e-5;
@@ -29,7 +29,7 @@ impl Row {
         self.inside.unwrap_or((self.prompt.len() + self.output.len()) as u32)
     }
 
-    /// What the CPU gives.
+    /// Samples the row on the CPU.
     pub(crate) fn on_cpu(&self) -> Outcome {
         let spec = self.spec.clone();
         let sampler =
@@ -77,7 +77,7 @@ impl Row {
         logits
     }
 
-    /// Panics unless `id` is what the rules and the uniform number of this row give, up to rounding.
+    /// Panics unless `id` follows from the rules and the uniform number of this row, up to rounding.
     pub(crate) fn check_draw(&self, id: u32) {
         let logits = self.edited();
         let best = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -99,7 +99,7 @@ impl Row {
         let own = kept.any.iter().find(|c| c.id == id);
         let own = own.unwrap_or_else(|| panic!("drew {id}, which the rules exclude: {:?}", self.spec));
         let from = weight(&sure, id) / weight(&kept.any, u32::MAX) - SUMS;
-        // Without a sure candidate (all on the edge) anything of `any` may be drawn.
+        // Without a certain candidate (all are within rounding), any of `any` may be drawn.
         let total = weight(&sure, u32::MAX).max(f64::MIN_POSITIVE);
         let to = (weight(&kept.any, id) + own.weight) / total + SUMS;
         assert!(from <= u && u <= to, "drew {id}: {u} is not in {from}..{to}; {:?}", self.spec);
@@ -172,7 +172,7 @@ fn ids(of: &[Candidate]) -> HashSet<u32> {
     of.iter().map(|c| c.id).collect()
 }
 
-/// How many of `sorted` it takes to reach the share, when sums are off by `slack`.
+/// The number of `sorted` candidates that reach the share, with an error of `slack` in the sums.
 fn until(sorted: &[Candidate], share: f32, slack: f64) -> usize {
     if share >= 1.0 {
         return sorted.len();
@@ -186,7 +186,7 @@ fn until(sorted: &[Candidate], share: f32, slack: f64) -> usize {
     end.map_or(sorted.len(), |i| i + 1)
 }
 
-/// Rows as models give them (a bell), peaked, flat, and full of ties.
+/// Rows with normal logits as of models, peaked, flat, and with many ties.
 pub(crate) fn logits(draw: &mut SplitMix64, vocab: usize) -> Vec<f32> {
     let (width, grid) = [(2.5, 0.0), (8.0, 0.0), (0.05, 0.0), (2.5, 0.25)][draw.below(4)];
     (0..vocab)
@@ -210,7 +210,7 @@ fn tokens(draw: &mut SplitMix64, below: usize) -> Vec<i32> {
     some_ids(draw, below, n).iter().map(|&id| id as i32).collect()
 }
 
-/// A row with the parameters that the bits of `which` name.
+/// A row with the parameters that the bits of `which` select.
 pub(crate) fn row(draw: &mut SplitMix64, vocab: usize, which: usize) -> Row {
     let has = |bit: usize| which >> bit & 1 == 1;
     let mut spec = SamplerSpec {

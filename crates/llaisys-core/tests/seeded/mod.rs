@@ -1,11 +1,11 @@
-//! Random tests that say how to replay them.
+//! Random tests that print how to replay them.
 
 use proptest::prelude::*;
 use proptest::test_runner::{RngSeed, TestRunner};
 use std::hash::{BuildHasher, RandomState};
 
-/// Runs `test` on `n_cases` random inputs. A failure shows the smallest input found and the seed of the run:
-/// the same test with `PROPTEST_RNG_SEED` set to it does the same again.
+/// Runs `test` on `n_cases` random inputs. A failure prints the smallest input found and the seed of the run. The same
+/// test with `PROPTEST_RNG_SEED` set to the seed repeats the run.
 pub(crate) fn check<S: Strategy>(
     n_cases: u32,
     input: S,

@@ -1,4 +1,4 @@
-//! Random matrices as a model file stores them, with the exact values they stand for.
+//! Random matrices in the formats of model files, with the exact values that they represent.
 
 #![allow(dead_code, unreachable_pub, reason = "each test file uses its part")]
 use half::{bf16, f16};
@@ -9,7 +9,7 @@ use llaisys_core::quant::{BLOCK_LEN, Block, HALF_LEN};
 use llaisys_core::tensor::RowView;
 use llaisys_core::threads::Pool;
 
-/// Numbers that depend on the seed alone (splitmix64).
+/// Random numbers from a seed (SplitMix64).
 pub struct Rng(pub u64);
 
 impl Rng {
@@ -37,7 +37,7 @@ pub struct Stored {
     pub n_rows: usize,
     pub n_columns: usize,
     bytes: Vec<u8>,
-    /// What the rows are made of, of a matrix for a format that fits plain weights.
+    /// The quantized rows of a matrix for a format that quantizes plain weights.
     fitted: Vec<(f64, f64)>,
 }
 
@@ -56,8 +56,8 @@ impl Stored {
         Self { dtype, n_rows, n_columns, bytes, fitted: Vec::new() }
     }
 
-    /// A matrix that `format` holds without a loss: of the type that it is named after, or if it fits plain
-    /// weights, values of a fit.
+    /// A matrix that `format` represents exactly: of the type of the same name, or for formats that quantize plain
+    /// weights, quantized values.
     pub fn of(rng: &mut Rng, format: PackedFormat, n_rows: usize, n_columns: usize) -> Self {
         let mut stored = Self::random(rng, format.dtype(), n_rows, n_columns);
         if let Some(grid) = format.grid() {
@@ -81,12 +81,12 @@ impl Stored {
         PackedMatrix::pack(pool, format, self.n_rows, self.n_columns, &|n| self.row(n)).unwrap()
     }
 
-    /// The values `[n_rows, n_columns]` that a packed matrix of the type's own format holds.
+    /// The values `[n_rows, n_columns]` of a packed matrix in the type's own format.
     pub fn values(&self) -> Vec<f64> {
         self.parts().into_iter().map(|(scaled, min)| scaled + min).collect()
     }
 
-    /// What rounding errors of a product are measured against: `|scaled| + |min|`.
+    /// The sizes to which rounding errors of a product are relative: `|scaled| + |min|`.
     pub fn sizes(&self) -> Vec<f64> {
         self.parts().into_iter().map(|(scaled, min)| scaled.abs() + min.abs()).collect()
     }
@@ -114,7 +114,7 @@ impl Stored {
     }
 }
 
-/// Each value of a fitted row as `scaled + min`.
+/// Each value of a quantized row as `scaled + min`.
 fn fitted_parts(row: &QuantizedRow, grid: Grid) -> Vec<(f64, f64)> {
     let values = row.values(grid);
     let min = |i: usize| {
@@ -124,12 +124,12 @@ fn fitted_parts(row: &QuantizedRow, grid: Grid) -> Vec<(f64, f64)> {
     values.iter().enumerate().map(|(i, &value)| (f64::from(value) - min(i), min(i))).collect()
 }
 
-/// Elements of which rows of a format have whole numbers.
+/// Elements of a block; rows of a format have whole blocks.
 pub fn block_len(format: PackedFormat) -> usize {
     if format.grid().is_some() { BLOCK_LEN } else { format.dtype().block_len() }
 }
 
-/// The f16 numbers of a block lie at these bytes.
+/// The byte offsets of the f16 numbers in a block.
 pub fn f16_places(dtype: DType) -> &'static [usize] {
     match dtype {
         DType::Q4_1 | DType::Q5_1 | DType::Q4_K | DType::Q5_K => &[0, 2],
@@ -153,7 +153,7 @@ fn random_block(rng: &mut Rng, dtype: DType) -> Vec<u8> {
     block
 }
 
-/// A block as it is packed: scales and minima rounded to f16, which changes those of K types and Int4 only.
+/// A block as it is packed: with scales and minima rounded to f16, which changes only K types and Int4.
 pub fn as_packed(block: &Block) -> Block {
     let round = |x: f32| f16::from_f32(x).to_f32();
     Block { scale: block.scale.map(round), min: block.min.map(round), ..*block }
