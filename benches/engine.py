@@ -49,7 +49,7 @@ class FreeCore:
         self.n_cells_free -= len(tokens)
         n_out = int(others[-1].sum())
         ids = self._ids.setdefault(n_out, np.full(n_out, 7, np.int32))
-        return SimpleNamespace(token_ids=ids, faults=[], logprobs=[], hidden=None, rows=ids)
+        return SimpleNamespace(token_ids=ids, faults=[], logprobs=[], hidden=None, rows=ids, graph_refusal=None)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: None
