@@ -70,7 +70,7 @@ lint: build ## rustfmt, clippy, ruff, mypy, stubtest, import rules, house rules
 check: lint ## lint and the fast tests (under 3 minutes)
 	cargo test -p llaisys-core --quiet --lib --test kv --test load --test forward
 	npm --prefix webui test --silent
-	$(VENV)/bin/pytest -q tests/unit
+	$(VENV)/bin/pytest -q tests/unit -n 2 --dist loadfile
 
 $(STAMPS)/node-clients: tests/clients/node/package.json tests/clients/node/package-lock.json | $(STAMPS)/tools
 	@npm --prefix tests/clients/node ci --silent --no-audit --no-fund
