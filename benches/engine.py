@@ -49,7 +49,8 @@ class FreeCore:
         self.n_cells_free -= len(tokens)
         n_out = int(others[-1].sum())
         ids = self._ids.setdefault(n_out, np.full(n_out, 7, np.int32))
-        return SimpleNamespace(token_ids=ids, faults=[], logprobs=[], hidden=None, rows=ids, graph_refusal=None)
+        empty = {"faults": [], "logprobs": [], "hidden": None, "graph_refusal": None}
+        return SimpleNamespace(token_ids=ids, rows=ids, **empty)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: None
